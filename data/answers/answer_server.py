@@ -127,7 +127,16 @@ class AnswerServer:
             content = self._repeated(self.address, {"input_ids": list(request.tokens), "sampling_params": {
                 **common, "max_new_tokens": request.max_new_tokens, "sampling_seed": seed}})
         try:
-            answer = _of_openai(content) if self.kind == "openai" else _of_sglang(content)
+            if self.kind == "openai":
+                [choice] = content["choices"]
+                prompt = choice.get("prompt_token_ids")
+                answer = ServerAnswer(tokens=typed(choice["token_ids"], list[int], "token_ids"),
+                                      finish=choice.get("finish_reason"), stopped_by=choice.get("stop_reason"),
+                                      prompt=None if prompt is None else typed(prompt, list[int], "prompt_token_ids"))
+            else:
+                reason = content.get("meta_info", {}).get("finish_reason") or {}
+                answer = ServerAnswer(tokens=typed(content["output_ids"], list[int], "output_ids"),
+                                      finish=reason.get("type"), stopped_by=reason.get("matched"))
         except (MistypedError, KeyError, TypeError, IndexError) as error:
             raise UserError(f"{self.address} returned no token ids ({shortened(content)}); use a server that does "
                             "(vLLM's return_token_ids, SGLang's /generate), or set distill.engine: own") from error
@@ -135,6 +144,7 @@ class AnswerServer:
 
     def _checked(self, answer: ServerAnswer, request: Request, sampling: Sampling) -> list[int]:
         """The tokens of a sound answer, up to its end."""
+        # A server that tokenizes again or adds a start token would answer another prompt.
         if answer.prompt is not None and answer.prompt != list(request.tokens):
             raise UserError(f"{self.address} read another prompt than it was given ({len(answer.prompt)} tokens for "
                             f"{len(request.tokens)}); {REMEDY}")
@@ -263,17 +273,3 @@ def _response(where: str, sent: dict[str, Any] | None) -> Any:
     except (OSError, http.client.HTTPException) as error:
         raise ServerError(str(getattr(error, "reason", "") or error or type(error).__name__)) from error
     return parse_json(content, where, "give the address of an inference server")
-
-
-def _of_openai(content: Any) -> ServerAnswer:
-    [choice] = content["choices"]
-    prompt = choice.get("prompt_token_ids")
-    return ServerAnswer(tokens=typed(choice["token_ids"], list[int], "token_ids"), finish=choice.get("finish_reason"),
-                        stopped_by=choice.get("stop_reason"),
-                        prompt=None if prompt is None else typed(prompt, list[int], "prompt_token_ids"))
-
-
-def _of_sglang(content: Any) -> ServerAnswer:
-    reason = content.get("meta_info", {}).get("finish_reason") or {}
-    return ServerAnswer(tokens=typed(content["output_ids"], list[int], "output_ids"), finish=reason.get("type"),
-                        stopped_by=reason.get("matched"))

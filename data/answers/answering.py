@@ -14,6 +14,7 @@ from ...modules import (
     repeats_itself,
 )
 from ...modules.decoding.state_recorder import RecordedStates, StateRecorder
+from ...modules.verification.acceptance_rules import AcceptAll
 from ..prompts.chat import ChatTemplate, Turn, join_turns
 from ..prompts.sources import Prompt
 from ..store.token_store import Row, ShardRecord, SourceName, SplitName, TokenShard, hash_bytes, shard_file
@@ -135,8 +136,11 @@ class Answerer:
         # The passes after a draft's chains give the layers that this draft taps, and no others.
         if not self.records or (self.writer is not None and not set(taps or ()) <= set(self.writer.drafter.taps)):
             taps = None
-        for turn in range(max((_asked(prompt) for _, prompt in prompts), default=0)):
-            here = [one for one in conversations if _asked(one.prompt) > turn == len(one.turns)]
+        # A document has no turns, and is continued once.
+        asked = {number: len(prompt.turns) or 1 for number, prompt in prompts}
+        # A second answer needs the first; all conversations together fill the slots in every turn.
+        for turn in range(max(asked.values(), default=0)):
+            here = [one for one in conversations if asked[one.number] > turn == len(one.turns)]
             self._answer_turn(here, deadline, None if taps is None else StateRecorder(taps, self.target.dtype))
         answered = [one for one in conversations if one.turns]
         for one in answered:
@@ -155,6 +159,7 @@ class Answerer:
             else:
                 tokens, _ = self.template.document(one.prompt.document)
                 tokens = tokens[: max(1, min(DOCUMENT_OPENING, len(tokens) // 2))]
+            # A long conversation ends early where its history fills the context.
             room = min(self.limit, self.target.context_length - len(tokens))
             if room > 0:
                 index = one.number * TURNS + len(one.turns)
@@ -176,7 +181,8 @@ class Answerer:
         settings = replace(self.settings, prefill_chunk=min(self.settings.prefill_chunk, longest))
         drafter, policy, slots = None, None, min(settings.batch_size, len(requests))
         if self.writer is not None:
-            drafter, policy, settings = self.writer.drafter, self.writer.policy, self.writer.settings(settings)
+            # Every token of a draft is accepted, and the target adds one to each chain.
+            drafter, policy, settings = self.writer.drafter, self.writer.policy, replace(settings, lossy=AcceptAll())
 
         def observe(_tree: object, _accepted: object, rows: Sequence[Generation]) -> None:
             if self.on_slots is not None:
@@ -193,11 +199,6 @@ class Answerer:
             observer=None if self.on_slots is None else observe,
             recorder=recorder,
         )
-
-
-def _asked(prompt: Prompt) -> int:
-    """Number of answers that a prompt asks for."""
-    return len(prompt.turns) if prompt.document is None else 1
 
 
 def shard_of(

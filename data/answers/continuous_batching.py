@@ -121,14 +121,12 @@ class BatchAnswerer(EngineAnswerer):
                 return
             result = manager.get_result(timeout=WAIT)
             if result is None:
-                self._require_running(manager)
+                # Its thread ends without a word to those who wait.
+                if not manager.is_running():
+                    error = manager.background_thread_status.fatal_error
+                    raise UserError(f"{self.engine} ended before its answers: {error}; {self.remedy}")
             elif result.error is not None:
                 raise UserError(f"{self.engine} ended an answer: {result.error}; {self.remedy}")
             elif result.is_finished():
                 tokens = list(result.generated_tokens)
                 yield self.generation(open_requests.pop(result.request_id), tokens)
-
-    def _require_running(self, manager: Any) -> None:
-        if not manager.is_running():
-            error = manager.background_thread_status.fatal_error
-            raise UserError(f"{self.engine} ended before its answers: {error}; {self.remedy}")

@@ -73,9 +73,20 @@ class DataFolder:
             self.seen.update(prompt.key for prompt in read_held_out(self.out))
         self.manifest, self.spent = found, read_stats(self.out).get("seconds", 0.0)
         if grows:
-            self._refuse_vain_growth(total)
+            config, tokens, reason = self.config, found.total("train", "supervised"), ""
+            if config.budget_tokens is not None and tokens >= config.budget_tokens:
+                reason = f"they hold {tokens:,} answer tokens; raise distill.budget_tokens above that"
+            elif self.late:
+                reason = (f"they have taken {self.seconds / 60:.1f} minutes; raise distill.budget_minutes "
+                          f"({config.budget_minutes:g}) above that")
+            elif total is not None and found.candidates >= total:
+                reason = f"all {total:,} prompts have been asked; choose another --out for more prompts"
+            # Opened data that nothing is added to would be incomplete for good.
+            if reason:
+                raise UserError(f"no answer would be added to the complete data in {self.out}: {reason}, or go back to "
+                                "the former limits")
             # All processes that answer together read it.
-            self.manifest.save(self.out)
+            found.save(self.out)
 
     def _require_same_settings(self, found: Manifest) -> None:
         asked = self.manifest
@@ -92,20 +103,6 @@ class DataFolder:
             if former != wanted:
                 raise UserError(f"{self.out} was started with other settings: {what} was {former!r} and is now "
                                 f"{wanted!r}; choose another --out, or go back to the former setting")
-
-    def _refuse_vain_growth(self, total: int | None) -> None:
-        config, tokens = self.config, self.manifest.total("train", "supervised")
-        if config.budget_tokens is not None and tokens >= config.budget_tokens:
-            reason = f"they hold {tokens:,} answer tokens; raise distill.budget_tokens above that"
-        elif self.late:
-            reason = (f"they have taken {self.seconds / 60:.1f} minutes; raise distill.budget_minutes "
-                      f"({config.budget_minutes:g}) above that")
-        elif total is not None and self.manifest.candidates >= total:
-            reason = f"all {total:,} prompts have been asked; choose another --out for more prompts"
-        else:
-            return
-        raise UserError(f"no answer would be added to the complete data in {self.out}: {reason}, or go back to the "
-                        "former limits")
 
     def agreed_states(self, wanted: Sequence[WantedStates]) -> tuple[WantedStates, ...]:
         """The states that the first process on this folder was asked for, whatever this one was.

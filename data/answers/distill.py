@@ -22,6 +22,7 @@ from ..store.token_store import Manifest
 from .data_folder import DataFolder
 from .distill_config import DistillConfig
 from .distill_task import DistillTask
+from .engine_answering import EngineAnswerer
 from .folder_locks import FolderLocks
 from .held_out import HeldOutPrompts
 from .progress import Progress
@@ -85,7 +86,9 @@ def distill(
             if not folder.manifest.complete:
                 stored = ShardStates(target, folder.out, folder.agreed_states(states))
                 with bar.stage("trial of the engine", None, "tok"):
-                    shards.writers.check_engine()
+                    # The project's own loop is what others are compared with.
+                    if isinstance(shards.writers.target, EngineAnswerer):
+                        shards.writers.target.check()
             if folder.manifest.held_out is None:
                 # A disk without room is reported now, not after the first answers.
                 folder.write_stats(shards.amounts(stored))

@@ -96,10 +96,7 @@ class DistillConfig:
         if self.train_dtype not in get_args(TrainFormat):
             raise UserError(f"distill.train_dtype must be one of {', '.join(get_args(TrainFormat))}, got "
                             f"{self.train_dtype!r}")
-        self._check_shares()
-        self._check_engine()
-
-    def _check_shares(self) -> None:
+        # What shares leave open would all go to the last writer.
         given = self.answered_by
         if isinstance(given, str) and given not in SOURCES:
             raise UserError(f"distill.answered_by must be one of {', '.join(SOURCES)}, or shares of them, got "
@@ -117,6 +114,7 @@ class DistillConfig:
                 f"distill.draft is {self.draft}, but a draft writes {self.shares.get('draft', 0.0):.0%} of the train "
                 "rows; name an artifact's folder where a draft writes, and only there"
             )
+        self._check_engine()
 
     def _check_engine(self) -> None:
         if self.engine not in get_args(Engine):

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from ...modules import SIZING_TEMPERATURE, DecodeSettings, DecodeStats, UserError
 from ..prompts.self_prompting import OwnPrompts
@@ -52,7 +53,13 @@ class HeldOutPrompts:
         held = held[:wanted]
         if any(prompt.document is not None for _, prompt in held[first:]):
             raise UserError("plain documents are no prompts to be asked in an evaluation; set distill.test_prompts: 0")
-        data, out = prompt_lines(held[first:]), self.folder.out
+        out, lines = self.folder.out, list[str]()
+        for number, prompt in held[first:]:
+            row = {"question_id": prompt.id, "number": number, "category": prompt.category, "system": prompt.system,
+                   "turns": list(prompt.turns)}
+            given = {key: value for key, value in row.items() if value is not None}
+            lines.append(json.dumps(given, ensure_ascii=False) + "\n")
+        data = "".join(lines).encode()
         write_bytes(out / TEST, data)
         manifest = replace(self.folder.manifest, candidates=candidates,
                            held_out=HeldOut(file=TEST, sha256=hash_bytes(data), prompts=len(held) - first))
@@ -93,18 +100,7 @@ class HeldOutPrompts:
         with self.progress.stage("held-out answers", 2 * len(prompts) * config.max_new_tokens, "tok"):
             for temperature, sampling in ((0.0, settings), (SIZING_TEMPERATURE, replace(settings, top_k=0, top_p=1.0))):
                 answerer = Answerer(task.target, task.template, sampling, config.max_new_tokens,
-                                    self.progress.count_tokens, on_slots=self.progress.count_slots)
+                                    partial(self.progress.advance, "tok"), on_slots=self.progress.count_slots)
                 found += answerer.answer(prompts, (temperature,), taps=taps)
                 self.stats.add(answerer.stats)
         return found
-
-
-def prompt_lines(prompts: Sequence[tuple[int, Prompt]]) -> bytes:
-    """Numbered prompts as JSONL that `read_prompts` reads."""
-    lines = []
-    for number, prompt in prompts:
-        row = {"question_id": prompt.id, "number": number, "category": prompt.category, "system": prompt.system,
-               "turns": list(prompt.turns)}
-        given = {key: value for key, value in row.items() if value is not None}
-        lines.append(json.dumps(given, ensure_ascii=False) + "\n")
-    return "".join(lines).encode()

@@ -49,10 +49,6 @@ class Progress:
         if self.shown:
             self.bar.set_postfix_str(self._rates(), refresh=False)
 
-    def count_tokens(self, tokens: int) -> None:
-        """Count answer tokens."""
-        self.advance("tok", tokens)
-
     def count_slots(self, busy: int, slots: int) -> None:
         """Count a pass with answers in `busy` of its slots."""
         self.busy, self.slots = self.busy + busy, self.slots + slots

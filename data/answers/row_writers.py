@@ -11,7 +11,6 @@ from .answer_server import AnswerServer, ServerAnswerer
 from .answering import Answerer, Conversation
 from .continuous_batching import BatchAnswerer
 from .distill_task import DistillTask
-from .engine_answering import EngineAnswerer
 from .writers import source_of
 
 DOCUMENT_TOKENS = 512
@@ -46,17 +45,6 @@ class RowWriters:
         else:
             self.target = Answerer(task.train_target, *common, on_slots=on_slots)
         self.draft = Answerer(task.target, *common, task.writer, on_slots=on_slots)
-
-    def check_engine(self) -> bool:
-        """Compare the engine's answers with the target's; False where the target answers itself.
-
-        Raises:
-            UserError: if it answers otherwise, or not at all.
-        """
-        if not isinstance(self.target, EngineAnswerer):
-            return False
-        self.target.check()
-        return True
 
     def conversations(self, prompts: Sequence[tuple[int, Prompt]], deadline: float | None,
                       taps: tuple[int, ...] | None) -> list[Conversation]:
@@ -124,20 +112,15 @@ def take_given(
             refused.append(error)
             continue
         one.texts, one.truncated = list(prompt.answers), sum(len(tokens) > context_length for tokens, _ in rows)
-        one.turns = [Turn(prompt=[], answer=written) for tokens, flags in rows for written in _runs(tokens, flags)]
+        for tokens, flags in rows:
+            # Each unbroken run of supervised tokens is one answer.
+            for place, flag in enumerate(flags):
+                if flag and not (place and flags[place - 1]):
+                    one.turns.append(Turn(prompt=[], answer=[]))
+                if flag:
+                    one.turns[-1].answer.append(tokens[place])
         one.lay_out([(tokens[:context_length], flags[:context_length]) for tokens, flags in rows])
         found.append(one)
     if refused:
         log.warning("%d of %d conversations left out; the first because %s", len(refused), len(prompts), refused[0])
     return found, refused
-
-
-def _runs(tokens: Sequence[int], flags: Sequence[bool]) -> list[list[int]]:
-    """The unbroken runs of flagged tokens."""
-    runs: list[list[int]] = []
-    for place, flag in enumerate(flags):
-        if flag and place and flags[place - 1]:
-            runs[-1].append(tokens[place])
-        elif flag:
-            runs.append([tokens[place]])
-    return runs

@@ -20,7 +20,7 @@ from .distill_task import DistillTask
 from .folder_locks import FolderLocks
 from .progress import Progress
 from .row_writers import RowWriters
-from .shard_queue import MERGE, FinishedShard, ShardPrompts, ShardQueue, remove_shards
+from .shard_queue import FIRST, MERGE, FinishedShard, ShardPrompts, ShardQueue, remove_shards
 
 POLL_SECONDS = 0.5
 """Time between two looks at the queue while other processes answer the last shards."""
@@ -89,7 +89,8 @@ class ShardAnswering:
             while not self.folder.is_complete():
                 if (end := queue.end()) is not None:
                     self._merge(locks, states, [queue.finished()[number] for number in range(first, end)])
-                elif self.folder.late and queue.idle():
+                elif self.folder.late and locks.take(FIRST, 0):
+                    # No process works on a shard, and with all their locks here nobody starts one.
                     self._merge(locks, states, queue.unbroken())
                 elif self.folder.late or (number := self._claimed(queue)) is None:
                     time.sleep(POLL_SECONDS)
@@ -161,7 +162,7 @@ class ShardAnswering:
 
     def _count(self, tokens: int) -> None:
         """Count answer tokens, and from time to time what the other processes have done."""
-        self.progress.count_tokens(tokens)
+        self.progress.advance("tok", tokens)
         if self.queue is not None and time.monotonic() - self.checked > CHECK_SECONDS:
             self.checked = time.monotonic()
             self.count_others(self.queue)

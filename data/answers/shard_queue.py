@@ -145,10 +145,6 @@ class ShardQueue:
         write_bytes(self.folder / f"train-{number:05d}.json", content)
         self._finished[number] = shard
 
-    def idle(self) -> bool:
-        """True if no process works on any shard: then all of them are taken, and nobody starts one."""
-        return self.locks.take(FIRST, 0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenPrompts:
@@ -211,7 +207,7 @@ class ShardPrompts:
         else:
             file = self.folder / f"prompts-{number:05d}.json"
             if not file.is_file():
-                with self.locks.holding(prompts_lock(number)):
+                with self.locks.holding(FIRST + 2 * number):
                     # Another process may have written them while this one waited.
                     if not file.is_file():
                         new = self.source.take(start, self.size)
@@ -224,11 +220,6 @@ class ShardPrompts:
             taken = Taken(prompts=sorted(prompts, key=lambda one: one[0]), read=written.read)
         self._keys[number] = [prompt.key for _, prompt in taken.prompts]
         return taken
-
-
-def prompts_lock(number: int) -> int:
-    """Lock of the prompts of a shard."""
-    return FIRST + 2 * number
 
 
 def answers_lock(number: int) -> int:

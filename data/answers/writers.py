@@ -2,14 +2,13 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ...modules import DecodeSettings, Drafter
+from ...modules import Drafter
 from ...modules.decoding.requests import uniform_stream
 from ...modules.policies.base import Policy
 from ...modules.policies.sampled_tree import SampledTree
 from ...modules.token_tree import Topology
-from ...modules.verification.acceptance_rules import AcceptAll
 from ..store.token_store import SOURCES, SourceName
 
 DRAFT_TOKENS = 4
@@ -32,10 +31,6 @@ class Writer:
         """A draft that writes DRAFT_TOKENS tokens between two of the target's, or as many as its family reaches."""
         length = DRAFT_TOKENS if drafter.reach is None else min(DRAFT_TOKENS, drafter.reach)
         return cls(drafter=drafter, policy=SampledTree(Topology.chain(length)), digest=digest)
-
-    def settings(self, settings: DecodeSettings) -> DecodeSettings:
-        """Settings of a loop in which every token is accepted and the target adds one to each chain."""
-        return replace(settings, lossy=AcceptAll())
 
 
 def source_of(number: int, shares: Mapping[SourceName, float], seed: int) -> SourceName:

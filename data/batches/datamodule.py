@@ -5,7 +5,6 @@ Shapes: B packed rows, L tokens of a row, N tokens of a piece, T tokens of a sha
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Literal
 
 import lightning
 import torch
-from torch import Tensor
 
 from ...modules import Features, UserError
 from ...modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
@@ -62,14 +60,13 @@ class Window:
     """Part of a row of a shard that fits a packed row."""
 
     shard: int
+    """Number of the shard in its split."""
     start: int
+    """Index of the first token in the shard."""
     stop: int
+    """Index after the last token."""
     first: int
-
-    @property
-    def length(self) -> int:
-        """Tokens of the window."""
-        return self.stop - self.start
+    """Position of the first token in its conversation."""
 
 
 class Split:
@@ -124,20 +121,15 @@ class Split:
                  for row in shard.answered_at(temperature)]
         return [row for row in found if bool(self.shards[row.shard].supervised_T[row.start : row.stop].any())]
 
-    def row(self, window: Window) -> int:
-        """Number of the row in its shard that a window is cut from."""
-        return bisect_right(self.shards[window.shard].starts_S.tolist(), window.start) - 1
+    def piece(self, window: Window, *, whole: bool = False) -> Piece:
+        """Tokens, labels and, where they are stored, states of a window.
 
-    def whole(self, row: Window) -> Piece:
-        """A row with all its answers as labels."""
-        return self._piece(row, self.shards[row.shard].supervised_T)
-
-    def piece(self, window: Window) -> Piece:
-        """Tokens, labels of the training and, where they are stored, states of a window."""
-        return self._piece(window, self.learned[window.shard])
-
-    def _piece(self, window: Window, labels_T: Tensor) -> Piece:
+        Args:
+            window: of a row, or all of it.
+            whole: all tokens of the answers are labels, not only those that training learns.
+        """
         shard, place = self.shards[window.shard], slice(window.start, window.stop)
+        labels_T = shard.supervised_T if whole else self.learned[window.shard]
         final, taps = (self.states[window.shard].slices(window.start, window.stop) if self.all_stored
                        else (None, {}))
         return Piece(tokens_N=shard.tokens_T[place], supervised_N=labels_T[place], first=window.first, final=final,
@@ -160,6 +152,7 @@ class BatchPlan:
 
     def batch(self, number: int) -> list[list[int]]:
         """The pieces of each row of batch `number`, by index; any thread may ask."""
+        # Lengths of later epochs are known only once they are packed.
         with self._lock:
             while not self.ends or self.ends[-1] <= number:
                 self.ends.append((self.ends[-1] if self.ends else 0) + len(self._epoch(len(self.ends))))
@@ -203,7 +196,7 @@ class HeldOutRows:
     def up_to_repetitions(self) -> ReadRows:
         """Rows with greedy answers, which end where their repetitions start."""
         split = self.split
-        return ReadRows(partial(_padded, split.piece, row) for row in split.rows(0.0)
+        return ReadRows(partial(_padded, split, row, False) for row in split.rows(0.0)
                         if bool(split.learned[row.shard][row.start : row.stop].any()))
 
     def whole(self, temperature: float = 0.0) -> ReadRows:
@@ -212,19 +205,19 @@ class HeldOutRows:
         Args:
             temperature: of the answers: 0 for greedy ones, SIZING_TEMPERATURE for drawn ones.
         """
-        return ReadRows(partial(_padded, self.split.whole, row) for row in self.split.rows(temperature))
+        return ReadRows(partial(_padded, self.split, row, True) for row in self.split.rows(temperature))
 
     def repeating(self) -> ReadRows:
         """Whole rows whose greedy answers end in repetitions."""
         split = self.split
         starts = {(number, shard.span(row)[0]) for number, shard in enumerate(split.shards)
                   for row, *_ in repetitions(shard)}
-        return ReadRows(partial(_padded, split.whole, row) for row in split.rows(0.0)
+        return ReadRows(partial(_padded, split, row, True) for row in split.rows(0.0)
                         if (row.shard, row.start) in starts)
 
 
-def _padded(read: Callable[[Window], Piece], row: Window) -> Features:
-    return pad([read(row)])
+def _padded(split: Split, row: Window, whole: bool) -> Features:
+    return pad([split.piece(row, whole=whole)])
 
 
 def _complete(folder: Path) -> Manifest:
@@ -266,15 +259,12 @@ class DraftDataModule(lightning.LightningDataModule):
                 f"no token in the train shards of {folder} is learned within row_length {config.row_length}; raise "
                 "batch.row_length, or distil with answers that do more than repeat a phrase"
             )
-        self.plan = BatchPlan([window.length for window in self.windows], config)
+        self.plan = BatchPlan([window.stop - window.start for window in self.windows], config)
         self._batches: Prefetched[PackedBatch | Features] | None = None
 
-    def micro_batch(self, number: int, rank: int = 0, world: int = 1) -> Features:
-        """Training micro-batch `number` of one rank: batch number * world + rank of the one order all ranks share."""
-        return self.packed_batch(number, rank, world).to("cpu")
-
     def packed_batch(self, number: int, rank: int = 0, world: int = 1) -> PackedBatch:
-        """Training micro-batch `number` of one rank with its states as they are stored.
+        """Training micro-batch `number` of one rank, with its states as they are stored: batch number * world + rank of
+        the one order that all ranks share.
 
         Raises:
             UserError: if a file of states was altered since it was opened.
@@ -285,14 +275,19 @@ class DraftDataModule(lightning.LightningDataModule):
 
     def rows_of(self, number: int, rank: int = 0, world: int = 1) -> list[str]:
         """Names of the rows in a micro-batch, as file:row, counted from 0."""
-        pieces = [self.windows[piece] for row in self.plan.batch(number * world + rank) for piece in row]
-        return [f"{self.train.files[one.shard]}:{self.train.row(one)}" for one in pieces]
+        found = []
+        for row in self.plan.batch(number * world + rank):
+            for window in (self.windows[piece] for piece in row):
+                # A window may start inside its row: the row is the last that starts no later.
+                starts = self.train.shards[window.shard].starts_S.tolist()
+                found.append(f"{self.train.files[window.shard]}:{bisect_right(starts, window.start) - 1}")
+        return found
 
     def train_dataloader(self) -> Prefetched[PackedBatch | Features]:
         """Endless micro-batches of this rank, from the trainer's step on; `to` moves them to its device."""
         trainer = self.trainer
         if trainer is None:
-            raise ValueError("the data module is not attached to a trainer; use micro_batch outside of one")
+            raise ValueError("the data module is not attached to a trainer; use packed_batch outside of one")
         start = trainer.global_step * trainer.accumulate_grad_batches
         rank, world, device = trainer.global_rank, trainer.world_size, trainer.strategy.root_device
 
@@ -301,6 +296,7 @@ class DraftDataModule(lightning.LightningDataModule):
             # A GPU decodes the states itself; on a CPU this thread does it, not the one that trains.
             return batch.pin_memory() if device.type == "cuda" else batch.to("cpu")
 
+        # Lightning may ask again, and an earlier thread would go on reading.
         self.close()
         self._batches = Prefetched(make, start, AHEAD, device)
         return self._batches

@@ -36,23 +36,17 @@ class LearnedTokens:
         for _, first, stop in repetitions(shard):
             learned_T[first:stop] = False
         if self.around is not None:
+            before, after = list(self.around.before), list(self.around.after)
             for row in range(shard.num_rows):
                 start, stop = shard.span(row)
-                # A row without a learned answer stays out.
-                if learned_T[start:stop].any():
-                    first, end = _between(shard.tokens_T[start:stop].tolist(), self.around)
-                    learned_T[start + first : start + end] = True
+                tokens = shard.tokens_T[start:stop].tolist()
+                # A row without a learned answer stays out. One that is laid out otherwise, such as that of a later
+                # turn, has no prompt to learn.
+                if after and learned_T[start:stop].any() and tokens[: len(before)] == before:
+                    ends = (place for place in range(len(before), len(tokens))
+                            if tokens[place : place + len(after)] == after)
+                    learned_T[start + len(before) : start + next(ends, len(before))] = True
         return learned_T
-
-
-def _between(tokens: Sequence[int], around: Surroundings) -> tuple[int, int]:
-    """(first token, end) of a row's first message; of no tokens where the row is laid out otherwise."""
-    before, after = list(around.before), list(around.after)
-    if list(tokens[: len(before)]) != before or not after:
-        return 0, 0
-    # A row that is laid out otherwise, such as one of a later turn, has no prompt to learn.
-    ends = (place for place in range(len(before), len(tokens)) if list(tokens[place : place + len(after)]) == after)
-    return len(before), next(ends, len(before))
 
 
 def prompts_learnable(prompts: Mapping[str, Any]) -> bool:

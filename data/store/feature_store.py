@@ -69,10 +69,6 @@ class StateStore:
         files: dict[str, dict[str, str]] = content.pop("files", {})
         self.files = files if content == self.key else {}
 
-    def lacks(self, record: ShardRecord, names: Sequence[str]) -> list[str]:
-        """The named states that are not stored for a shard as they were written."""
-        return [name for name in names if not self.holds(state_file(record, name), record.sha256)]
-
     def write(
         self, record: ShardRecord, names: Sequence[str], rows: Sequence[Mapping[str, Tensor]]
     ) -> dict[str, StoredFile]:
@@ -149,7 +145,9 @@ class Encoding:
         self.target, self.folder, self.names = target, folder, state_names(taps)
         self.store = StateStore(folder, target, format_named(form, target.dtype))
         self.records = manifest.shards
-        lacking = {record: self.store.lacks(record, self.names) for record in self.records}
+        lacking = {record: [name for name in self.names
+                            if not self.store.holds(state_file(record, name), record.sha256)]
+                   for record in self.records}
         self.missing = {record: names for record, names in lacking.items() if names}
 
     @property
@@ -161,7 +159,9 @@ class Encoding:
     def bytes(self) -> int:
         """Bytes of the states that will be written."""
         width, form = self.target.hidden_size, self.store.form
-        return sum(form.file_bytes(record.tokens, width, self.target.dtype) * len(names)
+        # Scales of channels, in the target's own number format, stand once in a file.
+        channels = width * self.target.dtype.itemsize if form.scaled else 0
+        return sum((record.tokens * form.token_bytes(width) + channels) * len(names)
                    for record, names in self.missing.items())
 
     def run(self, *, progress: bool = True) -> list[Path]:

@@ -48,16 +48,20 @@ class StateFormat:
         """Bytes on disk of a token's state of `width` numbers; the channels' scales, once in a file, come on top."""
         return width * self.dtype.itemsize + (SCALE_BYTES if self.scaled else 0)
 
-    def file_bytes(self, tokens: int, width: int, own: torch.dtype) -> int:
-        """Bytes of the states of so many tokens in one file, without its header; their own number format is `own`."""
-        return tokens * self.token_bytes(width) + (width * own.itemsize if self.scaled else 0)
-
     def packed(self, states_TD: Tensor) -> dict[str, Tensor]:
         """The tensors of a file with these states."""
         if not self.scaled:
             return {STATES: states_TD.to(self.dtype)}
         wide_TD = states_TD.float()
-        channels_D = (_channel_sizes(wide_TD) if self.by_channel else torch.ones(wide_TD.shape[1])).to(states_TD.dtype)
+        channels_D = torch.ones(wide_TD.shape[1])
+        if self.by_channel:
+            # Root mean square over tokens at equal size: at their own sizes a single large token would decide, and one
+            # that is not finite decides nothing.
+            equal_TD = functional.normalize(wide_TD, dim=1).nan_to_num(0.0)
+            sizes_D = equal_TD.square().mean(0).sqrt()
+            channels_D = sizes_D.where(sizes_D > 0, 1.0)
+        # The scales are rounded before they are used, as those that decode find them.
+        channels_D = channels_D.to(states_TD.dtype)
         even_TD = wide_TD / channels_D.float()
         tokens_T = even_TD.abs().amax(1) / self.largest
         # A token of zeros has no size to divide by.
@@ -74,14 +78,6 @@ FORMATS = {one.name: one for one in (
     StateFormat("int8", torch.int8, 127.0, by_channel=True), StateFormat("fp8", torch.float8_e4m3fn, 448.0),
 )}
 """Every format by name."""
-
-
-def _channel_sizes(states_TD: Tensor) -> Tensor:
-    """Root mean square of each channel, [D], over tokens at equal size; 1 for a channel of zeros."""
-    # At their own sizes a single large token would decide; one that is not finite decides nothing.
-    equal_TD = functional.normalize(states_TD, dim=1).nan_to_num(0.0)
-    sizes_D = equal_TD.square().mean(0).sqrt()
-    return sizes_D.where(sizes_D > 0, 1.0)
 
 
 def format_named(name: str | None, own: torch.dtype) -> StateFormat:

@@ -54,14 +54,15 @@ def epoch(data: DraftDataModule, number: int = 0) -> range:
 
 def test_a_micro_batch_is_the_same_whenever_it_is_made(folder: Path) -> None:
     first, second = DraftDataModule(folder, CONFIG), DraftDataModule(folder, CONFIG)
-    in_order = [first.micro_batch(number) for number in range(20)]
-    assert all(same(second.micro_batch(number), in_order[number]) for number in reversed(range(20)))
+    in_order = [first.packed_batch(number).to("cpu") for number in range(20)]
+    assert all(same(second.packed_batch(number).to("cpu"), in_order[number]) for number in reversed(range(20)))
 
 
 def test_every_conversation_is_seen_once_an_epoch_in_a_new_order(folder: Path) -> None:
     data = DraftDataModule(folder, CONFIG)
     epochs = [
-        [segment for n in epoch(data, number) for segment in segments(data.micro_batch(n))] for number in range(2)
+        [segment for n in epoch(data, number) for segment in segments(data.packed_batch(n).to("cpu"))]
+        for number in range(2)
     ]
     whole = Counter(tuple(data.train.piece(window).tokens_N.tolist()) for window in data.windows)
     assert len(data.windows) == 12
@@ -71,14 +72,14 @@ def test_every_conversation_is_seen_once_an_epoch_in_a_new_order(folder: Path) -
 
 def test_ranks_share_one_order(folder: Path) -> None:
     data = DraftDataModule(folder, CONFIG)
-    alone = [data.micro_batch(number) for number in range(12)]
-    together = [data.micro_batch(number, rank, 3) for number in range(4) for rank in range(3)]
+    alone = [data.packed_batch(number).to("cpu") for number in range(12)]
+    together = [data.packed_batch(number, rank, 3).to("cpu") for number in range(4) for rank in range(3)]
     assert all(same(left, right) for left, right in zip(alone, together, strict=True))
 
 
 def test_states_are_the_targets_at_those_tokens(folder: Path, tiny_target: Target) -> None:
     data = DraftDataModule(folder, CONFIG, taps=(0,))
-    batch = data.micro_batch(3)
+    batch = data.packed_batch(3).to("cpu")
     again = tiny_target.encode(replace(batch, final_BLD=None, taps={}), (0,))
     real = batch.segments_BL >= 0
     torch.testing.assert_close(batch.final()[real], again.final()[real], rtol=0, atol=1e-4)
@@ -88,7 +89,7 @@ def test_states_are_the_targets_at_those_tokens(folder: Path, tiny_target: Targe
 def test_long_conversations_become_windows_of_stored_states(folder: Path) -> None:
     data = DraftDataModule(folder, replace(CONFIG, row_length=20), taps=(0,))
     whole = DraftDataModule(folder, CONFIG, taps=(0,))
-    assert all(window.length <= 20 for window in data.windows)
+    assert all(window.stop - window.start <= 20 for window in data.windows)
     for window in data.windows:
         piece = data.train.piece(window)
         assert bool(piece.supervised_N.any())
@@ -96,7 +97,7 @@ def test_long_conversations_become_windows_of_stored_states(folder: Path) -> Non
             one for one in whole.windows if one.shard == window.shard and one.start <= window.start < one.stop
         )
         assert piece.first == window.start - parent.start
-        full, place = whole.train.piece(parent), slice(piece.first, piece.first + window.length)
+        full, place = whole.train.piece(parent), slice(piece.first, piece.first + window.stop - window.start)
         assert full.final is not None
         assert piece.final is not None
         assert torch.equal(full.final.states()[place], piece.final.states())
@@ -110,7 +111,7 @@ def test_without_stored_states_only_beginnings_are_used(folder: Path) -> None:
     config = replace(CONFIG, row_length=50, states="computed")
     data = DraftDataModule(folder, config)
     assert all(window.first == 0 for window in data.windows)
-    batch = data.micro_batch(0)
+    batch = data.packed_batch(0).to("cpu")
     assert batch.final_BLD is None
     assert data.validation_features()[0].final_BLD is None
 
@@ -254,7 +255,7 @@ def test_a_resumed_fit_goes_on_with_the_next_batch(folder: Path, tmp_path: Path)
     whole = fit(folder, tmp_path, 7)
     data = DraftDataModule(folder, CONFIG)
     assert len(whole.seen) == 14
-    assert all(torch.equal(seen, data.micro_batch(number).tokens_BL) for number, seen in enumerate(whole.seen))
+    assert all(torch.equal(seen, data.packed_batch(number).text.tokens_BL) for number, seen in enumerate(whole.seen))
     first = fit(folder, tmp_path, 3)
     resumed = fit(folder, tmp_path, 7, tmp_path / "step-3.ckpt")
     assert all(torch.equal(left, right) for left, right in zip(whole.seen, first.seen + resumed.seen, strict=True))
@@ -275,7 +276,7 @@ def test_bad_folders_and_settings_are_refused(folder: Path, tmp_path: Path) -> N
 
 
 def test_padding_of_a_batch_is_never_supervised(folder: Path) -> None:
-    batch = DraftDataModule(folder, CONFIG).micro_batch(0)
+    batch = DraftDataModule(folder, CONFIG).packed_batch(0).to("cpu")
     assert not bool(batch.supervised_BL[batch.segments_BL < 0].any())
     assert batch.tokens_BL.shape == (2, 96)
     assert (

@@ -238,7 +238,7 @@ def test_states_that_are_altered_while_they_are_read_end_the_training(
     for file in files:
         file.unlink()
     with pytest.raises(UserError, match=r"final-train-\S+ is gone while training reads it \(No such file"):
-        batches.micro_batch(0)
+        batches.packed_batch(0).to("cpu")
 
 
 def test_a_command_names_altered_states_in_one_sentence(copied_run: Path, tmp_path: Path, capsys: Any,

@@ -47,4 +47,4 @@ def test_missing_states_are_reported(tokens: Path, tiny_target: Target) -> None:
         DraftDataModule(tokens, STORED, TAPS)
     files = encode(tiny_target, tokens, TAPS, progress=False)
     assert len(files) == 2 * len(Manifest.load(tokens).shards)
-    assert DraftDataModule(tokens, STORED, TAPS).micro_batch(0).encoded
+    assert DraftDataModule(tokens, STORED, TAPS).packed_batch(0).to("cpu").encoded

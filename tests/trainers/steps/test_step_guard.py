@@ -86,7 +86,7 @@ def test_figures_that_are_read_later_are_all_logged(
 def test_the_rows_of_distilled_data_have_names(tiny_run: Path) -> None:
     data = DraftDataModule(tiny_run / "data", BatchConfig(row_length=64, rows_per_batch=2, states="computed"))
     for number in range(4):
-        batch, names = data.micro_batch(number), data.rows_of(number)
+        batch, names = data.packed_batch(number).to("cpu"), data.rows_of(number)
         assert len(names) == sum(int(row.max()) + 1 for row in batch.segments_BL)
         starts = iter(names)
         for tokens_L, segments_L in zip(batch.tokens_BL, batch.segments_BL, strict=True):
