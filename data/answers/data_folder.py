@@ -81,7 +81,7 @@ class DataFolder:
                           f"({config.budget_minutes:g}) above that")
             elif total is not None and found.candidates >= total:
                 reason = f"all {total:,} prompts have been asked; choose another --out for more prompts"
-            # Opened data that nothing is added to would be incomplete for good.
+            # Data that nothing would be added to stay complete.
             if reason:
                 raise UserError(f"no answer would be added to the complete data in {self.out}: {reason}, or go back to "
                                 "the former limits")

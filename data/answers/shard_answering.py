@@ -72,8 +72,9 @@ class ShardAnswering:
                                         None if budget is None else budget - done, first)
         prompts = ShardPrompts(self.source, self.folder.out, locks, start=manifest.candidates, size=queue.size,
                                held=self.folder.seen, first=first)
-        # Processes that share a processor have one thread each, so that none of them waits for another's. A process
-        # that answers alone keeps the number it has: so does the only one that finds work in a single shard.
+        # Of several processes each has one thread, whatever its processor has: a result that depends on their number
+        # is then the same in all. A process that answers alone keeps its threads, also where the recipe asks for
+        # several and one shard is all there is.
         left = None if self.source.total is None else self.source.total - manifest.candidates
         alone = config.workers is None or (left is not None and left <= queue.size)
         finished = list(queue.finished().values())

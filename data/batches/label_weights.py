@@ -33,7 +33,7 @@ def coverage(folder: str | Path, ids_Q: Tensor) -> float:
         UserError: if the folder holds no manifest, or a shard is corrupted.
     """
     inside = total = 0
-    # Drawn answers would count rare tokens by chance; greedy ones are those that checkpoints are chosen by.
+    # Checkpoints and trees for greedy decoding are chosen by these answers too.
     for record in Manifest.load(folder).split("validation"):
         shard = TokenShard.read(Path(folder) / record.file, record.sha256)
         for row in shard.answered_at(0.0):

@@ -279,7 +279,7 @@ def hash_bytes(data: bytes) -> str:
 
 def hash_file(file: Path) -> str:
     """SHA-256 of a file in hex. Raises UserError when it cannot be read."""
-    # Files of states are larger than memory: this one is read in parts.
+    # Files of states may be larger than memory: they are read in parts.
     return _read(file, file_sha256)
 
 
