@@ -27,12 +27,6 @@ def conversation(texts: list[str]) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
 
 
-def one_row(template: ChatTemplate, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
-    """(tokens, supervised) of a conversation that the template does not rewrite."""
-    [row] = template.rows(messages)
-    return row
-
-
 def runs(tokens: list[int], flags: list[bool]) -> list[list[int]]:
     """The unbroken runs of supervised tokens."""
     found: list[list[int]] = []
@@ -142,7 +136,7 @@ def test_without_a_generation_prompt_the_header_is_the_targets_to_write() -> Non
     assert answered == "assistant: fine"
 
 
-def test_rewritten_history_is_exact_as_several_rows() -> None:
+def test_rewritten_history_is_several_rows() -> None:
     template = ChatTemplate(merging_tokenizer(THINKING, eos="<|im_end|>"))
     messages = conversation(["hello", "<think>the user</think>fine", "and you?", "<think>me</think>good"])
     rows = template.rows(messages)
