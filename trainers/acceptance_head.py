@@ -22,6 +22,8 @@ WARMUP_SHARE = 0.03
 """Share of the steps over which the learning rate rises from zero; it falls along a cosine afterwards."""
 HELD_OUT = 0.1
 """Share of the examples that choose the epoch and that a head is not fitted to."""
+EPOCHS = 3
+"""Passes over the examples; the head with the smallest held-out loss is kept."""
 SEED = 0
 """Seed of the order of the examples and of the first weights."""
 
@@ -30,16 +32,12 @@ SEED = 0
 class HeadFitConfig:
     """Settings of the fit."""
 
-    epochs: int = 3
-    """Passes over the examples; the head with the smallest held-out loss is kept."""
     lr: float = 5e-4
     """Peak learning rate of AdamW; the paper's is 5e-5 for a head of 4096."""
     reject_weight: float = 6.0
     """Weight of a rejection in the loss, where an acceptance has 1; above 1 the head is too cautious on purpose."""
 
     def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise UserError(f"fit.epochs must be at least 1, got {self.epochs}")
         for name in ("lr", "reject_weight"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"fit.{name} must be above 0 and finite, got {getattr(self, name)}")
@@ -101,13 +99,13 @@ def fit_head(
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
         head = AcceptanceHead(shape, learned.states_ED.shape[1]).to(device)
-    steps = config.epochs * math.ceil(len(learned.chances_E) / BATCH_SIZE)
+    steps = EPOCHS * math.ceil(len(learned.chances_E) / BATCH_SIZE)
     optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, weight_decay=0.0)
     factor = warmup_cosine(max(1, round(WARMUP_SHARE * steps)), steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     # The untrained head counts too: with few examples no epoch may be better.
     best = _measured(head, held_out, config, 0)
-    for epoch in range(1, config.epochs + 1):
+    for epoch in range(1, EPOCHS + 1):
         order_E = torch.randperm(len(learned.chances_E), generator=generator)
         for chosen_N in torch.split(order_E, BATCH_SIZE):
             total, weight = weighted_loss(head(learned.states_ED[chosen_N].to(device)),

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from ...modules import Target
 from .budget import Budget
 from .contention import ContentionProbe, machine
-from .methods import EvaluateConfig, Method, PromptSets
+from .methods import SEED, EvaluateConfig, Method, PromptSets
 from .reference_answers import References
 from .results import Answer, Evaluation, EvaluationRun, Measures, Timing
 from .runner import MethodRecord, Runner
@@ -128,7 +128,7 @@ def _evaluation(record: MethodRecord, target: Target, contended: bool, config: E
     answers, timings = record.answers, record.timings
 
     def measures(mine: Sequence[Answer], timed: Sequence[Timing]) -> Measures:
-        return summarise(mine, timed, draft_share=record.draft_share, seed=config.seed,
+        return summarise(mine, timed, draft_share=record.draft_share, seed=SEED,
                          rounding=rounding(target.dtype, temperature))
 
     sets = dict.fromkeys(answer.prompt_set for answer in answers)

@@ -26,6 +26,8 @@ from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..acceptance_heads import HeadMeasurements
 from ..artifact import FASTEST, Artifact
 
+SEED = 0
+"""Seed of the random streams of the answers, and of the resampling for the intervals."""
 Answered = Sequence[Sequence[int]]
 """The target's answers to the turns before, as tokens."""
 
@@ -49,8 +51,6 @@ class EvaluateConfig:
     """Sample among tokens with at least this share of the likeliest one's probability; 0 is all of them."""
     repetition_penalty: float = 1.0
     """Divides the logits of tokens that occurred, as in transformers, in greedy answers too; 1 changes nothing."""
-    seed: int = 0
-    """Seed of the random streams of the answers, and of the resampling for the intervals."""
     speed_prompts: int = 8
     """Prompts of each set whose decoding is timed (with every method, without drafts and by `generate`); 0 times none.
     The same prompts fill whole batches of every size, so their number is rounded down to a multiple of all batch sizes;
@@ -144,7 +144,7 @@ class EvaluateConfig:
     def settings(self, batch_size: int) -> DecodeSettings:
         """The decoding loop's settings for a batch of this many rows."""
         return DecodeSettings(batch_size=batch_size, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
-                              repetition_penalty=self.repetition_penalty, seed=self.seed, graphs=self.graphs,
+                              repetition_penalty=self.repetition_penalty, seed=SEED, graphs=self.graphs,
                               compile=self.compile)
 
 

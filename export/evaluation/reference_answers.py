@@ -10,7 +10,7 @@ from ...modules.files.bounded_reading import PROMPT_BYTES
 from ...modules.files.json_records import MistypedError, read_json, typed_fields
 from ...modules.target.submodel import fields_of
 from .contention import machine
-from .methods import EvaluateConfig
+from .methods import SEED, EvaluateConfig
 
 REFERENCES = "references.json"
 _FORMAT = "draftsmith references"
@@ -22,7 +22,7 @@ class References:
     Args:
         file: the file they are kept in; None keeps nothing.
         target: the model that answers.
-        config: its length limit, sampling filters and seed.
+        config: its length limit and sampling filters.
 
     Raises:
         UserError: if the file holds anything but references.
@@ -35,7 +35,6 @@ class References:
         self._common = [target.identity.weights_hash, fields_of(target.config), target.eos_ids, where,
                         target.linears.packing.packed_from, config.max_new_tokens, config.top_k, config.top_p,
                         config.min_p, config.repetition_penalty]
-        self._seed = config.seed
 
     def find(self, prompt: tuple[int, ...], temperature: float, index: int) -> tuple[int, ...] | None:
         """The known answer to a prompt; None if there is none yet.
@@ -60,7 +59,7 @@ class References:
             write_file(self.file, json.dumps(content, sort_keys=True) + "\n")
 
     def _key(self, prompt: tuple[int, ...], temperature: float, index: int) -> str:
-        stream = [self._seed, index] if temperature > 0 else []
+        stream = [SEED, index] if temperature > 0 else []
         return hashlib.sha256(json.dumps([self._common, prompt, temperature, stream]).encode()).hexdigest()[:32]
 
 

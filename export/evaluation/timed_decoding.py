@@ -94,7 +94,7 @@ class TimedDecoder:
 
     Args:
         target: the model that answers, and verifies.
-        config: length of the answers, sampling filters and seed.
+        config: length of the answers and sampling filters.
     """
 
     def __init__(self, target: Target, config: EvaluateConfig) -> None:

@@ -20,7 +20,8 @@ from ...modules import (
     UserError,
     rollouts,
 )
-from ...modules.config_checks import check_sizes
+from ...modules.config_checks import check_bounds, check_sizes
+from ...modules.policies.registry import MOST
 from ...modules.tuning.drafted_tokens import at_fixed_numbers, at_head, rules
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ...trainers.acceptance_head import HELD_OUT, HeadFitConfig, fit_head, reliability
@@ -49,7 +50,7 @@ class LabelConfig:
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """A head is trained for each of these temperatures; it decides for answers at this one alone."""
     length: int = 8
-    """Tokens of a rolled-out draft."""
+    """Tokens of a rolled-out draft, and most tokens of a draft that the heads end."""
     examples: int = 24000
     """Drafted tokens for each head, held-out ones included; fewer where the data end before."""
     max_new_tokens: int = 128
@@ -58,6 +59,7 @@ class LabelConfig:
     def __post_init__(self) -> None:
         for name in ("length", "examples", "max_new_tokens"):
             check_sizes(**{f"labels.{name}": getattr(self, name)})
+        check_bounds(self, "labels.", length=(1, MOST))
         if not self.temperatures or not all(map(is_temperature, self.temperatures)):
             raise UserError(f"labels.temperatures must each be {TEMPERATURES}, got {list(self.temperatures)}")
 
@@ -70,11 +72,10 @@ class RuleConfig:
     """Risk of a rejection above which a draft ends; larger ones make longer drafts."""
     least: int = 2
     """Tokens that are drafted whatever the risk."""
-    most: int = 20
-    """Most tokens of a draft."""
 
     def __post_init__(self) -> None:
-        check_rule(self.threshold, self.least, self.most)
+        check_sizes(**{"rule.least": self.least})
+        check_rule(self.threshold, self.least, self.least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +131,8 @@ def train_heads(artifact: Artifact, manifest: Manifest, folder: Path, parsed: Pa
                  "divergence": fitted.divergence}
         provenance = {name: parsed.settings[name] for name in ("labels", "fit")}
         save_head(given.artifact, StoredHead(
-            head=fitted.head, setting=setting, **asdict(given.rule), measurements=found,
-            provenance={**provenance, "data_manifest": manifest.hash, "fitted": facts}))
+            head=fitted.head, setting=setting, **asdict(given.rule), most=given.labels.length,
+            measurements=found, provenance={**provenance, "data_manifest": manifest.hash, "fitted": facts}))
         say(f"     fitted to {len(examples.chances_E)} drafted tokens")
         for sentence in [UNMEASURED] if found is None else head_verdicts(found):
             say(f"     {sentence}")
@@ -190,7 +191,7 @@ def measured(
     return HeadMeasurements(
         drafts=len(found.chances_CT), length=found.chances_CT.shape[1], calibration=curve,
         calibration_error_unweighted=freed.expected_calibration_error,
-        policy=at_head(found, estimates_CT, rule.threshold, rule.least, rule.most),
+        policy=at_head(found, estimates_CT, rule.threshold, rule.least, given.labels.length),
         fixed=at_fixed_numbers(found, rules(found, estimates_CT)))
 
 

@@ -49,7 +49,7 @@ def compare(target: Target, drafter: Drafter, prompts: list[list[int]], options:
               f"{len(held_out.chances_CT)} to measure, {float(held_out.chances_CT.mean()):.0%} of tokens accepted\n")
         found: dict[str, Lengths] = {}
         for weight in (1.0, 6.0):
-            config = HeadFitConfig(epochs=options.epochs, lr=1e-3, reject_weight=weight)
+            config = HeadFitConfig(lr=1e-3, reject_weight=weight)
             fitted = fit_head(*(part.examples() for part in learned.split(0.15)), AcceptanceHeadConfig(), config)
             curves = {"as it is": reliability(fitted.head, held_out.examples()),
                       "without the weights": reliability(fitted.head, held_out.examples(), config)}
@@ -85,7 +85,6 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=48, help="tokens of an answer")
     parser.add_argument("--prompts", type=int, default=80, help="number of prompts")
     parser.add_argument("--batch_size", type=int, default=8, help="answers written at once")
-    parser.add_argument("--epochs", type=int, default=10, help="passes over the examples")
     options = parser.parse_args()
     target = load_target(TargetConfig(name=options.target))
     questions = prompt_sets(TemplateConfig().build(target), {"handwritten": handwritten_prompts()})["handwritten"]

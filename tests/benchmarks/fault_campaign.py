@@ -80,7 +80,7 @@ SUBJECTS = {
     **{family: Subject(("run", *run_of(family))) for family in FAMILIES},
     "families": Subject(("families", "--config", "{out}/rows.yaml"), compared=("data/**/*",), sentences=2),
     "specdec": Subject(("specdec", "--artifact", "{out}/artifact", "--data", "{out}/data", "--temperatures", "[0,1]",
-                        "--labels.examples", "150", "--fit.epochs", "2"),
+                        "--labels.examples", "150"),
                        source="draft_lm", resumed=False),
     "evaluate": Subject(("evaluate", "--artifact", "{out}/artifact", "--out", "{out}/evaluation", "--limit", "2"),
                         source="medusa", resumed=False),

@@ -175,7 +175,7 @@ def test_sections_are_the_fields_of_a_recipe() -> None:
     ("evaluate", ["--temperatures", "[0,1]", "--artifact", "a"], "evaluate.temperatures", (0.0, 1.0)),
     ("evaluate", ["--temperatures=0.7", "--artifact", "a"], "evaluate.temperatures", 0.7),
     ("evaluate", ["--prompts", "mine.jsonl", "--artifact", "a"], "prompts", "mine.jsonl"),
-    ("evaluate", ["--distill.seed", "3", "--artifact", "a"], "evaluate.seed", 0),
+    ("evaluate", ["--distill.top_k", "3", "--artifact", "a"], "evaluate.top_k", 0),
 ])
 def test_keys_override_the_recipe(name: str, words: list[str], key: str, value: object) -> None:
     assert parse(name, "--config", str(TINY), *words)[key] == value

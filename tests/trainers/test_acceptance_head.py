@@ -13,6 +13,7 @@ from draftsmith.modules import (
     StoppedChain,
     UserError,
 )
+from draftsmith.trainers import acceptance_head
 from draftsmith.trainers.acceptance_head import HeadFitConfig, divergence, fit_head, reliability, weighted_loss
 from references import specdec
 from support.tables import DepthDrafter
@@ -63,9 +64,10 @@ def test_tied_blocks_are_stored_once_and_applied_each_time(tied: bool) -> None:
     torch.testing.assert_close(head.log_acceptance(states).exp(), head(states).softmax(-1)[:, 1])
 
 
-def test_a_head_learns_where_drafts_end() -> None:
+def test_a_head_learns_where_drafts_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance_head, "EPOCHS", 20)
     fitted = fit_head(examples(4000, 1), examples(500, 2), AcceptanceHeadConfig(num_layers=1),
-                      HeadFitConfig(epochs=20, lr=1e-2, reject_weight=1.0))
+                      HeadFitConfig(lr=1e-2, reject_weight=1.0))
     assert fitted.divergence < 0.01
     assert fitted.epoch > 0
     estimates = fitted.head.log_acceptance(torch.eye(TOKENS)).exp()
@@ -86,8 +88,9 @@ def test_a_head_learns_where_drafts_end() -> None:
     assert tree.tokens_BN[0][tree.real_BN[0]].tolist()[1:] == [0, 1, 6, 2]
 
 
-def test_a_heavy_rejection_makes_the_head_cautious_by_a_known_factor() -> None:
-    config = HeadFitConfig(epochs=40, lr=1e-2, reject_weight=6.0)
+def test_a_heavy_rejection_makes_the_head_cautious_by_a_known_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance_head, "EPOCHS", 40)
+    config = HeadFitConfig(lr=1e-2, reject_weight=6.0)
     fitted = fit_head(examples(4000, 1), examples(500, 2), AcceptanceHeadConfig(num_layers=1), config)
     cautious, freed = reliability(fitted.head, examples(2000, 3)), reliability(fitted.head, examples(2000, 3), config)
     assert cautious.mean_confidence < cautious.acceptance_rate - 0.05
@@ -95,7 +98,7 @@ def test_a_heavy_rejection_makes_the_head_cautious_by_a_known_factor() -> None:
 
 
 def test_a_fit_depends_on_its_seed_alone() -> None:
-    shape, config = AcceptanceHeadConfig(num_layers=2), HeadFitConfig(epochs=2)
+    shape, config = AcceptanceHeadConfig(num_layers=2), HeadFitConfig()
     weights = []
     for noise in (1, 2):
         torch.manual_seed(noise)
@@ -104,7 +107,7 @@ def test_a_fit_depends_on_its_seed_alone() -> None:
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"epochs": 0}, "fit.epochs must be at least 1, got 0"), ({"lr": 0.0}, "fit.lr must be above 0 and finite, got 0"),
+    ({"lr": 0.0}, "fit.lr must be above 0 and finite, got 0"),
     ({"reject_weight": -1.0}, "fit.reject_weight must be above 0"),
 ])
 def test_settings_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
@@ -118,4 +121,4 @@ def test_a_fit_without_examples_or_that_diverges_is_refused() -> None:
         fit_head(none, examples(50, 1), AcceptanceHeadConfig(), HeadFitConfig())
     wild = Examples(states_ED=torch.full((64, TOKENS), torch.inf), chances_E=torch.full((64,), 0.5))
     with pytest.raises(UserError, match=r"the loss is nan after epoch 1; lower fit.lr"):
-        fit_head(wild, wild, AcceptanceHeadConfig(), HeadFitConfig(epochs=1))
+        fit_head(wild, wild, AcceptanceHeadConfig(), HeadFitConfig())

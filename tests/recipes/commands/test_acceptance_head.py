@@ -16,8 +16,7 @@ from draftsmith.recipes.commands import acceptance_head
 from draftsmith.recipes.commands.acceptance_head import COMMANDS
 from support.families import CASES, randomised
 
-SMALL = ("--length", "3", "--examples", "90", "--max-new-tokens", "8", "--fit.epochs", "1",
-         "--rule.most", "4")
+SMALL = ("--length", "3", "--examples", "90", "--max-new-tokens", "8")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def test_the_command_puts_heads_into_the_artifact(
     assert "acceptance head for temperature 0.7" in printed
     heads = load_artifact(artifact, target).heads
     assert heads.keys() == {0.0, 0.7}
-    assert (heads[0.0].threshold, heads[0.0].least, heads[0.0].most) == (0.7, 2, 4)
+    assert (heads[0.0].threshold, heads[0.0].least, heads[0.0].most) == (0.7, 2, 3)
     facts = json.loads((artifact / "acceptance_heads" / "0.7" / "config.json").read_text())["provenance"]["fitted"]
     assert facts["examples"] == 90
     for stored in heads.values():
@@ -131,8 +130,9 @@ def test_drafters_without_states_and_data_of_others_are_refused(
 
 @pytest.mark.parametrize(("words", "message"), [
     (("--length", "0"), "labels.length must be a whole number of at least 1, got 0"),
+    (("--length", "1025"), "labels.length must be at most 1,024, got 1025; lower it"),
     (("--temperatures", "[-1]"), r"labels.temperatures must each be 0 \(greedy\) or from"),
-    (("--rule.least", "9"), "least and most must satisfy 1 <= least <= most, got 9 and 4; lower least or raise most"),
+    (("--rule.least", "0"), "rule.least must be a whole number of at least 1, got 0"),
     (("--rule.least", "4"), "rule.least must be at most labels.length 3, got 4: .*; lower it, or raise labels.length"),
     (("--rule.threshold", "1"), "threshold must be above 0 and below 1, got 1.0; choose a risk such as 0.7"),
 ])
@@ -147,4 +147,4 @@ def test_settings_out_of_range_are_refused(
 def test_the_shipped_recipes_are_arguments_of_the_command(name: str) -> None:
     given = COMMANDS["specdec"].parse(["--config", name]).values
     assert given.artifact.name == "artifact"
-    assert given.rule.most == given.labels.length
+    assert given.rule.least <= given.labels.length

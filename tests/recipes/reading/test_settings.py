@@ -6,15 +6,16 @@ from typing import Any
 
 import yaml
 from draftsmith.recipes.commands.acceptance_head import SpecdecArguments
+from draftsmith.recipes.reading.parsing import LINE_ONLY
 from draftsmith.recipes.reading.recipe_keys import keys_of
 from draftsmith.recipes.recipe import Recipe
 from draftsmith.trainers import TrainConfig
 from draftsmith.trainers.families import family_configs, family_names
 
-MOST_KEYS = 149
+MOST_KEYS = 144
 OWN = {
     "the user's target": ("target.device", "target.pack", "target.chat_template", "target.revision",
-                          "target.trust_remote_code", "template.system", "template.tools", "template.enable_thinking"),
+                          "template.system", "template.tools", "template.enable_thinking"),
     "the user's prompts": ("prompts.path", "prompts.subset", "prompts.split", "prompts.revision", "prompts.streaming",
                            "prompts.column", "prompts.limit"),
     "answers sampled, written or drafted otherwise": (
@@ -23,17 +24,15 @@ OWN = {
     "data and reference answers of other runs": ("data", "references"),
     "a small disk": ("batch.states_format",),
     "the sampling of the user's application": (
-        "evaluate.top_k", "evaluate.top_p", "evaluate.min_p", "evaluate.repetition_penalty", "evaluate.seed"),
+        "evaluate.top_k", "evaluate.top_p", "evaluate.min_p", "evaluate.repetition_penalty"),
     "what an evaluation compares": ("evaluate.batch_sizes", "evaluate.baselines"),
     "the user's devices": ("evaluate.graphs", "evaluate.compile", "train.compile", "train.activation_checkpointing",
                            "train.num_nodes"),
     "another draw": ("train.seed",),
-    "a class outside the package": ("trust",),
     "checkpoints of other projects": ("drafter.tie_blocks", "drafter.rope_base", "drafter.bias", "drafter.taps",
                                       "head.tie_blocks"),
     "a draft model of the user's own shape or weights": (
         "drafter.hidden_size", "drafter.intermediate_size", "drafter.folder"),
-    "more or fewer passes over the examples": ("fit.epochs",),
     "drafts that decode through the target's layers or several tokens a pass": (
         "drafter.copies", "drafter.exits", "drafter.decode_exit", "drafter.mask_token_id", "drafter.tied"),
     "training on another device than the target's": ("train.accelerator",),
@@ -42,12 +41,12 @@ OWN = {
 
 
 def known() -> set[str]:
-    """All keys of recipes and of the command specdec; those of families once."""
+    """All keys of recipes and of the command specdec; those of families once, those of the command line alone not."""
     found = {*keys_of(Recipe, skip=("train",)), *keys_of(SpecdecArguments, skip=("target",))}
     for family in family_names():
         configs = family_configs(family)
         found |= {*keys_of(configs.drafter, "drafter."), *keys_of(configs.train, "train.", skip=("drafter",))}
-    return found | set(keys_of(TrainConfig, "train.", skip=("drafter",)))
+    return (found | set(keys_of(TrainConfig, "train.", skip=("drafter",)))) - set(LINE_ONLY)
 
 
 def named(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
