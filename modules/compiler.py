@@ -39,7 +39,7 @@ class Compiler:
         """Seconds that compiling has taken."""
         self.graphs = 0
         """Graphs that were made."""
-        self.watch: Callable[[bool], None] = _unwatched
+        self.watch: Callable[[bool], None] = lambda _busy: None
         """Called with True when a graph is being made, and with False when it is done."""
 
     def compiled(self, function: Callable[..., Any], *, dynamic: bool | None = True) -> Callable[..., Any]:
@@ -98,7 +98,3 @@ def bounded() -> Iterator[None]:
     backward_too = gradient_settings.patch(force_non_lazy_backward_lowering=True)
     with equal_sizes_apart, backward_too, dynamo_settings.patch(recompile_limit=MOST_GRAPHS):
         yield
-
-
-def _unwatched(_busy: bool) -> None:
-    """Nobody watches."""

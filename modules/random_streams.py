@@ -73,19 +73,16 @@ class Draws:
         return -(-torch.log1p(-uniforms)).log()
 
     def _words(self, purpose_BF: Tensor, count: int) -> Tensor:
+        """`count` words of 32 bits, int64, for each purpose, [B, F, count]."""
         blocks = torch.arange(-(-count // 4), device=self.places_B.device)
-        places_B11 = self.places_B[:, None, None]
-        *key, last_B11 = self._key(places_B11)
-        words = torch.stack(philox((blocks, places_B11, purpose_BF[..., None], last_B11), (key[0], key[1])), dim=-1)
-        return words.flatten(-2)[..., :count]
-
-    def _key(self, like_B11: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(low word, high word of the key, last word of the counter) of each row, [B, 1, 1] each."""
-        low_B11, high_B11 = (torch.full_like(like_B11, (self.seed >> shift) & _MASK) for shift in (0, 32))
-        requests_B11 = self.requests_B[:, None, None]
+        places_B11, requests_B11 = self.places_B[:, None, None], self.requests_B[:, None, None]
+        low_B11, high_B11 = (torch.full_like(places_B11, (self.seed >> shift) & _MASK) for shift in (0, 32))
         plain = (low_B11, requests_B11 & _MASK, high_B11)
+        # Seed and index have 128 bits, key and last word of the counter 96. Where the index is above 2^32 the three
+        # words are derived from all bits, so that no two requests share their numbers.
         beyond_B11 = (requests_B11 >> 32) & _MASK
-        purpose = torch.full_like(like_B11, _KEYS << 24)
-        derived = philox((beyond_B11, torch.zeros_like(like_B11), purpose, high_B11), plain[:2])
-        first, second, third = (torch.where(beyond_B11 == 0, a, b) for a, b in zip(plain, derived, strict=False))
-        return first, second, third
+        purpose = torch.full_like(places_B11, _KEYS << 24)
+        derived = philox((beyond_B11, torch.zeros_like(places_B11), purpose, high_B11), plain[:2])
+        first, second, last_B11 = (torch.where(beyond_B11 == 0, a, b) for a, b in zip(plain, derived, strict=False))
+        words = torch.stack(philox((blocks, places_B11, purpose_BF[..., None], last_B11), (first, second)), dim=-1)
+        return words.flatten(-2)[..., :count]

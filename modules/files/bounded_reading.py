@@ -4,7 +4,6 @@ import json
 import os
 import select
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +39,18 @@ def read_bounded(file: Path, most: int = SETTINGS_BYTES) -> bytes:
             if status.st_size > most:
                 raise UserError(f"{file} has {status.st_size:,} bytes, more than {most:,}; split or shorten it")
             return opened.read()
-        return b"".join(_pieces(descriptor, file, min(most, STREAM_BYTES)))
-
-
-def _pieces(descriptor: int, file: Path, most: int) -> Iterator[bytes]:
-    """The pieces that a pipe or a device gives, up to its end."""
-    total = 0
-    while True:
-        if not select.select([descriptor], [], [], SILENCE)[0]:
-            raise UserError(f"nothing came from {file} for {SILENCE:g} s; write to it, or give an ordinary file")
-        piece = os.read(descriptor, 2**20)
-        total += len(piece)
-        if not piece:
-            return
-        if total > most:
-            raise UserError(f"{file} is no ordinary file and gives more than {most:,} bytes; write what you need of it "
-                            "into a file")
-        yield piece
+        # A pipe or a device says neither how much it holds nor when the next bytes come: both are bounded.
+        pieces: list[bytes] = []
+        most, total = min(most, STREAM_BYTES), 0
+        while select.select([descriptor], [], [], SILENCE)[0]:
+            if not (piece := os.read(descriptor, 2**20)):
+                return b"".join(pieces)
+            pieces.append(piece)
+            total += len(piece)
+            if total > most:
+                raise UserError(f"{file} is no ordinary file and gives more than {most:,} bytes; write what you need "
+                                "of it into a file")
+        raise UserError(f"nothing came from {file} for {SILENCE:g} s; write to it, or give an ordinary file")
 
 
 def read_bounded_text(file: Path, most: int = SETTINGS_BYTES) -> str:
@@ -77,26 +71,20 @@ def bounded_json(text: str | bytes) -> Any:
         json.JSONDecodeError: if it is none, is nested more than `DEPTH` levels deep, or has a number of more digits
             than Python converts.
     """
+    too_deep = json.JSONDecodeError(f"nested more than {DEPTH} levels deep", "", 0)
     try:
         value = json.loads(text)
-        too_deep = _is_deeper(value, DEPTH)
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise
-    except RecursionError:
-        too_deep = True
+    except RecursionError as error:
+        raise too_deep from error
     except ValueError as error:
         raise json.JSONDecodeError("a number of too many digits", "", 0) from error
-    if too_deep:
-        raise json.JSONDecodeError(f"nested more than {DEPTH} levels deep", "", 0)
-    return value
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    """True if lists and objects stand inside one another on more levels; found without recursion."""
+    # Level by level: a value that json could still read may exhaust the stack of a recursive check.
     found = [value]
-    for _ in range(levels + 1):
+    for _ in range(DEPTH + 1):
         found = [part for one in found if isinstance(one, dict | list)
                  for part in (one.values() if isinstance(one, dict) else one) if isinstance(part, dict | list)]
         if not found:
-            return False
-    return True
+            return value
+    raise too_deep

@@ -5,7 +5,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -102,48 +102,39 @@ def typed(value: Any, kind: Any, name: str = "its content") -> Any:
     """
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        return _one_of(value, inner, kind, name)
-    if is_dataclass(origin):
-        return _dataclass(value, origin, name)
-    if origin in (list, tuple) and isinstance(value, list | tuple):
+        for one in inner:
+            try:
+                return typed(value, one, name)
+            except MistypedError:
+                continue
+    elif is_dataclass(origin):
+        # The name of the whole content would only lengthen those of its fields.
+        prefix, hints = "" if name == "its content" else f"{name}.", get_type_hints(kind)
+        check_names(value, name, {field.name: field.default is MISSING and field.default_factory is MISSING
+                                  for field in fields(kind)})
+        return kind(**{key: typed(entry, hints[key], f"{prefix}{key}") for key, entry in value.items()})
+    elif origin in (list, tuple) and isinstance(value, list | tuple):
         found = [typed(entry, inner[0] if inner else Any, f"{name}[{place}]") for place, entry in enumerate(value)]
         return found if origin is list else tuple(found)
-    if origin is dict and isinstance(value, dict):
+    elif origin is dict and isinstance(value, dict):
         return {key: typed(entry, inner[1] if inner else Any, f"{name}.{key}") for key, entry in value.items()}
-    if not _fits(value, origin, inner):
-        raise MistypedError(f"{name} must be {kind_in_words(kind)}, got {shortened(value)}")
-    return float(value) if origin is float else value
+    elif _fits(value, origin, inner):
+        return float(value) if origin is float else value
+    raise MistypedError(f"{name} must be {kind_in_words(kind)}, got {shortened(value)}")
 
 
 def _fits(value: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
     """True for a value without parts that is of a kind."""
     if origin is Any:
         return True
+    # Types are compared exactly: for Python True is an int, and JSON's numbers have no bound.
     if origin is Literal:
         return value in inner and type(value) in map(type, inner)
     if origin is int:
         return type(value) is int and abs(value) <= MOST
     if origin is float:
         return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) <= MOST)
-    if origin in (bool, str, type(None)):
-        return type(value) is origin
-    return False
-
-
-def _one_of(value: Any, kinds: tuple[Any, ...], kind: Any, name: str) -> Any:
-    for one in kinds:
-        try:
-            return typed(value, one, name)
-        except MistypedError:
-            continue
-    raise MistypedError(f"{name} must be {kind_in_words(kind)}, got {shortened(value)}")
-
-
-def _dataclass(value: Any, kind: Any, name: str) -> Any:
-    prefix = "" if name == "its content" else f"{name}."
-    check_names(value, name, {field.name: is_required(field) for field in fields(kind)})
-    hints = get_type_hints(kind)
-    return kind(**{key: typed(entry, hints[key], f"{prefix}{key}") for key, entry in value.items()})
+    return origin in (bool, str, type(None)) and type(value) is origin
 
 
 def typed_fields(value: Any, kinds: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -160,11 +151,6 @@ def typed_fields(value: Any, kinds: Mapping[str, Any], optional: Mapping[str, An
     known = {**kinds, **(optional or {})}
     check_names(value, "its content", {name: name in kinds for name in known})
     return {name: typed(entry, known[name], name) for name, entry in value.items()}
-
-
-def is_required(field: Field[Any]) -> bool:
-    """True for a field without a default."""
-    return field.default is MISSING and field.default_factory is MISSING
 
 
 def check_names(value: Any, name: str, known: Mapping[str, bool]) -> None:
@@ -184,7 +170,7 @@ def shortened(value: Any) -> str:
 
 
 def kind_in_words(kind: Any) -> str:
-    """A type annotation for people: "a whole number", "one of hard, soft"."""
+    """A type annotation in readable words: "a whole number", "one of hard, soft"."""
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) in (types.UnionType, typing.Union):

@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,7 +34,7 @@ def whole_folder(
 
     Args:
         folder: its place.
-        kind: what it is, for its marker and for people: "artifact".
+        kind: what it is, in its marker and in messages: "artifact".
         changing: names of files that may be added or changed later.
         inside: kind of the folders written here that may have been put into it later.
 
@@ -43,30 +42,35 @@ def whole_folder(
         UserError: if `folder` is a link, a file or the current folder, holds anything else, or cannot be written.
     """
     folder = Path(os.path.abspath(folder))
-    _recover(folder)
+    former = folder.parent / f".{folder.name}.former"
+    # A replacement that was killed between its two renamings has left the former folder at its hidden place.
+    if (former / MARKER).is_file() and not os.path.lexists(folder):
+        former.rename(folder)
     _refuse_foreign(folder, kind, changing, inside)
     partial = partial_of(folder)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        _mark(partial, kind)
+        files = {str(path.relative_to(partial)): file_sha256(path)
+                 for path in sorted(partial.rglob("*")) if path.is_file()}
+        write_file(partial / MARKER, json.dumps({"written_by": "draftsmith", "kind": kind, "files": files}, indent=2,
+                                                sort_keys=True) + "\n")
         for path in (*partial.rglob("*"), partial):
             if path.is_file():
                 share(path)
             to_disk(path)
-        _swap(partial, folder)
+        # Two renamings, since a folder cannot be renamed over another that holds files.
+        if folder.exists():
+            shutil.rmtree(former, ignore_errors=True)
+            folder.rename(former)
+        partial.rename(folder)
+        to_disk(folder.parent)
+        shutil.rmtree(former, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise cannot_write(folder, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _mark(folder: Path, kind: str) -> None:
-    """Write the marker of a filled folder."""
-    files = {str(path.relative_to(folder)): file_sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-    write_file(folder / MARKER, json.dumps({"written_by": "draftsmith", "kind": kind, "files": files}, indent=2,
-                                           sort_keys=True) + "\n")
 
 
 def _refuse_foreign(folder: Path, kind: str, changing: frozenset[str], inside: str | None) -> None:
@@ -77,11 +81,9 @@ def _refuse_foreign(folder: Path, kind: str, changing: frozenset[str], inside: s
         return
     if not folder.is_dir():
         raise UserError(f"{folder} is a file, a folder was expected; choose another place")
-    # No more than are named: it may be somebody's home.
-    if foreign := list(islice(_foreign(folder, kind, changing, inside), NAMED + 1)):
-        more = ", ..." if len(foreign) > NAMED else ""
-        raise UserError(f"{folder} holds other files ({', '.join(foreign[:NAMED])}{more}) than an unchanged {kind} of "
-                        "draftsmith and would be replaced as a whole; choose another folder, or move them away")
+    if foreign := _foreign(folder, kind, changing, inside):
+        raise UserError(f"{folder} holds other files ({foreign}) than an unchanged {kind} of draftsmith and would be "
+                        "replaced as a whole; choose another folder, or move them away")
     if folder.samefile(Path.cwd()):
         raise UserError(f"{folder} is the current folder, which cannot be replaced; choose another one")
 
@@ -102,23 +104,28 @@ def own_files(folder: Path, kinds: Sequence[str], *, changing: frozenset[str] = 
     kind = next((one for one in kinds if _written(folder, one) is not None), None)
     if kind is None:
         raise UserError(f"{folder} is no {' or '.join(kinds)} of draftsmith; give the folder of one")
-    if foreign := list(islice(_foreign(folder, kind, changing, inside), NAMED + 1)):
-        more = ", ..." if len(foreign) > NAMED else ""
-        raise UserError(f"{folder} holds other or changed files ({', '.join(foreign[:NAMED])}{more}) than draftsmith "
-                        f"wrote as an {kind}; move them away, or write the {kind} again")
+    if foreign := _foreign(folder, kind, changing, inside):
+        raise UserError(f"{folder} holds other or changed files ({foreign}) than draftsmith wrote as an {kind}; move "
+                        f"them away, or write the {kind} again")
     return kind, [str(path.relative_to(folder)) for path in _files(folder)]
 
 
-def _foreign(folder: Path, kind: str, changing: frozenset[str], inside: str | None) -> Iterator[str]:
-    """Names in a folder that were not written here as this kind, or were changed since."""
-    written = _written(folder, kind)
+def _foreign(folder: Path, kind: str, changing: frozenset[str], inside: str | None) -> str:
+    """Names in a folder that were not written here as this kind, or were changed since; empty where there are none."""
+    written, found = _written(folder, kind), []
     for path in _files(folder):
         holder = next(above for above in path.parents if above == folder or (above / MARKER).exists())
         hashes = written if holder == folder else _written(holder, inside)
         name = str(path.relative_to(holder))
         known = name == MARKER or (holder == folder and name in changing)
-        if written is None or hashes is None or not (known or _is_unchanged(path, hashes.get(name))):
-            yield str(path.relative_to(folder))
+        if not known and hashes is not None and name in hashes and path.is_file() and not path.is_symlink():
+            known = file_sha256(path) == hashes[name]
+        if written is None or hashes is None or not known:
+            found.append(str(path.relative_to(folder)))
+        # No more than are named: it may be somebody's home.
+        if len(found) > NAMED:
+            return ", ".join([*found[:NAMED], "..."])
+    return ", ".join(found)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -136,7 +143,7 @@ def _raise(error: OSError) -> NoReturn:
 def _written(folder: Path, kind: str | None) -> dict[str, str] | None:
     """Hashes of the files that were written into a folder; None where they were not, or as another kind."""
     marker = folder / MARKER
-    if not _is_plain(marker):
+    if not marker.is_file() or marker.is_symlink():
         return None
     try:
         content = bounded_json(read_bounded_text(marker))
@@ -146,32 +153,3 @@ def _written(folder: Path, kind: str | None) -> dict[str, str] | None:
         return None
     files = content.get("files")
     return files if isinstance(files, dict) else None
-
-
-def _is_unchanged(path: Path, digest: str | None) -> bool:
-    return digest is not None and _is_plain(path) and file_sha256(path) == digest
-
-
-def _is_plain(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
-
-
-def _former(folder: Path) -> Path:
-    """The hidden place of the folder that is being replaced."""
-    return folder.with_name(f".{folder.name}.former")
-
-
-def _recover(folder: Path) -> None:
-    """Undo a replacement that was killed between its two renamings."""
-    if folder.name and (_former(folder) / MARKER).is_file() and not os.path.lexists(folder):
-        _former(folder).rename(folder)
-
-
-def _swap(partial: Path, folder: Path) -> None:
-    former = _former(folder)
-    if folder.exists():
-        shutil.rmtree(former, ignore_errors=True)
-        folder.rename(former)
-    partial.rename(folder)
-    to_disk(folder.parent)
-    shutil.rmtree(former, ignore_errors=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from ..token_tree import TokenTree
+from ..token_tree import TokenTree, Topology
 from .kv_cache import RowCache
 from .layer_skipping import first_layers
 from .pass_layout import PassLayout
@@ -62,24 +62,22 @@ class EarlyLayers:
             parents_BF: number of each node's parent, which came in an earlier call; -1 for the root.
             tokens_BF: token of each node.
         """
-        tree = _rooted(tokens_BF) if self.tree is None else self._grown(self.tree, parents_BF, tokens_BF)
-        embedded_BFD = self.target.embed_guesses(tokens_BF)
-        rows = list(range(len(tokens_BF)))
-        new_BFD = self._outputs(rows, tree, embedded_BFD)
-        if self.tree is None:
+        if (former := self.tree) is None:
+            tree = Topology.chain(0).plant(tokens_BF)
+        else:
+            above_BF = (parents_BF[:, :, None] == self.ids_BM[:, None]).long().argmax(-1)
+            seen_BFM = former.ancestors_BNN.gather(1, above_BF[..., None].expand(-1, -1, former.size))
+            itself_FF = torch.eye(tokens_BF.shape[1], dtype=torch.bool, device=tokens_BF.device)
+            tree = _extended(former, tokens_BF, above_BF,
+                             torch.cat([seen_BFM, itself_FF.expand(len(seen_BFM), -1, -1)], 2))
+        new_BFD = self._outputs(list(range(len(tokens_BF))), tree, self.target.embed_guesses(tokens_BF))
+        if former is None:
             self.states_BMD, self.ids_BM = new_BFD, nodes_BF
         else:
             self.states_BMD = torch.cat([self.states_BMD, new_BFD], dim=1)
             self.ids_BM = torch.cat([self.ids_BM, nodes_BF], dim=1)
         self.tree = tree
         return new_BFD
-
-    def _grown(self, tree: TokenTree, parents_BF: Tensor, tokens_BF: Tensor) -> TokenTree:
-        """The tree with one more level."""
-        above_BF = (parents_BF[:, :, None] == self.ids_BM[:, None]).long().argmax(-1)
-        seen_BFM = tree.ancestors_BNN.gather(1, above_BF[..., None].expand(-1, -1, tree.size))
-        itself_FF = torch.eye(tokens_BF.shape[1], dtype=torch.bool, device=tokens_BF.device)
-        return _extended(tree, tokens_BF, above_BF, torch.cat([seen_BFM, itself_FF.expand(len(seen_BFM), -1, -1)], 2))
 
     def drop(self) -> None:
         """Discard the nodes; their slots are overwritten."""
@@ -116,27 +114,23 @@ class EarlyLayers:
             count, moved = torch.stack([missing_BN.sum(-1).max(), (columns_BN != order_N).any()]).tolist()
         states_BCD = self.states_BMD
         if count:
-            states_BCD = torch.cat([states_BCD, self._read_missing(read, tree, embedded_BND, columns_BN, count)], 1)
+            # The missing nodes come after those read, in the order of the tree; rows that lack fewer are padded with
+            # nodes that see themselves alone.
+            places_BK = (~missing_BN).byte().sort(dim=-1, stable=True).indices[:, :count]
+            here_BK1, places_BK1 = missing_BN.gather(1, places_BK)[..., None], places_BK[..., None]
+            there_BNC = one_hot(columns_BN, read.size + count).float()
+            path_BKN = tree.ancestors_BNN.gather(1, places_BK1.expand(-1, -1, tree.size))
+            itself_KC = pad(torch.eye(count, dtype=torch.bool, device=columns_BN.device), (read.size, 0))
+            seen_BKC = torch.where(here_BK1, (path_BKN.float() @ there_BNC) > 0, itself_KC)
+            # Which node is the parent does not matter here: masks and positions follow from the ancestors.
+            extended = _extended(read, tree.tokens_BN.gather(1, places_BK), torch.zeros_like(places_BK), seen_BKC)
+            embedded_BKD = embedded_BND.gather(1, places_BK1.expand(-1, -1, embedded_BND.shape[-1]))
+            virtual_BK = None if virtual_BN is None else virtual_BN.gather(1, places_BK)
+            new_BKD = self._outputs(list(range(len(places_BK))), extended, embedded_BKD, virtual_BK)
+            states_BCD = torch.cat([states_BCD, new_BKD], 1)
         if moved:
             self.cache.arrange(self.num_layers, columns_BN)
         return states_BCD.gather(1, columns_BN[..., None].expand(-1, -1, states_BCD.shape[-1]))
-
-    def _read_missing(
-        self, read: TokenTree, tree: TokenTree, embedded_BND: Tensor, columns_BN: Tensor, count: int
-    ) -> Tensor:
-        """Outputs [B, K, D] at the nodes whose columns come after those read, and padding up to `count` in each row."""
-        missing_BN, device = columns_BN >= read.size, columns_BN.device
-        places_BK = (~missing_BN).byte().sort(dim=-1, stable=True).indices[:, :count]
-        here_BK1 = missing_BN.gather(1, places_BK)[..., None]
-        there_BNC = one_hot(columns_BN, read.size + count).float()
-        path_BKN = tree.ancestors_BNN.gather(1, places_BK[..., None].expand(-1, -1, tree.size))
-        itself_KC = pad(torch.eye(count, dtype=torch.bool, device=device), (read.size, 0))
-        seen_BKC = torch.where(here_BK1, (path_BKN.float() @ there_BNC) > 0, itself_KC)
-        # Which node is the parent does not matter here: masks and positions follow from the ancestors.
-        extended = _extended(read, tree.tokens_BN.gather(1, places_BK), torch.zeros_like(places_BK), seen_BKC)
-        embedded_BKD = embedded_BND.gather(1, places_BK[..., None].expand(-1, -1, embedded_BND.shape[-1]))
-        virtual_BK = None if tree.virtual_BN is None else tree.virtual_BN.gather(1, places_BK)
-        return self._outputs(list(range(len(places_BK))), extended, embedded_BKD, virtual_BK)
 
     # Text that no target pass reads ----------------------------------------------------------------------------------
 
@@ -183,19 +177,6 @@ class EarlyLayers:
         return outputs[0].to(self.target.device)
 
 
-def _rooted(tokens_B1: Tensor) -> TokenTree:
-    """Trees of a root alone."""
-    itself_B11 = torch.ones_like(tokens_B1, dtype=torch.bool)[..., None]
-    return TokenTree(
-        tokens_BN=tokens_B1,
-        parents_BN=torch.full_like(tokens_B1, -1),
-        depths_BN=torch.zeros_like(tokens_B1),
-        ancestors_BNN=itself_B11,
-        real_BN=itself_B11[..., 0],
-        max_depth=0,
-    )
-
-
 def _extended(tree: TokenTree, tokens_BF: Tensor, parents_BF: Tensor, seen_BFC: Tensor) -> TokenTree:
     """The tree with F more nodes, each of which sees the given ones, itself included."""
     return replace(
@@ -206,4 +187,5 @@ def _extended(tree: TokenTree, tokens_BF: Tensor, parents_BF: Tensor, seen_BFC: 
         ancestors_BNN=torch.cat([pad(tree.ancestors_BNN, (0, tokens_BF.shape[1])), seen_BFC], dim=1),
         real_BN=torch.cat([tree.real_BN, torch.ones_like(tokens_BF, dtype=torch.bool)], dim=1),
         max_depth=tree.max_depth + 1,
+        most_children=None,
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..errors import UserError
@@ -90,6 +91,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_max_length(self) -> int:
         return self.owner.capacity
 
+    # Earlier versions of transformers ask by this name.
     def get_max_cache_shape(self) -> int:
         return self.owner.capacity
 
@@ -111,35 +113,6 @@ class Block:
     """Keys and values of layer `first` + n in entries 2n and 2n + 1, [2 * layers, B, H, S, E]; None before the first
     keys are written."""
 
-    @property
-    def slots(self) -> int:
-        """Slots of a row; 0 before the first keys are written."""
-        return 0 if self.storage is None else self.storage.shape[3]
-
-    def make(self, keys_BHNE: Tensor, rows: int, slots: int) -> None:
-        """Make the storage for keys of this shape, on their device, with so many slots of a row."""
-        heads, dim = keys_BHNE.shape[1], keys_BHNE.shape[3]
-        # Zeros, not empty: a NaN in a masked slot leaks through the attention kernel.
-        self.storage = torch.zeros(
-            2 * self.layers, rows, heads, slots, dim, dtype=keys_BHNE.dtype, device=keys_BHNE.device)
-
-    def fitting(self, keys_BHNE: Tensor) -> Tensor:
-        """The storage. Raises UserError if it is for keys of another shape."""
-        heads, dim = keys_BHNE.shape[1], keys_BHNE.shape[3]
-        if self.storage is None:
-            raise ValueError("the block has no memory yet")
-        if self.storage.shape[2] != heads or self.storage.shape[4] != dim:
-            raise UserError(
-                f"all layers must have keys of one shape; got {heads} heads of {dim} after "
-                f"{self.storage.shape[2]} heads of {self.storage.shape[4]}; choose another target"
-            )
-        return self.storage
-
-    def widen(self, slots: int) -> None:
-        """Have at least so many slots of a row; nothing happens before the first keys are written."""
-        if self.storage is not None and slots > self.slots:
-            self.storage = torch.nn.functional.pad(self.storage, (0, 0, 0, slots - self.slots))
-
 
 class RowCache(Cache):
     """Keys and values of a batch of rows that grow and finish at their own pace.
@@ -159,7 +132,13 @@ class RowCache(Cache):
                  layer_devices: Sequence[torch.device] = ()) -> None:
         super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
         self.num_layers, self.rows, self.capacity = num_layers, rows, capacity
-        self.blocks = _blocks(num_layers, layer_devices, parts=PARTS if rows * capacity >= MANY_SLOTS else 1)
+        self.blocks: list[Block] = []
+        parts = PARTS if rows * capacity >= MANY_SLOTS else 1
+        for home, places in groupby(range(num_layers), lambda layer: layer_devices[layer] if layer_devices else None):
+            layers = list(places)
+            size = max(FEWEST_LAYERS, -(-len(layers) // parts))
+            self.blocks += [Block(first=first, layers=min(size, layers[-1] + 1 - first), home=home)
+                            for first in layers[::size]]
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
         self._order_B = torch.arange(rows, device=device)
         self.host_lengths = [0] * rows
@@ -242,7 +221,7 @@ class RowCache(Cache):
         """Take the memory of all slots, now or at the first pass, after which nothing is moved."""
         self._grows = False
         for block in self.blocks:
-            block.widen(self.capacity)
+            self._make_room(block, self.capacity)
 
     def write(self, layer: int, keys_BHNE: Tensor, values_BHNE: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values of a layer and return all those in use, [B, H, W, E] each."""
@@ -253,11 +232,21 @@ class RowCache(Cache):
                 f"this target has values of shape {tuple(values_BHNE.shape[1:])} and keys of "
                 f"{tuple(keys_BHNE.shape[1:])}; choose a target with keys and values of one shape"
             )
-        block, window = self._block(layer), self.window.on(keys_BHNE.device)
+        block = next(block for block in self.blocks if layer < block.first + block.layers)
+        window, heads, dim = self.window.on(keys_BHNE.device), keys_BHNE.shape[1], keys_BHNE.shape[3]
         if block.storage is None:
-            self._take(block.home, keys_BHNE)
+            # All blocks of a device get their memory with the first keys there: which layers a drafter has run before
+            # must not matter to records of passes.
+            for other in self.blocks:
+                if other.home == block.home:
+                    # Zeros, not empty: a NaN in a masked slot leaks through the attention kernel.
+                    other.storage = torch.zeros(2 * other.layers, self.rows, heads, self._slots(0, self.width), dim,
+                                                dtype=keys_BHNE.dtype, device=keys_BHNE.device)
         self._make_room(block, self.width)
-        storage = block.fitting(keys_BHNE)
+        storage: Any = block.storage
+        if (storage.shape[2], storage.shape[4]) != (heads, dim):
+            raise UserError(f"all layers must have keys of one shape; got {heads} heads of {dim} after "
+                            f"{storage.shape[2]} heads of {storage.shape[4]}; choose another target")
         answer, first = [], 2 * (layer - block.first)
         for place, states_BHNE in ((first, keys_BHNE), (first + 1, values_BHNE)):
             held, new = storage[place], window.readable(states_BHNE)
@@ -268,26 +257,16 @@ class RowCache(Cache):
             answer.append(held[window.rows, :, : window.width])
         return answer[0], answer[1]
 
-    def _block(self, layer: int) -> Block:
-        return next(block for block in self.blocks if layer < block.first + block.layers)
-
-    def _take(self, home: torch.device | None, keys_BHNE: Tensor) -> None:
-        """Take memory for all layers on the device of the first keys there: which of them a drafter has run before
-        must not matter to records of passes."""
-        for block in self.blocks:
-            if block.home == home:
-                block.make(keys_BHNE, self.rows, self._slots(0, self.width))
-
     def _make_room(self, block: Block, width: int) -> None:
-        """Let a block have at least `width` slots of a row."""
-        if width > block.slots:
-            block.widen(self._slots(block.slots, width))
+        """Let a block that has memory have at least `width` slots of a row."""
+        if block.storage is not None and width > (held := block.storage.shape[3]):
+            block.storage = pad(block.storage, (0, 0, 0, self._slots(held, width) - held))
 
     def _slots(self, held: int, width: int) -> int:
-        """Slots to have where there are `held` and `width` are needed: half as many again, so that few moves are made,
-        and at least FIRST_SLOTS."""
+        """Slots to have where there are `held` and `width` are needed."""
         if not self._grows:
             return self.capacity
+        # Half as many again: each time the cache grows, all that it holds is copied.
         return min(self.capacity, max(width, held + held // 2, FIRST_SLOTS))
 
     def arrange(self, layers: int, columns_BN: Tensor) -> None:
@@ -380,16 +359,6 @@ class RowCache(Cache):
         """Copy the used slots of one row over another; the source is then cleared."""
         self.copy(source, destination, self.host_lengths[source])
         self.clear(source)
-
-
-def _blocks(num_layers: int, devices: Sequence[torch.device], parts: int) -> list[Block]:
-    """The layers in blocks of neighbours on one device, at most so many there."""
-    blocks: list[Block] = []
-    for home, places in groupby(range(num_layers), key=lambda layer: devices[layer] if devices else None):
-        layers = list(places)
-        size = max(FEWEST_LAYERS, -(-len(layers) // parts))
-        blocks += [Block(first=first, layers=min(size, layers[-1] + 1 - first), home=home) for first in layers[::size]]
-    return blocks
 
 
 def _move(storage: Tensor, rows_B1: Tensor, to_BK: Tensor, from_BK: Tensor) -> None:

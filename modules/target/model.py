@@ -6,6 +6,7 @@ Shapes: B rows, N tokens of a pass, L positions, D hidden size, V vocabulary, W 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from ..features import Features
 from .adapter import Adapter
 from .attention.segment_attention import additive, mask_arguments, visible_text
 from .attention.tree_attention import NAME, recording, register
-from .broken_embeddings import readable_tokens, tokens_without_embedding
 from .devices.compiled_layers import PACKED, CompiledLayers, of_transformers
 from .devices.placement import Placement
 from .devices.split_weights import plain_class
@@ -62,23 +62,30 @@ class Target:
         self.head: nn.Module = model.get_output_embeddings()
         self.layers = layer_list(self.decoder, self.config.num_hidden_layers)
         self.linears = LinearForms(model, 0)
+        self.dtype: torch.dtype = model.dtype
+        """Floating-point type of the hidden states."""
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        """Rows of the output layer."""
+        self.hidden_size = int(self.config.hidden_size)
+        """Width of the hidden states."""
+        self.num_layers = int(self.config.num_hidden_layers)
+        """Number of decoder layers."""
         sketched = self.device.type == "meta"
         self.identity = TargetIdentity(
-            name=name,
-            architecture=plain_class(model).__name__,
-            vocab_size=int(model.get_output_embeddings().weight.shape[0]),
-            hidden_size=int(self.config.hidden_size),
-            num_layers=int(self.config.num_hidden_layers),
-            weights_hash="" if sketched else hash_weights(model),
-        )
+            name=name, architecture=plain_class(model).__name__, vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size, num_layers=self.num_layers,
+            weights_hash="" if sketched else hash_weights(model))
         self.defaults: GenerationDefaults = read_defaults(model.generation_config, tokenizer, name)
         self.native_attention: str = self.config._attn_implementation
         self.broken_V: Tensor | None = None
+        """True at tokens whose embedding holds NaN or infinity; None when there is none."""
         self.compiler = Compiler()
         """Of these layers and of those of drafters that draft for them."""
         self._compiled: CompiledLayers | None = None
         if not sketched:
-            self.broken_V = tokens_without_embedding(model.get_input_embeddings().weight)
+            least_V, largest_V = model.get_input_embeddings().weight.detach().aminmax(dim=-1)
+            broken_V = ~(least_V.isfinite() & largest_V.isfinite())
+            self.broken_V = broken_V if bool(broken_V.any()) else None
             with self_check.full_precision():
                 self._check_and_install(pack, None if shared_with is None else shared_with.linears)
 
@@ -89,31 +96,24 @@ class Target:
             UserError: if a token tree is not read as the model reads text.
         """
         windows = self_check.layer_windows(self.config, self.context_length)
-        # Copied while the model still has its own attention, which the excerpt is compared with.
-        beyond, half = self_check.ends_inside(windows), self_check.is_half(self.dtype)
-        spread = self.placement.spread
-        small = excerpt(self.model, short_windows=beyond, spread=spread) if beyond or half else None
+        # A window that the check's text does not leave shows nothing, and in half precision rounding hides errors: an
+        # excerpt in float32 is checked too. It is copied while the model still has its own attention to compare with.
+        beyond = any(window is not None and window >= self_check.TEXT_LENGTH for window in windows)
+        small = None
+        if beyond or self.dtype not in self_check.BOUNDS:
+            small = excerpt(self.model, short_windows=beyond, spread=self.placement.spread)
         text_1L = self.readable_tokens(self_check.TEXT_LENGTH)[None]
         name = self.identity.architecture
         with self_check.explained(name), torch.no_grad():
             expected_1LV = self.model(input_ids=text_1L, use_cache=False).logits
         self.linears = LinearForms(self.model, pack, shared)
         with self_check.explained(name), recording(self.model) as calls:
-            found_1LV = self._read_as_tree(text_1L)
+            found_1LV = self_check.read_as_tree(self.start(1, self_check.TEXT_LENGTH + 1), text_1L)
         self.attention_calls = self_check.check_attention(
             name, self.config, windows, calls, passes=2, context_length=self.context_length)
         self_check.check_logits(name, self.dtype, found_1LV, expected_1LV)
         if small is not None:
             Target(small, None, name=self.identity.name, pack=0)
-
-    def _read_as_tree(self, text_1L: Tensor) -> Tensor:
-        """Logits along the check's text, [1, L, V], from a prompt's pass and a branching tree's."""
-        prompt, tree = self_check.halves(text_1L)
-        rows = self.start(1, prompt.size + tree.size)
-        prompt_1MV = rows.run(prompt).logits_BMV
-        path_1K = torch.arange(prompt.size, device=self.device)[None]
-        rows.commit(path_1K, torch.tensor([prompt.size], device=self.device), [prompt.size], moved=False)
-        return self_check.in_order(prompt_1MV, rows.run(tree).logits_BMV)
 
     @property
     def device(self) -> torch.device:
@@ -124,26 +124,6 @@ class Target:
     def layer_devices(self) -> list[torch.device]:
         """Device of each layer: its keys and values stay there."""
         return [next(layer.parameters()).device for layer in self.layers]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating-point type of the hidden states."""
-        return self.model.dtype  # type: ignore[no-any-return]
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the output layer."""
-        return self.identity.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the hidden states."""
-        return self.identity.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        """Number of decoder layers."""
-        return self.identity.num_layers
 
     @property
     def context_length(self) -> int:
@@ -268,7 +248,11 @@ class Target:
 
     def readable_tokens(self, count: int) -> Tensor:
         """The first `count` token ids with a finite embedding, [count], repeated where there are fewer."""
-        return readable_tokens(self.broken_V, self.vocab_size, count, self.device)
+        if self.broken_V is None:
+            ids = torch.arange(self.vocab_size, device=self.device)
+        else:
+            ids = (~self.broken_V).nonzero()[:, 0]
+        return ids[torch.arange(count, device=self.device) % len(ids)]
 
     # Passes ----------------------------------------------------------------------------------------------------------
 
@@ -334,13 +318,10 @@ class Target:
         """Collect the outputs of the layers `taps` of the passes inside the block: the residual stream, pre-norm."""
         states: dict[int, Tensor] = {}
 
-        def keep(layer: int) -> Any:
-            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                states[layer] = (output[0] if isinstance(output, tuple) else output).to(self.device)
+        def keep(layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
+            states[layer] = (output[0] if isinstance(output, tuple) else output).to(self.device)
 
-            return hook
-
-        handles = [self.layers[layer].register_forward_hook(keep(layer)) for layer in taps]
+        handles = [self.layers[layer].register_forward_hook(partial(keep, layer)) for layer in taps]
         try:
             yield states
         finally:

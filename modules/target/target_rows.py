@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..token_tree import TokenTree
-from .broken_embeddings import blank_broken
 from .early_layers import EarlyLayers
 from .kv_cache import RowCache
 from .layer_skipping import injected, later_layers
@@ -52,7 +51,13 @@ class TargetRows:
         """
         target = self.target
         embedded = target.embed(tree.tokens_BN)
-        lost_BN = None if target.broken_V is None else blank_broken(tree, embedded, target.broken_V)
+        lost_BN: Tensor | None = None
+        if target.broken_V is not None:
+            # Through a mask, a NaN would reach every other node of its row, though most guesses are rejected. A row
+            # that accepts a token without a finite embedding ends there, as without a draft: its logits become NaN.
+            broken_BN = target.broken_V[tree.tokens_BN]
+            embedded.masked_fill_(broken_BN[..., None], 0.0)
+            lost_BN = (tree.ancestors_BNN & (broken_BN & tree.real_BN)[:, None, :]).any(-1)
         if tree.virtual is not None:
             embedded[:, -tree.virtual.embedded_BMD.shape[1] :] = tree.virtual.embedded_BMD
         early: Tensor | None = None

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from ...errors import UserError
 from ...token_tree import TokenTree
 from ..attention.tree_attention import AttentionCall
+from ..target_rows import TargetRows
 from .excerpt import layer_list
 
 TEXT_LENGTH = 8
@@ -29,8 +30,8 @@ PARENTS = (-1, 0, 0, 1, 3)
 """The tree after the first half of the text: a chain of the other half with one sibling."""
 _CHAIN = (0, 1, 3, 4)
 _PASS_ARGUMENTS = ("inputs_embeds", "attention_mask", "position_ids", "past_key_values")
-_BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Largest difference of two logits as a share of the largest one."""
+BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Largest difference of two logits as a share of the largest one, in number formats whose rounding hides no errors."""
 _HALF_PRECISION_BOUND = 0.1
 """The same in half precision, where only an excerpt in float32 can tell an error from rounding."""
 
@@ -100,21 +101,8 @@ def layer_windows(config: Any, context_length: int) -> list[int | None]:
     """The sliding window of each layer by a text config, in tokens; None where it never ends within the context."""
     window = getattr(config, "sliding_window", None) or None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [_binding(window, context_length) if kind == "sliding_attention" else None for kind in kinds]
-
-
-def _binding(window: int | None, context_length: int) -> int | None:
-    return None if window is None or window >= context_length else window
-
-
-def ends_inside(windows: Sequence[int | None]) -> bool:
-    """True where the check's text ends before it leaves a sliding window."""
-    return any(window is not None and window >= TEXT_LENGTH for window in windows)
-
-
-def is_half(dtype: torch.dtype) -> bool:
-    """True for number types whose rounding hides errors of logits."""
-    return dtype not in _BOUNDS
+    binding = window if window is not None and window < context_length else None
+    return [binding if kind == "sliding_attention" else None for kind in kinds]
 
 
 def check_attention(
@@ -141,37 +129,38 @@ def check_attention(
         )
     for place, call in enumerate(calls):
         layer = place // each % len(windows)
-        given = _binding(call.sliding_window, context_length)
+        given = call.sliding_window
+        if given is not None and given >= context_length:
+            given = None
+        declared, found = ("no sliding window" if window is None else f"a sliding window of {window} tokens"
+                           for window in (windows[layer], given))
         if given != windows[layer]:
             raise UserError(
-                f"layer {layer} of {name} has {_words(windows[layer])} by its config, but its attention is given "
-                f"{_words(given)}: texts longer than the window would be decoded wrongly. Choose another target, or "
-                "a configuration without sliding windows"
+                f"layer {layer} of {name} has {declared} by its config, but its attention is given {found}: texts "
+                "longer than the window would be decoded wrongly. Choose another target, or a configuration without "
+                "sliding windows"
             )
         if given is not None and not call.placed:
-            raise UserError(
-                f"layer {layer} of {name} has {_words(given)}, but its attention is not given the positions to apply "
-                "it by. Choose another target"
-            )
+            raise UserError(f"layer {layer} of {name} has {found}, but its attention is not given the positions to "
+                            "apply it by. Choose another target")
     return each
 
 
-def _words(window: int | None) -> str:
-    return "no sliding window" if window is None else f"a sliding window of {window} tokens"
+def read_as_tree(rows: TargetRows, text_1L: Tensor) -> Tensor:
+    """Logits along the check's text, [1, L, V], from a prompt's pass and a branching tree's.
 
-
-def halves(text_1L: Tensor) -> tuple[TokenTree, TokenTree]:
-    """The text as two passes: a prompt, and a tree that branches; `in_order` undoes it."""
+    Args:
+        rows: one empty row, with room for `TEXT_LENGTH` + 1 tokens.
+        text_1L: the text.
+    """
     device, half = text_1L.device, TEXT_LENGTH // 2
-    prompt = TokenTree.prompts(text_1L[:, :half], torch.tensor([half], device=device))
+    count_1 = torch.tensor([half], device=device)
+    prompt_1MV = rows.run(TokenTree.prompts(text_1L[:, :half], count_1)).logits_BMV
+    rows.commit(torch.arange(half, device=device)[None], count_1, [half], moved=False)
     # The sibling repeats the text's first token: a pass that sees it differs.
     tokens = torch.cat([text_1L[:, half : half + 2], text_1L[:, :1], text_1L[:, half + 2 :]], dim=1)
-    return prompt, TokenTree.from_parents(tokens, torch.tensor([PARENTS], device=device))
-
-
-def in_order(prompt_1MV: Tensor, tree_1MV: Tensor) -> Tensor:
-    """Logits of `halves` along the text, [1, L, V]."""
-    return torch.cat([prompt_1MV, tree_1MV[:, list(_CHAIN)]], dim=1)
+    tree = TokenTree.from_parents(tokens, torch.tensor([PARENTS], device=device))
+    return torch.cat([prompt_1MV, rows.run(tree).logits_BMV[:, list(_CHAIN)]], dim=1)
 
 
 def check_logits(name: str, dtype: torch.dtype, found_1LV: Tensor, expected_1LV: Tensor) -> None:
@@ -186,7 +175,7 @@ def check_logits(name: str, dtype: torch.dtype, found_1LV: Tensor, expected_1LV:
     Raises:
         UserError: if they differ by more than rounding, or are not finite.
     """
-    bound = _BOUNDS.get(dtype, _HALF_PRECISION_BOUND) * float(expected_1LV.abs().max())
+    bound = BOUNDS.get(dtype, _HALF_PRECISION_BOUND) * float(expected_1LV.abs().max())
     gap = float((found_1LV - expected_1LV).abs().max())
     if not gap <= bound:
         raise UserError(
