@@ -23,6 +23,7 @@ def check_sizes(**sizes: object) -> None:
     """
     for name, value in sizes.items():
         most = MOST_PARTS if name in PARTS else MOST_WIDTH
+        # The exact type: True is an int for Python, and would be a size of 1.
         if value is not None and (type(value) is not int or value < 1):
             raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
         if value is not None and value > most:
@@ -42,6 +43,7 @@ def check_bounds(settings: object, prefix: str = "", **bounds: tuple[float, floa
     """
     for name, (least, most) in bounds.items():
         value = getattr(settings, name)
+        # Not "value < least": that is False for NaN, which would pass.
         if value is not None and not value >= least:
             raise UserError(f"{prefix}{name} must be at least {least:,}, got {value}")
         if value is not None and value > most:

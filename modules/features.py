@@ -59,6 +59,7 @@ class Features:
         """
         if offset < 1:
             raise ValueError(f"offset must be at least 1, got {offset}")
+        # Where there is no label stands 0, which cross entropy can read; whoever asks drops its loss by `valid`.
         labels = torch.zeros_like(self.tokens_BL)
         valid = torch.zeros_like(self.supervised_BL)
         if offset < self.tokens_BL.shape[1]:
@@ -97,6 +98,7 @@ class Features:
     def to(self, device: torch.device | str) -> "Features":
         """The same batch on another device. To a GPU the host does not wait for copies from page-locked memory."""
         there = torch.device(device)
+        # Counted while the labels are still on the host: later, the count would make it wait for the device.
         counted = self.labels_at_most
         if counted is None and self.supervised_BL.device.type == "cpu" and there.type != "cpu":
             counted = int(self.supervised_BL.sum())

@@ -24,6 +24,7 @@ class Processes:
     @classmethod
     def launched(cls) -> "Processes":
         """Those that torchrun has started, before they have a group; this one alone where it has started none."""
+        # RANK alone says nothing: other launchers set it too, for processes that do not train together.
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls()
         return cls(rank=int(os.environ["RANK"]), world=int(os.environ["WORLD_SIZE"]))
@@ -58,6 +59,7 @@ ALONE = Processes()
 
 def local_rank() -> int:
     """Number of this process on its machine, by which it takes its device; 0 where no launcher has given one."""
+    # Not the rank modulo the devices: launchers may give a machine fewer processes than it has devices.
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

@@ -38,6 +38,7 @@ class Topology:
         for node, parent in enumerate(self.parents[1:], start=1):
             if not 0 <= parent < node:
                 raise ValueError(f"the parent of node {node} must be a node before it (0 to {node - 1}), got {parent}")
+        # Two nodes of one rank would be the same token twice: the second could never be the accepted one.
         places = list(zip(self.parents, self.ranks, strict=True))
         if len(set(places)) != len(places):
             raise ValueError("two nodes of the topology have the same parent and the same rank")
@@ -130,6 +131,7 @@ class Topology:
 
     def plant(self, tokens_BN: Tensor) -> "TokenTree":
         """Give every node its tokens: the same shape in each row."""
+        # Kept for each device: they would otherwise be copied there in every pass.
         batch = tokens_BN.shape[0]
         parents_N, depths_N, ancestors_NN, real_N = _constants(self, tokens_BN.device)
         return TokenTree(
@@ -303,6 +305,7 @@ class TokenTree:
         columns_N = torch.arange(self.size, device=nodes_B.device)
         ours_BN = (self.parents_BN == nodes_B[:, None]) & self.real_BN & (columns_N > 0)
         width = self.size - 1 if self.most_children is None else self.most_children
+        # Sorting keeps the shape known to the host; nonzero would make it wait for the device.
         found_BK = torch.where(ours_BN, columns_N, self.size).sort(-1).values[:, :width]
         return found_BK.clamp(max=self.size - 1), found_BK < self.size
 
@@ -348,6 +351,7 @@ class TokenTree:
         """
         if self.virtual is not None:
             raise ValueError("a tree with virtual nodes cannot be packed; pack it before they are added")
+        # A stable sort moves padding to the end and leaves the order of real nodes, so parents still come first.
         order_BN = torch.sort((~self.real_BN).byte(), dim=-1, stable=True).indices
         chosen_BS = order_BN[:, :size]
         places_BN = order_BN.argsort(-1)
@@ -416,6 +420,7 @@ class TokenTree:
         size = tokens_BN.shape[1]
         itself_NN = torch.eye(size, dtype=torch.bool, device=tokens_BN.device)
         above_BNN = parents_BN.clamp(min=0)[..., None].expand(-1, -1, size)
+        # Each round adds one level of ancestors to all nodes at once, where `from_parents` goes from node to node.
         ancestors_BNN = itself_NN.expand(tokens_BN.shape[0], -1, -1)
         for _ in range(max_depth):
             ancestors_BNN = itself_NN | (ancestors_BNN.gather(1, above_BNN) & real_BN[..., None])
@@ -436,6 +441,7 @@ class TokenTree:
         size = tokens_BN.shape[1]
         columns = torch.arange(size, device=tokens_BN.device)
         real_BN = columns < counts_B[:, None]
+        # Padding sees itself, since a softmax over nothing is NaN, and a NaN reaches the keys of later layers.
         causal_NN = columns[:, None] >= columns
         itself_NN = columns[:, None] == columns
         return cls(

@@ -32,6 +32,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(partial)
         share(partial)
+        # Renamed before its bytes are on the disk, a file could be empty after a power cut.
         to_disk(partial)
         partial.replace(path)
         to_disk(path.parent)
@@ -56,6 +57,7 @@ def is_leftover(path: Path) -> bool:
 def remove_leftovers(folder: Path, shared: Path | None = None) -> None:
     """Remove everything half-written in a folder and below it. No other process may be writing there, but in the folder
     `shared`, which is left as it is."""
+    # Listed first: a folder that vanishes while it is walked would stop the walk.
     for path in [path for path in folder.rglob(".*") if is_leftover(path) and shared not in path.parents]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -73,6 +75,7 @@ def make_folder(path: Path) -> None:
 
 def share(path: Path) -> None:
     """Give a file the rights that the user's umask gives new files: safetensors writes for the owner alone."""
+    # The umask can be read only by setting it.
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)

@@ -103,6 +103,7 @@ def typed(value: Any, kind: Any, name: str = "its content") -> Any:
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if origin in (types.UnionType, typing.Union):
         for one in inner:
+            # A dataclass that refuses its own values has been recognised: its ValueError says more than "no kind fits".
             try:
                 return typed(value, one, name)
             except MistypedError:
@@ -118,23 +119,19 @@ def typed(value: Any, kind: Any, name: str = "its content") -> Any:
         return found if origin is list else tuple(found)
     elif origin is dict and isinstance(value, dict):
         return {key: typed(entry, inner[1] if inner else Any, f"{name}.{key}") for key, entry in value.items()}
-    elif _fits(value, origin, inner):
-        return float(value) if origin is float else value
+    # Types of values without parts are compared exactly: for Python True is an int, and JSON's numbers have no bound.
+    elif origin is Literal:
+        if value in inner and type(value) in map(type, inner):
+            return value
+    elif origin in (int, float):
+        if type(value) is int and abs(value) <= MOST:
+            return origin(value)
+        # Python's JSON has NaN and Infinity, which no setting may be.
+        if origin is float and type(value) is float and math.isfinite(value):
+            return value
+    elif origin is Any or (origin in (bool, str, type(None)) and type(value) is origin):
+        return value
     raise MistypedError(f"{name} must be {kind_in_words(kind)}, got {shortened(value)}")
-
-
-def _fits(value: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
-    """True for a value without parts that is of a kind."""
-    if origin is Any:
-        return True
-    # Types are compared exactly: for Python True is an int, and JSON's numbers have no bound.
-    if origin is Literal:
-        return value in inner and type(value) in map(type, inner)
-    if origin is int:
-        return type(value) is int and abs(value) <= MOST
-    if origin is float:
-        return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) <= MOST)
-    return origin in (bool, str, type(None)) and type(value) is origin
 
 
 def typed_fields(value: Any, kinds: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> dict[str, Any]:

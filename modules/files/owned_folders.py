@@ -46,7 +46,18 @@ def whole_folder(
     # A replacement that was killed between its two renamings has left the former folder at its hidden place.
     if (former / MARKER).is_file() and not os.path.lexists(folder):
         former.rename(folder)
-    _refuse_foreign(folder, kind, changing, inside)
+    if folder.is_symlink():
+        raise UserError(f"{folder} is a link to {folder.readlink()} and would be replaced by a folder; give the path "
+                        "of a new folder")
+    if folder.exists():
+        if not folder.is_dir():
+            raise UserError(f"{folder} is a file, a folder was expected; choose another place")
+        if foreign := _foreign(folder, kind, changing, inside):
+            raise UserError(f"{folder} holds other files ({foreign}) than an unchanged {kind} of draftsmith and would "
+                            "be replaced as a whole; choose another folder, or move them away")
+        # The shell that started this would stand in a folder that is no longer there.
+        if folder.samefile(Path.cwd()):
+            raise UserError(f"{folder} is the current folder, which cannot be replaced; choose another one")
     partial = partial_of(folder)
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -71,21 +82,6 @@ def whole_folder(
         raise cannot_write(folder, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _refuse_foreign(folder: Path, kind: str, changing: frozenset[str], inside: str | None) -> None:
-    if folder.is_symlink():
-        raise UserError(f"{folder} is a link to {folder.readlink()} and would be replaced by a folder; give the path "
-                        "of a new folder")
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise UserError(f"{folder} is a file, a folder was expected; choose another place")
-    if foreign := _foreign(folder, kind, changing, inside):
-        raise UserError(f"{folder} holds other files ({foreign}) than an unchanged {kind} of draftsmith and would be "
-                        "replaced as a whole; choose another folder, or move them away")
-    if folder.samefile(Path.cwd()):
-        raise UserError(f"{folder} is the current folder, which cannot be replaced; choose another one")
 
 
 def own_files(folder: Path, kinds: Sequence[str], *, changing: frozenset[str] = frozenset(),
@@ -114,6 +110,7 @@ def _foreign(folder: Path, kind: str, changing: frozenset[str], inside: str | No
     """Names in a folder that were not written here as this kind, or were changed since; empty where there are none."""
     written, found = _written(folder, kind), []
     for path in _files(folder):
+        # A file belongs to the nearest folder above it with a marker: an artifact may lie within another folder.
         holder = next(above for above in path.parents if above == folder or (above / MARKER).exists())
         hashes = written if holder == folder else _written(holder, inside)
         name = str(path.relative_to(holder))
@@ -143,6 +140,7 @@ def _raise(error: OSError) -> NoReturn:
 def _written(folder: Path, kind: str | None) -> dict[str, str] | None:
     """Hashes of the files that were written into a folder; None where they were not, or as another kind."""
     marker = folder / MARKER
+    # A link could name the marker of another folder, whose files are not these.
     if not marker.is_file() or marker.is_symlink():
         return None
     try:

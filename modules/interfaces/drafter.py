@@ -56,6 +56,7 @@ class Drafts:
 
     def __post_init__(self) -> None:
         shape = self.hidden_BLKD.shape
+        # Shapes that differ would broadcast in the losses, which then have a plausible and wrong value.
         if self.valid_BLK is not None and self.valid_BLK.shape != shape[:3]:
             raise ValueError(f"valid_BLK must have the shape {tuple(shape[:3])} of the draft states, got "
                              f"{tuple(self.valid_BLK.shape)}")
@@ -66,6 +67,7 @@ class Drafts:
             if ahead is not None and len(ahead) != shape[2]:
                 raise ValueError(f"{name} must have one entry for each of the {shape[2]} draft steps, got {ahead}")
         for offset, estimate in zip(self.offsets, self.estimates or (), strict=bool(self.estimates)):
+            # The target's state `estimate` ahead predicts the token after it, which is at most the one to be guessed.
             if not 0 <= estimate < offset:
                 raise ValueError(f"a state that predicts {offset} tokens ahead cannot estimate the target's state "
                                  f"{estimate} ahead, which has seen that token or comes before the position")
@@ -176,6 +178,7 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
         """A block in which its layers run compiled while it drafts."""
         if compiler.refusal:
             return nullcontext()
+        # Forms belong to the compiler that made them: another one counts its own graphs and refusals.
         if self._forms is None or self._forms.compiler is not compiler:
             self._forms = self.layer_forms(compiler)
         return nullcontext() if self._forms is None else self._forms.installed()

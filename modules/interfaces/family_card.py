@@ -19,15 +19,14 @@ class FamilyCard:
     needs_export: bool = True
     """Whether there is an artifact to export; False for tree policies and for drafting without training."""
 
-    def row(self, exports: Sequence[str]) -> str:
-        """The method's row of the table, with the names of the export formats that can hold it."""
-        papers = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in self.papers)
-        nothing = "no serving engine" if self.needs_export else "nothing to export"
-        formats = ", ".join(f"`{name}`" for name in exports) or nothing
-        return f"| {self.name} | {self.guesses}{f' ({papers})' if papers else ''} | {self.cost} | {formats} |"
-
 
 def method_table(cards: Iterable[tuple[FamilyCard, Sequence[str]]]) -> str:
     """The cards, each with its export formats, as a Markdown table, in the given order."""
-    return "\n".join(["| method | how it guesses | cost | exports to |", "|---|---|---|---|",
-                      *(card.row(exports) for card, exports in cards)])
+    rows = ["| method | how it guesses | cost | exports to |", "|---|---|---|---|"]
+    for card, exports in cards:
+        papers = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in card.papers)
+        # An empty cell would leave open whether an artifact exists that no engine reads.
+        nothing = "no serving engine" if card.needs_export else "nothing to export"
+        formats = ", ".join(f"`{name}`" for name in exports) or nothing
+        rows.append(f"| {card.name} | {card.guesses}{f' ({papers})' if papers else ''} | {card.cost} | {formats} |")
+    return "\n".join(rows)

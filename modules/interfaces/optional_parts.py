@@ -86,6 +86,7 @@ class ChainLimits:
 
     def __post_init__(self) -> None:
         check_sizes(gamma=self.gamma)
+        # At 0 no chain ever ends early, at 1 every chain does: either bound would switch the rule off without a word.
         if not 0 < self.eta < 1:
             raise UserError(f"eta must be above 0 and below 1, got {self.eta}")
 

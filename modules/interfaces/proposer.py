@@ -59,6 +59,7 @@ class Scores:
         cls, logits_BFHQ: Tensor, token_ids_Q: Tensor | None = None, states_BFHD: Tensor | None = None
     ) -> "Scores":
         """Scores of a drafter's logits, normalised in float32 or wider."""
+        # In half precision several tokens would have one probability, and their order would be lost.
         wide = torch.promote_types(logits_BFHQ.dtype, torch.float32)
         log_probs_BFHQ = logits_BFHQ.to(wide).log_softmax(-1)
         return cls(log_probs_BFHQ=log_probs_BFHQ, token_ids_Q=token_ids_Q, states_BFHD=states_BFHD)
@@ -72,6 +73,7 @@ class Scores:
         entries = self.log_probs_BFHQ.shape[-1]
         if self.candidates_BFHQ is not None:
             top = self.log_probs_BFHQ.topk(min(width, entries), dim=-1)
+            # A tree has one width for all rows: guesses that a node lacks are padding without a chance.
             missing = (0, width - top.indices.shape[-1])
             tokens = nn.functional.pad(self.candidates_BFHQ.gather(-1, top.indices), missing)
             log_probs = nn.functional.pad(top.values, missing, value=-torch.inf)
@@ -167,6 +169,7 @@ class Observation:
     def next_BN(self) -> Tensor:
         """The token after each token, int64: the root after the last real one, any token after padding."""
         shifted_BN = torch.cat([self.tokens_BN[:, 1:], self.roots_B[:, None]], dim=1)
+        # A row's last real token is not in the last column where another row accepted more.
         last_B1 = self.counts_B[:, None] - 1
         here_N = torch.arange(self.tokens_BN.shape[1], device=self.counts_B.device)
         return torch.where(here_N == last_B1, self.roots_B[:, None], shifted_BN)

@@ -6,7 +6,7 @@ torch alone. The unmerged form exists only in training.
 Shapes: R rank, I inputs of a layer, O its outputs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,7 @@ class Adapter:
                 raise UserError(f"the adapter changes {name} of shape {expected}, which this target has {found}; use "
                                 "the target that it was trained for")
             weight = linears[name].weight
+            # Formed in half precision, the product of small factors would be lost in the rounding of W.
             wide = torch.promote_types(weight.dtype, torch.float32)
             product = change.b_OR.to(weight.device, wide) @ change.a_RI.to(weight.device, wide)
             merged = (weight.to(wide) + self.scale * product).to(weight.dtype)
@@ -110,18 +111,13 @@ def choose_layers(model: nn.Module, wanted: Sequence[str], *, without: nn.Module
     linears = linear_layers(model)
     if not wanted:
         return [name for name, module in linears.items() if module is not without]
-    for word in wanted:
-        if not any(_means(word, name) for name in linears):
-            kinds = ", ".join(_kinds(linears)) or "none"
+    meant = {word: {name for name in linears if name == word or name.endswith(f".{word}")} for word in wanted}
+    for word, names in meant.items():
+        if not names:
+            # Every layer of the model has the same few last parts: a list of full names would fill the screen.
+            kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears)) or "none"
             raise UserError(f"the target has no linear layer {word!r}; it has {kinds}: name some of these, or leave "
                             "the list empty for all but the output layer")
-    return [name for name in linears if any(_means(word, name) for word in wanted)]
-
-
-def _means(word: str, name: str) -> bool:
-    return name == word or name.endswith(f".{word}")
-
-
-def _kinds(names: Iterable[str]) -> list[str]:
-    """The last parts of names, each once, in order."""
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    # In the model's order, whatever the order of the words: two spellings of one choice train the same adapter.
+    chosen = set().union(*meant.values())
+    return [name for name in linears if name in chosen]

@@ -35,6 +35,7 @@ def choose(counts_V: Tensor, size: int, *, always: Sequence[int] = ()) -> Tensor
             "the whole vocabulary"
         )
     ranking_V = counts_V.detach().cpu().to(torch.float64).clone()
+    # Counts may be sums of chances, so no whole number would be surely above all of them.
     ranking_V[list(always)] = float("inf")
     order_V = torch.argsort(ranking_V, descending=True, stable=True)
     return order_V[:size].sort().values
@@ -143,6 +144,7 @@ class OutputRows:
     def __call__(self, final: Tensor) -> Tensor:
         """Logits [..., Q] of final states [..., D], as the target computes them; the gradient reaches the states."""
         states = final.to(self.weight_QD.dtype)
+        # Packed forms have no gradient.
         if torch.is_grad_enabled():
             return self.target.post_process(self._plain(states))
         if self.ids_Q is None:

@@ -239,9 +239,8 @@ class RowCache(Cache):
             # must not matter to records of passes.
             for other in self.blocks:
                 if other.home == block.home:
-                    # Zeros, not empty: a NaN in a masked slot leaks through the attention kernel.
-                    other.storage = torch.zeros(2 * other.layers, self.rows, heads, self._slots(0, self.width), dim,
-                                                dtype=keys_BHNE.dtype, device=keys_BHNE.device)
+                    other.storage = keys_BHNE.new_zeros(2 * other.layers, self.rows, heads, 0, dim)
+                    self._make_room(other, self.width)
         self._make_room(block, self.width)
         storage: Any = block.storage
         if (storage.shape[2], storage.shape[4]) != (heads, dim):
@@ -259,15 +258,12 @@ class RowCache(Cache):
 
     def _make_room(self, block: Block, width: int) -> None:
         """Let a block that has memory have at least `width` slots of a row."""
-        if block.storage is not None and width > (held := block.storage.shape[3]):
-            block.storage = pad(block.storage, (0, 0, 0, self._slots(held, width) - held))
-
-    def _slots(self, held: int, width: int) -> int:
-        """Slots to have where there are `held` and `width` are needed."""
-        if not self._grows:
-            return self.capacity
+        if block.storage is None or width <= (held := block.storage.shape[3]):
+            return
         # Half as many again: each time the cache grows, all that it holds is copied.
-        return min(self.capacity, max(width, held + held // 2, FIRST_SLOTS))
+        slots = min(self.capacity, max(width, held + held // 2, FIRST_SLOTS)) if self._grows else self.capacity
+        # Zeros, not empty: a NaN in a masked slot leaks through the attention kernel.
+        block.storage = pad(block.storage, (0, 0, 0, slots - held))
 
     def arrange(self, layers: int, columns_BN: Tensor) -> None:
         """Let slot lengths[b] + n of the first `layers` layers hold what is in slot lengths[b] + columns_BN[b, n].

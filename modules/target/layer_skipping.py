@@ -27,6 +27,7 @@ def skipping(layers: nn.ModuleList, kept: Sequence[int]) -> Iterator[None]:
 @contextmanager
 def first_layers(layers: nn.ModuleList, count: int) -> Iterator[list[Tensor]]:
     """Let only the first `count` layers of a model run, fewer than it has; their outputs are added to the list."""
+    # The model's own forward ends in its norm, which the drafter's states come before: they are kept on the way.
     outputs: list[Tensor] = []
 
     def end(hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:

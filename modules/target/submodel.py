@@ -41,6 +41,7 @@ def smaller(target: Target, *, num_layers: int, hidden_size: int | None = None, 
         head_dim = width // num_heads
     heads = num_heads or max(1, width // head_dim)
     shared = max(1, int(heads / ratio))
+    # Attention in groups needs heads that the key-value heads divide: the nearest smaller number that does.
     while heads % shared:
         shared -= 1
     wide = intermediate_size or round(width * own.intermediate_size / own.hidden_size)
@@ -138,6 +139,7 @@ def copy_layers(model: Any, target: Target, layers: Sequence[int]) -> None:
     prefix = next(name for name, module in model.get_decoder().named_modules() if id(module) in numbers)
     prefix = prefix.rsplit(".", 1)[0]
     for name, parameter in model.get_decoder().named_parameters():
+        # Layers are numbered anew in the smaller model, and everything else has the same name in both.
         if name.startswith(f"{prefix}."):
             place, rest = name.removeprefix(f"{prefix}.").split(".", 1)
             name = f"{prefix}.{layers[int(place)]}.{rest}"

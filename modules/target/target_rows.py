@@ -26,6 +26,9 @@ class TargetRows:
     Rows `[0, active)` are in use. A pass writes its nodes after each row; `commit` keeps a path of them.
     """
 
+    reads_virtual: bool = True
+    """True: virtual nodes are nodes of the pass."""
+
     def __init__(
         self, target: "Target", rows: int, capacity: int, taps: tuple[int, ...], prefix: Sequence[int] = ()
     ) -> None:
@@ -33,12 +36,14 @@ class TargetRows:
         self.cache = RowCache(target.num_layers, rows + bool(prefix), capacity, target.device, target.layer_devices)
         self.calls = 0
         self.drafted: EarlyLayers | None = None
-        self.shared = self._read_prefix(prefix) if prefix else None
-
-    @property
-    def reads_virtual(self) -> bool:
-        """True: virtual nodes are nodes of the pass."""
-        return True
+        self.shared: PassOutput | None = None
+        if prefix:
+            # The common prefix is read once, into a spare row after the others, from which each row copies it.
+            count, device = len(prefix), target.device
+            counts_B = torch.tensor([count], device=device)
+            tree = TokenTree.prompts(torch.tensor([list(prefix)], device=device), counts_B)
+            self.shared = self.run(tree, [rows], counts_B[:, None] - 1)
+            self.commit(torch.arange(count, device=device)[None], counts_B, [count], moved=False)
 
     @torch.no_grad()
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
@@ -109,15 +114,6 @@ class TargetRows:
         length = self.cache.host_lengths[spare]
         self.cache.copy(spare, row, length)
         return length
-
-    def _read_prefix(self, prefix: Sequence[int]) -> PassOutput:
-        """Read the common prefix once, into a spare row after the others."""
-        device, count, spare = self.target.device, len(prefix), self.active
-        counts_B = torch.tensor([count], device=device)
-        tree = TokenTree.prompts(torch.tensor([list(prefix)], device=device), counts_B)
-        output = self.run(tree, [spare], counts_B[:, None] - 1)
-        self.commit(torch.arange(count, device=device)[None], counts_B, [count], moved=False)
-        return output
 
     def wipe(self, row: int) -> None:
         """Zero what a row that went wrong left in the cache."""
