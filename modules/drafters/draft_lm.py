@@ -224,16 +224,15 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
         """Draft logits [..., Q] of states [..., D]; every step has the same output layer."""
         if self.head is None:
             tied_VD = self._embedding().weight
-            return self._post_process(functional.linear(hidden.to(tied_VD.dtype), tied_VD))
-        return self._post_process(self.head(hidden.to(self.head.weight.dtype)))
+            logits: Tensor = functional.linear(hidden.to(tied_VD.dtype), tied_VD)
+        else:
+            logits = self.head(hidden.to(self.head.weight.dtype))
+        return post_process(logits, self.architecture, self.architecture)
 
     def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
         """The trained weights that `project` reads."""
         found = (self._embedding() if self.head is None else self.head).parameters()
         return tuple(parameter for parameter in found if parameter.requires_grad)
-
-    def _post_process(self, logits: Tensor) -> Tensor:
-        return post_process(logits, self.architecture, self.architecture)
 
     # Passes ----------------------------------------------------------------------------------------------------------
 
@@ -277,7 +276,8 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
         """Scores by its own output layer."""
         packed = self.packing.output
         with self.packing.installed():
-            logits = self.project(final, 0) if packed is None else self._post_process(packed(final))
+            logits = self.project(final, 0) if packed is None else \
+                post_process(packed(final), self.architecture, self.architecture)
         return Scores.from_logits(logits, self.token_ids, final)
 
 

@@ -138,19 +138,3 @@ class Eagle(EagleDrafter):
             hidden_BND = self.sampling(embedded_BND, hidden_BND)
         estimates_BND: Tensor = self.layers[0](hidden_BND, attention)
         return estimates_BND
-
-    # With partial alignment a state has two halves: the one for the output layer, then the estimate.
-
-    def feed(self, own: Tensor) -> Tensor:
-        """The estimate, detached as in HASS: a pass learns from its input and does not train the pass before it."""
-        return own[..., -self.block.hidden_size :].detach()
-
-    def finish(self, own: Tensor) -> Tensor:
-        """The estimate; with partial alignment the half for the output layer."""
-        return own[..., : self.block.hidden_size]
-
-    def estimated(self, own: list[Tensor]) -> Tensor | None:
-        """The half that is fed back, with partial alignment; otherwise None."""
-        if not self.config.partial_alignment:
-            return None
-        return torch.stack([state[..., -self.block.hidden_size :] for state in own], dim=2)

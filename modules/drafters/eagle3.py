@@ -104,14 +104,6 @@ def chosen_width(config: Eagle3Config, target: Target) -> int:
     return width
 
 
-class OwnEmbedding(nn.Embedding):
-    """The embedding of a drafter whose width differs from the target's, NaN until initialised or loaded."""
-
-    def reset_parameters(self) -> None:
-        """NaN everywhere; nothing is drawn."""
-        nn.init.constant_(self.weight, float("nan"))
-
-
 class WideBlock(ResidualLayer):
     """EAGLE-3's layer: attention reads token and state concatenated, each after a norm; the residual is the state.
 
@@ -170,7 +162,9 @@ class Eagle3(EagleDrafter):
         width, wide, eps = block.hidden_size, sizes.hidden_size, block.norm_eps
         self.taps, self.num_layers, self.trained_steps = config.taps, config.num_layers, config.steps
         self.state_size = width
-        self.embed_tokens = None if wide == width else OwnEmbedding(sizes.vocab_size, width)
+        # NaN until initialised or loaded: nothing is drawn, and a row that was forgotten shows.
+        self.embed_tokens = None if wide == width else nn.Embedding(
+            sizes.vocab_size, width, _weight=torch.full((sizes.vocab_size, width), torch.nan))
         self.fc_norm = nn.ModuleList(RMSNorm(wide, eps=eps) for _ in (config.taps if config.fc_norm else ()))
         joined = len(config.taps) * wide
         self.input_norm = RMSNorm(joined, eps=eps) if config.norm_before_fc else None
@@ -180,6 +174,8 @@ class Eagle3(EagleDrafter):
         self.norm = RMSNorm(width, eps=eps)
         entries = config.vocabulary_size or sizes.vocab_size
         self.lm_head = OwnOutput(width, entries) if config.output == "copy" else None
+        # A tuple, which registers nothing: the weights have the official name, `lm_head`, alone.
+        self.outputs = () if self.lm_head is None else (self.lm_head,)
 
     @classmethod
     def fitted(cls, config: Eagle3Config, target: Target) -> tuple[Eagle3Config, BlockConfig]:
@@ -266,16 +262,6 @@ class Eagle3(EagleDrafter):
         """The state after the norm."""
         finished: Tensor = self.norm(own)
         return finished
-
-    def project(self, hidden: Tensor, step: int) -> Tensor:
-        """Draft logits [..., Q] of normalised states [..., D], by one output layer for every step."""
-        if self.lm_head is None:
-            return super().project(hidden, step)
-        return self.output_rows().through(hidden, self.lm_head)
-
-    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
-        """The weights of its own output layer, when it has one."""
-        return () if self.lm_head is None else tuple(self.lm_head.parameters())
 
     def expand_bytes(self) -> int:
         """Bytes of the layers and of one output layer: `fc` and its norms run in `observe` alone, and rows of the

@@ -54,7 +54,8 @@ class EagleDrafter(FeatureDrafter[EagleState]):
     """Base of EAGLE-1 and EAGLE-3: alignment, steps of training, cache and tree while decoding.
 
     A subclass defines the number of trained steps (`trained_steps`), the input from the target's states (`fuse`), the
-    layer (`step`), the input of the next step (`feed`) and that of the output layer (`finish`).
+    layer (`step`) and, unless they are EAGLE-1's, the input of the next step (`feed`) and that of the output layer
+    (`finish`).
     """
 
     estimates_states: ClassVar[bool] = True
@@ -70,13 +71,17 @@ class EagleDrafter(FeatureDrafter[EagleState]):
     def step(self, embedded_BND: Tensor, read_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The layer's states [B, N, D] of tokens and of the fused, or fed back, states one position before them."""
 
+    # FSPAD's partial alignment (arXiv:2408.15562) gives a state two halves: the one for the output layer, then the
+    # estimate. Otherwise both are the whole state.
+
     def feed(self, own: Tensor) -> Tensor:
-        """The next step's input in place of the target's states."""
-        return own
+        """The next step's input in place of the target's states: the estimate, detached as in HASS, where a pass learns
+        from its input and does not train the pass before it."""
+        return own[..., -self.block.hidden_size :].detach()
 
     def finish(self, own: Tensor) -> Tensor:
-        """The output layer's input."""
-        return own
+        """The output layer's input, [..., D]."""
+        return own[..., : self.block.hidden_size]
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -95,16 +100,14 @@ class EagleDrafter(FeatureDrafter[EagleState]):
         if self.training and length < steps + FIRST_OFFSET:
             raise UserError(f"{steps} draft steps need rows of at least {steps + FIRST_OFFSET} tokens, got {length}; "
                             "lower steps or raise row_length")
-        own = self.rollout(features, steps, Rollout(features))
+        own, width = self.rollout(features, steps, Rollout(features)), self.block.hidden_size
+        # A state of one half is estimate and input of the output layer in one: then None says that they are equal.
+        halves = [state[..., -width:] for state in own if self.state_size > width]
         # Step k at position p estimates the target's state one position before its token, at p + 1 + k.
         return Drafts(hidden_BLKD=torch.stack([self.finish(state) for state in own], dim=2),
                       offsets=tuple(range(FIRST_OFFSET, FIRST_OFFSET + steps)),
                       estimates=tuple(range(1, 1 + steps)) if self.estimates_states else None,
-                      estimated_BLKD=self.estimated(own))
-
-    def estimated(self, own: list[Tensor]) -> Tensor | None:
-        """The estimates, [B, L, K, D]; None when they are the output layer's input."""
-        return None
+                      estimated_BLKD=torch.stack(halves, dim=2) if halves else None)
 
     def rollout(self, features: Features, steps: int, attentions: Callable[[int], AttentionContext]) -> list[Tensor]:
         """The layer's states of each step at all positions, [B, L, D] each.
@@ -162,8 +165,3 @@ class EagleDrafter(FeatureDrafter[EagleState]):
         with self.packing.installed():
             logits_BFQ = self.project(finished_BFD, 0)
         return Scores.from_logits(logits_BFQ[:, :, None], self.token_ids, finished_BFD[:, :, None])
-
-    def observe_bytes(self) -> int:
-        """Bytes of all own weights but the output layer."""
-        output = {id(parameter) for parameter in self.output_parameters(0)}
-        return sum(parameter.nbytes for parameter in self.parameters() if id(parameter) not in output)

@@ -290,10 +290,6 @@ class Falcon(FeatureDrafter[FalconState]):
         own = sum(weight.nbytes for weight in self.layers.parameters()) // self.config.block_size
         return own + sum(weight.nbytes for weight in self.lstm.parameters()) + self.output_rows().weight_QD.nbytes
 
-    def observe_bytes(self) -> int:
-        """Bytes of all own weights."""
-        return sum(weight.nbytes for weight in self.parameters())
-
 
 def _before(states_BLD: Tensor, features: Features, places: int) -> Tensor:
     """The states `places` before each position, [B, L, D]; zero before its segment."""

@@ -225,7 +225,3 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows, LimitsChains):
         """Bytes of the target's first layers, the adapter and the output layer."""
         first = self.output_rows().target.layers[: self.exit_layer]
         return super().expand_bytes() + sum(parameter.nbytes for parameter in first.parameters())
-
-    def observe_bytes(self) -> int:
-        """Bytes of the adapter."""
-        return sum(parameter.nbytes for parameter in self.parameters())

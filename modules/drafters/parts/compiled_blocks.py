@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...compiler import Compiler
 from ...target.attention.apart_attention import Asked, attend_apart, attending
-from ...target.devices.compiled_layers import CompiledLayers, Form
+from ...target.devices.compiled_layers import Form
 from .decoder_block import Attention, AttentionContext, BlockConfig
 from .rotary import Rotation
 
@@ -50,8 +50,3 @@ def _in_context(form: Form, layer: nn.Module, own: Attention, *given: Any) -> An
                          turns=context.rotation(own.config))
     with attending(attend):
         return form(layer, *states, apart)
-
-
-def forms_of(drafter: nn.Module, kinds: tuple[type[nn.Module], ...], compiler: Compiler) -> CompiledLayers:
-    """The compiled forms of all layers of these kinds inside a drafter."""
-    return CompiledLayers([part for part in drafter.modules() if isinstance(part, kinds)], compiler, of_block)

@@ -193,13 +193,11 @@ class Attention(nn.Module):
     def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The attention output, [B, N, D]."""
         turns = attention.rotation(self.config)
-        query, key = (rotate(self._heads(layer(hidden_BND)), turns) for layer in (self.q_proj, self.k_proj))
-        mixed_BHNE = attention.attend(self.layer, query, key, self._heads(self.v_proj(hidden_BND)))
+        query, key, value = (torch.unflatten(layer(hidden_BND), -1, (-1, self.config.head_dim)).transpose(1, 2)
+                             for layer in (self.q_proj, self.k_proj, self.v_proj))
+        mixed_BHNE = attention.attend(self.layer, rotate(query, turns), rotate(key, turns), value)
         mixed_BND: Tensor = self.o_proj(mixed_BHNE.transpose(1, 2).flatten(2))
         return mixed_BND
-
-    def _heads(self, projected: Tensor) -> Tensor:
-        return projected.view(*projected.shape[:2], -1, self.config.head_dim).transpose(1, 2)
 
 
 class GatedMLP(nn.Module):

@@ -61,6 +61,11 @@ class FeatureDrafter(BorrowingDrafter[State]):
         """(settings, shape of the layers) for this target. Raises UserError when they do not fit it."""
         return config, block_like(target, config.rope_base)
 
+    def observe_bytes(self) -> int:
+        """Bytes of all own weights but the output layer."""
+        output = {id(parameter) for parameter in self.output_parameters(0)}
+        return sum(parameter.nbytes for parameter in self.parameters() if id(parameter) not in output)
+
 
 def block_like(target: Target, rope_base: float | None = None) -> BlockConfig:
     """The shape of the target's own layers, its scaling of the rotary embedding included.

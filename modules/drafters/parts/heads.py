@@ -4,7 +4,7 @@ Shapes: B rows, L positions, K heads, D hidden size, Q entries of the draft voca
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -71,13 +71,3 @@ class HeadDrafter(BorrowingDrafter[State]):
         """The heads' states as drafts; head k estimates the target's state one position before its token."""
         estimates = tuple(offset - 1 for offset in self.offsets)
         return Drafts(hidden_BLKD=hidden_BLKD, offsets=self.offsets, estimates=estimates)
-
-    def project(self, hidden: Tensor, step: int) -> Tensor:
-        """Draft logits [..., Q] of head `step` for its states [..., D]."""
-        if not self.outputs:
-            return super().project(hidden, step)
-        return self.output_rows().through(hidden, cast(OwnOutput, self.outputs[min(step, len(self.outputs) - 1)]))
-
-    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
-        """The trained weights that `project` reads for head `step`; empty when the output layer is shared."""
-        return tuple(self.outputs[min(step, len(self.outputs) - 1)].parameters()) if self.outputs else ()

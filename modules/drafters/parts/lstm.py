@@ -53,12 +53,6 @@ class LSTMLayer(nn.Module):
         """(output, cell) after one more position, [..., D] each."""
         return _cell_step(self.input(read) + self.hidden(output), cell)[:2]
 
-    @torch.no_grad()
-    def zero_output(self) -> None:
-        """Initialise the output to zero through the cell's candidate values, which gradients still reach."""
-        for weight in self.parameters():
-            weight.chunk(4)[2].zero_()
-
 
 class LSTM(nn.Module):
     """Stacked layers, each reading the output of the one below.
@@ -118,9 +112,12 @@ class LSTM(nn.Module):
         """The next layer's input."""
         return functional.dropout(output, self.dropout, self.training) if self.dropout else output
 
+    @torch.no_grad()
     def zero_output(self) -> None:
         """Initialise the last layer's output to zero."""
-        self._each()[-1].zero_output()
+        # Through the cell's candidate values, the third gate: gradients still reach them.
+        for weight in self.layers[-1].parameters():
+            weight.chunk(4)[2].zero_()
 
     def _each(self) -> list[LSTMLayer]:
         return [layer for layer in self.layers if isinstance(layer, LSTMLayer)]

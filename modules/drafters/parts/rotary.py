@@ -68,17 +68,14 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        return (heads * cosine + _halves_swapped(heads) * sine).to(heads.dtype)
+        # The roll swaps the halves: element j rotates with j + E/2.
+        return (heads * cosine + heads.roll(heads.shape[-1] // 2, -1) * sine).to(heads.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (cosine, sine) = outer, ctx.saved_tensors
-        return (grad * cosine + _halves_swapped(grad * sine)).to(grad.dtype), None, None
-
-
-def _halves_swapped(states: Tensor) -> Tensor:
-    return states.roll(states.shape[-1] // 2, -1)
+        return (grad * cosine + (grad * sine).roll(grad.shape[-1] // 2, -1)).to(grad.dtype), None, None
 
 
 @cache

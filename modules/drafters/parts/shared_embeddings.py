@@ -5,7 +5,7 @@ Shapes: B rows, L positions, Q entries of the draft vocabulary, D hidden size.
 
 from abc import abstractmethod
 from dataclasses import asdict
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,25 +17,14 @@ from ...features import Features
 from ...interfaces.drafter import Drafter, DrafterConfig
 from ...interfaces.proposer import State
 from ...target.devices.compiled_layers import CompiledLayers
-from ...target.draft_vocabulary import OutputRows, require_ids
+from ...target.draft_vocabulary import OutputRows, OwnOutput, require_ids
 from ...target.loading.identity import TargetIdentity
 from ...target.model import Target
-from .compiled_blocks import forms_of
+from .compiled_blocks import of_block
 from .decoder_block import BlockConfig, GatedMLP
 
-
-class Sizes(Protocol):
-    """The sizes of a target that shape a drafter: a `Target`, or its identity in an artifact."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of its states."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of its vocabulary."""
-        ...
+Sizes = Target | TargetIdentity
+"""What has the width and the vocabulary that shape a drafter: a target, or its identity in an artifact."""
 
 
 class BorrowingDrafter(Drafter[State]):
@@ -68,6 +57,9 @@ class BorrowingDrafter(Drafter[State]):
         self.config, self.block = config, block
         self.hidden_size, self.vocab_size = sizes.hidden_size, sizes.vocab_size
         self.state_size = sizes.hidden_size
+        self.outputs: nn.ModuleList | tuple[OwnOutput, ...] = ()
+        """Output layers of its own by draft step, the last one for all later steps; empty when it reads the target's.
+        Set here: a value of the class would hide the modules that a family registers under this name."""
         self._borrowed: OutputRows | None = None
         self.register_load_state_dict_post_hook(_rebind)  # type: ignore[no-untyped-call]
 
@@ -156,8 +148,14 @@ class BorrowingDrafter(Drafter[State]):
         return self.embed(features.tokens_BL[:, there_L]).masked_fill(~inside_BL[..., None], 0)
 
     def project(self, hidden: Tensor, step: int) -> Tensor:
-        """Draft logits [..., Q] of hidden states [..., D] by the target's output layer, the same for every step."""
-        return self.output_rows()(hidden)
+        """Draft logits [..., Q] of hidden states [..., D] by the output layer of a step, its own or the target's."""
+        if not self.outputs:
+            return self.output_rows()(hidden)
+        return self.output_rows().through(hidden, cast(OwnOutput, self.outputs[min(step, len(self.outputs) - 1)]))
+
+    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
+        """The trained weights that `project` reads for a step; empty when the output layer is the target's."""
+        return tuple(self.outputs[min(step, len(self.outputs) - 1)].parameters()) if self.outputs else ()
 
     def with_noise(self, states: Tensor, noise: float) -> Tensor:
         """The target's states; in training with uniform noise between -noise and noise."""
@@ -181,7 +179,10 @@ class BorrowingDrafter(Drafter[State]):
 
     def layer_forms(self, compiler: Compiler) -> CompiledLayers | None:
         """Compiled forms of its own layers; the target compiles its own."""
-        return forms_of(self, self.compiled_kinds, compiler) if self.compiled_kinds else None
+        if not self.compiled_kinds:
+            return None
+        return CompiledLayers([part for part in self.modules() if isinstance(part, self.compiled_kinds)], compiler,
+                              of_block)
 
     def expand_bytes(self) -> int:
         """Bytes of the own weights, and of the target's output layer where it is read."""

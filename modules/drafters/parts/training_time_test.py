@@ -186,7 +186,12 @@ def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
     query_BGRLE = query_BHLE.view(rows, held.past_BGLX[0].shape[1], -1, length, size)
     scores_BHLJ = _own_scores(query_BHLE, held)
     total_BHL1 = scores_BHLJ.logsumexp(-1, keepdim=True)
-    mixed_BHLX = _past(torch.cat([query_BHLE, _split(total_BHL1 / scale, query_BHLE)], dim=-1), held, scale)
+    # The log-sum-exp as two components of the queries' type, whose sum it is: half precision alone would round it.
+    wanted_BHL1 = total_BHL1 / scale
+    high_BHL1 = wanted_BHL1.to(query_BHLE.dtype)
+    low_BHL1 = (wanted_BHL1 - high_BHL1.to(wanted_BHL1.dtype)).to(query_BHLE.dtype)
+    room_BHLX = functional.pad(torch.cat([high_BHL1, low_BHL1], dim=-1), (0, _ROOM - 2))
+    mixed_BHLX = _past(torch.cat([query_BHLE, room_BHLX], dim=-1), held, scale)
     shares_BGRLJ = (scores_BHLJ - total_BHL1).exp().to(query_BHLE.dtype).view(*query_BGRLE.shape[:4], -1)
     own_BGRLE = torch.zeros_like(query_BGRLE)
     for step, (_, value_BGLE) in enumerate(held.own):
@@ -213,13 +218,10 @@ def _joined_sums(query_BHLE: Tensor, held: _Keys, flex: FlexSegments) -> Tensor:
     shares_BHLJ = shares_BHLJ.to(query_BHLE.dtype)
     mixed_BHLE = shares_BHLJ[..., :1] * mixed_BHLE
     for step, (_, value_BGLE) in enumerate(held.own, start=1):
-        mixed_BHLE = mixed_BHLE + shares_BHLJ[..., step, None] * _repeated(value_BGLE, query_BHLE)
+        # Every value serves the query heads of its group.
+        value_BHLE = value_BGLE.repeat_interleave(query_BHLE.shape[1] // value_BGLE.shape[1], 1)
+        mixed_BHLE = mixed_BHLE + shares_BHLJ[..., step, None] * value_BHLE
     return mixed_BHLE
-
-
-def _repeated(states_BGLE: Tensor, like_BHLE: Tensor) -> Tensor:
-    """Keys or values for each query head that reads them."""
-    return states_BGLE.repeat_interleave(like_BHLE.shape[1] // states_BGLE.shape[1], 1)
 
 
 def _past(query_BHLX: Tensor, held: _Keys, scale: float) -> Tensor:
@@ -232,10 +234,3 @@ def _past(query_BHLX: Tensor, held: _Keys, scale: float) -> Tensor:
     mask = cast(Tensor, held.visible)
     return functional.scaled_dot_product_attention(query_BHLX, keys, values, attn_mask=mask, scale=scale,
                                                    enable_gqa=query_BHLX.shape[1] != keys.shape[1])
-
-
-def _split(total_BHL1: Tensor, like: Tensor) -> Tensor:
-    """The number as components of the queries' type whose sum it is, [B, H, L, 8]."""
-    high = total_BHL1.to(like.dtype)
-    low = (total_BHL1 - high.to(total_BHL1.dtype)).to(like.dtype)
-    return functional.pad(torch.cat([high, low], dim=-1), (0, _ROOM - 2))
