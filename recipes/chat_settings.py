@@ -34,16 +34,12 @@ class TemplateConfig:
         Raises:
             UserError: if the tools file is not a JSON list of objects, or the template cannot be used.
         """
-        return ChatTemplate(target.tokenizer, system=self.system, tools=self._read_tools(),
-                            enable_thinking=self.enable_thinking)
-
-    def _read_tools(self) -> list[dict[str, Any]] | None:
-        if self.tools is None:
-            return None
-        tools = read_json(Path(self.tools), "give template.tools a JSON list of tool schemas")
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise UserError(f"template.tools {self.tools} must hold a JSON list of objects, one for each tool")
-        return tools
+        tools: list[dict[str, Any]] | None = None
+        if self.tools is not None:
+            tools = read_json(Path(self.tools), "give template.tools a JSON list of tool schemas")
+            if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+                raise UserError(f"template.tools {self.tools} must hold a JSON list of objects, one for each tool")
+        return ChatTemplate(target.tokenizer, system=self.system, tools=tools, enable_thinking=self.enable_thinking)
 
 
 def artifact_target(folder: Path, config: TargetConfig) -> Target:

@@ -24,8 +24,6 @@ from .acceptance_head import COMMANDS, SpecdecArguments, specdec
 
 PLUS = "+"
 """Sign between the row whose artifact is taken and the recipe of the heads."""
-SAMPLING = ("top_k", "top_p", "min_p")
-"""Settings of the evaluation for whose answers the heads are trained, next to its temperatures."""
 
 
 def head_settings(row: str, out: Path, shared: Parsed[Any], target: TargetConfig) -> Parsed[SpecdecArguments]:
@@ -40,8 +38,7 @@ def head_settings(row: str, out: Path, shared: Parsed[Any], target: TargetConfig
     asked = shared.settings["evaluate"]
     degrees = asked["temperatures"] if isinstance(asked["temperatures"], list) else [asked["temperatures"]]
     words = ["--config", recipe_path(row.partition(PLUS)[2]), "--artifact", str(out / "artifact"),
-             "--data", str(out.parent / "data"), "--labels.temperatures", json.dumps(degrees),
-             *(word for name in SAMPLING for word in (f"--labels.{name}", str(asked[name])))]
+             "--data", str(out.parent / "data"), "--labels.temperatures", json.dumps(degrees)]
     found: Parsed[SpecdecArguments] = COMMANDS["specdec"].parse(words)
     return Parsed(values=replace(found.values, target=target),
                   settings={**found.settings, "target": shared.settings["target"]})
@@ -82,17 +79,12 @@ def _train(source: Path, out: Path, settings: Parsed[SpecdecArguments]) -> Seque
                 shutil.copyfile(file, partial_folder / file.name)
     specdec(settings)
     configs = sorted((out / "artifact" / HEADS).glob(f"*/{CONFIG}"))
-    trained = _parameters(source / "train" / RESULT_FILE) + sum(map(_head_parameters, configs))
+    former = source / "train" / RESULT_FILE
+    trained = int(read_object(former, f"delete {former.parent} and train that row again")["parameters"])
+    for config in configs:
+        shape = read_object(config, "train the head again")["head"]
+        # Blocks of width * (width + 1), of which tied ones are one, and two output rows.
+        blocks = 1 if shape["tie_blocks"] else shape["num_layers"]
+        trained += int((blocks * shape["width"] + 2) * (shape["width"] + 1))
     result = write_file(out / "train" / RESULT_FILE, json.dumps({"parameters": trained}) + "\n")
     return [out / "artifact" / CONFIG, *configs, result]
-
-
-def _parameters(result: Path) -> int:
-    return int(read_object(result, f"delete {result.parent} and train that row again")["parameters"])
-
-
-def _head_parameters(config: Path) -> int:
-    """Numbers in a head: blocks of width * (width + 1), and two output rows."""
-    shape = read_object(config, "train the head again")["head"]
-    blocks = 1 if shape["tie_blocks"] else shape["num_layers"]
-    return int((blocks * shape["width"] + 2) * (shape["width"] + 1))

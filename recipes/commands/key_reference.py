@@ -3,14 +3,14 @@
     python -m draftsmith.recipes.commands.key_reference
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from ...modules.files.atomic_files import write_file
 from ...trainers import TrainConfig
 from ...trainers.families import family_configs, family_names
 from ..reading.parsing import LINE_ONLY
-from ..reading.recipe_keys import Key, field_docstrings, keys_of, markdown_table
+from ..reading.recipe_keys import field_docstrings, keys_of, markdown_table
 from ..recipe import Recipe
 from .acceptance_head import SpecdecArguments
 
@@ -42,8 +42,9 @@ def _training() -> Iterator[str]:
     yield f"## `train`\n\nTraining, whatever the family.\n\n{markdown_table(common)}"
     for family in family_names():
         configs = family_configs(family)
+        # A family's own keys, and the common ones for which it has another default.
         train = {name: key for name, key in keys_of(configs.train, "train.", skip=("drafter",)).items()
-                 if _differs(key, common)}
+                 if name not in common or common[name].default != key.default}
         tables = markdown_table(keys_of(configs.drafter, "drafter.") | train)
         yield f"## `family: {family}`\n\n{tables}"
 
@@ -56,11 +57,6 @@ def _acceptance_heads() -> Iterator[str]:
     for section in dict.fromkeys(name.partition(".")[0] for name in keys if "." in name):
         inside = {name: key for name, key in keys.items() if name.startswith(f"{section}.")}
         yield f"`{section}`: {meanings[section]}\n\n{markdown_table(inside)}"
-
-
-def _differs(key: Key, common: Mapping[str, Key]) -> bool:
-    """True where a family has a key of its own, or another default for a common one."""
-    return key.name not in common or common[key.name].default != key.default
 
 
 if __name__ == "__main__":

@@ -47,7 +47,9 @@ class KeyChecks:
                 continue
             self.check_name(name)
             if name in self.sections and not isinstance(value, Mapping):
-                raise UserError(f"{name} is a section with the keys {', '.join(self._keys_in(name))}, got "
+                inside = (key.removeprefix(f"{name}.") for key in self.keys if key.startswith(f"{name}."))
+                names = dict.fromkeys(key.partition(".")[0] for key in inside)
+                raise UserError(f"{name} is a section with the keys {', '.join(names)}, got "
                                 f"{'null' if value is None else repr(value)}; write {name}: and the keys below it")
             if name in self.keys and value is None and not allows_null(self.keys[name].kind):
                 raise UserError(f"{name} must be {kind_in_words(self.keys[name].kind)}, got null")
@@ -81,22 +83,16 @@ class KeyChecks:
             hint = f"draftsmith {self.command} --help=all lists all keys"
         raise UserError(f"unknown key {name}: {hint}")
 
-    def _keys_in(self, section: str) -> list[str]:
-        names = [name.removeprefix(f"{section}.") for name in self.keys if name.startswith(f"{section}.")]
-        return list(dict.fromkeys(name.partition(".")[0] for name in names))
-
     def explain(self, message: str, content: Mapping[str, Any], words: Sequence[str]) -> str | None:
         """The parser's message about a value of the wrong type as one short sentence; None for any other message."""
         found = re.search(r'Parser key "([\w.]+)"', message)
         if found is None or (key := self.keys.get(found[1])) is None:
             return None
-        return f"{key.name} must be {kind_in_words(key.kind)}, got {self._given(key.name, content, words)}"
-
-    def _given(self, name: str, content: Mapping[str, Any], words: Sequence[str]) -> str:
-        """The value that a key was given: the command line's before the recipe's."""
-        for place, word in reversed(list(enumerate(words))):
-            if word.startswith(f"--{name}="):
-                return repr(word.partition("=")[2])
-            if word == f"--{name}" and place + 1 < len(words):
-                return repr(words[place + 1])
-        return repr(dict(flat(content)).get(name))
+        # The last value of the command line comes before the recipe's.
+        given = dict(flat(content)).get(key.name)
+        for place, word in enumerate(words):
+            if word.startswith(f"--{key.name}="):
+                given = word.partition("=")[2]
+            elif word == f"--{key.name}" and place + 1 < len(words):
+                given = words[place + 1]
+        return f"{key.name} must be {kind_in_words(key.kind)}, got {given!r}"

@@ -175,7 +175,17 @@ class CommandLine(Generic[T]):
                 families=() if families is None or self.configs is not None else families.family_names(),
                 recipe=families is not None).text(asked))
             raise SystemExit(0)
-        self._check_keys()
+        if self.command.families is not None and self.configs is None:
+            raise UserError(f"{self.command.name} needs a family; set family in the recipe, or --family, to one of "
+                            f"{', '.join(self.command.families.family_names())}")
+        self.checks.check_content(self.content)
+        self.checks.check_words(self.words)
+        for word, following in zip_longest(self.words, self.words[1:], fillvalue=""):
+            # Values that the parser could not read within its memory; text is taken as it is.
+            option = OPTION.fullmatch(word)
+            key = None if option is None else self.checks.keys.get(option[1])
+            if option is not None and (key is None or key.kind not in (str, Path)):
+                check_word(option[2][1:] if option[2] else following)
         words = ["--config", json.dumps(self.content), *self.words] if self.content else self.words
         try:
             config: Namespace = self.parser.parse_args(words)
@@ -183,33 +193,13 @@ class CommandLine(Generic[T]):
             if sentence := self.checks.explain(str(error), self.content, self.words):
                 raise UserError(sentence) from error
             raise
-        self._check_trust(config)
+        for name in LINE_ONLY:
+            # A recipe may come from anybody.
+            if config.get(name) and name not in options(self.words):
+                raise UserError(f"{name} lets code of others run, which no file may ask for; remove it from the recipe "
+                                f"and, if you trust that code, add --{name} true to the command line")
         check_finite(config.as_dict())
         return config
-
-    def _check_keys(self) -> None:
-        """Refuse wrong keys, and to train without a family. Raises UserError."""
-        if self.command.families is not None and self.configs is None:
-            raise UserError(f"{self.command.name} needs a family; set family in the recipe, or --family, to one of "
-                            f"{', '.join(self.command.families.family_names())}")
-        self.checks.check_content(self.content)
-        self.checks.check_words(self.words)
-        self._check_values()
-
-    def _check_values(self) -> None:
-        """Refuse values of the command line that the parser could not read within its memory. Raises UserError."""
-        for word, following in zip_longest(self.words, self.words[1:], fillvalue=""):
-            option = OPTION.fullmatch(word)
-            key = None if option is None else self.checks.keys.get(option[1])
-            if option is not None and (key is None or key.kind not in (str, Path)):
-                check_word(option[2][1:] if option[2] else following)
-
-    def _check_trust(self, config: Namespace) -> None:
-        """Refuse trust that a file claims: a recipe may come from anybody. Raises UserError."""
-        for key in LINE_ONLY:
-            if config.get(key) and key not in options(self.words):
-                raise UserError(f"{key} lets code of others run, which no file may ask for; remove it from the recipe "
-                                f"and, if you trust that code, add --{key} true to the command line")
 
     @cached_property
     def parser(self) -> ArgumentParser:

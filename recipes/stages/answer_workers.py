@@ -124,12 +124,16 @@ def helpers(workspace: Workspace) -> Iterator[None]:
     if workers == 1:
         yield
         return
-    processes: list[subprocess.Popen[bytes]] = []
+    recipe, processes = workspace.recipe, list[subprocess.Popen[bytes]]()
     with NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(workspace.settings, file, sort_keys=False)
         file.flush()
         try:
-            processes += [_started(helper_words(workspace.recipe, file.name), rank) for rank in range(1, workers)]
+            for rank in range(1, workers):
+                # A group of its own, so that Ctrl-C reaches the leading process alone; that says what a helper would.
+                processes.append(subprocess.Popen(
+                    helper_words(recipe, file.name), process_group=0, stdout=subprocess.DEVNULL,
+                    env={**os.environ, RANK: str(rank), HELPS: "1"}))
             yield
         finally:
             for process in processes:
@@ -159,9 +163,3 @@ def helper_words(recipe: Recipe, file: str) -> list[str]:
     return [sys.executable, "-P", "-m", "draftsmith.recipes", "distill", "--config", file,
             f"--{TRUST}={str(recipe.trust).lower()}",
             f"--target.trust_remote_code={str(recipe.target.trust_remote_code).lower()}"]
-
-
-def _started(words: Sequence[str], rank: int) -> "subprocess.Popen[bytes]":
-    # A group of its own, so that Ctrl-C reaches the leading process alone; that says what a helper would say.
-    return subprocess.Popen(words, process_group=0, stdout=subprocess.DEVNULL,
-                            env={**os.environ, RANK: str(rank), HELPS: "1"})

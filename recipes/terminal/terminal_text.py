@@ -36,13 +36,10 @@ def _code(letter: str) -> str:
 def one_sentence(text: str) -> str:
     """The text as one printable line; of words that no terminal could show, such as 5,000 digits, only the ends."""
     line = printable(" ".join(text.split()))
-    line = re.sub(rf"\S{{{LONGEST + 1},}}", lambda word: _ends(word[0]), line)
+    line = re.sub(rf"\S{{{LONGEST + 1},}}", lambda word: (
+        f"{word[0][: LONGEST // 2]}...({len(word[0]):,} characters)...{word[0][-LONGEST // 4:]}"), line)
     half = (LONGEST_SENTENCE - len(" [...] ")) // 2
     return line if len(line) <= LONGEST_SENTENCE else f"{line[:half]} [...] {line[-half:]}"
-
-
-def _ends(word: str) -> str:
-    return f"{word[: LONGEST // 2]}...({len(word):,} characters)...{word[-LONGEST // 4:]}"
 
 
 def stage_line(text: str) -> None:
