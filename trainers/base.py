@@ -38,7 +38,7 @@ from .steps.checkpoints import require_same_settings
 from .steps.compiled_step import CompiledStep
 from .steps.optimizers import optimizer_for
 from .steps.schedules import time_leads, warmup_cosine
-from .steps.step_guard import FinishedStep, StepGuard
+from .steps.step_guard import KINDS, FinishedStep, StepGuard
 from .steps.train_config import TrainConfig, decisive_settings
 from .steps.training_clock import Clock, DataWait, peak_memory_bytes
 
@@ -107,7 +107,7 @@ class DraftModule(L.LightningModule):
         if self.changes_target and config.strategy in SPLITTING:
             raise UserError(f"train.strategy {config.strategy} splits the drafter's weights or their optimizer, and "
                             f"{type(self).__name__} trains weights of the target too; set train.strategy: ddp")
-        self.target, self.token_counts = target, token_counts
+        self.target = target
         self.figures: dict[str, float] = {}
         self.clock, self.wait = Clock(), DataWait()
         self.seconds = 0.0
@@ -168,11 +168,6 @@ class DraftModule(L.LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Features:
-        """The batch on the device: of features, or of packed rows that become features there."""
-        moved: Features = batch.to(device)
-        return moved
-
     # The loss --------------------------------------------------------------------------------------------------------
 
     def weights(self, steps: int) -> tuple[float, ...]:
@@ -183,11 +178,6 @@ class DraftModule(L.LightningModule):
     def needs_teacher(self) -> bool:
         """True if the objective reads the target's distribution."""
         return self.config.objective != "hard"
-
-    @property
-    def learns_text(self) -> bool:
-        """True if the training data's tokens are labels, as if the target had written them."""
-        return not self.needs_teacher
 
     @property
     def needs_states(self) -> bool:
@@ -234,6 +224,7 @@ class DraftModule(L.LightningModule):
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
         """Seed the micro-batch by the run's seed and its number among those of all processes, so that a resumed run
         repeats it, and as many processes as one likes draw the same numbers for it."""
+        # Packed rows have become features by now: Lightning moves a batch to the device by the batch's own `to`.
         # A prime above any number of micro-batches keeps runs of neighbouring seeds apart.
         torch.manual_seed(self.config.seed * 1_000_003 + batch_idx * self.trainer.world_size + self.global_rank)
 
@@ -242,7 +233,8 @@ class DraftModule(L.LightningModule):
 
         Lightning divides by the number of micro-batches, DDP, FSDP2 and ZeRO by that of ranks; both are undone here.
         """
-        self.guard.add(batch_idx, batch)
+        # Without states: tokens say which row it was, and states would be kept for a whole step.
+        self.guard.batches.append((batch_idx, Features(**{kind: getattr(batch, kind) for kind in KINDS})))
         with self.compiled_step.attention():
             learned, before = self.loss(batch), self._pending
         sums_KC = learned.sums_KC if before is None else before.sums_KC + learned.sums_KC
@@ -259,7 +251,8 @@ class DraftModule(L.LightningModule):
         sums_KC = self.trainer.strategy.reduce(pending.sums_KC, reduce_op="sum")
         self.guard.unread.append(FinishedStep(
             number=self.global_step + 1, sums_KC=sums_KC, weights=pending.weights, offsets=pending.offsets,
-            learning_rate=optimizer.param_groups[0]["lr"], batches=self.guard.end_step()))
+            learning_rate=optimizer.param_groups[0]["lr"], batches=tuple(self.guard.batches)))
+        self.guard.batches.clear()
         if self.guard.due:
             self.read_figures()
         # The gradient is a sum over micro-batches and processes; DeepSpeed divides it itself just before it clips.

@@ -172,8 +172,8 @@ def cost_curve(cost: CostCurve, tree_size: int, expected: Sequence[float]) -> st
         if expected:
             right = axes.twinx()
             known = [size for size in range(1, len(expected) + 1) if size <= sizes[-1]]
-            gains = [expected[size - 1] * cost.plain_seconds / (cost.step_seconds(size) if size > 1 else
-                                                                cost.plain_seconds) for size in known]
+            gains = [expected[size - 1] * cost.pass_seconds[0] / (cost.step_seconds(size) if size > 1 else
+                                                                cost.pass_seconds[0]) for size in known]
             handles += right.plot(known, gains, "--", color=ACCENT, label="expected speed-up (right)")
             right.set(ylabel="expected speed-up", ylim=(0, 1.2 * max(gains)))
             right.grid(visible=False)

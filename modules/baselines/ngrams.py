@@ -115,7 +115,13 @@ class Ngrams(Proposer[NgramState], Remembers):
         weights_BFW = alike_BFW / alike_BFW.sum(-1, keepdim=True).clamp(min=1)
         probs_BFQ = (self.log_probs_PC[chosen_BFW].exp() * weights_BFW[..., None]).flatten(-2)
         ids_BFQ = self.ids_PC[chosen_BFW].flatten(-2)
-        return Scores(log_probs_BFHQ=_summed(ids_BFQ, probs_BFQ).log()[:, :, None], candidates_BFHQ=ids_BFQ[:, :, None])
+        # Probabilities of equal ids are added up at the first one, zero at the others: siblings differ.
+        equal_BFQQ = ids_BFQ[..., :, None] == ids_BFQ[..., None, :]
+        total_BFQ = (equal_BFQQ * probs_BFQ[..., None, :]).sum(-1)
+        order_Q = torch.arange(ids_BFQ.shape[-1], device=ids_BFQ.device)
+        repeated_BFQ = (equal_BFQQ & (order_Q < order_Q[:, None])).any(-1)
+        log_probs_BFQ = torch.where(repeated_BFQ, 0.0, total_BFQ).log()
+        return Scores(log_probs_BFHQ=log_probs_BFQ[:, :, None], candidates_BFHQ=ids_BFQ[:, :, None])
 
     def _contexts(self, held: NgramState, frontier: Frontier) -> Tensor:
         """Last tokens of the path to each frontier node, stored for its children."""
@@ -135,12 +141,3 @@ class Ngrams(Proposer[NgramState], Remembers):
         """Clear the memory."""
         self.contexts_PG.fill_(-1)
         self.written.zero_()
-
-
-def _summed(ids_BFQ: Tensor, probs_BFQ: Tensor) -> Tensor:
-    """Probabilities in which those of equal ids are added up at the first one and zero at the others."""
-    equal_BFQQ = ids_BFQ[..., :, None] == ids_BFQ[..., None, :]
-    total_BFQ = (equal_BFQQ * probs_BFQ[..., None, :]).sum(-1)
-    order_Q = torch.arange(ids_BFQ.shape[-1], device=ids_BFQ.device)
-    repeated_BFQ = (equal_BFQQ & (order_Q < order_Q[:, None])).any(-1)
-    return torch.where(repeated_BFQ, 0.0, total_BFQ)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..interfaces.optional_parts import compiled, started, virtual_nodes
+from ..interfaces.optional_parts import compiled, extended, started, virtual_nodes
 from ..interfaces.proposer import DraftState, Observation, Proposer, Verified
 from ..policies.base import Policy
 from ..row_buffers import RowBuffer
 from ..token_tree import Lookahead, TokenTree
+from ..verification.sampling import SamplingSetting
 from ..verification.tree_walk import Accepted
 from .batch_verifier import BatchVerifier
 from .device_timer import DeviceTimer
@@ -193,8 +194,11 @@ class Loop:
             else:
                 self.waiting.append(request)
         if self.policy is not None:
+            own = self.settings
             for temperature in sorted({request.temperature for request in self.waiting}):
-                self.policy.check_sampling(self.settings.sampling_at(temperature))
+                self.policy.check_sampling(SamplingSetting(
+                    temperature=temperature, top_k=own.top_k, top_p=own.top_p, min_p=own.min_p,
+                    repetition_penalty=own.repetition_penalty))
 
     def _assign(self, row: int) -> bool:
         """Put the next request into a row; False when none waits."""
@@ -246,7 +250,7 @@ class Loop:
             if nodes := virtual_nodes(self.drafter):
                 # Virtual nodes after the last tokens of the pieces: the first trees are guesses of the target itself.
                 lookahead = Lookahead.after(tokens_BC, last_B, nodes)
-                sent = self.batch.extended(replace(sent, lookahead=lookahead))
+                sent = extended(self.drafter, self.state, replace(sent, lookahead=lookahead))
             output = self.rows.run(sent, rows, select_BM=last_B[:, None])
         self.stats.prefill_calls += 1
         path_BC = torch.arange(width, device=device).expand(len(rows), -1)

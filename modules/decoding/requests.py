@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import UserError
 from ..target.loading.generation_defaults import GenerationDefaults
 from ..verification.acceptance_rules import Rule
-from ..verification.sampling import TEMPERATURES, SamplingSetting, is_temperature
+from ..verification.sampling import TEMPERATURES, is_temperature
 
 REPEATED_SHARE = 0.3
 """A text with a larger share of repeated 4-grams repeats itself."""
@@ -105,11 +105,6 @@ class DecodeSettings:
             raise UserError(f"min_p must be from 0 to 1, got {self.min_p}")
         if not 0 < self.repetition_penalty < float("inf"):
             raise UserError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}")
-
-    def sampling_at(self, temperature: float) -> SamplingSetting:
-        """The sampling of an answer with this temperature."""
-        return SamplingSetting(temperature=temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
-                               repetition_penalty=self.repetition_penalty)
 
     @classmethod
     def as_generate(cls, defaults: GenerationDefaults, **others: Any) -> Self:

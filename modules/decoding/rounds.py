@@ -48,10 +48,6 @@ class Batch:
     state: DraftState | None
     """The drafter's state of the rows; None without a drafter."""
 
-    def extended(self, tree: TokenTree) -> TokenTree:
-        """The tree with the drafter's virtual nodes."""
-        return extended(self.drafter, self.state, tree)
-
 
 class Round:
     """The work of one round in four parts, to be run in their order.
@@ -104,7 +100,7 @@ class Round:
     def verify(self) -> None:
         """Run the target over the trees, and decide what is accepted."""
         batch, tree = self.batch, self.tree
-        self.sent = batch.extended(tree)
+        self.sent = extended(batch.drafter, batch.state, tree)
         # Nobody needs logits at virtual nodes, and an output layer over a vocabulary is dear.
         places_BN = None
         if self.sent.virtual is not None:

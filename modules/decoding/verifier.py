@@ -19,10 +19,8 @@ from ..token_tree import TokenTree
 class Rows(VerifiedRows, Protocol):
     """A batch of sequences inside something that answers tree passes: `TargetRows`, or stored text."""
 
-    @property
-    def shared(self) -> PassOutput | None:
-        """The pass over the prefix that all rows start with; None where no such pass was run."""
-        ...
+    shared: PassOutput | None
+    """The pass over the prefix that all rows start with; None where no such pass was run."""
 
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput: ...
 
@@ -38,6 +36,10 @@ class Rows(VerifiedRows, Protocol):
 class Verifier(Protocol):
     """A target, or stored text in its place."""
 
+    tokenizer: Any
+    compiler: Compiler
+    """Compiles its layers and those of the drafter."""
+
     @property
     def device(self) -> torch.device: ...
 
@@ -49,14 +51,6 @@ class Verifier(Protocol):
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    @property
-    def compiler(self) -> Compiler:
-        """Compiles its layers and those of the drafter."""
-        ...
 
     def compiled(self) -> AbstractContextManager[None]: ...
 

@@ -64,6 +64,8 @@ class Ensemble(Proposer[EnsembleState], SharesTargetRows, GuessesInPasses, RunsC
     """
 
     family = "ensemble"
+    rank_chances = None
+    """None: the guesses of several drafters were not counted."""
 
     def __init__(self, parts: Sequence[Proposer]) -> None:
         if not parts:
@@ -85,11 +87,6 @@ class Ensemble(Proposer[EnsembleState], SharesTargetRows, GuessesInPasses, RunsC
         alone = any(part.taps for part in others)
         return EnsembleState([*(part.start(count, capacity) for part in others),
                               last.start(count, capacity) if alone else started(last, rows, count, capacity)])
-
-    @property
-    def rank_chances(self) -> None:
-        """None: the guesses of several drafters were not counted."""
-        return None
 
     def extended(self, state: EnsembleState, tree: TokenTree) -> TokenTree:
         """The tree with the virtual nodes of the part that has any."""

@@ -16,6 +16,7 @@ from heapq import heapify, heappop, heappush
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import UserError
 from ..interfaces.optional_parts import virtual_nodes
@@ -213,15 +214,8 @@ class _Tables:
 
 @lru_cache(maxsize=64)
 def _tables(trees: tuple[AheadTree, ...], device: torch.device) -> _Tables:
-    size = max(tree.topology.size for tree in trees)
-
-    def padded(rows: list[tuple[int, ...]], blank: int) -> Tensor:
-        return torch.tensor([[*row, *([blank] * (size - len(row)))] for row in rows], device=device)
-
-    return _Tables(
-        parents_TN=padded([tree.topology.parents for tree in trees], 0),
-        ranks_TN=padded([tree.topology.ranks for tree in trees], 0),
-        depths_TN=padded([tree.topology.depths for tree in trees], 0),
-        counts_TN=padded([tree.counts for tree in trees], 0),
-        real_TN=padded([(1,) * tree.topology.size for tree in trees], 0).bool(),
-    )
+    columns = zip(*((tree.topology.parents, tree.topology.ranks, tree.topology.depths, tree.counts,
+                     (True,) * tree.topology.size) for tree in trees), strict=True)
+    # Padded with zeros: the nodes that a smaller tree lacks are not real.
+    return _Tables(*(pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)
+                     for rows in columns))

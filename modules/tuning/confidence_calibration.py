@@ -167,4 +167,4 @@ def replay_noting(drafter: Drafter, target: Target, features: Sequence[Features]
             guesses = next(passes)
             confidence.add(Guesses(guesses.tokens_N.cpu(), guesses.log_probs_N.cpu()), topology, tokens_A[place:])
             place += emitted
-    return acceptance_of(result, topology.depth)
+    return acceptance_of([count for one in result.generations for count in one.emitted], topology.depth)

@@ -8,10 +8,9 @@ Shapes: S samples, T terms of a model.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ class CostCurve:
     sizes: tuple[int, ...]
     """Numbers of nodes, ascending from 1."""
     pass_seconds: tuple[float, ...]
-    """Seconds of a verifying pass of so many nodes, commit included."""
+    """Seconds of a verifying pass of so many nodes, commit included; first those of plain decoding, a token a pass."""
     draft_seconds: tuple[float, ...]
     """Seconds the drafter needs to grow a tree of so many nodes and observe the pass; 0 for 1 node."""
     context: int
@@ -56,11 +55,6 @@ class CostCurve:
     def step_seconds(self, size: int) -> float:
         """Seconds of a drafted step with a tree of `size` nodes, interpolated between the known sizes."""
         return interpolate(self.sizes, self.pass_seconds, size) + interpolate(self.sizes, self.draft_seconds, size)
-
-    @property
-    def plain_seconds(self) -> float:
-        """Seconds of a pass of one token."""
-        return self.pass_seconds[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,10 +157,6 @@ class CostModel:
     def _context(self, context: int | None) -> int:
         return self.context if context is None else context
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, ready for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TreeChoice:
@@ -191,7 +181,7 @@ def choose_size(expected_lengths: Sequence[float], cost: CostCurve) -> TreeChoic
     for size, length in enumerate(expected_lengths, start=1):
         # Beyond the largest size that was timed the curve knows nothing.
         if 1 < size <= cost.sizes[-1]:
-            speedup = length * cost.plain_seconds / cost.step_seconds(size)
+            speedup = length * cost.pass_seconds[0] / cost.step_seconds(size)
             if speedup > best.predicted_speedup:
                 best = TreeChoice(size=size, expected_accepted_length=length, predicted_speedup=speedup)
     return best

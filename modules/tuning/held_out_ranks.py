@@ -109,8 +109,7 @@ def proposed_text(drafter: Drafter, features: Sequence[Features], max_rank: int 
     missing = torch.tensor([*[-1] * max_rank, -2, 0, 0, 0])
     tables, texts = [], list[Tensor]()
     for batch in features:
-        table = _of_steps if drafter.unrolls is None else _of_unrolled
-        table_PKC = table(drafter, batch, look, missing).cpu()
+        table_PKC = _looked(drafter, batch, look, missing).cpu()
         # Rows are counted over all batches.
         table_PKC[:, 0, -3] += len(texts)
         tables.append(table_PKC)
@@ -203,20 +202,17 @@ def _left(batch: Features) -> Tensor:
     return left_BL
 
 
-def _of_steps(drafter: Drafter, batch: Features, look: Callable[[Features, LabelledStep], Tensor],
-              missing: Tensor) -> Tensor:
-    """Values of `look` for K draft steps, each trained as such, at each place of a batch, [P, K, C]; `missing` where a
-    later step has no label."""
+def _looked(drafter: Drafter, batch: Features, look: Callable[[Features, LabelledStep], Tensor],
+            missing: Tensor) -> Tensor:
+    """Values of `look` for K draft steps at each place of a batch, [P, K, C]; `missing` where a later one has no label.
+
+    The steps are those that were trained as such, or an autoregressive drafter's one at `UNROLLED` successive indices.
+    """
     drafts = drafter(batch)
-    here_BL = batch.labels(drafts.offsets[0])[1]
-    columns = [_seen(drafts, batch, step, look, missing)[here_BL] for step in range(len(drafts.offsets))]
-    return torch.stack(columns, dim=1)
-
-
-def _of_unrolled(drafter: Drafter, batch: Features, look: Callable[[Features, LabelledStep], Tensor],
-                 missing: Tensor) -> Tensor:
-    """Values of an autoregressive drafter's step at `UNROLLED` successive indices."""
-    drafts, step = drafter(batch), drafter.unrolls or 0
+    if (step := drafter.unrolls) is None:
+        here_BL = batch.labels(drafts.offsets[0])[1]
+        return torch.stack([_seen(drafts, batch, each, look, missing)[here_BL] for each in range(len(drafts.offsets))],
+                           dim=1)
     valid_BL, segments_BL = batch.labels(drafts.offsets[step])[1], batch.segments_BL
     seen_BL = _seen(drafts, batch, step, look, missing)
     length, order_L = segments_BL.shape[1], torch.arange(segments_BL.shape[1], device=segments_BL.device)

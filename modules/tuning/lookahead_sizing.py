@@ -100,7 +100,7 @@ def _fastest(lengths: Iterator[tuple[int, float]], cost: CostCurve, virtual_node
     seconds = [cost.step_seconds(size) for size in cost.sizes]
     best = TreeChoice(size=1, expected_accepted_length=1.0, predicted_speedup=1.0)
     for size, length in lengths:
-        speedup = length * cost.plain_seconds / interpolate(nodes, seconds, size)
+        speedup = length * cost.pass_seconds[0] / interpolate(nodes, seconds, size)
         if speedup > best.predicted_speedup:
             best = TreeChoice(size=size, expected_accepted_length=length, predicted_speedup=speedup)
     return best

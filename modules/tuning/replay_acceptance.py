@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from ..decoding.answers import decode
-from ..decoding.requests import DecodeResult, DecodeSettings, Request
+from ..decoding.requests import DecodeSettings, Request
 from ..features import Features
 from ..interfaces.drafter import Drafter
 from ..policies.static_tree import StaticTree
@@ -61,12 +61,7 @@ def replay(
     result = decode(
         source, source.requests, DecodeSettings(batch_size=batch_size), drafter=drafter, policy=StaticTree(topology)
     )
-    return acceptance_of(result, topology.depth)
-
-
-def acceptance_of(result: DecodeResult, depth: int) -> Acceptance:
-    """Acceptance of a decoding result with drafts of at most `depth` tokens."""
-    return _acceptance([count for generation in result.generations for count in generation.emitted], depth)
+    return acceptance_of([count for one in result.generations for count in one.emitted], topology.depth)
 
 
 def walked(drafter: Drafter, features: Sequence[Features], topology: Topology,
@@ -80,11 +75,11 @@ def walked(drafter: Drafter, features: Sequence[Features], topology: Topology,
         processes: those that share the rows; all must call it, and all get the acceptance on all rows.
     """
     emitted = walk(proposed_text(drafter, features).ranked, topology) if features else []
-    return _acceptance([count for part in processes.gather(emitted) for count in part], topology.depth)
+    return acceptance_of([count for part in processes.gather(emitted) for count in part], topology.depth)
 
 
-def _acceptance(emitted: Sequence[int], depth: int) -> Acceptance:
-    """Acceptance by the tokens that each pass emitted."""
+def acceptance_of(emitted: Sequence[int], depth: int) -> Acceptance:
+    """Acceptance by the tokens that each pass emitted, with drafts of at most `depth` tokens."""
     passes = len(emitted)
     reached = tuple(sum(count > least for count in emitted) / passes if passes else 0.0
                     for least in range(1, depth + 1))

@@ -17,7 +17,7 @@ from ..interfaces.optional_parts import extended, started, virtual_nodes
 from ..interfaces.proposer import AheadStates, Observation, Proposer, Verified
 from ..policies.static_tree import StaticTree
 from ..target.model import Target
-from ..token_tree import TokenTree, Topology
+from ..token_tree import Topology
 from ..verification.sampling import argmax
 from ..verification.tree_walk import down_to
 from .cost_model import CostModel, Sample
@@ -138,7 +138,12 @@ class _Bench:
     def step(self, size: int) -> tuple[float, float]:
         """(seconds of the pass, seconds of the drafter) of one step in which nothing is accepted."""
         started = _now(self.target.device)
-        tree = self._grown(size)
+        # A drafter without a guess grows a smaller tree: root tokens in all nodes take as long to verify.
+        topology = self.topology.prefix(size)
+        tree = topology.plant(self.roots_B[:, None].expand(-1, size))
+        if size > 1:
+            grown = StaticTree(topology).grow(self.drafter, self.state, self.roots_B)
+            tree = grown if grown.size == size else tree
         drafted = _now(self.target.device)
         sent = tree if size == 1 else extended(self.drafter, self.state, tree)
         select_BM = None if sent.virtual is None else torch.arange(tree.size, device=tree.tokens_BN.device)
@@ -155,15 +160,6 @@ class _Bench:
         resumed = _now(self.target.device)
         self.drafter.observe(self.state, self.rows_B, observation(sent, accepted, output, counts, answers))
         return passed - drafted, drafted - started + _now(self.target.device) - resumed
-
-    def _grown(self, size: int) -> TokenTree:
-        """Prefix of the tree that the drafter grows; without a guess, the prefix with root tokens in all nodes."""
-        topology = self.topology.prefix(size)
-        roots_BN = self.roots_B[:, None].expand(-1, size)
-        if size == 1:
-            return topology.plant(roots_BN)
-        tree = StaticTree(topology).grow(self.drafter, self.state, self.roots_B)
-        return tree if tree.size == size else topology.plant(roots_BN)
 
 
 def _now(device: torch.device) -> float:

@@ -44,13 +44,6 @@ class PathEstimate:
         own = self.accuracy[len(path) - 1][path[-1]]
         return (self.counts[path] + _SHRINKAGE * own) / (self.counts[path[:-1]] + _SHRINKAGE)
 
-    def __call__(self, path: tuple[int, ...]) -> float:
-        """Probability of the whole path."""
-        probability = 1.0
-        for length in range(1, len(path) + 1):
-            probability *= self.step(path[:length])
-        return probability
-
 
 def search_tree(table_PK: Tensor, max_nodes: int, max_rank: int = MAX_RANK) -> tuple[Topology, tuple[float, ...]]:
     """The static tree that maximises the expected accepted length, nodes in best-first order.
@@ -69,23 +62,15 @@ def search_tree(table_PK: Tensor, max_nodes: int, max_rank: int = MAX_RANK) -> t
         raise ValueError(f"max_nodes must be at least 1, got {max_nodes}")
     probability = PathEstimate(table_PK, max_rank)
     paths: list[tuple[int, ...]] = []
-    expected = [1.0]
-    heap: list[tuple[float, tuple[int, ...]]] = []
-
-    def offer(parent: tuple[int, ...], value: float) -> None:
-        if len(parent) < probability.steps:
-            for rank in range(max_rank):
-                path = (*parent, rank)
-                chance = value * probability.step(path)
-                # The heap gives its smallest entry first.
-                if chance > 0:
-                    heappush(heap, (-chance, path))
-
+    expected = [0.0]
+    # Minus the probability of a path: the heap gives its smallest entry first.
+    heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
     # Of all nodes whose parent is in the tree the most probable one comes next.
-    offer((), 1.0)
-    while heap and len(paths) + 1 < max_nodes:
+    while heap and len(paths) < max_nodes:
         chance, path = heappop(heap)
         paths.append(path)
         expected.append(expected[-1] - chance)
-        offer(path, -chance)
-    return Topology.from_paths(paths), tuple(expected)
+        for rank in range(max_rank) if len(path) < probability.steps else ():
+            if (child := chance * probability.step((*path, rank))) < 0:
+                heappush(heap, (child, (*path, rank)))
+    return Topology.from_paths(paths), tuple(expected[1:])

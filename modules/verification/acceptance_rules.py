@@ -145,7 +145,7 @@ class ChainRejection(Rule):
     """
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
-        passed_BM = tree.real_BN[:, 1:] & (chances.tests_BN[:, 1:] < self._ratios(tree, logits_BNV, sampling))
+        passed_BM = tree.real_BN[:, 1:] & (chances.tests_BN[:, 1:] < self.chances(tree, logits_BNV, sampling))
         deepest_B = passed_BM.long().cumprod(-1).sum(-1)
         rows_B = torch.arange(deepest_B.shape[0], device=deepest_B.device)
         last_BV = sampling.distribution(logits_BNV[rows_B, deepest_B, None])[:, 0].double()
@@ -159,12 +159,9 @@ class ChainRejection(Rule):
         return down_to(tree, deepest_B, draw(rest_BV, chances.choices_BN[rows_B, deepest_B]))
 
     def chances(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling) -> Tensor:
-        """The probability that each node below the root is accepted if those before it are, [B, N - 1], float64."""
-        return self._ratios(tree, logits_BNV, sampling).clamp(max=1.0)
-
-    def _ratios(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling) -> Tensor:
-        """p(x) / q(x) of each token of a chain below the root, [B, N - 1], float64; few distributions are held at a
-        time."""
+        """The probability min(1, p(x) / q(x)) that each node below the root is accepted if those before it are,
+        [B, N - 1], float64."""
+        # Few distributions are held at a time.
         rows, size, entries = logits_BNV.shape
         ratios = [logits_BNV[:, :0, 0].double()]
         for group in node_groups(rows, size - 1, entries):
@@ -173,7 +170,7 @@ class ChainRejection(Rule):
             p_BMV = sampling.distribution(logits_BNV[:, group]).double()
             q_BMV = self._proposals(tree, nodes_BM, entries)
             ratios.append((p_BMV.gather(2, tokens_BM1) / q_BMV.gather(2, tokens_BM1))[..., 0])
-        return torch.cat(ratios, dim=1)
+        return torch.cat(ratios, dim=1).clamp(max=1.0)
 
     def _proposals(self, tree: TokenTree, nodes_BM: Tensor, vocab_size: int) -> Tensor:
         """The distribution that some nodes below the root of a chain were drawn from, [B, M, V]."""

@@ -38,7 +38,8 @@ def writer_digest(workspace: Workspace) -> str:
 
 def require_teacher(module: DraftModule) -> None:
     """Refuse to learn text that a draft wrote as if it were the target's. Raises UserError."""
-    if module.learns_text:
+    # Without a teacher the tokens are the labels, as if the target had written them.
+    if not module.needs_teacher:
         raise UserError("a draft writes train rows, from which only the target's distribution can be learnt, but "
                         f"objective is {module.config.objective} and the text is learnt as it stands; choose another "
                         "objective, such as soft (and keep: target for Medusa-2), or distil without distill.draft")

@@ -69,11 +69,6 @@ class Medusa2TrainConfig(MedusaTrainConfig):
         """Progress up to which the heads are trained alone."""
         return FIRST_STAGE if self.schedule == "two_stage" else 0.0
 
-    def lambda_0(self, progress: float) -> float:
-        """Weight of the heads' loss relative to the target's own (arXiv:2401.10774, section 7.4)."""
-        peak = HEADS_WEIGHT[self.schedule]
-        return peak if self.schedule == "two_stage" else peak * math.sin(0.5 * math.pi * progress)
-
 
 class Medusa2Module(MedusaModule):
     """Medusa heads and a copy of their target in training; the original target is not changed.
@@ -136,7 +131,11 @@ class Medusa2Module(MedusaModule):
         progress = self.progress_at(self.global_step)
         if progress < self.config.alone_until:
             return (0.0, *heads)
-        return (1.0, *(self.config.lambda_0(progress) * weight for weight in heads))
+        # Section 7.4 of arXiv:2401.10774; only the sine schedule lets the weight rise.
+        lambda_0 = HEADS_WEIGHT[self.config.schedule]
+        if self.config.schedule == "sine":
+            lambda_0 *= math.sin(0.5 * math.pi * progress)
+        return (1.0, *(lambda_0 * weight for weight in heads))
 
     def loss(self, features: Features) -> BatchLoss:
         """Summed loss of the adapted target and its heads on a batch; see the file's first lines."""

@@ -226,7 +226,21 @@ def measured(
     """
     loss = torch.where(valid_N, objective_loss(objective, logits_NQ, labels_N, teacher_output), 0.0).sum()
     with torch.no_grad():
-        alpha, known = _acceptance(logits_NQ, valid_N, teacher_output, whole=whole)
+        alpha = known = valid_N.new_zeros(())
+        # Where the mass inside the draft vocabulary is unknown, so is the acceptance.
+        if teacher_output is not None and teacher_output.log_mass_N is not None:
+            mass_N1, known = teacher_output.log_mass_N.exp()[:, None], valid_N.sum()
+            if whole:
+                alpha_N = torch.minimum(wide(logits_NQ).softmax(-1), teacher_output.p_NQ * mass_N1).sum(-1)
+            else:
+                # A figure for the log must be cheap compared with the loss: a few rows at a time, in their own memory.
+                pieces = []
+                for first in range(0, len(valid_N), ACCEPTANCE_ROWS):
+                    piece = slice(first, first + ACCEPTANCE_ROWS)
+                    q_NQ = wide(logits_NQ[piece]).softmax(-1)
+                    pieces.append(torch.minimum(q_NQ, teacher_output.p_NQ[piece] * mass_N1[piece], out=q_NQ).sum(-1))
+                alpha_N = torch.cat(pieces)
+            alpha = torch.where(valid_N, alpha_N, 0.0).sum()
         sums = (valid_N.sum(), torch.zeros_like(loss), loss, alpha, known, torch.zeros_like(loss))
         hits_R = rank_hits(logits_NQ, labels_N, valid_N)
         return loss, torch.cat([torch.stack([value.to(torch.float64) for value in sums]), hits_R])
@@ -263,27 +277,6 @@ def compiled_measure(compiler: Compiler) -> Measure:
         return found
 
     return measure
-
-
-def _acceptance(
-    logits_NQ: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None, *, whole: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(sum of alpha, count) at the valid tokens; zeros when the mass inside the draft vocabulary is unknown.
-
-    It is a figure for the log, so it must be cheap compared with the loss: as probabilities, a few rows at a time.
-    """
-    if teacher_output is None or teacher_output.log_mass_N is None:
-        return valid_N.new_zeros(()), valid_N.new_zeros(())
-    mass_N1 = teacher_output.log_mass_N.exp()[:, None]
-    if whole:
-        alpha_N = torch.minimum(wide(logits_NQ).softmax(-1), teacher_output.p_NQ * mass_N1).sum(-1)
-        return torch.where(valid_N, alpha_N, 0.0).sum(), valid_N.sum()
-    found = []
-    for first in range(0, len(valid_N), ACCEPTANCE_ROWS):
-        piece = slice(first, first + ACCEPTANCE_ROWS)
-        q_NQ = wide(logits_NQ[piece]).softmax(-1)
-        found.append(torch.minimum(q_NQ, teacher_output.p_NQ[piece] * mass_N1[piece], out=q_NQ).sum(-1))
-    return torch.where(valid_N, torch.cat(found), 0.0).sum(), valid_N.sum()
 
 
 class _ChunkedSum(torch.autograd.Function):

@@ -65,11 +65,8 @@ class Teacher:
     def __init__(self, target: Target, ids_Q: Tensor | None = None, *, mass: bool = False) -> None:
         self.inside_Q = ids_Q if mass else None
         self.rows = OutputRows(target, None if mass else ids_Q)
-
-    @property
-    def entries(self) -> int:
+        self.entries = len(self.rows.weight_QD)
         """Logits computed for each token."""
-        return len(self.rows.weight_QD)
 
     @torch.no_grad()
     def __call__(self, final_ND: Tensor) -> TeacherOutput:

@@ -54,18 +54,12 @@ class WholeCheckpoints:
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole weights; all processes must call it."""
-        return {name: tensor.cpu() for name, tensor in whole_state(self._module).items()}
+        return {name: tensor.cpu() for name, tensor in whole_state(self.lightning_module).items()}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """The content of a checkpoint, read whole by every process."""
         found: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
         return found
-
-    @property
-    def _module(self) -> Any:
-        if self.lightning_module is None:
-            raise RuntimeError("the strategy is not connected to a module")
-        return self.lightning_module
 
 
 def shard_fully(module: nn.Module, drafter: Drafter, mesh: Any) -> None:
@@ -92,12 +86,6 @@ def shard_fully(module: nn.Module, drafter: Drafter, mesh: Any) -> None:
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
     """The weights and buffers of a module, each whole; the processes that split them must call it together."""
     return {name: whole(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
-
-
-def whole_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state of an optimizer with whole tensors; the processes that split them must call it together."""
-    found: dict[str, Any] = _mapped(optimizer.state_dict())
-    return found
 
 
 def load_whole_state(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -128,12 +116,12 @@ def like(tensor: Tensor, held: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(held.device), held.device_mesh, held.placements, src_data_rank=None)
 
 
-def _mapped(value: Any) -> Any:
-    """A nested state with whole tensors on the CPU."""
+def made_whole(value: Any) -> Any:
+    """A nested state with whole tensors on the CPU; the processes that split them must call it together."""
     if isinstance(value, Tensor):
         return whole(value).cpu()
     if isinstance(value, dict):
-        return {name: _mapped(one) for name, one in value.items()}
+        return {name: made_whole(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(one) for one in value)
+        return type(value)(made_whole(one) for one in value)
     return value

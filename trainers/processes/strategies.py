@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ...modules.errors import UserError
 from ..steps.train_config import TrainConfig
-from .split_drafter import WholeCheckpoints, load_whole_optimizer_state, load_whole_state, whole_optimizer_state
+from .split_drafter import WholeCheckpoints, load_whole_optimizer_state, load_whole_state, made_whole
 from .zero_strategy import ZERO_STAGES, ZeroDrafter
 
 FSDP2 = "fsdp2"
@@ -35,11 +35,13 @@ class FullyShardedDrafter(WholeCheckpoints, ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of the optimizer; all processes must call it."""
-        return whole_optimizer_state(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        state: dict[str, Any] = made_whole(plain.state_dict())
+        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Keep this process's part of each weight."""
-        load_whole_state(self._module, checkpoint["state_dict"])
+        load_whole_state(self.lightning_module, checkpoint["state_dict"])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep this process's part of each state."""

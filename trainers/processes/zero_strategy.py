@@ -81,7 +81,7 @@ class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
         they hold. DeepSpeed's own settings of number formats are left out."""
         if self.config is None:
             raise RuntimeError("DeepSpeed was given no settings")
-        trained = sum(weight.numel() for weight in self._module.parameters() if weight.requires_grad)
+        trained = sum(weight.numel() for weight in self.lightning_module.parameters() if weight.requires_grad)
         self.config["zero_optimization"]["reduce_bucket_size"] = min(BUCKET, trained)
 
     # Setup -----------------------------------------------------------------------------------------------------------
@@ -93,8 +93,8 @@ class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Divide the drafter, of which a whole copy is kept for decoding."""
-        self._module.split = SplitDrafter(self._module.drafter)
-        self._module.to(self.root_device)
+        self.lightning_module.split = SplitDrafter(self.lightning_module.drafter)
+        self.lightning_module.to(self.root_device)
         super().setup(trainer)
 
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
@@ -133,7 +133,7 @@ class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
         found = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.deepspeed_engine.optimizer.override_loss_scale(1.0)
         if self.deepspeed_engine.optimizer.overflow:
-            step, lr = self._module.global_step + 1, self._module.config.lr
+            step, lr = self.lightning_module.global_step + 1, self.lightning_module.config.lr
             raise UserError(f"the gradient is not finite at optimizer step {step}; lower lr (now {lr}) and train again "
                             "into an empty --out folder")
         return found
@@ -154,7 +154,7 @@ class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take the weights, which are whole yet."""
-        self._module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep this process's part of each state."""

@@ -61,20 +61,10 @@ class StepGuard:
     """
 
     def __init__(self) -> None:
-        self._batches: list[tuple[int, Features]] = []
+        self.batches: list[tuple[int, Features]] = []
+        """Micro-batches of the running step with their numbers, without states."""
         self.unread: list[FinishedStep] = []
         """Finished steps whose figures are still to be read, in their order."""
-
-    def add(self, number: int, batch: Features) -> None:
-        """Keep a micro-batch of the running step, without states."""
-        # Without states: tokens say which row it was, and states would be kept for a whole step.
-        self._batches.append((number, Features(**{kind: getattr(batch, kind) for kind in KINDS})))
-
-    def end_step(self) -> Batches:
-        """The micro-batches of the running step, which is over."""
-        batches = tuple(self._batches)
-        self._batches.clear()
-        return batches
 
     @property
     def due(self) -> bool:

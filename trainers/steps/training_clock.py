@@ -24,10 +24,6 @@ class Clock:
         """Start or restart the clock."""
         self._since = time.perf_counter()
 
-    def stop(self) -> None:
-        """Stop the clock."""
-        self.before, self._since = self.seconds, None
-
     @property
     def seconds(self) -> float:
         """Seconds so far."""
@@ -36,7 +32,7 @@ class Clock:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context in which the clock is stopped."""
-        self.stop()
+        self.before, self._since = self.seconds, None
         yield
         self.start()
 
@@ -45,9 +41,8 @@ class Clock:
 class TimedBatches(Protocol):
     """Batches that know how long training has waited for them."""
 
-    @property
-    def waited(self) -> float:
-        """Seconds so far."""
+    waited: float
+    """Seconds so far."""
 
 
 class DataWait:

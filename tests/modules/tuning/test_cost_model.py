@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_sizes_between_those_known_are_interpolated() -> None:
 
 def test_the_model_survives_json() -> None:
     model = CostModel.fit(sampled(roofline, draft, noise=0.1), context=192)
-    assert record_of(CostModel, json.loads(json.dumps(model.to_dict())), "it", "copy it") == model
+    assert record_of(CostModel, json.loads(json.dumps(asdict(model))), "it", "copy it") == model
 
 
 def test_a_model_needs_plain_passes() -> None:

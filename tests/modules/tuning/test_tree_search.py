@@ -1,6 +1,7 @@
 """Tree search against brute force, replay against real decoding."""
 
 from itertools import product
+from math import prod
 
 import pytest
 import torch
@@ -29,10 +30,10 @@ def test_search_equals_brute_force(nodes: int) -> None:
     paths = [path for length in (1, 2, 3) for path in product(range(3), repeat=length)]
     tree, expected = search_tree(table, nodes, 3)
     assert tree.size == nodes
-    every = {path: probability(path) for path in paths}
+    every = {path: prod(probability.step(path[:depth]) for depth in range(1, len(path) + 1)) for path in paths}
     likely = dict(sorted(every.items(), key=lambda item: -item[1])[:14])
     assert expected[-1] == pytest.approx(best_expected_length(likely, nodes))
-    assert expected[-1] == pytest.approx(1 + sum(probability(path) for path in tree.paths[1:]))
+    assert expected[-1] == pytest.approx(1 + sum(every[path] for path in tree.paths[1:]))
 
 
 def test_without_shrinkage_the_expected_length_is_the_measured_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_a_run_that_ends_by_time_warms_up_over_as_many_steps(target: Target) -> 
 
 def test_a_drafts_text_is_not_a_label_of_the_target(target: Target) -> None:
     for objective, learns in (("hard", True), ("soft", False)):
-        assert Medusa2Module(target, config(objective=objective)).learns_text is learns
+        assert Medusa2Module(target, config(objective=objective)).needs_teacher is not learns
 
 
 @pytest.mark.parametrize("shape", [{}, {"output": "copy"}, {"output": "one_copy"}, {"vocabulary_size": 20}])
