@@ -90,7 +90,7 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     with explained_devices(config):
         trainer = L.Trainer(
             max_steps=config.max_steps or -1, max_epochs=-1, accumulate_grad_batches=config.accumulate,
-            gradient_clip_val=config.clip or None, precision=_precision(config), accelerator=config.accelerator,
+            gradient_clip_val=config.clip or None, precision=precision_of(config), accelerator=config.accelerator,
             devices=config.devices, num_nodes=config.num_nodes, strategy=strategy_for(config),
             logger=TensorBoardLogger(save_dir=out, name="tensorboard", version=""), plugins=[AtomicCheckpointIO()],
             callbacks=[*callbacks, ProgressLine(module, acceptance)] if progress else [*callbacks],
@@ -111,7 +111,7 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     return FitResult(checkpoint=out / BEST, accepted_length=best["accepted_length"],
                      by_position=tuple(best["by_position"]), untrained_accepted_length=acceptance.untrained or 1.0,
                      parameters=sum(trained), step=best["step"], steps=trainer.global_step,
-                     precision=_precision(module.config), seconds=module.seconds,
+                     precision=precision_of(module.config), seconds=module.seconds,
                      data_wait=module.data_wait, peak_memory_bytes=module.peak_memory_bytes)
 
 
@@ -119,8 +119,8 @@ def require_devices(config: TrainConfig) -> None:
     """Refuse an accelerator, a number of devices or a strategy that is not here, before any work. Raises UserError."""
     with explained_devices(config):
         L.Trainer(accelerator=config.accelerator, devices=config.devices, num_nodes=config.num_nodes,
-                  strategy=strategy_for(config), logger=False, precision=_precision(config), enable_checkpointing=False,
-                  enable_progress_bar=False, enable_model_summary=False)
+                  strategy=strategy_for(config), logger=False, precision=precision_of(config),
+                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 
 
 def require_processes(config: TrainConfig) -> None:
@@ -164,19 +164,15 @@ def _held_out(module: DraftModule, datamodule: Any) -> list[Features]:
     return read[: len(own)]
 
 
-def _precision(config: TrainConfig) -> Literal["32-true", "bf16-mixed"]:
-    """Mixed precision on machines with bfloat16 instructions; on others it would be slower."""
+def precision_of(config: TrainConfig) -> Literal["32-true", "bf16-mixed"]:
+    """Precision of the drafter's arithmetic here: the config's, or the one that `auto` stands for."""
     if config.precision != "auto":
         return config.precision
     if config.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
         return "bf16-mixed"
+    # On machines without bfloat16 instructions mixed precision would be slower.
     multiplies = any(torch.cpu.get_capabilities().get(name) for name in BF16_INSTRUCTIONS)
     return "bf16-mixed" if multiplies and config.accelerator in ("auto", "cpu") else "32-true"
-
-
-def computes_mixed(config: TrainConfig) -> bool:
-    """True if the drafter's arithmetic is in bfloat16 on this machine."""
-    return _precision(config) == "bf16-mixed"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from ...data.store.state_formats import format_named
 from ...modules import Target
 from ...modules.target.loading.loading import sketch_target
 from ...trainers import families
-from ...trainers.fitting import computes_mixed
+from ...trainers.fitting import precision_of
 from ..planning.device_rates import Rates, on_device
 from ..planning.dry_run import choose_states, dry_run
 from ..planning.stage_plans import StagePlan, StagePlans, held_weights, parameters_of
@@ -75,7 +75,7 @@ def plan_recipe(recipe: Recipe, stated: Rates | None = None) -> Plan:
     facts = {"target_parameters": parameters_of(target.model), "target": held_weights(target, recipe),
              "stored_states": stored_bytes(recipe, target, 1 + len(module.drafter.taps))}
     plans = StagePlans(recipe, target, module, rates, accelerator=accelerator, process=0 if accelerator else process,
-                       mixed=stated is not None or computes_mixed(recipe.train))
+                       mixed=stated is not None or precision_of(recipe.train) == "bf16-mixed")
     return Plan(drafter_parameters=plans.trained, reason=reason, accelerator=accelerator, rates=rates,
                 stages=tuple(plans.all()), **facts)
 
