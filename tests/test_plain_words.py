@@ -71,7 +71,7 @@ def files(room: str) -> list[Path]:
     if place.is_file():
         return [place]
     return sorted(path for path in place.rglob("*")
-                  if (path.suffix in (".py", ".yaml") or path.name == "README.md") and path != Path(__file__))
+                  if path.suffix in (".py", ".yaml", ".md") and path != Path(__file__))
 
 
 @pytest.mark.parametrize("room", ROOMS_IN_PLAIN_WORDS)

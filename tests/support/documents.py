@@ -1,4 +1,4 @@
-"""Code blocks of the README files, and the commands in them."""
+"""Code blocks of the documents, and the commands in them."""
 
 import re
 import shlex
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("README.md", "recipes/README.md", "modules/README.md", "export/README.md", "tests/README.md",
+NAMES = ("README.md", "recipes/README.md", "recipes/clusters.md", "modules/README.md", "export/README.md", "tests/README.md",
          "tests/benchmarks/README.md")
 DOCUMENTS = [name for name in NAMES if (ROOT / name).is_file()]
-"""The README files that exist."""
+"""The documents that exist."""
 MARKS = ("# needs a GPU", "# needs a network")
 """First lines of blocks that are only parsed here."""
 SEPARATORS = ("|", "||", "&&", ";", "&", ">", ">>", "<")
