@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("README.md", "recipes/README.md", "recipes/clusters.md", "modules/README.md", "export/README.md", "tests/README.md",
-         "tests/benchmarks/README.md")
+NAMES = ("README.md", "recipes/README.md", "recipes/clusters.md", "modules/README.md", "export/README.md",
+         "tests/README.md", "tests/benchmarks/README.md")
 DOCUMENTS = [name for name in NAMES if (ROOT / name).is_file()]
 """The documents that exist."""
 MARKS = ("# needs a GPU", "# needs a network")
