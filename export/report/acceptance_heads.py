@@ -32,6 +32,17 @@ def head_verdicts(found: HeadMeasurements) -> list[str]:
     """Sentences: how well calibrated a head is, what it drafts, and whether a rule without training drafts fewer."""
     curve, row = found.calibration, found.policy
     listed = ", ".join(f"{name} {number(row.by_rule[name], 2)}" for name in NAMES if name != HEAD)
+    # Rules that cannot reach the head's accepted length are not compared.
+    known = {name: tokens for name, tokens in row.by_rule.items() if tokens is not None}
+    head = known.pop(HEAD)
+    shares = {name: percent(abs(known[name] / head - 1)) for name in sorted(known, key=lambda name: known[name])}
+    # A rule without training wins a tie: it costs nothing.
+    winners = [f"{name} drafts {share} fewer tokens than the head" for name, share in shares.items()
+               if known[name] <= head]
+    best = next(iter(shares), None)
+    winner = ("No rule without training reaches that length." if best is None else
+              f"Without training one does better: {', '.join(winners)}." if winners else
+              f"The head does best: of the rules without training {best} drafts fewest, {shares[best]} more tokens.")
     return [
         f"Of {curve.guesses:,} tokens in {found.drafts:,} drafts of {found.length} the head expected "
         f"{curve.mean_confidence:.1%} to be accepted, {curve.acceptance_rate:.1%} were: on average it is "
@@ -39,23 +50,8 @@ def head_verdicts(found: HeadMeasurements) -> list[str]:
         f"{found.calibration_error_unweighted:.3f} without the weights of its loss.",
         f"By its own policy a pass drafts {number(row.by_rule[HEAD], 2)} tokens for an expected accepted length of "
         f"{row.expected_accepted_length:.2f}; for the same length: {listed}.",
-        _winner(row.by_rule),
+        winner,
     ]
-
-
-def _winner(drafted: dict[str, float | None]) -> str:
-    """The rule that drafts fewest tokens at the head's accepted length; a rule without training wins a tie."""
-    known = {name: tokens for name, tokens in drafted.items() if tokens is not None}
-    head = known.pop(HEAD)
-    if not known:
-        return "No rule without training reaches that length."
-    shares = {name: percent(abs(known[name] / head - 1)) for name in sorted(known, key=lambda name: known[name])}
-    winners = [name for name in shares if known[name] <= head]
-    if winners:
-        return ("Without training one does better: " +
-                ", ".join(f"{name} drafts {shares[name]} fewer tokens than the head" for name in winners) + ".")
-    best = next(iter(shares))
-    return f"The head does best: of the rules without training {best} drafts fewest, {shares[best]} more tokens."
 
 
 def drafted_table(found: HeadMeasurements) -> Table:

@@ -86,14 +86,22 @@ def read_standing(name: str, folder: Path) -> Standing | None:
     """The figures in a run's folder, or None while it has no evaluation."""
     if not (folder / JSON_NAME).is_file():
         return None
-    content = _read(folder / JSON_NAME)
+    content = bounded_json(read_bounded_text(folder / JSON_NAME))
     training: dict[str, Any] = {}
     for file in (folder / "train" / name for name in TRAINING):
-        training |= _read(file) if file.is_file() else {}
+        # A baseline without training has neither file.
+        training |= bounded_json(read_bounded_text(file)) if file.is_file() else {}
     # An artifact evaluated with several policies is represented by the first of them.
     measurements = [record for record in content["measurements"] if record["method"] == content["method"]]
-    whole = [record for record in measurements if _whole(record)]
-    greedy, sampled = _at(whole, GREEDY), _at(whole, SAMPLED)
+    whole = [record for record in measurements
+             if all(record[group] is None for group in ("prompt_set", "category", "turn"))]
+    # The first record of a temperature is that of the first batch size, which all rows of the table share.
+    greedy, sampled = ([*(record for record in whole if record["temperature"] == degree), dict[str, Any]()][0]
+                       for degree in (GREEDY, SAMPLED))
+    lengths: dict[str, float] = {}
+    for record in measurements:
+        if record["prompt_set"] is not None:
+            lengths.setdefault(_key(record["prompt_set"], record["temperature"]), record["accepted_length"])
     lossless = [record["lossless"] for record in whole]
     drift = content["header"].get("drift", {})
     return Standing(
@@ -105,7 +113,7 @@ def read_standing(name: str, folder: Path) -> Standing | None:
         peak_memory_bytes=training.get("peak_memory_bytes"),
         data_wait=training.get("data_wait"),
         untrained_accepted_length=training.get("untrained_accepted_length"),
-        accepted_length=_lengths(measurements),
+        accepted_length=lengths,
         best_tree={name: max(sizes.values()) for name, sizes in content["accepted_length_by_tree_size"].items()},
         nodes=content["nodes"],
         nodes_sampled=sampled.get("nodes"),
@@ -132,28 +140,38 @@ def write_standings(out: Path, rows: Mapping[str, Path]) -> Path:
         rows: folder of each row by its name, in the order of the table.
     """
     found = [standing for name, folder in rows.items() if (standing := read_standing(name, folder)) is not None]
-    header = _read(rows[found[0].name] / JSON_NAME)["header"] if found else {}
+    # All rows were measured with the same settings on one machine, so the header of the first stands for all.
+    header = bounded_json(read_bounded_text(rows[found[0].name] / JSON_NAME))["header"] if found else {}
     content = {"header": header, "rows": [asdict(standing) for standing in found]}
     write_file(out / STANDINGS_JSON, json.dumps(content, indent=2) + "\n")
-    lengths = {one.name: (_best(one), one.speedup) for one in found}
-    write_file(out / STANDINGS_PLOT, plot(lengths))
+    bars: dict[str, tuple[float, float | None]] = {}
+    for one in found:
+        # The best tree where trees were replayed; hand-written prompts are the least like what the drafts trained on.
+        lengths = one.best_tree or {key: value for key, value in one.accepted_length.items() if key.endswith(" 0")}
+        bars[one.name] = lengths.get("handwritten", max(lengths.values(), default=1.0)), one.speedup
+    write_file(out / STANDINGS_PLOT, plot(bars))
     return write_file(out / STANDINGS_MARKDOWN, markdown(found))
 
 
 def markdown(standings: Sequence[Standing]) -> str:
     """The table in Markdown, with an explanation of its columns."""
+    sets = list(dict.fromkeys(key.rpartition(", ")[0] for one in standings for key in one.accepted_length))
     columns: list[tuple[str, Callable[[Standing], str]]] = [
         ("", lambda one: f"{one.name} (changes the target)" if one.changes_target else one.name),
         ("trained parameters", lambda one: "-" if one.parameters is None else f"{one.parameters / 1e6:.1f} M"),
         ("training, s", lambda one: number(one.training_seconds, 0)),
         ("steps", lambda one: number(one.training_steps, 0)),
         ("number format", lambda one: one.precision or "-"),
-        ("peak memory, GiB", lambda one: number(_gib(one.peak_memory_bytes), 1)),
+        ("peak memory, GiB", lambda one: "–" if one.peak_memory_bytes is None else
+         f"{one.peak_memory_bytes / 2**30:.1f}"),
         ("waiting for data", lambda one: percent(one.data_wait)),
         ("tokens/pass untrained", lambda one: number(one.untrained_accepted_length, 2)),
-        *((f"tokens/pass {name}, {kind}", _length_of(name, temperature)) for name in _sets(standings)
-          for kind, temperature in (("greedy", GREEDY), ("sampled", SAMPLED))),
-        *((f"tokens/pass {name}, best tree", _best_of(name)) for name in _sets(standings)),
+        # Defaults of the lambdas keep each column's own name and temperature: the loop's variables go on.
+        *((f"tokens/pass {name}, {kind}",
+           lambda one, name=name, degree=degree: number(one.accepted_length.get(_key(name, degree)), 2))
+          for name in sets for kind, degree in (("greedy", GREEDY), ("sampled", SAMPLED))),
+        *((f"tokens/pass {name}, best tree", lambda one, name=name: number(one.best_tree.get(name), 2))
+          for name in sets),
         ("nodes, greedy", lambda one: _nodes(one.nodes)),
         ("nodes, sampled", lambda one: _nodes(one.nodes_sampled)),
         ("passes accepting 1, 2, 3, 4 guesses",
@@ -180,56 +198,10 @@ def markdown(standings: Sequence[Standing]) -> str:
 
 
 def _nodes(count: int | None) -> str:
-    """Nodes of the tree in use: none where decoding is plain."""
+    # The root alone is a pass of plain decoding.
     return "none" if count == 1 else number(count, 0)
 
 
-def _length_of(name: str, temperature: float) -> Callable[[Standing], str]:
-    return lambda one: number(one.accepted_length.get(_key(name, temperature)), 2)
-
-
-def _best_of(name: str) -> Callable[[Standing], str]:
-    return lambda one: number(one.best_tree.get(name), 2)
-
-
-def _best(one: Standing) -> float:
-    """The greatest greedy accepted length, on hand-written prompts if there are any."""
-    found = one.best_tree or {key: value for key, value in one.accepted_length.items() if key.endswith(" 0")}
-    return found.get("handwritten", max(found.values(), default=1.0))
-
-
-def _sets(standings: Sequence[Standing]) -> list[str]:
-    """Names of all prompt sets."""
-    return list(dict.fromkeys(key.rpartition(", ")[0] for one in standings for key in one.accepted_length))
-
-
-def _lengths(measurements: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Accepted lengths by prompt set and temperature, at the first batch size."""
-    found: dict[str, float] = {}
-    for record in measurements:
-        if record["prompt_set"] is not None:
-            found.setdefault(_key(record["prompt_set"], record["temperature"]), record["accepted_length"])
-    return found
-
-
 def _key(prompt_set: str, temperature: float) -> str:
+    # A readable key, since families.json has it too.
     return f"{prompt_set}, {temperature:g}"
-
-
-def _whole(record: Mapping[str, Any]) -> bool:
-    """True for the record of all prompts."""
-    return all(record[group] is None for group in ("prompt_set", "category", "turn"))
-
-
-def _at(records: Sequence[Mapping[str, Any]], temperature: float) -> Mapping[str, Any]:
-    """The first record of a temperature; empty when it was not measured."""
-    return next((record for record in records if record["temperature"] == temperature), {})
-
-
-def _gib(count: int | None) -> float | None:
-    return None if count is None else count / 2**30
-
-
-def _read(file: Path) -> dict[str, Any]:
-    content: dict[str, Any] = bounded_json(read_bounded_text(file))
-    return content

@@ -10,8 +10,12 @@ def headline(run: EvaluationRun) -> str:
     firsts = run.at(temperature=run.temperatures[0], batch_size=run.batch_sizes[0])
     best = max(firsts, key=lambda one: one.overall.speedup or 0.0)
     named = len(firsts) > 1 and best.overall.speedup is not None
-    first = f"{best.name}, the fastest of {len(firsts)} methods: {_speed(best)}" if named else _capital(_speed(best))
-    busy = "; but the machine was busy, so measure the speed again" if _contended(best) else ""
+    said = _speed(best)
+    # Not str.capitalize, which would also change the case of what follows.
+    first = f"{best.name}, the fastest of {len(firsts)} methods: {said}" if named else said[:1].upper() + said[1:]
+    # Without a speed a busy machine spoiled nothing that the sentence says.
+    spoiled = best.contended and best.overall.speedup is not None
+    busy = "; but the machine was busy, so measure the speed again" if spoiled else ""
     partial = f"; {note}" if (note := partial_note(run)) else ""
     return f"{first}, {_words(run, best)}{partial}{busy}."
 
@@ -25,6 +29,7 @@ def _speed(evaluation: Evaluation) -> str:
         return f"nothing was drafted, {nothing_drafted(evaluation)}{loop}"
     if speedup is None:
         return f"{evaluation.overall.accepted_length:.1f} tokens per target pass instead of 1, speed not measured"
+    # Neither "1.00 times faster" nor an effect that other prompts could turn round.
     if f"{speedup:.2f}" == "1.00" or (interval is not None and interval[0] <= 1 <= interval[1]):
         return "about as fast as without drafts"
     return f"{speedup:.{1 if speedup >= 1.1 else 2}f} times faster" if speedup > 1 else (
@@ -45,11 +50,3 @@ def _words(run: EvaluationRun, best: Evaluation) -> str:
         return (f"{found.near_tie_divergences} of {found.prompts} answers{adapted} changed, only where rounding "
                 "decides between two words")
     return f"not a word{adapted} changed"
-
-
-def _contended(evaluation: Evaluation) -> bool:
-    return evaluation.contended and evaluation.overall.speedup is not None
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

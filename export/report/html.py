@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from ..artifact import Artifact
-from ..evaluation.results import Evaluation, EvaluationRun, Lossless, Measures
+from ..evaluation.results import Evaluation, EvaluationRun, Lossless
 from . import plots
 from .acceptance_heads import HEADS_NOTE, RELIABILITY_NOTE, drafted_table, head_verdicts, reliability_table, title
 from .headline import headline
@@ -45,17 +45,19 @@ def page(run: EvaluationRun, artifact: Artifact | None) -> str:
     first = firsts[0]
     several = f"{len(firsts)} drafting methods for {first.target}"
     title = several if len(firsts) > 1 else f"{first.name.capitalize()} drafts for {first.target}"
+    circumstances = [line for line in (how_measured(run), where_measured(run), run.training) if line]
+    comparison = ("" if len(run.evaluations) < 2 else
+                  f"<h2>The methods side by side</h2>{_grid(side_by_side(run))}"
+                  f'<p class="muted">{escape(COLUMNS_NOTE)} {escape(INTERVALS_NOTE)}</p>')
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="headline">{escape(headline(run))}</p>',
-        f'<p class="muted">{"<br>".join(map(escape, _circumstances(run)))}</p>',
+        f'<p class="muted">{"<br>".join(map(escape, circumstances))}</p>',
         _cards(run, first),
-        _lossless_box(run),
-        _contention_box(run, first),
-        _left_out(run),
+        *_boxes(run, first),
         written_answers(run.samples, first.name),
         _figures(run, firsts, artifact),
-        _comparison(run),
+        comparison,
         *(_details(run, evaluation) for evaluation in firsts),
         _heads(run),
         _tree(artifact),
@@ -65,20 +67,18 @@ def page(run: EvaluationRun, artifact: Artifact | None) -> str:
                            body="\n".join(part for part in body if part))
 
 
-def _circumstances(run: EvaluationRun) -> list[str]:
-    """Lines on how the answers were measured and the draft was trained."""
-    return [line for line in (how_measured(run), where_measured(run), run.training) if line]
-
-
 def _cards(run: EvaluationRun, evaluation: Evaluation) -> str:
     measures, lossless = evaluation.overall, evaluation.overall.lossless
     faster = measures.speedup is not None and measures.speedup > 1
-    speed = (f"speed-up: {number(measures.tokens_per_second, 1)} tokens/s with drafts, "
-             f"{number(_baseline(measures), 1)} without")
+    # The speed-up is over the faster baseline, so the card names that one's speed.
+    baselines = [speed for speed in (measures.plain_tokens_per_second, measures.generate_tokens_per_second)
+                 if speed is not None]
+    said = (f"speed-up: {number(measures.tokens_per_second, 1)} tokens/s with drafts, "
+            f"{number(max(baselines, default=None), 1)} without")
     cards = [
         ("good", f"{measures.accepted_length:.2f}", measures.accepted_length_interval,
          "tokens per target pass; 1 without drafts"),
-        ("good" if faster else "", times(measures.speedup), measures.speedup_interval, speed),
+        ("good" if faster else "", times(measures.speedup), measures.speedup_interval, said),
         ("bad" if lossless.different or evaluation.biased else "good", identical(measures), None,
          "answers identical to the target's own" if measures.distribution is None else
          "answers by the target's own distribution"),
@@ -94,68 +94,66 @@ def _range(text: str) -> str:
     return f'<i class="range">{escape(text)}</i>' if text else ""
 
 
-def _baseline(measures: Measures) -> float | None:
-    speeds = (measures.plain_tokens_per_second, measures.generate_tokens_per_second)
-    known = [speed for speed in speeds if speed is not None]
-    return max(known, default=None)
-
-
-def _lossless_box(run: EvaluationRun) -> str:
+def _boxes(run: EvaluationRun, first: Evaluation) -> list[str]:
+    """The result of the comparison of answers, and the warnings that a reader must see before any figure."""
     found = Lossless.joined(evaluation.overall.lossless for evaluation in run.evaluations)
+    # Sampled drafts can change the distribution although no answer was compared token by token.
     changed = bool(found.different) or any(evaluation.biased for evaluation in run.evaluations)
     heading = ("Drafting changed words." if changed else "Drafts were sampled." if not found.prompts else
                "Not a word changed." if found.identical == found.prompts else "Not a word changed but for near-ties.")
-    return (f'<div class="box{" warn" if changed else ""}"><p><b>{heading}</b> '
-            f"{escape(' '.join(verdicts(run)))}</p></div>")
-
-
-def _contention_box(run: EvaluationRun, evaluation: Evaluation) -> str:
-    if not evaluation.contended:
-        return ""
-    return f'<div class="box warn"><p><b>The speeds are not reliable.</b> {escape(contention_note(run))}</p></div>'
-
-
-def _left_out(run: EvaluationRun) -> str:
-    if not run.left_out:
-        return ""
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in run.left_out)
-    return f'<div class="box warn"><p><b>{LEFT_OUT}</b></p><ul>{items}</ul></div>'
-
-
-def _comparison(run: EvaluationRun) -> str:
-    if len(run.evaluations) < 2:
-        return ""
-    return (f"<h2>The methods side by side</h2>{_grid(side_by_side(run))}"
-            f'<p class="muted">{escape(COLUMNS_NOTE)} {escape(INTERVALS_NOTE)}</p>')
+    boxes = [f'<div class="box{" warn" if changed else ""}"><p><b>{heading}</b> '
+             f"{escape(' '.join(verdicts(run)))}</p></div>"]
+    if first.contended:
+        boxes.append('<div class="box warn"><p><b>The speeds are not reliable.</b> '
+                     f"{escape(contention_note(run))}</p></div>")
+    if run.left_out:
+        items = "".join(f"<li>{escape(sentence)}</li>" for sentence in run.left_out)
+        boxes.append(f'<div class="box warn"><p><b>{LEFT_OUT}</b></p><ul>{items}</ul></div>')
+    return boxes
 
 
 def _figures(run: EvaluationRun, firsts: Sequence[Evaluation], artifact: Artifact | None) -> str:
-    drawn = [_acceptance(firsts), _confidence(firsts), _speed(run, firsts), _by_category(firsts), _by_temperature(run),
-             _cost(artifact)]
-    return ('<h2>Accepted guesses and speed</h2>'
-            f'<div class="pair">{"".join(drawn)}</div>{_tree_sizes(firsts)}')
-
-
-def _acceptance(firsts: Sequence[Evaluation]) -> str:
-    sets = firsts[0].by_prompt_set
-    curves = ({one.name: one.overall.acceptance_by_position for one in firsts} if len(firsts) > 1 else
-              {name: measures.acceptance_by_position for name, measures in sets.items()})
-    return _figure(plots.acceptance_by_position(curves),
-                   "Share of target passes that accepted at least so many guesses in a row. The sum of the points "
-                   "plus 1, the token that the target adds itself, is the number of tokens per pass.")
-
-
-def _confidence(firsts: Sequence[Evaluation]) -> str:
-    """Confidence of a token and of a path; with several methods, the confidence of each one's tokens."""
-    known = [one for one in firsts if one.confidence]
-    if not known:
-        return ""
-    shares = next(iter(known[0].confidence.values()))
-    curves = ({CONFIDENCE_OF[name]: curve for name, curve in known[0].confidence.items()} if len(known) == 1 else
-              {one.name: one.confidence["token"] for one in known})
-    said = (f"The draft's own probability of a guess against the share that the target accepted. Bars: the guesses of "
-            f"{known[0].name}. {CONFIDENCE_NOTE}")
-    return _figure(plots.confidence(curves, shares), said)
+    """The plots of acceptance and speed, in pairs; plots of what was not measured are left out."""
+    first, several = firsts[0], len(firsts) > 1
+    # One method leaves room for a line a prompt set; several would cross too often.
+    curves = ({one.name: one.overall.acceptance_by_position for one in firsts} if several else
+              {name: measures.acceptance_by_position for name, measures in first.by_prompt_set.items()})
+    drawn = [_figure(plots.acceptance_by_position(curves),
+                     "Share of target passes that accepted at least so many guesses in a row. The sum of the points "
+                     "plus 1, the token that the target adds itself, is the number of tokens per pass.")]
+    if known := [one for one in firsts if one.confidence]:
+        # With several methods only the confidence of a token is drawn: a second line each would hide the difference.
+        sure = ({CONFIDENCE_OF[name]: curve for name, curve in known[0].confidence.items()} if len(known) == 1 else
+                {one.name: one.confidence["token"] for one in known})
+        drawn.append(_figure(plots.confidence(sure, next(iter(known[0].confidence.values()))),
+                             "The draft's own probability of a guess against the share that the target accepted. Bars: "
+                             f"the guesses of {known[0].name}. {CONFIDENCE_NOTE}"))
+    drawn.append(_speed(run, firsts))
+    if first.by_category:
+        lengths = {one.name: {name: m.accepted_length for name, m in one.by_category.items()} for one in firsts}
+        drawn.append(_figure(plots.accepted_lengths(lengths) if several else
+                             plots.accepted_length(lengths[first.name], first.overall.accepted_length),
+                             "Tokens per target pass by category of the prompt."))
+    if len(run.temperatures) > 1:
+        # The accepted length hardly depends on the number of rows, so one batch size stands for all.
+        lines = {name: [(one.overall.accepted_length, one.overall.accepted_length_interval)
+                        for one in run.at(name=name, batch_size=run.batch_sizes[0])] for name in run.methods}
+        drawn.append(_figure(plots.with_ranges(lines, "temperature", [f"{one:g}" for one in run.temperatures],
+                                               "tokens per target pass", "temperatures", least=1.0),
+                             "Tokens per target pass by sampling temperature; 0 is greedy. Vertical lines are 95 % "
+                             "intervals."))
+    if artifact is not None and artifact.tuning is not None:
+        tuning = artifact.tuning
+        forms = "" if tuning.linear_layers is None else f"; {tuning.linear_layers.in_words}"
+        drawn.append(_figure(plots.cost_curve(tuning.cost.curve(), artifact.tree_size, tuning.expected_accepted_length),
+                             f"Time of one pass of the target by the number of tokens it checks, measured on "
+                             f"{tuning.device}, {tuning.dtype}{forms}. Vertical line: the tree size chosen for this "
+                             f"machine, {artifact.tree_size} nodes."))
+    replayed = [f"{escape(one.name)}, {escape(name)}: " +
+                ", ".join(f"{size} nodes <b>{length:.2f}</b>" for size, length in sizes.items())
+                for one in firsts for name, sizes in one.accepted_length_by_tree_size.items()]
+    sizes = f"<p>Tokens per pass with smaller and larger trees: {'; '.join(replayed)}.</p>" if replayed else ""
+    return f'<h2>Accepted guesses and speed</h2><div class="pair">{"".join(drawn)}</div>{sizes}'
 
 
 def _speed(run: EvaluationRun, firsts: Sequence[Evaluation]) -> str:
@@ -186,34 +184,6 @@ def _speeds(evaluations: Sequence[Evaluation]) -> dict[str, plots.Point]:
     plain, generate = plots.BASELINE_COLORS
     known += [(plain, first.plain_tokens_per_second, None), (generate, first.generate_tokens_per_second, None)]
     return {name: (speed, interval) for name, speed, interval in known if speed is not None}
-
-
-def _by_category(firsts: Sequence[Evaluation]) -> str:
-    if not firsts[0].by_category:
-        return ""
-    lengths = {one.name: {name: m.accepted_length for name, m in one.by_category.items()} for one in firsts}
-    drawn = (plots.accepted_lengths(lengths) if len(firsts) > 1 else
-             plots.accepted_length(lengths[firsts[0].name], firsts[0].overall.accepted_length))
-    return _figure(drawn, "Tokens per target pass by category of the prompt.")
-
-
-def _by_temperature(run: EvaluationRun) -> str:
-    if len(run.temperatures) < 2:
-        return ""
-    lines = {name: [(one.overall.accepted_length, one.overall.accepted_length_interval)
-                    for one in run.at(name=name, batch_size=run.batch_sizes[0])] for name in run.methods}
-    drawn = plots.with_ranges(lines, "temperature", [f"{one:g}" for one in run.temperatures],
-                              "tokens per target pass", "temperatures", least=1.0)
-    return _figure(drawn, "Tokens per target pass by sampling temperature; 0 is greedy. Vertical lines are 95 % "
-                   "intervals.")
-
-
-def _tree_sizes(firsts: Sequence[Evaluation]) -> str:
-    """Sentence on the accepted length of smaller and larger trees, from replayed answers."""
-    lines = [f"{escape(one.name)}, {escape(name)}: " + ", ".join(f"{size} nodes <b>{length:.2f}</b>"
-                                                               for size, length in lengths.items())
-             for one in firsts for name, lengths in one.accepted_length_by_tree_size.items()]
-    return f"<p>Tokens per pass with smaller and larger trees: {'; '.join(lines)}.</p>" if lines else ""
 
 
 def _figure(svg: str, caption: str, kind: str = "") -> str:
@@ -253,21 +223,11 @@ def _grid(table: Table) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def _cost(artifact: Artifact | None) -> str:
-    if artifact is None or artifact.tuning is None:
-        return ""
-    tuning = artifact.tuning
-    curve = plots.cost_curve(tuning.cost.curve(), artifact.tree_size, tuning.expected_accepted_length)
-    forms = "" if tuning.linear_layers is None else f"; {tuning.linear_layers.in_words}"
-    return _figure(curve, f"Time of one pass of the target by the number of tokens it checks, measured on "
-                   f"{tuning.device}, {tuning.dtype}{forms}. Vertical line: the tree size chosen for this machine, "
-                   f"{artifact.tree_size} nodes.")
-
-
 def _tree(artifact: Artifact | None) -> str:
     if artifact is None:
         return ""
     topology, used = artifact.topology, artifact.tree_size
+    # A tree in use may be tiny; some more nodes show the shape that the artifact holds.
     drawn = topology.prefix(min(topology.size, max(used, DRAWN_NODES)))
     faint = "" if drawn.size == used else f" The {drawn.size - used} faint nodes are not used on this machine."
     if drawn.size < topology.size:
@@ -294,6 +254,7 @@ def _facts(run: EvaluationRun, artifact: Artifact | None) -> str:
                       f"{steadiness(run)} longer than its fastest",
     }
     if artifact is not None:
+        # These hashes tell two measurements of seemingly equal artifacts apart.
         facts |= {"target weights": artifact.identity.weights_hash}
         named = ("data_manifest", "draft_vocabulary", "loops")
         facts |= {name.replace("_", " "): artifact.provenance[name] for name in named if name in artifact.provenance}
@@ -307,6 +268,7 @@ def _plain(value: Any) -> str:
                          if item is not None)
     if isinstance(value, list | tuple):
         return ", ".join(map(_plain, value)) or "none"
+    # Before the numbers: a bool is an int to Python.
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

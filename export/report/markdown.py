@@ -1,7 +1,6 @@
 """Reports of an evaluation: a table for the terminal, Markdown, and one HTML page with plots that needs no network."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
 
@@ -51,6 +50,7 @@ def write_report(out: Path, run: EvaluationRun, artifact: Artifact | None = None
     Raises:
         UserError: if `out` cannot be written, or matplotlib is missing (the JSON and the Markdown are written before).
     """
+    # The figures first: a page that cannot be drawn must not cost a measurement of an hour.
     return {
         "json": write_file(out / JSON_NAME, json.dumps(run.to_dict(), indent=2, allow_nan=False) + "\n"),
         "markdown": write_file(out / MARKDOWN_NAME, markdown(run)),
@@ -60,7 +60,14 @@ def write_report(out: Path, run: EvaluationRun, artifact: Artifact | None = None
 
 def terminal_table(run: EvaluationRun) -> str:
     """The main figures as plain text, `WIDTH` columns wide unless a name is long."""
-    rows = [("", *_HEADINGS), *((name, *_cells(measures)) for name, measures in _terminal_rows(run))]
+    groups = [(label(run, evaluation), evaluation.overall) for evaluation in run.evaluations]
+    # With several methods the prompt sets of each would bury the comparison; the written reports have them.
+    if len(groups) == 1 and len(run.evaluations[0].by_prompt_set) > 1:
+        groups += [(group_name(run, name), one) for name, one in run.evaluations[0].by_prompt_set.items()]
+    rows = [("", *_HEADINGS)]
+    rows += [(name, f"{one.prompts}", f"{one.accepted_length:.2f}", number(one.tokens_per_second, 1),
+              number(one.plain_tokens_per_second, 1), number(one.generate_tokens_per_second, 1), times(one.speedup),
+              identical(one)) for name, one in groups]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [f"Drafts for {run.evaluations[0].target}", *wrap(headline(run), WIDTH), ""]
     lines += ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
@@ -77,28 +84,14 @@ def terminal_table(run: EvaluationRun) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _terminal_rows(run: EvaluationRun) -> Iterator[tuple[str, Measures]]:
-    """A row for every evaluation; a single one is followed by its prompt sets."""
-    for evaluation in run.evaluations:
-        yield label(run, evaluation), evaluation.overall
-    if len(run.evaluations) == 1 and len(run.evaluations[0].by_prompt_set) > 1:
-        for name, measures in run.evaluations[0].by_prompt_set.items():
-            yield group_name(run, name), measures
-
-
 def _firsts(run: EvaluationRun) -> tuple[Evaluation, ...]:
     """The evaluation of each method at the first temperature and batch size."""
     return run.at(temperature=run.temperatures[0], batch_size=run.batch_sizes[0])
 
 
-def _cells(measures: Measures) -> tuple[str, ...]:
-    return (f"{measures.prompts}", f"{measures.accepted_length:.2f}", number(measures.tokens_per_second, 1),
-            number(measures.plain_tokens_per_second, 1), number(measures.generate_tokens_per_second, 1),
-            times(measures.speedup), identical(measures))
-
-
 def markdown(run: EvaluationRun) -> str:
     """Text of report.md."""
+    # A reader who stops early has seen the result, the machine, and every reason to doubt the speeds.
     lines = [f"# Drafts for {run.evaluations[0].target}", "", f"**{headline(run)}**", "", how_measured(run), "",
              where_measured(run), "", *([run.training, ""] if run.training else [])]
     if run.evaluations[0].contended:
@@ -111,13 +104,20 @@ def markdown(run: EvaluationRun) -> str:
     lines += [COLUMNS_NOTE, "", INTERVALS_NOTE, ""]
     for evaluation in _firsts(run):
         lines += [f"## {label(run, evaluation)}", "", drafting_note(evaluation), ""]
-        lines += [*_pipes(in_detail(run, evaluation)), "", f"{_positions(evaluation.overall).capitalize()}.", "",
-                  *_predicted(evaluation)]
+        lines += [*_pipes(in_detail(run, evaluation)), "", f"{_positions(evaluation.overall).capitalize()}.", ""]
+        # An empty note would leave two blank lines, which Markdown tools report.
+        if note := prediction_note(evaluation):
+            lines += [note, ""]
         lines += [line for text in _trees(evaluation) for line in (text, "")]
         parts = parts_table(run, evaluation)
         lines += [] if parts is None else [PARTS_NOTE, "", *_pipes(parts), ""]
-        lines += _confidence(evaluation)
-    return "\n".join([*lines, *_heads(run)])
+        if (table := confidence_table(evaluation)) is not None:
+            lines += [confidence_note(evaluation), "", *_pipes(table), "", CONFIDENCE_NOTE, ""]
+    lines += ["## Acceptance heads", "", HEADS_NOTE, ""] if run.heads else []
+    for head in run.heads:
+        lines += [f"### {title(head)}", "", " ".join(head_verdicts(head.measurements)), "",
+                  *_pipes(drafted_table(head.measurements)), "", *_pipes(reliability_table(head.measurements)), ""]
+    return "\n".join(lines)
 
 
 def _pipes(table: Table) -> list[str]:
@@ -125,28 +125,10 @@ def _pipes(table: Table) -> list[str]:
     lines = ["| " + " | ".join(table.columns) + " |", "|---" + "|--:" * (len(table.columns) - 1) + "|"]
     for row in table.rows:
         cells = [f"{cell.text} ({cell.interval})" if cell.interval else cell.text for cell in row]
+        # Markdown cannot join cells of a row, so a heading among the rows fills the rest with empty ones.
         if len(row) == 1:
             cells = [f"*{cells[0]}*", *[""] * (len(table.columns) - 1)]
         lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def _predicted(evaluation: Evaluation) -> list[str]:
-    note = prediction_note(evaluation)
-    return [note, ""] if note else []
-
-
-def _confidence(evaluation: Evaluation) -> list[str]:
-    table = confidence_table(evaluation)
-    return [] if table is None else [confidence_note(evaluation), "", *_pipes(table), "", CONFIDENCE_NOTE, ""]
-
-
-def _heads(run: EvaluationRun) -> list[str]:
-    """The section on acceptance heads; none where no artifact has one for these answers."""
-    lines = ["## Acceptance heads", "", HEADS_NOTE, ""] if run.heads else []
-    for head in run.heads:
-        lines += [f"### {title(head)}", "", " ".join(head_verdicts(head.measurements)), "",
-                  *_pipes(drafted_table(head.measurements)), "", *_pipes(reliability_table(head.measurements)), ""]
     return lines
 
 

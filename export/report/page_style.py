@@ -73,23 +73,13 @@ $body
 def themed(svg: str) -> str:
     """A plot whose colours follow the page's."""
     for colour in DARK_PLOTS:
-        svg = svg.replace(colour, f"var({_variable(colour)})")
+        # A variable, since the SVG inside the page cannot know whether the reader prefers a dark one.
+        svg = svg.replace(colour, f"var(--plot-{colour[1:]})")
     return svg
 
 
 def colours() -> str:
     """The variables of the light page, and of the dark one."""
-    light = {f"--{name}": pair[0] for name, pair in LIGHT_AND_DARK.items()}
-    dark = {f"--{name}": pair[1] for name, pair in LIGHT_AND_DARK.items()}
-    light |= {_variable(colour): colour for colour in DARK_PLOTS}
-    dark |= {_variable(colour): shown for colour, shown in DARK_PLOTS.items()}
-    return (f"  :root {{ {_listed(light)} }}\n"
-            f"  @media (prefers-color-scheme: dark) {{ :root {{ {_listed(dark)} }} }}\n")
-
-
-def _variable(colour: str) -> str:
-    return f"--plot-{colour[1:]}"
-
-
-def _listed(variables: dict[str, str]) -> str:
-    return " ".join(f"{name}: {value};" for name, value in variables.items())
+    pairs = LIGHT_AND_DARK | {f"plot-{colour[1:]}": (colour, shown) for colour, shown in DARK_PLOTS.items()}
+    light, dark = (" ".join(f"--{name}: {pair[place]};" for name, pair in pairs.items()) for place in (0, 1))
+    return f"  :root {{ {light} }}\n  @media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"

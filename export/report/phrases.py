@@ -59,28 +59,18 @@ def how_measured(run: EvaluationRun) -> str:
     sizes, degrees = run.batch_sizes, run.temperatures
     batches = f"batch size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}"
     drawn = chosen(degrees[0]) if len(degrees) == 1 else f"temperatures {', '.join(f'{one:g}' for one in degrees)}"
+    # Where a replay or a compiler was asked for and refused, the speeds are of another program than the reader expects.
+    notes = ""
+    if settings.get("graphs"):
+        refused = "; ".join(run.header["graph_refusals"])
+        notes += f"; replayed as CUDA graphs{f', as far as possible: {refused}' if refused else ''}"
+    if settings.get("compile"):
+        refusal = run.header["compile_refusal"]
+        notes += (f"; layers not compiled: {refusal}" if refusal else
+                  f"; layers compiled in {run.header['compile_seconds']:.0f} s")
     return (f"{of(prompts, sum(planned['prompt_sets'].values()))} prompts{turns}, answers of at most "
             f"{settings['max_new_tokens']} tokens; {batches}; {drawn}; timed prompts: "
-            f"{of(run.header['timed_prompts'], planned['timed_prompts'])}{_graphs(run)}{_compiled(run)}")
-
-
-def _graphs(run: EvaluationRun) -> str:
-    """A note on rounds that were replayed as CUDA graphs, and why some were not; empty where none was to be."""
-    # Reports of earlier versions say nothing about graphs.
-    if not run.header["settings"].get("graphs"):
-        return ""
-    refused = "; ".join(run.header["graph_refusals"])
-    return f"; replayed as CUDA graphs{f', as far as possible: {refused}' if refused else ''}"
-
-
-def _compiled(run: EvaluationRun) -> str:
-    """A note on compiled layers, and why they are not; empty where none was to be."""
-    # Reports of earlier versions say nothing about compiling.
-    if not run.header["settings"].get("compile"):
-        return ""
-    if refused := run.header["compile_refusal"]:
-        return f"; layers not compiled: {refused}"
-    return f"; layers compiled in {run.header['compile_seconds']:.0f} s"
+            f"{of(run.header['timed_prompts'], planned['timed_prompts'])}{notes}")
 
 
 def of(measured: int, planned: int) -> str:
@@ -91,6 +81,7 @@ def of(measured: int, planned: int) -> str:
 def group_name(run: EvaluationRun, name: str) -> str:
     """Name of a prompt set or category, with its prompts measured and planned where some were left out."""
     header = run.header
+    # A set and a category may share a name; the set's numbers are then those of both.
     for groups in ("prompt_sets", "categories"):
         planned = header["planned"][groups].get(name)
         if planned is not None:
@@ -122,6 +113,7 @@ def where_measured(run: EvaluationRun) -> str:
     """One line: number format, machine, threads, versions."""
     header = run.header
     device = header["machine"]["device"]
+    # Threads and packed layers change speeds on a processor alone.
     where = (f"{header['machine']['processor']}, {header['threads']} threads; {header['linear_layers']['forms']}"
              if device == "cpu" else device)
     versions = ", ".join(f"{name} {text}" for name, text in header["versions"].items())
@@ -173,6 +165,7 @@ def prediction_note(evaluation: Evaluation) -> str:
     """The predicted speed-up next to the measured one; empty where nothing was predicted."""
     if evaluation.predicted_speedup is None:
         return ""
+    # The cost model knows this project's loop alone, so `generate` is no baseline here, even where it is faster.
     drafted, plain = evaluation.overall.tokens_per_second, evaluation.overall.plain_tokens_per_second
     measured = times(drafted / plain) if drafted is not None and plain else "none"
     return (f"Predicted speed-up over this loop without drafts: {times(evaluation.predicted_speedup)}, "
@@ -214,8 +207,12 @@ def confidence_note(evaluation: Evaluation) -> str:
 def verdicts(run: EvaluationRun) -> list[str]:
     """Result of the comparison with the target's own answers, a sentence or two for each temperature."""
     found = [lossless_verdict(run, run.at(temperature=temperature)) for temperature in run.temperatures]
-    if "drift" in run.header:
-        found = [drift_note(run), *found]
+    # First of all, since "identical" means another reference for a draft that adapts its target.
+    if drift := run.header.get("drift"):
+        found.insert(0, "Changes the target: everything below is measured with the adapted target and compared with "
+                     f"it. On the original target's greedy answers to {drift['prompts']} prompts ({drift['tokens']:,} "
+                     f"tokens), the adapted one differs by a KL divergence of {drift['kl']:.3g} nats a token, and "
+                     f"would have chosen {drift['agreement']:.1%} of the tokens as well.")
     if run.header["dtype"] in HALF_FORMATS:
         found.append(HALF_NOTE.format(dtype=run.header["dtype"]))
     if partial := partial_note(run):
@@ -224,18 +221,10 @@ def verdicts(run: EvaluationRun) -> list[str]:
     return [*found, SHARED_NOTE] if shared else found
 
 
-def drift_note(run: EvaluationRun) -> str:
-    """Sentence for a draft that adapts its target: how far the target differs from the original."""
-    drift = run.header["drift"]
-    return (f"Changes the target: everything below is measured with the adapted target and compared with it. On the "
-            f"original target's greedy answers to {drift['prompts']} prompts ({drift['tokens']:,} tokens), the "
-            f"adapted one differs by a KL divergence of {drift['kl']:.3g} nats a token, and would have chosen "
-            f"{drift['agreement']:.1%} of the tokens as well.")
-
-
 def identical(measures: Measures) -> str:
     """Answers equal to the reference, of those compared; of sampled drafts the p-value of their distribution."""
     found, drawn = measures.lossless, measures.distribution
+    # "0/0" would read like a failure where nothing could be compared.
     if not found.prompts and drawn is not None:
         return f"sampled, p = {drawn.p_value:.2g}"
     return f"{found.identical}/{found.prompts}"
@@ -244,28 +233,26 @@ def identical(measures: Measures) -> str:
 def lossless_verdict(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:
     """The result of the comparison for some evaluations at one temperature."""
     temperature = evaluations[0].temperature
-    drawn = [evaluation for evaluation in evaluations if evaluation.overall.distribution is not None]
     compared = [evaluation for evaluation in evaluations if evaluation.overall.distribution is None]
-    return " ".join(filter(None, [_compared(run, compared) if compared else "",
-                                  *(_sampled(evaluation, temperature) for evaluation in drawn)]))
-
-
-def _sampled(evaluation: Evaluation, temperature: float) -> str:
-    """The result for a method whose drafts were sampled: its answers have other tokens than the reference."""
-    found = evaluation.overall.distribution
-    assert found is not None
-    where = f"{evaluation.name} with {evaluation.batch_size} rows" if evaluation.batch_size > 1 else evaluation.name
-    end = ("chance does not explain that: this is a fault, please report it" if found.differs else
-           f"as chance has it; {found.visible:.1%} in this order would have been seen")
-    if found.impossible:
-        end = f"{found.impossible} tokens had no probability at all; {end}"
-    return (f"{where}: drafts were sampled, so answers at temperature {temperature:g} are other words from the same "
-            f"distribution. How likely each of {found.tokens:,} tokens was to the target differs from what its "
-            f"probabilities say by at most {found.distance:.1%} (p = {found.p_value:.2g}): {end}.")
+    said = [_compared(run, compared)] if compared else []
+    # Sampled drafts give other tokens than the reference, so only their distribution can be checked.
+    for evaluation in evaluations:
+        found = evaluation.overall.distribution
+        if found is None:
+            continue
+        where = f"{evaluation.name} with {evaluation.batch_size} rows" if evaluation.batch_size > 1 else evaluation.name
+        end = ("chance does not explain that: this is a fault, please report it" if found.differs else
+               f"as chance has it; {found.visible:.1%} in this order would have been seen")
+        if found.impossible:
+            end = f"{found.impossible} tokens had no probability at all; {end}"
+        said.append(f"{where}: drafts were sampled, so answers at temperature {temperature:g} are other words from the "
+                    f"same distribution. How likely each of {found.tokens:,} tokens was to the target differs from "
+                    f"what its probabilities say by at most {found.distance:.1%} (p = {found.p_value:.2g}): {end}.")
+    return " ".join(said)
 
 
 def _compared(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:
-    """The same for methods whose answers must equal the reference."""
+    """The result for methods whose answers must equal the reference, token by token."""
     found = Lossless.joined(evaluation.overall.lossless for evaluation in evaluations)
     tokens = sum(evaluation.overall.new_tokens for evaluation in evaluations)
     greedy = evaluations[0].temperature == 0
@@ -278,25 +265,25 @@ def _compared(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:
     if found.identical == found.prompts:
         return (f"All {found.prompts} {answers} ({tokens:,} tokens) are identical, token by token, to those of "
                 f"{reference}.")
+    # A near-tie is no fault and must be said apart from one: the target itself would have taken either token.
     gap = found.max_logit_gap_at_divergence
     where = "" if gap is None else f" (largest logit gap there: {gap:.2g})"
     text = (f"{found.identical} of {found.prompts} {answers} ({tokens:,} tokens) are identical to those of "
             f"{reference}. ")
     if found.near_tie_divergences:
-        text += (f"{_differ(found.near_tie_divergences)} where the target itself is undecided within the rounding "
+        verb = "differs" if found.near_tie_divergences == 1 else "differ"
+        text += (f"{found.near_tie_divergences} first {verb} where the target itself is undecided within the rounding "
                  f"of {run.header['dtype']}{where}. ")
     if found.different:
         at_fault = ", ".join(dict.fromkeys(one.name for one in evaluations if one.overall.lossless.different))
-        text += f"{_differ(found.different)} where it is not{where}: this is a fault, please report it ({at_fault})."
+        verb = "differs" if found.different == 1 else "differ"
+        text += (f"{found.different} first {verb} where it is not{where}: this is a fault, please report it "
+                 f"({at_fault}).")
     elif greedy and run.header["dtype"] == "float32" and (
         found.near_tie_divergences > max(1.0, tokens * NEAR_TIES_PER_TOKEN)
     ):
         text += "That is more often than once in 10,000 tokens, which rounding does not explain."
     return text.strip()
-
-
-def _differ(count: int) -> str:
-    return f"{count} first {'differs' if count == 1 else 'differ'}"
 
 
 def steadiness(run: EvaluationRun) -> str:

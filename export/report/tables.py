@@ -62,6 +62,7 @@ def side_by_side(run: EvaluationRun) -> Table:
 
 def in_detail(run: EvaluationRun, evaluation: Evaluation) -> Table:
     """One method on all prompts, and on each prompt set, category and turn."""
+    # All prompts first: the groups below have wide intervals, and invite to pick a lucky one.
     rows: list[tuple[Cell, ...]] = [(Cell(all_prompts(run)), *figures(evaluation.overall))]
     for heading, groups in groups_of(evaluation):
         rows.append((Cell(heading),))
@@ -77,6 +78,7 @@ def parts_table(run: EvaluationRun, evaluation: Evaluation) -> Table | None:
 
     def row(name: str, measures: Measures) -> tuple[Cell, ...]:
         total = sum(measures.guessed_by.values())
+        # Of a group without accepted guesses no share is known, which is not 0 %.
         shares = [percent(measures.guessed_by.get(one, 0) / total) if total else "" for one in names]
         return (Cell(name), Cell(f"{total:,}"), *map(Cell, shares))
 
@@ -112,6 +114,7 @@ def groups_of(evaluation: Evaluation) -> Iterator[tuple[str, dict[str, Measures]
     sets = evaluation.by_prompt_set
     if len(sets) > 1:
         yield "prompt sets", sets
+    # Built-in prompts have a category named as their set: the same row twice.
     categories = {name: measures for name, measures in evaluation.by_category.items()
                   if name not in sets or sets[name].prompts != measures.prompts}
     if categories:

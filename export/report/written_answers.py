@@ -36,22 +36,22 @@ def written_answers(samples: Sequence[SampleAnswer], method: str) -> str:
     key = ('<p class="muted key"><span class="guess-key">guessed</span> by the draft and accepted &nbsp; '
            '<span>plain</span> written by the target itself &nbsp; <span class="missed">dotted</span> written by the '
            "target after it rejected a guess: hold the pointer over it to see the guess</p>")
+    answers = []
+    for sample in samples:
+        shown = sample.prompt.strip()
+        # A long document as the question would push the answer off the screen.
+        prompt = shown if len(shown) <= LONGEST_PROMPT else shown[:LONGEST_PROMPT].rstrip() + " …"
+        heading = (f"{sample.rank.capitalize()}: {sample.accepted_length:.2f} tokens per pass, {sample.guessed} of "
+                   f"{len(sample.tokens)} tokens guessed")
+        answers.append(f'<div class="answer"><h3>{escape(heading)}</h3><p class="question">{escape(sample.prompt_set)} '
+                       f'prompt: {escape(prompt)}</p><p class="text">{"".join(map(_token, sample.tokens))}</p></div>')
     return (f"<h2>Who wrote the words</h2><p>{escape(NOTE)} Answers of {escape(method)} with the most, the middle and "
-            f"the fewest tokens per pass:</p>{key}{''.join(map(_answer, samples))}")
-
-
-def _answer(sample: SampleAnswer) -> str:
-    shown = sample.prompt.strip()
-    prompt = shown if len(shown) <= LONGEST_PROMPT else shown[:LONGEST_PROMPT].rstrip() + " …"
-    heading = (f"{sample.rank.capitalize()}: {sample.accepted_length:.2f} tokens per pass, {sample.guessed} of "
-               f"{len(sample.tokens)} tokens guessed")
-    text = "".join(map(_token, sample.tokens))
-    return (f'<div class="answer"><h3>{escape(heading)}</h3><p class="question">{escape(sample.prompt_set)} prompt: '
-            f'{escape(prompt)}</p><p class="text">{text}</p></div>')
+            f"the fewest tokens per pass:</p>{key}{''.join(answers)}")
 
 
 def _token(token: SampleToken) -> str:
     """One token as it stands in the text; a control character is replaced by its sign."""
+    # Special tokens, and bytes inside a character, have no text of their own.
     if not token.text:
         return ""
     text = escape(visible(token.text))
