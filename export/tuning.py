@@ -90,6 +90,7 @@ class Tuning:
     def of(cls, target: Target, tree_size: int, cost: CostModel, expected: Sequence[float] = (), *,
            given: bool = False) -> "Tuning":
         """The measurements made with `target`, with the name of its device."""
+        # The time of a pass depends on the threads as it does on the device: other threads make a measurement of their own.
         threads = f", {torch.get_num_threads()} threads" if target.device.type == "cpu" else ""
         return cls(device=f"{target.device.type}{threads}", dtype=str(target.dtype).removeprefix("torch."),
                    tree_size=tree_size, cost=cost, expected_accepted_length=tuple(expected), given=given,
@@ -143,11 +144,13 @@ class Tuning:
     def pass_nodes(self, batch_size: int, temperature: float, virtual_nodes: int) -> int:
         """Nodes of a pass, virtual ones included, with which sampled rows decode fastest; 1 where none is known to pay.
         """
+        # Without trials the choice is the root alone, which is plain decoding.
         sampled = self.sampled_at(temperature)
         return choose_trial(sampled.lookahead if sampled else (), self.cost.curve(batch_size), virtual_nodes).size
 
     def fastest(self, batch_size: int = 1, temperature: float = 0.0) -> str:
         """The policy that is predicted to decode such rows fastest: static, static+lookup, or none."""
+        # A size whose accepted length is not known is predicted to gain nothing, so that copies win where they pay.
         size, lengths, copies = (self.size_for(batch_size, temperature), self.lengths_at(temperature),
                                  self.copies(batch_size, temperature))
         known = 1 < size <= len(lengths)

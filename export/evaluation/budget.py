@@ -60,6 +60,7 @@ class Budget:
 
     def answered(self, count: int) -> None:
         """Count answers on the bar, whose total is the number that will fit at the speed so far."""
+        # Answers that will not be decoded must not make the bar end at, say, 40 %.
         done = self.bar.n + count
         projected = done * (1 - CLOSING_SHARE) * self.limit / max(self.elapsed, 1e-9)
         self.bar.total = max(done, round(min(self.answers, projected)))

@@ -56,6 +56,7 @@ class ContentionProbe:
 
     def _start_excess(self) -> float:
         """The largest excess of a few samples in a row; the first passes, which warm up, are left out."""
+        # These warm up caches: they are slow on a quiet machine too.
         self._sample()
         started, samples = clock(self.target), [self._sample(), self._sample()]
         while len(samples) < START_SAMPLES and clock(self.target) - started < START_SECONDS:
@@ -168,6 +169,7 @@ def machine(target: Target) -> dict[str, Any]:
 
 def processor() -> str:
     """The processor's model name where the system reports it, else its architecture."""
+    # Python reports an architecture at most on Linux, which says nothing of the speed.
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -63,6 +63,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
         samples = sample_answers(target, records[0].method, questions, records[0].answers, config)
         # Last of all, since more of them only make a figure more precise.
         replays, replayed = runner.replays(budget)
+    # Planned next to measured: a reader of the JSON must see what a budget left out.
     planned = {**_coverage(schedule.entries, schedule),
                "replayed_answers": sum(entry.question.turns for entry in schedule.replayed(schedule.entries))}
     packing = target.linears.packing

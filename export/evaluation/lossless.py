@@ -62,6 +62,7 @@ def generate(model: Any, target: Target, prompts: Sequence[Sequence[int]], *, ma
     if penalised and len(prompts) > 1:
         return [generate(model, target, [prompt], max_new_tokens=max_new_tokens, temperature=temperature,
                          settings=settings)[0] for prompt in prompts]
+    # Padded on the left, so that the new tokens of all rows stand next to their prompts.
     width = max(len(prompt) for prompt in prompts)
     pad = target.eos_ids[0] if target.eos_ids else 0
     tokens_BL = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=target.device)
@@ -75,15 +76,12 @@ def generate(model: Any, target: Target, prompts: Sequence[Sequence[int]], *, ma
         sampling["repetition_penalty"] = settings.repetition_penalty
     output = model.generate(input_ids=tokens_BL, attention_mask=mask_BL, max_new_tokens=max_new_tokens,
                             eos_token_id=list(target.eos_ids) or None, pad_token_id=pad, use_cache=True, **sampling)
-    return [until_end(row, target.eos_ids) for row in output[:, width:].tolist()]
-
-
-def until_end(tokens: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
-    """The tokens up to and including the first that ends the text; what follows is padding."""
-    for place, token in enumerate(tokens):
-        if token in eos_ids:
-            return list(tokens[: place + 1])
-    return list(tokens)
+    answers: list[list[int]] = output[:, width:].tolist()
+    for place, answer in enumerate(answers):
+        # After its own end token a row is padded until the longest one ends.
+        end = next((index for index, token in enumerate(answer) if token in target.eos_ids), len(answer))
+        answers[place] = answer[: end + 1]
+    return answers
 
 
 def first_divergence(answer: Sequence[int], reference: Sequence[int]) -> int | None:
@@ -144,6 +142,7 @@ def sampled_judge(target: Target, settings: DecodeSettings, request: Request) ->
     """
 
     def judge(tokens: Sequence[int], choices: tuple[int, int]) -> tuple[None, bool]:
+        # The loop takes one number of the stream a token, so the place in the answer is that in the stream.
         place = len(tokens) - len(request.tokens)
         uniform = float(uniform_stream(settings.seed, request.index, place + 1)[place])
         temperature = torch.tensor([request.temperature], device=target.device)

@@ -133,6 +133,7 @@ class EvaluateConfig:
         """Timed prompts of a set with `members` prompts: they fill whole batches of every size; 0 if none can."""
         if self.speed_prompts == 0:
             return 0
+        # Every size must divide the number: a batch that is not full would be timed at another size.
         least = math.lcm(*self.batches)
         return min(max(self.speed_prompts, least), members) // least * least
 
@@ -205,19 +206,19 @@ class Method:
         Raises:
             UserError: if there is no such policy, or it asks for more than the artifact has.
         """
+        # Only a static tree has prefixes that are the best smaller trees.
         trees = artifact.topology if policy in (STATIC, FASTEST) else None
         if policy == FASTEST:
             policy = JOINED if artifact.fastest(temperature=temperature) == JOINED else STATIC
 
-        def policy_for(rows: int, temperature: float) -> Policy:
-            return artifact.policy(policy, batch_size=rows, temperature=temperature)
-
+        # Made now, so that a policy which the artifact lacks is refused before anything is decoded.
         drafter = artifact.drafting(policy, temperature=temperature).drafter
         family = artifact.drafter.family
         called = name or (family if artifact.adapter is None else f"{family} (changes the target)")
         return cls(name=called if policy == STATIC else f"{called}, {policy}",
-                   family=family, drafter=drafter, policy_for=policy_for,
-                   trees=trees,
+                   family=family, drafter=drafter, trees=trees,
+                   policy_for=lambda rows, temperature: artifact.policy(policy, batch_size=rows,
+                                                                        temperature=temperature),
                    predicted_speedup=lambda rows, temperature: artifact.predicted_speedup(
                        policy, batch_size=rows, temperature=temperature))
 
@@ -242,6 +243,7 @@ class Method:
     @property
     def trained(self) -> Drafter | None:
         """The trained drafter, without one that copies next to it; None without one."""
+        # In an ensemble the drafters that copy come first, and the trained one last.
         last = self.drafter.parts[-1] if isinstance(self.drafter, Ensemble) else self.drafter
         return last if isinstance(last, Drafter) else None
 
@@ -254,6 +256,7 @@ class Method:
 
     def predicted(self, batch_size: int, sampling: SamplingSetting) -> float | None:
         """The predicted speed-up for so many rows; None where nothing is known, as of answers with filters."""
+        # The expected lengths were estimated without filters, which change what is accepted.
         unfiltered = sampling == SamplingSetting(temperature=sampling.temperature)
         if self.predicted_speedup is None or not unfiltered:
             return None

@@ -54,6 +54,7 @@ class References:
     def save(self) -> None:
         """Write all known answers, and those that other runs have added to the file meanwhile."""
         if self.file is not None:
+            # Read again, since a run next to this one may have added to the file.
             self._known = {**_read(self.file), **self._known}
             content = {"format": _FORMAT, "answers": self._known, "sha256": _digest(self._known)}
             write_file(self.file, json.dumps(content, sort_keys=True) + "\n")
@@ -80,6 +81,7 @@ def _read(file: Path | None) -> dict[str, list[int]]:
     if content["format"] != _FORMAT:
         raise UserError(f"references names {file}, which holds no references; choose another file, or delete it")
     answers: dict[str, list[int]] = content["answers"]
+    # A reference changed by hand would let a fault of drafting pass, or report one where there is none.
     if content["sha256"] != _digest(answers):
         raise UserError(f"references names {file}, which was changed since it was written; delete it, the answers are "
                         "made again")

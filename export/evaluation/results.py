@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...modules import NONE, ConfidenceCurve
+from ...modules import ConfidenceCurve
 from .methods import MeasuredHead
 from .uniformity import Distribution
 
@@ -93,6 +93,7 @@ class Lossless:
     @classmethod
     def joined(cls, found: Iterable["Lossless"]) -> "Lossless":
         """The sum of several comparisons."""
+        # Walked four times, and callers give generators.
         every = list(found)
         gaps = [one.max_logit_gap_at_divergence for one in every if one.max_logit_gap_at_divergence is not None]
         return cls(prompts=sum(one.prompts for one in every), identical=sum(one.identical for one in every),
@@ -188,11 +189,6 @@ class Evaluation:
     """Each turn, from "1", where questions have several."""
 
     @property
-    def unasked(self) -> bool:
-        """True where the policy was to draft nothing."""
-        return self.name.endswith(f", {NONE}")
-
-    @property
     def biased(self) -> bool:
         """True where sampled drafts changed the distribution of the answers."""
         return self.overall.distribution is not None and self.overall.distribution.differs
@@ -211,6 +207,7 @@ class Evaluation:
 
     def measurements(self) -> list[dict[str, Any]]:
         """Flat records, one a group: all questions, then each prompt set, category and turn; None stands for all."""
+        # Each record has all its conditions, so that a table program can filter them without the rest of the file.
         every = dict.fromkeys(self._groups())
         records = [{**self._facts(), **every, **asdict(self.overall)}]
         records += [{**self._facts(), **every, name: key, **asdict(measures)}

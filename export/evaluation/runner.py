@@ -10,7 +10,7 @@ from .contention import ContentionProbe, rotated
 from .lossless import compare, greedy_judge, sampled_judge
 from .methods import Answered, Method
 from .reference_answers import References
-from .results import Answer, Comparison, Timing
+from .results import Answer, Timing
 from .schedule import UNTIMED_ROWS, Entry, Schedule, by_prompt_set
 from .timed_decoding import Exchange, Records, TimedDecoder, target_bytes, untimed_batches
 from .tree_replay import Replays, TreeReplay
@@ -255,11 +255,20 @@ class Runner:
         answers = []
         for exchange in decoded.exchanges:
             entry, generation = exchange.entry, records.generations[exchange.index]
+            comparison = None
+            if compared and temperature > 0:
+                comparison = compare(exchange.prompt, generation.tokens, exchange.reference,
+                                     sampled_judge(self.target, settings, generation.request))
+            elif compared:
+                # The reference came from a padded batch, which may flip a near-tie by itself.
+                comparison = compare(exchange.prompt, generation.tokens, exchange.reference,
+                                     greedy_judge(self.target, settings),
+                                     again=lambda alone=exchange: self.decoder.generate([alone])[0][0])
             answers.append(Answer(
                 question=entry.number, turn=exchange.turn, prompt_set=entry.prompt_set,
                 category=entry.question.category, tokens=tuple(generation.tokens), emitted=tuple(generation.emitted),
                 truncated=generation.finish == "length",
-                comparison=self._compare(exchange, generation) if compared else None,
+                comparison=comparison,
                 positions=() if compared else positions(self.target, generation.request, generation.tokens, settings),
                 guessed_by=dict(zip(method.parts, records.parts.get(exchange.index, ()), strict=False)),
             ))
@@ -268,15 +277,6 @@ class Runner:
             target_calls=records.target_calls, graph_refusal=records.graph_refusal,
             draft_share=records.meter.drafted / max(1, records.target_calls * weights),
         )
-
-    def _compare(self, exchange: Exchange, generation: Generation) -> Comparison:
-        settings = self.schedule.config.settings(1)
-        if exchange.temperature > 0:
-            return compare(exchange.prompt, generation.tokens, exchange.reference,
-                           sampled_judge(self.target, settings, generation.request))
-        # The reference came from a padded batch, which may flip a near-tie by itself.
-        return compare(exchange.prompt, generation.tokens, exchange.reference, greedy_judge(self.target, settings),
-                       again=lambda: self.decoder.generate([exchange])[0][0])
 
     def replays(self, budget: Budget) -> tuple[dict[str, Replays], int]:
         """Figures of each method by name, and the number of answers: greedy answers of each prompt set replayed through

@@ -58,6 +58,7 @@ def _chosen(answers: Sequence[Answer]) -> dict[str, Answer]:
     """The first turns with the most, the middle and the fewest tokens per pass; fewer where there are not three."""
     known = [answer for answer in answers if answer.turn == 1 and answer.emitted]
     long = [answer for answer in known if len(answer.tokens) >= SHORTEST]
+    # In a very short answer one accepted guess decides the rank.
     ordered = sorted(long if len(long) >= 3 else known,
                      key=lambda answer: (-sum(answer.emitted) / len(answer.emitted), answer.question))
     places = {BEST: 0, MEDIAN: len(ordered) // 2, WORST: len(ordered) - 1}

@@ -82,6 +82,7 @@ class Schedule:
     @property
     def answers(self) -> int:
         """Answers to be decoded in all, those of the target alone included."""
+        # Timed questions are decoded by every method at every batch size; others once for each tree.
         turns = {entry.number: entry.question.turns for entry in self.entries}
         timed = sum(turns[number] for number in self.timed)
         trees = sum(len(method.shapes(self.config.batches, temperature)) for method in self.methods
@@ -113,6 +114,7 @@ class Schedule:
                     kinds.setdefault(entry.question.category, []).append(entry)
             untimed += [((place + 0.5) / len(kind), entry) for kind in kinds.values()
                         for place, entry in enumerate(kind)]
+        # By the middle of its share of a category: each start of this list has all categories in their proportion.
         even = [entry for _, entry in sorted(untimed, key=lambda one: one[0])]
         placed += [((start + UNTIMED_ROWS / 2) / len(even), even[start : start + UNTIMED_ROWS])
                    for start in range(0, len(even), UNTIMED_ROWS)]

@@ -65,15 +65,13 @@ def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_sha
     # Questions are drawn, each with all its turns: answers of one conversation resemble one another.
     emitted_Q, passes_Q = _by_question(answers, lambda one: (sum(one.emitted), len(one.emitted)))
 
-    def length(drawn_RQ: Draws) -> Floats:
-        return np.asarray(emitted_Q[drawn_RQ].sum(1) / np.maximum(1, passes_Q[drawn_RQ].sum(1)))
-
     return Measures(
         prompts=len(answers),
         new_tokens=tokens,
         target_passes=passes,
         accepted_length=sum(emitted) / max(1, passes),
-        accepted_length_interval=interval(len(emitted_Q), length, seed),
+        accepted_length_interval=interval(len(emitted_Q), lambda drawn_RQ: np.asarray(
+            emitted_Q[drawn_RQ].sum(1) / np.maximum(1, passes_Q[drawn_RQ].sum(1))), seed),
         block_efficiency=efficiency,
         # tau / (c gamma + 1), where c gamma is the cost of all draft steps of a pass over that of the pass, in bytes
         # (arXiv:2411.11055, section 4).
@@ -120,6 +118,7 @@ def _speeds(timings: Sequence[Timing], answers: Sequence[Answer], seed: int) -> 
         efficiency_R = tokens_Q[questions_RQ].sum(1) / passes_Q[questions_RQ].sum(1)
         return np.asarray(np.median(passes_per_second_N[groups_RN], axis=1) * efficiency_R)
 
+    # The three speeds of a group are drawn together: a slow prompt slows all of them.
     def gain(groups_RN: Draws, questions_RQ: Draws) -> Floats:
         plain_R, generate_R = (np.median(speeds_N[groups_RN], axis=1) for speeds_N in (plain_N, generate_N))
         return np.asarray(drafted(groups_RN, questions_RQ) / np.maximum(plain_R, generate_R))

@@ -5,7 +5,6 @@ Shapes: B rows, L positions, N tokens of the original's answers, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
@@ -30,10 +29,6 @@ class Drift:
     agreement: float
     """Share of the tokens that the adapted target would also choose after the same text."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, ready for JSON."""
-        return asdict(self)
-
 
 @torch.no_grad()
 def measure_drift(original: Target, adapted: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
@@ -47,11 +42,13 @@ def measure_drift(original: Target, adapted: Target, prompts: Sequence[Sequence[
         raise UserError("there is no prompt to measure the target's drift on; give at least one")
     requests = [Request(tuple(prompt), index, max_new_tokens) for index, prompt in enumerate(prompts)]
     answers = decode(original, requests, DecodeSettings(batch_size=batch_size)).generations
+    # On the original's own answers: those are the texts whose distribution a user would miss.
     divergence, agreed, tokens = 0.0, 0, 0
     for answer in answers:
         prompt = answer.request.tokens
         row = Features.from_rows([([*prompt, *answer.tokens], [False] * len(prompt) + [True] * len(answer.tokens))])
         own, theirs = (target.encode(row).final()[0, len(prompt) - 1 : -1] for target in (original, adapted))
+        # Two distributions over a large vocabulary in double precision: a long answer at once would fill the memory.
         for start in range(0, len(own), CHUNK):
             log_p_NV, log_q_NV = (target.logits(states[start : start + CHUNK]).double().log_softmax(-1)
                                   for target, states in ((original, own), (adapted, theirs)))
@@ -74,4 +71,4 @@ def with_drift(run: EvaluationRun, original: Target, adapted: Target, prompt_set
         count = min(limit, len(questions))
         prompts += [questions[place * len(questions) // count].prompt([]) for place in range(count)]
     found = measure_drift(original, adapted, prompts, max_new_tokens=max_new_tokens)
-    return replace(run, header={**run.header, "drift": found.to_dict()})
+    return replace(run, header={**run.header, "drift": asdict(found)})

@@ -121,6 +121,7 @@ class TimedDecoder:
         families = method.parts if method else ()
         counter = PartCounter() if len(families) > 1 else None
         with metered(drafter, records.meter if records else Meter()):
+            # After the counter is in place: setting it up is no part of decoding.
             started = clock(self.target)
             result = decode(self.target, requests, self.config.settings(rows or batch_size), drafter=drafter,
                             policy=policy, on_tokens=on_tokens, observer=counter)
@@ -151,10 +152,12 @@ def untimed_batches(exchanges: Sequence[Exchange]) -> list[list[Exchange]]:
 @contextmanager
 def metered(drafter: Proposer | None, meter: Meter) -> Iterator[None]:
     """Count what the drafter reads inside the block."""
+    # The parts are counted, not the ensemble: it only calls them, and each reads its own weights.
     parts = [] if drafter is None else [drafter]
     while ensembles := [part for part in parts if isinstance(part, Ensemble)]:
         parts = [part for part in parts if part not in ensembles] + [inner for one in ensembles for inner in one.parts]
     for part in parts:
+        # On the instance, so that the class, which other drafters share, stays as it is.
         counter = _Counter(part, meter)
         part.__dict__["expand"], part.__dict__["observe"] = counter.expand, counter.observe
     try:

@@ -7,15 +7,13 @@ other tree follows from the states at its tokens (`draftsmith.modules.replay`), 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...modules import Confidence, ConfidenceCurve, Drafter, Ensemble, Features, Target, replay, replay_noting
+from ...modules import Confidence, ConfidenceCurve, Ensemble, Features, Target, replay, replay_noting
 from ...modules.tuning.held_out_ranks import proposed_text
 from ...modules.tuning.rank_walk import walk
 from .methods import Method
 
 SIZES = (16, 32, 64)
 """Nodes of the trees that are replayed, root included."""
-Answered = tuple[Sequence[int], Sequence[int]]
-"""Tokens of a prompt and of its greedy answer."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +52,25 @@ class TreeReplay:
             return
         used = {self.method.own_nodes} if isinstance(self.method.drafter, Ensemble) else set()
         *smaller, largest = sorted({min(size, topology.size) for size in {*SIZES, *used}} - {1})
-        features = [_encoded(self.target, drafter, (prompt, answer))]
+        # Only the answer's tokens are walked: the target did not choose those of the prompt.
+        supervised = [False] * len(prompt) + [True] * len(answer)
+        features = [self.target.encode(Features.from_rows([([*prompt, *answer], supervised)]), drafter.taps)]
+        # One ranking of the drafter's guesses serves all sizes; each would cost a pass of the drafter otherwise.
         text = proposed_text(drafter, features, max(topology.ranks) + 1).ranked if smaller else None
+        found: list[tuple[int, int, int]] = []
         for size in smaller:
             prefix = topology.prefix(size)
             if text is not None and prefix.depth <= text.ranks_PK.shape[1]:
                 emitted = walk(text, prefix)
-                self._count(prompt_set, size, sum(emitted), len(emitted))
+                found.append((size, sum(emitted), len(emitted)))
             else:
-                found = replay(drafter, self.target, features, prefix, batch_size=1)
-                self._count(prompt_set, size, found.tokens, found.passes)
+                decoded = replay(drafter, self.target, features, prefix, batch_size=1)
+                found.append((size, decoded.tokens, decoded.passes))
         noted = replay_noting(drafter, self.target, features, topology.prefix(largest), self.confidence)
-        self._count(prompt_set, largest, noted.tokens, noted.passes)
-
-    def _count(self, prompt_set: str, size: int, tokens: int, passes: int) -> None:
-        counts = self.counts.setdefault(prompt_set, {}).setdefault(size, [0, 0])
-        counts[0] += tokens
-        counts[1] += passes
+        for size, tokens, passes in [*found, (largest, noted.tokens, noted.passes)]:
+            counts = self.counts.setdefault(prompt_set, {}).setdefault(size, [0, 0])
+            counts[0] += tokens
+            counts[1] += passes
 
     @property
     def found(self) -> Replays:
@@ -78,9 +78,3 @@ class TreeReplay:
         lengths = {name: {str(size): tokens / passes if passes else 0.0 for size, (tokens, passes) in sizes.items()}
                    for name, sizes in self.counts.items()}
         return Replays(lengths, self.confidence.curves() if lengths else {})
-
-
-def _encoded(target: Target, drafter: Drafter, row: Answered) -> Features:
-    prompt, answer = row
-    supervised = [False] * len(prompt) + [True] * len(answer)
-    return target.encode(Features.from_rows([([*prompt, *answer], supervised)]), drafter.taps)

@@ -39,7 +39,6 @@ _POSITIONS = 0xD157
 """Separates these uniform numbers from all that decoding uses."""
 
 
-
 @torch.no_grad()
 def positions(target: Target, request: Request, answer: Sequence[int], settings: DecodeSettings) -> tuple[float, ...]:
     """The position of each token of a sampled answer in the target's distribution, by the untouched model.
@@ -118,6 +117,7 @@ def p_value(distance: float, count: int) -> float:
     """Probability of a distance at least as large by chance: Kolmogorov's limit, corrected for small samples
     (Stephens, 1970)."""
     scaled = distance * (math.sqrt(count) + 0.12 + 0.11 / math.sqrt(count))
+    # The series converges slowly there, and the probability is 1 to ten digits.
     if scaled < 0.2:
         return 1.0
     terms = ((-1.0) ** (k - 1) * 2 * math.exp(-2 * (k * scaled) ** 2) for k in range(1, _TERMS))

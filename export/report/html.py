@@ -135,7 +135,7 @@ def _figures(run: EvaluationRun, firsts: Sequence[Evaluation], artifact: Artifac
                              plots.accepted_length(lengths[first.name], first.overall.accepted_length),
                              "Tokens per target pass by category of the prompt."))
     if len(run.temperatures) > 1:
-        # The accepted length hardly depends on the number of rows, so one batch size stands for all.
+        # At one batch size: each has a tree of its own, and a line for every one of them would crowd the plot.
         lines = {name: [(one.overall.accepted_length, one.overall.accepted_length_interval)
                         for one in run.at(name=name, batch_size=run.batch_sizes[0])] for name in run.methods}
         drawn.append(_figure(plots.with_ranges(lines, "temperature", [f"{one:g}" for one in run.temperatures],

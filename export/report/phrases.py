@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...modules import ConfidenceCurve
+from ...modules import NONE, ConfidenceCurve
 from ..evaluation.results import Evaluation, EvaluationRun, Interval, Lossless, Measures
 
 NEAR_TIES_PER_TOKEN = 1 / 10_000
@@ -37,7 +37,8 @@ def chosen(temperature: float) -> str:
 
 def nothing_drafted(evaluation: Evaluation) -> str:
     """Words that say why nothing is drafted."""
-    if evaluation.unasked:
+    # A method is named by its policy where that is not the usual one.
+    if evaluation.name.endswith(f", {NONE}"):
         return "as asked"
     where = f" at temperature {evaluation.temperature:g}" if evaluation.temperature else ""
     return f"because on this machine no tree makes decoding faster{where}"
@@ -81,7 +82,6 @@ def of(measured: int, planned: int) -> str:
 def group_name(run: EvaluationRun, name: str) -> str:
     """Name of a prompt set or category, with its prompts measured and planned where some were left out."""
     header = run.header
-    # A set and a category may share a name; the set's numbers are then those of both.
     for groups in ("prompt_sets", "categories"):
         planned = header["planned"][groups].get(name)
         if planned is not None:

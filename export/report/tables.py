@@ -114,7 +114,7 @@ def groups_of(evaluation: Evaluation) -> Iterator[tuple[str, dict[str, Measures]
     sets = evaluation.by_prompt_set
     if len(sets) > 1:
         yield "prompt sets", sets
-    # Built-in prompts have a category named as their set: the same row twice.
+    # Otherwise a set whose file names it as the only category would have two equal rows.
     categories = {name: measures for name, measures in evaluation.by_category.items()
                   if name not in sets or sets[name].prompts != measures.prompts}
     if categories:
