@@ -90,7 +90,7 @@ class Tuning:
     def of(cls, target: Target, tree_size: int, cost: CostModel, expected: Sequence[float] = (), *,
            given: bool = False) -> "Tuning":
         """The measurements made with `target`, with the name of its device."""
-        # The time of a pass depends on the threads as it does on the device: other threads make a measurement of their own.
+        # The time of a pass depends on the threads as much as on the device.
         threads = f", {torch.get_num_threads()} threads" if target.device.type == "cpu" else ""
         return cls(device=f"{target.device.type}{threads}", dtype=str(target.dtype).removeprefix("torch."),
                    tree_size=tree_size, cost=cost, expected_accepted_length=tuple(expected), given=given,

@@ -172,8 +172,9 @@ def markdown(standings: Sequence[Standing]) -> str:
           for name in sets for kind, degree in (("greedy", GREEDY), ("sampled", SAMPLED))),
         *((f"tokens/pass {name}, best tree", lambda one, name=name: number(one.best_tree.get(name), 2))
           for name in sets),
-        ("nodes, greedy", lambda one: _nodes(one.nodes)),
-        ("nodes, sampled", lambda one: _nodes(one.nodes_sampled)),
+        # The root alone is a pass of plain decoding.
+        ("nodes, greedy", lambda one: "none" if one.nodes == 1 else number(one.nodes, 0)),
+        ("nodes, sampled", lambda one: "none" if one.nodes_sampled == 1 else number(one.nodes_sampled, 0)),
         ("passes accepting 1, 2, 3, 4 guesses",
          lambda one: " ".join(percent(share) for share in one.acceptance_by_position[:4])),
         ("time drafting", lambda one: percent(one.draft_time_share)),
@@ -195,11 +196,6 @@ def markdown(standings: Sequence[Standing]) -> str:
         lines += ["", f"The machine was busy with something else while the speeds of {busy} were measured: they are "
                       "not reliable."]
     return "\n".join(lines) + "\n"
-
-
-def _nodes(count: int | None) -> str:
-    # The root alone is a pass of plain decoding.
-    return "none" if count == 1 else number(count, 0)
 
 
 def _key(prompt_set: str, temperature: float) -> str:

@@ -30,11 +30,6 @@ def span(interval: Interval | None, digits: int) -> str:
     return "" if interval is None else f"{interval[0]:.{digits}f}–{interval[1]:.{digits}f}"
 
 
-def chosen(temperature: float) -> str:
-    """Name of a temperature: greedy for 0."""
-    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
-
-
 def nothing_drafted(evaluation: Evaluation) -> str:
     """Words that say why nothing is drafted."""
     # A method is named by its policy where that is not the usual one.
@@ -46,7 +41,8 @@ def nothing_drafted(evaluation: Evaluation) -> str:
 
 def label(run: EvaluationRun, evaluation: Evaluation) -> str:
     """The method's name, with its temperature and batch size where the run has several."""
-    temperature = f", {chosen(evaluation.temperature)}" if len(run.temperatures) > 1 else ""
+    degree = evaluation.temperature
+    temperature = ("" if len(run.temperatures) == 1 else f", temperature {degree:g}" if degree else ", greedy")
     return evaluation.name + temperature + (f", batch {evaluation.batch_size}" if len(run.batch_sizes) > 1 else "")
 
 
@@ -59,7 +55,8 @@ def how_measured(run: EvaluationRun) -> str:
     turns = f" ({answers} turns)" if answers != prompts else ""
     sizes, degrees = run.batch_sizes, run.temperatures
     batches = f"batch size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}"
-    drawn = chosen(degrees[0]) if len(degrees) == 1 else f"temperatures {', '.join(f'{one:g}' for one in degrees)}"
+    drawn = (f"temperatures {', '.join(f'{one:g}' for one in degrees)}" if len(degrees) > 1 else
+             f"temperature {degrees[0]:g}" if degrees[0] else "greedy")
     # Where a replay or a compiler was asked for and refused, the speeds are of another program than the reader expects.
     notes = ""
     if settings.get("graphs"):

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from ...modules import ConfidenceCurve, CostCurve, Topology, UserError
@@ -30,7 +31,7 @@ def acceptance_by_position(curves: Mapping[str, Sequence[float]]) -> str:
     """Share of passes that accept at least 1, 2, 3 ... guesses; one line for each method or prompt set."""
     with _Plot(4.9, 3.1) as (axes, plot):
         longest = max((len(curve) for curve in curves.values()), default=1)
-        for (name, curve), color in zip(curves.items(), _cycle(len(curves)), strict=True):
+        for (name, curve), color in zip(curves.items(), cycle(SERIES), strict=False):
             axes.plot(range(1, len(curve) + 1), [100 * share for share in curve], "o-", color=color, label=name,
                       markersize=4)
         top = max((100 * share for curve in curves.values() for share in curve), default=100)
@@ -60,7 +61,7 @@ def accepted_lengths(methods: Mapping[str, Mapping[str, float]]) -> str:
     first = next(iter(methods.values()))
     names = sorted(first, key=lambda name: first[name])
     with _Plot(4.9, 1.2 + 0.29 * max(2, len(names))) as (axes, plot):
-        for (method, lengths), color in zip(methods.items(), _cycle(len(methods)), strict=True):
+        for (method, lengths), color in zip(methods.items(), cycle(SERIES), strict=False):
             axes.plot([lengths[name] for name in names], range(len(names)), "o", color=color, label=method)
         axes.set(xlabel="tokens per target pass", yticks=range(len(names)), yticklabels=names,
                  xlim=(0.95, None), ylim=(-0.6, len(names) - 0.4))
@@ -81,9 +82,10 @@ def with_ranges(lines: Mapping[str, Sequence[Point]], axis: str, places: Sequenc
         least: lower end of the values' axis.
     """
     with _Plot(4.9, 3.3) as (axes, plot):
-        colors = _cycle(len(lines))
         for number, (method, points) in enumerate(lines.items()):
-            color, width = BASELINE_COLORS.get(method, colors[number]), 1.2 if method in BASELINE_COLORS else 1.8
+            # Baselines are thin and grey: they are there to be compared with, not to be told apart.
+            color = BASELINE_COLORS.get(method, SERIES[number % len(SERIES)])
+            width = 1.2 if method in BASELINE_COLORS else 1.8
             # Side by side, so that ranges do not cover each other.
             shift = 0.05 * (number - (len(lines) - 1) / 2)
             axes.plot([place + shift for place in range(len(points))], [value for value, _ in points], "o-",
@@ -113,7 +115,7 @@ def confidence(curves: Mapping[str, ConfidenceCurve], shares: ConfidenceCurve, *
         axes.bar([width * (place + 0.5) for place in range(len(heights))], heights, width=0.92 * width, color=GRID,
                  zorder=0.5)
         axes.plot([0, 100], [0, 100], "--", color=MUTED, linewidth=1)
-        for (label, curve), color in zip(curves.items(), _cycle(len(curves)), strict=True):
+        for (label, curve), color in zip(curves.items(), cycle(SERIES), strict=False):
             points = [(100 * one.mean_confidence, 100 * one.acceptance_rate) for one in curve.bins
                       if one.mean_confidence is not None and one.acceptance_rate is not None]
             axes.plot(*zip(*points, strict=True), "o-", color=color, label=label, markersize=4)
@@ -144,7 +146,7 @@ def speeds(groups: Mapping[str, tuple[float, float, float]]) -> str:
 def method_speeds(methods: Mapping[str, Point]) -> str:
     """Tokens per second of each method as bars with intervals; the baselines are grey."""
     names = sorted(methods, key=lambda name: methods[name][0])
-    colors = dict(zip(methods, _cycle(len(methods)), strict=True)) | BASELINE_COLORS
+    colors = dict(zip(methods, cycle(SERIES), strict=False)) | BASELINE_COLORS
     top = max(max(value, *(interval or ())) if interval else value for value, interval in methods.values())
     with _Plot(4.9, 0.9 + 0.32 * max(2, len(names))) as (axes, plot):
         for row, name in enumerate(names):
@@ -233,16 +235,13 @@ def _leaf_heights(topology: Topology) -> list[float]:
         children[parent].append(node)
     heights = [0.0] * topology.size
     free, waiting = 0, [0]
+    # A stack, not recursion: a tree may be a chain of hundreds of nodes.
     while waiting:
         node = waiting.pop()
         heights[node] = free
         free += not children[node]
         waiting += sorted(children[node], key=lambda child: -topology.ranks[child])
     return heights
-
-
-def _cycle(count: int) -> list[str]:
-    return [SERIES[place % len(SERIES)] for place in range(count)]
 
 
 class _Plot:
@@ -274,6 +273,7 @@ class _Plot:
 
     def svg(self, name: str) -> str:
         """SVG of the figure without its XML prologue; `name` keeps the ids of the figures on a page distinct."""
+        # The salt replaces random ids, so that equal runs give equal pages.
         with self._style({**_STYLE, "svg.hashsalt": name}):
             buffer = io.StringIO()
             self.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

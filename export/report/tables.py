@@ -76,15 +76,14 @@ def parts_table(run: EvaluationRun, evaluation: Evaluation) -> Table | None:
     if not names:
         return None
 
-    def row(name: str, measures: Measures) -> tuple[Cell, ...]:
-        total = sum(measures.guessed_by.values())
-        # Of a group without accepted guesses no share is known, which is not 0 %.
-        shares = [percent(measures.guessed_by.get(one, 0) / total) if total else "" for one in names]
-        return (Cell(name), Cell(f"{total:,}"), *map(Cell, shares))
-
-    rows: list[tuple[Cell, ...]] = [row(all_prompts(run), evaluation.overall)]
-    for heading, groups in groups_of(evaluation):
-        rows += [(Cell(heading),), *(row(group_name(run, name), measures) for name, measures in groups.items())]
+    rows: list[tuple[Cell, ...]] = []
+    for heading, groups in [("", {all_prompts(run): evaluation.overall}), *groups_of(evaluation)]:
+        rows += [(Cell(heading),)] if heading else []
+        for name, measures in groups.items():
+            total = sum(measures.guessed_by.values())
+            # Of a group without accepted guesses no share is known, which is not 0 %.
+            shares = [percent(measures.guessed_by.get(one, 0) / total) if total else "" for one in names]
+            rows.append((Cell(group_name(run, name) if heading else name), Cell(f"{total:,}"), *map(Cell, shares)))
     return Table(("", "accepted guesses", *(f"from {name}" for name in names)), tuple(rows))
 
 
