@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ...modules import Generation, Target, UserError
 from ...modules.interfaces.optional_parts import Remembers
@@ -263,7 +264,7 @@ class Runner:
                 # The reference came from a padded batch, which may flip a near-tie by itself.
                 comparison = compare(exchange.prompt, generation.tokens, exchange.reference,
                                      greedy_judge(self.target, settings),
-                                     again=lambda alone=exchange: self.decoder.generate([alone])[0][0])
+                                     again=partial(self._generated_alone, exchange))
             answers.append(Answer(
                 question=entry.number, turn=exchange.turn, prompt_set=entry.prompt_set,
                 category=entry.question.category, tokens=tuple(generation.tokens), emitted=tuple(generation.emitted),
@@ -277,6 +278,9 @@ class Runner:
             target_calls=records.target_calls, graph_refusal=records.graph_refusal,
             draft_share=records.meter.drafted / max(1, records.target_calls * weights),
         )
+
+    def _generated_alone(self, exchange: Exchange) -> list[int]:
+        return self.decoder.generate([exchange])[0][0]
 
     def replays(self, budget: Budget) -> tuple[dict[str, Replays], int]:
         """Figures of each method by name, and the number of answers: greedy answers of each prompt set replayed through
