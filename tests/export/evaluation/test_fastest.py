@@ -26,8 +26,9 @@ def test_copies_are_measured_where_they_pay_and_the_tree_is_replayed_by_itself(
     assert artifact.fastest() == "static+lookup"
     joined, static = (Method.of(artifact, policy=policy) for policy in ("fastest", "static"))
     assert (joined.name, joined.trained, joined.own_nodes) == ("medusa, static+lookup", artifact.drafter, 4)
-    assert joined.expected_length is not None
-    assert joined.expected_length(1, 0.0) == copies().trials[1].accepted_length
+    assert artifact.tuning is not None
+    assert joined.predicted_speedup is not None
+    assert joined.predicted_speedup(1, 0.0) == copies().speedup(copies().trials[1], artifact.tuning.cost)
     alone = evaluate(tiny_target, [static], SETS, CONFIG, progress=False).evaluations[0]
     both = evaluate(tiny_target, [joined], SETS, CONFIG, progress=False).evaluations[0]
     found = both.accepted_length_by_tree_size["own"]
