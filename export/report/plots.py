@@ -83,7 +83,7 @@ def with_ranges(lines: Mapping[str, Sequence[Point]], axis: str, places: Sequenc
     """
     with _Plot(4.9, 3.3) as (axes, plot):
         for number, (method, points) in enumerate(lines.items()):
-            # Baselines are thin and grey: they are there to be compared with, not to be told apart.
+            # Thin and grey, so that the eye goes to the methods and finds the baselines as a reference.
             color = BASELINE_COLORS.get(method, SERIES[number % len(SERIES)])
             width = 1.2 if method in BASELINE_COLORS else 1.8
             # Side by side, so that ranges do not cover each other.
