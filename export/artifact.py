@@ -61,7 +61,8 @@ FIELDS: dict[str, Any] = {
 }
 """Fields of config.json and their types; an adapter's is one more."""
 FORMER: dict[str, dict[str, Any]] = {
-    "draft_lm": {"keep_least": 0.2, "keep_rate": 0.7, "num_kv_heads": None},
+    "draft_lm": {"decode_exit": None, "exits": [], "intermediate_size": None, "keep_least": 0.2, "keep_rate": 0.7,
+                 "num_kv_heads": None, "tied": None},
     "falcon": {"skip": True},
     "prompt_tokens": {"first_text": "Next 2 word Next 3 word Next 4 word"},
 }

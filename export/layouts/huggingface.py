@@ -101,7 +101,7 @@ def _table(folder: Path) -> Table:
 def _readme(drafter: DraftLM, target: Target) -> str:
     depths, mask = drafter.config.depths, drafter.config.mask_token_id
     paragraphs = [
-        f"{len(drafter.kept)} layers with the vocabulary and tokenizer of the target. Serve it with",
+        f"{drafter.num_layers} layers with the vocabulary and tokenizer of the target. Serve it with",
         "* transformers: `target.generate(..., assistant_model=draft)`\n"
         "* vLLM: `--speculative-config '{\"method\": \"draft_model\", \"model\": \"THIS_FOLDER\", "
         f"\"num_speculative_tokens\": {max(3, depths)}}}'`",

@@ -60,7 +60,7 @@ def export_gguf(drafter: DraftLM | Eagle3, target: Target, out: Path, settings: 
     with whole_folder(out, EXPORT) as partial:
         file = partial / GGUF_FILE
         if isinstance(drafter, DraftLM):
-            paragraphs = [f"{len(drafter.kept)} layers with the vocabulary of the target.", _serve("draft-simple")]
+            paragraphs = [f"{drafter.num_layers} layers with the vocabulary of the target.", _serve("draft-simple")]
             if drafter.config.depths > 1:
                 paragraphs.append("It was trained to answer several tokens in one pass through mask tokens, which "
                                   "llama.cpp does not do with a draft model: here it drafts one by one.")

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from ..compiler import Compiler
 from ..config_checks import settings_of
-from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafter, Drafts
 from ..interfaces.family_card import FamilyCard
@@ -27,14 +26,13 @@ from ..target.attention.segment_attention import Sight, mask_arguments, visible_
 from ..target.devices.compiled_layers import CompiledLayers, of_transformers
 from ..target.draft_vocabulary import over_all_tokens, require_ids
 from ..target.kv_cache import RowCache
-from ..target.layer_skipping import skipping
 from ..target.linears.linear_forms import LinearForms
 from ..target.loading.excerpt import layer_list
 from ..target.loading.hf_folder import require_vocabulary
 from ..target.loading.identity import TargetIdentity
 from ..target.model import Target, post_process
 from ..target.submodel import config_of, fields_of, new_model
-from .draft_lm_config import DraftLMConfig, check_fit, initial_model
+from .draft_lm_config import DraftLMConfig, check_mask_token, initial_model
 from .parts.causal_drafter import SLOT, CausalDraft, CausalState
 from .parts.decoder_block import AttentionContext
 from .parts.mask_tokens import KEEP_LEAST, KEEP_RATE, by_depth, conditional_drop, pack, useful, visible
@@ -53,7 +51,7 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
 
     family = "draft_lm"
     card = FamilyCard(
-        name="draft language model", papers=("2411.11055", "2407.01955", "2504.18583"),
+        name="draft language model", papers=("2411.11055", "2504.18583"),
         guesses="a small model with the target's vocabulary, new or from the target's layers, token by token or "
                 "several a pass through mask tokens",
         cost="needs no target states in training; one model run for each level of the tree",
@@ -68,8 +66,8 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
         output = model.get_output_embeddings()
         self.vocab_size, self.state_size = output.weight.shape
         self.num_layers, size = len(self._layers()), config.vocabulary_size
-        check_fit(config, self.num_layers, self.vocab_size)
-        self.kept, self.slots = range(config.decode_exit or self.num_layers), config.depths - 1
+        check_mask_token(config, self.vocab_size)
+        self.kept, self.slots = range(self.num_layers), config.depths - 1
         self.positions = int(getattr(self.architecture, "max_position_embeddings", 1 << 30))
         """Largest context of the draft model, in tokens."""
         if self.slots:
@@ -77,8 +75,7 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
             self.reach = self.trained_steps = config.depths
             self.offsets = tuple(range(1, config.depths + 1))
         else:
-            self.unrolls = config.exits.index(len(self.kept)) if config.exits else 0
-            self.offsets = (1,) * max(1, len(config.exits))
+            self.unrolls, self.offsets = 0, (1,)
         tied = output.weight is self._embedding().weight
         self.head = None if tied and size is None else output if size is None else \
             nn.Linear(self.state_size, size, bias=output.bias is not None)
@@ -188,23 +185,13 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
     # Training --------------------------------------------------------------------------------------------------------
 
     def forward(self, features: Features) -> Drafts:
-        """States of every exit, or of every depth, at all positions; segments do not see each other."""
+        """States of every depth at all positions; segments do not see each other."""
         if self.slots:
             return self._forward_depths(features)
-        positions_BL, states = features.positions_BL, list[Tensor]()
-
-        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-            states.append(output[0] if isinstance(output, tuple) else output)
-
-        handles = [self._layers()[exit - 1].register_forward_hook(keep) for exit in self.config.exits[:-1]]
-        try:
-            final_BLD = self._states(self.embed(features.tokens_BL), visible_text(features, self.decoder), positions_BL,
-                                     positions_BL)
-        finally:
-            for handle in handles:
-                handle.remove()
-        exits = [_last_norm(self.decoder)(state) for state in states]
-        return Drafts(hidden_BLKD=torch.stack([*exits, final_BLD], dim=2), offsets=self.offsets)
+        positions_BL = features.positions_BL
+        final_BLD = self._states(self.embed(features.tokens_BL), visible_text(features, self.decoder), positions_BL,
+                                 positions_BL)
+        return Drafts(hidden_BLKD=final_BLD[:, :, None], offsets=self.offsets)
 
     def _forward_depths(self, features: Features) -> Drafts:
         """States of one pass over the texts and the kept mask tokens; in evaluation mode all are kept."""
@@ -254,8 +241,8 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
         ).last_hidden_state)
 
     def expand_bytes(self) -> int:
-        """Bytes of the layers that run and of the output layer; embedding rows do not count."""
-        layers = sum(parameter.nbytes for layer in self.kept for parameter in self._layers()[layer].parameters())
+        """Bytes of the layers and of the output layer; embedding rows do not count."""
+        layers = sum(parameter.nbytes for layer in self._layers() for parameter in layer.parameters())
         return layers + (self._embedding() if self.head is None else self.head).weight.nbytes
 
     def start(self, rows: int, capacity: int) -> CausalState:
@@ -266,9 +253,9 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
         return super().start(rows, capacity)
 
     def run(self, tokens_BF: Tensor, attention: AttentionContext, key_positions_BW: Tensor) -> Tensor:
-        """Final states of one pass of the layers up to the exit."""
+        """Final states of one pass."""
         positions_BF = attention.positions_BN.clamp(max=self.positions - 1)
-        with self.packing.installed(), skipping(self._layers(), self.kept):
+        with self.packing.installed():
             embedded_BFD, visible_BFW = self.embed(tokens_BF), attention.visible_BNW
             return self._states(embedded_BFD, visible_BFW, positions_BF, key_positions_BW, attention.cache)
 
@@ -281,28 +268,15 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
         return Scores.from_logits(logits, self.token_ids, final)
 
 
-def _last_norm(decoder: nn.Module) -> nn.Module:
-    """The norm after the last layer."""
-    norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
-    if not norms:
-        raise UserError(f"{type(decoder).__name__} has no norm after its layers that an early exit could share; leave "
-                        "exits out")
-    return norms[-1]
-
-
 @torch.no_grad()
 def as_model(drafter: DraftLM) -> Any:
-    """The draft as a causal language model of transformers, over the whole vocabulary, up to the exit that drafts.
+    """The draft as a causal language model of transformers, over the whole vocabulary.
 
     A reduced output layer becomes a whole one, in which no other token is ever the best one (`over_all_tokens`).
     """
-    layers, given = len(drafter.kept), fields_of(drafter.architecture)
-    given |= {"num_hidden_layers": layers, "tie_word_embeddings": drafter.head is None}
-    if given.get("layer_types"):
-        given["layer_types"] = given["layer_types"][:layers]
+    given = fields_of(drafter.architecture) | {"tie_word_embeddings": drafter.head is None}
     model = new_model(config_of(given))
-    own = drafter.decoder.state_dict()
-    model.get_decoder().load_state_dict({name: own[name] for name in model.get_decoder().state_dict()})
+    model.get_decoder().load_state_dict(drafter.decoder.state_dict())
     if drafter.head is not None:
         for name, parameter in drafter.head.named_parameters():
             whole = over_all_tokens(parameter.detach(), drafter.token_ids, drafter.vocab_size)

@@ -31,17 +31,8 @@ class DraftLMConfig(DrafterConfig):
     num_heads: int | None = None
     """Attention heads of a new model, with the target's proportion of key-value heads; None keeps the target's width of
     a head."""
-    intermediate_size: int | None = None
-    """Width of a new model's MLP; None keeps the target's proportion."""
-    tied: bool | None = None
-    """Whether the output layer is the embedding; None as in the target."""
     freeze_embedding: bool = False
     """Do not train the embedding. On a CPU its gradient costs more than that of all layers."""
-    exits: tuple[int, ...] = ()
-    """Early exits: numbers of layers after which the model is trained to predict too, ascending, the last being all of
-    them (S2D, arXiv:2407.01955); empty trains the last alone."""
-    decode_exit: int | None = None
-    """The exit that drafts; None for the last."""
     depths: int = 1
     """Tokens guessed in one pass of the draft: above 1, a learned mask token replaces each one not yet known."""
     mask_token_id: int | None = None
@@ -49,47 +40,37 @@ class DraftLMConfig(DrafterConfig):
 
     def __post_init__(self) -> None:
         check_sizes(num_layers=self.num_layers, hidden_size=self.hidden_size, num_heads=self.num_heads,
-                    intermediate_size=self.intermediate_size, vocabulary_size=self.vocabulary_size, depths=self.depths)
+                    vocabulary_size=self.vocabulary_size, depths=self.depths)
         if self.mask_token_id is not None and self.depths == 1:
             raise UserError(f"mask_token_id {self.mask_token_id} has no effect with depths 1; set depths to the tokens "
                             "of a draft pass, or leave mask_token_id out")
         if self.layers is not None and self.folder is not None:
             raise UserError("set `layers` or `folder`, not both")
         chosen_by = "layers" if self.layers is not None else "folder" if self.folder is not None else None
-        for name in ("num_layers", "hidden_size", "num_heads", "intermediate_size"):
+        for name in ("num_layers", "hidden_size", "num_heads"):
             if chosen_by is not None and getattr(self, name) is not None:
                 raise UserError(f"{name} is set by {chosen_by}; leave {name} out, or {chosen_by}")
-        if self.folder is not None and self.tied is not None:
-            raise UserError("tied is set by folder; leave tied out, or folder")
-        if list(self.exits) != sorted(set(self.exits)) or (self.exits and self.exits[0] < 1):
-            raise UserError(f"exits must be ascending numbers of layers from 1, got {list(self.exits)}")
-        if self.exits and self.depths > 1:
-            raise UserError("exits and depths above 1 cannot be trained together; leave one of them out")
-        if self.decode_exit is not None and self.decode_exit not in self.exits:
-            raise UserError(f"decode_exit must be one of exits {list(self.exits)}, got {self.decode_exit}")
 
 
 def planned(config: DraftLMConfig, target: Target) -> Any:
     """Configuration of a draft's initial model, checked against `target` without reading weights.
 
     Raises:
-        UserError: if layers, widths, exits or the folder's vocabulary do not fit.
+        UserError: if layers, widths or the folder's vocabulary do not fit.
     """
     if config.folder is not None:
         model = read_config(Path(config.folder), target)
     elif config.layers is not None:
-        model = chosen(target, config.layers, tied=config.tied)
+        model = chosen(target, config.layers)
     else:
         model = smaller(target, num_layers=config.num_layers or 2, hidden_size=config.hidden_size,
-                        num_heads=config.num_heads, intermediate_size=config.intermediate_size, tied=config.tied)
-    check_fit(config, model.num_hidden_layers, target.vocab_size)
+                        num_heads=config.num_heads)
+    check_mask_token(config, target.vocab_size)
     return model
 
 
-def check_fit(config: DraftLMConfig, layers: int, vocab_size: int) -> None:
-    """Check exits and mask token against the draft's size. Raises UserError when they do not fit."""
-    if config.exits and config.exits[-1] != layers:
-        raise UserError(f"the last of exits must be all {layers} layers of the draft, got {list(config.exits)}")
+def check_mask_token(config: DraftLMConfig, vocab_size: int) -> None:
+    """Refuse a mask token outside the vocabulary. Raises UserError."""
     if config.mask_token_id is not None and not 0 <= config.mask_token_id < vocab_size:
         raise UserError(f"mask_token_id must lie between 0 and {vocab_size - 1}, got {config.mask_token_id}")
 

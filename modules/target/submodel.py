@@ -21,9 +21,8 @@ _FALLBACK_FIELDS = ("rms_norm_eps", "initializer_range", "rope_parameters", "bos
 _MACHINE_FIELDS = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 
 
-def smaller(target: Target, *, num_layers: int, hidden_size: int | None = None, num_heads: int | None = None,
-            intermediate_size: int | None = None, tied: bool | None = None) -> Any:
-    """The target's configuration with fewer layers and another width; what is left out keeps the target's proportions.
+def smaller(target: Target, *, num_layers: int, hidden_size: int | None = None, num_heads: int | None = None) -> Any:
+    """The target's configuration with fewer layers and another width; the rest keeps the target's proportions.
 
     A configuration that is no plain causal language model's becomes a Llama's of the same numbers.
 
@@ -44,16 +43,14 @@ def smaller(target: Target, *, num_layers: int, hidden_size: int | None = None, 
     # Attention in groups needs heads that the key-value heads divide: the nearest smaller number that does.
     while heads % shared:
         shared -= 1
-    wide = intermediate_size or round(width * own.intermediate_size / own.hidden_size)
+    wide = round(width * own.intermediate_size / own.hidden_size)
     fields = {"num_hidden_layers": num_layers, "hidden_size": width, "num_attention_heads": heads,
               "num_key_value_heads": shared, "head_dim": head_dim, "intermediate_size": wide,
               "vocab_size": target.vocab_size}
-    if tied is not None:
-        fields["tie_word_embeddings"] = tied
     return _changed(own, fields, range(num_layers))
 
 
-def chosen(target: Target, layers: Sequence[int], *, tied: bool | None = None) -> Any:
+def chosen(target: Target, layers: Sequence[int]) -> Any:
     """The target's configuration with some of its layers only.
 
     Raises:
@@ -66,10 +63,7 @@ def chosen(target: Target, layers: Sequence[int], *, tied: bool | None = None) -
     if not is_causal_lm(target.config):
         raise UserError(f"the layers of {target.identity.architecture} make no causal language model of their own; "
                         "leave layers out and give num_layers and hidden_size")
-    fields: dict[str, Any] = {"num_hidden_layers": len(layers), "vocab_size": target.vocab_size}
-    if tied is not None:
-        fields["tie_word_embeddings"] = tied
-    return _changed(target.config, fields, layers)
+    return _changed(target.config, {"num_hidden_layers": len(layers), "vocab_size": target.vocab_size}, layers)
 
 
 def _changed(own: Any, fields: dict[str, Any], layers: Sequence[int]) -> Any:

@@ -208,9 +208,9 @@ def medusa(target: Target, ids_Q: Tensor) -> Drafter:
 
 
 MAKERS: dict[str, Callable[[Target, Tensor], Drafter]] = {
-    "draft_lm": draft_model(tied=True),
+    "draft_lm": from_folder(LlamaConfig),
     "draft_lm, mask tokens": draft_model(depths=STEPS, mask_token_id=MASK),
-    "draft_lm, own output": draft_model(tied=False),
+    "draft_lm, own output": draft_model(),
     "draft_lm, Qwen 2": from_folder(Qwen2Config),
     "draft_lm, Qwen 3": from_folder(Qwen3Config),
     "draft_lm, YaRN": from_folder(LlamaConfig, rope_parameters=YARN),

@@ -41,7 +41,7 @@ class DraftLMModule(DraftModule):
     """
 
     drafter_class = DraftLM
-    decay = 1.0  # of all depths, and of all exits (arXiv:2407.01955)
+    decay = 1.0  # of all depths
     config: DraftLMTrainConfig
     drafter: DraftLM
 

@@ -21,7 +21,7 @@ from support.engine_contracts import (
     third_for_tensorrt,
 )
 from support.families import IDS
-from support.targets import six_layers
+from support.targets import six_layers, tied_target
 
 TAPS = (1, 2, 4)
 
@@ -49,7 +49,7 @@ MADE: dict[str, Callable[[Target], Drafter]] = {
     "medusa": lambda target: heads(target),
     "medusa one_copy": lambda target: heads(target, output="one_copy", vocabulary_size=20, num_layers=2),
     "draft_lm": lambda target: DraftLM.create(DraftLMConfig(num_layers=2, hidden_size=16), target),
-    "draft_lm tied": lambda target: DraftLM.create(DraftLMConfig(num_layers=1, hidden_size=16, tied=True), target),
+    "draft_lm tied": lambda target: DraftLM.create(DraftLMConfig(num_layers=1, hidden_size=16), tied_target()),
     "draft_lm, mask tokens": lambda target: DraftLM.create(DraftLMConfig(layers=(0, 5), depths=3, mask_token_id=3),
                                                            target),
 }

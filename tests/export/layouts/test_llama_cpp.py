@@ -16,7 +16,7 @@ from draftsmith.modules.target.loading.loading import find_default_gguf, gguf_of
 from support.artifacts import heads
 from support.families import IDS
 from support.gguf_vocabulary import write_vocabulary
-from support.targets import six_layers
+from support.targets import six_layers, tied_target
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -50,7 +50,7 @@ def field(file: Path, key: str) -> Any:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_draft_model_reads_back_as_it_was(tmp_path: Path, target: Target, tied: bool) -> None:
-    drafter = DraftLM.create(DraftLMConfig(num_layers=2, tied=tied), target)
+    drafter = DraftLM.create(DraftLMConfig(num_layers=2), tied_target() if tied else target)
     file = exported(drafter, target, tmp_path)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file=GGUF_FILE, dtype=torch.float32)
     torch.testing.assert_close(found(TOKENS).logits, as_model(drafter)(TOKENS).logits)

@@ -448,7 +448,7 @@ def test_an_unbound_drafter_refuses_to_run(name: str, tiny_target: Target) -> No
 
 
 COPYING = ("medusa-copy", "medusa-copy-reduced", "medusa-one-copy", "medusa-2-copy", "hydra-copy-reduced",
-           "hydra-one-copy", "draft-lm-exits-reduced", "eagle3", "eagle3.1", "eagle3-norms", "eagle3-layers",
+           "hydra-one-copy", "draft-lm-reduced", "eagle3", "eagle3.1", "eagle3-norms", "eagle3-layers",
            "eagle3-reduced")
 """Cases with weights that start as copies of the target's."""
 

@@ -1,4 +1,4 @@
-"""Draft language models: initial models, exits, mask tokens, decoding, and their export as a Hugging Face folder."""
+"""Draft language models: initial models, mask tokens, decoding, and their export as a Hugging Face folder."""
 
 import copy
 import json
@@ -27,7 +27,6 @@ from draftsmith.modules import (
     measure_cost,
     rank_table,
 )
-from draftsmith.modules.drafters.draft_lm import as_model
 from draftsmith.modules.drafters.draft_lm_config import planned
 from draftsmith.modules.drafters.parts.mask_tokens import conditional_drop, pack, useful, visible
 from draftsmith.modules.target.loading.hf_folder import folder_digest
@@ -39,7 +38,7 @@ from support.campaign_targets import build
 from support.families import randomised
 from support.native_answers import native_greedy, requests_for
 from support.observations import frontier, observe
-from support.targets import random_target
+from support.targets import random_target, tied_target
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 IDS = torch.tensor([2, 5, 9, 30, 31, 60])
@@ -103,9 +102,9 @@ def test_copied_layers_keep_their_sliding_windows() -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_frozen_embedding_is_not_trained_nor_a_tied_output(tiny_target: Target, frozen: bool) -> None:
-    config = DraftLMConfig(num_layers=1, hidden_size=16, tied=True, freeze_embedding=frozen)
-    drafter = DraftLM.create(config, tiny_target)
+def test_a_frozen_embedding_is_not_trained_nor_a_tied_output(frozen: bool) -> None:
+    config = DraftLMConfig(num_layers=1, hidden_size=16, freeze_embedding=frozen)
+    drafter = DraftLM.create(config, tied_target())
     assert bool(drafter.output_parameters(0)) is not frozen
     assert drafter.head is None
     features = Features.from_rows([([5, 6, 7], [True] * 3)])
@@ -222,35 +221,6 @@ def test_training_runs_the_kept_mask_tokens_only(tiny_target: Target) -> None:
     assert 80 + 140 <= seen[0] <= 80 + 153
 
 
-# Exits ----------------------------------------------------------------------------------------------------------------
-
-
-def test_an_exit_equals_the_model_of_its_first_layers(tiny_target: Target) -> None:
-    config = DraftLMConfig(layers=(0, 1), exits=(1, 2), decode_exit=1)
-    drafter = made(config, tiny_target)
-    features = Features.from_rows([([5, 9, 11, 20, 7], [True] * 5)])
-    shorter = as_model(drafter)
-    assert shorter.config.num_hidden_layers == 1
-    with torch.no_grad():
-        drafts = drafter(features)
-        expected = shorter(features.tokens_BL).logits[0]
-        torch.testing.assert_close(drafter.project(drafts.hidden_BLKD[0, :, 0], 0), expected, atol=1e-5, rtol=1e-4)
-    assert drafts.offsets == (1, 1)
-    assert drafter.unrolls == 0
-    torch.testing.assert_close(scores_at_root(drafter, [5, 9, 11, 20, 7])[0], expected[-1].log_softmax(-1), atol=1e-5,
-                               rtol=1e-4)
-
-
-def test_exits_have_equal_weights(tiny_target: Target) -> None:
-    settings = DraftLMTrainConfig(drafter=DraftLMConfig(layers=(0, 1), exits=(1, 2)))
-    module = DraftLMModule(tiny_target, settings)
-    module.configure_model()
-    learned = module.loss(two_turns())
-    assert learned.weights == (1.0, 1.0)
-    assert learned.sums_KC[:, 0].tolist() == [int(two_turns().labels(1)[1].sum())] * 2
-    assert not module.needs_states
-
-
 # Calibration and cost -------------------------------------------------------------------------------------------------
 
 
@@ -292,11 +262,10 @@ def test_the_cost_is_measured_with_a_context(tiny_target: Target, monkeypatch: p
 
 
 FOLDERS = {
-    "tied": DraftLMConfig(num_layers=1, hidden_size=16, tied=True),
+    "tied": DraftLMConfig(num_layers=1, hidden_size=16),
     "untied": DraftLMConfig(layers=(1,)),
-    "exit": DraftLMConfig(layers=(0, 1), exits=(1, 2), decode_exit=1),
     "reduced": DraftLMConfig(layers=(0, 1), vocabulary_size=6),
-    "reduced-tied": DraftLMConfig(num_layers=1, hidden_size=16, tied=True, vocabulary_size=6),
+    "reduced-tied": DraftLMConfig(num_layers=1, hidden_size=16, vocabulary_size=6),
 }
 
 
@@ -307,20 +276,21 @@ def exported(drafter: DraftLM, target: Target, out: Path) -> Path:
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_an_exported_folder_gives_the_same_logits(name: str, tiny_target: Target, tmp_path: Path) -> None:
-    drafter = made(FOLDERS[name], tiny_target)
-    folder = exported(drafter, tiny_target, tmp_path / "draft")
+    target = tied_target() if name.endswith("tied") and name != "untied" else tiny_target
+    drafter = made(FOLDERS[name], target)
+    folder = exported(drafter, target, tmp_path / "draft")
     model = AutoModelForCausalLM.from_pretrained(folder)
     text = torch.tensor([[5, 9, 11, 20, 7]])
     with torch.no_grad():
         found = model(text).logits[0]
         hidden = drafter(Features.from_rows([(text[0].tolist(), [True] * 5)])).hidden_BLKD[0]
-        expected = drafter.project(hidden[:, drafter.unrolls or 0], 0)
+        expected = drafter.project(hidden[:, 0], 0)
     ids = drafter.token_ids_Q
     torch.testing.assert_close(found if ids is None else found[:, ids], expected, atol=1e-5, rtol=1e-4)
-    assert found.shape[-1] == tiny_target.vocab_size
-    assert model.generation_config.eos_token_id == tiny_target.model.generation_config.eos_token_id
-    assert AutoTokenizer.from_pretrained(folder).get_vocab() == tiny_target.tokenizer.get_vocab()
-    again = made_from(folder, tiny_target)
+    assert found.shape[-1] == target.vocab_size
+    assert model.generation_config.eos_token_id == target.model.generation_config.eos_token_id
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == target.tokenizer.get_vocab()
+    again = made_from(folder, target)
     with torch.no_grad():
         state = again(Features.from_rows([(text[0].tolist(), [True] * 5)])).hidden_BLKD[0, :, 0]
         torch.testing.assert_close(again.project(state, 0), found, atol=1e-5, rtol=1e-4)
@@ -333,7 +303,8 @@ def made_from(folder: Path, target: Target) -> DraftLM:
 def test_a_tied_folder_holds_one_embedding(tiny_target: Target, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    folder = exported(made(FOLDERS["tied"], tiny_target), tiny_target, tmp_path / "draft")
+    target = tied_target()
+    folder = exported(made(FOLDERS["tied"], target), target, tmp_path / "draft")
     tables = [name for name, tensor in load_file(folder / "model.safetensors").items() if tensor.shape == (100, 16)]
     assert len(tables) == 1
     exported(made(FOLDERS["untied"], tiny_target), tiny_target, tmp_path / "draft")
@@ -423,10 +394,6 @@ def test_a_checkpoint_of_another_model_in_the_folder_is_refused(tiny_target: Tar
     ({"layers": (0,), "folder": "x"}, "set `layers` or `folder`, not both"),
     ({"layers": (0,), "hidden_size": 16}, "hidden_size is set by layers"),
     ({"folder": "x", "num_layers": 2}, "num_layers is set by folder"),
-    ({"folder": "x", "tied": True}, "tied is set by folder"),
-    ({"exits": (2, 1)}, "exits must be ascending"), ({"exits": (0, 2)}, "from 1"),
-    ({"exits": (1, 2), "depths": 3}, "cannot be trained together"),
-    ({"exits": (1, 2), "decode_exit": 3}, r"decode_exit must be one of exits \[1, 2\], got 3"),
     ({"mask_token_id": 3}, "has no effect with depths 1"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
@@ -438,7 +405,6 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) ->
     ({"layers": (0, 2)}, r"from 0 to 1, .* got \[0, 2\]"), ({"layers": ()}, "at least one"),
     ({"layers": (1, 0)}, "ascending"),
     ({"hidden_size": 24, "num_heads": 5}, "does not divide into 5 heads"),
-    ({"num_layers": 3, "exits": (1, 2)}, r"must be all 3 layers of the draft, got \[1, 2\]"),
     ({"depths": 2, "mask_token_id": 100}, "between 0 and 99, got 100"),
 ])
 def test_settings_that_do_not_fit_the_target_are_refused(

@@ -59,7 +59,7 @@ def chains(target: Target, drafter: Drafter, setting: SamplingSetting) -> list[t
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", ["draft-lm", "draft-lm-exits-reduced"])
+@pytest.mark.parametrize("name", ["draft-lm", "draft-lm-reduced"])
 def test_rollouts_have_the_exact_chances_and_the_states_of_their_tokens(
     tiny_target_f64: Target, name: str, setting: str
 ) -> None:

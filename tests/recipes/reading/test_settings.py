@@ -12,7 +12,7 @@ from draftsmith.recipes.recipe import Recipe
 from draftsmith.trainers import TrainConfig
 from draftsmith.trainers.families import family_configs, family_names
 
-MOST_KEYS = 144
+MOST_KEYS = 140
 OWN = {
     "the user's target": ("target.device", "target.pack", "target.chat_template", "target.revision",
                           "template.system", "template.tools", "template.enable_thinking"),
@@ -32,9 +32,9 @@ OWN = {
     "checkpoints of other projects": ("drafter.tie_blocks", "drafter.rope_base", "drafter.bias", "drafter.taps",
                                       "head.tie_blocks"),
     "a draft model of the user's own shape or weights": (
-        "drafter.hidden_size", "drafter.intermediate_size", "drafter.folder"),
+        "drafter.hidden_size", "drafter.folder"),
     "drafts that decode through the target's layers or several tokens a pass": (
-        "drafter.copies", "drafter.exits", "drafter.decode_exit", "drafter.mask_token_id", "drafter.tied"),
+        "drafter.copies", "drafter.mask_token_id"),
     "training on another device than the target's": ("train.accelerator",),
 }
 """Keys that no shipped recipe sets, by what they are for."""

@@ -1,4 +1,4 @@
-"""Draft language models: token by token, with early exits, with mask tokens."""
+"""Draft language models: token by token, over few tokens, with mask tokens."""
 
 from draftsmith.modules import DraftLMConfig
 from draftsmith.trainers.drafters.draft_lm import DraftLMModule, DraftLMTrainConfig
@@ -6,8 +6,8 @@ from support.cases import IDS, case
 
 CASES = {
     "draft-lm": case(DraftLMModule, DraftLMTrainConfig, DraftLMConfig(num_layers=2, hidden_size=24)),
-    "draft-lm-exits-reduced": case(DraftLMModule, DraftLMTrainConfig, DraftLMConfig(
-        layers=(0, 1), exits=(1, 2), vocabulary_size=len(IDS), freeze_embedding=True), IDS),
+    "draft-lm-reduced": case(DraftLMModule, DraftLMTrainConfig, DraftLMConfig(
+        layers=(0, 1), vocabulary_size=len(IDS), freeze_embedding=True), IDS),
     "draft-lm-depths": case(DraftLMModule, DraftLMTrainConfig, DraftLMConfig(
-        num_layers=2, hidden_size=32, depths=3, tied=True)),
+        num_layers=2, hidden_size=32, depths=3)),
 }

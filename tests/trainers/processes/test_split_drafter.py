@@ -16,7 +16,7 @@ from support.torchrun import start, torchrun
 
 SCRIPT = Path(__file__).resolve().parents[2] / "references" / "split_fit.py"
 NAMES = ("medusa-copy", "hydra++", "eagle-fspad-reduced", "eagle3", "falcon", "kangaroo-reduced", "prompt-tokens",
-         "hidden-transfer", "draft-lm-exits-reduced", "draft-lm-depths")
+         "hidden-transfer", "draft-lm-reduced", "draft-lm-depths")
 """A case of each family; of draft language models one with a frozen embedding and one with tied weights."""
 FEW = ("medusa-copy", "eagle3")
 """One family without clipping and one with it, so that a gradient of another size shows."""
