@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,6 +16,9 @@ from draftsmith.modules.target.loading.loading import find_default_gguf
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.recipes.__main__ import main
 from filelock import FileLock
+
+MOST_SECONDS = 8
+"""Most processor seconds of a test without a mark."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +36,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.device)
     long = Counter(item.path for item in items if any(map(item.get_closest_marker, ("slow", "distributed"))))
     items.sort(key=lambda item: -long[item.path])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Fail a test that computes for long without a mark that says so: `make test` would grow unseen.
+
+    Processor seconds of this process and of its children that have ended, since other work on a machine stretches the
+    wall's.
+    """
+    before = os.times()
+    yield
+    seconds = sum(os.times()[:4]) - sum(before[:4])
+    if seconds > MOST_SECONDS and not any(map(item.get_closest_marker, ("slow", "distributed", "long", "real", "gpu"))):
+        pytest.fail(f"{seconds:.1f} processor seconds, more than {MOST_SECONDS}: mark it slow or make it smaller")
 
 
 @pytest.fixture(scope="session")

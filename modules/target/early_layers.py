@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from ..token_tree import TokenTree, Topology
+from ..token_tree import TokenTree
 from .kv_cache import RowCache
 from .layer_skipping import first_layers
 from .pass_layout import PassLayout
@@ -63,7 +63,11 @@ class EarlyLayers:
             tokens_BF: token of each node.
         """
         if (former := self.tree) is None:
-            tree = Topology.chain(0).plant(tokens_BF)
+            # A root alone, written out: a captured graph must not ask a topology for what it computes but once.
+            itself_B11 = torch.ones_like(tokens_BF, dtype=torch.bool)[..., None]
+            tree = TokenTree(
+                tokens_BN=tokens_BF, parents_BN=torch.full_like(tokens_BF, -1), depths_BN=torch.zeros_like(tokens_BF),
+                ancestors_BNN=itself_B11, real_BN=itself_B11[..., 0], max_depth=0)
         else:
             above_BF = (parents_BF[:, :, None] == self.ids_BM[:, None]).long().argmax(-1)
             seen_BFM = former.ancestors_BNN.gather(1, above_BF[..., None].expand(-1, -1, former.size))

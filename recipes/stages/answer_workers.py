@@ -124,7 +124,8 @@ def helpers(workspace: Workspace) -> Iterator[None]:
     if workers == 1:
         yield
         return
-    recipe, processes = workspace.recipe, list[subprocess.Popen[bytes]]()
+    recipe = workspace.recipe
+    processes: list[subprocess.Popen[bytes]] = []
     with NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(workspace.settings, file, sort_keys=False)
         file.flush()

@@ -25,7 +25,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -201,9 +201,7 @@ class Trials:
 
     def _before_loops(self, workspace: Workspace, module: DraftModule) -> ReadRows:
         """Held-out own answers as far as their loops, whatever the trial learns."""
-        config = workspace.recipe.batch
-        recipe = replace(workspace.recipe, batch=config)
-        return held_out_rows(Workspace(recipe, workspace.settings), module).up_to_loops()
+        return held_out_rows(workspace, module).up_to_repetitions()
 
     def _answers(self, taps: tuple[int, ...]) -> list[Features]:
         """The target's greedy answers to the hand-written prompts, with its states."""

@@ -84,7 +84,7 @@ FAULTS = [
     Fault("a class path in a free section", "evaluate --out e --artifact {artifact} --config r.yaml",
           r"unknown key template\.class_path.*",
           recipe("tree: {class_path: hostile.Module}\ntemplate: {class_path: hostile.Module}\n")),
-    Fault("a class path in a mapping", "plan --config r.yaml", r"distill\.mix must be a mapping",
+    Fault("a class path in a mapping", "plan --config r.yaml", r"distill\.answered_by must be one of target, text",
           recipe(f"{NAMED}distill:\n  answered_by: {{class_path: hostile.Module}}\n")),
     Fault("a tag that calls", "plan --config r.yaml", r"constructor for the tag .*os\.system.*correct it",
           recipe(f"{NAMED}family: !!python/object/apply:os.system ['echo']\n")),

@@ -30,7 +30,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_sizing_the_tree_takes_no_more_memory_for_more_held_out_text(
     trained: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    originals = {name: getattr(HeldOutRows, name) for name in ("up_to_loops", "whole", "looping")}
+    originals = {name: getattr(HeldOutRows, name) for name in ("up_to_repetitions", "whole", "repeating")}
     tokens = sum(row.tokens_BL.numel() for row in HeldOutRows(trained.data, trained.recipe.batch).whole())
     peaks = []
     for times in (1, TIMES):

@@ -193,9 +193,13 @@ class Attention(nn.Module):
     def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The attention output, [B, N, D]."""
         turns = attention.rotation(self.config)
-        query, key, value = (torch.unflatten(layer(hidden_BND), -1, (-1, self.config.head_dim)).transpose(1, 2)
-                             for layer in (self.q_proj, self.k_proj, self.v_proj))
-        mixed_BHNE = attention.attend(self.layer, rotate(query, turns), rotate(key, turns), value)
+
+        def heads_of(layer: nn.Module) -> Tensor:
+            return torch.unflatten(layer(hidden_BND), -1, (-1, self.config.head_dim)).transpose(1, 2)
+
+        # Each is rotated as it is made, so that what came before the rotation is freed: a long prompt feels it.
+        query, key = rotate(heads_of(self.q_proj), turns), rotate(heads_of(self.k_proj), turns)
+        mixed_BHNE = attention.attend(self.layer, query, key, heads_of(self.v_proj))
         mixed_BND: Tensor = self.o_proj(mixed_BHNE.transpose(1, 2).flatten(2))
         return mixed_BND
 
