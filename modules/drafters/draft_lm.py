@@ -117,26 +117,21 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
         drafter = cls(config, model)
         # A target on the meta device, used for planning, has no values.
         if target.device.type != "meta":
-            drafter._initialise(model.get_output_embeddings(), token_ids_Q)
+            with torch.no_grad():
+                embedding_VD, output = drafter._embedding().weight, model.get_output_embeddings()
+                # Embeddings that are not finite in the model they come from become zero: a guess reads other guesses'
+                # states, and 0 * NaN is NaN.
+                embedding_VD.masked_fill_(~embedding_VD.isfinite().all(-1, keepdim=True), 0.0)
+                if drafter.token_ids is not None and drafter.head is not None and token_ids_Q is not None:
+                    drafter.token_ids.copy_(token_ids_Q)
+                    for name, parameter in drafter.head.named_parameters():
+                        parameter.copy_(getattr(output, name)[token_ids_Q])
+                if drafter.mask_embedding is not None and config.mask_token_id is not None:
+                    drafter.mask_embedding.copy_(embedding_VD[config.mask_token_id])
         # Half precision would lose small updates: trained weights stay in float32.
         drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
         drafter.bind(target)
         return drafter
-
-    @torch.no_grad()
-    def _initialise(self, output: nn.Linear, token_ids_Q: Tensor | None) -> None:
-        """Initialise the reduced output layer with rows of the whole one, the mask embedding with its token's.
-
-        Embeddings that are not finite in the model it comes from become zero: a guess reads other guesses' states.
-        """
-        own_VD = self._embedding().weight
-        own_VD.masked_fill_(~own_VD.isfinite().all(-1, keepdim=True), 0.0)
-        if self.token_ids is not None and self.head is not None and token_ids_Q is not None:
-            self.token_ids.copy_(token_ids_Q)
-            for name, parameter in self.head.named_parameters():
-                parameter.copy_(getattr(output, name)[token_ids_Q])
-        if self.mask_embedding is not None and self.config.mask_token_id is not None:
-            self.mask_embedding.copy_(self._embedding().weight[self.config.mask_token_id])
 
     def describe(self) -> dict[str, Any]:
         """The settings and the model's configuration, JSON-ready, without the folder of its first weights."""

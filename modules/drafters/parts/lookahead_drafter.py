@@ -136,20 +136,18 @@ class LookaheadDrafter(BorrowingDrafter[LookaheadState], SharesTargetRows, Guess
             chunks = torch.split(order_L, max(1, _NODES // self.virtual_nodes))
             states = [self.steps_after(text, chunk.expand(batch, -1)) for chunk in chunks]
             return Drafts(hidden_BLKD=torch.cat(states, dim=1), offsets=self.offsets, estimates=self.estimates)
-        anchors_BG, chosen_BG = self.insertions(features)
+        # Random positions, of those before a label that some step guesses.
+        labelled_BL = torch.stack([features.labels(offset)[1] for offset in self.offsets]).any(0)
+        chance_BL = torch.rand(labelled_BL.shape, device=labelled_BL.device).masked_fill(~labelled_BL, -1.0)
+        chances_BG, anchors_BG = chance_BL.topk(min(self.config.insertions, length), dim=1)
+        # A row with too few labels gets others too, at -1, which are not counted.
+        chosen_BG = chances_BG >= 0
         states_BGKD = self.steps_after(text, anchors_BG)
         rows_B1 = torch.arange(batch, device=anchors_BG.device)[:, None]
         blank_BLKD = states_BGKD.new_zeros(batch, length, *states_BGKD.shape[2:])
         inserted_BL = torch.zeros_like(features.supervised_BL).scatter(1, anchors_BG, chosen_BG)
         return Drafts(hidden_BLKD=blank_BLKD.index_put((rows_B1, anchors_BG), states_BGKD), offsets=self.offsets,
                       valid_BLK=inserted_BL[..., None].expand(-1, -1, self.config.num_tokens), estimates=self.estimates)
-
-    def insertions(self, features: Features) -> tuple[Tensor, Tensor]:
-        """(random positions of each row, which of them are before a label that some step guesses), [B, G] each."""
-        labelled_BL = torch.stack([features.labels(offset)[1] for offset in self.offsets]).any(0)
-        chance_BL = torch.rand(labelled_BL.shape, device=labelled_BL.device).masked_fill(~labelled_BL, -1.0)
-        chosen = chance_BL.topk(min(self.config.insertions, chance_BL.shape[1]), dim=1)
-        return chosen.indices, chosen.values >= 0
 
     def steps_after(self, text: ReadText, anchors_BG: Tensor) -> Tensor:
         """One state for each step after positions of a text, [B, G, K, D], with gradients to the weights."""

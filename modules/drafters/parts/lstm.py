@@ -95,7 +95,7 @@ class LSTM(nn.Module):
             output_PD, cell_PD = layer(read_PZ, output_BD, cell_BD, sizes)
             outputs.append(output_PD)
             cells.append(cell_PD)
-            read_PZ = self._dropped(output_PD)
+            read_PZ = functional.dropout(output_PD, self.dropout, self.training)
         return torch.stack(outputs), torch.stack(cells)
 
     def step(self, read: Tensor, before: Memory) -> Memory:
@@ -105,12 +105,8 @@ class LSTM(nn.Module):
             output_after, cell_after = layer.step(read, output, cell)
             outputs.append(output_after)
             cells.append(cell_after)
-            read = self._dropped(output_after)
+            read = functional.dropout(output_after, self.dropout, self.training)
         return torch.stack(outputs), torch.stack(cells)
-
-    def _dropped(self, output: Tensor) -> Tensor:
-        """The next layer's input."""
-        return functional.dropout(output, self.dropout, self.training) if self.dropout else output
 
     @torch.no_grad()
     def zero_output(self) -> None:
@@ -167,23 +163,22 @@ class _Recurrence(torch.autograd.Function):
         parts = d_output_PD, d_cell_PD, activated_PG, before_PD, cell_PD
         steps = [torch.split(part, list(ctx.sizes)) for part in parts]
         d_output_SD, d_cell_SD, gates = d_output_PD[:0], d_cell_PD[:0], []
-        for own_output_SD, own_cell_SD, *rest in reversed(list(zip(*steps, strict=True))):
+        for own_output_SD, own_cell_SD, activated_SG, before_SD, after_SD in reversed(list(zip(*steps, strict=True))):
             # Sequences that end at this step have no gradient from a later one.
             ended = (0, 0, 0, len(own_output_SD) - len(d_output_SD))
-            gates_SG, d_cell_SD = _back(own_output_SD + functional.pad(d_output_SD, ended),
-                                        own_cell_SD + functional.pad(d_cell_SD, ended), *rest)
+            d_output_SD = own_output_SD + functional.pad(d_output_SD, ended)
+            d_cell_SD = own_cell_SD + functional.pad(d_cell_SD, ended)
+            enter, forget, candidate, emit = activated_SG.chunk(4, dim=-1)
+            bounded = after_SD.tanh()
+            d_cell_SD = d_cell_SD + d_output_SD * emit * (1 - bounded**2)
+            # sigmoid' = s (1 - s) and tanh' = 1 - t^2: the gates' sums are not needed, the activated ones are enough.
+            gates_SG = torch.cat([d_cell_SD * candidate * enter * (1 - enter),
+                                  d_cell_SD * before_SD * forget * (1 - forget),
+                                  d_cell_SD * enter * (1 - candidate**2),
+                                  d_output_SD * bounded * emit * (1 - emit)], dim=-1)
             gates.append(gates_SG)
+            d_cell_SD = d_cell_SD * forget
             d_output_SD = gates_SG @ weight_GD
         gates_PG = torch.cat(gates[::-1])
         read_PD = _one_before(first_output_BD, output_PD, ctx.sizes)
         return gates_PG, gates_PG.mT @ read_PD, d_output_SD, d_cell_SD, None
-
-
-def _back(d_output_BD: Tensor, d_cell_BD: Tensor, activated_BG: Tensor, before_BD: Tensor, after_BD: Tensor) -> Memory:
-    """Gradients of the gates' sums [B, G] and of the cell before, from those of output and cell."""
-    enter, forget, candidate, emit = activated_BG.chunk(4, dim=-1)
-    bounded = after_BD.tanh()
-    d_cell_BD = d_cell_BD + d_output_BD * emit * (1 - bounded**2)
-    gates = (d_cell_BD * candidate * enter * (1 - enter), d_cell_BD * before_BD * forget * (1 - forget),
-             d_cell_BD * enter * (1 - candidate**2), d_output_BD * bounded * emit * (1 - emit))
-    return torch.cat(gates, dim=-1), d_cell_BD * forget
