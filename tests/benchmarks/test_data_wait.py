@@ -4,6 +4,7 @@ import pytest
 from benchmarks import data_wait
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_every_format_is_trained_on_and_the_wait_is_a_share(capsys: pytest.CaptureFixture[str]) -> None:
     data_wait.main(["--shape", "tiny", "--formats", "float32", "int8", "--steps", "2", "--conversations", "8",

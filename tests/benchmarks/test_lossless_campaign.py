@@ -91,6 +91,7 @@ def test_the_enumerated_distribution_leaves_something_to_chance() -> None:
     assert law(0.1, "none") == pytest.approx(law(1.2, "none"))
 
 
+@pytest.mark.long
 def test_p_values_are_uniform_for_samples_of_the_distribution_and_0_for_others() -> None:
     from scipy.stats import kstest
 

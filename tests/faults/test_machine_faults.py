@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from draftsmith.recipes.__main__ import main, out_of_memory, system_error
 from support.faults import ERROR, Fault, Place, check, ids
+from support.tiers import some_long
 
 TINY = str(Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml")
 SENTENCES = [(MemoryError(), "needs more memory"), (RuntimeError("CUDA out of memory. Tried"), "needs more memory"),
@@ -46,7 +47,7 @@ def limited(kind: int, most: int) -> Iterator[None]:
         resource.setrlimit(kind, (soft, hard))
 
 
-@pytest.mark.parametrize("kib", [16, 64])
+@pytest.mark.parametrize("kib", some_long([64, 16], 9))
 def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
     place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kib: int
 ) -> None:

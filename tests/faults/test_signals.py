@@ -19,7 +19,6 @@ from draftsmith.recipes.commands import artifact_commands, pipeline
 from draftsmith.recipes.terminal.interruption import Stopped, call, stopped_by_signals
 from draftsmith.trainers import MedusaModule
 from safetensors.torch import load_file
-from support.tiers import some_long
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -65,17 +64,17 @@ def left_by(run: Path, *gone: str) -> None:
                 path.unlink()
 
 
-@pytest.mark.parametrize(("number", "owner", "name", "at", "gone"), some_long([
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "owner", "name", "at", "gone"), [
     (signal.SIGTERM, ShardQueue, "publish", 1, ("data", "train", "artifact")),
-    pytest.param(signal.SIGINT, feature_store, "write_tensors", 2, ("data", "train", "artifact"),
-                 marks=pytest.mark.long),
+    (signal.SIGINT, feature_store, "write_tensors", 2, ("data", "train", "artifact")),
     (signal.SIGTERM, MedusaModule, "training_step", 13, ("train", "artifact")),
     (signal.SIGINT, MedusaModule, "training_step", 8, ("train", "artifact")),
-    pytest.param(signal.SIGHUP, MedusaModule, "training_step", 1, ("train", "artifact"), marks=pytest.mark.long),
-    pytest.param(signal.SIGUSR1, MedusaModule, "training_step", 9, ("train", "artifact"), marks=pytest.mark.long),
+    (signal.SIGHUP, MedusaModule, "training_step", 1, ("train", "artifact")),
+    (signal.SIGUSR1, MedusaModule, "training_step", 9, ("train", "artifact")),
     (signal.SIGTERM, pipeline, "measure_cost", 1, ("artifact",)),
     (signal.SIGHUP, pipeline, "write_report", 1, ("report.html",)),
-], 9, 1), ids=["distillation", "states", "training", "training-ctrl-c", "training-hangup", "training-slurm", "artifact",
+], ids=["distillation", "states", "training", "training-ctrl-c", "training-hangup", "training-slurm", "artifact",
         "evaluation"])
 def test_a_signal_ends_a_run_that_the_same_command_finishes(
     number: signal.Signals, owner: Any, name: str, at: int, gone: tuple[str, ...], tiny_run: Path, copied_run: Path,
@@ -222,7 +221,7 @@ def test_a_program_that_was_started_gets_the_signal_once_and_is_waited_for(tmp_p
     assert call([sys.executable, "-c", "raise SystemExit(5)"]) == 5
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT)])
 def test_a_signalled_process_ends_with_its_code_and_a_checkpoint(
     number: signal.Signals, tiny_run: Path, tmp_path: Path
 ) -> None:

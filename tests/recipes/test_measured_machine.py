@@ -78,6 +78,7 @@ def test_a_measured_number_format_is_kept_for_the_whole_run(tmp_path: Path, monk
     assert "machine.json is damaged: dtype must be one of float32, bfloat16" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_measured_format_for_train_prompts_is_kept_and_used_for_them_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

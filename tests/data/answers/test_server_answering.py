@@ -187,6 +187,7 @@ def test_where_no_server_is_one_is_asked_for(tmp_path: Path, tiny_target: Target
         run(tiny_target, write_prompts(tmp_path, many(9)), config, tmp_path / "out")
 
 
+@pytest.mark.long
 def test_finished_shards_outlive_the_server(tmp_path: Path, tiny_target: Target) -> None:
     prompts, out = write_prompts(tmp_path, many(30)), tmp_path / "out"
     left = [len(PROBES) + 9]

@@ -50,7 +50,7 @@ from draftsmith.modules.files.atomic_files import remove_leftovers
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.forked_workers import ended, kill, start
 from support.prompt_files import contents, many, rows, shards, write_prompts
-from support.tiers import some_long
+from support.tiers import others_long, some_long
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = DistillConfig(shard_prompts=4, slots=4, max_new_tokens=16, temperatures=(0.0, 1.0), validation_prompts=3,
@@ -64,7 +64,7 @@ def make(target: Target, prompts: PromptConfig, config: DistillConfig, out: Path
     return distill(target, prompts, config, ChatTemplate(target.tokenizer), out, states=states, progress=False)
 
 
-@pytest.fixture(params=["file", "own", "budget"])
+@pytest.fixture(params=others_long(["file", "own", "budget"], kept=("file",)))
 def make_from(request: pytest.FixtureRequest, tmp_path: Path, tiny_target: Target) -> Make:
     """Data from repeated prompts of a file, from the target's own, and from those of a file up to a token budget."""
     if request.param == "own":

@@ -189,6 +189,7 @@ def test_repetitions_are_left_out_of_batches_and_of_validation(tmp_path: Path, t
     assert [int(row.supervised_BL.sum()) for row in data.held_out.repeating()] == [53, 31]
 
 
+@pytest.mark.long
 def test_prompts_that_the_target_wrote_are_learned_on_request(own: Path, tiny_target: Target) -> None:
     template = ChatTemplate(tiny_target.tokenizer)
     config = replace(CONFIG, row_length=256, own_prompts=True)

@@ -32,6 +32,7 @@ from draftsmith.modules import (
 from draftsmith.modules.compiler import Compiler
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.families import randomised
+from support.tiers import some_long
 
 TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (3,), (0, 1), (1, 0)])
 SIZES = {1: 8, 2: 8, 4: 4, 16: 1}
@@ -78,7 +79,7 @@ def run(artifact: Artifact, config: EvaluateConfig, policy: str = "static") -> d
     return {one.batch_size: one for one in found}
 
 
-@pytest.mark.parametrize("speed_prompts", [0, 16])
+@pytest.mark.parametrize("speed_prompts", some_long([0, 16], 9))
 def test_each_batch_size_decodes_with_its_own_tree(tiny_target_f64: Target, speed_prompts: int) -> None:
     artifact = tuned(tiny_target_f64)
     assert {batch: artifact.size_for(batch) for batch in SIZES} == SIZES

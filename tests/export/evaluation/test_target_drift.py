@@ -48,6 +48,7 @@ def test_an_adapter_comes_back_with_its_artifact(tmp_path: Path, tiny_target: Ta
                          tiny_target).target is tiny_target
 
 
+@pytest.mark.long
 def test_no_extra_is_needed_to_decode_it(tmp_path: Path, tiny_target: Target) -> None:
     folder = saved(tmp_path / "a", tiny_target)
     code = ("import sys\nfor name in ('peft', 'lightning', 'datasets'): sys.modules[name] = None\n"

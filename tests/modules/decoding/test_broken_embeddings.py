@@ -82,7 +82,7 @@ class FixedOpinion(Wrapped):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [DySpecTree(3, 2, 2), SampledTree.branching(2, 2)])
+@pytest.mark.parametrize("policy", some_long([DySpecTree(3, 2, 2), SampledTree.branching(2, 2)], 9))
 def test_sampled_answers_keep_their_distribution_when_the_draft_likes_such_a_token(policy: Policy) -> None:
     target = small_target(NAN)
     chances = law(target, (1, 4, 2))

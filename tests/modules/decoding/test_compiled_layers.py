@@ -59,7 +59,7 @@ def tokens(result: DecodeResult) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", some_long(["medusa", "hydra++", "eagle3-layers", "falcon", "kangaroo", "prompt-tokens",
-                                  "hidden-transfer", "draft-lm"], 4, 2))
+                                  "hidden-transfer", "draft-lm"], 9))
 def test_every_family_drafts_the_same_with_compiled_layers(name: str) -> None:
     """The number of passes too: a drafter whose compiled layers gave other states would guess other tokens."""
     target = unpacked()

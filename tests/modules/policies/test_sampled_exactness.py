@@ -131,7 +131,7 @@ def ensemble_of(draft: str, *, candidates: bool = False) -> Ensemble:
     return Ensemble([TableDrafter(random_log_probs(SIZE, SIZE, seed=7)), sampled])
 
 
-@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.2])
+@pytest.mark.parametrize("temperature", some_long([0.7, 0.1, 1.2], 9))
 @pytest.mark.parametrize("copied", some_long(COPIES, 5))
 @pytest.mark.parametrize("name", POLICIES)
 def test_point_masses_beside_samples_leave_the_targets_distribution(

@@ -236,6 +236,7 @@ def test_a_folder_written_by_transformers_loads(tiny_target: Target, tmp_path: A
     assert again.identity.weights_hash == tiny_target.identity.weights_hash
 
 
+@pytest.mark.long
 @pytest.mark.real
 def test_packed_layers_change_the_real_logits_by_rounding_only(real_target: Target) -> None:
     ids = torch.tensor([real_target.tokenizer("The quick brown fox jumps over the lazy dog.")["input_ids"]])

@@ -102,7 +102,7 @@ def drawn(target: Target, numbers: range) -> list[Request]:
             for number in numbers]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_prediction_is_right_for_other_answers_of_a_trained_target() -> None:
     """Drafts are accepted whole in some passages, where few passes start, and hardly ever in the others."""
     target = trained_target()

@@ -20,6 +20,7 @@ from draftsmith.modules.verification.sampling import (
 from references import sampling as plain
 from references.walk import walk
 from support.pretended_device import DEVICE, pretended_device
+from support.tiers import others_long
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import LogitsProcessorList
@@ -117,7 +118,7 @@ def processors(temperature: float, top_k: int, top_p: float, min_p: float) -> Lo
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("min_p", [0.0, 0.05, 0.4, 1.0])
-@pytest.mark.parametrize("top_p", [1.0, 1 - 1e-9, 0.9, 0.3, 1e-9])
+@pytest.mark.parametrize("top_p", others_long([1.0, 1 - 1e-9, 0.9, 0.3, 1e-9], kept=(1.0, 0.9)))
 def test_probabilities_follow_the_processors_of_generate(top_p: float, min_p: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     logits = torch.cat([torch.randn(5, 700, dtype=dtype), 6 * torch.randn(4, 700, dtype=dtype)])

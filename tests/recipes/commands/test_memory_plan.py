@@ -52,7 +52,7 @@ def test_a_name_that_leads_nowhere_is_told_in_one_sentence(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", others_long(TRAINING, kept=("tiny", "eagle3", "fastdraft")))
+@pytest.mark.parametrize("recipe", others_long(TRAINING, kept=("tiny",)))
 def test_every_recipe_states_memory_and_hours_of_its_stages(
     recipe: str, large: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +86,7 @@ def test_the_figures_are_those_of_the_real_drafter() -> None:
     assert rows.cache.storage.nbytes == 10 * cache_bytes(target)
 
 
+@pytest.mark.long
 def test_stages_of_zero_take_less_each() -> None:
     """Of four processes: a quarter of the moments and of the weights' copy, then of gradients, then of weights."""
     def planned(*words: str) -> dict[str, int]:
@@ -101,6 +102,7 @@ def test_stages_of_zero_take_less_each() -> None:
     assert steps[0] >= steps[1] >= steps[2] > 0
 
 
+@pytest.mark.long
 def test_split_drafters_take_less_in_each_process() -> None:
     """Heads are gathered together, the layers of a language model one after the other."""
     def planned(family: str, *words: str) -> tuple[int, int, int]:
@@ -137,6 +139,7 @@ def test_stages_grow_with_what_they_hold() -> None:
     assert few["train"].parts["target"] - shared["train"].parts["target"] == layers // 2
 
 
+@pytest.mark.long
 def test_hours_and_memory_are_those_of_the_processes_that_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_draft_vocabulary_is_chosen_once_and_its_coverage_reported(
     assert torch.equal(one["token_ids"], two["token_ids"])
 
 
+@pytest.mark.long
 def test_loops_are_left_out_by_default_and_reported(
     tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +239,7 @@ def test_the_artifact_decodes_to_the_targets_own_words(tiny_run: Path) -> None:
     assert [one.tokens for one in drafted.generations] == [one.tokens for one in plain.generations]
 
 
+@pytest.mark.long
 def test_distill_then_train_is_the_same_as_run(
     tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -422,6 +424,7 @@ def test_two_kills_change_no_byte(tmp_path: Path) -> None:
     assert campaign.returncode == 0
 
 
+@pytest.mark.long
 def test_another_run_trains_on_the_same_data(
     tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,7 +51,7 @@ def test_without_a_budget_nothing_is_missing(tiny_run: Path, monkeypatch: pytest
         assert left_out(here) == ()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_short_of_time_ends_and_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

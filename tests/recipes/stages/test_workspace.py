@@ -108,6 +108,7 @@ def test_prompts_that_cannot_be_learned_are_reported(
     assert capsys.readouterr().out.count("batch.own_prompts has no effect") == says, "once"
 
 
+@pytest.mark.long
 def test_a_run_sketches_the_target_once_and_only_training_opens_all_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,8 +106,8 @@ def check_strategies(alone: Path, out: Path, strategies: Sequence[str], names: S
         assert int(gradients) <= kept * weights, (strategy, name, gradients, weights)
 
 
+@pytest.mark.long
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_two_processes_with_split_weights_equal_one(alone: Path, tmp_path: Path) -> None:
     check_strategies(alone, tmp_path, ("fsdp2", "deepspeed_stage_3"), FEW)
 

@@ -28,6 +28,7 @@ from draftsmith.modules.target.linears.packed_linear import has_packed_product
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.families import CASES, randomised
 from support.prompt_files import contents, many, write_prompts
+from support.tiers import some_long
 
 pytestmark = pytest.mark.skipif(not has_packed_product(torch.float32), reason="this build has no packed product")
 
@@ -147,7 +148,7 @@ def test_a_form_that_the_user_has_set_stays_in_reproducible_work(monkeypatch: py
 
 
 @pytest.mark.parametrize("times", [PLAIN_PAYS, BOTH_PAY, PACKED_PAYS])
-@pytest.mark.parametrize("family", ["eagle", "medusa-copy", "draft-lm"])
+@pytest.mark.parametrize("family", some_long(["eagle", "medusa-copy", "draft-lm"], 9))
 def test_drafted_answers_are_the_plain_ones_in_every_form(family: str, times: LinearTimes,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     target = measured(monkeypatch, times)
