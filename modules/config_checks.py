@@ -1,7 +1,7 @@
 """Checks shared by the settings of all drafters, and their reading from an artifact."""
 
-from dataclasses import fields
-from typing import Any, get_type_hints
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .errors import UserError
 from .files.json_records import typed
@@ -28,6 +28,31 @@ def check_sizes(**sizes: object) -> None:
             raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
         if value is not None and value > most:
             raise UserError(f"{name} must be at most {most:,}, got {value}; lower it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedSettings:
+    """Settings that refuse values which no drafter can have, by their types and names.
+
+    Raises:
+        UserError: naming the setting, its value and the bound.
+    """
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            name, kind, value = setting.name, setting.type, getattr(self, setting.name)
+            # Every whole number is a size, the id of a token excepted.
+            if kind in (int, int | None) and not name.endswith("_id"):
+                check_sizes(**{name: value})
+            # A recipe's values were parsed by their types; an artifact's and a caller's were not.
+            elif get_origin(kind) is Literal and value not in get_args(kind):
+                *others, last = map(repr, get_args(kind))
+                raise UserError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
+            # Not "value < 0": that is False for NaN, which would pass.
+            elif name == "noise" and not value >= 0:
+                raise UserError(f"noise must not be negative, got {value!r}")
+            elif name == "dropout" and not 0 <= value < 1:
+                raise UserError(f"dropout must be at least 0 and below 1, got {value!r}")
 
 
 def check_bounds(settings: object, prefix: str = "", **bounds: tuple[float, float]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..config_checks import check_sizes
+from ..config_checks import CheckedSettings
 from ..errors import UserError
 from .medusa import ResidualBlock
 
@@ -20,7 +20,7 @@ REJECTED, ACCEPTED = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class AcceptanceHeadConfig:
+class AcceptanceHeadConfig(CheckedSettings):
     """The shape of an acceptance head."""
 
     num_layers: int = 3
@@ -28,9 +28,6 @@ class AcceptanceHeadConfig:
     tie_blocks: bool = False
     """Whether the blocks are one block applied `num_layers` times, as in the official code by mistake; the paper's are
     separate."""
-
-    def __post_init__(self) -> None:
-        check_sizes(num_layers=self.num_layers)
 
 
 class AcceptanceHead(nn.Module):

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config_checks import check_sizes
 from ..errors import UserError
 from ..interfaces.drafter import DrafterConfig
 from ..target.loading.hf_folder import read_config, read_model
@@ -39,8 +38,7 @@ class DraftLMConfig(DrafterConfig):
     """A reserved token whose embedding holds the mask token's in exports; None exports without mask tokens."""
 
     def __post_init__(self) -> None:
-        check_sizes(num_layers=self.num_layers, hidden_size=self.hidden_size, num_heads=self.num_heads,
-                    vocabulary_size=self.vocabulary_size, depths=self.depths)
+        super().__post_init__()
         if self.mask_token_id is not None and self.depths == 1:
             raise UserError(f"mask_token_id {self.mask_token_id} has no effect with depths 1; set depths to the tokens "
                             "of a draft pass, or leave mask_token_id out")

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..config_checks import check_sizes
-from ..errors import UserError
 from ..interfaces.family_card import FamilyCard
 from ..target.model import Target
 from .eagle_base import EagleDrafter
@@ -38,11 +36,6 @@ class EagleConfig(FeatureConfig):
     partial_alignment: bool = False
     """Whether the layer has two output states: one for the output layer, which no loss compares with the target's, and
     one that estimates the target's state and is fed back (FSPAD)."""
-
-    def __post_init__(self) -> None:
-        check_sizes(steps=self.steps, vocabulary_size=self.vocabulary_size)
-        if not self.noise >= 0:
-            raise UserError(f"noise must not be negative, got {self.noise!r}")
 
 
 class FeatureSampling(nn.Module):

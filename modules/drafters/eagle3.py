@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..config_checks import check_sizes
 from ..errors import UserError
 from ..interfaces.family_card import FamilyCard
 from ..target.draft_vocabulary import OwnOutput
@@ -62,14 +61,11 @@ class Eagle3Config(FeatureConfig):
     """`copy` trains the drafter's own output layer, `shared` reads the target's and adds no weights."""
 
     def __post_init__(self) -> None:
-        check_sizes(steps=self.steps, num_layers=self.num_layers, vocabulary_size=self.vocabulary_size,
-                    hidden_size=self.hidden_size)
+        super().__post_init__()
         if self.taps is not None and (not self.taps or list(self.taps) != sorted(set(self.taps))):
             raise UserError(f"taps must be ascending numbers of layers, at least one, got {list(self.taps)}")
         if self.fc_norm and self.norm_before_fc:
             raise UserError("fc_norm and norm_before_fc are both true, and the states are normalised once; choose one")
-        if self.output not in ("shared", "copy"):
-            raise UserError(f"output must be 'shared' or 'copy', got {self.output!r}")
 
 
 def chosen_taps(taps: Sequence[int] | None, target: Target) -> tuple[int, ...]:

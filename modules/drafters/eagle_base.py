@@ -39,7 +39,7 @@ class EagleState(DraftState):
 
     def __init__(self, own: RowBuffer, rows: BlockRows) -> None:
         self.own, self.rows = own, rows
-        self.held, self.caches = (own, rows), (rows.cache,)
+        self.held, self.caches = (own, rows.cache), (rows.cache,)
         self.root_R1 = torch.zeros(len(own.values), 1, dtype=torch.long, device=own.values.device)
         self.drop_tree()
 

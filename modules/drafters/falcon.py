@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..config_checks import check_sizes
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafts
@@ -58,13 +57,6 @@ class FalconConfig(FeatureConfig):
     """Share of the components between the layers of the recurrent network that training drops; the official code's is
     0.1."""
 
-    def __post_init__(self) -> None:
-        check_sizes(block_size=self.block_size, blocks=self.blocks, vocabulary_size=self.vocabulary_size)
-        if not self.noise >= 0:
-            raise UserError(f"noise must not be negative, got {self.noise!r}")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
-
 
 class FalconState(DraftState):
     """The memory at each row's last committed position, the states of the positions before it, and a tree.
@@ -94,7 +86,7 @@ class FalconState(DraftState):
             RowBuffer(batch, count, width, device=before[0].device, dtype=before[0].dtype)
             for count in (layers, layers, size - 1, size))
         """Outputs and cells of the recurrent layers, states of the positions before the last one, its estimates."""
-        self.rows, self.held, self.caches = rows, (*self.buffers, rows), (rows.cache,)
+        self.rows, self.held, self.caches = rows, (*self.buffers, rows.cache), (rows.cache,)
         self.drop_tree()
 
     def memory_of(self, rows: slice | Tensor) -> Memory:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..config_checks import check_sizes
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.family_card import FamilyCard
@@ -27,10 +26,6 @@ class HiddenTransferConfig(LookaheadConfig):
     layer: int | None = None
     """Index of the target's layer that the mapped states enter, at least 1; None takes the middle one. The paper gives
     each step a layer of its own."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sizes(layer=self.layer)
 
 
 def chosen_layer(layer: int | None, target: Target) -> int:

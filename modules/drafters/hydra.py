@@ -44,8 +44,8 @@ class HydraState(DraftState):
 
     def __init__(self, context: RowBuffer, rows: BlockRows | None) -> None:
         self.context, self.rows = context, rows
-        self.held = (context,) if rows is None else (context, rows)
         self.caches = () if rows is None else (rows.cache,)
+        self.held = (context, *self.caches)
         self.drop_tree()
 
     def drop_tree(self) -> None:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..config_checks import check_sizes
-from ..errors import UserError
 from .medusa import ResidualBlock
 from .parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock, RMSNorm
 from .parts.heads import HeadConfig
@@ -32,14 +30,6 @@ class HydraConfig(HeadConfig):
     """Dropout of the inputs of blocks and output layers in training; the official Hydra++ has 0.2."""
     noise: float = 0.0
     """Scale of uniform noise on the states and embeddings in training (NEFTune, arXiv:2310.05914, eq. 1)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sizes(num_layers=self.num_layers)
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
-        if not self.noise >= 0:
-            raise UserError(f"noise must not be negative, got {self.noise!r}")
 
 
 class ConditionedBlock(nn.Module):

@@ -14,7 +14,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..config_checks import check_sizes
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafts
@@ -46,7 +45,7 @@ class KangarooConfig(FeatureConfig):
     chains and 0.4 for trees."""
 
     def __post_init__(self) -> None:
-        check_sizes(exit_layer=self.exit_layer, vocabulary_size=self.vocabulary_size)
+        super().__post_init__()
         ChainLimits(gamma=self.gamma, eta=self.eta)
 
 
@@ -94,24 +93,12 @@ class KangarooState(DraftState):
 
     def __init__(self, early: EarlyLayers, rows: BlockRows, *, shared: bool) -> None:
         self.early, self.rows, self.shared = early, rows, shared
-        self.held, self.caches = (rows,), (rows.cache,) if shared else (rows.cache, early.cache)
+        self.held = self.caches = (rows.cache,) if shared else (rows.cache, early.cache)
 
     def drop_tree(self) -> None:
         """Discard the nodes that were read."""
         self.early.drop()
         self.rows.drop_tree()
-
-    def clear(self, rows_R: Tensor) -> None:
-        """Reset these rows, the first layers' included where no target pass does."""
-        super().clear(rows_R)
-        if not self.shared:
-            self.early.clear(rows_R.tolist())
-
-    def keep(self, rows_R: Tensor) -> None:
-        """Keep the rows `rows_R`, in that order."""
-        super().keep(rows_R)
-        if not self.shared:
-            self.early.keep(rows_R.tolist())
 
 
 class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows, LimitsChains):
@@ -184,20 +171,18 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows, LimitsChains):
 
     # Decoding --------------------------------------------------------------------------------------------------------
 
-    def start(self, rows: int, capacity: int) -> KangarooState:
-        """A state in which no row has been observed yet; the target's first layers run in a cache of its own."""
-        early = EarlyLayers.alone(self.output_rows().target, rows, capacity, self.exit_layer)
-        return self._started(early, rows, capacity, shared=False)
+    def start(self, rows: int, capacity: int, verified: VerifiedRows | None = None) -> KangarooState:
+        """A state in which no row has been observed yet.
 
-    def join(self, rows: VerifiedRows, count: int, capacity: int) -> KangarooState:
-        """A state in the cache of the rows that are verified, where the verifying pass takes over what ran."""
-        early = rows.early(self.exit_layer)
-        return self.start(count, capacity) if early is None else self._started(early, count, capacity, shared=True)
-
-    def _started(self, early: EarlyLayers, rows: int, capacity: int, *, shared: bool) -> KangarooState:
+        The target's first layers run in the cache of the rows that are verified, where the verifying pass takes over
+        what ran, or else in one of their own.
+        """
         self.pack_linears()
         own = BlockRows(self.num_layers, rows, capacity, next(self.parameters()).device)
-        return KangarooState(early, own, shared=shared)
+        if verified is not None and (early := verified.early(self.exit_layer)) is not None:
+            return KangarooState(early, own, shared=True)
+        early = EarlyLayers.alone(self.output_rows().target, rows, capacity, self.exit_layer)
+        return KangarooState(early, own, shared=False)
 
     @torch.no_grad()
     def observe(self, state: KangarooState, rows_R: Tensor, observation: Observation) -> None:

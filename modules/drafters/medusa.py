@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..config_checks import check_sizes
 from ..features import Features
 from ..interfaces.drafter import Drafts
 from ..interfaces.family_card import FamilyCard
@@ -35,10 +34,6 @@ class MedusaConfig(HeadConfig):
     """Residual blocks in each head."""
     tie_blocks: bool = False
     """Whether the blocks of a head are one block applied `num_layers` times, as in the official code."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sizes(num_layers=self.num_layers)
 
 
 class ResidualBlock(nn.Module):

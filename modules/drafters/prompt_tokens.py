@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..config_checks import check_sizes
 from ..features import Features
 from ..interfaces.family_card import FamilyCard
 from ..target.model import Target
@@ -34,10 +33,6 @@ class PromptTokensConfig(LookaheadConfig):
     copies: int = 1
     """Embeddings of each prompt token, which do not see each other and whose states are averaged (the paper's ensemble
     prompt tokens). More cost as many times the nodes of a pass and gained little in the paper."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sizes(copies=self.copies)
 
 
 class PromptTokens(LookaheadDrafter):

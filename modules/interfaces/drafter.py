@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compiler import Compiler
+from ..config_checks import CheckedSettings
 from ..features import Features
 from ..target.devices.compiled_layers import CompiledLayers
 from ..target.linears.packed_linear import DecodingLinears
@@ -26,7 +27,7 @@ from .proposer import Proposer, State
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterConfig:
+class DrafterConfig(CheckedSettings):
     """Settings that the shape of every drafter has; each family adds its own."""
 
     vocabulary_size: int | None = None

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..compiler import Compiler
-from ..config_checks import check_sizes
+from ..config_checks import CheckedSettings
 from ..errors import UserError
 from ..target.early_layers import EarlyLayers
 from ..token_tree import TokenTree
@@ -25,10 +25,8 @@ from .proposer import DraftState, Proposer
 class VerifiedRows(Protocol):
     """Rows that a target verifies, as a drafter sees that has the target run something for it."""
 
-    @property
-    def reads_virtual(self) -> bool:
-        """True if the virtual nodes of a pass have states."""
-        ...
+    reads_virtual: bool
+    """True if the virtual nodes of a pass have states."""
 
     def early(self, num_layers: int) -> EarlyLayers | None:
         """The first layers in the cache of these rows, or None where no layer runs; verification takes over what they
@@ -40,8 +38,8 @@ class SharesTargetRows(ABC):
     """A proposer for which the target runs something in the rows that are verified: its first layers, virtual nodes."""
 
     @abstractmethod
-    def join(self, rows: VerifiedRows, count: int, capacity: int) -> DraftState:
-        """`start` for `count` sequences that `rows` verifies."""
+    def start(self, rows: int, capacity: int, verified: VerifiedRows | None = None) -> DraftState:
+        """`Proposer.start` for sequences that are the rows of `verified`; None where these are not to be had."""
 
 
 class GuessesInPasses(ABC):
@@ -72,7 +70,7 @@ class GuessesInPasses(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChainLimits:
+class ChainLimits(CheckedSettings):
     """Ends of a chain of drafted tokens (Kangaroo, arXiv:2404.18911, section 3.2).
 
     Raises:
@@ -85,7 +83,7 @@ class ChainLimits:
     """A token whose distribution peaks below this probability is the chain's last."""
 
     def __post_init__(self) -> None:
-        check_sizes(gamma=self.gamma)
+        super().__post_init__()
         # At 0 no chain ever ends early, at 1 every chain does: either bound would switch the rule off without a word.
         if not 0 < self.eta < 1:
             raise UserError(f"eta must be above 0 and below 1, got {self.eta}")
@@ -127,10 +125,10 @@ def virtual_nodes(drafter: Proposer | None) -> int:
     return drafter.virtual_nodes if isinstance(drafter, GuessesInPasses) else 0
 
 
-def started(drafter: Proposer, rows: VerifiedRows, count: int, capacity: int) -> DraftState:
-    """An empty state for `count` sequences that `rows` verifies, which it shares if it can."""
+def started(drafter: Proposer, rows: VerifiedRows | None, count: int, capacity: int) -> DraftState:
+    """An empty state for `count` sequences that `rows` verifies, which it shares if it can; None for no such rows."""
     if isinstance(drafter, SharesTargetRows):
-        return drafter.join(rows, count, capacity)
+        return drafter.start(count, capacity, rows)
     state: DraftState = drafter.start(count, capacity)
     return state
 

@@ -8,13 +8,14 @@ drafter's own states), V target vocabulary, O nodes with their own values.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from ..errors import UserError
+from ..row_buffers import RowBuffer
 from ..target.kv_cache import RowCache
 
 
@@ -175,18 +176,6 @@ class Observation:
         return torch.where(here_N == last_B1, self.roots_B[:, None], shifted_BN)
 
 
-class RowPart(Protocol):
-    """Something that a state keeps for each row, such as a `RowBuffer`."""
-
-    def clear(self, rows_R: Tensor) -> None:
-        """Make these rows blank."""
-        ...
-
-    def keep(self, rows_R: Tensor) -> None:
-        """Let row r be the former row rows_R[r]; the rows after these become blank."""
-        ...
-
-
 class DraftState:
     """Base of the sequence state of a batch of rows; each family has its own subclass.
 
@@ -194,7 +183,7 @@ class DraftState:
     CUDA graph. A growing tree is made anew in each pass.
     """
 
-    held: Sequence[RowPart] = ()
+    held: Sequence["RowBuffer | RowCache | DraftState"] = ()
     """The parts with an entry for each row, for `clear` and `keep`."""
     caches: Sequence[RowCache] = ()
     """Keys and values of the rows that belong to the drafter alone."""

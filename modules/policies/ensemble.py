@@ -76,17 +76,13 @@ class Ensemble(Proposer[EnsembleState], SharesTargetRows, GuessesInPasses, RunsC
         # Of the parts one may have any: no tree takes the virtual nodes of two.
         self.virtual_nodes = sum(virtual_nodes(part) for part in parts)
 
-    def start(self, rows: int, capacity: int) -> EnsembleState:
-        """Empty states of all parts."""
-        return EnsembleState([part.start(rows, capacity) for part in self.parts])
-
-    def join(self, rows: VerifiedRows, count: int, capacity: int) -> EnsembleState:
-        """Empty states; the last part may run the target's first layers in the rows, where no other part taps them."""
-        # Of the first layers only the last output is kept, which is no use to a part that taps another one.
+    def start(self, rows: int, capacity: int, verified: VerifiedRows | None = None) -> EnsembleState:
+        """Empty states; the last part may run the target's first layers in the rows that are verified."""
         *others, last = self.parts
-        alone = any(part.taps for part in others)
-        return EnsembleState([*(part.start(count, capacity) for part in others),
-                              last.start(count, capacity) if alone else started(last, rows, count, capacity)])
+        # Of the first layers only the last output is kept, which is no use to a part that taps another one.
+        shared = None if any(part.taps for part in others) else verified
+        return EnsembleState([*(part.start(rows, capacity) for part in others),
+                              started(last, shared, rows, capacity)])
 
     def extended(self, state: EnsembleState, tree: TokenTree) -> TokenTree:
         """The tree with the virtual nodes of the part that has any."""

@@ -146,21 +146,6 @@ class EarlyLayers:
         self._outputs(rows, tree, self.target.embed(tokens_BN))
         self.cache.commit(counts_B[:, None], counts_B, host_counts, moved=False)
 
-    def clear(self, rows: list[int]) -> None:
-        """Forget the text of these rows."""
-        self.drop()
-        for row in rows:
-            self.cache.wipe(row)
-
-    def keep(self, order: list[int]) -> None:
-        """Make row order[r] the row r, which never moves a row back."""
-        self.drop()
-        for destination, source in enumerate(order):
-            if source != destination:
-                self.cache.wipe(destination)
-                self.cache.move(source, destination)
-        self.cache.drop_after(len(order))
-
     def _outputs(
         self, rows: list[int], tree: TokenTree, embedded_BFD: Tensor, virtual_BF: Tensor | None = None
     ) -> Tensor:

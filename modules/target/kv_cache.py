@@ -325,7 +325,7 @@ class RowCache(Cache):
         self.lengths_B.fill_(length)
         self.host_lengths = [length] * self.rows
 
-    def clear(self, row: int) -> None:
+    def forget(self, row: int) -> None:
         """Forget a row; another sequence may start there."""
         self.lengths_B[row] = 0
         self.host_lengths[row] = 0
@@ -340,7 +340,7 @@ class RowCache(Cache):
     @torch.no_grad()
     def wipe(self, row: int) -> None:
         """Forget a row and zero its slots: a NaN in a masked slot leaks through the attention kernel."""
-        self.clear(row)
+        self.forget(row)
         for _, storage in self._written:
             storage[:, row] = 0
 
@@ -354,7 +354,21 @@ class RowCache(Cache):
     def move(self, source: int, destination: int) -> None:
         """Copy the used slots of one row over another; the source is then cleared."""
         self.copy(source, destination, self.host_lengths[source])
-        self.clear(source)
+        self.forget(source)
+
+    def clear(self, rows_R: Tensor) -> None:
+        """Make these rows blank."""
+        for row in rows_R.tolist():
+            self.wipe(row)
+
+    def keep(self, rows_R: Tensor) -> None:
+        """Let row r be the former row rows_R[r], which never moves a row back; the rows after these become blank."""
+        for destination, source in enumerate(rows_R.tolist()):
+            if source != destination:
+                # The replaced row may have been longer and may hold NaN after the part that is overwritten.
+                self.wipe(destination)
+                self.move(source, destination)
+        self.drop_after(len(rows_R))
 
 
 def _move(storage: Tensor, rows_B1: Tensor, to_BK: Tensor, from_BK: Tensor) -> None:

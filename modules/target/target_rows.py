@@ -107,7 +107,7 @@ class TargetRows:
     @torch.no_grad()
     def open(self, row: int, index: int) -> int:
         """Empty a row for the request numbered `index`; it starts with the shared prefix, whose length is returned."""
-        self.cache.clear(row)
+        self.cache.forget(row)
         if self.shared is None:
             return 0
         spare = self.cache.rows - 1

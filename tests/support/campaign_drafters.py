@@ -173,11 +173,8 @@ class Helped(Wrapped):
         super().__init__(inner)
         self.texts, self.share, self.random = texts, share, random.Random(0)
 
-    def start(self, rows: int, capacity: int) -> DraftState:
-        return HelpedState(self.inner.start(rows, capacity), [[] for _ in range(rows)])
-
-    def join(self, rows: VerifiedRows, count: int, capacity: int) -> DraftState:
-        return HelpedState(super().join(rows, count, capacity), [[] for _ in range(count)])
+    def start(self, rows: int, capacity: int, verified: VerifiedRows | None = None) -> DraftState:
+        return HelpedState(super().start(rows, capacity, verified), [[] for _ in range(rows)])
 
     def state_of(self, state: DraftState) -> DraftState:
         assert isinstance(state, HelpedState)

@@ -66,11 +66,8 @@ class Oracle(Wrapped):
     def state_of(self, state: DraftState) -> DraftState:
         return _oracle_state(state).inner
 
-    def start(self, rows: int, capacity: int) -> OracleState:
-        return OracleState(self.inner.start(rows, capacity), rows, self.texts_ST.device)
-
-    def join(self, rows: VerifiedRows, count: int, capacity: int) -> OracleState:
-        return OracleState(super().join(rows, count, capacity), count, self.texts_ST.device)
+    def start(self, rows: int, capacity: int, verified: VerifiedRows | None = None) -> OracleState:
+        return OracleState(super().start(rows, capacity, verified), rows, self.texts_ST.device)
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         held = _oracle_state(state)

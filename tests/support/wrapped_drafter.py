@@ -55,11 +55,8 @@ class Wrapped(Proposer, SharesTargetRows, GuessesInPasses, LimitsChains, RunsCom
     def rank_chances(self) -> tuple[tuple[float, ...], ...] | None:
         return self.inner.rank_chances if isinstance(self.inner, GuessesInPasses) else None
 
-    def start(self, rows: int, capacity: int) -> DraftState:
-        return self.inner.start(rows, capacity)
-
-    def join(self, rows: VerifiedRows, count: int, capacity: int) -> DraftState:
-        return started(self.inner, rows, count, capacity)
+    def start(self, rows: int, capacity: int, verified: VerifiedRows | None = None) -> DraftState:
+        return started(self.inner, verified, rows, capacity)
 
     def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
         return extended(self.inner, self.state_of(state), tree)

@@ -38,8 +38,8 @@ class BlockRows:
         self.cache = RowCache(num_layers, rows, capacity, device)
         self._no_nodes_B0 = torch.zeros(rows, 0, dtype=torch.long, device=device)
         self._no_nodes_B00 = torch.zeros(rows, 0, 0, dtype=torch.bool, device=device)
-        self._root_B1 = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self._root_B11 = torch.ones(rows, 1, 1, dtype=torch.bool, device=device)
+        self.root_B1 = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.root_B11 = torch.ones(rows, 1, 1, dtype=torch.bool, device=device)
         self.drop_tree()
 
     def read(self, rows: list[int], size: int) -> AttentionContext:
@@ -82,10 +82,6 @@ class BlockRows:
     def commit(self, counts_B: Tensor, host_counts: list[int]) -> None:
         """Keep the first counts_B[b] positions of the last reading in each of its rows."""
         self.cache.commit(counts_B[:, None], counts_B, host_counts, moved=False)
-
-    def hold_root(self) -> None:
-        """Let the tree start with the position after the committed ones, which the last reading has read as well."""
-        self.nodes_BM, self.above_BMM = self._root_B1, self._root_B11
 
     def add_nodes(self, frontier: Frontier, places: int = 1) -> AttentionContext:
         """Attention context of new nodes: they see all committed positions, their cached ancestors and themselves.
@@ -144,23 +140,6 @@ class BlockRows:
     def drop_tree(self) -> None:
         """Discard the drafted nodes; their slots are overwritten."""
         self.nodes_BM, self.above_BMM = self._no_nodes_B0, self._no_nodes_B00
-
-    def clear(self, rows_R: Tensor) -> None:
-        """Reset rows. Their slots are zeroed: a NaN would reach the next sequence through the mask, 0 * NaN is NaN."""
-        self.drop_tree()
-        for row in rows_R.tolist():
-            self.cache.wipe(row)
-
-    def keep(self, rows_R: Tensor) -> None:
-        """Keep the rows `rows_R`, in that order, which never moves a row back."""
-        order: list[int] = rows_R.tolist()
-        self.drop_tree()
-        for destination, source in enumerate(order):
-            if source != destination:
-                # The replaced row may have been longer and may hold NaN after the part that is overwritten.
-                self.cache.wipe(destination)
-                self.cache.move(source, destination)
-        self.cache.drop_after(len(order))
 
     def _open(self, rows: list[int], size: int, *, after: int) -> Window:
         # Adjacent rows are read through a view of the cache, others through a copy.

@@ -33,7 +33,7 @@ class CausalState(Text):
     def __init__(self, rows: int, capacity: int, read: BlockRows) -> None:
         super().__init__(rows, capacity, 0, read.cache.lengths_B.device)
         self.read = read
-        self.held, self.caches = (*self.held, read), (read.cache,)
+        self.held, self.caches = (*self.held, read.cache), (read.cache,)
         self.host_lengths = [0] * rows
         """Tokens of each text without the root."""
         self.rooted = False
@@ -144,7 +144,8 @@ class CausalDraft(Proposer[CausalState]):
         unread = max(state.unread(rows)) if state.read.cache.bound is None else state.most
         final_BND, counts_B = self._read(state, rows, unread + 1, roots=1)
         state.rooted = True
-        state.read.hold_root()
+        # The tree starts with the root, which was read after the committed tokens.
+        state.read.nodes_BM, state.read.above_BMM = state.read.root_B1, state.read.root_B11
         wanted_BH = counts_B[:, None] - 1 + torch.arange(1 + self.slots, device=counts_B.device)
         return self.read_out(final_BND.gather(1, wanted_BH[..., None].expand(-1, -1, final_BND.shape[-1]))[:, None])
 

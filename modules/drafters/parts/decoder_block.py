@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ...config_checks import check_sizes
+from ...config_checks import CheckedSettings
 from ...errors import UserError
 from ...features import Features
 from ...files.json_records import MistypedError, typed_fields
@@ -32,7 +32,7 @@ OFFICIAL_ROPE_BASE = 10_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig:
+class BlockConfig(CheckedSettings):
     """The shape of a decoder block."""
 
     hidden_size: int
@@ -53,8 +53,7 @@ class BlockConfig:
     """Scaling of these frequencies as transformers writes it, see `carried_scaling`; None for none."""
 
     def __post_init__(self) -> None:
-        check_sizes(hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, num_heads=self.num_heads,
-                    num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        super().__post_init__()
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}")
         if self.head_dim % 2:

@@ -9,8 +9,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ...config_checks import check_sizes
-from ...errors import UserError
 from ...interfaces.drafter import DrafterConfig, Drafts
 from ...interfaces.proposer import State
 from ...target.draft_vocabulary import OwnOutput
@@ -28,11 +26,6 @@ class HeadConfig(DrafterConfig):
     output: Literal["shared", "copy", "one_copy"] = "shared"
     """`shared` reads the target's output layer and adds no weights; `copy` trains a copy of it for each head,
     `one_copy` a single copy for all heads."""
-
-    def __post_init__(self) -> None:
-        check_sizes(num_heads=self.num_heads, vocabulary_size=self.vocabulary_size)
-        if self.output not in ("shared", "copy", "one_copy"):
-            raise UserError(f"output must be 'shared', 'copy' or 'one_copy', got {self.output!r}")
 
 
 class HeadDrafter(BorrowingDrafter[State]):

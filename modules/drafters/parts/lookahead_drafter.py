@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...config_checks import check_sizes
 from ...features import Features
 from ...interfaces.drafter import DrafterConfig, Drafts
 from ...interfaces.optional_parts import GuessesInPasses, SharesTargetRows, VerifiedRows
@@ -46,9 +45,6 @@ class LookaheadConfig(DrafterConfig):
     """Positions of a row after which virtual nodes are trained in one step, chosen at random among those that have
     labels."""
 
-    def __post_init__(self) -> None:
-        check_sizes(num_tokens=self.num_tokens, insertions=self.insertions, vocabulary_size=self.vocabulary_size)
-
 
 class LookaheadState(DraftState):
     """States of the newest virtual nodes, which depth each row has a guess for, and rows of its own where the target's
@@ -66,20 +62,8 @@ class LookaheadState(DraftState):
         """Which steps each row has a state for."""
         self.whole = True
         """Whether every row that was observed has a guess for every depth, known on the host."""
-        self.held, self.caches = (states, self.present), () if own is None else (own.cache,)
-
-    def clear(self, rows_R: Tensor) -> None:
-        """Reset these rows, its own rows in the target included."""
-        super().clear(rows_R)
-        if self.own is not None:
-            for row in rows_R.tolist():
-                self.own.wipe(row)
-
-    def keep(self, rows_R: Tensor) -> None:
-        """Keep the rows `rows_R`, in that order."""
-        super().keep(rows_R)
-        if self.own is not None:
-            self.own.keep(rows_R.tolist())
+        self.caches = () if own is None else (own.cache,)
+        self.held = (states, self.present, *self.caches)
 
 
 class LookaheadDrafter(BorrowingDrafter[LookaheadState], SharesTargetRows, GuessesInPasses):
@@ -170,18 +154,17 @@ class LookaheadDrafter(BorrowingDrafter[LookaheadState], SharesTargetRows, Guess
 
     # Decoding --------------------------------------------------------------------------------------------------------
 
-    def start(self, rows: int, capacity: int) -> LookaheadState:
-        """A state in which no row has been observed yet; the drafter runs the target itself, in rows of its own."""
-        own = self.output_rows().target.start(rows, capacity + self.virtual_nodes, self.taps)
-        return self._started(rows, own)
+    def start(self, rows: int, capacity: int, verified: VerifiedRows | None = None) -> LookaheadState:
+        """A state in which no row has been observed yet.
 
-    def join(self, rows: VerifiedRows, count: int, capacity: int) -> LookaheadState:
-        """An empty state; the verifying passes run the virtual nodes, if they can."""
-        return self._started(count, None) if rows.reads_virtual else self.start(count, capacity)
-
-    def _started(self, rows: int, own: TargetRows | None) -> LookaheadState:
+        The verifying passes run the virtual nodes, if they can; otherwise the drafter runs the target itself, in rows
+        of its own.
+        """
         self.pack_linears()
         target = self.output_rows().target
+        own = None
+        if verified is None or not verified.reads_virtual:
+            own = target.start(rows, capacity + self.virtual_nodes, self.taps)
         states = RowBuffer(rows, self.config.num_tokens, self.hidden_size, device=target.device, dtype=target.dtype)
         return LookaheadState(states, own)
 

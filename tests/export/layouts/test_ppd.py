@@ -76,7 +76,7 @@ def test_official_prompts_give_the_recorded_outputs(tmp_path: Path) -> None:
     torch.testing.assert_close(drafter.project(states_1KD, 0), expected_1KV, atol=1e-5, rtol=1e-5)
     tree = TokenTree.prompts(tokens_1N, torch.tensor([tokens_1N.shape[1]]))
     rows = target.start(1, 64)
-    sent = drafter.extended(drafter.join(rows, 1, 64), tree)
+    sent = drafter.extended(drafter.start(1, 64, rows), tree)
     assert sent.virtual is not None
     last = sent.virtual.anchors_BM[0] == tokens_1N.shape[1] - 1
     assert torch.equal(sent.depths_BN[0, tokens_1N.shape[1] :][last], tensors["output/position_ids"][0, -6:])

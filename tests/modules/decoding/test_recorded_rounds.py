@@ -212,11 +212,8 @@ class Held(Wrapped):
         assert isinstance(state, WrappedState)
         return state.inner
 
-    def start(self, rows: int, capacity: int) -> WrappedState:
-        return WrappedState(super().start(rows, capacity))
-
-    def join(self, rows: VerifiedRows, count: int, capacity: int) -> WrappedState:
-        return WrappedState(super().join(rows, count, capacity))
+    def start(self, rows: int, capacity: int, verified: VerifiedRows | None = None) -> WrappedState:
+        return WrappedState(super().start(rows, capacity, verified))
 
 
 @pytest.mark.parametrize("name", some_long(["eagle3", "draft-lm"], 9, 1))

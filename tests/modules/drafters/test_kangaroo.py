@@ -77,8 +77,8 @@ class Watched(Kangaroo):
     seen: list[tuple[list[list[int]], Tensor]]
     states: list[KangarooState]
 
-    def join(self, rows: Any, count: int, capacity: int) -> KangarooState:
-        state = super().join(rows, count, capacity)
+    def start(self, rows: int, capacity: int, verified: Any = None) -> KangarooState:
+        state = super().start(rows, capacity, verified)
         self.states.append(state)
         return state
 

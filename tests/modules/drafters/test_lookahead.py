@@ -125,7 +125,7 @@ def test_the_states_in_decoding_are_those_of_the_plain_twin(
 def test_a_row_that_lacks_virtual_nodes_has_no_guess_at_those_depths(tiny_target_f64: Target) -> None:
     target = tiny_target_f64
     drafter = prompts(target, num_tokens=3)
-    state = drafter.join(target.start(2, 8), 2, 8)
+    state = drafter.start(2, 8, target.start(2, 8))
     state.present.values[0, :2] = True
     state.whole = False
     root = torch.zeros(2, 1, dtype=torch.long)
@@ -178,7 +178,7 @@ def test_of_two_drafters_in_an_ensemble_the_last_has_its_nodes_in_the_verifying_
     """The other one runs the target itself."""
     target, tree = tiny_target_f64, TREE.plant(torch.zeros(1, 6, dtype=torch.long))
     both = Ensemble([prompts(target), maps(target, layer=1, num_tokens=1)])
-    virtual = both.extended(both.join(target.start(1, 64), 1, 64), tree).virtual
+    virtual = both.extended(both.start(1, 64, target.start(1, 64)), tree).virtual
     assert virtual is not None
     assert virtual.slots == 1
     policy = Union([StaticTree(Topology.chain(2)), StaticTree(Topology.chain(1))], 4)

@@ -181,7 +181,7 @@ def test_layers_alone_give_the_states_of_the_target() -> None:
     target = target_of("Gemma3")
     early, plain = EarlyLayers.alone(target, 3, 48, 2), prompted(target, (1,))
     for rows in ([0, 1, 2], [2], [0, 1]):
-        early.clear(rows)
+        early.cache.clear(torch.tensor(rows))
         counts = [len(TEXTS[row]) for row in rows]
         padded = torch.tensor([TEXTS[row] + [0] * (max(counts) - len(TEXTS[row])) for row in rows])
         early.read(rows, padded, torch.tensor(counts), counts)
@@ -189,7 +189,8 @@ def test_layers_alone_give_the_states_of_the_target() -> None:
     tree = TokenTree.from_parents(tokens_BM, torch.tensor(GROWN).expand_as(tokens_BM))
     expected = plain.run(tree).taps[1]
     torch.testing.assert_close(draft(early, tokens_BM), expected, atol=1e-9, rtol=0)
-    early.keep([2, 1])
+    early.drop()
+    early.cache.keep(torch.tensor([2, 1]))
     torch.testing.assert_close(draft(early, tokens_BM[[2, 1]]), expected[[2, 1]], atol=1e-9, rtol=0)
 
 

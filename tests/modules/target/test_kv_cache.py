@@ -39,7 +39,7 @@ def test_commits_moves_and_clears_leave_a_fresh_prefill(tiny_target_f64: Target)
         for row, path in enumerate(paths):
             texts[row] += tree.tokens_BN[row, path].tolist()
         if step == 2:
-            rows.cache.clear(1)
+            rows.cache.forget(1)
             texts[1] = []
     rows.keep([2, 1])
     for row, text in ((0, texts[2]), (1, texts[1])):

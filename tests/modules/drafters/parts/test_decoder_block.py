@@ -171,11 +171,11 @@ def test_a_failed_row_leaves_nothing_in_the_cache() -> None:
     texts = torch.randn(3, 8, 16, dtype=torch.float64)
     texts[0, 5] = float("nan")
     read(rows, block, [0, 1, 2], texts[:, :6], [6, 6, 3])
-    rows.keep(torch.tensor([2, 1]))
+    rows.cache.keep(torch.tensor([2, 1]))
     found = read(rows, block, [0, 1], torch.stack([texts[2, 3:5], texts[1, 6:8]]), [2, 2])
     torch.testing.assert_close(found[0], whole(block, texts[2, :5])[3:])
     torch.testing.assert_close(found[1], whole(block, texts[1])[6:])
-    rows.clear(torch.tensor([1]))
+    rows.cache.clear(torch.tensor([1]))
     fresh = read(rows, block, [0, 1], torch.stack([texts[2, 5:7], texts[1, :2]]), [2, 2])
     torch.testing.assert_close(fresh[1], whole(block, texts[1, :2]))
     assert rows.cache.storage is not None
