@@ -8,7 +8,6 @@ The state at position p predicts token p + 1.
 from pathlib import Path
 
 from ...modules import Kangaroo, KangarooConfig, Target, UserError
-from ...modules.drafters.kangaroo import chosen_exit
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from .parts.export_format import ExportFormat, without_settings
 from .parts.layout_folder import layout_readme, stored, write_layout
@@ -90,7 +89,7 @@ def import_kangaroo(folder: Path, target: Target, *, exit_layer: int | None = No
         norm_eps=float(config["rms_norm_eps"]),
     )
     limits = {name: config[key] for name, key in (("gamma", _GAMMA), ("eta", _ETA)) if key in config}
-    settings = KangarooConfig(exit_layer=chosen_exit(exit_layer, target), **limits)
+    settings, _ = Kangaroo.fitted(KangarooConfig(exit_layer=exit_layer, **limits), target)
     drafter = Kangaroo(settings, target, block)
     return loaded(drafter, tensors, target, f"the Kangaroo adapter in {folder} does not fit")
 

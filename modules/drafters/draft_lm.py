@@ -8,14 +8,15 @@ Shapes: B rows, L positions, F nodes of a draft pass, H depths scored at once, K
 draft, V target vocabulary, Q entries of the draft vocabulary.
 """
 
+from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..compiler import Compiler
 from ..config_checks import settings_of
 from ..features import Features
 from ..interfaces.drafter import Drafter, Drafts
@@ -23,16 +24,16 @@ from ..interfaces.family_card import FamilyCard
 from ..interfaces.optional_parts import GathersApart
 from ..interfaces.proposer import Scores
 from ..target.attention.segment_attention import Sight, mask_arguments, visible_text
-from ..target.devices.compiled_layers import CompiledLayers, of_transformers
+from ..target.devices.compiled_layers import of_transformers
 from ..target.draft_vocabulary import over_all_tokens, require_ids
 from ..target.kv_cache import RowCache
 from ..target.linears.linear_forms import LinearForms
 from ..target.loading.excerpt import layer_list
-from ..target.loading.hf_folder import require_vocabulary
+from ..target.loading.hf_folder import read_model, require_vocabulary
 from ..target.loading.identity import TargetIdentity
 from ..target.model import Target, post_process
-from ..target.submodel import config_of, fields_of, new_model
-from .draft_lm_config import DraftLMConfig, check_mask_token, initial_model
+from ..target.submodel import config_of, copy_layers, fields_of, new_model
+from .draft_lm_config import DraftLMConfig, check_mask_token, planned
 from .parts.causal_drafter import SLOT, CausalDraft, CausalState
 from .parts.decoder_block import AttentionContext
 from .parts.mask_tokens import KEEP_LEAST, KEEP_RATE, by_depth, conditional_drop, pack, useful, visible
@@ -58,6 +59,7 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
     )
     mask_embedding: nn.Parameter | None
     reads_states = False
+    compiled_form = staticmethod(of_transformers)
 
     def __init__(self, config: DraftLMConfig, model: Any) -> None:
         super().__init__(config.vocabulary_size)
@@ -65,7 +67,10 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
         self.decoder: nn.Module = model.get_decoder()
         output = model.get_output_embeddings()
         self.vocab_size, self.state_size = output.weight.shape
-        self.num_layers, size = len(self._layers()), config.vocabulary_size
+        # A list, which registers nothing: the weights are named under `decoder` alone.
+        self.layers = list(layer_list(self.decoder, self.architecture.num_hidden_layers))
+        self.compiled_kinds = tuple({type(layer) for layer in self.layers})
+        self.num_layers, size = len(self.layers), config.vocabulary_size
         check_mask_token(config, self.vocab_size)
         self.kept, self.slots = range(self.num_layers), config.depths - 1
         self.positions = int(getattr(self.architecture, "max_position_embeddings", 1 << 30))
@@ -83,15 +88,8 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
         self._embedding().weight.requires_grad_(not config.freeze_embedding)
         self._linears: LinearForms | None = None
 
-    def _layers(self) -> nn.ModuleList:
-        return layer_list(self.decoder, self.architecture.num_hidden_layers)
-
     def _embedding(self) -> nn.Embedding:
         return cast(nn.Embedding, self.decoder.get_input_embeddings())  # type: ignore[operator]
-
-    def embedding_weight(self) -> Tensor:
-        """The embedding's weight, [V, D]."""
-        return self._embedding().weight.detach()
 
     @property
     def device(self) -> torch.device:
@@ -113,10 +111,17 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
             UserError: if the layers, the folder or the ids do not fit.
         """
         require_ids(config.vocabulary_size, token_ids_Q)
-        model = initial_model(config, target)
-        drafter = cls(config, model)
         # A target on the meta device, used for planning, has no values.
-        if target.device.type != "meta":
+        architecture, on_meta = planned(config, target), target.device.type == "meta"
+        if config.folder is not None and not on_meta:
+            model = read_model(Path(config.folder), target)
+        else:
+            with target.device if on_meta else nullcontext():
+                model = new_model(architecture)
+        if config.layers is not None and not on_meta:
+            copy_layers(model, target, config.layers)
+        drafter = cls(config, model)
+        if not on_meta:
             with torch.no_grad():
                 embedding_VD, output = drafter._embedding().weight, model.get_output_embeddings()
                 # Embeddings that are not finite in the model they come from become zero: a guess reads other guesses'
@@ -169,27 +174,16 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
             gradient_checkpointing_kwargs={"use_reentrant": False})
         return True
 
-    def layer_forms(self, compiler: Compiler) -> CompiledLayers:
-        """Compiled forms of the decoder's layers."""
-        return CompiledLayers(list(self._layers()), compiler, of_transformers)
-
-    def gathered_apart(self) -> list[nn.Module]:
-        """Its layers, one after the other."""
-        return list(self._layers())
-
     # Training --------------------------------------------------------------------------------------------------------
 
     def forward(self, features: Features) -> Drafts:
         """States of every depth at all positions; segments do not see each other."""
-        if self.slots:
-            return self._forward_depths(features)
-        positions_BL = features.positions_BL
-        final_BLD = self._states(self.embed(features.tokens_BL), visible_text(features, self.decoder), positions_BL,
-                                 positions_BL)
-        return Drafts(hidden_BLKD=final_BLD[:, :, None], offsets=self.offsets)
-
-    def _forward_depths(self, features: Features) -> Drafts:
-        """States of one pass over the texts and the kept mask tokens; in evaluation mode all are kept."""
+        if not self.slots:
+            positions_BL = features.positions_BL
+            final_BLD = self._states(self.embed(features.tokens_BL), visible_text(features, self.decoder), positions_BL,
+                                     positions_BL)
+            return Drafts(hidden_BLKD=final_BLD[:, :, None], offsets=self.offsets)
+        # One pass over the texts and the kept mask tokens; in evaluation mode all are kept.
         kept_BLK = torch.ones(*features.tokens_BL.shape, self.config.depths, dtype=torch.bool, device=self.device)
         if self.training:
             kept_BLK = conditional_drop(useful(features, self.config.depths), KEEP_RATE, KEEP_LEAST)
@@ -237,7 +231,7 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
 
     def expand_bytes(self) -> int:
         """Bytes of the layers and of the output layer; embedding rows do not count."""
-        layers = sum(parameter.nbytes for layer in self._layers() for parameter in layer.parameters())
+        layers = sum(parameter.nbytes for layer in self.layers for parameter in layer.parameters())
         return layers + (self._embedding() if self.head is None else self.head).weight.nbytes
 
     def start(self, rows: int, capacity: int) -> CausalState:
@@ -278,4 +272,4 @@ def as_model(drafter: DraftLM) -> Any:
             getattr(model.get_output_embeddings(), name).copy_(whole)
     if drafter.mask_embedding is not None and drafter.config.mask_token_id is not None:
         model.get_input_embeddings().weight[drafter.config.mask_token_id] = drafter.mask_embedding
-    return model.to(drafter.embedding_weight().dtype).eval()
+    return model.to(drafter._embedding().weight.dtype).eval()

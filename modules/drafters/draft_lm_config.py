@@ -1,15 +1,14 @@
-"""Settings of a draft language model and its initial model: new layers, some of the target's, or those of a folder."""
+"""Settings of a draft language model: new layers, some of the target's, or those of a folder."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 from ..interfaces.drafter import DrafterConfig
-from ..target.loading.hf_folder import read_config, read_model
+from ..target.loading.hf_folder import read_config
 from ..target.model import Target
-from ..target.submodel import chosen, copy_layers, new_model, smaller
+from ..target.submodel import chosen, smaller
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +71,3 @@ def check_mask_token(config: DraftLMConfig, vocab_size: int) -> None:
     if config.mask_token_id is not None and not 0 <= config.mask_token_id < vocab_size:
         raise UserError(f"mask_token_id must lie between 0 and {vocab_size - 1}, got {config.mask_token_id}")
 
-
-def initial_model(config: DraftLMConfig, target: Target) -> Any:
-    """The causal language model with a draft's first weights."""
-    architecture, on_meta = planned(config, target), target.device.type == "meta"
-    if config.folder is not None and not on_meta:
-        return read_model(Path(config.folder), target)
-    with target.device if on_meta else nullcontext():
-        model = new_model(architecture)
-    if config.layers is not None and not on_meta:
-        copy_layers(model, target, config.layers)
-    return model

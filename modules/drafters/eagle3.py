@@ -6,7 +6,7 @@ Shapes: B rows, N positions, D hidden size, V target vocabulary, Q entries of th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from torch.nn import functional
 from ..errors import UserError
 from ..interfaces.family_card import FamilyCard
 from ..target.draft_vocabulary import OwnOutput
-from ..target.loading.identity import TargetIdentity
 from ..target.model import Target
 from .eagle_base import EagleDrafter
 from .parts.decoder_block import (
@@ -86,20 +85,6 @@ def chosen_taps(taps: Sequence[int] | None, target: Target) -> tuple[int, ...]:
     return tuple(taps)
 
 
-def chosen_width(config: Eagle3Config, target: Target) -> int:
-    """The width of the drafter's layers for this target.
-
-    Raises:
-        UserError: if it differs from the target's, whose output layer is to be read.
-    """
-    width = config.hidden_size or target.hidden_size
-    if width != target.hidden_size and config.output == "shared":
-        raise UserError(f"output is 'shared', but the output layer of {target.identity.name} reads states "
-                        f"{target.hidden_size} wide, not of hidden_size {width}; set output to copy, or leave "
-                        "hidden_size out")
-    return width
-
-
 class WideBlock(ResidualLayer):
     """EAGLE-3's layer: attention reads token and state concatenated, each after a norm; the residual is the state.
 
@@ -150,6 +135,7 @@ class Eagle3(EagleDrafter):
     config: Eagle3Config
     config_class = Eagle3Config
     estimates_states = False
+    former_settings = ("target_hidden_size",)  # The identity has it.
 
     def __init__(self, config: Eagle3Config, sizes: Sizes, block: BlockConfig) -> None:
         super().__init__(config, sizes, block)
@@ -176,7 +162,11 @@ class Eagle3(EagleDrafter):
     @classmethod
     def fitted(cls, config: Eagle3Config, target: Target) -> tuple[Eagle3Config, BlockConfig]:
         """(settings with the taps chosen, shape of the layers). Raises UserError when taps or widths do not fit."""
-        block, width = block_like(target, config.rope_base), chosen_width(config, target)
+        block, width = block_like(target, config.rope_base), config.hidden_size or target.hidden_size
+        if width != target.hidden_size and config.output == "shared":
+            raise UserError(f"output is 'shared', but the output layer of {target.identity.name} reads states "
+                            f"{target.hidden_size} wide, not of hidden_size {width}; set output to copy, or leave "
+                            "hidden_size out")
         # Of another width in the same proportions, with heads of the same width.
         heads = max(1, round(block.num_heads * width / block.hidden_size))
         shared = max(1, heads * block.num_kv_heads // block.num_heads)
@@ -185,13 +175,6 @@ class Eagle3(EagleDrafter):
         block = replace(block, hidden_size=width, num_heads=heads, num_kv_heads=shared,
                         intermediate_size=max(1, round(block.intermediate_size * width / block.hidden_size)))
         return replace(config, taps=chosen_taps(config.taps, target)), block
-
-    @classmethod
-    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> Self:
-        """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
-        # Artifacts once named the width of the target's states too, which the identity has.
-        described = {name: value for name, value in description.items() if name != "target_hidden_size"}
-        return super().rebuild(described, identity)
 
     def initialise(self, target: Target) -> None:
         """Set weights that pass the highest tap on unchanged and read it as the target reads its last layer.
@@ -264,10 +247,6 @@ class Eagle3(EagleDrafter):
         embedding are looked up."""
         apart = [part for part in (self.fc, self.fc_norm, self.input_norm, self.embed_tokens) if part is not None]
         return super().expand_bytes() - sum(weight.nbytes for part in apart for weight in part.parameters())
-
-    def observe_bytes(self) -> int:
-        """Bytes of all own weights but the output layer and the embedding, in which rows are looked up."""
-        return super().observe_bytes() - (0 if self.embed_tokens is None else self.embed_tokens.weight.nbytes)
 
 
 def _principal(rows_ND: Tensor, size: int) -> Tensor:

@@ -92,11 +92,8 @@ class EagleDrafter(FeatureDrafter[EagleState]):
         Raises:
             UserError: if the rows are too short for the steps.
         """
-        return self.drafts(features, self.trained_steps if self.training else max(self.trained_steps, DEPTHS))
-
-    def drafts(self, features: Features, steps: int) -> Drafts:
-        """States of the first `steps` draft steps. Raises as `forward` does."""
         length = features.tokens_BL.shape[1]
+        steps = self.trained_steps if self.training else max(self.trained_steps, DEPTHS)
         if self.training and length < steps + FIRST_OFFSET:
             raise UserError(f"{steps} draft steps need rows of at least {steps + FIRST_OFFSET} tokens, got {length}; "
                             "lower steps or raise row_length")

@@ -31,12 +31,12 @@ from ..row_buffers import RowBuffer
 from ..target.model import Target
 from .eagle import BareBlock
 from .parts.block_cache import BlockRows
-from .parts.decoder_block import AttentionContext, BlockConfig
+from .parts.decoder_block import BlockConfig
 from .parts.feature_drafter import DEPTHS, FIRST_OFFSET, FeatureConfig, FeatureDrafter
 from .parts.lstm import LSTM, Memory
 from .parts.segment_steps import SegmentSteps
 from .parts.shared_embeddings import Sizes
-from .parts.training_time_test import BlockRollout
+from .parts.training_time_test import block_attentions
 
 _RECURRENT_LAYERS = 2
 """As in the paper, section 3.1."""
@@ -154,7 +154,10 @@ class Falcon(FeatureDrafter[FalconState]):
 
     def initialise(self, target: Target) -> None:
         """Make each estimate the state of its query; the official code starts with random weights."""
-        self.lstm.zero_output()
+        # The last recurrent layer's output is zero through its cell's candidate values, the third gate: gradients still
+        # reach them.
+        for weight in self.lstm.layers[-1].parameters():
+            weight.chunk(4)[2].zero_()
         cast(BareBlock, self.layers[0]).zero_output()
 
     # Training --------------------------------------------------------------------------------------------------------
@@ -178,7 +181,8 @@ class Falcon(FeatureDrafter[FalconState]):
 
     def rollout(self, features: Features, blocks: int) -> list[Tensor]:
         """Estimates of the given number of blocks after every position, [B, L, D] each, nearest first."""
-        attentions, size = BlockRollout(features, self.config.block_size), self.config.block_size
+        size, estimates = self.config.block_size, list[Tensor]()
+        attentions = block_attentions(features, size)
         final_BLD = self.with_noise(features.final().to(self.dtype), self.config.noise)
         # The recurrent network over every segment, whose memory after each position is [M, B, L, D].
         steps = SegmentSteps(features.segments_BL)
@@ -187,20 +191,16 @@ class Falcon(FeatureDrafter[FalconState]):
         memory: Memory = steps.join(output_MPD), steps.join(cell_MPD)
         states_BLD = memory[0][-1] + final_BLD
         queries = [_before(states_BLD, features, places) for places in reversed(range(size))]
-        estimates = self._estimates(queries, attentions(0))
-        for block in range(1, blocks):
-            newest, queries = estimates[-size:], []
-            for estimate_BLD in newest:
-                read_BLD = estimate_BLD.detach()
-                ahead = len(estimates) - size + len(queries) + 2
-                memory = self.lstm.step(torch.cat([self.following(features, ahead), read_BLD], dim=-1), memory)
-                queries.append(memory[0][-1] + read_BLD)
-            estimates += self._estimates(queries, attentions(block))
+        for block in range(blocks):
+            if block > 0:
+                newest, queries = estimates[-size:], []
+                for estimate_BLD in newest:
+                    read_BLD = estimate_BLD.detach()
+                    ahead = len(estimates) - size + len(queries) + 2
+                    memory = self.lstm.through(torch.cat([self.following(features, ahead), read_BLD], dim=-1), memory)
+                    queries.append(memory[0][-1] + read_BLD)
+            estimates += self.layers[0](torch.cat(queries, dim=1), next(attentions)).chunk(size, dim=1)
         return estimates
-
-    def _estimates(self, queries: list[Tensor], attention: AttentionContext) -> list[Tensor]:
-        """Estimated target states for each position of a block, [B, L, D] each."""
-        return list(self.layers[0](torch.cat(queries, dim=1), attention).chunk(len(queries), dim=1))
 
     # Decoding --------------------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class Falcon(FeatureDrafter[FalconState]):
         with self.packing.installed():
             for place in range(self.block_size):
                 embedded_RFD, read_RFD = self.embed(state.since_RFT[..., place]), read_RFKD[:, :, place]
-                memory = self.lstm.step(torch.cat([embedded_RFD, read_RFD], dim=-1), memory)
+                memory = self.lstm.through(torch.cat([embedded_RFD, read_RFD], dim=-1), memory)
                 states.append(memory[0][-1] + read_RFD)
             estimates_RND = self.layers[0](torch.stack(states, dim=2).flatten(1, 2),
                                            state.rows.add_nodes(ends, self.block_size))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..features import Features
 from ..interfaces.family_card import FamilyCard
 from ..target.model import Target
 from ..target.read_text import ReadText
@@ -26,20 +25,6 @@ class HiddenTransferConfig(LookaheadConfig):
     layer: int | None = None
     """Index of the target's layer that the mapped states enter, at least 1; None takes the middle one. The paper gives
     each step a layer of its own."""
-
-
-def chosen_layer(layer: int | None, target: Target) -> int:
-    """The layer of this target that mapped states enter.
-
-    Raises:
-        UserError: if it has no such layer.
-    """
-    if layer is None:
-        layer = max(1, target.num_layers // 2)
-    if layer >= target.num_layers:
-        raise UserError(f"layer must be below the {target.num_layers} layers of {target.identity.name}, got {layer}; "
-                        "the mapped states must pass at least one")
-    return layer
 
 
 class HiddenTransfer(LookaheadDrafter):
@@ -71,12 +56,12 @@ class HiddenTransfer(LookaheadDrafter):
     @classmethod
     def fitted(cls, config: HiddenTransferConfig, target: Target) -> tuple[HiddenTransferConfig, None]:
         """The settings with the layer chosen. Raises UserError when it does not fit."""
-        return replace(config, layer=chosen_layer(config.layer, target)), None
-
-    def bind(self, target: Target) -> None:
-        """Borrow the target's layers and output layer. Raises UserError when it does not fit."""
-        chosen_layer(self.layer, target)
-        super().bind(target)
+        layers = target.num_layers
+        layer = max(1, layers // 2) if config.layer is None else config.layer
+        if layer >= layers:
+            raise UserError(f"layer must be below the {layers} layers of {target.identity.name}, got {layer}; the "
+                            "mapped states must pass at least one")
+        return replace(config, layer=layer), None
 
     def initialise(self, target: Target) -> None:
         """Start as the identity: what enters the layer at the token itself."""
@@ -96,11 +81,11 @@ class HiddenTransfer(LookaheadDrafter):
         blank_KD = torch.zeros(self.virtual_nodes, self.hidden_size, dtype=target.dtype, device=target.device)
         return blank_KD, Injection(layer=self.layer, states=mapped)
 
-    def read_after(self, text: ReadText, features: Features, anchors_BG: Tensor) -> Tensor:
+    def read_after(self, text: ReadText, anchors_BG: Tensor) -> Tensor:
         """Final states [B, G, K, D] of the mapped states after positions of a text."""
-        if self.taps[0] not in features.taps:
+        if self.taps[0] not in text.features.taps:
             raise ValueError(f"the outputs of the target's layer {self.taps[0]} are missing; encode with drafter.taps")
-        before_BLD = features.taps[self.taps[0]]
+        before_BLD = text.features.taps[self.taps[0]]
         before_BGD = before_BLD.gather(1, anchors_BG[..., None].expand(-1, -1, before_BLD.shape[-1])).to(self.dtype)
         entering_BGKD = torch.stack([mapping(before_BGD) for mapping in self.maps], dim=2)
         final_BMD = text.read(entering_BGKD.flatten(1, 2), *self.group(anchors_BG), first=self.layer)

@@ -56,7 +56,14 @@ class ConditionedBlock(nn.Module):
 
     def split(self, parts: list[Tensor]) -> Tensor:
         """`forward` of separate parts [..., D]: all heads share them, and backward keeps them once."""
-        return _summed(self.res_connection, parts) + functional.silu(_summed(self.linear, parts))
+        totals, width = [], parts[0].shape[-1]
+        for layer in (self.res_connection, self.linear):
+            # One slice of the weight for each part.
+            total = functional.linear(parts[0], layer.weight[:, :width], layer.bias)
+            for place, part in enumerate(parts[1:], start=1):
+                total = total + functional.linear(part, layer.weight[:, place * width : (place + 1) * width])
+            totals.append(total)
+        return totals[0] + functional.silu(totals[1])
 
 
 class HydraHead(nn.Module):
@@ -91,12 +98,3 @@ class PrefixLayer(nn.Module):
         """The input of the heads in place of the target's states, [B, N, D]."""
         read_BND: Tensor = self.norm(self.block(final_BND, attention))
         return read_BND
-
-
-def _summed(layer: nn.Linear, parts: list[Tensor]) -> Tensor:
-    """The layer applied to the concatenation of the parts, [..., D]: one slice of its weight for each part."""
-    width = parts[0].shape[-1]
-    total = functional.linear(parts[0], layer.weight[:, :width], layer.bias)
-    for place, part in enumerate(parts[1:], start=1):
-        total = total + functional.linear(part, layer.weight[:, place * width : (place + 1) * width])
-    return total

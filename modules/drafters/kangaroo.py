@@ -49,21 +49,6 @@ class KangarooConfig(FeatureConfig):
         ChainLimits(gamma=self.gamma, eta=self.eta)
 
 
-def chosen_exit(exit_layer: int | None, target: Target) -> int:
-    """Number of this target's layers that draft.
-
-    Raises:
-        UserError: if no layer would be left for verification.
-    """
-    layers = target.num_layers
-    if exit_layer is None:
-        exit_layer = max(1, layers // 16)
-    if exit_layer >= layers:
-        raise UserError(f"exit_layer must be below the {layers} layers of {target.identity.name}, got {exit_layer}; "
-                        "verification needs at least one layer after it")
-    return exit_layer
-
-
 class AttentionLayer(nn.Module):
     """x + Attention(RMSNorm(x)): a Llama layer without its MLP.
 
@@ -138,13 +123,12 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows, LimitsChains):
     @classmethod
     def fitted(cls, config: KangarooConfig, target: Target) -> tuple[KangarooConfig, BlockConfig]:
         """(settings with the exit chosen, shape of the attention). Raises UserError when the exit does not fit."""
-        chosen = replace(config, exit_layer=chosen_exit(config.exit_layer, target))
-        return chosen, block_like(target, config.rope_base)
-
-    def bind(self, target: Target) -> None:
-        """Borrow the target's first layers, embedding and output layer. Raises UserError when it does not fit."""
-        chosen_exit(self.exit_layer, target)
-        super().bind(target)
+        layers = target.num_layers
+        chosen = max(1, layers // 16) if config.exit_layer is None else config.exit_layer
+        if chosen >= layers:
+            raise UserError(f"exit_layer must be below the {layers} layers of {target.identity.name}, got {chosen}; "
+                            "verification needs at least one layer after it")
+        return replace(config, exit_layer=chosen), block_like(target, config.rope_base)
 
     def initialise(self, target: Target) -> None:
         """Set weights that read the first layers as the target reads its last one; the official code's are random."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..features import Features
 from ..interfaces.family_card import FamilyCard
 from ..target.model import Target
 from ..target.read_text import ReadText
@@ -72,7 +71,7 @@ class PromptTokens(LookaheadDrafter):
         """The prompts, which pass all layers."""
         return self.prompts, None
 
-    def read_after(self, text: ReadText, features: Features, anchors_BG: Tensor) -> Tensor:
+    def read_after(self, text: ReadText, anchors_BG: Tensor) -> Tensor:
         """Final states [B, G, S, D] of the prompts after positions of a text."""
         embedded_BMD = self.prompts.repeat(anchors_BG.shape[1], 1).expand(len(anchors_BG), -1, -1)
         final_BMD = text.read(embedded_BMD, *self.group(anchors_BG))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..compiler import Compiler
 from ..config_checks import CheckedSettings
 from ..features import Features
-from ..target.devices.compiled_layers import CompiledLayers
+from ..target.devices.compiled_layers import Adapt, CompiledLayers
 from ..target.linears.packed_linear import DecodingLinears
 from ..target.loading.identity import TargetIdentity
 from ..target.model import Target
@@ -91,6 +91,11 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
     """Why no export format can hold the family, as a sentence for users; None when one can."""
     reads_states: ClassVar[bool] = True
     """True if `forward` reads the target's final or tapped states; False for a draft language model."""
+    compiled_kinds: tuple[type[nn.Module], ...] = ()
+    """Classes of its layers that run compiled while it drafts; none in a family that adds next to nothing to the
+    target's own layers."""
+    compiled_form: Adapt
+    """Gives such a layer its compiled form."""
     unrolls: int | None = None
     """The training step that an autoregressive drafter applies repeatedly while decoding; None for a drafter whose K
     training steps are its K draft steps."""
@@ -171,18 +176,15 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
             self.packing.release()
         return super().train(mode)
 
-    def layer_forms(self, compiler: Compiler) -> CompiledLayers | None:
-        """Compiled forms of its layers; None for a family that adds next to nothing to the target's own layers."""
-        return None
-
     def compiled(self, compiler: Compiler) -> AbstractContextManager[None]:
         """A block in which its layers run compiled while it drafts."""
-        if compiler.refusal:
+        if compiler.refusal or not self.compiled_kinds:
             return nullcontext()
         # Forms belong to the compiler that made them: another one counts its own graphs and refusals.
         if self._forms is None or self._forms.compiler is not compiler:
-            self._forms = self.layer_forms(compiler)
-        return nullcontext() if self._forms is None else self._forms.installed()
+            layers = [part for part in self.modules() if isinstance(part, self.compiled_kinds)]
+            self._forms = CompiledLayers(layers, compiler, self.compiled_form)
+        return self._forms.installed()
 
     def expand_bytes(self) -> int:
         """Bytes of the own weights; families that read other weights override this."""

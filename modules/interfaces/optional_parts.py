@@ -112,12 +112,11 @@ class RunsCompiled(ABC):
         """A block in which its layers run compiled."""
 
 
-class GathersApart(ABC):
+class GathersApart:
     """A drafter some of whose weights are gathered only while they run, where each process holds a part of them."""
 
-    @abstractmethod
-    def gathered_apart(self) -> Sequence[nn.Module]:
-        """Modules that are called whole in every training step."""
+    layers: Sequence[nn.Module]
+    """Modules that are called whole in every training step; their weights are gathered one after the other."""
 
 
 def virtual_nodes(drafter: Proposer | None) -> int:

@@ -302,7 +302,7 @@ def parameters_of(module: torch.nn.Module) -> int:
 def gathered_parameters(module: DraftModule) -> int:
     """Most parameters of a split drafter that are whole at once: of the parts that are gathered apart, the largest."""
     drafter = module.drafter
-    apart = [parameters_of(part) for part in (drafter.gathered_apart() if isinstance(drafter, GathersApart) else ())]
+    apart = [parameters_of(part) for part in (drafter.layers if isinstance(drafter, GathersApart) else ())]
     return parameters_of(module) - sum(apart) + max(apart, default=0)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ...modules.drafters.eagle3 import Eagle3, Eagle3Config, chosen_taps, chosen_width
+from ...modules.drafters.eagle3 import Eagle3, Eagle3Config
 from ...modules.target.model import Target
 from ..steps.train_config import TrainConfig
 from .eagle_base import FeatureModule, FeatureTrainConfig
@@ -37,5 +37,4 @@ class Eagle3Module(FeatureModule):
         self, target: Target, config: TrainConfig | None = None, *, token_counts: Tensor | None = None
     ) -> None:
         super().__init__(target, config, token_counts=token_counts)
-        chosen_taps(self.config.drafter.taps, target)
-        chosen_width(self.config.drafter, target)
+        Eagle3.fitted(self.config.drafter, target)

@@ -1,7 +1,7 @@
 """A drafter in training whose weights are split among processes, and the whole one that decodes.
 
 Each process holds a part of every weight, of its gradient and of its optimizer state. A training step gathers the
-weights, those of `GathersApart.gathered_apart` for the moment in which each of these parts runs; the gradients are
+weights, those of `GathersApart.layers` for the moment in which each of these parts runs; the gradients are
 summed over the processes and split. What decodes in validation is a whole copy that holds the same weights.
 """
 
@@ -73,7 +73,7 @@ def shard_fully(module: nn.Module, drafter: Drafter, mesh: Any) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
     # From the inside out: a part that is split already is left out of the one around it.
-    for part in drafter.gathered_apart() if isinstance(drafter, GathersApart) else ():
+    for part in drafter.layers if isinstance(drafter, GathersApart) else ():
         fully_shard(part, mesh=mesh)
     fully_shard(module, mesh=mesh)
     for part in module.modules():

@@ -4,7 +4,7 @@ Shapes: B rows, N positions, D hidden size.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ...interfaces.proposer import State
 from ...target.model import Target
 from .decoder_block import OFFICIAL_ROPE_BASE, BlockConfig, ResidualLayer
 from .rotary import carried_scaling
-from .shared_embeddings import BorrowingDrafter, Sizes
+from .shared_embeddings import BorrowingDrafter
 
 DEPTHS = 6
 """Fewest draft steps that `forward` computes outside training: draft trees are fitted to them."""
@@ -47,14 +47,11 @@ class FeatureDrafter(BorrowingDrafter[State]):
     config: FeatureConfig
     block: BlockConfig
     has_block = True
-    compiled_kinds: ClassVar[tuple[type[nn.Module], ...]] = (ResidualLayer,)
+    compiled_kinds: tuple[type[nn.Module], ...] = (ResidualLayer,)
     num_layers: int = 1
     """Decoder layers that write keys."""
     block_size: int = 1
     """Tokens drafted by one run of the layers."""
-
-    def __init__(self, config: FeatureConfig, sizes: Sizes, block: BlockConfig) -> None:
-        super().__init__(config, sizes, block)
 
     @classmethod
     def fitted(cls, config: Any, target: Target) -> tuple[Any, BlockConfig]:
@@ -62,9 +59,10 @@ class FeatureDrafter(BorrowingDrafter[State]):
         return config, block_like(target, config.rope_base)
 
     def observe_bytes(self) -> int:
-        """Bytes of all own weights but the output layer."""
-        output = {id(parameter) for parameter in self.output_parameters(0)}
-        return sum(parameter.nbytes for parameter in self.parameters() if id(parameter) not in output)
+        """Bytes of all own weights but the output layer and an embedding, in which rows are looked up."""
+        tables = [part.weight for part in self.modules() if isinstance(part, nn.Embedding)]
+        unread = {id(weight) for weight in (*self.output_parameters(0), *tables)}
+        return sum(parameter.nbytes for parameter in self.parameters() if id(parameter) not in unread)
 
 
 def block_like(target: Target, rope_base: float | None = None) -> BlockConfig:

@@ -92,7 +92,7 @@ class LookaheadDrafter(BorrowingDrafter[LookaheadState], SharesTargetRows, Guess
         """(embedding of each slot [S, D], states that they get at a later layer) for a pass of the target."""
 
     @abstractmethod
-    def read_after(self, text: ReadText, features: Features, anchors_BG: Tensor) -> Tensor:
+    def read_after(self, text: ReadText, anchors_BG: Tensor) -> Tensor:
         """Final states [B, G, S, D] of the virtual nodes after positions of a text, with gradients to the weights."""
 
     @property
@@ -118,7 +118,7 @@ class LookaheadDrafter(BorrowingDrafter[LookaheadState], SharesTargetRows, Guess
         if not self.training:
             order_L = torch.arange(length, device=features.tokens_BL.device)
             chunks = torch.split(order_L, max(1, _NODES // self.virtual_nodes))
-            states = [self.steps_after(text, chunk.expand(batch, -1)) for chunk in chunks]
+            states = [self.averaged(self.read_after(text, chunk.expand(batch, -1))) for chunk in chunks]
             return Drafts(hidden_BLKD=torch.cat(states, dim=1), offsets=self.offsets, estimates=self.estimates)
         # Random positions, of those before a label that some step guesses.
         labelled_BL = torch.stack([features.labels(offset)[1] for offset in self.offsets]).any(0)
@@ -126,16 +126,12 @@ class LookaheadDrafter(BorrowingDrafter[LookaheadState], SharesTargetRows, Guess
         chances_BG, anchors_BG = chance_BL.topk(min(self.config.insertions, length), dim=1)
         # A row with too few labels gets others too, at -1, which are not counted.
         chosen_BG = chances_BG >= 0
-        states_BGKD = self.steps_after(text, anchors_BG)
+        states_BGKD = self.averaged(self.read_after(text, anchors_BG))
         rows_B1 = torch.arange(batch, device=anchors_BG.device)[:, None]
         blank_BLKD = states_BGKD.new_zeros(batch, length, *states_BGKD.shape[2:])
         inserted_BL = torch.zeros_like(features.supervised_BL).scatter(1, anchors_BG, chosen_BG)
         return Drafts(hidden_BLKD=blank_BLKD.index_put((rows_B1, anchors_BG), states_BGKD), offsets=self.offsets,
                       valid_BLK=inserted_BL[..., None].expand(-1, -1, self.config.num_tokens), estimates=self.estimates)
-
-    def steps_after(self, text: ReadText, anchors_BG: Tensor) -> Tensor:
-        """One state for each step after positions of a text, [B, G, K, D], with gradients to the weights."""
-        return self.averaged(self.read_after(text, text.features, anchors_BG))
 
     def averaged(self, states: Tensor) -> Tensor:
         """States [..., K, D] of states [..., S, D]. The output layer is linear: it is the mean of the copies' logits,
@@ -188,27 +184,25 @@ class LookaheadDrafter(BorrowingDrafter[LookaheadState], SharesTargetRows, Guess
         Raises:
             ValueError: if the pass had no virtual nodes though `extended` adds them.
         """
-        ahead = observation.ahead if state.own is None else self._run(state.own, rows_R, observation)
+        ahead, counts_B = observation.ahead, observation.counts_B
+        if state.own is not None:
+            # A pass of the drafter's own over the new tokens, with virtual nodes after each row's last one.
+            rows, counts = observation.on_host(rows_R)
+            tree = TokenTree.prompts(observation.tokens_BN, counts_B)
+            last_B1 = (counts_B - 1).clamp(min=0)[:, None]
+            lookahead = Lookahead.after(tree.tokens_BN, last_B1[:, 0], self.config.num_tokens)
+            output = state.own.run(self._with_nodes(replace(tree, lookahead=lookahead)), rows, select_BM=last_B1)
+            path_BN = torch.arange(tree.size, device=rows_R.device).expand_as(tree.tokens_BN)
+            state.own.commit(path_BN, counts_B, counts, moved=False)
+            # In the order of the slots: every row has all of them after one node.
+            ahead = AheadStates(states_BSD=output.final_BND[:, -self.virtual_nodes :],
+                                present_BS=(counts_B > 0)[:, None].expand(-1, self.virtual_nodes))
         if ahead is None:
             raise ValueError(f"this {self.family} drafter reads virtual nodes, and the pass had none; let "
                              "GuessesInPasses.extended add them before the target runs")
-        seen_R = observation.counts_B > 0
+        seen_R = counts_B > 0
         state.states.store(rows_R, self.averaged(ahead.states_BSD), seen_R)
         state.present.store(rows_R, torch.unflatten(ahead.present_BS, 1, (-1, self.copies)).all(-1), seen_R)
-
-    def _run(self, own: TargetRows, rows_R: Tensor, observation: Observation) -> AheadStates:
-        """States at the virtual nodes after each row's last position, from a pass of the drafter's own."""
-        (rows, counts), counts_B = observation.on_host(rows_R), observation.counts_B
-        tree = TokenTree.prompts(observation.tokens_BN, counts_B)
-        last_B1 = (counts_B - 1).clamp(min=0)[:, None]
-        lookahead = Lookahead.after(tree.tokens_BN, last_B1[:, 0], self.config.num_tokens)
-        sent = self._with_nodes(replace(tree, lookahead=lookahead))
-        output = own.run(sent, rows, select_BM=last_B1)
-        path_BN = torch.arange(tree.size, device=rows_R.device).expand_as(tree.tokens_BN)
-        own.commit(path_BN, counts_B, counts, moved=False)
-        # In the order of the slots: every row has all of them after one node.
-        return AheadStates(states_BSD=output.final_BND[:, -self.virtual_nodes :],
-                           present_BS=(counts_B > 0)[:, None].expand(-1, self.virtual_nodes))
 
     @torch.no_grad()
     def expand(self, state: LookaheadState, frontier: Frontier) -> Scores:

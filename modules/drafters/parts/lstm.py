@@ -30,15 +30,17 @@ class LSTMLayer(nn.Module):
         self.input = nn.Linear(input_size, 4 * size)
         self.hidden = nn.Linear(size, 4 * size)
 
-    def forward(self, read_PZ: Tensor, output_BD: Tensor, cell_BD: Tensor, sizes: Sequence[int]) -> Memory:
+    def forward(self, read_PZ: Tensor, output_BD: Tensor, cell_BD: Tensor, sizes: Sequence[int] | None) -> Memory:
         """(output, cell) after every position, [P, D] each.
 
         Args:
             read_PZ: the input, step after step.
             output_BD: the output before the first position.
             cell_BD: the cell before the first position.
-            sizes: sequences of each step, from B on falling.
+            sizes: sequences of each step, from B on falling; None for one more position of each, [..., D] throughout.
         """
+        if sizes is None:
+            return _cell_step(self.input(read_PZ) + self.hidden(output_BD), cell_BD)[:2]
         gates_PG = self.input(read_PZ) + self.hidden.bias
         weight_GD = self.hidden.weight
         given = gates_PG.to(weight_GD.dtype), weight_GD, output_BD, cell_BD, tuple(sizes)
@@ -48,10 +50,6 @@ class LSTMLayer(nn.Module):
                 return cast(Memory, _Recurrence.apply(*given))  # type: ignore[no-untyped-call]
             outputs, cells, _ = zip(*_walk(*given), strict=True)
             return torch.cat(outputs), torch.cat(cells)
-
-    def step(self, read: Tensor, output: Tensor, cell: Tensor) -> Memory:
-        """(output, cell) after one more position, [..., D] each."""
-        return _cell_step(self.input(read) + self.hidden(output), cell)[:2]
 
 
 class LSTM(nn.Module):
@@ -82,41 +80,22 @@ class LSTM(nn.Module):
         output_MBND, cell_MBND = (torch.unflatten(part, 1, (length, rows)).transpose(1, 2) for part in memory)
         return output_MBND, cell_MBND
 
-    def through(self, read_PZ: Tensor, before: Memory, sizes: Sequence[int]) -> Memory:
+    def through(self, read_PZ: Tensor, before: Memory, sizes: Sequence[int] | None = None) -> Memory:
         """(outputs, cells) of the layers after every position of sequences of any length, [M, P, D] each.
 
         Args:
             read_PZ: the input, step after step.
             before: the memory before the first positions, [M, B, D] each.
-            sizes: sequences of each step, from B on falling.
+            sizes: sequences of each step, from B on falling; None for one more position of each, [..., D] throughout.
         """
         outputs, cells = [], []
-        for layer, output_BD, cell_BD in zip(self._each(), *before, strict=True):
+        for layer, output_BD, cell_BD in zip(self.layers, *before, strict=True):
             output_PD, cell_PD = layer(read_PZ, output_BD, cell_BD, sizes)
             outputs.append(output_PD)
             cells.append(cell_PD)
             read_PZ = functional.dropout(output_PD, self.dropout, self.training)
         return torch.stack(outputs), torch.stack(cells)
 
-    def step(self, read: Tensor, before: Memory) -> Memory:
-        """(outputs, cells) of the layers after one more position, [M, ..., D] each."""
-        outputs, cells = [], []
-        for layer, output, cell in zip(self._each(), *before, strict=True):
-            output_after, cell_after = layer.step(read, output, cell)
-            outputs.append(output_after)
-            cells.append(cell_after)
-            read = functional.dropout(output_after, self.dropout, self.training)
-        return torch.stack(outputs), torch.stack(cells)
-
-    @torch.no_grad()
-    def zero_output(self) -> None:
-        """Initialise the last layer's output to zero."""
-        # Through the cell's candidate values, the third gate: gradients still reach them.
-        for weight in self.layers[-1].parameters():
-            weight.chunk(4)[2].zero_()
-
-    def _each(self) -> list[LSTMLayer]:
-        return [layer for layer in self.layers if isinstance(layer, LSTMLayer)]
 
 
 def _cell_step(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,13 +10,11 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from ...compiler import Compiler
 from ...config_checks import settings_of
 from ...errors import UserError
 from ...features import Features
 from ...interfaces.drafter import Drafter, DrafterConfig
 from ...interfaces.proposer import State
-from ...target.devices.compiled_layers import CompiledLayers
 from ...target.draft_vocabulary import OutputRows, OwnOutput, require_ids
 from ...target.loading.identity import TargetIdentity
 from ...target.model import Target
@@ -45,8 +43,9 @@ class BorrowingDrafter(Drafter[State]):
     """The family's own settings."""
     has_block: ClassVar[bool] = False
     """Whether drafters of the family may have decoder layers, whose shape an artifact then describes."""
-    compiled_kinds: ClassVar[tuple[type[nn.Module], ...]] = ()
-    """Classes of its layers that run compiled while it drafts."""
+    compiled_form = staticmethod(of_block)
+    former_settings: ClassVar[tuple[str, ...]] = ()
+    """Settings that older artifacts name and that follow from others now."""
 
     def __init__(self, config: DrafterConfig, sizes: Sizes, block: BlockConfig | None = None) -> None:
         size = config.vocabulary_size
@@ -110,7 +109,8 @@ class BorrowingDrafter(Drafter[State]):
     @classmethod
     def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> Self:
         """An equal drafter whose weights are still to be loaded. Raises UserError on an unknown description."""
-        given = settings_of(description, cls.config_class, f"a drafter of the family {cls.family} is",
+        described = {name: value for name, value in description.items() if name not in cls.former_settings}
+        given = settings_of(described, cls.config_class, f"a drafter of the family {cls.family} is",
                             *["block"] * cls.has_block)
         block = given.pop("block", None)
         config = cls.config_class(**given)
@@ -119,12 +119,18 @@ class BorrowingDrafter(Drafter[State]):
     # Borrowed parts --------------------------------------------------------------------------------------------------
 
     def bind(self, target: Target) -> None:
-        """Borrow the target's embedding and output layer; bind again after moving it to another device."""
+        """Borrow the target's embedding and output layer; bind again after moving it to another device.
+
+        Raises:
+            UserError: if the target has another width or vocabulary, or lacks layers that the settings name.
+        """
         if (target.hidden_size, target.vocab_size) != (self.hidden_size, self.vocab_size):
             raise UserError(
                 f"this {self.family} drafter belongs to a target of width {self.hidden_size} and {self.vocab_size} "
                 f"tokens, but {target.identity.name} has width {target.hidden_size} and {target.vocab_size}; use the "
                 "target it was trained for")
+        # Settings that name layers were chosen for one target; another of this width may have fewer.
+        self.fitted(self.config, target)
         self._borrowed = OutputRows(target, self.token_ids)
 
     def output_rows(self) -> OutputRows:
@@ -176,13 +182,6 @@ class BorrowingDrafter(Drafter[State]):
         self.packing.refresh(self, packed_from=0 if packing is None else packing.packed_from)
         if self._borrowed is not None and not self.output_parameters(0):
             self._borrowed.pack()
-
-    def layer_forms(self, compiler: Compiler) -> CompiledLayers | None:
-        """Compiled forms of its own layers; the target compiles its own."""
-        if not self.compiled_kinds:
-            return None
-        return CompiledLayers([part for part in self.modules() if isinstance(part, self.compiled_kinds)], compiler,
-                              of_block)
 
     def expand_bytes(self) -> int:
         """Bytes of the own weights, and of the target's output layer where it is read."""

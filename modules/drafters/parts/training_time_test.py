@@ -17,8 +17,9 @@ Shapes: B rows, L positions, K positions of a block, H query heads, G key-value 
 head, E head dimension, J steps, X head dimension with room for the diagonal.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -118,28 +119,21 @@ class BlockAttention(AttentionContext):
         return torch.cat([_joined(query_BHLE, held) for query_BHLE in query_BHNE.chunk(self.size, dim=2)], dim=2)
 
 
-class BlockRollout:
-    """Attention contexts of successive blocks over a batch, with a draft that starts after every position.
+def block_attentions(features: Features, size: int) -> Iterator[BlockAttention]:
+    """Attention contexts of blocks 0, 1, 2, ... over a batch, with a draft that starts after every position.
+
+    Block b ends b K positions after the position.
 
     Args:
         features: the batch.
-        size: positions of a block.
+        size: positions of a block, K.
     """
-
-    def __init__(self, features: Features, size: int) -> None:
-        self.size = size
-        self.first = AttentionContext.training(features)
-        self.written: dict[int, tuple[Tensor, Tensor]] = {}
-        self.keys: dict[int, _Keys] = {}
-
-    def __call__(self, block: int) -> AttentionContext:
-        """Attention context of block `block`; call it in order. Block b ends b K positions after the position."""
-        first = self.size * (block - 1) + 1
-        positions = [self.first.positions_BN + first + place for place in range(self.size)]
-        return BlockAttention(
-            positions_BN=torch.cat(positions, dim=1), visible_BNW=self.first.visible_BNW,
-            block=block, size=self.size, written=self.written, keys=self.keys,
-        )
+    text, written, keys = AttentionContext.training(features), dict[int, tuple[Tensor, Tensor]](), dict[int, _Keys]()
+    for block in count():
+        first = size * (block - 1) + 1
+        positions_BN = torch.cat([text.positions_BN + first + place for place in range(size)], dim=1)
+        yield BlockAttention(positions_BN=positions_BN, visible_BNW=text.visible_BNW, block=block, size=size,
+                             written=written, keys=keys)
 
 
 def _needs_no_room(visible: Sight, query_BHLE: Tensor) -> bool:
@@ -182,7 +176,7 @@ def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
         return attend_segments(query_BHLE, *held.past_BGLX, held.visible, held.own)
     size = query_BHLE.shape[-1]
     scale = size**-0.5
-    rows, _, length, _ = query_BHLE.shape
+    rows, heads, length, _ = query_BHLE.shape
     query_BGRLE = query_BHLE.view(rows, held.past_BGLX[0].shape[1], -1, length, size)
     scores_BHLJ = _own_scores(query_BHLE, held)
     total_BHL1 = scores_BHLJ.logsumexp(-1, keepdim=True)
@@ -191,7 +185,14 @@ def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
     high_BHL1 = wanted_BHL1.to(query_BHLE.dtype)
     low_BHL1 = (wanted_BHL1 - high_BHL1.to(wanted_BHL1.dtype)).to(query_BHLE.dtype)
     room_BHLX = functional.pad(torch.cat([high_BHL1, low_BHL1], dim=-1), (0, _ROOM - 2))
-    mixed_BHLX = _past(torch.cat([query_BHLE, room_BHLX], dim=-1), held, scale)
+    wide_BHLX, (keys, values) = torch.cat([query_BHLE, room_BHLX], dim=-1), held.past_BGLX
+    if isinstance(held.visible, Segments):
+        first = keys[:, :, -1:], values[:, :, -1:]
+        mixed_BHLX = attend_inside(wide_BHLX, keys[:, :, :-1], values[:, :, :-1], held.visible,
+                                   SegmentForm(scaling=scale, first=first))
+    else:
+        mixed_BHLX = functional.scaled_dot_product_attention(wide_BHLX, keys, values, attn_mask=held.visible,
+                                                             scale=scale, enable_gqa=heads != keys.shape[1])
     shares_BGRLJ = (scores_BHLJ - total_BHL1).exp().to(query_BHLE.dtype).view(*query_BGRLE.shape[:4], -1)
     own_BGRLE = torch.zeros_like(query_BGRLE)
     for step, (_, value_BGLE) in enumerate(held.own):
@@ -222,15 +223,3 @@ def _joined_sums(query_BHLE: Tensor, held: _Keys, flex: FlexSegments) -> Tensor:
         value_BHLE = value_BGLE.repeat_interleave(query_BHLE.shape[1] // value_BGLE.shape[1], 1)
         mixed_BHLE = mixed_BHLE + shares_BHLJ[..., step, None] * value_BHLE
     return mixed_BHLE
-
-
-def _past(query_BHLX: Tensor, held: _Keys, scale: float) -> Tensor:
-    """Attention over step 0 and the diagonal's key, [B, H, L, X]."""
-    keys, values = held.past_BGLX
-    if isinstance(held.visible, Segments):
-        first = keys[:, :, -1:], values[:, :, -1:]
-        return attend_inside(query_BHLX, keys[:, :, :-1], values[:, :, :-1], held.visible,
-                             SegmentForm(scaling=scale, first=first))
-    mask = cast(Tensor, held.visible)
-    return functional.scaled_dot_product_attention(query_BHLX, keys, values, attn_mask=mask, scale=scale,
-                                                   enable_gqa=query_BHLX.shape[1] != keys.shape[1])

@@ -150,7 +150,7 @@ def test_targets_load_and_drafters_start_whatever_token_it_is() -> None:
     drafter = Eagle3.create(Eagle3Config(), target)
     assert all(bool(tensor.isfinite().all()) for tensor in drafter.state_dict().values() if tensor.is_floating_point())
     model = DraftLM.create(DraftLMConfig(layers=(0,)), target)
-    assert bool(model.embedding_weight().isfinite().all())
+    assert bool(model._embedding().weight.isfinite().all())
     requests = [Request((5, 20 + index, 7), index, 20) for index in range(8)]
     plain = outcomes(target, requests)
     assert any(one.finish == "length" for one in plain)

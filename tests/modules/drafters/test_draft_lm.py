@@ -82,7 +82,7 @@ def test_chosen_layers_are_copied_in_order() -> None:
     for place, layer in enumerate((0, 3, 4)):
         for name, parameter in target.layers[layer].named_parameters():
             assert torch.equal(drafter.get_parameter(f"decoder.layers.{place}.{name}"), parameter)
-    assert torch.equal(drafter.embedding_weight(), target.model.get_input_embeddings().weight)
+    assert torch.equal(drafter._embedding().weight, target.model.get_input_embeddings().weight)
 
 
 def test_copied_layers_keep_their_sliding_windows() -> None:
@@ -116,7 +116,7 @@ def test_rotary_frequencies_are_never_rounded(tiny_target: Target) -> None:
     drafter = DraftLM.create(DraftLMConfig(num_layers=1), tiny_target)
     before = drafter.decoder.rotary_emb.inv_freq.clone()
     drafter.to(torch.bfloat16)
-    assert drafter.embedding_weight().dtype == torch.bfloat16
+    assert drafter._embedding().weight.dtype == torch.bfloat16
     assert torch.equal(drafter.decoder.rotary_emb.inv_freq, before)
 
 

@@ -31,7 +31,7 @@ from draftsmith.modules import (
     decode,
     policy_named,
 )
-from draftsmith.modules.drafters.kangaroo import KangarooState, chosen_exit
+from draftsmith.modules.drafters.kangaroo import KangarooState
 from draftsmith.modules.interfaces.proposer import DraftState
 from draftsmith.modules.verification.tree_walk import Accepted
 from references.kangaroo import adapter, chain, draft_logits
@@ -220,7 +220,7 @@ def test_without_training_it_is_the_target_ended_early(target: Target) -> None:
 
 def test_a_sixteenth_of_the_layers_is_the_exit_by_default(target: Target) -> None:
     assert Kangaroo.create(KangarooConfig(), target).exit_layer == 1
-    assert chosen_exit(None, random_target(33)) == 2
+    assert Kangaroo.fitted(KangarooConfig(), random_target(33))[0].exit_layer == 2
 
 
 def test_weights_that_are_read_are_counted(target: Target) -> None:
