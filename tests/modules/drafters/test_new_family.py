@@ -85,10 +85,11 @@ def test_a_new_family_passes_the_tests_that_all_pass(copy: Path) -> None:
     where = run(copy, "-c", "import draftsmith.modules as m; print(m.__file__, [f.family for f in m.DRAFTERS])")
     assert str(copy) in where
     assert "bigram" in where
-    output = run(copy, "-m", "pytest", "-v", "-k", "bigram or every_family_has or readme or map or import",
+    output = run(copy, "-m", "pytest", "-v", "-k",
+                 "bigram or every_family_has or keys_of_the_code or readme or map or import",
                  "tests/modules/drafters/test_contract.py", "tests/modules/drafters/test_bigram.py",
-                 "tests/recipes/test_memory_plan.py", "tests/trainers/test_families.py",
-                 "tests/recipes/test_key_reference.py", "tests/recipes/test_method_table.py",
+                 "tests/recipes/commands/test_memory_plan.py", "tests/trainers/test_families.py",
+                 "tests/recipes/commands/test_key_reference.py", "tests/recipes/commands/test_method_table.py",
                  "tests/modules/test_readme.py", "tests/test_architecture.py")
     passed(output, "learns", "generate", "artifact", "train_equals_decode", "plain_twin", "stages[bigram]",
            "stages[bigram_8b]", "module_in_the_file_of_its_name[bigram]", "table_of_the_families", "keys_of_the_code",
@@ -101,7 +102,7 @@ def test_a_new_family_is_in_the_guides_and_in_the_comparison(copy: Path) -> None
     table = "| bigram | the last token alone predicts the next one |"
     assert table not in (ROOT / "README.md").read_text(encoding="utf-8")
     assert table in (copy / "README.md").read_text(encoding="utf-8")
-    assert "### `family: bigram`" in (copy / "recipes" / "README.md").read_text(encoding="utf-8")
+    assert "## `family: bigram`" in (copy / "recipes" / "keys.md").read_text(encoding="utf-8")
     plan = run(copy, "-m", "draftsmith.recipes", "families", "--config", "families", "--print_config")
     assert "bigram" in plan
     run(copy, "-m", "draftsmith.recipes", "run", "--config", "tiny", "--family", "bigram", "--evaluate.limit", "1")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..config_checks import check_sizes
 from ..features import Features
 from ..interfaces.drafter import DrafterConfig, Drafts
 from ..interfaces.family_card import FamilyCard
@@ -24,9 +23,6 @@ class BigramConfig(DrafterConfig):
 
     width: int = 64
     """Width of its hidden layer."""
-
-    def __post_init__(self) -> None:
-        check_sizes(width=self.width, vocabulary_size=self.vocabulary_size)
 
 
 class Bigram(BorrowingDrafter[DraftState]):
