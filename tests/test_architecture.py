@@ -202,8 +202,7 @@ def test_the_import_test_can_pass(file: str, source: str) -> None:
 HOOKS = {
     "configure_gradient_clipping", "lightning_module_state_dict", "on_before_optimizer_step", "on_exception",
     "on_load_checkpoint", "on_save_checkpoint", "on_train_batch_end", "on_train_batch_start", "train_dataloader",
-    "block_backward_sync", "convert_input", "convert_module", "load_model_state_dict",
-    "load_optimizer_state_dict", "model_sharded_context", "optimizer_state", "_format_config",
+    "block_backward_sync", "load_optimizer_state_dict", "optimizer_state", "_format_config",
     "_setup_model_and_optimizer", "get_mask_sizes", "get_max_cache_shape", "get_max_length", "get_seq_length",
     "lazy_initialization", "reset_parameters", "_shaped",
 }

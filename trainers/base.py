@@ -33,7 +33,6 @@ from .losses.objectives import NEEDS_MASS, Teacher
 from .processes.split_drafter import SplitDrafter, shard_fully, whole_state
 from .processes.strategies import SPLITTING
 from .processes.zero_strategy import ZeroDrafter
-from .steps.activation_checkpointing import checkpoint_activations
 from .steps.checkpoints import require_same_settings
 from .steps.compiled_step import CompiledStep
 from .steps.optimizers import optimizer_for
@@ -108,6 +107,8 @@ class DraftModule(L.LightningModule):
             raise UserError(f"train.strategy {config.strategy} splits the drafter's weights or their optimizer, and "
                             f"{type(self).__name__} trains weights of the target too; set train.strategy: ddp")
         self.target = target
+        self.needs_teacher = config.objective != "hard"
+        """Whether the objective reads the target's distribution."""
         self.figures: dict[str, float] = {}
         self.clock, self.wait = Clock(), DataWait()
         self.seconds = 0.0
@@ -145,20 +146,19 @@ class DraftModule(L.LightningModule):
         fitting."""
         # Lightning calls it twice, and only here are the processes joined that split the weights.
         if "drafter" not in self._modules:
-            with self.seeded():
+            # The first weights depend on the seed alone, and the random numbers outside do not change.
+            with torch.random.fork_rng():
+                torch.manual_seed(self.config.seed)
                 self.drafter = self.build_drafter()
-            if self.config.activation_checkpointing:
-                checkpoint_activations(self.drafter)
+            # The backward pass computes states inside the layers again from their inputs (arXiv:1604.06174): those of
+            # a decoder layer's MLP, several times as wide as its input. Attention leaves keys for the draft steps after
+            # it and runs once.
+            if self.config.activation_checkpointing and not self.drafter.recompute_layers():
+                raise UserError("activation_checkpointing computes the states inside of MLPs again, and the "
+                                f"{self.drafter.family} drafter has none; set train.activation_checkpointing: false")
         if self.device_mesh is not None and self.split is None:
             self.split = SplitDrafter(self.drafter)
             shard_fully(self, self.drafter, self.device_mesh["data_parallel"])
-
-    @contextmanager
-    def seeded(self) -> Iterator[None]:
-        """Context whose random numbers depend on the seed alone and do not change those outside."""
-        with torch.random.fork_rng():
-            torch.manual_seed(self.config.seed)
-            yield
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """The chosen optimizer with warm-up and cosine."""
@@ -173,11 +173,6 @@ class DraftModule(L.LightningModule):
     def weights(self, steps: int) -> tuple[float, ...]:
         """Weight of each draft step in the loss; called once per optimizer step, so that its micro-batches agree."""
         return tuple(self.decay**step for step in range(steps))
-
-    @property
-    def needs_teacher(self) -> bool:
-        """True if the objective reads the target's distribution."""
-        return self.config.objective != "hard"
 
     @property
     def needs_states(self) -> bool:
@@ -258,7 +253,7 @@ class DraftModule(L.LightningModule):
         # The gradient is a sum over micro-batches and processes; DeepSpeed divides it itself just before it clips.
         count = weighted_mean_loss(sums_KC, pending.weights)[1].clamp(min=1.0)
         if isinstance(self.trainer.strategy, ZeroDrafter):
-            self.trainer.strategy.divide_gradient(float(count))
+            self.trainer.strategy.deepspeed_engine.optimizer.override_loss_scale(float(count))
         else:
             for parameter in self.parameters():
                 if parameter.grad is not None:
@@ -370,13 +365,10 @@ class DraftModule(L.LightningModule):
         """All trained weights by name, those of an artifact. All processes must call it."""
         return whole_state(self.drafter)
 
-    def join(self) -> None:
-        """Take the whole copy in place of a split drafter after training; `restore` sets its weights."""
+    def restore(self, weights: dict[str, Tensor]) -> None:
+        """Load the weights that `trained` returned, after training into a drafter that no process shares any more."""
         if self.split is not None:
             self.drafter, self.split = self.split.copy, None
-
-    def restore(self, weights: dict[str, Tensor]) -> None:
-        """Load the weights that `trained` returned."""
         self.drafter.load_state_dict(weights)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------

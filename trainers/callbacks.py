@@ -31,6 +31,9 @@ class EveryStep(L.Callback):
     The module's training clock is paused meanwhile.
     """
 
+    after_step: Callable[[L.Trainer, int], None]
+    """Act after an optimizer step, by its number counted from 1."""
+
     def __init__(self, module: DraftModule) -> None:
         self.module = module
         self.seen = -1
@@ -49,20 +52,10 @@ class EveryStep(L.Callback):
             with self.module.clock.paused():
                 self.after_step(trainer, self.seen)
 
-    def after_step(self, trainer: L.Trainer, step: int) -> None:
-        """Act after optimizer step `step`, counted from 1."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Give back what the training has held; may be called more than once."""
-
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        """Close, before the error is shown: Lightning calls no `teardown` after it."""
-        self.close()
-
-    def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Close at the end of a training."""
-        self.close()
+        """Give back what the training has held, before the error is shown; `teardown` may come twice."""
+        # Lightning itself calls no `teardown` after an error.
+        self.teardown(trainer, module, "fit")
 
 
 class DecodedAcceptance(EveryStep):
@@ -189,7 +182,7 @@ class ProgressLine(EveryStep):
                               refresh=False)
         self.line.update()
 
-    def close(self) -> None:
+    def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Close the line, so that an error starts on one of its own."""
         if self.line is not None:
             self.line.close()

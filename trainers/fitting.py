@@ -1,6 +1,7 @@
 """A training run, from its folder's last checkpoint to its best weights."""
 
 import logging
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,8 +102,12 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
         trainer.fit(module, datamodule=datamodule, ckpt_path=str(last) if last.exists() else None, weights_only=True)
     # Only after Lightning has given back its own handlers.
     if signals.asked:
-        signals.raise_again()
-    module.join()
+        # As the signal would have ended the process without a training; the first process speaks for all.
+        if module.global_rank != 0:
+            raise SystemExit(0)
+        signal.raise_signal(signal.Signals(signals.asked))
+        # Its handler has returned.
+        raise KeyboardInterrupt
     best = acceptance.best
     # Lightning leaves the module on the CPU; the borrowed weights are on the target's device.
     module.restore(load_weights(out / BEST, best.get("sha256", "")))

@@ -3,7 +3,7 @@
 import signal
 import threading
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning as L
 import torch
@@ -46,26 +46,14 @@ class StopAtSignal(EveryStep):
             self.asked = int(trainer.strategy.reduce(asked, reduce_op="max"))
         self.module.stopped = self.asked > 0
 
-    def raise_again(self) -> NoReturn:
-        """End as the signal would have ended the process without a training.
-
-        Raises:
-            KeyboardInterrupt: if the handler of the signal has returned.
-            SystemExit: in all processes but the first, which speaks for all.
-        """
-        if self.module.global_rank != 0:
-            raise SystemExit(0)
-        signal.raise_signal(signal.Signals(self.asked))
-        raise KeyboardInterrupt
-
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        # The second signal is that of someone who does not want to wait.
+        # The second signal is that of someone who does not want to wait; a third one of another kind is a second too.
         if self.asked:
-            self.close()
+            signal.signal(number, self._former[signal.Signals(number)])
             signal.raise_signal(signal.Signals(number))
         self.asked = number
 
-    def close(self) -> None:
+    def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Give the signals back, also after an error."""
         if threading.current_thread() is threading.main_thread():
             for number, former in self._former.items():

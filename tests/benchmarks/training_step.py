@@ -43,7 +43,6 @@ from draftsmith.recipes.planning.counted_storages import CountedStorages
 from draftsmith.trainers import DraftModule
 from draftsmith.trainers.losses.chunked_losses import VocabularyLoss
 from draftsmith.trainers.losses.metrics import weighted_mean_loss
-from draftsmith.trainers.steps.activation_checkpointing import checkpoint_activations
 from draftsmith.trainers.steps.compiled_step import CompiledStep
 from references.textbook_step import textbook_gradient
 from support.model_shapes import SHAPES, shaped_target
@@ -226,7 +225,7 @@ class Bench:
 def recompute(drafter: Drafter, wanted: bool) -> None:
     """Turn activation checkpointing on, or off again."""
     if wanted:
-        checkpoint_activations(drafter)
+        drafter.recompute_layers()
     elif isinstance(drafter, DraftLM):
         drafter.decoder.gradient_checkpointing_disable()
     for part in drafter.modules():

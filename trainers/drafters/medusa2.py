@@ -36,8 +36,8 @@ from .medusa import MedusaModule, MedusaTrainConfig
 
 HEADS_WEIGHT = {"two_stage": 0.2, "sine": 0.01}
 """The paper's lambda_0 of each schedule: the peak weight of the heads' loss relative to the target's own."""
-FIRST_STAGE = 0.5
-"""Share of a two-stage run in which the heads are trained alone."""
+ALONE_UNTIL = {"two_stage": 0.5, "sine": 0.0}
+"""Progress of a run of each schedule up to which the heads are trained alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +64,6 @@ class Medusa2TrainConfig(MedusaTrainConfig):
         if self.schedule not in HEADS_WEIGHT:
             raise UserError(f"schedule must be 'two_stage' or 'sine', got {self.schedule!r}")
 
-    @property
-    def alone_until(self) -> float:
-        """Progress up to which the heads are trained alone."""
-        return FIRST_STAGE if self.schedule == "two_stage" else 0.0
-
 
 class Medusa2Module(MedusaModule):
     """Medusa heads and a copy of their target in training; the original target is not changed.
@@ -91,7 +86,8 @@ class Medusa2Module(MedusaModule):
     def configure_model(self) -> None:
         """Build the trained copy and the heads; equal seeds give equal weights."""
         if "learning" not in self._modules:
-            with self.seeded():
+            with torch.random.fork_rng():
+                torch.manual_seed(self.config.seed)
                 self.learning = LearningTarget(self.target, self.config.lora)
         super().configure_model()
 
@@ -103,7 +99,7 @@ class Medusa2Module(MedusaModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW with two learning rates; each stage has its own warm-up and cosine."""
-        config, alone = self.config, self.config.alone_until
+        config, alone = self.config, ALONE_UNTIL[self.config.schedule]
         heads = list(self.drafter.parameters())
         groups = [([*self.learning.parameters()], 1.0, config.weight_decay),
                   ([weight for weight in heads if weight.ndim > 1], config.heads_lr_factor, config.weight_decay),
@@ -129,7 +125,7 @@ class Medusa2Module(MedusaModule):
         """Weight of the target's own loss, then of each head."""
         heads = super().weights(steps - 1)
         progress = self.progress_at(self.global_step)
-        if progress < self.config.alone_until:
+        if progress < ALONE_UNTIL[self.config.schedule]:
             return (0.0, *heads)
         # Section 7.4 of arXiv:2401.10774; only the sine schedule lets the weight rise.
         lambda_0 = HEADS_WEIGHT[self.config.schedule]

@@ -160,11 +160,14 @@ def feature_loss(estimated_NKD: Tensor, supervision: Supervision, drafts: Drafts
     return torch.where(supervision.valid_NK, apart_NKD.mean(-1), 0.0).sum(0)
 
 
+@dataclass(frozen=True)
 class _Rows:
     """The predicted tokens of a batch, divided into chunks."""
 
-    def __init__(self, loss: VocabularyLoss, supervision: Supervision, states_ND: Tensor | None) -> None:
-        self.loss, self.supervision, self.states_ND = loss, supervision, states_ND
+    loss: VocabularyLoss
+    supervision: Supervision
+    states_ND: Tensor | None
+    """Final states from which the target predicts the tokens; None where nobody reads its distribution."""
 
     def chunks(self, device: torch.device) -> Iterator[tuple[slice, TeacherOutput | None]]:
         """Consecutive ranges of the N tokens such that one step's logits stay within CHUNK_ELEMENTS, with the target's

@@ -6,18 +6,17 @@ summed over the processes and split. What decodes in validation is a whole copy 
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ...modules.interfaces.drafter import Drafter
 from ...modules.interfaces.optional_parts import GathersApart
 from ...modules.target.devices.split_weights import whole
 from ...modules.target.model import Target
-from ..steps.optimizers import Together
 
 
 class SplitDrafter:
@@ -51,15 +50,12 @@ class WholeCheckpoints:
 
     # Optimizer states are read from the checkpoint as those of one process are.
     lightning_restore_optimizer = True
+    # Strategies that split weights read a folder of parts; here every process reads one whole file.
+    load_checkpoint = Strategy.load_checkpoint
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole weights; all processes must call it."""
         return {name: tensor.cpu() for name, tensor in whole_state(self.lightning_module).items()}
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """The content of a checkpoint, read whole by every process."""
-        found: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
-        return found
 
 
 def shard_fully(module: nn.Module, drafter: Drafter, mesh: Any) -> None:
@@ -86,24 +82,6 @@ def shard_fully(module: nn.Module, drafter: Drafter, mesh: Any) -> None:
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
     """The weights and buffers of a module, each whole; the processes that split them must call it together."""
     return {name: whole(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
-
-
-def load_whole_state(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load whole weights into a module that may hold parts of them."""
-    own = module.state_dict()
-    module.load_state_dict({name: like(tensor, own[name]) if name in own else tensor
-                            for name, tensor in weights.items()})
-
-
-def load_whole_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state of whole tensors into an optimizer whose weights may be split."""
-    optimizer.load_state_dict(state)
-    for part in optimizer.parts if isinstance(optimizer, Together) else (optimizer,):
-        for weight, held in part.state.items():
-            for name, value in held.items():
-                # Counters of steps have another shape and are whole everywhere.
-                if isinstance(value, Tensor) and value.shape == weight.shape:
-                    held[name] = like(value, weight)
 
 
 def like(tensor: Tensor, held: Tensor) -> Tensor:

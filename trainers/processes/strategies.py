@@ -5,11 +5,13 @@ from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...modules.errors import UserError
+from ..steps.optimizers import Together
 from ..steps.train_config import TrainConfig
-from .split_drafter import WholeCheckpoints, load_whole_optimizer_state, load_whole_state, made_whole
+from .split_drafter import WholeCheckpoints, like, made_whole
 from .zero_strategy import ZERO_STAGES, ZeroDrafter
 
 FSDP2 = "fsdp2"
@@ -23,15 +25,9 @@ class FullyShardedDrafter(WholeCheckpoints, ModelParallelStrategy):
 
     Optimizer states are saved by name: Lightning's own saves ids in the order of the module's weights and reads those
     of one process in that order too, which is not the order of the optimizer's groups.
-
-    Args:
-        world: number of processes.
     """
 
     strategy_name = FSDP2
-
-    def __init__(self, world: int) -> None:
-        super().__init__(data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of the optimizer; all processes must call it."""
@@ -41,18 +37,28 @@ class FullyShardedDrafter(WholeCheckpoints, ModelParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Keep this process's part of each weight."""
-        load_whole_state(self.lightning_module, checkpoint["state_dict"])
+        module: nn.Module = self.lightning_module
+        own = module.state_dict()
+        module.load_state_dict({name: like(tensor, own[name]) if name in own else tensor
+                                for name, tensor in checkpoint["state_dict"].items()})
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep this process's part of each state."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_whole_optimizer_state(optimizer, state)
+            optimizer.load_state_dict(state)
+            for part in optimizer.parts if isinstance(optimizer, Together) else (optimizer,):
+                for weight, held in part.state.items():
+                    for name, value in held.items():
+                        # Counters of steps have another shape and are whole everywhere.
+                        if isinstance(value, Tensor) and value.shape == weight.shape:
+                            held[name] = like(value, weight)
 
 
 def strategy_for(config: TrainConfig) -> str | Strategy:
     """Lightning's strategy, or its name. Raises UserError for one under which a training would learn something else."""
     if config.strategy == FSDP2:
-        return FullyShardedDrafter(config.world)
+        return FullyShardedDrafter(data_parallel_size=config.world, tensor_parallel_size=1,
+                                   save_distributed_checkpoint=False)
     if config.strategy.startswith(("fsdp", "model_parallel")):
         raise UserError(f"train.strategy {config.strategy!r} is FSDP of another kind than the one here; set "
                         f"train.strategy: {FSDP2}")

@@ -40,20 +40,10 @@ class Part:
 
     vector: Tensor
     """The vector that holds them, a key of the optimizer's states."""
-    start: int
-    """Place of the first one there."""
-    first: int
-    """Its place in the flattened weight."""
-    length: int
-    """Their number."""
-
-    def of(self, values: Tensor) -> Tensor:
-        """These elements of a state of the vector."""
-        return values[self.start : self.start + self.length]
-
-    def of_whole(self, values: Tensor) -> Tensor:
-        """These elements of a state of the whole weight."""
-        return values.reshape(-1)[self.first : self.first + self.length]
+    there: slice
+    """Their places in it."""
+    own: slice
+    """Their places in the flattened weight."""
 
 
 def part_of(zero: Any, one: LaidOut) -> Part:
@@ -67,13 +57,14 @@ def part_of(zero: Any, one: LaidOut) -> Part:
         place, start, length = zero.grad_position[zero.get_param_id(one.weight)]
         first = dist.get_rank() * length
         # All parts are equally long: the last ones are filled up.
-        left = max(0, one.shape.numel() - first)
-        return Part(zero.fp32_partitioned_groups_flat[place], start, first, min(length, left))
+        length = min(length, max(0, one.shape.numel() - first))
+        return Part(zero.fp32_partitioned_groups_flat[place], slice(start, start + length),
+                    slice(first, first + length))
     vector, mapping = zero.single_partition_of_fp32_groups[one.group], one.weight._hp_mapping
     if mapping is None:
-        return Part(vector, 0, 0, 0)
-    held, there = mapping.get_hp_fragment_address(), mapping.lp_fragment_address
-    return Part(vector, held.start, there.start, held.numel)
+        return Part(vector, slice(0), slice(0))
+    held, first = mapping.get_hp_fragment_address(), mapping.lp_fragment_address.start
+    return Part(vector, slice(held.start, held.start + held.numel), slice(first, first + held.numel))
 
 
 def whole_optimizer_state(zero: Any, layout: tuple[LaidOut, ...]) -> dict[str, Any]:
@@ -89,7 +80,7 @@ def whole_optimizer_state(zero: Any, layout: tuple[LaidOut, ...]) -> dict[str, A
                 continue
             # Each element comes from the process that keeps it; the others add zeros.
             whole = value.new_zeros(one.shape.numel())
-            part.of_whole(whole).copy_(part.of(value))
+            whole[part.own] = value[part.there]
             dist.all_reduce(whole)
             states[one.number][name] = whole.reshape(one.shape).cpu()
     groups = [{name: value for name, value in group.items() if name != "params"}
@@ -108,6 +99,6 @@ def load_optimizer_state(zero: Any, layout: tuple[LaidOut, ...], state: dict[str
                 inner.state[part.vector][name] = value.clone()
                 continue
             held = inner.state[part.vector].setdefault(name, torch.zeros_like(part.vector, requires_grad=False))
-            part.of(held).copy_(part.of_whole(value))
+            held[part.there] = value.reshape(-1)[part.own]
     for group, stored in zip(inner.param_groups, state["param_groups"], strict=True):
         group.update({name: value for name, value in stored.items() if name != "params"})

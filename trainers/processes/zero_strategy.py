@@ -53,9 +53,8 @@ class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
 
     # Processes and precision -----------------------------------------------------------------------------------------
 
-    def setup_environment(self) -> None:
-        """The processes, on any device."""
-        DDPStrategy.setup_environment(self)
+    # DeepSpeed's own refuses a CPU.
+    setup_environment = DDPStrategy.setup_environment
 
     def setup_distributed(self) -> None:
         """Join the processes, by DeepSpeed."""
@@ -86,10 +85,8 @@ class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
 
     # Setup -----------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
-        """A block in which the drafter is built whole: it is divided afterwards."""
-        yield
+    # The drafter is built whole, as under any strategy, and divided afterwards.
+    model_sharded_context = DDPStrategy.model_sharded_context
 
     def setup(self, trainer: Any) -> None:
         """Divide the drafter, of which a whole copy is kept for decoding."""
@@ -120,10 +117,6 @@ class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
         yield
         self.deepspeed_engine.set_gradient_accumulation_boundary(True)
 
-    def divide_gradient(self, count: float) -> None:
-        """Let the engine divide the gradient of this step before it clips."""
-        self.deepspeed_engine.optimizer.override_loss_scale(count)
-
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """The engine's step; the loss of the next one is not scaled.
 
@@ -142,19 +135,13 @@ class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
 
     # Weights are read before they are divided.
     restore_checkpoint_after_setup = False
+    load_model_state_dict = DDPStrategy.load_model_state_dict
+    # They are whole by then: the first process alone writes.
+    save_checkpoint = DDPStrategy.save_checkpoint
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state of the optimizer; all processes must call it."""
         return whole_optimizer_state(self.deepspeed_engine.optimizer, self._layout)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint, by the first process."""
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take the weights, which are whole yet."""
-        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep this process's part of each state."""
@@ -165,13 +152,8 @@ class EnginePrecision(DeepSpeedPrecision):
     """DeepSpeed's steps without a word about number formats: weights stay in float32, states of the target in its own
     format, and `OneModule` computes in bfloat16."""
 
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        """The module as it is."""
-        return module
-
-    def convert_input(self, data: Any) -> Any:
-        """The batch as it is."""
-        return data
+    convert_module = Precision.convert_module
+    convert_input = Precision.convert_input
 
 
 class OneModule(nn.Module):
