@@ -10,8 +10,8 @@ import torch
 
 from ...modules import Target, UserError
 from ..prompts.chat import ChatTemplate
-from ..prompts.self_prompting import OwnPrompts
-from ..prompts.sources import Prompt, PromptConfig, ReadPrompts, Source
+from ..prompts.self_prompting import OwnPrompts, Source
+from ..prompts.sources import Prompt, PromptConfig, ReadPrompts
 from ..store.token_store import Manifest, hash_file
 from .distill_config import DistillConfig
 from .writers import Writer

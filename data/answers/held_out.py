@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 from ...modules import SIZING_TEMPERATURE, DecodeSettings, DecodeStats, UserError
-from ..prompts.self_prompting import OwnPrompts
-from ..prompts.sources import Prompt, Source
+from ..prompts.self_prompting import OwnPrompts, Source
+from ..prompts.sources import Prompt
 from ..store.shard_states import ShardStates
 from ..store.token_store import HeldOut, hash_bytes, write_bytes
 from .answering import Answerer, Conversation, shard_of, states_of
@@ -64,7 +64,7 @@ class HeldOutPrompts:
         manifest = replace(self.folder.manifest, candidates=candidates,
                            held_out=HeldOut(file=TEST, sha256=hash_bytes(data), prompts=len(held) - first))
         if first:
-            conversations = self._answered(held[:first], states.taps())
+            conversations = self._answered(held[:first], states.taps)
             keys = [prompt.key for _, prompt in held[:first]]
             shard, record, content = shard_of("validation", 0, conversations, keys, candidates)
             write_bytes(out / record.file, content)

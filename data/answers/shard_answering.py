@@ -10,8 +10,7 @@ from operator import eq
 import torch
 
 from ...modules import DecodeStats, UserError
-from ..prompts.self_prompting import OwnPrompts
-from ..prompts.sources import Source
+from ..prompts.self_prompting import OwnPrompts, Source
 from ..store.shard_states import ShardStates
 from ..store.token_store import ShardRecord, shard_file, write_bytes
 from .answering import shard_of, states_of
@@ -121,7 +120,7 @@ class ShardAnswering:
         """Answer one shard, write it and its states, and add it to the finished ones."""
         out, taken = self.folder.out, prompts.fresh(number)
         fresh = [(place, prompt) for place, prompt in taken.prompts if self.task.fits(prompt)]
-        conversations = self.writers.conversations(fresh, self.folder.deadline, states.taps())
+        conversations = self.writers.conversations(fresh, self.folder.deadline, states.taps)
         if fresh and not conversations and self.folder.late:
             # The time ran out before the first answer: these prompts were not tried.
             return

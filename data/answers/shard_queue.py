@@ -15,8 +15,8 @@ from pathlib import Path
 from ...modules import UserError
 from ...modules.files.atomic_files import remove_leftovers
 from ...modules.files.json_records import read_record
-from ..prompts.self_prompting import OwnPrompts
-from ..prompts.sources import Prompt, Source, Taken
+from ..prompts.self_prompting import OwnPrompts, Source
+from ..prompts.sources import Prompt, Taken
 from ..store.feature_shards import StoredFile
 from ..store.token_store import Manifest, ShardRecord, write_bytes
 from .folder_locks import FolderLocks

@@ -293,11 +293,12 @@ class DraftDataModule(lightning.LightningDataModule):
 
         def make(number: int) -> PackedBatch | Features:
             batch = self.packed_batch(number, rank, world)
-            # A GPU decodes the states itself; on a CPU this thread does it, not the one that trains.
-            return batch.pin_memory() if device.type == "cuda" else batch.to("cpu")
+            # A GPU decodes the states itself, copied from page-locked memory while the host goes on; on a CPU this
+            # thread does it, not the one that trains.
+            return batch.moved(torch.Tensor.pin_memory) if device.type == "cuda" else batch.to("cpu")
 
         # Lightning may ask again, and an earlier thread would go on reading.
-        self.close()
+        self.teardown("fit")
         self._batches = Prefetched(make, start, AHEAD, device)
         return self._batches
 
@@ -306,19 +307,15 @@ class DraftDataModule(lightning.LightningDataModule):
         """Seconds that training has waited for batches."""
         return 0.0 if self._batches is None else self._batches.waited
 
-    def close(self) -> None:
+    def teardown(self, stage: str) -> None:
         """End the thread that reads ahead."""
         if self._batches is not None:
             self._batches.close()
 
-    def teardown(self, stage: str) -> None:
-        """End the thread that reads ahead, after training."""
-        self.close()
-
     def on_exception(self, exception: BaseException) -> None:
         """End the thread that reads ahead, after an error or a signal."""
         # Lightning calls no `teardown` then.
-        self.close()
+        self.teardown("fit")
 
     def validation_features(self) -> ReadRows:
         """The conversations that choose checkpoints: held-out rows with greedy answers, one a batch.

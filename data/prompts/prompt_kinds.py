@@ -97,16 +97,11 @@ def named_kinds(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def drawn_kind(kinds: Sequence[str], seed: int, number: int) -> str:
-    """The kind of prompt `number`, each with equal chance; a pure function of the seed and the number."""
-    return _stream("kind", seed, number).choice(kinds)
-
-
-def drawn_opening(kind: str, seed: int, number: int) -> str:
-    """The opening of prompt `number` of a kind, each with equal chance; empty for the unsteered kind. Pure as well."""
-    openings = OPENINGS.get(kind)
-    return _stream("opening", seed, number).choice(openings) if openings else ""
-
-
-def _stream(what: str, seed: int, number: int) -> random.Random:
-    return random.Random(int.from_bytes(hashlib.sha256(f"{what} {seed} {number}".encode()).digest()[:8], "little"))
+def drawn(kinds: Sequence[str], seed: int, number: int) -> tuple[str, str]:
+    """(kind, opening) of prompt `number`, each of its list with equal chance; a pure function of the seed and the
+    number. The opening of the unsteered kind is empty."""
+    # Each has a stream of its own: the kinds are the same whether openings are given or not.
+    seeds = (hashlib.sha256(f"{what} {seed} {number}".encode()).digest() for what in ("kind", "opening"))
+    kind_stream, opening_stream = (random.Random(int.from_bytes(one[:8], "little")) for one in seeds)
+    kind = kind_stream.choice(kinds)
+    return kind, opening_stream.choice(OPENINGS.get(kind, ("",)))

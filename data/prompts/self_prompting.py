@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from ...modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode, repeats_itself
 from .chat import ChatTemplate
-from .prompt_kinds import SYSTEM_PROMPTS, UNSTEERED, drawn_kind, drawn_opening, named_kinds
-from .sources import Prompt, PromptConfig, Taken
+from .prompt_kinds import SYSTEM_PROMPTS, UNSTEERED, drawn, named_kinds
+from .sources import Prompt, PromptConfig, ReadPrompts, Taken
 
 OPENING_TOKENS = 16
 """Tokens of a prompt that a base model without a chat template writes: the start of a text to be continued."""
@@ -35,6 +35,8 @@ class OwnPrompts:
 
     def __init__(self, target: Target, template: ChatTemplate, config: PromptConfig, *, seed: int, slots: int) -> None:
         self.target, self.template, self.config, self.seed = target, template, config, seed
+        self.total = config.limit
+        """Largest number of candidates; None where there is no limit."""
         self.around = template.user_turn()
         self.plain = template.source is None
         self.kinds = (UNSTEERED,) if config.own_kinds is None else named_kinds(config.own_kinds)
@@ -63,11 +65,6 @@ class OwnPrompts:
         stream = int.from_bytes(hashlib.sha256(f"prompts {seed}".encode()).digest()[:8], "little")
         self.settings = DecodeSettings(batch_size=slots, top_p=TOP_P, seed=stream, stop=stop)
 
-    @property
-    def total(self) -> int | None:
-        """The config's limit; None without one."""
-        return self.config.limit
-
     def take(self, start: int, count: int) -> Taken:
         """Write candidates start to start + count - 1 and keep the usable ones."""
         limit, longest = self.config.limit, self.config.own_max_tokens
@@ -75,10 +72,10 @@ class OwnPrompts:
         longest = min(OPENING_TOKENS, longest) if self.plain else longest
         openings, requests = dict[int, str](), list[Request]()
         for number in range(start, start + count):
-            kind = drawn_kind(self.kinds, self.seed, number)
-            openings[number] = drawn_opening(kind, self.seed, number) if self.config.own_openings else ""
-            opening = self.target.tokenizer(openings[number], add_special_tokens=False)["input_ids"]
-            tokens = (*self.befores[kind], *opening)
+            kind, opening = drawn(self.kinds, self.seed, number)
+            openings[number] = opening if self.config.own_openings else ""
+            first = self.target.tokenizer(openings[number], add_special_tokens=False)["input_ids"]
+            tokens = (*self.befores[kind], *first)
             # A kind's system prompt may fill a short context; such a candidate counts as read and unusable.
             if len(tokens) + longest <= self.target.context_length:
                 requests.append(Request(tokens, number, longest, self.config.own_temperature))
@@ -115,3 +112,7 @@ class OwnPrompts:
             return ""
         text: str = self.target.tokenizer.decode(tokens)
         return text if any(character.isalpha() for character in text) else ""
+
+
+Source = OwnPrompts | ReadPrompts
+"""Numbered candidates for prompts; candidate n is the same whenever it is asked for."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ...modules import UserError
 from ...modules.files.bounded_reading import PROMPT_BYTES, bounded_json, read_bounded_text, require_ordinary
@@ -221,34 +221,23 @@ class Taken:
     """Number of candidates; fewer than asked for when the source has no more."""
 
 
-class Source(Protocol):
-    """Numbered candidates for prompts; candidate n is the same whenever it is asked for."""
-
-    @property
-    def total(self) -> int | None:
-        """Largest number of candidates, where that is known."""
-
-    def take(self, start: int, count: int) -> Taken:
-        """Candidates start to start + count - 1, as far as there are."""
-
-
 class ReadPrompts:
-    """Candidates from a file or dataset."""
+    """Candidates from a file or dataset.
+
+    Raises:
+        UserError: if the source cannot be read or a row is malformed.
+    """
 
     def __init__(self, config: PromptConfig, seed: int) -> None:
         self.config, self.seed = config, seed
         self.position = 0
         self.rest = load_prompts(config, seed)
-
-    @property
-    def total(self) -> int | None:
-        """The lines of the file, at most the config's limit; that alone for a dataset, unknown where it has none."""
-        limit = self.config.limit
+        self.total = config.limit
+        """Largest number of candidates, where that is known."""
         # To count a dataset's rows may mean to download all of it.
-        if self.config.origin != "file":
-            return limit
-        lines = sum(1 for line in read_text(Path(self.config.path or ""), "prompts").split("\n") if line.strip())
-        return lines if limit is None else min(limit, lines)
+        if config.origin == "file":
+            lines = sum(1 for line in read_text(Path(config.path or ""), "prompts").split("\n") if line.strip())
+            self.total = lines if config.limit is None else min(config.limit, lines)
 
     def take(self, start: int, count: int) -> Taken:
         """Candidates start to start + count - 1; going back reads the source from its start again."""

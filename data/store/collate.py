@@ -9,6 +9,8 @@ Shapes: N tokens of a piece, B rows, L positions in a row, F files of states, D 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +38,7 @@ class Piece:
     """Outputs of the tapped layers by layer index, likewise."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackedScales:
+class PackedScales(NamedTuple):
     """Scales of the codes of a batch."""
 
     tokens_BL: Tensor
@@ -46,10 +47,6 @@ class PackedScales:
     """Of the channels, for each file."""
     files_BL: Tensor
     """File of each token, int64."""
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> "PackedScales":
-        """A copy with every tensor moved."""
-        return PackedScales(**{name: move(tensor) for name, tensor in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +61,7 @@ class PackedStates:
     def moved(self, move: Callable[[Tensor], Tensor]) -> "PackedStates":
         """A copy with every tensor moved."""
         return PackedStates(codes_BLD=move(self.codes_BLD),
-                            scales=None if self.scales is None else self.scales.moved(move))
+                            scales=None if self.scales is None else PackedScales(*map(move, self.scales)))
 
     def states(self) -> Tensor:
         """The states, [B, L, D], on the device of the codes."""
@@ -96,17 +93,10 @@ class PackedBatch:
             text=self.text.moved(move), final=None if self.final is None else self.final.moved(move),
             taps={layer: states.moved(move) for layer, states in self.taps.items()})
 
-    def pin_memory(self) -> "PackedBatch":
-        """A copy in page-locked memory, from which a GPU copies while the host goes on."""
-        return self.moved(Tensor.pin_memory)
-
     def to(self, device: torch.device | str) -> Features:
         """The batch on a device, its states decoded there."""
         there = torch.device(device)
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(there, non_blocking=there.type == "cuda")
-
+        move = partial(Tensor.to, device=there, non_blocking=there.type == "cuda")
         return replace(self.text.to(there), final_BLD=None if self.final is None else self.final.moved(move).states(),
                        taps={layer: states.moved(move).states() for layer, states in self.taps.items()})
 
@@ -139,11 +129,6 @@ def plan_bins(lengths: Sequence[int], row_length: int) -> list[list[int]]:
         row.append(index)
         still_open.append((used + length, row))
     return closed + [row for _, row in still_open]
-
-
-def pack(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> Features:
-    """The batch of `packed`, its states decoded on the host. Raises UserError as that does."""
-    return packed(rows, row_length).to("cpu")
 
 
 def packed(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> PackedBatch:
@@ -193,8 +178,8 @@ def packed(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> Pa
 
 
 def pad(pieces: Sequence[Piece]) -> Features:
-    """One piece a row, padded on the right to the longest."""
-    return pack([[piece] for piece in pieces])
+    """One piece a row, padded on the right to the longest, its states decoded on the host."""
+    return packed([[piece] for piece in pieces]).to("cpu")
 
 
 @dataclass(frozen=True)

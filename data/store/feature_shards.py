@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from ...modules import UserError
 from ...modules.files.json_records import read_record
@@ -45,12 +46,38 @@ class StoredStates:
     """Finished files by name."""
 
 
+@dataclass(frozen=True)
+class _OpenFile:
+    """A file with the states of one kind, as it was when it was opened."""
+
+    path: Path
+    mark: tuple[int, int, int]
+    """See `_mark`."""
+    codes: Any
+    """States or codes, which stay on disk."""
+    scales: tuple[Tensor, Tensor] | None
+    """Of codes: those of channels, and those of all tokens."""
+
+
 class FeatureShard:
-    """Stored states of one token shard, read from disk slice by slice, by one thread at a time."""
+    """Stored states of one token shard, read from disk slice by slice, by one thread at a time.
+
+    Raises:
+        UserError: if a file holds none.
+    """
 
     def __init__(self, folder: Path, record: ShardRecord, taps: Sequence[int]) -> None:
-        self._final = _StoredKind(folder / state_file(record, FINAL))
-        self._taps = {layer: _StoredKind(folder / state_file(record, tap(layer))) for layer in taps}
+        self._taps, self._files = tuple(taps), list[_OpenFile]()
+        for name in (FINAL, *map(tap, taps)):
+            file = folder / state_file(record, name)
+            try:
+                mark = _mark(file)
+                found: Any = safe_open(file, framework="pt")
+                scaled = CHANNELS in found.keys()  # noqa: SIM118
+                scales = (found.get_tensor(CHANNELS), found.get_tensor(TOKENS)) if scaled else None
+                self._files.append(_OpenFile(file, mark, found.get_slice(STATES), scales))
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{file} holds no states ({error}); {REMEDY}") from error
 
     def slices(self, start: int, stop: int) -> tuple[StateSlice, dict[int, StateSlice]]:
         """(final states, tapped states by layer) of tokens start to stop - 1, as they lie on disk.
@@ -58,44 +85,18 @@ class FeatureShard:
         Raises:
             UserError: if a file is no longer the one that was opened.
         """
-        return self._final.slice(start, stop), {layer: kind.slice(start, stop) for layer, kind in self._taps.items()}
-
-
-class _StoredKind:
-    """The states of one file, whose codes stay on disk while the scales of their tokens are in memory.
-
-    Raises:
-        UserError: if the file holds none.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        try:
-            self.opened = _mark(file)
-            found: Any = safe_open(file, framework="pt")
-            scaled = CHANNELS in found.keys()  # noqa: SIM118
-            self.scales = (found.get_tensor(CHANNELS), found.get_tensor(TOKENS)) if scaled else None
-            self.codes: Any = found.get_slice(STATES)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{file} holds no states ({error}); {REMEDY}") from error
-
-    def slice(self, start: int, stop: int) -> StateSlice:
-        """States of tokens start to stop - 1.
-
-        Raises:
-            UserError: if the file is no longer the one that was opened.
-        """
-        # A map of a file shows what others do to it meanwhile: unseen, training would go on with other states.
-        try:
-            now = _mark(self.file)
-        except OSError as error:
-            raise UserError(f"{self.file} is gone while training reads it ({error.strerror}); {REMEDY}") from error
-        if now != self.opened:
-            raise UserError(f"{self.file} was altered while training reads it; {REMEDY}")
-        if self.scales is None:
-            return StateSlice(self.codes[start:stop])
-        channels_D, tokens_T = self.scales
-        return StateSlice(self.codes[start:stop], (channels_D, tokens_T[start:stop]))
+        found = []
+        for file in self._files:
+            # A map of a file shows what others do to it meanwhile: unseen, training would go on with other states.
+            try:
+                now = _mark(file.path)
+            except OSError as error:
+                raise UserError(f"{file.path} is gone while training reads it ({error.strerror}); {REMEDY}") from error
+            if now != file.mark:
+                raise UserError(f"{file.path} was altered while training reads it; {REMEDY}")
+            scales = None if file.scales is None else (file.scales[0], file.scales[1][start:stop])
+            found.append(StateSlice(file.codes[start:stop], scales))
+        return found[0], dict(zip(self._taps, found[1:], strict=True))
 
 
 def _mark(file: Path) -> tuple[int, int, int]:

@@ -91,7 +91,8 @@ class StateStore:
             if rows:
                 torch.cat([row[name] for row in rows], out=states_TD)
             file = state_file(record, name)
-            written[file] = self._write(file, record.sha256, self.form.packed(states_TD))
+            sha256 = write_tensors(self.folder / file, self.form.packed(states_TD))
+            written[file] = StoredFile(tokens=record.sha256, sha256=sha256)
         return written
 
     def add(self, files: Mapping[str, StoredFile]) -> None:
@@ -112,11 +113,7 @@ class StateStore:
         Raises:
             UserError: if the disk is full.
         """
-        self.add({name: self._write(name, tokens, tensors)})
-
-    def _write(self, name: str, tokens: str, tensors: Mapping[str, Tensor]) -> StoredFile:
-        write_tensors(self.folder / name, tensors)
-        return StoredFile(tokens=tokens, sha256=hash_file(self.folder / name))
+        self.add({name: StoredFile(tokens=tokens, sha256=write_tensors(self.folder / name, tensors))})
 
 
 class Encoding:
@@ -149,20 +146,14 @@ class Encoding:
                             if not self.store.holds(state_file(record, name), record.sha256)]
                    for record in self.records}
         self.missing = {record: names for record, names in lacking.items() if names}
-
-    @property
-    def tokens(self) -> int:
+        self.tokens = sum(record.tokens for record in self.missing)
         """Number of tokens that have to be read."""
-        return sum(record.tokens for record in self.missing)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the states that will be written."""
-        width, form = self.target.hidden_size, self.store.form
+        width, stored = target.hidden_size, self.store.form
         # Scales of channels, in the target's own number format, stand once in a file.
-        channels = width * self.target.dtype.itemsize if form.scaled else 0
-        return sum((record.tokens * form.token_bytes(width) + channels) * len(names)
-                   for record, names in self.missing.items())
+        channels = width * target.dtype.itemsize if stored.scaled else 0
+        self.bytes = sum((record.tokens * stored.token_bytes(width) + channels) * len(names)
+                         for record, names in self.missing.items())
+        """Bytes of the states that will be written."""
 
     def run(self, *, progress: bool = True) -> list[Path]:
         """Read them and store their states; returns the files that hold the states of all shards.

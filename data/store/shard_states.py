@@ -39,12 +39,10 @@ class ShardStates:
                             f"{', '.join(sorted(form.name for form in forms))}; set batch.states_format of all to one "
                             "of them")
         self.store = StateStore(folder, target, forms.pop()) if forms else None
+        self.taps = tuple(sorted({layer for one in wanted for layer in one.taps})) if wanted else None
+        """Layers to be recorded next to the final states; None where nothing is stored."""
         self.seconds = 0.0
         """Time spent on reading what was not recorded, and on writing."""
-
-    def taps(self) -> tuple[int, ...] | None:
-        """Layers to be recorded next to the final states; None where nothing is stored."""
-        return tuple(sorted({layer for one in self.wanted for layer in one.taps})) if self.wanted else None
 
     def write(self, record: ShardRecord, shard: TokenShard, rows: Sequence[RecordedStates | None]
               ) -> dict[str, StoredFile]:

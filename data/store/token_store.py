@@ -310,6 +310,7 @@ def write_bytes(file: Path, data: bytes) -> None:
     write_atomically(file, lambda partial: partial.write_bytes(data))
 
 
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file whole or not at all."""
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write a safetensors file whole or not at all; returns its SHA-256 in hex."""
     write_atomically(file, lambda partial: save_file(dict(tensors), partial))
+    return hash_file(file)

@@ -109,11 +109,11 @@ def made(case: Case) -> Any:
 def batch(case: Case) -> Any:
     """Rows of conversations with labels everywhere."""
     import torch
-    from draftsmith.data.store.collate import Piece, pack
+    from draftsmith.data.store.collate import Piece, packed
 
     size = min(case.segment, case.length)
     piece = Piece(tokens_N=torch.randint(4, case.vocabulary, (size,)), supervised_N=torch.ones(size, dtype=torch.bool))
-    return pack([[piece] * (case.length // size)] * case.rows)
+    return packed([[piece] * (case.length // size)] * case.rows).to("cpu")
 
 
 def step(module: Any, features: Any, case: Case) -> None:
@@ -140,7 +140,7 @@ def batches(lengths: list[int], row_length: int, rows: int) -> tuple[float, floa
     """(share of padding in the batches of an epoch, seconds to make one of them)."""
     import torch
     from draftsmith.data.batches.datamodule import BatchConfig, BatchPlan
-    from draftsmith.data.store.collate import Piece, pack
+    from draftsmith.data.store.collate import Piece, packed
 
     plan = BatchPlan(lengths, BatchConfig(row_length=row_length, rows_per_batch=rows, states="computed"))
     plan.batch(0)
@@ -151,7 +151,7 @@ def batches(lengths: list[int], row_length: int, rows: int) -> tuple[float, floa
               for length in lengths]
     started = time.perf_counter()
     for rows_of in whole:
-        pack([[pieces[piece] for piece in row] for row in rows_of], row_length)
+        packed([[pieces[piece] for piece in row] for row in rows_of], row_length).to("cpu")
     return 1 - sum(lengths) / places, (time.perf_counter() - started) / count
 
 

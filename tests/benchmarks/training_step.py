@@ -172,7 +172,7 @@ class Bench:
             return pad(pieces)
         bins = plan_bins([len(piece.tokens_N) for piece in pieces], self.row_length)
         made = packed([[pieces[index] for index in row] for row in bins], self.row_length)
-        return made.pin_memory() if self.target.device.type == "cuda" else made
+        return made.moved(torch.Tensor.pin_memory) if self.target.device.type == "cuda" else made
 
     def feed(self, way: Way, pieces: Sequence[Sequence[Piece]]) -> Prefetched[PackedBatch | Features]:
         """The batches of all steps: those of this package are made ahead."""

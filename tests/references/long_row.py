@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from draftsmith.data.store.collate import Piece, pack
+from draftsmith.data.store.collate import Piece, packed
 from draftsmith.modules import Eagle3Config, KangarooConfig, Target
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
@@ -45,9 +45,9 @@ def main() -> None:
               for _ in range(length // size)]
     # A short row first: what a step takes once, whatever its length.
     short = Piece(tokens_N=pieces[0].tokens_N[:64], supervised_N=pieces[0].supervised_N[:64])
-    module.loss(pack([[short]])).total.backward()
+    module.loss(packed([[short]]).to("cpu")).total.backward()
     before = peak()
-    module.loss(pack([pieces])).total.backward()
+    module.loss(packed([pieces]).to("cpu")).total.backward()
     print(f"{peak() - before:.0f}")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data.store.collate import Piece, pack, pad
+from draftsmith.data.store.collate import Piece, packed, pad
 from draftsmith.modules import Features, Target, UserError
 from draftsmith.trainers import DraftModule, MedusaModule, MedusaTrainConfig
 from support.families import CASES
@@ -41,9 +41,9 @@ def test_rows_and_micro_batches_change_nothing(name: str, tiny_target_f64: Targe
     a, b, c, d, e, f = pieces
     expected = gradients(module, [pad(pieces)])
     equal(gradients(module, [pad([piece]) for piece in pieces]), expected)
-    equal(gradients(module, [pack([[f, b, d], [e, a, c]], 48)]), expected)
-    equal(gradients(module, [pack([[a, b, c, d, e, f]])]), expected)
-    equal(gradients(module, [pack([[d], [a, e]], 40), pack([[c, f, b]], 32)]), expected)
+    equal(gradients(module, [packed([[f, b, d], [e, a, c]], 48).to("cpu")]), expected)
+    equal(gradients(module, [packed([[a, b, c, d, e, f]]).to("cpu")]), expected)
+    equal(gradients(module, [packed([[d], [a, e]], 40).to("cpu"), packed([[c, f, b]], 32).to("cpu")]), expected)
 
 
 def test_random_numbers_of_a_micro_batch_do_not_depend_on_the_processes() -> None:

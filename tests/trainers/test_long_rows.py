@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.data.store.collate import Piece, pack
+from draftsmith.data.store.collate import Piece, packed
 from draftsmith.modules import Features, Target
 from support.families import CASES
 from support.summed_gradients import gradients, module_of
@@ -22,7 +22,7 @@ def two_rows(target: Target) -> Features:
         tokens_N = torch.randint(4, target.vocab_size, (length,), generator=torch.Generator().manual_seed(length))
         return Piece(tokens_N=tokens_N, supervised_N=torch.arange(length) % 5 > 1, first=first)
 
-    return pack([[piece(9), piece(14), piece(7)], [piece(19, first=6), piece(6)]], 33)
+    return packed([[piece(9), piece(14), piece(7)], [piece(19, first=6), piece(6)]], 33).to("cpu")
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "draft-lm-depths"])

@@ -8,8 +8,7 @@ from draftsmith.data.prompts.prompt_kinds import (
     OPENINGS,
     SYSTEM_PROMPTS,
     UNSTEERED,
-    drawn_kind,
-    drawn_opening,
+    drawn,
     named_kinds,
 )
 from draftsmith.modules import UserError
@@ -18,14 +17,14 @@ from draftsmith.recipes.chat_settings import handwritten_prompts
 
 def test_every_kind_is_drawn_alike() -> None:
     kinds = named_kinds([ALL_KINDS])
-    found = Counter(drawn_kind(kinds, 5, number) for number in range(2800))
+    found = Counter(drawn(kinds, 5, number)[0] for number in range(2800))
     assert set(found) == set(kinds) == {*SYSTEM_PROMPTS, UNSTEERED}
     assert all(150 < count < 250 for count in found.values()), found
 
 
 def test_a_kind_depends_on_seed_and_number_alone() -> None:
     kinds, numbers = ("math", "coding", UNSTEERED), range(20)
-    first, again, other = ([drawn_kind(kinds, seed, number) for number in numbers] for seed in (0, 0, 1))
+    first, again, other = ([drawn(kinds, seed, number)[0] for number in numbers] for seed in (0, 0, 1))
     assert first == again != other
 
 
@@ -40,8 +39,8 @@ def test_every_kind_has_openings_and_each_is_drawn() -> None:
     for kind, openings in OPENINGS.items():
         assert len(openings) == len(set(openings)) >= 5
         assert all(opening == opening.strip() for opening in openings), kind
-        assert {drawn_opening(kind, 3, number) for number in range(300)} == set(openings)
-    assert drawn_opening(UNSTEERED, 3, 0) == ""
+        assert {drawn((kind,), 3, number)[1] for number in range(300)} == set(openings)
+    assert drawn((UNSTEERED,), 3, 0) == (UNSTEERED, "")
 
 
 def test_no_opening_is_that_of_a_hand_written_prompt() -> None:

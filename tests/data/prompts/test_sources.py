@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from draftsmith.data import ChatTemplate, Prompt, PromptConfig, load_prompts, read_prompts
 from draftsmith.data.prompts import self_prompting
-from draftsmith.data.prompts.prompt_kinds import SYSTEM_PROMPTS, drawn_kind, drawn_opening
+from draftsmith.data.prompts.prompt_kinds import SYSTEM_PROMPTS, drawn
 from draftsmith.data.prompts.self_prompting import OwnPrompts
 from draftsmith.data.prompts.sources import ReadPrompts
 from draftsmith.modules import Generation, Request, Target, UserError, decode
@@ -217,7 +217,7 @@ def test_each_prompt_is_written_after_the_system_prompt_of_its_kind(
     written = short(tiny_target_f64, own_kinds=kinds).take(0, 12)
     assert len(asked) == 12
     for number, before in asked.items():
-        kind = drawn_kind(kinds, 0, number)
+        kind, _ = drawn(kinds, 0, number)
         system = "" if kind == "any" else f"<|im_start|>system\n{SYSTEM_PROMPTS[kind]}<|im_end|>\n"
         assert before == f"{system}<|im_start|>user\n"
     assert written.prompts
@@ -240,7 +240,7 @@ def test_the_target_goes_on_from_the_opening_of_a_kind(
     monkeypatch.setattr(self_prompting, "decode", watched)
     prompts = dict(short(tiny_target_f64, own_kinds=kinds, own_openings=True).take(0, 64).prompts)
     for number, (asked, text) in written.items():
-        opening = drawn_opening(drawn_kind(kinds, 0, number), 0, number)
+        _, opening = drawn(kinds, 0, number)
         assert asked == f"<|im_start|>user\n{opening}", "no system prompt"
         if number in prompts:
             assert prompts[number].turns[0] == f"{opening}{text}".strip()
@@ -281,7 +281,7 @@ def test_a_target_without_a_template_goes_on_from_openings(tiny_target_f64: Targ
     prompts = short(target, own_kinds=("math", "writing"), own_openings=True).take(0, 8).prompts
     assert prompts
     for number, prompt in prompts:
-        opening = drawn_opening(drawn_kind(("math", "writing"), 0, number), 0, number)
+        _, opening = drawn(("math", "writing"), 0, number)
         assert prompt.turns[0].startswith(opening)
         assert len(prompt.turns[0]) > len(opening)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from draftsmith.data.store.collate import OPEN_BINS, Piece, pack, pad, plan_bins
+from draftsmith.data.store.collate import OPEN_BINS, Piece, packed, pad, plan_bins
 from draftsmith.data.store.state_formats import StateSlice
 from draftsmith.modules import Target, UserError
 from hypothesis import given, settings
@@ -39,7 +39,7 @@ def test_rows_are_well_filled() -> None:
 def test_a_packed_row_written_out() -> None:
     first = Piece(tokens_N=torch.tensor([5, 6]), supervised_N=torch.tensor([False, True]))
     second = Piece(tokens_N=torch.tensor([7, 8, 9]), supervised_N=torch.tensor([True, True, False]), first=4)
-    batch = pack([[first, second], [second]], 6)
+    batch = packed([[first, second], [second]], 6).to("cpu")
     assert batch.tokens_BL.tolist() == [[5, 6, 7, 8, 9, 0], [7, 8, 9, 0, 0, 0]]
     assert batch.segments_BL.tolist() == [[0, 0, 1, 1, 1, -1], [0, 0, 0, -1, -1, -1]]
     assert batch.positions_BL.tolist() == [[0, 1, 4, 5, 6, 0], [4, 5, 6, 0, 0, 0]]
@@ -51,7 +51,7 @@ def test_a_packed_row_written_out() -> None:
 
 def test_states_follow_their_tokens() -> None:
     pieces = [piece(3, states=True), piece(4, seed=1, states=True)]
-    batch = pack([[pieces[0], pieces[1]], [pieces[1]]], 9)
+    batch = packed([[pieces[0], pieces[1]], [pieces[1]]], 9).to("cpu")
     assert torch.equal(batch.final()[0, 3:7], batch.final()[1, :4])
     assert torch.equal(batch.taps[2], batch.final() * 2)
     assert not batch.final()[1, 4:].any()
@@ -59,14 +59,14 @@ def test_states_follow_their_tokens() -> None:
 
 def test_states_of_only_some_pieces_are_refused() -> None:
     with pytest.raises(ValueError, match="1 of 3 pieces of a batch bring states"):
-        pack([[piece(3, states=True), piece(2)], [piece(4)]], 6)
+        packed([[piece(3, states=True), piece(2)], [piece(4)]], 6).to("cpu")
     with pytest.raises(ValueError, match="hold no target states; encode them"):
-        pack([[piece(2)]]).final()
+        packed([[piece(2)]]).to("cpu").final()
 
 
 def test_oversized_pieces_are_refused() -> None:
     with pytest.raises(UserError, match="row_length 4 is shorter than a row of 5 tokens"):
-        pack([[piece(5)]], 4)
+        packed([[piece(5)]], 4).to("cpu")
     with pytest.raises(UserError, match="row_length 4 is shorter than a piece of 5 tokens"):
         plan_bins([1, 5], 4)
 
@@ -74,7 +74,7 @@ def test_oversized_pieces_are_refused() -> None:
 def test_packing_changes_no_state_of_the_target(tiny_target_f64: Target) -> None:
     pieces = [piece(7), piece(5, seed=1), piece(9, seed=2)]
     alone = tiny_target_f64.encode(pad(pieces), (1,))
-    together = tiny_target_f64.encode(pack([pieces[:2], pieces[2:]], 20), (1,))
+    together = tiny_target_f64.encode(packed([pieces[:2], pieces[2:]], 20).to("cpu"), (1,))
     for (row, start), (number, length) in zip([(0, 0), (0, 7), (1, 0)], [(0, 7), (1, 5), (2, 9)], strict=True):
-        for packed, single in ((together.final(), alone.final()), (together.taps[1], alone.taps[1])):
-            torch.testing.assert_close(packed[row, start : start + length], single[number, :length], rtol=0, atol=1e-10)
+        for here, single in ((together.final(), alone.final()), (together.taps[1], alone.taps[1])):
+            torch.testing.assert_close(here[row, start : start + length], single[number, :length], rtol=0, atol=1e-10)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from draftsmith.data.store.collate import Piece, pack, packed
+from draftsmith.data.store.collate import Piece, packed
 from draftsmith.data.store.state_formats import CHANNELS, FORMATS, STATES, TOKENS, StateSlice
 from draftsmith.modules import Features
 
@@ -34,7 +34,7 @@ def test_a_batch_of_several_files_is_decoded_on_its_device(name: str, device: to
     batch = packed([[piece(first), piece(second)], [piece(second)]], 30)
     assert batch.final is not None
     assert batch.final.codes_BLD.dtype == FORMATS[name].dtype, "decoded too early"
-    found = (batch if device.type == "cpu" else batch.pin_memory()).to(device)
+    found = (batch if device.type == "cpu" else batch.moved(torch.Tensor.pin_memory)).to(device)
     assert found.encoded
     assert found.final().device.type == device.type
     wanted_BLD = torch.zeros(2, 30, WIDTH, dtype=torch.bfloat16)
@@ -46,7 +46,7 @@ def test_a_batch_of_several_files_is_decoded_on_its_device(name: str, device: to
 def test_the_host_decodes_the_same_bits() -> None:
     for name in ("int8", "fp8"):
         (_, first), (_, second) = files(name, torch.float32)
-        batch = pack([[piece(first)], [piece(second)]], 30)
+        batch = packed([[piece(first)], [piece(second)]], 30).to("cpu")
         assert batch.final_BLD is not None
         assert torch.equal(batch.final_BLD[0, :12], first.states())
         assert torch.equal(batch.final_BLD[1, :12], second.states())
@@ -65,7 +65,7 @@ def test_every_tensor_of_a_batch_is_pinned(monkeypatch: pytest.MonkeyPatch) -> N
         return copy
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    held = batch.pin_memory()
+    held = batch.moved(torch.Tensor.pin_memory)
     moved: list[int] = []
 
     def noted(tensor: torch.Tensor) -> torch.Tensor:

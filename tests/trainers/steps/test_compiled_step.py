@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data.store.collate import Piece, pack
+from draftsmith.data.store.collate import Piece, packed
 from draftsmith.modules import Features, MedusaConfig, Target, compiler
 from draftsmith.modules.compiler import Compiler
 from draftsmith.modules.target.attention.flex_segments import FlexAttention
@@ -32,12 +32,12 @@ def _fresh_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def packed() -> Features:
+def shared_rows() -> Features:
     """Conversations that share rows, and padding."""
     def piece(length: int) -> Piece:
         return Piece(tokens_N=torch.randint(4, 90, (length,)), supervised_N=torch.arange(length) >= 2)
 
-    return pack([[piece(12), piece(9)], [piece(7), piece(8), piece(6)]], 24)
+    return packed([[piece(12), piece(9)], [piece(7), piece(8), piece(6)]], 24).to("cpu")
 
 
 class Counted(FlexAttention):
@@ -59,7 +59,7 @@ class Counted(FlexAttention):
 @pytest.mark.parametrize("name", others_long(CASES))
 def test_flex_attention_trains_every_family_as_masks_do(name: str, tiny_target_f64: Target) -> None:
     """The target's packed rows, and those of a drafter's layers with the keys of earlier draft steps."""
-    module, batch = module_of(name, tiny_target_f64), packed()
+    module, batch = module_of(name, tiny_target_f64), shared_rows()
     loss, wanted = gradients(module, [batch])
     flex = Counted()
     with unfused_flex(), flex.used():
@@ -78,8 +78,8 @@ def test_a_row_of_any_length_has_no_mask_with_flex_attention(
     module = module_of("eagle3", tiny_target_f64)
     monkeypatch.setattr(Features, "visible", lambda _self: pytest.fail("a mask of all positions was made"))
     with unfused_flex(), FlexAttention(None).used():
-        gradients(module, [packed()])
-    assert packed().tokens_BL.shape[1] <= DENSE_LENGTH
+        gradients(module, [shared_rows()])
+    assert shared_rows().tokens_BL.shape[1] <= DENSE_LENGTH
 
 
 @pytest.mark.parametrize(("setting", "device", "compiles"), [
@@ -125,7 +125,7 @@ def test_attention_that_does_not_run_leaves_masks_and_a_warning(tiny_target: Tar
         warnings.simplefilter("error")
         step.complain()
     with step.attention():
-        loss = module.loss(packed())
+        loss = module.loss(shared_rows())
     assert float(loss.total.detach()) > 0
 
 
