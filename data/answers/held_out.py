@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ...modules import SIZING_TEMPERATURE, DecodeSettings, DecodeStats, UserError
@@ -20,20 +20,20 @@ HELD_OUT_ROUNDS = 20
 """Largest number of rounds in which candidates for held-out prompts are read."""
 
 
+@dataclass(frozen=True)
 class HeldOutPrompts:
-    """The first usable prompts of a source, which no training sees.
+    """The first usable prompts of a source, which no training sees."""
 
-    Args:
-        task: the distillation.
-        source: of candidates.
-        folder: of the data; it holds none yet.
-        progress: counts prompts and answer tokens.
-    """
-
-    def __init__(self, task: DistillTask, source: Source, folder: DataFolder, progress: Progress) -> None:
-        self.task, self.source, self.folder, self.progress = task, source, folder, progress
-        self.stats = DecodeStats()
-        """Passes of the target over them."""
+    task: DistillTask
+    """The distillation."""
+    source: Source
+    """Of candidates."""
+    folder: DataFolder
+    """Of the data; it holds none yet."""
+    progress: Progress
+    """Counts prompts and answer tokens."""
+    stats: DecodeStats = field(default_factory=DecodeStats)
+    """Passes of the target over them."""
 
     def set_aside(self, states: ShardStates) -> None:
         """Choose them, answer those of validation, and write both parts, then the manifest.

@@ -6,20 +6,31 @@ Next to it stand the tokens per second and the share of slots without an answer.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
 
+@dataclass(kw_only=True)
 class Progress:
     """Progress bar of the current stage. Counts in another unit than the bar's only appear as a rate next to it."""
 
-    def __init__(self, *, shown: bool) -> None:
-        self.shown = shown
-        self.bar: Any = None
-        self.unit = ""
-        self.started = 0.0
-        self.tokens = self.busy = self.slots = 0
+    shown: bool
+    bar: Any = None
+    """That of tqdm; None between two stages."""
+    unit: str = ""
+    """Unit of the bar."""
+    base: float = 0.0
+    """Work of earlier runs, in that unit."""
+    started: float = 0.0
+    """Value of `time.monotonic()` at the start of the stage."""
+    tokens: int = 0
+    """Tokens of the stage."""
+    busy: int = 0
+    """Slots with an answer, summed over its passes."""
+    slots: int = 0
+    """All slots, likewise."""
 
     @contextmanager
     def stage(self, title: str, total: float | None, unit: str, done: float = 0) -> Iterator[None]:

@@ -4,7 +4,7 @@ Shapes: B rows, L positions of a row, K draft steps, C columns of sums.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -54,17 +54,17 @@ class NamedRows(Protocol):
         """Names of the rows in micro-batch `number` of one rank."""
 
 
+@dataclass
 class StepGuard:
     """Keeper of the micro-batches of the running optimizer step, and of finished steps that the host has not read.
 
     On an accelerator every read of figures waits for all its work: several steps are read at once.
     """
 
-    def __init__(self) -> None:
-        self.batches: list[tuple[int, Features]] = []
-        """Micro-batches of the running step with their numbers, without states."""
-        self.unread: list[FinishedStep] = []
-        """Finished steps whose figures are still to be read, in their order."""
+    batches: list[tuple[int, Features]] = field(default_factory=list)
+    """Micro-batches of the running step with their numbers, without states."""
+    unread: list[FinishedStep] = field(default_factory=list)
+    """Finished steps whose figures are still to be read, in their order."""
 
     @property
     def due(self) -> bool:

@@ -5,20 +5,22 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
 
 
+@dataclass
 class Clock:
     """A clock of training seconds, without validation, checkpoints and the time before the first step.
 
     It is stopped until `start`. A resumed run sets `before` to the seconds of the interrupted one.
     """
 
-    def __init__(self) -> None:
-        self.before = 0.0
-        self._since: float | None = None
+    before: float = 0.0
+    """Seconds up to the last stop."""
+    _since: float | None = field(default=None, init=False)
 
     def start(self) -> None:
         """Start or restart the clock."""
@@ -45,15 +47,16 @@ class TimedBatches(Protocol):
     """Seconds so far."""
 
 
+@dataclass
 class DataWait:
     """Seconds that a training waits for its batches. A resumed run sets `before` to those of the interrupted one.
 
     The host waits; a GPU may be at work meanwhile, so that this is the most that it waits.
     """
 
-    def __init__(self) -> None:
-        self.before = 0.0
-        self._batches: TimedBatches | None = None
+    before: float = 0.0
+    """Seconds that are not those of these batches."""
+    _batches: TimedBatches | None = field(default=None, init=False)
 
     def start(self, batches: object) -> None:
         """Count from here, where the batches know."""
