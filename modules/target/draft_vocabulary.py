@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import UserError
-from .linears.packed_linear import by_tokens, can_pack_weight, packed_linear
+from .linears.packed_linear import by_tokens, can_pack, packed_linear
 from .model import Target
 
 
@@ -161,8 +161,9 @@ class OutputRows:
     def pack(self) -> None:
         """Give the selected rows the form of the target's layers, for decoding; a whole layer has that already."""
         packed_from = self.target.linears.packing.packed_from
-        if self.ids_Q is None or packed_from == self._packed_from or not can_pack_weight(self.weight_QD):
+        if self.ids_Q is None or packed_from == self._packed_from or not can_pack(self.target.head):
             return
         self._packed_from, self._form = packed_from, self._plain
         if packed_from:
-            self._form = by_tokens(packed_linear(self.weight_QD, self.bias_Q), self._plain, packed_from)
+            self._form = partial(by_tokens, packed=packed_linear(self.weight_QD, self.bias_Q), plain=self._plain,
+                                 packed_from=packed_from)

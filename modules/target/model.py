@@ -160,10 +160,6 @@ class Target:
         finally:
             self.model.set_attn_implementation(NAME)
 
-    def differentiable(self) -> AbstractContextManager[None]:
-        """A block whose passes have gradients with respect to their inputs: packed linear layers have none."""
-        return self.linears.plain()
-
     def reproducible(self) -> AbstractContextManager[None]:
         """A block for work whose bytes must come out the same again: see `linear_forms`."""
         return self.linears.reproducible()

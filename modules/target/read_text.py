@@ -68,7 +68,8 @@ class ReadText:
             key_positions_BW=torch.cat([text.positions_BL, positions_BN], dim=1),
         )
         entering = embedded_BND.to(target.dtype)
-        with (torch.autocast(target.device.type, enabled=False), target.differentiable(),
+        # Plain linear layers: packed ones have no gradient.
+        with (torch.autocast(target.device.type, enabled=False), target.linears.plain(),
               later_layers(target.layers, first, entering if first else None)):
             final_BND = target.read_nodes(entering, layout, self.cache)
         for layer, (keys, values) in zip(self._layers, self._read, strict=True):

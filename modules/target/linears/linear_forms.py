@@ -41,21 +41,6 @@ class Packing:
         if self.packed_from < 0:
             raise ValueError(f"packed_from must be at least 0, got {self.packed_from}")
 
-    @classmethod
-    def of(cls, model: nn.Module, pack: "Pack | Packing") -> "Packing":
-        """The forms for a model: as set, measured, or plain where nothing can be packed."""
-        if not can_pack(model):
-            return cls(packed_from=0)
-        if isinstance(pack, Packing):
-            return pack
-        if pack != "auto":
-            return cls(packed_from=pack)
-        if not worth_measuring(model):
-            return cls(packed_from=1)
-        dtype = next(model.parameters()).dtype
-        times = measure_linears(model, [dtype])[dtype]
-        return cls(packed_from=times.fastest(), times=times)
-
     @property
     def in_words(self) -> str:
         """The forms for people."""
@@ -63,11 +48,6 @@ class Packing:
         both = f"linear layers packed for oneDNN in passes of {self.packed_from} tokens or more, plain in smaller ones"
         measured = "" if self.times is None else ", which was measured to be fastest here"
         return forms.get(self.packed_from, both) + measured
-
-    @property
-    def reproducible(self) -> "Packing":
-        """The forms that no measurement decides."""
-        return self if self.times is None else replace(self, packed_from=1)
 
 
 class LinearForms:
@@ -85,10 +65,23 @@ class LinearForms:
         self.model, self._shared = model, None if shared is None else shared.packed
         self.packed: PackedLinears | None = None
         self.packing = Packing(packed_from=0)
-        self.use(Packing.of(model, pack))
+        if not can_pack(model):
+            self.use(self.packing)
+        elif isinstance(pack, Packing):
+            self.use(pack)
+        elif pack != "auto":
+            self.use(Packing(packed_from=pack))
+        elif not worth_measuring(model):
+            self.use(Packing(packed_from=1))
+        else:
+            dtype = next(model.parameters()).dtype
+            times = measure_linears(model, [dtype])[dtype]
+            self.use(Packing(packed_from=times.fastest(), times=times))
+        # The other target may go while this one stays: held here, its packed layers would stay with it.
         self._shared = None
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "LinearForms":
+        # A drafter that keeps its target's forms is copied in training; the copy drafts for the same target.
         return self
 
     def use(self, packing: Packing) -> None:
@@ -108,7 +101,8 @@ class LinearForms:
     def reproducible(self) -> Iterator[None]:
         """A block whose passes are the same in every process of this machine: no measurement decides their form."""
         before = self.packing
-        self.use(before.reproducible)
+        # Where there are times, they decided. Packed for all passes is what comes out without them.
+        self.use(before if before.times is None else replace(before, packed_from=1))
         try:
             yield
         finally:

@@ -9,14 +9,16 @@ programs slow none of them alone.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
-from .packed_linear import has_packed_product, linear_layers, packed_linear
+from .packed_linear import Form, has_packed_product, linear_layers, packed_linear
 
 TOKENS = (1, 2, 4, 8, 16, 32)
 """Tokens of the passes that are timed: plain decoding, chains and trees."""
@@ -36,8 +38,6 @@ SAMPLED_LAYERS, SAMPLED_BYTES = 8, 64 * 2**20
 a layer that is run again and again would be read from the cache, which a pass reads no weight from."""
 ROUNDS, LEAST_ROUNDS = 6, 3
 """Rounds over all counts and forms: at most and at least."""
-
-Form = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +81,6 @@ class LinearTimes:
         mixed = min(self.tokens[1:], key=self.excess, default=single)
         return mixed if self.excess(single) > (1 + GAIN) * self.excess(mixed) else single
 
-    def drafted_speed(self) -> float:
-        """Tokens per second that the linear layers allow with the tree size that pays best, see `TRUSTED_LENGTHS`."""
-        lengths = dict(zip(TOKENS, TRUSTED_LENGTHS, strict=True))
-        seconds = self.seconds(self.fastest())
-        return max(lengths.get(tokens, 1.0) / taken for tokens, taken in zip(self.tokens, seconds, strict=True))
-
 
 def worth_measuring(model: nn.Module) -> bool:
     """True for linear layers that no cache holds, so that reading them from memory takes most of their time."""
@@ -107,58 +101,38 @@ def measure_linears(model: nn.Module, dtypes: Sequence[torch.dtype], *, tokens: 
     layers: dict[tuple[int, ...], list[nn.Linear]] = defaultdict(list)
     for layer in linear_layers(model):
         layers[tuple(layer.weight.shape)].append(layer)
-    samples = [_Sample(members, dtypes) for members in layers.values()]
+    # Some layers of each shape: (all of them for each of these, width, forms by format and by whether they are packed).
+    samples: list[tuple[float, int, dict[tuple[torch.dtype, bool], list[Form]]]] = []
+    for members in layers.values():
+        chosen = members[: min(SAMPLED_LAYERS, max(1, SAMPLED_BYTES // members[0].weight.nbytes))]
+        forms: dict[tuple[torch.dtype, bool], list[Form]] = defaultdict(list)
+        for dtype, layer in product(dtypes, chosen):
+            # Other values than the model's, which may have none here: the time of a product does not depend on them.
+            weight = torch.full(layer.weight.shape, 0.01, dtype=dtype)
+            bias = None if layer.bias is None else torch.full(layer.bias.shape, 0.01, dtype=dtype)
+            forms[dtype, False].append(partial(functional.linear, weight=weight, bias=bias))
+            forms[dtype, True].append(packed_linear(weight, bias))
+        samples.append((len(members) / len(chosen), members[0].in_features, forms))
+    best: dict[tuple[int, torch.dtype, bool, int], float] = {}
     started = time.monotonic()
     for turn in range(ROUNDS):
         if turn >= LEAST_ROUNDS and time.monotonic() - started > seconds:
             break
-        for count in tokens:
-            for sample in samples:
-                sample.run(count)
+        # Counts, shapes, formats and forms take turns inside a round: what slows the machine for a moment slows all.
+        for count, (place, (scale, width, forms)) in product(tokens, enumerate(samples)):
+            for (dtype, packed), timed in forms.items():
+                x_1ND = torch.full((1, count, width), 0.1, dtype=dtype)
+                begun = time.perf_counter()
+                for form in timed:
+                    form(x_1ND)
+                taken, key = (time.perf_counter() - begun) * scale, (place, dtype, packed, count)
+                best[key] = min(best.get(key, taken), taken)
+    places = range(len(samples))
     return {dtype: LinearTimes(
         dtype=str(dtype).removeprefix("torch."), tokens=tuple(tokens),
-        plain=tuple(sum(sample.best[dtype, False, count] for sample in samples) for count in tokens),
-        packed=tuple(sum(sample.best[dtype, True, count] for sample in samples) for count in tokens),
+        plain=tuple(sum(best[place, dtype, False, count] for place in places) for count in tokens),
+        packed=tuple(sum(best[place, dtype, True, count] for place in places) for count in tokens),
     ) for dtype in dtypes}
-
-
-class _Sample:
-    """Some of a model's layers of one shape, in every form and format, and their fastest rounds.
-
-    Args:
-        layers: all layers of the shape.
-        dtypes: the formats.
-    """
-
-    def __init__(self, layers: Sequence[nn.Linear], dtypes: Sequence[torch.dtype]) -> None:
-        room = max(1, SAMPLED_BYTES // layers[0].weight.nbytes)
-        chosen = layers[: min(SAMPLED_LAYERS, room)]
-        self.scale = len(layers) / len(chosen)
-        self.width = layers[0].in_features
-        self.forms: dict[tuple[torch.dtype, bool], list[Form]] = {}
-        for dtype in dtypes:
-            pairs = [_forms(layer, dtype) for layer in chosen]
-            self.forms[dtype, False] = [plain for plain, _ in pairs]
-            self.forms[dtype, True] = [packed for _, packed in pairs]
-        self.best: dict[tuple[torch.dtype, bool, int], float] = {}
-
-    def run(self, count: int) -> None:
-        """Time a pass of `count` tokens through every form."""
-        for (dtype, packed), forms in self.forms.items():
-            x_1ND = torch.full((1, count, self.width), 0.1, dtype=dtype)
-            started = time.perf_counter()
-            for form in forms:
-                form(x_1ND)
-            taken = (time.perf_counter() - started) * self.scale
-            key = dtype, packed, count
-            self.best[key] = min(self.best.get(key, taken), taken)
-
-
-def _forms(layer: nn.Linear, dtype: torch.dtype) -> tuple[Form, Form]:
-    """(plain, packed) form of a layer of this shape in a number format; the time does not depend on the values."""
-    weight = torch.full(layer.weight.shape, 0.01, dtype=dtype)
-    bias = None if layer.bias is None else torch.full(layer.bias.shape, 0.01, dtype=dtype)
-    return lambda x: functional.linear(x, weight, bias), packed_linear(weight, bias)
 
 
 def fastest_dtype(model: nn.Module, rows: int | None = None) -> torch.dtype:
@@ -175,5 +149,10 @@ def fastest_dtype(model: nn.Module, rows: int | None = None) -> torch.dtype:
     if not (has_packed_product(half) and has_packed_product(full) and worth_measuring(model)):
         return full
     times = measure_linears(model, [full, half], tokens=TOKENS if rows is None else (rows,))
-    speeds = {dtype: found.drafted_speed() if rows is None else 1 / found.packed[0] for dtype, found in times.items()}
+    # With drafts: the tokens per second that the linear layers allow with the size of tree that pays best.
+    lengths = dict(zip(TOKENS, TRUSTED_LENGTHS, strict=True))
+    speeds = {dtype: 1 / found.packed[0] if rows is not None else
+              max(lengths.get(count, 1.0) / taken
+                  for count, taken in zip(found.tokens, found.seconds(found.fastest()), strict=True))
+              for dtype, found in times.items()}
     return half if speeds[half] > (1 + HALF_GAIN) * speeds[full] else full

@@ -4,7 +4,7 @@ only. Whether that pays on a machine is measured, see `linear_times`.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,18 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+Form = Callable[[Tensor], Tensor]
+"""A linear layer's product, plain or packed."""
 # The op wants a token count to choose a layout for; one layout serves every count.
 _TYPICAL_TOKENS = 8
 _Stamp = tuple[int, int, float]
 
 
-def can_pack(model: nn.Module) -> bool:
-    """True where this build has the packed product in the model's number format, and the model is on a CPU."""
-    return can_pack_weight(next(model.parameters()))
-
-
-def can_pack_weight(weight: Tensor) -> bool:
-    """`can_pack` of one weight."""
+def can_pack(module: nn.Module) -> bool:
+    """True where this build has the packed product in the number format of a model or a layer, which is on a CPU."""
+    weight = next(module.parameters())
     return weight.device.type == "cpu" and has_packed_product(weight.dtype)
 
 
@@ -40,33 +38,25 @@ def has_packed_product(dtype: torch.dtype) -> bool:
 
 def linear_layers(model: nn.Module) -> list[nn.Linear]:
     """The linear layers of a model that run torch's own product."""
+    # Not the class but its forward: subclasses that quantise or adapt a layer compute something else.
     return [module for module in model.modules()
             if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward]
 
 
 def _packed_forward(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # The activation after the product is fused too; "none" leaves it out.
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
 
-def _plain_forward(x: Tensor, *, weight: Tensor) -> Tensor:
-    return functional.linear(x, weight)
-
-
-def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+def packed_linear(weight: Tensor, bias: Tensor | None) -> Form:
     """x -> x W^T + b with the weight laid out once; the layout is a copy."""
     laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TYPICAL_TOKENS)
     return partial(_packed_forward, weight=laid_out, bias=None if bias is None else bias.detach())
 
 
-def by_tokens(packed: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor],
-              packed_from: int) -> Callable[[Tensor], Tensor]:
-    """One product that runs packed for `packed_from` rows or more, and plain for fewer."""
-    return packed if packed_from <= 1 else partial(_by_tokens, packed=packed, plain=plain, packed_from=packed_from)
-
-
-def _by_tokens(x: Tensor, *, packed: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor],
-               packed_from: int) -> Tensor:
+def by_tokens(x: Tensor, *, packed: Form, plain: Form, packed_from: int) -> Tensor:
+    """The product of the states x [..., D], packed for `packed_from` of them or more, and plain for fewer."""
     return packed(x) if x.numel() >= packed_from * x.shape[-1] else plain(x)
 
 
@@ -86,40 +76,34 @@ class PackedLinears:
         known = (
             {} if shared_with is None else {id(layer.weight): form for layer, form in shared_with.layers.items()}
         )
-        self.layers: dict[nn.Linear, Callable[[Tensor], Tensor]] = {
+        # Asked of each layer: some models keep a few layers in another number format.
+        self.layers: dict[nn.Linear, Form] = {
             module: known.get(id(module.weight)) or packed_linear(module.weight, module.bias)
             for module in linear_layers(model)
-            if can_pack_weight(module.weight)
+            if can_pack(module)
         }
 
     def install(self) -> None:
         """Run the packed form from now on, in passes of `packed_from` tokens or more."""
         for module, packed in self.layers.items():
-            module.__dict__["forward"] = by_tokens(packed, partial(nn.Linear.forward, module), self.packed_from)
+            # The packed form stands alone where no pass is plain: a choice costs time in every layer of every pass.
+            module.__dict__["forward"] = packed if self.packed_from <= 1 else partial(
+                by_tokens, packed=packed, plain=partial(nn.Linear.forward, module), packed_from=self.packed_from)
 
     def remove(self) -> None:
         """Run the plain form from now on."""
         for module in self.layers:
             module.__dict__.pop("forward", None)
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """The packed form inside the block alone: for a model that is also trained."""
-        self.install()
-        try:
-            yield
-        finally:
-            self.remove()
-
 
 class DecodingLinears:
     """Packed linear layers of a model that may be trained on: packed again when a weight has changed, run in decoding
     alone. A copy of its owner packs its own. Packing cannot be compiled: it belongs in front of a graph."""
 
-    def __init__(self) -> None:
-        self._stamp: tuple[int, tuple[_Stamp, ...]] = 0, ()
-        self._layers: PackedLinears | None = None
-        self.output: Callable[[Tensor], Tensor] | None = None
+    output: Form | None = None
+    """The product with a tied embedding; None where none is packed."""
+    _stamp: tuple[int, tuple[_Stamp, ...]] = 0, ()
+    _layers: PackedLinears | None = None
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "DecodingLinears":
         return DecodingLinears()
@@ -133,27 +117,36 @@ class DecodingLinears:
             output_VD: a tied embedding, which is multiplied with as an output layer.
         """
         wanted = packed_from > 0 and can_pack(model)
-        stamp = (packed_from, tuple(map(_stamp, model.parameters()))) if wanted else (0, ())
+        signs: list[_Stamp] = []
+        for parameter in model.parameters() if wanted else ():
+            # A parameter's own count of changes misses those made through `.data`, and the sum over some elements
+            # misses small ones. Tensors of inference mode keep no count.
+            flat = parameter.detach().reshape(-1)
+            changes = 0 if parameter.is_inference() else parameter._version
+            signs.append((parameter.data_ptr(), changes, float(flat[:: max(1, len(flat) // 256)].double().sum())))
+        stamp = (packed_from if wanted else 0, tuple(signs))
         if stamp == self._stamp:
             return
+        # First, or for a moment both the old and the new copies of all weights would be in memory.
         self.release()
         if wanted:
             self._stamp, self._layers = stamp, PackedLinears(model, packed_from=packed_from)
-            self.output = None if output_VD is None else by_tokens(
-                packed_linear(output_VD, None), partial(_plain_forward, weight=output_VD), packed_from)
+            self.output = None if output_VD is None else partial(
+                by_tokens, packed=packed_linear(output_VD, None), plain=partial(functional.linear, weight=output_VD),
+                packed_from=packed_from)
 
     def release(self) -> None:
         """Give the memory of the packed forms back."""
         self._stamp, self._layers, self.output = (0, ()), None, None
 
-    def installed(self) -> AbstractContextManager[None]:
-        """A block in which the packed forms run."""
-        return nullcontext() if self._layers is None else self._layers.installed()
-
-
-def _stamp(parameter: nn.Parameter) -> _Stamp:
-    """Signs that a parameter has changed: its own count of changes, which misses those made through `.data`, and a
-    sum over some elements, which misses small ones."""
-    flat = parameter.detach().reshape(-1)
-    changes = 0 if parameter.is_inference() else parameter._version
-    return parameter.data_ptr(), changes, float(flat[:: max(1, len(flat) // 256)].double().sum())
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """A block in which the packed forms run: the model is also trained, and packed forms have no gradient."""
+        if (layers := self._layers) is None:
+            yield
+            return
+        layers.install()
+        try:
+            yield
+        finally:
+            layers.remove()
