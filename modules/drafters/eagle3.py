@@ -155,7 +155,7 @@ class Eagle3(EagleDrafter):
         self.layers = nn.ModuleDict({str(layer): DecoderBlock(block, layer) for layer in range(1, config.num_layers)})
         self.norm = RMSNorm(width, eps=eps)
         entries = config.vocabulary_size or sizes.vocab_size
-        self.lm_head = OwnOutput(width, entries) if config.output == "copy" else None
+        self.lm_head = OwnOutput(width, entries, bias=False) if config.output == "copy" else None
         # A tuple, which registers nothing: the weights have the official name, `lm_head`, alone.
         self.outputs = () if self.lm_head is None else (self.lm_head,)
 

@@ -100,14 +100,8 @@ def draft_index(ids_Q: Tensor, vocab_size: int) -> Tensor:
 class OwnOutput(nn.Linear):
     """A drafter's own output layer, NaN until it is loaded or copied, so that forgetting it shows at once.
 
-    Args:
-        width: of the states that it reads.
-        entries: of the draft vocabulary.
-        bias: whether it adds a bias of its own; without one, the target's is added.
+    It has an entry of the draft vocabulary a row. Without a bias of its own, the target's is added.
     """
-
-    def __init__(self, width: int, entries: int, *, bias: bool = False) -> None:
-        super().__init__(width, entries, bias=bias)
 
     def reset_parameters(self) -> None:
         """NaN everywhere; nothing is drawn."""

@@ -160,9 +160,11 @@ class EarlyLayers:
         window = self.cache.open(slice(0, len(rows)) if adjacent else rows, count, gap=tree.size - count,
                                  virtual_BN=virtual_BF)
         lengths_B1 = self.cache.lengths_B[window.rows_B1]
-        layout = PassLayout.of(tree, lengths_B1, window.width, self.target.context_length)
+        layout, first = PassLayout.of(tree, lengths_B1, window.width, self.target.context_length), tree.size - count
+        # The last nodes alone run; the slots of the others, which they see, stay in use.
+        layout = replace(layout, positions_BN=layout.positions_BN[:, first:], visible_BNW=layout.visible_BNW[:, first:])
         with first_layers(self.target.layers, self.num_layers) as outputs:
-            self.target.read_nodes(embedded_BFD, layout.of_last(count), self.cache)
+            self.target.read_nodes(embedded_BFD, layout, self.cache)
         return outputs[0].to(self.target.device)
 
 

@@ -60,13 +60,6 @@ class Window:
                                               slots_BN=self.slots_BN.to(device), virtual_BN=virtual_BN)
         return self._elsewhere[device]
 
-    def readable(self, states_BHNE: Tensor) -> Tensor:
-        """The keys or values, those of virtual nodes without NaN and infinity: through a mask, either would reach every
-        node of the row, though it is a drafter's and no virtual node is accepted."""
-        if self.virtual_BN is None:
-            return states_BHNE
-        return states_BHNE.masked_fill(self.virtual_BN[:, None, :, None] & ~states_BHNE.isfinite(), 0.0)
-
 
 class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer of the cache for transformers, which asks it for lengths; keys and values go to the owner."""
@@ -92,8 +85,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.owner.capacity
 
     # Earlier versions of transformers ask by this name.
-    def get_max_cache_shape(self) -> int:
-        return self.owner.capacity
+    get_max_cache_shape = get_max_length
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         return self.owner.width, 0
@@ -248,7 +240,11 @@ class RowCache(Cache):
                             f"{storage.shape[2]} heads of {storage.shape[4]}; choose another target")
         answer, first = [], 2 * (layer - block.first)
         for place, states_BHNE in ((first, keys_BHNE), (first + 1, values_BHNE)):
-            held, new = storage[place], window.readable(states_BHNE)
+            held, new = storage[place], states_BHNE
+            if window.virtual_BN is not None:
+                # Through a mask, a NaN or an infinity of a virtual node would reach every node of the row, though it is
+                # a drafter's and no virtual node is accepted.
+                new = new.masked_fill(window.virtual_BN[:, None, :, None] & ~new.isfinite(), 0.0)
             if window.start is None:
                 held[window.rows_B1, :, window.slots_BN] = new.transpose(1, 2)
             else:

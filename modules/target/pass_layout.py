@@ -44,12 +44,3 @@ class PassLayout:
             visible_BNW=(slots_W < lengths_B1)[:, None, :] | (inside_BW[:, None, :] & ancestor_BNW),
             key_positions_BW=torch.where(inside_BW, positions_BN.gather(1, node_BW), slots_W),
         )
-
-    def of_last(self, count: int) -> "PassLayout":
-        """The layout of the last `count` nodes alone, while the slots of the others are in use."""
-        first = self.positions_BN.shape[1] - count
-        return PassLayout(
-            positions_BN=self.positions_BN[:, first:],
-            visible_BNW=self.visible_BNW[:, first:],
-            key_positions_BW=self.key_positions_BW,
-        )

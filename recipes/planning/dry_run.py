@@ -13,7 +13,7 @@ from ...data.store.state_formats import format_named
 from ...data.store.token_store import MANIFEST
 from ...export import FASTEST
 from ...modules import Target, Topology, UserError, parse_joined, policy_named
-from ...modules.target.loading.loading import is_gguf
+from ...modules.target.loading.loading import gguf_of
 from ...trainers import DraftModule
 from ..recipe import Recipe
 from .planned_work import opening
@@ -37,7 +37,7 @@ def dry_run(recipe: Recipe, target: Target) -> DraftModule:
             a policy asks for more than the family answers, states are to be stored that training changes, or the target
             cannot be placed as the recipe says.
     """
-    target.placement.require_fit(target.model, recipe.train.world, gguf=is_gguf(recipe.target))
+    target.placement.require_fit(target.model, recipe.train.world, gguf=gguf_of(recipe.target) is not None)
     module = recipe.module(target, torch.ones(target.vocab_size))
     module.configure_model()
     if module.changes_target and recipe.batch.states not in ("computed", "auto"):

@@ -144,16 +144,17 @@ class FlexSegments:
         flex = _USED.get()
         return None if flex is None else cls(flex, features.segments_BL)
 
-    def blank(self, device: torch.device) -> Tensor:
-        """A mask [B, 1, 1, 1] that stands for these segments where a mask of all positions is expected."""
-        return torch.zeros(len(self.first_BL), 1, 1, 1, dtype=torch.bool, device=device)
-
     def attend(self, query_BHLE: Tensor, key_BGLE: Tensor, value_BGLE: Tensor, *, scaling: float | None = None,
                window: int | None = None, softcap: float | None = None) -> Tensor:
-        """Attention output [B, H, L, E] inside the segments."""
+        """Attention output [B, H, L, E] inside the segments, with scores capped as in arXiv:2408.00118 (section 2)."""
+        bound = 0.0 if softcap is None else softcap
+
+        def capped(score: Tensor, *_places: Tensor) -> Tensor:
+            return bound * torch.tanh(score / bound)
+
         with bounded():
             mixed_BHLE: Tensor = self.flex.run(
-                query_BHLE, key_BGLE, value_BGLE, score_mod=None if softcap is None else _capped(softcap),
+                query_BHLE, key_BGLE, value_BGLE, score_mod=None if softcap is None else capped,
                 block_mask=self.mask(window), scale=scaling, enable_gqa=query_BHLE.shape[1] != key_BGLE.shape[1])
         return mixed_BHLE
 
@@ -167,19 +168,15 @@ class FlexSegments:
 
     def mask(self, window: int | None) -> BlockMask:
         """The block mask of layers with this window; all layers of a pass share it."""
-        if window not in self._masks:
-            least_BL = self.first_BL
-            if window is not None:
-                least_BL = torch.maximum(least_BL, self.order_L - window + 1)
-            self._masks[window] = self._block_mask(least_BL)
-        return self._masks[window]
-
-    def _block_mask(self, least_BL: Tensor) -> BlockMask:
-        """The mask of tokens that see the range from a least place up to their own."""
+        if window in self._masks:
+            return self._masks[window]
+        # Each token sees the range from its least place up to its own.
+        least_BL = self.first_BL if window is None else torch.maximum(self.first_BL, self.order_L - window + 1)
         rows, length = least_BL.shape
         blocks = -(-length // self.block)
         beyond = blocks * self.block - length
         pad = torch.nn.functional.pad
+        # Tokens beyond the row must neither widen the range of their block nor narrow what all of it sees.
         lowest_BQ1 = pad(least_BL, (0, beyond), value=length).view(rows, blocks, self.block).amin(-1)[..., None]
         highest_BQ1 = pad(least_BL, (0, beyond), value=0).view(rows, blocks, self.block).amax(-1)[..., None]
         key_K = torch.arange(blocks, device=least_BL.device)
@@ -190,20 +187,14 @@ class FlexSegments:
         def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (key >= least_BL[row, query])
 
-        return BlockMask.from_kv_blocks(*_ordered(seen_BQK & ~whole_BQK), *_ordered(whole_BQK), BLOCK_SIZE=self.block,
-                                        mask_mod=sees, seq_lengths=(length, length))
+        # Of a block that all of its queries see whole, the kernel computes no mask.
+        self._masks[window] = BlockMask.from_kv_blocks(
+            *_ordered(seen_BQK & ~whole_BQK), *_ordered(whole_BQK), BLOCK_SIZE=self.block, mask_mod=sees,
+            seq_lengths=(length, length))
+        return self._masks[window]
 
 
 def _ordered(chosen_BQK: Tensor) -> tuple[Tensor, Tensor]:
     """(number of chosen blocks [B, 1, Q], all blocks with the chosen ones first [B, 1, Q, K]), int32."""
     order_BQK = chosen_BQK.byte().argsort(dim=-1, descending=True, stable=True)
     return chosen_BQK.sum(-1, dtype=torch.int32)[:, None], order_BQK.to(torch.int32)[:, None].contiguous()
-
-
-def _capped(bound: float) -> Callable[..., Tensor]:
-    """The capping of scores (arXiv:2408.00118, section 2)."""
-
-    def cap(score: Tensor, *_places: Tensor) -> Tensor:
-        return bound * torch.tanh(score / bound)
-
-    return cap

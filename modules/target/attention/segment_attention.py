@@ -69,10 +69,6 @@ class Segments:
                       if not blank]
         return tuple(found)
 
-    def blank(self, device: torch.device) -> Tensor:
-        """A mask [B, 1, 1, 1] that stands for these segments where a mask of all positions is expected."""
-        return torch.zeros(len(self.lengths), 1, 1, 1, dtype=torch.bool, device=device)
-
 
 Sight = Tensor | Segments | FlexSegments
 """Sight of tokens: a mask [B, N, W], or the segments of training rows, which see themselves causally."""
@@ -120,7 +116,10 @@ def mask_arguments(visible: Sight, decoder: Any, like: Tensor) -> dict[str, Any]
         like: states on the device and in the number format of its scores.
     """
     if isinstance(visible, Segments | FlexSegments):
-        return {"attention_mask": visible.blank(like.device), "segments": visible}
+        # transformers would make a mask of its own where it is given none, and hands on any that has four dimensions:
+        # a blank one stands for the segments.
+        blank = torch.zeros(len(like), 1, 1, 1, dtype=torch.bool, device=like.device)
+        return {"attention_mask": blank, "segments": visible}
     mask = visible[:, None]
     return {"attention_mask": mask if takes_segments(decoder) else additive(mask, like.dtype)}
 
@@ -148,35 +147,29 @@ def attend_inside(
         # Split, not sliced: the gradient of a slice has the size of the whole row.
         parts = zip(*(torch.split(states[row], list(sizes), dim=1) for states in (query_BHLE, key_BGLE, value_BGLE)),
                     segments.padding[row], strict=True)
-        attend = partial(_text, form=_of_row(form, row))
+        # The key in front is one of each row, and a text has no rows any more.
+        first = None if form.first is None else (form.first[0][row], form.first[1][row])
+        attend = partial(_text, form=replace(form, first=first))
         rows.append(torch.cat([torch.zeros_like(query) if blank else attend(query, key, value)
                                for query, key, value, blank in parts], dim=1))
     return torch.stack(rows)
 
 
-def _of_row(form: SegmentForm, row: int) -> SegmentForm:
-    """The form for one row, whose key in front has no row any more."""
-    if form.first is None:
-        return form
-    return replace(form, first=(form.first[0][row], form.first[1][row]))
-
-
 def _text(query_HNE: Tensor, key_GNE: Tensor, value_GNE: Tensor, form: SegmentForm) -> Tensor:
     """Attention output of one text, [H, N, E]."""
+    windowed = form.window is not None and form.window < query_HNE.shape[1]
+    if form.first is None and (windowed or form.softcap is not None):
+        return _in_blocks(query_HNE, key_GNE, value_GNE, form)
     if form.first is not None:
         # A query in front of the others makes room for the key in front: causal attention aligns their starts.
+        query_HNE = pad(query_HNE, (0, 0, 1, 0))
         key_GNE, value_GNE = torch.cat([form.first[0], key_GNE], 1), torch.cat([form.first[1], value_GNE], 1)
-        return _causal(pad(query_HNE, (0, 0, 1, 0)), key_GNE, value_GNE, form.scaling)[:, 1:]
-    if form.softcap is None and (form.window is None or form.window >= query_HNE.shape[1]):
-        return _causal(query_HNE, key_GNE, value_GNE, form.scaling)
-    return _in_blocks(query_HNE, key_GNE, value_GNE, form)
-
-
-def _causal(query_HNE: Tensor, key_GNE: Tensor, value_GNE: Tensor, scaling: float | None) -> Tensor:
-    """Plain causal attention. The heads of a group are rows that share keys through a view: on a CPU the fused kernel
-    takes no groups, and without it the scores of all heads are in memory."""
-    out_RGNE = scaled_dot_product_attention(*_grouped(query_HNE, key_GNE, value_GNE), is_causal=True, scale=scaling)
-    return out_RGNE.transpose(0, 1).flatten(0, 1)
+    # The heads of a group are rows that share keys through a view: on a CPU the fused kernel takes no groups, and
+    # without it the scores of all heads are in memory.
+    out_RGNE = scaled_dot_product_attention(*_grouped(query_HNE, key_GNE, value_GNE), is_causal=True,
+                                            scale=form.scaling)
+    out_HNE = out_RGNE.transpose(0, 1).flatten(0, 1)
+    return out_HNE if form.first is None else out_HNE[:, 1:]
 
 
 def _grouped(query_HNE: Tensor, key_GWE: Tensor, value_GWE: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -84,7 +84,7 @@ def tree_attention(
     if segments is not None:
         form = SegmentForm(scaling=scaling, window=sliding_window, softcap=softcap)
         return attend_inside(query, key, value, segments, form).transpose(1, 2).contiguous(), None
-    mask, queries = attention_mask, query.shape[2]
+    mask, queries, grouped = attention_mask, query.shape[2], query.shape[1] != key.shape[1]
     if mask is not None and mask.shape[-1] != key.shape[2]:
         raise UserError(f"{type(module).__name__} does not hand on the segments of a row of {key.shape[2]} tokens; "
                         f"set row_length to at most {DENSE_LENGTH}, or choose another target")
@@ -101,18 +101,14 @@ def tree_attention(
         mask = mask.to(query.dtype)
     if softcap is not None:
         out = soft_capped(query, key, value, mask, scaling, softcap)
-    elif mask is not None and mask.shape[1] == 1 and _pays_to_fold(query, key):
+    elif mask is not None and mask.shape[1] == 1 and grouped and (query.is_cuda or query.dtype.itemsize < 4):
+        # There torch's own grouping under a mask is slow: in half precision on a CPU one query of a row takes four
+        # times as long as folded, and on CUDA no fast kernel takes a mask together with groups.
         out = _folded(query, key, value, mask, scaling)
     else:
         out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, is_causal=mask is None and
-                                           queries > 1, enable_gqa=query.shape[1] != key.shape[1])
+                                           queries > 1, enable_gqa=grouped)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _pays_to_fold(query: Tensor, key: Tensor) -> bool:
-    """True if grouped attention under a mask is slow as torch has it: in half precision on a CPU one query of a row
-    takes four times as long as with `_folded`, and on CUDA no fast kernel takes a mask together with groups."""
-    return query.shape[1] != key.shape[1] and (query.is_cuda or query.dtype.itemsize < 4)
 
 
 def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:

@@ -22,7 +22,7 @@ from ...features import Features
 from ...processes import local_rank
 from ..linears.linear_forms import Pack
 from ..loading.excerpt import layer_list
-from .zero3_weights import DTYPES, gather_by_layer, keep_whole, read_divided, zero3_settings
+from .zero3_weights import DTYPES, gather_by_layer, read_divided, zero3_settings
 
 PlacementName = Literal["replicated", "tensor_parallel", "fully_sharded", "zero3", "layers"]
 """Names of placements in a recipe."""
@@ -35,6 +35,7 @@ class Placement:
 
     Args:
         degree: processes that share one target; None for all. Of no meaning where none do.
+        offload: keep the parts of the weights in the machine's memory; for `Zero3` alone.
     """
 
     name: ClassVar[str] = "replicated"
@@ -43,11 +44,11 @@ class Placement:
     spread: ClassVar[bool] = False
     """Whether the layers are not plain tensors on one device: then they cannot be packed, copied or moved."""
 
-    def __init__(self, degree: int | None = None) -> None:
+    def __init__(self, degree: int | None = None, *, offload: bool = False) -> None:
         if degree is not None and degree < 1:
             raise UserError(f"target.degree must be at least 1, got {degree}; leave it out to share the target among "
                             "all processes")
-        self.degree = degree
+        self.degree, self.offload = degree, offload
 
     def size(self, world: int) -> int:
         """Processes that hold one target together, of `world` that train.
@@ -68,9 +69,21 @@ class Placement:
         Raises:
             UserError: naming what does not fit.
         """
+        settings = getattr(sketch.config, "quantization_config", None)
+        # A GGUF file is dequantised as it is read, whatever its configuration says.
+        if not self.spread or gguf or settings is None:
+            return
+        # A dictionary as config.json has it, or the object that transformers has made of it.
+        named = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+        raise UserError(f"the target's weights are quantised ({named or 'quantization_config'}), and target.placement "
+                        f"{self.name} {'splits' if self.shared else 'spreads'} plain ones only; choose the model's "
+                        "unquantised weights, or set target.placement: replicated")
 
     def require_processes(self, world: int) -> None:
-        """Refuse a number of processes that cannot train with it. Raises UserError."""
+        """Refuse several processes where each would spread its own copy over the same devices. Raises UserError."""
+        if self.spread and not self.shared and world > 1:
+            raise UserError(f"target.placement {self.name} spreads the target over all devices of one process, but "
+                            f"{world} processes train; set train.devices: 1, or target.placement: tensor_parallel")
 
     def reading(self, sketch: Any, device: torch.device, world: int) -> AbstractContextManager[dict[str, Any]]:
         """A block in which transformers reads the weights to their places, with these options of `from_pretrained`.
@@ -82,7 +95,7 @@ class Placement:
 
     def settled(self, model: Any, device: torch.device) -> Any:
         """The model that was read, ready for passes."""
-        return model.to(device)
+        return model if self.spread else model.to(device)
 
     def pack(self, asked: Pack) -> Pack:
         """The forms of the linear layers that are possible. Raises UserError if others were set."""
@@ -114,8 +127,9 @@ class _Shared(Placement):
                             "start draftsmith train with torchrun --nproc-per-node, or with --target.placement layers "
                             "spread the target over the devices of one process")
         if size < 2 or world % size:
+            divisor = next(count for count in range(2, world + 1) if world % count == 0)
             raise UserError(f"target.degree {size} does not divide the {world} processes of this run into groups of at "
-                            f"least 2; set it to a divisor of {world}, such as {_divisor(world)}, or start another "
+                            f"least 2; set it to a divisor of {world}, such as {divisor}, or start another "
                             "number of processes")
         return size
 
@@ -126,10 +140,7 @@ class _Shared(Placement):
             raise UserError(f"a GGUF file is dequantised as a whole by every process, so target.placement {self.name} "
                             "would save no memory; save the model as a Hugging Face folder, or set target.placement: "
                             "replicated")
-        if (kind := _quantised(sketch)) is not None:
-            raise UserError(f"the target's weights are quantised ({kind}), and target.placement {self.name} splits "
-                            "plain ones only; choose the model's unquantised weights, or set target.placement: "
-                            "replicated")
+        super().require_fit(sketch, world, gguf=gguf)
 
     def settled(self, model: Any, device: torch.device) -> Any:
         """The model as it is, its configuration again that of a whole one: models are made of it."""
@@ -184,20 +195,22 @@ class TensorParallel(_Shared):
 
     def own_states(self, encode: Encode, features: Features) -> Features:
         """The rows of each process of the group in turn, read by all of them; each keeps its own states."""
-        own, own_rank = features, dist.get_rank()
-        for rank, shape in zip(dist.get_process_group_ranks(self.group), self._shapes(features), strict=True):
-            told = _told(features, rank, shape, self.group)
+        own, own_rank, tokens_BL = features, dist.get_rank(), features.tokens_BL
+        # A broadcast needs to know the size of what comes, and rows are as long as the texts of their batch.
+        shape_2 = torch.tensor(tokens_BL.shape, device=tokens_BL.device)
+        shapes = [torch.empty_like(shape_2) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(shapes, shape_2, group=self.group)
+        for rank, shape in zip(dist.get_process_group_ranks(self.group), torch.stack(shapes).tolist(), strict=True):
+            # All as whole numbers, so that one message carries them; states are computed and not sent.
+            fields = (tokens_BL, features.supervised_BL.long(), features.segments_BL, features.positions_BL)
+            sent_4BL = torch.stack(fields) if rank == own_rank else tokens_BL.new_empty(4, *shape)
+            dist.broadcast(sent_4BL, src=rank, group=self.group)
+            told = Features(tokens_BL=sent_4BL[0], supervised_BL=sent_4BL[1].bool(), segments_BL=sent_4BL[2],
+                            positions_BL=sent_4BL[3])
+            # Every process runs every pass: each holds a part of the layers.
             states = encode(features if rank == own_rank else told)
             own = states if rank == own_rank else own
         return own
-
-    def _shapes(self, features: Features) -> list[list[int]]:
-        """Rows and positions of each process of the group."""
-        own = torch.tensor(features.tokens_BL.shape, device=features.tokens_BL.device)
-        found = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(found, own, group=self.group)
-        shapes: list[list[int]] = torch.stack(found).tolist()
-        return shapes
 
 
 class FullySharded(_Shared):
@@ -235,18 +248,9 @@ class FullySharded(_Shared):
 
 
 class Zero3(_Shared):
-    """As with fully sharded weights, by DeepSpeed among all processes, and in the machine's memory if that is wanted.
-
-    Args:
-        degree: of no use: all processes share one target.
-        offload: keep the parts of the weights in the machine's memory.
-    """
+    """Weights divided as fully sharded ones, by DeepSpeed among all processes, in the machine's memory if wanted."""
 
     name = "zero3"
-
-    def __init__(self, degree: int | None = None, *, offload: bool = False) -> None:
-        super().__init__(degree)
-        self.offload = offload
 
     def size(self, world: int) -> int:
         """All processes."""
@@ -274,9 +278,7 @@ class Zero3(_Shared):
     def settled(self, model: Any, device: torch.device) -> Any:
         """The model with everything but its layers gathered for good."""
         model.requires_grad_(False)
-        keep_whole(model, inside := _layers_name(model))
-        gather_by_layer(model.get_decoder(), model.get_submodule(inside),
-                        zero3_settings(model.dtype, offload=self.offload))
+        gather_by_layer(model, _layers_name(model), zero3_settings(model.dtype, offload=self.offload))
         return model
 
 
@@ -286,18 +288,6 @@ class Layers(Placement):
     name = "layers"
     spread = True
 
-    def require_processes(self, world: int) -> None:
-        """Refuse several processes, since each would spread its own copy over the same devices."""
-        if world > 1:
-            raise UserError(f"target.placement layers spreads the target over all devices of one process, but {world} "
-                            "processes train; set train.devices: 1, or target.placement: tensor_parallel")
-
-    def require_fit(self, sketch: Any, world: int, *, gguf: bool) -> None:
-        """Refuse quantised weights."""
-        if (kind := _quantised(sketch)) is not None and not gguf:
-            raise UserError(f"the target's weights are quantised ({kind}), and target.placement layers spreads plain "
-                            "ones only; choose the model's unquantised weights, or set target.placement: replicated")
-
     def reading(self, sketch: Any, device: torch.device, world: int) -> AbstractContextManager[dict[str, Any]]:
         """The weights are read to their devices."""
         count = torch.accelerator.device_count()
@@ -306,10 +296,6 @@ class Layers(Placement):
                             f"{'is' if count == 1 else 'are'} {count} here; set target.placement: replicated")
         return nullcontext({"device_map": device_map(sketch, [torch.device(device.type, n) for n in range(count)])})
 
-    def settled(self, model: Any, device: torch.device) -> Any:
-        """The model as it is: transformers has placed it."""
-        return model
-
 
 PLACEMENTS: tuple[type[Placement], ...] = (Placement, TensorParallel, FullySharded, Zero3, Layers)
 """Every placement."""
@@ -317,14 +303,12 @@ PLACEMENTS: tuple[type[Placement], ...] = (Placement, TensorParallel, FullyShard
 
 def placement_named(name: str, degree: int | None, *, offload: bool = False) -> Placement:
     """The placement of this name. Raises UserError if there is none, the degree is below 1, or it cannot offload."""
-    if name == Zero3.name:
-        return Zero3(degree, offload=offload)
-    if offload:
+    if offload and name != Zero3.name:
         raise UserError(f"target.offload keeps the target's weights in the machine's memory with target.placement zero3"
                         f" only, and the placement is {name}; set target.placement: zero3, or target.offload: false")
     for kind in PLACEMENTS:
         if kind.name == name:
-            return kind(degree)
+            return kind(degree, offload=offload)
     raise UserError(f"target.placement must be {', '.join(kind.name for kind in PLACEMENTS)}, got {name!r}")
 
 
@@ -335,7 +319,10 @@ def device_map(model: Any, devices: list[torch.device]) -> dict[str, torch.devic
     """
     layers = _layers_name(model)
     count = model.config.get_text_config().num_hidden_layers
-    found = {f"{layers}.{place}": devices[_block(place, count, len(devices))] for place in range(count)}
+    sizes = [(count + number) // len(devices) for number in range(len(devices))]
+    homes = [device for device, size in zip(devices, sizes, strict=True) for _ in range(size)]
+    found = {f"{layers}.{place}": home for place, home in enumerate(homes)}
+    # All else is named at the highest level that holds no layer, so that the map has no gaps.
     path = layers.split(".")
     for depth in range(len(path)):
         parent = model.get_submodule(".".join(path[:depth]))
@@ -344,40 +331,11 @@ def device_map(model: Any, devices: list[torch.device]) -> dict[str, torch.devic
     return found
 
 
-def _block(place: int, count: int, blocks: int) -> int:
-    """The block that holds a place, of blocks in ascending size."""
-    sizes = [(count + number) // blocks for number in range(blocks)]
-    ends = [sum(sizes[: number + 1]) for number in range(blocks)]
-    return next(number for number, end in enumerate(ends) if place < end)
-
-
-def _told(features: Features, source: int, shape: list[int], group: Any) -> Features:
-    """The rows of the process `source`, in all processes of its group; without states."""
-    own = (features.tokens_BL, features.supervised_BL.long(), features.segments_BL, features.positions_BL)
-    sent = torch.stack(own) if source == dist.get_rank() else features.tokens_BL.new_empty(4, *shape)
-    dist.broadcast(sent, src=source, group=group)
-    return Features(tokens_BL=sent[0], supervised_BL=sent[1].bool(), segments_BL=sent[2], positions_BL=sent[3])
-
-
 def _layers_name(model: Any) -> str:
     """Path of the decoder's list of layers inside a model."""
     layers = layer_list(model.get_decoder(), model.config.get_text_config().num_hidden_layers)
     found: str = next(name for name, module in model.named_modules() if module is layers)
     return found
-
-
-def _quantised(model: Any) -> str | None:
-    """Name of the quantisation of a model's stored weights; None where there is none."""
-    settings = getattr(model.config, "quantization_config", None)
-    if settings is None:
-        return None
-    named = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
-    return str(named or "quantization_config")
-
-
-def _divisor(world: int) -> int:
-    """The smallest size of a group that divides the processes."""
-    return next(size for size in range(2, world + 1) if world % size == 0)
 
 
 @contextmanager

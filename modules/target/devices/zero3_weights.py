@@ -57,8 +57,21 @@ def whole_in_zero3(weight: Tensor) -> Tensor:
         return weight.detach().clone()
 
 
-def keep_whole(model: nn.Module, divided: str) -> None:
-    """Give every weight outside the module of this path a place of its own, whole, in each process."""
+def gather_by_layer(model: Any, divided: str, settings: dict[str, Any]) -> None:
+    """Give every weight outside a decoder's layers a place of its own, whole, in each process, and let each layer be
+    gathered when it is called, in passes of the decoder or alone.
+
+    Args:
+        model: all of whose weights are divided.
+        divided: path of its list of layers.
+        settings: DeepSpeed's.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.utils import set_z3_leaf_module
+    from deepspeed.utils.timer import NoopTimer
+
+    # By its identity: an output layer that is the embedding stays that.
     found: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         if path == divided or path.startswith(f"{divided}."):
@@ -69,28 +82,16 @@ def keep_whole(model: nn.Module, divided: str) -> None:
             if id(weight) not in found:
                 found[id(weight)] = nn.Parameter(whole_in_zero3(weight), requires_grad=False)
             module._parameters[name] = found[id(weight)]
-
-
-def gather_by_layer(decoder: nn.Module, layers: nn.ModuleList, settings: dict[str, Any]) -> None:
-    """Let each layer be gathered when it is called, in passes of the decoder or alone."""
-    from deepspeed.runtime.config import DeepSpeedConfig
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.utils import set_z3_leaf_module
-    from deepspeed.utils.timer import NoopTimer
-
+    layers = model.get_submodule(divided)
     for layer in layers:
         # At once, and whole: which of its experts a layer calls depends on the rows of a process.
         set_z3_leaf_module(layer, True)
     chosen = DeepSpeedConfig(settings).zero_config
-    largest = max(_elements(layer) for layer in layers)
+    # A divided weight has no elements of its own here; DeepSpeed keeps the number of all of them next to it.
+    largest = max(sum(weight.ds_numel for weight in layer.parameters()) for layer in layers)
     gathering = DeepSpeedZeRoOffload(
         module=layers, timers=NoopTimer(), ds_config=settings, overlap_comm=True, prefetch_bucket_size=largest,
         max_live_parameters=2 * largest, max_reuse_distance=0, param_persistence_threshold=0,
         offload_param_config=chosen.offload_param)
     # It starts its record of the order of the layers anew with each pass; a list of layers has no pass of its own.
-    decoder.register_forward_pre_hook(lambda *_: gathering.get_param_coordinator().reset_step())
-
-
-def _elements(layer: Any) -> int:
-    """Elements of a layer's weights, which are divided."""
-    return sum(weight.ds_numel for weight in layer.parameters())
+    model.get_decoder().register_forward_pre_hook(lambda *_: gathering.get_param_coordinator().reset_step())

@@ -34,7 +34,13 @@ def excerpt(model: Any, *, short_windows: bool, spread: bool = False) -> Any:
         spread: the model's layers are split among processes or on several devices; those of the excerpt are gathered
             on the device of the embeddings. All processes that share the model must call it.
     """
-    small = unfilled(model) if spread else copy_modules(model)
+    if spread:
+        # Made anew: a copy would hold parts of weights, and the hooks that gather or move them.
+        with torch.device("meta"):
+            small = plain_class(model)(copy.deepcopy(model.config)).eval()
+    else:
+        small = copy_modules(model)
+    # An excerpt answers nothing: what the model's own asks for would be warned of or refused a second time.
     small.generation_config = None
     config, decoder = small.config.get_text_config(), small.get_decoder()
     layers = layer_list(decoder, config.num_hidden_layers)
@@ -45,17 +51,21 @@ def excerpt(model: Any, *, short_windows: bool, spread: bool = False) -> Any:
     config.num_hidden_layers = count
     if spread:
         fill(small, model)
-    _cut_vocabulary(small)
-    if short_windows:
-        _shorten_windows(small, config)
+    embedding, head = small.get_input_embeddings(), small.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear):
+        # Before they are widened: the wider copies of a whole vocabulary would be the largest part of an excerpt.
+        embedding.padding_idx = None
+        embedding.weight = _frozen(embedding.weight[:_EXCERPT_VOCABULARY])
+        head.weight = _frozen(head.weight[:_EXCERPT_VOCABULARY])
+        if head.bias is not None:
+            head.bias = _frozen(head.bias[:_EXCERPT_VOCABULARY])
+    # A layer may read the window from the configuration or keep a number of its own.
+    for owner in (config, *small.modules()) if short_windows else ():
+        window = getattr(owner, "sliding_window", None)
+        if isinstance(window, int) and window > SHORT_WINDOW:
+            owner.sliding_window = SHORT_WINDOW
     _widen(small)
     return small
-
-
-def unfilled(model: Any) -> Any:
-    """A model of the same class and configuration, whole in this process, without values."""
-    with torch.device("meta"):
-        return plain_class(model)(copy.deepcopy(model.config)).eval()
 
 
 def fill(small: nn.Module, model: Any) -> None:
@@ -71,6 +81,7 @@ def fill(small: nn.Module, model: Any) -> None:
 
 def layer_list(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
     """The decoder's list of layers. Raises UserError when it has none of that length."""
+    # By its length: some architectures call it layers, others h or blocks.
     for module in decoder.children():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
@@ -79,36 +90,17 @@ def layer_list(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
 
 def _first_of_every_kind(layers: nn.ModuleList, layer_types: list[str] | None) -> int:
     """Length of the shortest prefix that holds a layer of every kind, and two layers where there are as many."""
-    kinds = [(_kind(layer), layer_types[place] if layer_types else "") for place, layer in enumerate(layers)]
+    kinds: list[tuple[object, ...]] = []
+    for place, layer in enumerate(layers):
+        # The modules with their classes and switches: not every model declares the kinds of its layers. Layers that
+        # differ by their number alone are equal.
+        modules = tuple(
+            (name, type(module).__name__, tuple(sorted(
+                (key, value) for key, value in vars(module).items()
+                if isinstance(value, bool | int | str) and key not in ("layer_idx", "layer_id", "layer_index"))))
+            for name, module in layer.named_modules())
+        kinds.append((modules, layer_types[place] if layer_types else ""))
     return min(len(layers), max(_FEWEST_LAYERS, 1 + max(kinds.index(kind) for kind in set(kinds))))
-
-
-def _kind(layer: nn.Module) -> tuple[tuple[str, str, tuple[tuple[str, object], ...]], ...]:
-    """The modules of a layer with their classes and switches; layers that differ by their number only are equal."""
-    return tuple(
-        (name, type(module).__name__, tuple(sorted(
-            (key, value) for key, value in vars(module).items()
-            if isinstance(value, bool | int | str) and key not in ("layer_idx", "layer_id", "layer_index"))))
-        for name, module in layer.named_modules()
-    )
-
-
-def _cut_vocabulary(model: Any) -> None:
-    """Keep the first rows of the embedding and of the output layer, so that their wider copies are small."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear):
-        embedding.padding_idx = None
-        embedding.weight = _frozen(embedding.weight[:_EXCERPT_VOCABULARY])
-        head.weight = _frozen(head.weight[:_EXCERPT_VOCABULARY])
-        if head.bias is not None:
-            head.bias = _frozen(head.bias[:_EXCERPT_VOCABULARY])
-
-
-def _shorten_windows(model: nn.Module, config: Any) -> None:
-    for owner in (config, *model.modules()):
-        window = getattr(owner, "sliding_window", None)
-        if isinstance(window, int) and window > SHORT_WINDOW:
-            owner.sliding_window = SHORT_WINDOW
 
 
 def _widen(model: nn.Module) -> None:

@@ -100,7 +100,14 @@ def read_defaults(config: Any, tokenizer: Any, name: str) -> GenerationDefaults:
     eos_ids = tuple(sorted({int(token) for token in found if token is not None}))
     if config is None:
         return GenerationDefaults(eos_ids=eos_ids)
-    _refuse(config, name)
+    table = _CHANGES_ANSWERS | (_CHANGES_SAMPLES if config.do_sample else {})
+    # Read with a default: which of these settings a config knows depends on the version of transformers.
+    settings = {setting: getattr(config, setting, None) for setting in table}
+    if wrong := [f"{setting}={value}" for setting, value in settings.items() if value not in table[setting]]:
+        raise UserError(
+            f"the generation config of {name} asks generate for {', '.join(wrong)}, which changes its answers and is "
+            "not offered here; remove it from generation_config.json, or choose another target"
+        )
     penalty = _given(config, "repetition_penalty", 1.0)
     if penalty != 1.0:
         log.warning("the generation config of %s has a repetition penalty of %s, which generate applies unasked; "
@@ -116,16 +123,6 @@ def read_defaults(config: Any, tokenizer: Any, name: str) -> GenerationDefaults:
         min_p=_given(config, "min_p", 0.0),
         repetition_penalty=penalty,
     )
-
-
-def _refuse(config: Any, name: str) -> None:
-    table = _CHANGES_ANSWERS | (_CHANGES_SAMPLES if config.do_sample else {})
-    settings = {setting: getattr(config, setting, None) for setting in table}
-    if wrong := [f"{setting}={value}" for setting, value in settings.items() if value not in table[setting]]:
-        raise UserError(
-            f"the generation config of {name} asks generate for {', '.join(wrong)}, which changes its answers and is "
-            "not offered here; remove it from generation_config.json, or choose another target"
-        )
 
 
 def _given(config: Any, setting: str, default: float) -> float:

@@ -19,6 +19,7 @@ def parsed_once() -> Iterator[None]:
     asked for."""
     import gguf
 
+    # transformers imports both names inside the functions that use them, so it finds what stands here for the moment.
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
     replaced: Any = gguf
     replaced.GGUFReader, replaced.get_tensor_name_map = lru_cache(reader), lru_cache(names)
@@ -30,6 +31,7 @@ def parsed_once() -> Iterator[None]:
 
 def gguf_config(file: Path) -> Any:
     """transformers' configuration of a GGUF file; a file that has not changed is not read again."""
+    # A copy for each caller: loading a model writes to its configuration.
     stat = file.stat()
     return deepcopy(_config(file, stat.st_size, stat.st_mtime_ns))
 

@@ -79,5 +79,6 @@ def hash_weights(model: nn.Module) -> str:
         step = max(1, -(-flat.numel() // SAMPLES_PER_TENSOR))
         sample = flat[::step].to(torch.bfloat16).contiguous().cpu()
         digest.update(f"{name} {tuple(found.shape)}".encode())
+        # The same bytes as whole numbers: numpy has no bfloat16.
         digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:32]

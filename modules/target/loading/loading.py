@@ -88,12 +88,28 @@ def load_target(config: TargetConfig) -> Target:
     name_deepspeeds_device()
     device = _device(config.device)
     dtype = _dtype(fastest_format(config) if config.dtype == FASTEST else config.dtype, device)
-    _check_pack(config.pack)
+    if config.pack != "auto" and config.pack < 0:
+        raise UserError(f"target.pack must be auto or at least 0, got {config.pack}; 1 packs the linear layers for all "
+                        "passes, 0 for none")
     placement = placement_named(config.placement, config.degree, offload=config.offload)
     pack = placement.pack(config.pack)
-    model, tokenizer = _read(config, dtype, device, placement)
+    if config.name != TINY_NAME:
+        model, tokenizer = _read_stored(config, *_source(config), dtype, device, placement)
+    elif not placement.spread:
+        model, tokenizer = tiny_model(dtype=dtype), tiny_tokenizer()
+    else:
+        # Only transformers divides or spreads a model, and only while it reads one from files.
+        with TemporaryDirectory() as folder:
+            tiny_model(dtype=dtype).save_pretrained(folder)
+            tiny_tokenizer().save_pretrained(folder)
+            model, tokenizer = _read_stored(config, folder, {}, dtype, device, placement)
     if config.chat_template is not None:
-        tokenizer.chat_template = _template(config.chat_template)
+        try:
+            tokenizer.chat_template = read_bounded_text(Path(config.chat_template))
+        except (OSError, UnicodeDecodeError) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or "not UTF-8"
+            raise UserError(f"the chat template {config.chat_template!r} could not be read ({reason}); give an "
+                            "existing text file") from error
     return Target(placement.settled(model, device), tokenizer, name=config.name, pack=pack, placement=placement)
 
 
@@ -115,6 +131,7 @@ def load_in_format(config: TargetConfig, loaded: Target, dtype: torch.dtype) -> 
     cast: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for key, weight in module.named_parameters(recurse=False):
+            # Once for each weight, not for each place that it is in: what is tied stays tied.
             if weight not in cast:
                 cast[weight] = nn.Parameter(weight.to(dtype), requires_grad=False)
             setattr(module, key, cast[weight])
@@ -189,6 +206,7 @@ def _shape_and_sketch(config: TargetConfig, source: str, options: dict[str, Any]
         shape = AutoConfig.from_pretrained(source, **options)
     else:
         shape = gguf_config(folder / options["gguf_file"])
+    # Again: the class of a configuration adds fields of its own, and those of a GGUF file have not been seen yet.
     check_claims(shape.to_dict(), name)
     if "gguf_file" in options:
         stored = (folder / options["gguf_file"]).stat().st_size
@@ -209,25 +227,9 @@ def _sketch(shape: Any, dtype: torch.dtype, *, trust: bool = False) -> Any:
             shape, dtype=dtype, trust_remote_code=trust)
 
 
-def is_gguf(config: TargetConfig) -> bool:
-    """True for a target that is read from a GGUF file."""
-    return config.name != TINY_NAME and "gguf_file" in _source(config)[1]
-
-
-def _read(config: TargetConfig, dtype: torch.dtype, device: torch.device, placement: Placement) -> tuple[Any, Any]:
-    """(model, tokenizer), the model's weights where the placement has them."""
-    if config.name != TINY_NAME:
-        return _read_stored(config, *_source(config), dtype, device, placement)
-    if not placement.spread:
-        return tiny_model(dtype=dtype), tiny_tokenizer()
-    with TemporaryDirectory() as folder:
-        tiny_model(dtype=dtype).save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
-        return _read_stored(config, folder, {}, dtype, device, placement)
-
-
 def _read_stored(config: TargetConfig, source: str, options: dict[str, Any], dtype: torch.dtype, device: torch.device,
                  placement: Placement) -> tuple[Any, Any]:
+    """(model, tokenizer), the model's weights where the placement has them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     world = Processes.launched().world
@@ -239,9 +241,13 @@ def _read_stored(config: TargetConfig, source: str, options: dict[str, Any], dty
         placement.require_fit(sketch, world, gguf="gguf_file" in options)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         with placement.reading(sketch, device, world) as places:
-            model = AutoModelForCausalLM.from_pretrained(source, config=shape, dtype=dtype, **options, **places)
+            model: Any = AutoModelForCausalLM.from_pretrained(source, config=shape, dtype=dtype, **options, **places)
     if "gguf_file" in options:
-        _forget_quantization(model)
+        # The weights were dequantised on reading; without this, saving the model would claim that they are not.
+        model.hf_quantizer = None
+        model.is_quantized = False
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
     return model, tokenizer
 
 
@@ -303,23 +309,6 @@ def find_default_gguf() -> Path | None:
     return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
 
 
-def _forget_quantization(model: Any) -> None:
-    """The weights were dequantised on reading; without this, saving the model would claim that they are not."""
-    model.hf_quantizer = None
-    model.is_quantized = False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-
-
-def _template(path: str) -> str:
-    try:
-        return read_bounded_text(Path(path))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or "not UTF-8"
-        raise UserError(f"the chat template {path!r} could not be read ({reason}); give an existing text "
-                        "file") from error
-
-
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -333,18 +322,13 @@ def _device(name: str) -> torch.device:
         raise UserError("the device 'meta' holds shapes without values and cannot decode; use auto, cpu or cuda")
     if device.type == "cuda" and device.index is None and local_rank():
         device = torch.device("cuda", local_rank())
+    # torch knows names of devices that this machine or this build lacks; only a tensor shows it.
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise UserError(f"the device {name!r} is not here ({reason}); use cpu or auto") from error
     return device
-
-
-def _check_pack(pack: Pack) -> None:
-    if pack != "auto" and pack < 0:
-        raise UserError(f"target.pack must be auto or at least 0, got {pack}; 1 packs the linear layers for all "
-                        "passes, 0 for none")
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -177,6 +177,7 @@ def check_logits(name: str, dtype: torch.dtype, found_1LV: Tensor, expected_1LV:
     """
     bound = BOUNDS.get(dtype, _HALF_PRECISION_BOUND) * float(expected_1LV.abs().max())
     gap = float((found_1LV - expected_1LV).abs().max())
+    # Not "gap > bound", which is False for NaN.
     if not gap <= bound:
         raise UserError(
             f"{name} does not decode token trees exactly here: its logits differ by "

@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from draftsmith.modules import Features, UserError
-from draftsmith.modules.target.attention.segment_attention import SegmentForm, Segments, attend_inside, visible_text
+from draftsmith.modules.target.attention.segment_attention import (
+    SegmentForm,
+    Segments,
+    attend_inside,
+    mask_arguments,
+    visible_text,
+)
 from draftsmith.modules.target.attention.tree_attention import tree_attention
 from support.targets import random_target
 from torch import Tensor
@@ -93,6 +99,6 @@ def test_a_scattered_segment_is_refused() -> None:
 def test_a_model_that_drops_the_segments_is_refused() -> None:
     """Its attention would see whole rows, the future included."""
     query = torch.randn(1, 2, 5, 8)
-    blank = Segments(lengths=((5,),), padding=((False,),)).blank(query.device)
+    blank = mask_arguments(Segments(lengths=((5,),), padding=((False,),)), None, query)["attention_mask"]
     with pytest.raises(UserError, match="Linear does not hand on the segments of a row of 5 tokens; set row_length to"):
         tree_attention(torch.nn.Linear(1, 1), query, query, query, blank)
