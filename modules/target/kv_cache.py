@@ -85,7 +85,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.owner.capacity
 
     # Earlier versions of transformers ask by this name.
-    get_max_cache_shape = get_max_length
+    def get_max_cache_shape(self) -> int:
+        return self.owner.capacity
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         return self.owner.width, 0

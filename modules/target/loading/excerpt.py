@@ -49,8 +49,14 @@ def excerpt(model: Any, *, short_windows: bool, spread: bool = False) -> Any:
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:count]
     config.num_hidden_layers = count
-    if spread:
-        fill(small, model)
+    # Gathered only now, when the layers that are left out are gone.
+    device = model.get_input_embeddings().weight.device
+    for path, module in small.named_modules() if spread else ():
+        source = model.get_submodule(path)
+        for name in [name for name, parameter in module._parameters.items() if parameter is not None]:
+            module._parameters[name] = _frozen(whole(source._parameters[name]).to(device))
+        for name in [name for name, buffer in module._buffers.items() if buffer is not None]:
+            module._buffers[name] = source._buffers[name].to(device)
     embedding, head = small.get_input_embeddings(), small.get_output_embeddings()
     if isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear):
         # Before they are widened: the wider copies of a whole vocabulary would be the largest part of an excerpt.
@@ -66,17 +72,6 @@ def excerpt(model: Any, *, short_windows: bool, spread: bool = False) -> Any:
             owner.sliding_window = SHORT_WINDOW
     _widen(small)
     return small
-
-
-def fill(small: nn.Module, model: Any) -> None:
-    """Give a model, on the device of another's embeddings, the weights and buffers of the same names there."""
-    device = model.get_input_embeddings().weight.device
-    for path, module in small.named_modules():
-        source = model.get_submodule(path)
-        for name in [name for name, parameter in module._parameters.items() if parameter is not None]:
-            module._parameters[name] = _frozen(whole(source._parameters[name]).to(device))
-        for name in [name for name, buffer in module._buffers.items() if buffer is not None]:
-            module._buffers[name] = source._buffers[name].to(device)
 
 
 def layer_list(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
