@@ -112,7 +112,7 @@ def headed(recipe: Path) -> Path:
     tiny |= {"family": "draft_lm", "drafter": {"layers": [0]}}
     (folder / "small.yaml").write_text(yaml.safe_dump(tiny))
     (folder / "ends.yaml").write_text(yaml.safe_dump({
-        "artifact": "another", "labels": {"length": 3, "examples": 60, "measured": 30, "max_new_tokens": 8},
+        "artifact": "another", "labels": {"length": 3, "examples": 60, "max_new_tokens": 8},
         "head": {"num_layers": 2}, "rule": {"threshold": 0.6}}))
     content |= {"out": str(folder / "headed"), "rows": [str(folder / "small.yaml"), f"small+{folder / 'ends.yaml'}"],
                 "precision": "32-true"}
