@@ -195,11 +195,11 @@ def _chances_of_row(text: ProposedText, places_N: Tensor, target: Target, final_
 def _left(batch: Features) -> Tensor:
     """Tokens of the same answer after each token, [B, L], int64."""
     following_BL = batch.labels(1)[1]
-    left_BL = torch.zeros_like(batch.tokens_BL)
-    # From the end: each token has one more after it than the next one.
-    for index in range(left_BL.shape[1] - 2, -1, -1):
-        left_BL[:, index] = torch.where(following_BL[:, index], left_BL[:, index + 1] + 1, 0)
-    return left_BL
+    length = following_BL.shape[1]
+    order_L = torch.arange(length, device=following_BL.device)
+    # The next token that none of its answer follows; the last of a row is one.
+    ends_BL = torch.where(following_BL, length - 1, order_L).flip(1).cummin(1).values.flip(1)
+    return ends_BL - order_L
 
 
 def _looked(drafter: Drafter, batch: Features, look: Callable[[Features, LabelledStep], Tensor],
