@@ -69,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"draftsmith {version('draftsmith')}")
         return 0
     if arguments[0] not in COMMANDS:
-        return complain(unknown_command(arguments[0]))
+        close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
+        return complain(f"unknown command {arguments[0]!r}: {hint}")
+    # Of the processes of torchrun each would do the whole work of such a command, and write the same files.
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1" and arguments[0] not in TOGETHER:
         return complain(f"torchrun has started {os.environ.get('WORLD_SIZE')} processes, but draftsmith {arguments[0]} "
                         "works in one; start it without torchrun")
@@ -97,13 +100,6 @@ def overview() -> str:
     ])
 
 
-def unknown_command(name: str) -> str:
-    """One sentence about a command that does not exist."""
-    close = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
-    return f"unknown command {name!r}: {hint}"
-
-
 def complain(message: str) -> int:
     """Print a user's mistake as one line on stderr and return its exit code."""
     print(f"draftsmith: error: {one_sentence(message)}", file=sys.stderr)
@@ -112,20 +108,23 @@ def complain(message: str) -> int:
 
 def run_command(name: str, arguments: list[str]) -> int:
     """Import what the command needs, parse, run, and turn every mistake of the user into one sentence."""
-    quiet_libraries()
-    use_huge_pages()
-    # No process that is started from here, such as Lightning's for other devices, imports from the working folder.
-    os.environ["PYTHONSAFEPATH"] = "1"
+    prepare_process()
+    # Not before: a typing mistake is reported without a second of imports.
     from jsonargparse import ArgumentError
 
     from ..modules.errors import UserError
 
     try:
-        import_module(f".commands.{COMMANDS[name][0]}", __package__).COMMANDS[name].execute(arguments)
+        command = import_module(f".commands.{COMMANDS[name][0]}", __package__).COMMANDS[name]
+        command.run(command.parse(arguments))
     except (ArgumentError, UserError) as error:
         return complain(f"{error}" if isinstance(error, UserError) else f"{error}; see draftsmith {name} --help")
     except ModuleNotFoundError as error:
-        return complain(missing_module(error))
+        # A module of this package that is missing is our mistake, not an extra that the user can install.
+        if error.name is None or error.name.startswith("draftsmith"):
+            raise
+        return complain(f"this command needs {error.name}, which is not installed: "
+                        "pip install 'draftsmith[train,report,gguf]'")
     except BrokenPipeError:
         # The reader of our output has gone, as `head` does: nothing is wrong.
         return 0
@@ -136,10 +135,17 @@ def run_command(name: str, arguments: list[str]) -> int:
     return 0
 
 
-def quiet_libraries() -> None:
-    """Keep other libraries' banners and warnings out of the progress lines."""
+def prepare_process() -> None:
+    """Set what libraries read when they are imported: other libraries' banners and warnings stay out of the progress
+    lines, tensors come from huge pages, nothing is imported from the working folder."""
+    # Tokenizers would warn once a process is forked.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    # Torch reads this when it allocates first. Pages of 4 KiB, instead of 2 MiB, the system would hand out one by one,
+    # in every step again.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # No process that is started from here, such as Lightning's for other devices, imports from the working folder.
+    os.environ["PYTHONSAFEPATH"] = "1"
     for category in (FutureWarning, DeprecationWarning):
         warnings.simplefilter("ignore", category)
     warnings.formatwarning = one_line
@@ -149,29 +155,9 @@ def quiet_libraries() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def use_huge_pages() -> None:
-    """Let torch take tensors from transparent huge pages, of 2 MiB: the system hands out those of 4 KiB one by one, in
-    every step again.
-
-    Torch reads the variable when it allocates first.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
 def one_line(message: Warning | str, *_: object, **__: object) -> str:
     """A warning without the file and the source line that raised it."""
     return f"draftsmith: warning: {one_sentence(str(message))}\n"
-
-
-def missing_module(error: ModuleNotFoundError) -> str:
-    """One sentence about an extra that is not installed.
-
-    Raises:
-        ModuleNotFoundError: the same again, when the module belongs to this package: that is our mistake.
-    """
-    if error.name is None or error.name.startswith("draftsmith"):
-        raise error
-    return f"this command needs {error.name}, which is not installed: pip install 'draftsmith[train,report,gguf]'"
 
 
 def system_error(error: OSError) -> str:

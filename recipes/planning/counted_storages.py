@@ -29,22 +29,20 @@ class CountedStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         for storage in _storages((args, kwargs)):
             if storage._cdata not in self._known:
+                # Made before the block: freeing it gives back nothing that was counted.
                 self._watch(storage, 0)
         answer = self.perform(func, args, kwargs)
         for storage in _storages(answer):
             if storage._cdata not in self._known:
-                self._made(storage)
+                size = storage.nbytes()
+                self.live += size
+                self.peak, self.largest = max(self.peak, self.live), max(self.largest, size)
+                self._watch(storage, size)
         return answer
 
     def perform(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of an operation."""
         return func(*args, **kwargs)
-
-    def _made(self, storage: Any) -> None:
-        size = storage.nbytes()
-        self.live += size
-        self.peak, self.largest = max(self.peak, self.live), max(self.largest, size)
-        self._watch(storage, size)
 
     def _watch(self, storage: Any, size: int) -> None:
         """Know a storage until it is freed: another may get the same address later."""

@@ -59,7 +59,12 @@ class CountedWork(CountedStorages):  # type: ignore[no-untyped-call]
     def perform(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of an operation, without values where it reads any without or is large."""
         if func._overloadpacket in _INDEXED:
-            args = (args[0], _places(args[1]), *args[2:])
+            # How many places a mask selects depends on its values, which a tensor without values does not tell.
+            places: list[Any] = []
+            for index in args[1]:
+                masked = isinstance(index, Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor)
+                places += index.nonzero(as_tuple=True) if masked else [index]
+            args = (args[0], places, *args[2:])
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))) or not _is_large(args, kwargs):
             answer = func(*args, **kwargs)
         else:
@@ -84,22 +89,10 @@ def blank_tensors(module: nn.Module, count: CountedWork, made: dict[int, Tensor]
                 if tensor is None or not tensor.is_meta:
                     continue
                 if id(tensor) not in made:
-                    made[id(tensor)] = count.blank(tensor) if tensor.is_floating_point() else _ids(tensor)
+                    # A buffer of whole numbers holds the ids of a draft vocabulary: it is read, and all are different.
+                    ids = torch.arange(tensor.numel()).view(tensor.shape).to(tensor.dtype)
+                    made[id(tensor)] = count.blank(tensor) if tensor.is_floating_point() else ids
                 held[name] = made[id(tensor)]
-
-
-def _places(indices: Any) -> list[Any]:
-    """Indices with the places of a mask in place of the mask, while its values are known."""
-    found: list[Any] = []
-    for index in indices:
-        masked = isinstance(index, Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor)
-        found += index.nonzero(as_tuple=True) if masked else [index]
-    return found
-
-
-def _ids(tensor: Tensor) -> Tensor:
-    """Whole numbers in place of those of a buffer: the ids of a draft vocabulary, all different."""
-    return torch.arange(tensor.numel()).view(tensor.shape).to(tensor.dtype)
 
 
 def _is_large(args: Any, kwargs: dict[str, Any]) -> bool:

@@ -73,7 +73,9 @@ class StagePlans:
         self.width = target.hidden_size * target.dtype.itemsize
         self.kinds = 1 + len(module.drafter.taps)
         self.stores = recipe.batch.states != "computed" and module.needs_states
-        self.offloaded = offloaded_bytes(target)
+        offloaded = isinstance(target.placement, Zero3) and target.placement.offload
+        self.offloaded = parameters_of(target.layers) * target.dtype.itemsize if offloaded else 0
+        """Bytes of the target's weights that all processes together keep in the machine's memory."""
         self.weights = held_weights(target, recipe) + (0 if accelerator else self.offloaded // recipe.train.world)
         self.base = {"process": process, "target": self.weights,
                      "packed": 0 if accelerator else packed_bytes(target)}
@@ -87,7 +89,11 @@ class StagePlans:
         self.zero = ZERO_STAGES.get(recipe.train.strategy, 0)
         self.split = recipe.train.world if recipe.train.strategy == FSDP2 or self.zero == 3 else 1
         """Processes among which the drafter's weights, gradients and moments are divided."""
-        whole = gathered_parameters(module) if not self.zero else parameters_of(module)
+        drafter, whole = module.drafter, parameters_of(module)
+        if isinstance(drafter, GathersApart) and not self.zero:
+            # FSDP2 gathers such parts one after the other, so that only the largest counts; ZeRO-3 all of them at once.
+            apart = [parameters_of(part) for part in drafter.layers]
+            whole += max(apart, default=0) - sum(apart)
         self.gathered = FLOAT32 * whole if self.split > 1 else 0
         """Bytes of the weights that a step has whole at once, next to this process's part of all."""
         self.longest = min(target.context_length, opening(recipe) + recipe.distill.max_new_tokens)
@@ -174,9 +180,15 @@ class StagePlans:
         buckets = step.gradients if self.recipe.train.world > 1 == self.split else 0
         if self.zero:
             buckets = FLOAT32 * min(BUCKET, self.trained)
+        # DeepSpeed steps a copy of the weights, and divides it with the moments.
+        optimizer = (-(-(self.moments + FLOAT32 * self.trained) // self.recipe.train.world) if self.zero
+                     else self._part(self.moments))
+        # The states of this process's share of the held-out rows stay for the whole training.
+        held_out = self.recipe.distill.validation_prompts
+        rows = -(-min(held_out, self.module.validation_rows or held_out) // self.recipe.train.world)
         parts = {**self.base, "drafter": self._part(self.drafter) + self.gathered + self.work.borrowed,
-                 "optimizer": self._optimizer(), "step": max(forward, backward) + buckets,
-                 "held-out states": self._held_out_states()}
+                 "optimizer": optimizer, "step": max(forward, backward) + buckets,
+                 "held-out states": rows * self.longest * self.kinds * self.width}
         # One more than asked for: the training loop fetches a batch before it hands out the last one.
         ahead = (AHEAD + 1) * step.states if self.stores else 0
         seconds = self._train_seconds(step.whole.operations + (step.target.operations if computed else 0))
@@ -187,22 +199,9 @@ class StagePlans:
         host = {"batches read ahead": ahead, "the target's layers, of all processes": self.offloaded}
         return StagePlan(name="train", parts=parts, host=host, seconds=seconds)
 
-    def _optimizer(self) -> int:
-        """Bytes of the optimizer's states, with DeepSpeed of the weights' copy that it steps."""
-        if not self.zero:
-            return self._part(self.moments)
-        return -(-(self.moments + FLOAT32 * self.trained) // self.recipe.train.world)
-
     def _part(self, size: int) -> int:
         """This process's part of what the processes divide."""
         return -(-size // self.split)
-
-    def _held_out_states(self) -> int:
-        """Bytes of the states of this process's share of the held-out rows, which stay."""
-        recipe = self.recipe
-        rows = min(recipe.distill.validation_prompts, self.module.validation_rows or recipe.distill.validation_prompts)
-        share = -(-rows // recipe.train.world)
-        return share * self.longest * self.kinds * self.width
 
     def _train_seconds(self, operations: int) -> float | None:
         config = self.recipe.train
@@ -238,21 +237,17 @@ class StagePlans:
         work = self.work.decoding(rows, prompt, config.max_new_tokens, nodes)
         parts = {**self.base, "drafter": self.drafter // FLOAT32 * self.target.dtype.itemsize + self.work.borrowed,
                  "cache and passes": self._shared(work.peak)}
-        return StagePlan(name="evaluate", parts=parts, seconds=self._evaluation_seconds(rows, work.operations))
-
-    def _evaluation_seconds(self, rows: int, operations: int) -> float:
-        """Seconds if no draft is accepted: every prompt by `generate` and each method, some alone and timed."""
-        config = self.recipe.evaluate
-        limit = None if config.budget_minutes is None else 60 * config.budget_minutes
+        # Seconds if no draft is accepted: every prompt by `generate` and each method, some alone and timed.
         sets = [self.recipe.distill.test_prompts, len(handwritten_prompts())]
         sets = [min(size, config.limit or size) for size in sets]
         ways = (len(config.policy_names) + len(config.baseline_names)) * len(config.degrees)
-        alone = self.rates.seconds(operations / rows, self.weights)
-        together = self.rates.seconds(operations, self.weights)
+        alone = self.rates.seconds(work.operations / rows, self.weights)
+        together = self.rates.seconds(work.operations, self.weights)
         timed = sum(config.timed(size) for size in sets)
         passes = (sum(sets) - timed) / rows * together * (ways + 1) + timed * alone * (ways + 2 * len(config.degrees))
         seconds = passes * config.max_new_tokens
-        return seconds if limit is None else min(seconds, limit)
+        limit = None if config.budget_minutes is None else 60 * config.budget_minutes
+        return StagePlan(name="evaluate", parts=parts, seconds=seconds if limit is None else min(seconds, limit))
 
     def _shared(self, count: int) -> int:
         """Bytes of passes on one of the devices that share the target's layers in decoding."""
@@ -280,13 +275,6 @@ def held_weights(target: Target, recipe: Recipe) -> int:
     return (every - layers + -(-layers // sharing(target, recipe))) * target.dtype.itemsize
 
 
-def offloaded_bytes(target: Target) -> int:
-    """Bytes of the target's weights that all processes together keep in the machine's memory."""
-    if not (isinstance(target.placement, Zero3) and target.placement.offload):
-        return 0
-    return parameters_of(target.layers) * target.dtype.itemsize
-
-
 def packed_bytes(target: Target) -> int:
     """Bytes of the linear layers packed for oneDNN, next to the plain ones, on a CPU."""
     if target.placement.spread or not has_packed_product(target.dtype):
@@ -297,13 +285,6 @@ def packed_bytes(target: Target) -> int:
 def parameters_of(module: torch.nn.Module) -> int:
     """Number of a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def gathered_parameters(module: DraftModule) -> int:
-    """Most parameters of a split drafter that are whole at once: of the parts that are gathered apart, the largest."""
-    drafter = module.drafter
-    apart = [parameters_of(part) for part in (drafter.layers if isinstance(drafter, GathersApart) else ())]
-    return parameters_of(module) - sum(apart) + max(apart, default=0)
 
 
 def cache_bytes(target: Target) -> int:

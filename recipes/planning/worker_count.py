@@ -74,14 +74,7 @@ def fitting(count: int, resident: int) -> int:
         count: processes, this one included.
         resident: bytes of this process, its target loaded and its cache not made.
     """
-    if (free := free_memory()) is None:
-        return count
-    # This one grows too.
-    return min(count, max(1, (free + resident) // (2 * resident)))
-
-
-def free_memory() -> int | None:
-    """Bytes that processes can still take, of the machine and within its container's limit; None where no one says."""
+    # Bytes that processes can still take, of the machine and within its container's limit.
     known = []
     if MEMINFO.is_file():
         known += [int(line.split()[1]) * 1024 for line in MEMINFO.read_text().splitlines() if "MemAvailable" in line]
@@ -90,7 +83,10 @@ def free_memory() -> int | None:
         # Pages of files count as used, but are given back.
         files = dict(line.split() for line in details.read_text().splitlines()).get("inactive_file", "0")
         known.append(int(limit.read_text()) - int(used.read_text()) + int(files))
-    return max(0, min(known)) if known else None
+    if not known:
+        return count
+    # This one grows too.
+    return min(count, max(1, (max(0, min(known)) + resident) // (2 * resident)))
 
 
 def resident_bytes() -> int:

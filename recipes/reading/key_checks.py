@@ -40,8 +40,16 @@ class KeyChecks:
         self.command, self.keys, self.passed_over = command, keys, tuple(passed_over)
         self.sections = {name[:place] for name in keys for place, sign in enumerate(name) if sign == "."}
 
-    def check_content(self, content: Mapping[str, Any]) -> None:
-        """Refuse keys of a recipe that are unknown, or whose value is of the wrong kind. Raises UserError."""
+    def check(self, content: Mapping[str, Any], words: Sequence[str]) -> None:
+        """Refuse unknown keys of a recipe or a command line, and a recipe's values of the wrong kind.
+
+        Args:
+            content: of the recipe.
+            words: of the command line, whose values the parser checks.
+
+        Raises:
+            UserError: naming the key.
+        """
         for name, value in flat(content):
             if self._is_free(name):
                 continue
@@ -53,9 +61,6 @@ class KeyChecks:
                                 f"{'null' if value is None else repr(value)}; write {name}: and the keys below it")
             if name in self.keys and value is None and not allows_null(self.keys[name].kind):
                 raise UserError(f"{name} must be {kind_in_words(self.keys[name].kind)}, got null")
-
-    def check_words(self, words: Sequence[str]) -> None:
-        """Refuse options of a command line that are unknown. Raises UserError."""
         for name in options(words):
             if name not in PARSER_OPTIONS and not self._is_free(name):
                 self.check_name(name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
@@ -19,6 +19,10 @@ from .key_checks import OPTION, KeyChecks, options
 from .recipe_files import check_plain, check_word, merge, read_recipe, recipe_path
 from .recipe_keys import field_docstrings, keys_of
 
+if TYPE_CHECKING:
+    # Commands that train nothing start a second sooner without what training imports.
+    from ...trainers.families import FamilyConfigs
+
 T = TypeVar("T")
 SECTIONS = ("out", "family", "drafter", "train", "target", "template", "prompts", "distill", "data", "references",
             "batch", "tree", "evaluate")
@@ -28,25 +32,13 @@ LINE_ONLY = (TRUST, "target.trust_remote_code")
 """Keys that let code of others run: the command line alone can set them, and no record of a run holds them."""
 
 
-class FamilyConfigs(Protocol):
-    """The dataclasses of a family's settings."""
-
-    @property
-    def drafter(self) -> type[Any]:
-        """Shape of the drafter."""
-
-    @property
-    def train(self) -> type[Any]:
-        """Training; its field `drafter` holds the shape."""
-
-
 class Families(Protocol):
     """The families that a command can train, as `trainers.families` names them."""
 
     def family_names(self) -> tuple[str, ...]:
         """Names of all families of the package."""
 
-    def family_configs(self, name: str, *, trust: bool = False) -> FamilyConfigs:
+    def family_configs(self, name: str, *, trust: bool = False) -> "FamilyConfigs":
         """The dataclasses of a family's settings. Raises UserError for an unknown or an untrusted one."""
 
 
@@ -81,10 +73,6 @@ class Command(Generic[T]):
         names = tuple(field.name for field in fields(self.arguments))  # type: ignore[arg-type]
         return names if self.families is None else (*names, "drafter")
 
-    def execute(self, arguments: Sequence[str]) -> None:
-        """Parse and run. Raises as `parse` does."""
-        self.run(self.parse(arguments))
-
     def parse(self, arguments: Sequence[str]) -> Parsed[T]:
         """The arguments in force. Raises UserError or jsonargparse's ArgumentError for what the user got wrong."""
         line = CommandLine(self, arguments)
@@ -112,30 +100,31 @@ class CommandLine(Generic[T]):
         self.content: dict[str, Any] = {}
         """The recipe, with what it extends and the family of the command line."""
         words = []
-        rest = iter(underscored(word) for word in arguments)
+        rest = iter(arguments)
         check_plain(list(arguments), "the command line")
         for word in rest:
             name, _, value = word.partition("=")
             if name == "--config" and (file := value or next(rest, "")):
                 self.content = merge(self.content, read_recipe(recipe_path(file)))
+            elif (option := OPTION.fullmatch(word)) is not None:
+                # Written with dashes, as in other programs, an option is the same key.
+                words.append(f"--{option[1].replace('-', '_')}{option[2] or ''}")
             else:
                 words.append(word)
-        self.configs = self._family_configs(words)
+        self.configs: FamilyConfigs | None = None
         """Configs of the family's sections; None without a family."""
+        if command.families is not None:
+            # The family of the command line, else the recipe's; of another one the recipe's drafter is left out.
+            for place, word in enumerate(words):
+                if word.startswith("--family="):
+                    self.content = merge(self.content, {"family": word.partition("=")[2]})
+                elif word == "--family" and place + 1 < len(words):
+                    self.content = merge(self.content, {"family": words[place + 1]})
+            if (family := self.content.get("family")) is not None:
+                trust = f"--{TRUST}=true" in self._switched_on(words)
+                self.configs = command.families.family_configs(str(family), trust=trust)
         self.words = self._switched_on([self._at_home(word) for word in words])
         """The command line without the recipe, every key with its section."""
-
-    def _family_configs(self, words: Sequence[str]) -> FamilyConfigs | None:
-        """Take the family of the command line, else the recipe's; of another one the recipe's drafter is left out."""
-        if self.command.families is None:
-            return None
-        for place, word in enumerate(words):
-            if word.startswith("--family="):
-                self.content = merge(self.content, {"family": word.partition("=")[2]})
-            elif word == "--family" and place + 1 < len(words):
-                self.content = merge(self.content, {"family": words[place + 1]})
-        name, trust = self.content.get("family"), f"--{TRUST}=true" in self._switched_on(words)
-        return None if name is None else self.command.families.family_configs(str(name), trust=trust)
 
     def _at_home(self, word: str) -> str:
         """An option of the home section with the section's name."""
@@ -178,8 +167,7 @@ class CommandLine(Generic[T]):
         if self.command.families is not None and self.configs is None:
             raise UserError(f"{self.command.name} needs a family; set family in the recipe, or --family, to one of "
                             f"{', '.join(self.command.families.family_names())}")
-        self.checks.check_content(self.content)
-        self.checks.check_words(self.words)
+        self.checks.check(self.content, self.words)
         for word, following in zip_longest(self.words, self.words[1:], fillvalue=""):
             # Values that the parser could not read within its memory; text is taken as it is.
             option = OPTION.fullmatch(word)
@@ -223,18 +211,15 @@ class CommandLine(Generic[T]):
             ready = self.parser.instantiate(config)
         except ValueError as error:
             # A check that failed in one of the dataclasses gives its own sentence, unwrapped.
-            raise user_error_of(error) or error from None
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, UserError):
+                cause = cause.__cause__
+            raise cause or error from None
         given = {name: ready[name] for name in self.command.keys if name not in ("drafter", "train")}
         if self.configs is not None:
             drafter = self.configs.drafter(**vars(ready["drafter"]))
             given["train"] = self.configs.train(**vars(ready["train"]), drafter=drafter)
         return self.command.arguments(**given)
-
-
-def underscored(word: str) -> str:
-    """An option with underscores in place of dashes; any other word as it is."""
-    option = OPTION.fullmatch(word)
-    return word if option is None else f"--{option[1].replace('-', '_')}{option[2] or ''}"
 
 
 def check_finite(value: Any, name: str = "") -> None:
@@ -244,14 +229,6 @@ def check_finite(value: Any, name: str = "") -> None:
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, part in parts:
         check_finite(part, f"{name}.{key}" if name else str(key))
-
-
-def user_error_of(error: BaseException) -> UserError | None:
-    """The UserError among an error and its causes; None when there is none."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, UserError):
-        cause = cause.__cause__
-    return cause
 
 
 def plain(value: Any) -> Any:

@@ -54,17 +54,13 @@ def read_recipe(path: str, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]
     base = content.pop(EXTENDS)
     if not isinstance(base, str):
         raise UserError(f"{path}: extends must be the name or path of one recipe, got {base!r}")
+    # A recipe next to this one wins over a shipped one of the same name.
+    near = [path for path in (file.parent / base, file.parent / f"{base}.yaml") if path.is_file()]
     try:
-        found = recipe_path(near(file, base))
+        found = recipe_path(str(near[0]) if near else base)
     except UserError as error:
         raise UserError(f"{path} extends {base!r}, but {error}") from error
     return merge(read_recipe(found, (*extended_by, file)), content)
-
-
-def near(file: Path, name: str) -> str:
-    """The path of `name` in the folder of `file` where there is such a recipe, else `name`."""
-    found = [path for path in (file.parent / name, file.parent / f"{name}.yaml") if path.is_file()]
-    return str(found[0]) if found else name
 
 
 def load_yaml(file: Path) -> dict[str, Any]:
@@ -74,7 +70,13 @@ def load_yaml(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"cannot read the recipe {file}: {error.strerror}; check its path and permissions") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{file} is not a YAML file: {_problem(error)}; correct it") from error
+        # One line with its place, without the lines of the file that the parser quotes.
+        problem = " ".join(str(error).split())
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            problem = f"{error.problem} (line {error.problem_mark.line + 1})"
+        elif isinstance(error, UnicodeDecodeError):
+            problem = f"not UTF-8, {error.reason} at byte {error.start}"
+        raise UserError(f"{file} is not a YAML file: {problem}; correct it") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -181,18 +183,8 @@ BoundedLoader.yaml_constructors = {
     tag: function for tag, function in yaml.SafeLoader.yaml_constructors.items()
     if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
 }
-
-
+# The mapping of tags holds the parent's functions, so that overriding the method alone would change nothing.
 BoundedLoader.add_constructor("tag:yaml.org,2002:int", BoundedLoader.construct_yaml_int)
-
-
-def _problem(error: yaml.YAMLError | ValueError) -> str:
-    """The problem of a file in one line, with its place."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"{error.problem} (line {error.problem_mark.line + 1})"
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8, {error.reason} at byte {error.start}"
-    return " ".join(str(error).split())
 
 
 def merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

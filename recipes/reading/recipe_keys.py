@@ -7,7 +7,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -45,13 +45,9 @@ def keys_of(config: type[Any], prefix: str = "", skip: tuple[str, ...] = ()) -> 
         if is_dataclass(kind) and inspect.isclass(kind):
             found |= keys_of(kind, f"{name}.")
         else:
-            found[name] = Key(name=name, kind=kind, default=default_of(field), meaning=meanings.get(field.name, ""))
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            found[name] = Key(name=name, kind=kind, default=default, meaning=meanings.get(field.name, ""))
     return found
-
-
-def default_of(field: Field[Any]) -> Any:
-    """The value of a field that is not given; MISSING where it must be."""
-    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def field_docstrings(config: type[Any]) -> dict[str, str]:

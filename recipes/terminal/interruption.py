@@ -26,11 +26,8 @@ class Stopped(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = signal.Signals(number)
-
-    @property
-    def code(self) -> int:
+        self.code = 128 + number
         """The exit code by the convention of shells: 130, 143, 129 or 138."""
-        return 128 + self.number
 
     def sentence(self, command: str) -> str:
         """The signal that ended the command, and the remedy."""
@@ -41,56 +38,44 @@ class Stopped(BaseException):
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
     """Context in which signals raise `Stopped`. Ignored ones stay ignored, as under nohup."""
+    # Python lets the main thread alone set handlers.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    with _repeated_where_ignored(), _raised():
-        yield
-
-
-@contextmanager
-def _raised() -> Iterator[None]:
-    """Context whose signals raise `Stopped`, also where a library made another exception of it, as C code does."""
-    former, arrived = {number: signal.getsignal(number) for number in ENDING}, list[int]()
+    handlers, arrived = {number: signal.getsignal(number) for number in ENDING}, list[int]()
+    former_hook, repeated = sys.unraisablehook, list[threading.Timer]()
 
     def stop(number: int, _frame: FrameType | None) -> NoReturn:
         arrived.append(number)
         raise Stopped(number)
 
-    for number, handler in former.items():
-        if handler not in (signal.SIG_IGN, None):
-            signal.signal(number, stop)
-    try:
-        yield
-    except Exception as error:
-        # Of any kind: which one a library makes of it is its own choice.
-        if arrived:
-            raise Stopped(arrived[-1]) from error
-        raise
-    finally:
-        for number, handler in former.items():
-            if handler is not None:
-                signal.signal(number, handler)
-
-
-@contextmanager
-def _repeated_where_ignored() -> Iterator[None]:
-    """Context in which a signal is repeated if it came in a finaliser: what is raised there Python prints and drops."""
-    former, repeated = sys.unraisablehook, list[threading.Timer]()
-
-    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
+    def repeat(unraisable: "sys.UnraisableHookArgs") -> None:
+        # What is raised in a finaliser Python prints and drops, a signal that came there too.
         if not isinstance(unraisable.exc_value, Stopped):
-            former(unraisable)
+            former_hook(unraisable)
             return
         # By another thread: raised here, it would be dropped as well.
         repeated.append(threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), unraisable.exc_value.number)))
         repeated[-1].start()
 
-    sys.unraisablehook = hook
     try:
+        sys.unraisablehook = repeat
+        for number, handler in handlers.items():
+            # None: a handler that C code has set, which Python could not put back.
+            if handler not in (signal.SIG_IGN, None):
+                signal.signal(number, stop)
         yield
+    except Exception as error:
+        # Of any kind: which one a library, such as C code, makes of `Stopped` is its own choice.
+        if arrived:
+            raise Stopped(arrived[-1]) from error
+        raise
     finally:
-        sys.unraisablehook = former
+        for number, handler in handlers.items():
+            if handler is not None:
+                signal.signal(number, handler)
+        sys.unraisablehook = former_hook
+        # A late one would end the caller, who has left the block.
         for timer in repeated:
             timer.cancel()
 

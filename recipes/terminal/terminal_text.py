@@ -23,14 +23,13 @@ def printable(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(letter if letter.isprintable() or letter in keep else _code(letter) for letter in text)
-
-
-def _code(letter: str) -> str:
-    number = ord(letter)
-    if number < 0x100:
-        return f"\\x{number:02x}"
-    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+    shown = []
+    for letter in text:
+        number = ord(letter)
+        # As in Python's own strings.
+        code = f"x{number:02x}" if number < 0x100 else f"u{number:04x}" if number < 0x10000 else f"U{number:08x}"
+        shown.append(letter if letter.isprintable() or letter in keep else f"\\{code}")
+    return "".join(shown)
 
 
 def one_sentence(text: str) -> str:
