@@ -13,7 +13,7 @@ from ...data import DistillConfig, Manifest, PromptConfig, WantedStates
 from ...export import EvaluateConfig, Method, evaluate, load_artifact, measured_heads, write_report
 from ...export.evaluation.reference_answers import REFERENCES
 from ...export.report.family_comparison import write_standings
-from ...modules import BASELINES, TargetConfig, UserError, load_target
+from ...modules import BASELINES, SPECDEC, TargetConfig, UserError, load_target
 from ...modules.files.atomic_files import write_file
 from ...trainers import Precision
 from ..chat_settings import TemplateConfig, prompt_sets
@@ -26,7 +26,7 @@ from ..stages.workspace import Workspace
 from ..terminal.interruption import call
 from ..terminal.terminal_text import say, stage_line
 from .acceptance_head import SpecdecArguments
-from .head_rows import PLUS, head_policy, head_settings, head_stage, source_of
+from .head_rows import PLUS, head_settings, head_stage, source_of
 from .pipeline import COMMANDS as PIPELINE
 from .pipeline import held_out_sets, perform_stages
 
@@ -95,8 +95,11 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
               for row in given.rows if PLUS in row}
     wanted = [row_name(row) for row in given.rows if given.only in (None, row_name(row))]
     files = {name: compose(name, recipes[name], parsed) for name in wanted if name in recipes}
-    trust = trusting(given)
+    # What the command line trusts is passed on by words, since no recipe can hold it.
+    trust = [f"--{TRUST}={str(given.trust).lower()}",
+             f"--target.trust_remote_code={str(given.target.trust_remote_code).lower()}"]
     workspaces = [workspace_of(file, *trust) for file in files.values()]
+    # All rows before any work: a misfit of the last one would else be reported after hours.
     for workspace in workspaces:
         workspace.check()
     # Any row's recipe will do: the sections that decide the data are the same for all rows.
@@ -132,12 +135,6 @@ def compose(name: str, recipe: str, parsed: Parsed[FamiliesArguments]) -> Path:
     content |= {section: parsed.settings[section] for section in SHARED}
     content |= {"out": str(folder), "data": str(given.out / "data"), "references": str(given.out / REFERENCES)}
     return write_file(folder / RECIPE_FILE, yaml.safe_dump(content, sort_keys=False))
-
-
-def trusting(given: FamiliesArguments) -> list[str]:
-    """Words of the command line that pass on what it trusts, since no recipe can hold it."""
-    return [f"--{TRUST}={str(given.trust).lower()}",
-            f"--target.trust_remote_code={str(given.target.trust_remote_code).lower()}"]
 
 
 def distil_once(file: Path | None, out: Path, trust: Sequence[str], states: Sequence[WantedStates],
@@ -205,7 +202,7 @@ def measure_heads(name: str, parsed: Parsed[FamiliesArguments], heads: Parsed[Sp
     settings = {**heads.settings, **{section: parsed.settings[section] for section in ("template", "evaluate")}}
     stages = [head_stage(source, out / name, heads),
               Stage(name="evaluate", title="held-out prompts are decoded", sections=("target", "template", "evaluate"),
-                    work=partial(heads_evaluated, name, parsed.values, head_policy(heads)))]
+                    work=partial(heads_evaluated, name, parsed.values, f"{SPECDEC}-{heads.values.rule.threshold:g}"))]
     run_stages(out / name, settings, stages, [stage.name for stage in stages], before=digest)
 
 

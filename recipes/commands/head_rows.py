@@ -12,7 +12,7 @@ from typing import Any
 
 from ...export.artifact import read_description
 from ...export.artifact_files import CONFIG, HEAD, HEADS, TUNING
-from ...modules import SPECDEC, TargetConfig, UserError
+from ...modules import TargetConfig, UserError
 from ...modules.files.atomic_files import file_sha256, write_file
 from ...modules.files.json_records import read_object
 from ...modules.files.owned_folders import MARKER, whole_folder
@@ -48,11 +48,6 @@ def head_stage(source: Path, out: Path, settings: Parsed[SpecdecArguments]) -> S
     """The stage that copies a row's artifact and trains heads for it."""
     return Stage(name="heads", title="acceptance heads are trained", work=partial(_train, source, out, settings),
                  sections=("target", "labels", "head", "fit", "rule"))
-
-
-def head_policy(settings: Parsed[SpecdecArguments]) -> str:
-    """Name of the policy that the heads decide."""
-    return f"{SPECDEC}-{settings.values.rule.threshold:g}"
 
 
 def source_of(row: str, out: Path) -> tuple[Path, str]:

@@ -6,7 +6,6 @@ from typing import Any
 
 from ...data.store.disk_room import in_words
 from ...data.store.state_formats import format_named
-from ...modules import Target
 from ...modules.target.loading.loading import sketch_target
 from ...trainers import families
 from ...trainers.fitting import precision_of
@@ -62,7 +61,12 @@ def plan_recipe(recipe: Recipe, stated: Rates | None = None) -> Plan:
     Raises:
         UserError: if the target, the family or its settings do not fit.
     """
-    recipe, reason = recipe if stated is None else _elsewhere(recipe), ""
+    reason = ""
+    if stated is not None:
+        # On a GPU elsewhere `auto` is bfloat16; here, its shapes are counted on the processor.
+        dtype: Any = "bfloat16" if recipe.target.dtype in ("auto", "fastest") else recipe.target.dtype
+        recipe = replace(recipe, target=replace(recipe.target, dtype=dtype, device="cpu"),
+                         train=replace(recipe.train, accelerator="cpu"))
     target = sketch_target(recipe.target)
     module = dry_run(recipe, target)
     if recipe.batch.states == "auto":
@@ -72,31 +76,18 @@ def plan_recipe(recipe: Recipe, stated: Rates | None = None) -> Plan:
     device = on_device(recipe.target.device)
     accelerator = stated is not None or device.type == "cuda"
     rates = stated or Rates.measured(target.dtype, device)
+    tokens = 0 if recipe.batch.states == "computed" else recipe.distill.budget_tokens or 0
+    form, kinds = format_named(recipe.batch.states_format, target.dtype), 1 + len(module.drafter.taps)
     facts = {"target_parameters": parameters_of(target.model), "target": held_weights(target, recipe),
-             "stored_states": stored_bytes(recipe, target, 1 + len(module.drafter.taps))}
+             "stored_states": tokens * kinds * form.token_bytes(target.hidden_size)}
     plans = StagePlans(recipe, target, module, rates, accelerator=accelerator, process=0 if accelerator else process,
                        mixed=stated is not None or precision_of(recipe.train) == "bf16-mixed")
     return Plan(drafter_parameters=plans.trained, reason=reason, accelerator=accelerator, rates=rates,
                 stages=tuple(plans.all()), **facts)
 
 
-def _elsewhere(recipe: Recipe) -> Recipe:
-    """The recipe as a GPU elsewhere reads it: `auto` is bfloat16 there."""
-    dtype: Any = "bfloat16" if recipe.target.dtype in ("auto", "fastest") else recipe.target.dtype
-    return replace(recipe, target=replace(recipe.target, dtype=dtype, device="cpu"),
-                   train=replace(recipe.train, accelerator="cpu"))
-
-
-def stored_bytes(recipe: Recipe, target: Target, kinds: int) -> int:
-    """Bytes of stored states on disk, of so many kinds."""
-    form = format_named(recipe.batch.states_format, target.dtype)
-    if recipe.batch.states == "computed":
-        return 0
-    return (recipe.distill.budget_tokens or 0) * kinds * form.token_bytes(target.hidden_size)
-
-
 def lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
-    """The plan for people."""
+    """The plan in readable lines."""
     place = "" if recipe.target.placement == "replicated" else f" a device ({recipe.target.placement})"
     where = "GPU" if plan.accelerator else "process"
     yield f"target    {recipe.target.name}: {plan.target_parameters:,} parameters, {in_words(plan.target)}{place}"
@@ -108,7 +99,8 @@ def lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
     for stage in plan.stages:
         parts = ", ".join(f"{name} {in_words(size)}" for name, size in stage.parts.items() if size)
         each = f"a {where}" if stage.processes == 1 else f"a {where}, {stage.processes} of them at once"
-        yield f"{stage.name:<10}{in_words(stage.peak):>10} {each}, {hours(stage.seconds)}: {parts}"
+        hours = "hours not limited by the recipe" if stage.seconds is None else f"{stage.seconds / 3600:.2g} h"
+        yield f"{stage.name:<10}{in_words(stage.peak):>10} {each}, {hours}: {parts}"
         for name, size in stage.host.items():
             if size:
                 yield f"{'':<10}{in_words(size):>10} of the machine's memory: {name}"
@@ -116,13 +108,6 @@ def lines(plan: Plan, recipe: Recipe) -> Iterator[str]:
     yield (f"Memory is counted from shapes, for prompts and answers as long as the recipe lets them be. Hours are "
            f"rougher: {plan.rates.flops / 1e12:.3g} TFLOP/s and {plan.rates.bandwidth / 1e9:.3g} GB/s, "
            f"{plan.rates.origin}; validation, loading and what waits for the host are left out.")
-
-
-def hours(seconds: float | None) -> str:
-    """Seconds for people."""
-    if seconds is None:
-        return "hours not limited by the recipe"
-    return f"{seconds / 3600:.2g} h"
 
 
 def plan(parsed: Parsed[PlanArguments]) -> None:

@@ -87,26 +87,15 @@ def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Se
     if recipe.distill.engine == "transformers":
         require_whole(workspace.placement)
     wanted = [*workspace.wanted_states(), *more]
-    predict_states(workspace, wanted)
+    if wanted and (tokens := missing_tokens(workspace)):
+        # A full disk is reported now, and not after hours. The states of the prompts come on top; what several
+        # trainings share is counted once, for the one that reads most.
+        needed = max(one.bytes(tokens, workspace.target) for one in wanted)
+        say(f"     {require_room(workspace.data, needed, f'the states of {tokens:,} answer tokens')}")
     manifest = answers(workspace, wanted)
     held_out = [] if manifest.held_out is None else [manifest.held_out.file]
     files = ["manifest.json", *held_out, *(shard.file for shard in manifest.shards)]
     return [workspace.data / file for file in files]
-
-
-def predict_states(workspace: Workspace, wanted: Sequence[WantedStates]) -> None:
-    """Say what the states of the answers that are still missing will take on disk, where a token budget tells.
-
-    Those of the prompts come on top; what several trainings share is counted once, for the one that reads most.
-
-    Raises:
-        UserError: if the disk has no room for them.
-    """
-    tokens = missing_tokens(workspace)
-    if not tokens or not wanted:
-        return
-    needed = max(one.bytes(tokens, workspace.target) for one in wanted)
-    say(f"     {require_room(workspace.data, needed, f'the states of {tokens:,} answer tokens')}")
 
 
 def missing_tokens(workspace: Workspace) -> int:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ...export.artifact import read_description
 from ...export.artifact_files import CARD, HEAD, TUNING
@@ -14,6 +14,9 @@ from ...modules import UserError
 from ...modules.files.owned_folders import MARKER, own_files
 from ..reading.parsing import Command, Parsed
 from ..terminal.terminal_text import say
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 KEPT_BACK = (MARKER, TUNING)
@@ -42,16 +45,6 @@ class PushArguments:
     def __post_init__(self) -> None:
         if not _REPOSITORY.fullmatch(self.repository):
             raise UserError(f"repository must be OWNER/NAME, got {self.repository!r}; give both parts")
-
-
-class Hub(Protocol):
-    """The part of huggingface_hub's `HfApi` that is needed."""
-
-    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> Any:
-        """Make a model's repository."""
-
-    def create_commit(self, repo_id: str, operations: list[Any], *, commit_message: str) -> Any:
-        """Add files to it, all or none; the result has the `commit_url`."""
 
 
 def push(parsed: Parsed[PushArguments]) -> None:
@@ -91,7 +84,7 @@ def listing(files: Mapping[str, Path | bytes], repository: str) -> str:
     return "\n".join([*lines, *(f"  {size:>15,}  {name}" for name, size in sizes.items())])
 
 
-def upload(hub: Hub, given: PushArguments, files: Mapping[str, Path | bytes]) -> str:
+def upload(hub: "HfApi", given: PushArguments, files: Mapping[str, Path | bytes]) -> str:
     """Upload files in one commit; returns its address.
 
     Raises:
@@ -102,6 +95,7 @@ def upload(hub: Hub, given: PushArguments, files: Mapping[str, Path | bytes]) ->
 
     operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=one) for name, one in files.items()]
     try:
+        # One commit holds all files or none, so that nobody loads half a draft.
         hub.create_repo(given.repository, private=given.private, exist_ok=True)
         done = hub.create_commit(given.repository, operations, commit_message=f"{len(files)} files of draftsmith")
     except (HfHubHTTPError, HTTPError, LocalTokenNotFoundError, OSError) as error:

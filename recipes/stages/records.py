@@ -72,10 +72,15 @@ def run_stages(
         remove_leftovers(out, shared)
     finished = read_finished(out)
     for number, stage in enumerate(stages, 1):
-        key = stage_key(stage, settings, before)
+        sections = {section: settings[section] for section in stage.sections}
+        # Everything that decides the output: a run with another recipe finds a stage open of which these differ.
+        key = hashlib.sha256(json.dumps([stage.name, sections, before], sort_keys=True).encode()).hexdigest()
         label = f"[{number}/{len(stages)}] {stage.title}"
         record = finished.get(stage.name)
-        changed = changed_files(out, record["files"]) if record is not None and record["key"] == key else None
+        changed = None
+        if record is not None and record["key"] == key:
+            changed = [name for name, digest in record["files"].items()
+                       if not (out / name).is_file() or file_sha256(out / name) != digest]
         if stage.name not in chosen:
             if changed and any(later.name in chosen for later in stages[number:]):
                 raise UserError(f"{out / changed[0]} is missing or not what was written ({stage.title}); put it back, "
@@ -83,19 +88,16 @@ def run_stages(
         elif changed == []:
             say(f"{label}: already complete, skipped")
         else:
-            require_process(stage, processes)
+            if processes.world > 1 and not stage.together:
+                # Each of them would do the whole work and write the same files.
+                raise UserError(f"before {processes.world} processes can train, one must have finished the stage "
+                                f"{stage.name!r} ({stage.title}); run draftsmith distill with this recipe without "
+                                "torchrun, a large target with --target.placement layers")
             record = perform(stage, out, label, key)
+            # After each stage: a run that is killed in the next one has lost nothing of this one.
             finished = {**finished, stage.name: record}
             write_file(out / STAGES_FILE, json.dumps(finished, indent=2, sort_keys=True) + "\n")
         before = json.dumps(record["files"], sort_keys=True) if record else ""
-
-
-def require_process(stage: Stage, processes: Processes) -> None:
-    """Refuse a stage for one process in one of several, unless the others have ended. Raises UserError."""
-    if processes.world > 1 and not stage.together:
-        raise UserError(f"before {processes.world} processes can train, one must have finished the stage "
-                        f"{stage.name!r} ({stage.title}); run draftsmith distill with this recipe without torchrun, a "
-                        "large target with --target.placement layers")
 
 
 def perform(stage: Stage, out: Path, label: str, key: str) -> dict[str, Any]:
@@ -105,12 +107,6 @@ def perform(stage: Stage, out: Path, label: str, key: str) -> dict[str, Any]:
     files = {os.path.relpath(file, out): file_sha256(file) for file in stage.work()}
     say(f"     done in {time.monotonic() - started:.0f} s")
     return {"key": key, "files": files}
-
-
-def stage_key(stage: Stage, settings: Mapping[str, Any], before: str) -> str:
-    """Hash of everything that decides a stage's output."""
-    sections = {section: settings[section] for section in stage.sections}
-    return hashlib.sha256(json.dumps([stage.name, sections, before], sort_keys=True).encode()).hexdigest()
 
 
 def read_finished(out: Path) -> dict[str, Any]:
@@ -125,8 +121,3 @@ def read_finished(out: Path) -> dict[str, Any]:
     remedy = "delete it, finished work is found again"
     found = record_of(dict[str, StageRecord], read_json(file, remedy), str(file), remedy)
     return {name: asdict(record) for name, record in found.items()}
-
-
-def changed_files(out: Path, files: Mapping[str, str]) -> list[str]:
-    """Names of recorded files that are not there with the recorded content."""
-    return [name for name, digest in files.items() if not (out / name).is_file() or file_sha256(out / name) != digest]

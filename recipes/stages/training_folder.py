@@ -30,9 +30,13 @@ def check_settings(workspace: Workspace) -> None:
     if not file.is_file():
         if not Processes.launched().rank:
             write_file(file, content)
-    elif file.read_text(encoding="utf-8") != content:
-        raise UserError(f"{workspace.training} was started with {difference(file, content)}; delete it to train anew, "
-                        "or choose another --out")
+    elif (former := file.read_text(encoding="utf-8")) != content:
+        # Both are sorted and written alike, so that the first line which differs names a key with its two values.
+        pairs = ((a.strip(" ,"), b.strip(" ,"))
+                 for a, b in zip(former.splitlines(), content.splitlines(), strict=False) if a != b)
+        old, new = next(pairs, ("other settings", "these"))
+        raise UserError(f"{workspace.training} was started with {old}, now it is {new}; delete it to train anew, or "
+                        "choose another --out")
 
 
 def trained_on(folder: Path) -> str:
@@ -59,14 +63,6 @@ def refuse_growth(workspace: Workspace, training: Path) -> None:
     raise UserError(f"{training} was trained on the answers in {workspace.data}, which would grow: distill.{name} was "
                     f"{found.recipe['distill'][name]} and is now {wanted}; go back to the former setting, or copy "
                     f"{workspace.data} into the folder of another --out and let it grow there")
-
-
-def difference(file: Path, content: str) -> str:
-    """The first line in which a settings file differs, for people."""
-    former, wanted = file.read_text(encoding="utf-8").splitlines(), content.splitlines()
-    pairs = ((a.strip(" ,"), b.strip(" ,")) for a, b in zip(former, wanted, strict=False) if a != b)
-    old, new = next(pairs, ("other settings", "these"))
-    return f"{old}, now it is {new}"
 
 
 def write_result(folder: Path, result: FitResult) -> list[Path]:
