@@ -232,6 +232,12 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise UserError(f"the weight {name} holds values that are not finite: training diverged; lower the "
                             "learning rate and train again")
+    # Of a target in a folder or file `./` and its last part: its path would be true on one machine alone, and equal
+    # runs in two places would write different bytes. The `./` says that no hub knows the name: whoever uses the
+    # artifact says where the folder is.
+    name = identity.name
+    if is_local(name):
+        name = f"./{Path(PureWindowsPath(name).as_posix()).name}"
     with whole_folder(folder, "artifact", changing=frozenset({TUNING}), inside=HEAD) as partial:
         # One metadata key: safetensors writes several in an order of its own, and the bytes would differ.
         save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
@@ -241,8 +247,7 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
             "family": drafter.family,
             "class": f"{type(drafter).__module__}.{type(drafter).__qualname__}",
             "drafter": drafter.describe(),
-            # A path would be true on one machine alone, and equal runs in two places would write different bytes.
-            "target": {**identity.to_dict(), "name": portable_name(identity.name)},
+            "target": {**identity.to_dict(), "name": name},
             "tree": {"parents": list(topology.parents), "ranks": list(topology.ranks)},
             "weights_sha256": file_sha256(partial / WEIGHTS),
             "provenance": portable(provenance),
@@ -376,15 +381,6 @@ def portable(value: Any) -> Any:
         # At least two parts: "/think" is more likely text for a model than a path.
         return path.name if path.is_absolute() and len(path.parts) > 2 else text
     return value
-
-
-def portable_name(name: str) -> str:
-    """A target's name for an artifact: of a folder or file `./` and its last part, any other one as it is.
-
-    Its whole path would be true on one machine only, and equal runs in different places would write different bytes.
-    The `./` says that no hub knows the name: whoever uses the artifact says where the folder is.
-    """
-    return f"./{Path(PureWindowsPath(name).as_posix()).name}" if is_local(name) else name
 
 
 def _load_weights(drafter: Drafter, path: Path, config: Mapping[str, Any]) -> Adapter | None:

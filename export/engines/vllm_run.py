@@ -41,18 +41,14 @@ def timed(engine: Any, prompts: list[list[int]], sampling: Any, batch_size: int)
             **{name: after[name] - before[name] for name in after}}
 
 
-def use_kernels_for_float32() -> None:
-    """Keep vLLM from AMX kernels for int8 weights, which it chooses by the weights alone: they end with an error on
-    the float32 inputs of a run whose answers are to be compared."""
-    import torch
-
-    torch.cpu._is_amx_tile_supported = lambda: False
-
-
 def main(job: dict[str, Any]) -> dict[str, Any]:
     """The result of a job."""
     os.environ |= ENVIRONMENT
-    use_kernels_for_float32()
+    import torch
+
+    # vLLM chooses AMX kernels for int8 weights by the weights alone: they end with an error on the float32 inputs of a
+    # run whose answers are to be compared.
+    torch.cpu._is_amx_tile_supported = lambda: False
     from vllm import LLM, SamplingParams, __version__
 
     started = time.perf_counter()

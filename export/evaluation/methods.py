@@ -266,13 +266,6 @@ class Method:
         """Most nodes of a row that a pass over so many rows verifies, the root included; 1 without drafts."""
         return 1 if self.policy_for is None else self.policy_for(batch_size, temperature).max_size
 
-    def comparable(self, batch_size: int, temperature: float) -> bool:
-        """True if its answers must be the reference's, token by token, and not only equal in distribution."""
-        if temperature == 0 or self.policy_for is None:
-            return True
-        policy = self.policy_for(batch_size, temperature)
-        return not policy.samples or policy.max_size == 1
-
     def shape(self, batch_size: int, temperature: float) -> tuple[int, ...]:
         """The nodes, followed by those of each part where drafters guess together: equal shapes give equal answers."""
         policy = None if self.policy_for is None else self.policy_for(batch_size, temperature)

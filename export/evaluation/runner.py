@@ -125,8 +125,15 @@ class Runner:
         for size, records in found.timed.items():
             groups = [[exchange for entry in group for exchange in turns[entry.number]]
                       for group in self.schedule.groups(bundle, size)]
+            if groups and (size, found.temperature) not in self._warm:
+                # In short: the first pass of a batch size compiles and fills caches, which is no part of decoding.
+                self._warm.add((size, found.temperature))
+                opening = [exchange for exchange in groups[0] if exchange.turn == 1]
+                for method in (None, *self.schedule.methods):
+                    self.decoder.decode(opening, method, size, tokens=WARM_UP_TOKENS)
+                self.decoder.generate(opening, tokens=WARM_UP_TOKENS)
             if groups:
-                self._warm_up(groups[0], size)
+                self._forget()
             for group in groups:
                 self.probe.sample()
                 self._time_group(group, size, records, budget)
@@ -177,17 +184,6 @@ class Runner:
         return Exchange(entry=entry, turn=turn, temperature=temperature, prompt=prompt)
 
     # The methods -----------------------------------------------------------------------------------------------------
-
-    def _warm_up(self, group: Sequence[Exchange], batch_size: int) -> None:
-        """Let every method answer in short before the first group of a batch size and temperature is timed."""
-        condition = batch_size, group[0].temperature
-        if condition not in self._warm:
-            self._warm.add(condition)
-            opening = [exchange for exchange in group if exchange.turn == 1]
-            for method in (None, *self.schedule.methods):
-                self.decoder.decode(opening, method, batch_size, tokens=WARM_UP_TOKENS)
-            self.decoder.generate(opening, tokens=WARM_UP_TOKENS)
-        self._forget()
 
     def _time_group(self, group: Sequence[Exchange], batch_size: int, found: Sequence[Records],
                     budget: Budget) -> None:
@@ -252,7 +248,9 @@ class Runner:
                 records: Records) -> MethodRecord:
         """Compare every answer with its reference; where drafts were sampled, with the target's distribution."""
         temperature, settings = decoded.temperature, self.schedule.config.settings(1)
-        compared = method.comparable(batch_size, temperature)
+        policy = None if method.policy_for is None else method.policy_for(batch_size, temperature)
+        # Where drafts were drawn, answers are equal in distribution alone; all others must be so token by token.
+        compared = temperature == 0 or policy is None or not policy.samples or policy.max_size == 1
         answers = []
         for exchange in decoded.exchanges:
             entry, generation = exchange.entry, records.generations[exchange.index]

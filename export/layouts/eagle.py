@@ -52,7 +52,7 @@ from .parts.eagle_folder import (
 from .parts.export_format import PLAIN, ExportFormat, ExportSettings, Served, without_settings
 from .parts.head_blocks import require_no_bias
 from .parts.layout_folder import stored, write_layout
-from .parts.safetensors_reader import check_embedding, loaded, read_config, read_tensors
+from .parts.safetensors_reader import check_embedding, loaded, read_checkpoint
 
 EAGLE_FILE = "model.safetensors"
 """Official checkpoints hold the same tensors in pytorch_model.bin or here."""
@@ -171,31 +171,32 @@ def import_eagle(
         UserError: if a file, a tensor or a key is missing, a setting cannot be imported, the stored embedding is not
             the target's, or the taps are ambiguous.
     """
-    tensors, said = read_tensors(folder, EAGLE_FILE), _config_of(folder)
-    block = _block(said, target, rope_base)
+    path = folder / "config.json"
+    tensors, said = read_checkpoint(folder, EAGLE_FILE)
+    if isinstance(layers := said.get("transformer_layer_config"), dict):
+        # The layout of the speculators library.
+        said = layers | said
+    for key, known in _KNOWN.items():
+        if key in said and said[key] not in known:
+            raise UserError(f"{path} says {key}: {json.dumps(said[key])}; only {json.dumps(known[-1])} can be "
+                            "imported, choose such a checkpoint")
+    block, depth = _block(said, target, rope_base), said.get("num_hidden_layers") or 1
     if block.hidden_size == target.hidden_size:
         check_embedding(tensors.pop(EMBEDDING, None), target, folder)
     # EAGLE-1 has no norm before the output layer; not every configuration names the generation.
     if "norm.weight" in tensors:
-        for layer in range(1, said.get("num_hidden_layers") or 1):
+        for layer in range(1, depth):
             tensors.pop(twin(layer), None)
         tensors = {renamed(name, FIRST, MIDLAYER): tensor for name, tensor in tensors.items()}
         drafter: Eagle | Eagle3 = _third(tensors, said, block, target, taps, folder)
     else:
-        drafter = _first(tensors, said, block, target, folder)
+        if depth != 1:
+            raise UserError(f"{path} says num_hidden_layers: {depth}; EAGLE-1 has 1, choose such a checkpoint")
+        if block.hidden_size != target.hidden_size:
+            raise UserError(f"{path} says target_hidden_size: {said['target_hidden_size']} and hidden_size: "
+                            f"{block.hidden_size}; EAGLE-1 is as wide as its target, choose such a checkpoint")
+        drafter = Eagle(EagleConfig(bias="fc.bias" in tensors), target, block)
     return loaded(drafter, tensors, target, f"the EAGLE drafter in {folder} does not fit its configuration or")
-
-
-def _first(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig, target: Target, folder: Path) -> Eagle:
-    """An EAGLE-1 drafter of these shapes."""
-    if (layers := said.get("num_hidden_layers") or 1) != 1:
-        raise UserError(f"{folder / 'config.json'} says num_hidden_layers: {layers}; EAGLE-1 has 1, "
-                        "choose such a checkpoint")
-    if block.hidden_size != target.hidden_size:
-        raise UserError(f"{folder / 'config.json'} says target_hidden_size: {said['target_hidden_size']} and "
-                        f"hidden_size: {block.hidden_size}; EAGLE-1 is as wide as its target, choose such "
-                        "a checkpoint")
-    return Eagle(EagleConfig(bias="fc.bias" in tensors), target, block)
 
 
 def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig, target: Target,
@@ -239,19 +240,6 @@ def _taps(said: dict[str, Any], folder: Path) -> tuple[int, ...] | None:
         raise UserError(f"{folder} reads the layers {ids}, but does not say whether their inputs or outputs; "
                         "give the layers whose outputs are read, from 0, as taps")
     return tuple(layer - ids[0] + 1 for layer in ids)
-
-
-def _config_of(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    said = read_config(path)
-    if isinstance(layers := said.get("transformer_layer_config"), dict):
-        # The layout of the speculators library.
-        said = layers | said
-    for key, known in _KNOWN.items():
-        if key in said and said[key] not in known:
-            raise UserError(f"{path} says {key}: {json.dumps(said[key])}; only {json.dumps(known[-1])} can be "
-                            "imported, choose such a checkpoint")
-    return said
 
 
 def _block(said: dict[str, Any], target: Target, rope_base: float | None) -> BlockConfig:

@@ -21,7 +21,7 @@ from ..artifact import portable
 from .parts.export_format import ExportFormat, without_settings
 from .parts.head_blocks import tied
 from .parts.layout_folder import layout_readme, stored, write_layout
-from .parts.safetensors_reader import check_embedding, loaded, read_config, read_tensors
+from .parts.safetensors_reader import check_embedding, loaded, read_checkpoint
 from .parts.tensor_table import Table, TensorForm, layer_table
 
 HYDRA_FILE = "hydra_lm_head.safetensors"
@@ -126,14 +126,13 @@ def import_hydra(folder: Path, target: Target) -> Hydra:
         UserError: if there is no safetensors file, a tensor is missing, unknown or of another shape, the embedding
             stored with the heads is not the target's, or the heads read the state of another layer than the last.
     """
-    tensors = read_tensors(folder, HYDRA_FILE)
-    if (path := folder / "config.json").is_file():
-        # The weights do not show on which layer's state the heads were trained.
-        said = read_config(path)
-        for key, known in (("hidden_state_offset", 0), ("grounded_heads", True)):
-            if said.get(key, known) != known:
-                raise UserError(f"{path} says {key}: {said[key]}; only heads with {key}: {json.dumps(known)}, which "
-                                "read the final state and the true tokens, can be imported: choose such a checkpoint")
+    path = folder / "config.json"
+    tensors, said = read_checkpoint(folder, HYDRA_FILE, path.name if path.is_file() else None)
+    # The weights do not show on which layer's state the heads were trained.
+    for key, known in (("hidden_state_offset", 0), ("grounded_heads", True)):
+        if said.get(key, known) != known:
+            raise UserError(f"{path} says {key}: {said[key]}; only heads with {key}: {json.dumps(known)}, which read "
+                            "the final state and the true tokens, can be imported: choose such a checkpoint")
     check_embedding(tensors.pop(_EMBEDDING, None), target, folder)
     for name in _UNUSED:
         tensors.pop(name, None)

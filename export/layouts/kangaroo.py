@@ -11,7 +11,7 @@ from ...modules import Kangaroo, KangarooConfig, Target, UserError
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from .parts.export_format import ExportFormat, without_settings
 from .parts.layout_folder import layout_readme, stored, write_layout
-from .parts.safetensors_reader import loaded, read_config, read_tensors
+from .parts.safetensors_reader import loaded, read_checkpoint
 from .parts.tensor_table import TensorForm, attention_table
 
 KANGAROO_FILE = "model.safetensors"
@@ -77,7 +77,7 @@ def import_kangaroo(folder: Path, target: Target, *, exit_layer: int | None = No
         UserError: if a file is missing or damaged, the exit layer is unknown or too deep, or a tensor is missing,
             unknown or of another shape.
     """
-    tensors, config = read_tensors(folder, KANGAROO_FILE), read_config(folder / "config.json")
+    tensors, config = read_checkpoint(folder, KANGAROO_FILE)
     exit_layer = config.get(_EXIT) if exit_layer is None else exit_layer
     if exit_layer is None:
         raise UserError(f"{folder / 'config.json'} does not say after which layer of the target the adapter comes; "

@@ -207,7 +207,9 @@ def _require_known(drafter: Eagle3) -> None:
 def _write_third(file: Path, drafter: Eagle3, target: Target, vocabulary: Path, weights: str) -> Table:
     """Write EAGLE-3; returns the table of its tensors. Raises UserError as `third_tensors` does."""
     block, config = drafter.block, drafter.config
-    heads, left_out = (block.num_heads, block.num_kv_heads), _left_out(drafter)
+    heads = (block.num_heads, block.num_kv_heads)
+    # llama.cpp does not read `t2d`, and takes a whole output layer from the target.
+    left_out = ("t2d", OUTPUT) if borrows_output(drafter) else ("t2d",)
     named = {_third_name(name): _in_order(name, tensor, EAGLE3, heads)
              for name, tensor in third_tensors(drafter, target).items() if name not in left_out}
     if drafter.token_ids_Q is not None:
@@ -234,11 +236,6 @@ def _third_name(name: str) -> str:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
     as_llama = name.replace(MIDLAYER, "model.layers.0.")
     return _THIRD.get(name) or names.get_name(as_llama, try_suffixes=(".weight",)) or name
-
-
-def _left_out(drafter: Eagle3) -> tuple[str, ...]:
-    """Tensors that llama.cpp does not read, or takes from the target."""
-    return ("t2d", OUTPUT) if borrows_output(drafter) else ("t2d",)
 
 
 GGUF = ExportFormat[DraftLM | Eagle3](

@@ -4,13 +4,14 @@ Residual block l of head h is `{h}.{l}.linear.weight` [D, D] and `{h}.{l}.linear
 `{h}.{L}.weight` [V, D] with L blocks. Head h at position p predicts token p + 2 + h from the target's final state after
 the last norm.
 
-Shapes: D hidden size, V target vocabulary.
+Shapes: D hidden size, V target vocabulary, Q entries of the draft vocabulary.
 """
 
 import re
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ...modules import Medusa, MedusaConfig, Target, UserError
@@ -18,9 +19,9 @@ from ...modules.target.draft_vocabulary import over_all_tokens
 from ..artifact import portable
 from .medusa_vllm import BLOCK, OUTPUT_OF_HEAD, take_output
 from .parts.export_format import ExportFormat, Served, without_settings
-from .parts.head_blocks import equal_outputs, medusa_blocks, require_no_bias, tied
+from .parts.head_blocks import medusa_blocks, require_no_bias, tied
 from .parts.layout_folder import layout_readme, stored, write_layout
-from .parts.safetensors_reader import loaded, read_tensors
+from .parts.safetensors_reader import loaded, read_checkpoint
 from .parts.tensor_table import TensorForm
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
@@ -46,16 +47,29 @@ def export_medusa(drafter: Medusa, target: Target, out: Path) -> None:
             table[f"{head}.{layer}.linear.weight"] = TensorForm((width, width))
             table[f"{head}.{layer}.linear.bias"] = TensorForm((width,))
         table[f"{head}.{layers}.weight"] = TensorForm((drafter.vocab_size, width))
+    heads, entries = drafter.config.num_heads, drafter.config.vocabulary_size
     # TGI recognises Medusa by the absence of "architectures". Without medusa_fc_bias vLLM drops the biases silently.
     config = {
         "base_model_name_or_path": portable(target.identity.name),
         "hidden_size": width,
         "medusa_fc_bias": True,
-        "medusa_num_heads": drafter.config.num_heads,
+        "medusa_num_heads": heads,
         "medusa_num_layers": layers,
         "vocab_size": drafter.vocab_size,
     }
-    write_layout(out, MEDUSA_FILE, medusa_tensors(drafter, target), table, config, _readme(drafter, target))
+    reduced = "" if entries is None or drafter.config.output == "shared" else (
+        f" Only {entries} tokens are ever drafted: the output rows of the others are the mean of theirs.")
+    readme = layout_readme(
+        "Medusa heads", target,
+        f"{heads} heads in the layout of FasterDecoding/Medusa. Serve them with",
+        "* Text Generation Inference: `text-generation-launcher --model-id THIS_FOLDER --speculate "
+        f"{heads}`\n"
+        "* vLLM up to 0.32 (removed later): `--speculative-config '{\"method\": \"medusa\", "
+        f"\"model\": \"THIS_FOLDER\", \"num_speculative_tokens\": {heads}}}'`",
+        "These engines draft a chain from the best token of each head; the tree of the artifact is not used there."
+        + reduced,
+    )
+    write_layout(out, MEDUSA_FILE, medusa_tensors(drafter, target), table, config, readme)
 
 
 def medusa_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
@@ -83,7 +97,8 @@ def import_medusa(folder: Path, target: Target) -> Medusa:
     Raises:
         UserError: if there is no safetensors file, a tensor is missing, unknown, or of another shape than the target's.
     """
-    tensors = read_tensors(folder, MEDUSA_FILE)
+    # Counted in the weights: some official configurations state other numbers.
+    tensors, _ = read_checkpoint(folder, MEDUSA_FILE, None)
     one_QD, ids_Q = take_output(tensors, target, folder)
     blocks: dict[tuple[int, int, str], Tensor] = {}
     outputs: dict[int, Tensor] = {}
@@ -94,11 +109,14 @@ def import_medusa(folder: Path, target: Target) -> Medusa:
             outputs[int(match[1])] = tensor
         else:
             raise UserError(f"{folder} holds {name!r}, no tensor of Medusa heads; give a folder with only the heads")
-    # Counted in the weights: some official configurations state other numbers.
     output: Literal["shared", "copy", "one_copy"] = "copy" if outputs else "shared"
     heads = 1 + max([*outputs, *(head for head, _, _ in blocks)], default=-1)
-    if one_QD is not None or equal_outputs(outputs):
-        output, outputs = "one_copy", {0: outputs[0] if one_QD is None else one_QD}
+    # Heads trained apart never have equal layers [Q, D]: equal ones are one layer, written once for each head.
+    first_QD, others = outputs.get(0), [tensor for head, tensor in outputs.items() if head]
+    if one_QD is None and first_QD is not None and others and all(torch.equal(first_QD, other) for other in others):
+        one_QD = first_QD
+    if one_QD is not None:
+        output, outputs = "one_copy", {0: one_QD}
     layers = 1 + max((layer for _, layer, _ in blocks), default=-1)
     # The official code applied one block repeatedly and stored it as often.
     shared = layers > 1 and tied(blocks, first=0)
@@ -109,22 +127,6 @@ def import_medusa(folder: Path, target: Target) -> Medusa:
     state |= {f"heads.{head}.{layer}.{part}": tensor for (head, layer, part), tensor in blocks.items()
               if layer == 0 or not shared}
     return loaded(Medusa.create(config, target, ids_Q), state, target, f"the Medusa heads in {folder} do not fit")
-
-
-def _readme(drafter: Medusa, target: Target) -> str:
-    heads, entries = drafter.config.num_heads, drafter.config.vocabulary_size
-    reduced = "" if entries is None or drafter.config.output == "shared" else (
-        f" Only {entries} tokens are ever drafted: the output rows of the others are the mean of theirs.")
-    return layout_readme(
-        "Medusa heads", target,
-        f"{heads} heads in the layout of FasterDecoding/Medusa. Serve them with",
-        "* Text Generation Inference: `text-generation-launcher --model-id THIS_FOLDER --speculate "
-        f"{heads}`\n"
-        "* vLLM up to 0.32 (removed later): `--speculative-config '{\"method\": \"medusa\", "
-        f"\"model\": \"THIS_FOLDER\", \"num_speculative_tokens\": {heads}}}'`",
-        "These engines draft a chain from the best token of each head; the tree of the artifact is not used there."
-        + reduced,
-    )
 
 
 MEDUSA_HEADS = ExportFormat(

@@ -19,19 +19,6 @@ LAYERS = "hidden_layers_list"
 """Key of the tapped layers."""
 
 
-def name_layers(file: Path, layers: list[int]) -> None:
-    """Write the tapped layers into a converted model."""
-    import openvino
-
-    model = openvino.Core().read_model(file)
-    model.set_rt_info(layers, [LAYERS])
-    # The weights are still read from the former files.
-    written = file.with_name(f"with_layers{file.suffix}")
-    openvino.save_model(model, written, compress_to_fp16=False)
-    for suffix in (".xml", ".bin"):
-        written.with_suffix(suffix).replace(file.with_suffix(suffix))
-
-
 def main(job: dict[str, Any]) -> dict[str, Any]:
     """The result of a job."""
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -44,7 +31,15 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
                 trust_remote_code=third, ov_config=OVConfig(dtype="fp32"),
                 convert_tokenizer=(source / "tokenizer_config.json").exists())
     if third:
-        name_layers(out / MODEL, job["layers"])
+        import openvino
+
+        file, written = out / MODEL, out / f"with_layers_{MODEL}"
+        model = openvino.Core().read_model(file)
+        model.set_rt_info(job["layers"], [LAYERS])
+        # Under another name first: the weights are still read from the former files.
+        openvino.save_model(model, written, compress_to_fp16=False)
+        for suffix in (".xml", ".bin"):
+            written.with_suffix(suffix).replace(file.with_suffix(suffix))
     return {"version": version("optimum-intel")}
 
 

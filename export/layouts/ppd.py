@@ -7,11 +7,10 @@ adapter_config.json. Trees are not part of the layout: in the official code they
 from pathlib import Path
 
 from ...modules import PromptTokens, PromptTokensConfig, Target, UserError
-from ...modules.files.json_records import read_object
 from ..artifact import portable
 from .parts.export_format import ExportFormat, without_settings
 from .parts.layout_folder import layout_readme, stored, write_layout
-from .parts.safetensors_reader import loaded, read_tensors
+from .parts.safetensors_reader import loaded, read_checkpoint
 from .parts.tensor_table import TensorForm
 
 PPD_FILE, PPD_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -52,7 +51,7 @@ def import_ppd(folder: Path, target: Target) -> PromptTokens:
         UserError: if a file is missing or damaged, a setting has no counterpart here, or the tensor is missing or of
             another shape.
     """
-    config, tensors = read_object(folder / PPD_CONFIG, "copy it again"), read_tensors(folder, PPD_FILE)
+    tensors, config = read_checkpoint(folder, PPD_FILE, PPD_CONFIG)
     for name, plain in _PLAIN.items():
         if config.get(name, plain) != plain:
             raise UserError(f"{folder / PPD_CONFIG} has {name}: {config[name]}; only {plain} can be decoded here, "

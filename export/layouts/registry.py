@@ -62,7 +62,11 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
     # A family that no engine runs says why; the refusal of a format would send it to one of its own.
     if artifact.drafter.export_refusal is not None:
         raise UserError(artifact.drafter.export_refusal)
-    chosen.write(chosen.require(artifact.drafter), target, out, settings)
+    # A class of another package may derive from one of these, and is then written as its base.
+    if not isinstance(artifact.drafter, chosen.families):
+        raise UserError(f"the format {chosen.name} holds {chosen.content}, this artifact is {artifact.drafter.family}; "
+                        "export that family in its own format")
+    chosen.write(artifact.drafter, target, out, settings)
     return out
 
 

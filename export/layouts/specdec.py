@@ -15,7 +15,7 @@ from ...modules import AcceptanceHead, AcceptanceHeadConfig, Drafter, UserError
 from ..artifact import Artifact
 from .parts.export_format import ExportFormat
 from .parts.layout_folder import layout_readme, stored, write_layout
-from .parts.safetensors_reader import read_config, read_tensors
+from .parts.safetensors_reader import read_checkpoint
 from .parts.tensor_table import TensorForm
 
 HEAD_FILE = "model.safetensors"
@@ -85,7 +85,7 @@ def import_specdec(folder: Path) -> AcceptanceHead:
     Raises:
         UserError: if a file is missing, or a tensor is missing, unknown or of another shape than config.json says.
     """
-    config, tensors = read_config(folder / "config.json"), read_tensors(folder, HEAD_FILE)
+    tensors, config = read_checkpoint(folder, HEAD_FILE)
     try:
         width, layers = int(config["hidden_size"]), int(config["num_layers"])
         blocks = [{part: tensors[f"model.{layer}.linear.{part}"] for part in ("weight", "bias")}

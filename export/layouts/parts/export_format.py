@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from ....modules import Drafter, Target, UserError
+from ....modules import Drafter, Target
 from ...artifact import Artifact
 from .gguf_file import FLOAT32
 
@@ -80,14 +80,6 @@ class ExportFormat(Generic[D]):
     """A sentence on the part of the drafter that an engine leaves out; empty where there is none."""
     assistant: bool = False
     """Whether transformers decodes with it as `assistant_model`, as the tests do."""
-
-    def require(self, drafter: Drafter) -> D:
-        """The drafter, of one of the families. Raises UserError for another."""
-        # A class of another package may derive from one of these, and is then written as its base.
-        if not isinstance(drafter, self.families):
-            raise UserError(f"the format {self.name} holds {self.content}, this artifact is {drafter.family}; export "
-                            "that family in its own format")
-        return drafter
 
     def warning(self, drafter: Drafter) -> str:
         """The sentence of `lost` for a drafter of any family."""

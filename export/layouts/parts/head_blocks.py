@@ -1,6 +1,4 @@
 """Blocks and output layers of heads, as the layouts of Medusa and Hydra store them.
-
-Shapes: D hidden size, V target vocabulary, Q entries of the draft vocabulary.
 """
 
 from collections.abc import Mapping
@@ -31,12 +29,6 @@ def medusa_blocks(drafter: Medusa) -> Blocks:
     return {(head, layer, part): tensor
             for head, blocks in enumerate(drafter.heads) for layer in range(config.num_layers)
             for part, tensor in [*blocks.children()][0 if config.tie_blocks else layer].state_dict().items()}
-
-
-def equal_outputs(outputs: Mapping[int, Tensor]) -> bool:
-    """True if several heads have the same output layer [Q, D]: one layer, written once for each head."""
-    _, *others = outputs or (0,)
-    return bool(others) and 0 in outputs and all(torch.equal(outputs[0], outputs[head]) for head in others)
 
 
 def tied(blocks: Blocks, first: int) -> bool:

@@ -18,11 +18,17 @@ _ROUNDING = 1e-2
 D = TypeVar("D", bound=Drafter)
 
 
-def read_tensors(folder: Path, file: str) -> dict[str, Tensor]:
-    """The tensors of `file` in `folder`, or of model.safetensors where there is no such file.
+def read_checkpoint(folder: Path, file: str, config_file: str | None = "config.json"
+                    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(the tensors, the configuration) of a published checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        file: of the weights; model.safetensors is read where there is no such file.
+        config_file: of the configuration; None for a layout whose tensors say everything.
 
     Raises:
-        UserError: if there is neither, or it is damaged or empty.
+        UserError: if a file is missing or damaged, or there is no tensor.
     """
     path = next((folder / name for name in (file, "model.safetensors") if (folder / name).is_file()), None)
     if path is None:
@@ -37,16 +43,7 @@ def read_tensors(folder: Path, file: str) -> dict[str, Tensor]:
         raise UserError(f"{path} is not a readable safetensors file ({error}); copy it again") from error
     if not tensors:
         raise UserError(f"{path} holds no tensor; give a folder with a drafter's weights")
-    return tensors
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A checkpoint's config.json.
-
-    Raises:
-        UserError: if it cannot be read.
-    """
-    return read_object(path, "copy it again")
+    return tensors, {} if config_file is None else read_object(folder / config_file, "copy it again")
 
 
 def loaded(drafter: D, tensors: dict[str, Tensor], target: Target, mismatch: str) -> D:
