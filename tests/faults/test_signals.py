@@ -19,6 +19,7 @@ from draftsmith.recipes.commands import artifact_commands, pipeline
 from draftsmith.recipes.terminal.interruption import Stopped, call, stopped_by_signals
 from draftsmith.trainers import MedusaModule
 from safetensors.torch import load_file
+from support.tiers import others_long
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -221,7 +222,8 @@ def test_a_program_that_was_started_gets_the_signal_once_and_is_waited_for(tmp_p
     assert call([sys.executable, "-c", "raise SystemExit(5)"]) == 5
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", others_long([signal.SIGTERM, signal.SIGINT], kept=(signal.SIGTERM,)))
 def test_a_signalled_process_ends_with_its_code_and_a_checkpoint(
     number: signal.Signals, tiny_run: Path, tmp_path: Path
 ) -> None:

@@ -34,10 +34,10 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=[
-    ("fully_sharded", "fsdp2", 2, True), pytest.param(("tensor_parallel", "ddp", 4, False), marks=pytest.mark.long),
-    pytest.param(("tensor_parallel", "fsdp2", 4, False), marks=pytest.mark.long),
-    pytest.param(("zero3", "deepspeed_stage_3", 2, False), marks=pytest.mark.long),
-    pytest.param(("zero3 offload", "ddp", 2, True), marks=pytest.mark.long),
+    ("fully_sharded", "fsdp2", 2, True), ("tensor_parallel", "ddp", 4, False),
+    ("tensor_parallel", "fsdp2", 4, False),
+    ("zero3", "deepspeed_stage_3", 2, False),
+    ("zero3 offload", "ddp", 2, True),
 ], ids=lambda given: "-".join(given[:2]))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A random model, its output layer tied to the embedding or not, with a sliding window: the check at load then
@@ -64,8 +64,8 @@ def checkpoint(out: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_a_divided_target_is_the_whole_one(case: Case, tmp_path: Path) -> None:
     """Each process reads rows of its own, of other shapes. Two processes hold a target: four of them hold two."""
     answer = torchrun(case.processes, str(SCRIPT), str(case.folder), case.placement, "2",

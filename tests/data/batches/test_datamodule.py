@@ -207,6 +207,7 @@ def test_prompts_that_the_target_wrote_are_learned_on_request(own: Path, tiny_ta
         own, replace(config, own_prompts=False)).validation_features()], "held-out prompts are not drafted"
 
 
+@pytest.mark.long
 def test_only_prompts_that_the_target_wrote_after_these_tokens_are_learned(own: Path, folder: Path) -> None:
     prompts = Manifest.load(own).recipe["prompts"]
     assert prompts_learnable(prompts)

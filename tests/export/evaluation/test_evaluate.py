@@ -26,6 +26,7 @@ from draftsmith.modules import (
     decode,
 )
 from support.drafters import ScriptedDrafter
+from support.tiers import some_long
 
 KEYS = {
     "family", "target", "prompts", "batch_size", "temperature", "new_tokens", "target_passes", "accepted_length",
@@ -163,7 +164,7 @@ def test_one_policy_and_one_baseline_need_no_list() -> None:
         EvaluateConfig(policies="chains")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", some_long([0.8, 0.0], 9))
 def test_penalty_and_filters_of_the_settings_hold_for_both_sides(temperature: float, tiny_target_f64: Target) -> None:
     config = replace(CONFIG, repetition_penalty=1.4, min_p=0.05, temperatures=temperature)
     found = evaluate(tiny_target_f64, [scripted(tiny_target_f64, "mixed")], SETS, config, progress=False).evaluations[0]

@@ -164,7 +164,7 @@ def test_every_policy_is_lossless_when_greedy(tiny_target_f64: Target, name: str
     assert family != "mixed" or result.accepted_length > 1.2
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", others_long([0.0, 0.9], kept=(0.0,)))
 @pytest.mark.parametrize("name", others_long(["prompt_lookup", "recycling", "ngrams", "layer_skip"],
                                              kept=("recycling",)))
 def test_every_policy_serves_drafters_that_name_candidates(
@@ -200,6 +200,7 @@ def test_every_policy_serves_drafters_that_name_candidates(
             assert found[0] == found[1]
 
 
+@pytest.mark.long
 def test_sampled_drafts_do_not_depend_on_the_batch(tiny_target_f64: Target) -> None:
     """By rejection the tokens depend on the draft; on the batch and the order of the queue they do not."""
     target = tiny_target_f64

@@ -53,6 +53,7 @@ def test_a_guess_is_not_taken(byte_tokenizer: Any) -> None:
     assert text.rest() == ""
 
 
+@pytest.mark.long
 def test_pieces_of_the_real_tokenizer(real_target: Target) -> None:
     tokens = real_target.tokenizer.encode(TEXT * 3)
     assert "".join(pieces(real_target.tokenizer, [*tokens, *real_target.eos_ids])) == TEXT * 3

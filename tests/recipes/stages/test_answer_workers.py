@@ -173,6 +173,7 @@ class Started:
         return 0
 
 
+@pytest.mark.long
 def test_a_command_starts_the_others_with_its_recipe_and_ends_them(
     tmp_path: Path, alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
