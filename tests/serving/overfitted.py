@@ -208,7 +208,7 @@ def medusa(target: Target, ids_Q: Tensor) -> Drafter:
 
 
 MAKERS: dict[str, Callable[[Target, Tensor], Drafter]] = {
-    "draft_lm": from_folder(LlamaConfig),
+    "draft_lm": from_folder(LlamaConfig, rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE}),
     "draft_lm, mask tokens": draft_model(depths=STEPS, mask_token_id=MASK),
     "draft_lm, own output": draft_model(),
     "draft_lm, Qwen 2": from_folder(Qwen2Config),
