@@ -10,7 +10,7 @@ from .drafters.kangaroo import KangarooModule, KangarooTrainConfig
 from .drafters.medusa import MedusaModule, MedusaTrainConfig
 from .drafters.medusa2 import Medusa2Module, Medusa2TrainConfig
 from .fitting import FitResult, fit
-from .steps.train_config import Precision, TrainConfig
+from .train_config import Precision, TrainConfig
 
 __all__ = ["DraftLMModule", "DraftLMTrainConfig", "DraftModule", "Eagle3Module", "Eagle3TrainConfig", "EagleModule",
            "EagleTrainConfig", "FalconModule", "FalconTrainConfig", "FitResult", "HydraModule", "HydraTrainConfig",

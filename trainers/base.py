@@ -38,8 +38,8 @@ from .steps.compiled_step import CompiledStep
 from .steps.optimizers import optimizer_for
 from .steps.schedules import time_leads, warmup_cosine
 from .steps.step_guard import KINDS, FinishedStep, StepGuard
-from .steps.train_config import TrainConfig, decisive_settings
 from .steps.training_clock import Clock, DataWait, peak_memory_bytes
+from .train_config import TrainConfig, decisive_settings
 
 PATIENCE = 8
 """Optimizer steps without a supervised token after which a run stops: long prompts may fill one step, but not eight."""

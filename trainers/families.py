@@ -12,7 +12,7 @@ from typing import Any, TypeGuard, get_type_hints
 from ..modules import DRAFTERS
 from ..modules.errors import UserError
 from .base import DraftModule
-from .steps.train_config import TrainConfig
+from .train_config import TrainConfig
 
 VARIANTS = ("medusa2",)
 """Other ways to train a drafter of `DRAFTERS`, each with a module of its own."""

@@ -25,7 +25,7 @@ from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLi
 from .interruption import StopAtSignal
 from .processes.strategies import strategy_for
 from .steps.checkpoints import AtomicCheckpointIO, load_weights
-from .steps.train_config import TrainConfig
+from .train_config import TrainConfig
 
 BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 """Instruction sets of x86 CPUs that multiply bfloat16 matrices faster than float32 ones."""

@@ -59,7 +59,7 @@ from ...modules.read_rows import ReadRows
 from ...modules.target.draft_vocabulary import choose
 from ...modules.tuning.replay_acceptance import held_out_acceptance
 from ...trainers import DraftModule, FitResult, TrainConfig, families, fit
-from ...trainers.steps.train_config import UNDECISIVE
+from ...trainers.train_config import UNDECISIVE
 from ..chat_settings import handwritten_prompts, prompt_sets
 from ..reading.parsing import Command, Parsed
 from ..recipe import Recipe

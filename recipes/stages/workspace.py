@@ -28,7 +28,7 @@ from ...modules.target.loading.hf_folder import folder_digest
 from ...modules.target.loading.loading import FASTEST, fastest_format, load_in_format, sketch_target
 from ...trainers import DraftModule
 from ...trainers.fitting import require_devices, require_processes
-from ...trainers.steps.train_config import decisive_settings
+from ...trainers.train_config import decisive_settings
 from ..planning.dry_run import Choice, choose_states, dry_run
 from ..recipe import Recipe
 from ..terminal.terminal_text import say

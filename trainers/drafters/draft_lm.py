@@ -15,7 +15,7 @@ from ...modules.drafters.draft_lm_config import DraftLMConfig, planned
 from ...modules.target.loading.hf_folder import folder_digest
 from ...modules.target.model import Target
 from ..base import DraftModule
-from ..steps.train_config import TrainConfig
+from ..train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...modules.drafters.eagle3 import Eagle3, Eagle3Config
 from ...modules.target.model import Target
-from ..steps.train_config import TrainConfig
+from ..train_config import TrainConfig
 from .eagle_base import FeatureModule, FeatureTrainConfig
 
 
@@ -23,7 +23,8 @@ class Eagle3Module(FeatureModule):
 
     Tokens are always the true ones: a drafter trained on its own guesses learns less. No loss compares its states with
     the target's, which they need not resemble in this method. A position is learned where the next token of the text
-    lies in the draft vocabulary; the official code asks it of the target's most probable token there.
+    lies in the draft vocabulary; the official code asks it of the target's most probable token there. The loss itself
+    is `VocabularyLoss` of `losses`, which `DraftModule.loss` calls.
 
     Raises:
         UserError: if a tap is no layer of the target or the widths do not fit; see DraftModule for others.

@@ -9,7 +9,7 @@ from ...modules.features import Features
 from ...modules.target.model import Target
 from ..base import DraftModule
 from ..losses.objectives import ObjectiveName
-from ..steps.train_config import TrainConfig
+from ..train_config import TrainConfig
 from .position_offsets import PositionConfig, with_offsets
 
 

@@ -6,7 +6,7 @@ from ...modules.drafters.hydra import Hydra
 from ...modules.drafters.hydra_heads import HydraConfig
 from ..base import DraftModule
 from ..losses.objectives import ObjectiveName
-from ..steps.train_config import TrainConfig
+from ..train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import ClassVar
 from ...modules.drafters.parts.lookahead_drafter import LookaheadConfig, LookaheadDrafter
 from ..base import DraftModule
 from ..losses.objectives import ObjectiveName
-from ..steps.train_config import TrainConfig
+from ..train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

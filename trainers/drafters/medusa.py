@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from ...modules.drafters.medusa import Medusa, MedusaConfig
 from ..base import DraftModule
 from ..losses.objectives import ObjectiveName
-from ..steps.train_config import TrainConfig
+from ..train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,8 +109,8 @@ class VocabularyLoss:
     """The target's distribution for its final states [..., D]; None when no objective reads it."""
     feature_weight: float = 0.0
     """Weight of the feature loss relative to the objective's 1."""
-    measure: "Measure" = field(default_factory=lambda: measured)
-    """Loss and figures of a chunk's logits: `measured`, or its compiled form."""
+    measure: "Measure" = field(default_factory=lambda: chunk_loss)
+    """Loss and figures of a chunk's logits: `chunk_loss`, or its compiled form."""
     chunk_elements: int | None = None
     """Logits in memory at once; None takes the device's CHUNK_ELEMENTS."""
 
@@ -210,10 +210,10 @@ class _Rows:
 
 
 Measure = Callable[[Tensor, Tensor, Tensor, TeacherOutput | None, ObjectiveName], tuple[Tensor, Tensor]]
-"""A function like `measured`."""
+"""A function like `chunk_loss`."""
 
 
-def measured(
+def chunk_loss(
     logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
     objective: ObjectiveName, *, whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -259,7 +259,7 @@ class _FusedOutput(TeacherOutput):
 
 
 def compiled_measure(compiler: Compiler) -> Measure:
-    """`measured` as a few kernels, which write none of the tensors of the vocabulary's width between logits and loss.
+    """`chunk_loss` as a few kernels, which write none of the tensors of the vocabulary's width between logits and loss.
 
     The number of tokens of a chunk becomes a symbol when it changes first, at the last chunk of a batch.
     """
@@ -267,7 +267,7 @@ def compiled_measure(compiler: Compiler) -> Measure:
     def run(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, log_p_NQ: Tensor | None, log_mass_N: Tensor | None,
             objective: ObjectiveName) -> tuple[Tensor, Tensor]:
         known = None if log_p_NQ is None else _FusedOutput(log_p_NQ=log_p_NQ, log_mass_N=log_mass_N)
-        return measured(logits_NQ, labels_N, valid_N, known, objective, whole=True)
+        return chunk_loss(logits_NQ, labels_N, valid_N, known, objective, whole=True)
 
     # No class of ours crosses into the graph: only tensors and the name of the loss are arguments that it is made for.
     form = compiler.compiled(run, dynamic=None)

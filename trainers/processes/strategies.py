@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ...modules.errors import UserError
 from ..steps.optimizers import Together
-from ..steps.train_config import TrainConfig
+from ..train_config import TrainConfig
 from .split_drafter import WholeCheckpoints, like, made_whole
 from .zero_strategy import ZERO_STAGES, ZeroDrafter
 

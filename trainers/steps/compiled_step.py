@@ -17,7 +17,7 @@ from ...modules.drafters.parts.decoder_block import Attention
 from ...modules.features import Features
 from ...modules.target.attention.flex_segments import FlexAttention, HeadShape
 from ...modules.target.model import Target
-from ..losses.chunked_losses import Measure, compiled_measure, measured
+from ..losses.chunked_losses import Measure, chunk_loss, compiled_measure
 
 PROBED = 8
 """Tokens of each conversation of the row on which the target is tried out."""
@@ -32,7 +32,7 @@ class CompiledStep:
 
     def __init__(self, compiler: Compiler | None) -> None:
         self.compiler = compiler
-        self.measure: Measure = measured if compiler is None else compiled_measure(compiler)
+        self.measure: Measure = chunk_loss if compiler is None else compiled_measure(compiler)
         self.flex: FlexAttention | None = None
         # A refusal is repeated at every step; the warning is not.
         self._said = set[str]()

@@ -7,7 +7,7 @@ from torch import Tensor
 from ...modules.drafters.bigram import Bigram, BigramConfig
 from ...modules.target.model import Target
 from ..base import DraftModule
-from ..steps.train_config import TrainConfig
+from ..train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

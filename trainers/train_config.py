@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...modules.config_checks import MOST_STEPS, check_bounds
-from ...modules.errors import UserError
-from ...modules.interfaces.drafter import DrafterConfig
-from ..losses.objectives import OBJECTIVES, ObjectiveName
-from .optimizers import OptimizerName
+from ..modules.config_checks import MOST_STEPS, check_bounds
+from ..modules.errors import UserError
+from ..modules.interfaces.drafter import DrafterConfig
+from .losses.objectives import OBJECTIVES, ObjectiveName
+from .steps.optimizers import OptimizerName
 
 Precision = Literal["auto", "32-true", "bf16-mixed"]
 """Lightning's names of precisions, and `auto`."""
