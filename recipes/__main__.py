@@ -23,7 +23,8 @@ COMMANDS = {
     "evaluate": ("artifact_commands", "artifact and prompts -> acceptance, speed, losslessness: JSON, Markdown, HTML"),
     "export": ("artifact_commands", "artifact -> files in the layout of another project or a serving engine"),
     "push": ("publishing", "artifact or exported folder -> a model on the Hugging Face Hub, with its card"),
-    "generate": ("artifact_commands", "prompt -> answer, drafted and verified, printed as it grows"),
+    "generate": ("answer_commands", "prompt -> answer, drafted and verified, printed as it grows"),
+    "chat": ("answer_commands", "messages -> answers in one conversation, with the model loaded once"),
 }
 """Each command: the file of `commands` whose COMMANDS defines it, and its line in `draftsmith --help`."""
 
@@ -153,6 +154,9 @@ def prepare_process() -> None:
         # A terminal that knows few characters shows the others as escapes instead of ending the command.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, TextIOWrapper):
+        # Input that is not UTF-8 is refused in a sentence by what reads it.
+        sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def one_line(message: Warning | str, *_: object, **__: object) -> str:

@@ -39,6 +39,7 @@ RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
 QUICK = {
     "evaluate": ("--limit", "2", "--max_new_tokens", "8", "--speed_prompts", "0"),
     "generate": ("--max_new_tokens", "8"),
+    "chat": ("--max_new_tokens", "8"),
     "specdec": ("--labels.examples", "64", "--labels.max_new_tokens", "16"),
 }
 """Options that are added to a command so that it takes a moment with the tiny target."""
@@ -76,6 +77,7 @@ class Reader:
         self.folder, self.monkeypatch, self.run = folder, monkeypatch, True
         self.module = ModuleType("document_example")
         monkeypatch.setitem(sys.modules, "document_example", self.module)
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
 
     def read(self, block: Block) -> None:
         """Run or parse a block."""

@@ -1,16 +1,12 @@
-"""The commands that use an artifact: evaluate, export, generate. They need none of the training extras."""
+"""The commands that measure or export an artifact: evaluate, export. They need none of the training extras."""
 
-import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ...data import ChatTemplate, read_prompts
 from ...export import (
-    FASTEST,
     EvaluateConfig,
     ExportSettings,
     Method,
@@ -29,22 +25,8 @@ from ...export import (
 from ...export.engines.trial import rounding_loss
 from ...export.layouts.parts.gguf_file import FLOAT32
 from ...export.layouts.registry import EXPORT_FORMATS, format_named, in_fewer_bits, require_number_format
-from ...modules import (
-    NONE,
-    DecodeSettings,
-    DecodeStats,
-    Request,
-    Target,
-    TargetConfig,
-    UserError,
-    load_target,
-    parse_joined,
-    stream,
-)
-from ...modules.decoding.pass_recorder import PassRecorder
-from ...modules.decoding.token_text import TokenText, visible
+from ...modules import TargetConfig, UserError, load_target
 from ...modules.target.loading.loading import gguf_of
-from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..chat_settings import (
     ARTIFACT_TARGET,
     TemplateConfig,
@@ -55,7 +37,6 @@ from ..chat_settings import (
     require_prompts,
 )
 from ..reading.parsing import Command, Parsed
-from ..terminal.draft_colours import MarkedAnswer, marks_for
 from ..terminal.terminal_text import say
 
 
@@ -129,130 +110,6 @@ def names(folders: Sequence[Path]) -> list[str | None]:
             for path in paths:
                 path.pop(end)
     return [str(Path(*path)) for path in paths]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateArguments:
-    """Arguments of `draftsmith generate`."""
-
-    artifact: Path
-    """Folder of the artifact."""
-    prompt: str
-    """Text of the user's message."""
-    max_new_tokens: int = 256
-    """Longest answer, in tokens."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_k: int = 0
-    """Sample among this many best tokens; 0 is all of them."""
-    top_p: float = 1.0
-    """Sample within this share of the probability."""
-    min_p: float = 0.0
-    """Sample among the tokens with at least this share of the best token's probability; 0 is all of them."""
-    repetition_penalty: float = 1.0
-    """Divide the logits of tokens that occurred by this, as transformers does; 1 changes nothing."""
-    seed: int = 0
-    """Seed of the sampled answer."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the answer."""
-    graphs: bool = False
-    """On a CUDA device, replay drafting, verification and commit as CUDA graphs; a last line says what could not be."""
-    compile: bool = False
-    """Compile the layers of target and draft with torch.compile, which takes minutes before the first words and pays in
-    long answers; a last line says where it fails."""
-    show_drafts: bool = False
-    """Mark who wrote each token: accepted guesses of the draft are green, rejected ones dim and struck through, the
-    rest is the target's own. Without colours ([accepted], ~rejected~) where the output is no terminal or NO_COLOR is
-    set; FORCE_COLOR asks for colours in files and pipes too."""
-    policy: str = FASTEST
-    """Draft policy: fastest (static or static+lookup, by the artifact's measurements), static (the tree tuned on the
-    machine that trained it), chain, eagle2, dyspec, sure, ...; with a number of nodes or tokens where you like,
-    static-16, chain-3; static+lookup also copies from the text; none drafts nothing."""
-    target: TargetConfig = field(default_factory=own_target)
-    """The target; the one that the artifact names by default."""
-    template: TemplateConfig = field(default_factory=TemplateConfig)
-    """Settings of its chat template."""
-    trust: bool = False
-    """Import the class that the artifact names where its family is none of this package's, which runs its code."""
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not is_temperature(self.temperature):
-            raise UserError(f"temperature must be {TEMPERATURES}, got {self.temperature}")
-        if self.policy != FASTEST:
-            parse_joined(self.policy)
-        self.decode_settings()
-
-    def decode_settings(self) -> DecodeSettings:
-        """The decoding loop's settings. Raises UserError when a number is out of its range."""
-        return DecodeSettings(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed,
-                              repetition_penalty=self.repetition_penalty, stop=self.stop, graphs=self.graphs,
-                              compile=self.compile)
-
-
-def generate(parsed: Parsed[GenerateArguments]) -> None:
-    """Stream the answer to a prompt, drafted and verified: the same words as the target alone, sooner."""
-    given = parsed.values
-    target = artifact_target(given.artifact, given.target)
-    artifact = load_artifact(given.artifact, target, trust=given.trust)
-    tokens = given.template.build(target).prompt([{"role": "user", "content": given.prompt}])
-    request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
-    settings = given.decode_settings()
-    recorder = PassRecorder() if given.show_drafts else None
-    drafter, policy = artifact.drafting(given.policy, temperature=given.temperature)
-    stats = DecodeStats()
-    artifact.target.compiler.watch = compile_notice()
-    passes = stream(artifact.target, request, settings, drafter=drafter, observer=recorder, policy=policy, stats=stats)
-    terminal = sys.stdout.isatty()
-    counts: list[int] = []
-    started = time.perf_counter()
-    counted = count_into(passes, counts)
-    marked = recorder and MarkedAnswer(target.tokenizer, marks_for(terminal, os.environ), recorder)
-    for text in marked.text(counted) if marked else readable(target, counted):
-        print(visible(text) if terminal and not marked else text, end="", flush=True)
-    seconds, drafted = time.perf_counter() - started, counts[1:]
-    print(f"\n\n{marked.summary()}" if marked else "", flush=True)
-    length = sum(drafted) / max(1, len(drafted))
-    print(f"[{sum(counts)} tokens: the first by the prompt's pass, {sum(drafted)} by {len(drafted)} more, "
-          f"{length:.2f} tokens per pass; {sum(counts) / seconds:.1f} tokens/s]", file=sys.stderr)
-    if stats.graph_refusal:
-        print(f"[not replayed as CUDA graphs: {stats.graph_refusal}]", file=sys.stderr)
-    if given.compile:
-        print(f"[not compiled: {stats.compile_refusal}]" if stats.compile_refusal else
-              f"[layers compiled in {stats.compile_seconds:.1f} s]", file=sys.stderr)
-    if policy.max_size == 1 and given.policy != NONE:
-        where = f" at temperature {given.temperature:g}" if given.temperature else ""
-        print(f"[nothing was drafted, because on this machine no tree makes decoding faster{where}; --policy "
-              f"static-{artifact.topology.size} drafts all the same]", file=sys.stderr)
-
-
-def compile_notice() -> Callable[[bool], None]:
-    """A watcher of a compiler that says once that it is at work."""
-    said = False
-
-    def watch(busy: bool) -> None:
-        nonlocal said
-        if busy and not said:
-            said = True
-            print("[compiling the layers: minutes at the first use on a machine]", file=sys.stderr, flush=True)
-
-    return watch
-
-
-def count_into(passes: Iterator[list[int]], counts: list[int]) -> Iterator[list[int]]:
-    """Pass the tokens on and note how many each pass emitted."""
-    for tokens in passes:
-        counts.append(len(tokens))
-        yield tokens
-
-
-def readable(target: Target, passes: Iterator[list[int]]) -> Iterator[str]:
-    """New text after each pass. A character whose bytes are not all there yet waits for the rest."""
-    pieces = TokenText(target.tokenizer)
-    for tokens in passes:
-        yield "".join(map(pieces.add, tokens))
-    yield pieces.rest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,5 +207,4 @@ COMMANDS: dict[str, Command[Any]] = {
     "evaluate": Command(name="evaluate", arguments=EvaluateArguments, run=evaluate_artifacts,
                         home=("evaluate", EvaluateConfig)),
     "export": Command(name="export", arguments=ExportArguments, run=export),
-    "generate": Command(name="generate", arguments=GenerateArguments, run=generate),
 }

@@ -14,8 +14,8 @@ class Marks:
 
     guessed: tuple[str, str]
     """Around an accepted guess of the draft."""
-    rejected: tuple[str, str]
-    """Around a rejected guess."""
+    rejected: tuple[str, str] | None
+    """Around a rejected guess; None leaves these out."""
     legend: str
     """Explanation of the marks."""
 
@@ -88,9 +88,9 @@ class MarkedAnswer:
         self.tokens += 1
         self.guessed += written.guessed
         # The guess is read before the token is taken. One that ends inside a character cannot be shown.
-        rejected = pieces.guess(written.rejected[0]) if written.rejected else ""
+        rejected = pieces.guess(written.rejected[0]) if written.rejected and self.marks.rejected else ""
         piece = visible(pieces.add(written.token))
-        before = "" if rejected.endswith("\N{REPLACEMENT CHARACTER}") else _around(
+        before = "" if rejected.endswith("\N{REPLACEMENT CHARACTER}") or self.marks.rejected is None else _around(
             self.marks.rejected, visible(rejected, breaks=False))
         return before + (_around(self.marks.guessed, piece) if written.guessed else piece)
 

@@ -15,7 +15,7 @@ import torch
 from draftsmith.data.answers.shard_queue import ShardQueue
 from draftsmith.data.store import feature_store
 from draftsmith.recipes.__main__ import main
-from draftsmith.recipes.commands import artifact_commands, pipeline
+from draftsmith.recipes.commands import answer_commands, pipeline
 from draftsmith.recipes.terminal.interruption import Stopped, call, stopped_by_signals
 from draftsmith.trainers import MedusaModule
 from safetensors.torch import load_file
@@ -144,7 +144,7 @@ def test_a_second_signal_does_not_wait_for_the_step(
 def test_other_commands_start_again(
     tiny_run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    signal_in(monkeypatch, artifact_commands, "stream", signal.SIGTERM)
+    signal_in(monkeypatch, answer_commands, "stream", signal.SIGTERM)
     assert main(["generate", "--artifact", str(tiny_run / "artifact"), "--prompt", "hello"]) == 143
     assert "stopped by a request to end (SIGTERM); nothing is half-written, and the same command starts again" in \
         capfd.readouterr().err

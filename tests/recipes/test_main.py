@@ -18,6 +18,7 @@ from draftsmith.modules import BASELINES
 from draftsmith.recipes.__main__ import COMMANDS, main
 from draftsmith.recipes.commands import (
     acceptance_head,
+    answer_commands,
     artifact_commands,
     compare_families,
     memory_plan,
@@ -37,7 +38,8 @@ FAMILIES = next(path for path in SHIPPED if path.stem == "families")
 RECIPES = [path for path in SHIPPED if "family" in read_recipe(str(path))]
 TINY = next(path for path in RECIPES if path.stem == "tiny")
 FILES = {"pipeline": pipeline, "compare_families": compare_families, "memory_plan": memory_plan,
-         "artifact_commands": artifact_commands, "acceptance_head": acceptance_head, "publishing": publishing}
+         "artifact_commands": artifact_commands, "answer_commands": answer_commands,
+         "acceptance_head": acceptance_head, "publishing": publishing}
 EVERY: dict[str, Command[Any]] = {name: command for file in FILES.values() for name, command in file.COMMANDS.items()}
 
 

@@ -98,7 +98,7 @@ def test_the_command_marks_the_same_answer(words: list[str], capfd: pytest.Captu
     kept = re.sub("\x1b\\[2;9m.*?\x1b\\[0m", "", answer)
     assert kept != answer
     assert re.sub("\x1b\\[(32|0)m", "", kept) == visible(plain)
-    found = re.search(r"\[(\d+) tokens: the first by the prompt's pass, (\d+) by (\d+) more, ([\d.]+) tokens per pass",
+    found = re.search(r"(\d+) tokens: the first by the prompt's pass, (\d+) by (\d+) more, ([\d.]+) tokens per pass",
                       shown.err)
     assert found
     tokens, drafted, passes = map(int, found.groups()[:3])
@@ -113,7 +113,7 @@ def test_every_policy_can_be_marked(words: list[str], policy: str, capfd: pytest
 
 
 def test_a_switch_needs_no_value(words: list[str]) -> None:
-    from draftsmith.recipes.commands.artifact_commands import COMMANDS
+    from draftsmith.recipes.commands.answer_commands import COMMANDS
 
     command: Command[object] = COMMANDS["generate"]
     for more, expected in ((["--show-drafts"], True), (["--show-drafts", "--seed", "3"], True), ([], False),

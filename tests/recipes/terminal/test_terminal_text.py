@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from draftsmith.recipes.__main__ import complain, main, one_line
-from draftsmith.recipes.commands import artifact_commands
+from draftsmith.recipes.commands import answer_commands
 from draftsmith.recipes.terminal.terminal_text import one_sentence, printable, say
 
 ESCAPE = "\x1b[2J\x1b]0;title\x07"
@@ -44,7 +44,7 @@ def test_the_name_of_a_target_is_shown_before_it_is_loaded(capsys: pytest.Captur
 
 
 def test_an_answer_on_a_terminal_shows_its_escapes(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(artifact_commands, "readable", lambda _target, passes: [ESCAPE for _ in passes])
+    monkeypatch.setattr(answer_commands, "readable", lambda _target, passes: [ESCAPE for _ in passes])
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)

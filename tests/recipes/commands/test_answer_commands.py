@@ -1,0 +1,179 @@
+"""`draftsmith chat`: one conversation with the model loaded once, in a terminal and in a pipe."""
+
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.data import ChatTemplate
+from draftsmith.modules import DecodeSettings, Request, Target, decode
+from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.commands import answer_commands
+from draftsmith.recipes.terminal.draft_colours import COLOURS
+
+LENGTH = 12
+
+
+class Terminal(io.StringIO):
+    """A terminal: what is typed into it, or what it shows."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Conversation:
+    """Calls of `draftsmith chat` with given input."""
+
+    def __init__(self, artifact: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.artifact, self.monkeypatch, self.capfd = artifact, monkeypatch, capfd
+        for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+            monkeypatch.delenv(name, raising=False)
+
+    def __call__(self, *words: object) -> int:
+        return main(["chat", "--artifact", str(self.artifact), "--max-new-tokens", str(LENGTH), *map(str, words)])
+
+    def piped(self, text: str | bytes, *words: object, code: int = 0) -> tuple[str, str]:
+        """(what was answered, what was reported) with the text in a pipe."""
+        content = text.encode() if isinstance(text, str) else text
+        self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+        assert self(*words) == code
+        return self.capfd.readouterr()
+
+    def typed(self, text: str, *words: object, code: int = 0) -> tuple[str, str]:
+        """(what a terminal shows, what was reported) once the text was typed into it."""
+        self.monkeypatch.setattr(sys, "stdin", Terminal(text))
+        self.monkeypatch.setattr(sys, "stdout", shown := Terminal())
+        assert self(*words) == code
+        return shown.getvalue(), self.capfd.readouterr().err
+
+
+@pytest.fixture
+def chat(tiny_run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Conversation:
+    return Conversation(tiny_run / "artifact", monkeypatch, capfd)
+
+
+def plain(target: Target, messages: Sequence[str], *, length: int = LENGTH) -> list[str]:
+    """The target's own answers to messages of one conversation."""
+    template, said, answers = ChatTemplate(target.tokenizer), list[dict[str, str]](), list[str]()
+    for message in messages:
+        said.append({"role": "user", "content": message})
+        request = Request(tuple(template.prompt(said)), 0, length)
+        tokens = decode(target, [request], DecodeSettings()).generations[0].tokens
+        answers.append(target.tokenizer.decode(tokens, skip_special_tokens=True))
+        said.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def test_each_line_of_a_pipe_is_a_turn_of_one_conversation(
+    chat: Conversation, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, load = [], answer_commands.artifact_target
+    monkeypatch.setattr(answer_commands, "artifact_target", lambda *given: loaded.append(1) or load(*given))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    answered, reported = chat.piped("hello\n\nand now?\nhello")
+    expected = plain(tiny_target, ["hello", "and now?", "hello"])
+    assert answered == "".join(f"{answer}\n\n" for answer in expected)
+    assert expected[0] != expected[2], "choose another message: the third answer shows that the others were read"
+    assert len(loaded) == 1
+    found = re.findall(r"^(\d+) tokens: the first by the prompt's pass, (\d+) by (\d+) more, ([\d.]+) tokens per pass",
+                       reported, flags=re.MULTILINE)
+    assert [int(one[0]) for one in found] == [LENGTH] * 3
+    assert all(f"{int(drafted) / int(passes):.2f}" == shown for _, drafted, passes, shown in found)
+
+
+def test_another_conversation_forgets_the_first(chat: Conversation, tiny_target: Target) -> None:
+    answered, _ = chat.piped("hello\nand now?\n/new\nhello\n")
+    expected = plain(tiny_target, ["hello", "and now?"])
+    assert answered == "".join(f"{answer}\n\n" for answer in (*expected, expected[0]))
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_a_terminal_marks_guesses_until_an_empty_line_or_the_end(
+    chat: Conversation, tiny_target: Target, end: str
+) -> None:
+    shown, _ = chat.typed(f"hello\nand now?\n{end}", "--max-new-tokens", 60)
+    legend = COLOURS.legend.partition(" · ")[0]
+    assert legend in shown
+    kept = shown.partition(legend)[2]
+    assert kept.count("\x1b[32m") > 0
+    expected = plain(tiny_target, ["hello", "and now?"], length=60)
+    assert re.sub("\x1b\\[(32|0)m", "", kept) == "\n> " + "".join(
+        f"{answer_commands.visible(answer)}\n\n> " for answer in expected)
+    assert "\x1b" not in chat.typed("hello\n", "--show_drafts", "false")[0]
+
+
+def interrupted_at(monkeypatch: pytest.MonkeyPatch, passes: int, number: int = signal.SIGINT) -> None:
+    """Send this process a signal before a pass of the first answer."""
+    original, calls = answer_commands.stream, []
+
+    def signalled(*given: Any, **more: Any) -> Iterator[list[int]]:
+        calls.append(1)
+        for place, tokens in enumerate(original(*given, **more)):
+            if place == passes and len(calls) == 1:
+                os.kill(os.getpid(), number)
+            yield tokens
+
+    monkeypatch.setattr(answer_commands, "stream", signalled)
+
+
+def test_an_interrupted_answer_stays_in_the_conversation(
+    chat: Conversation, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted_at(monkeypatch, 4)
+    words = ("--policy", "none", "--show_drafts", "false")
+    shown, reported = chat.typed("hello\nand now?\n", *words)
+    start, = plain(tiny_target, ["hello"], length=4)
+    template = ChatTemplate(tiny_target.tokenizer)
+    said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": start},
+            {"role": "user", "content": "and now?"}]
+    following = decode(tiny_target, [Request(tuple(template.prompt(said)), 0, LENGTH)], DecodeSettings()).generations[0]
+    assert "stopped; the conversation goes on with what was written" in reported
+    answers = [answer_commands.visible(text) for text in (
+        start, tiny_target.tokenizer.decode(following.tokens, skip_special_tokens=True))]
+    assert shown.partition("> ")[2] == f"{answers[0]}\n> {answers[1]}\n\n> "
+
+
+def test_other_signals_and_those_of_a_pipe_end_it(chat: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted_at(monkeypatch, 2, signal.SIGTERM)
+    assert "stopped by a request to end" in chat.typed("hello\nand now?\n", code=143)[1]
+    monkeypatch.undo()
+    interrupted_at(monkeypatch, 2)
+    assert "stopped by Ctrl-C" in chat.piped("hello\nand now?\n", code=130)[1]
+
+
+def test_the_end_of_the_context_is_explained(chat: Conversation, tiny_target: Target) -> None:
+    context, template = tiny_target.context_length, ChatTemplate(tiny_target.tokenizer)
+    long, before = "a" * context, len(template.prompt([{"role": "user", "content": ""}]))
+    remedy = rf"the target's context holds {context} tokens, and this conversation has \d+ before an answer; write /new"
+    # What is left of it is used: here seven tokens.
+    nearly = "a" * (context - before - 7)
+    shown, reported = chat.typed(f"{nearly}\nhello\n/new\n{long}\nhello\n", "--show_drafts", "false")
+    lines = [line for line in reported.splitlines() if "tokens" in line]
+    assert lines[0].startswith("7 tokens:")
+    assert re.match(f"the answer was cut off: {remedy}", lines[1])
+    assert re.match(remedy, lines[2])
+    assert re.match(remedy, lines[3])
+    assert lines[4].startswith(f"{LENGTH} tokens:")
+    assert shown.endswith(f"> {answer_commands.visible(plain(tiny_target, ['hello'])[0])}\n\n> ")
+    assert re.search(f"draftsmith: error: {remedy}", chat.piped(f"hello\n{long}\n", code=2)[1])
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    (b"hello\ncaf\xe9\n", "the message holds text that is not UTF-8"),
+    (b"a\0b\n", "the message holds text that is not UTF-8, or a null character"),
+    (b"a" * (answer_commands.MOST_CHARACTERS + 1), "a line of the input has more than 1,048,576 characters; give one")])
+def test_a_message_that_cannot_be_read_is_refused(chat: Conversation, text: bytes, says: str) -> None:
+    reported = chat.piped(text, code=2)[1]
+    assert says in reported
+    assert "Traceback" not in reported
+
+
+def test_a_conversation_of_nothing_ends(chat: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chat.piped("") == ("", "")
+    monkeypatch.setattr(sys, "stdin", None)
+    assert chat() == 0
