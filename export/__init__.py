@@ -14,8 +14,8 @@ from .layouts.kangaroo import import_kangaroo
 from .layouts.medusa import import_medusa
 from .layouts.parts.export_format import ExportSettings
 from .layouts.ppd import import_ppd
-from .layouts.registry import EVERY_FORMAT, FORMATS, export_adapted, export_artifact
-from .layouts.specdec import export_head, export_specdec, import_specdec
+from .layouts.registry import EVERY_FORMAT, FORMATS, export_artifact
+from .layouts.specdec import import_specdec
 from .report.markdown import terminal_table, write_report
 from .tuning import SampledTuning, Tuning, save_tuning
 
@@ -45,10 +45,7 @@ __all__ = [
     "Tuning",
     "busy_warning",
     "evaluate",
-    "export_adapted",
     "export_artifact",
-    "export_head",
-    "export_specdec",
     "import_eagle",
     "import_hydra",
     "import_kangaroo",

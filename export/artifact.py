@@ -99,6 +99,8 @@ class Artifact:
     """Changes of the target's weights; None if the artifact leaves the target unchanged."""
     heads: Mapping[float, StoredHead] = field(default_factory=dict)
     """Acceptance heads by the temperature that they are calibrated for."""
+    weights_sha256: str = ""
+    """Hash of the file of weights, by which exports and evaluations name it; empty for one that no folder holds."""
 
     @property
     def tree_size(self) -> int:
@@ -321,7 +323,7 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artif
     for stored in heads.values():
         stored.head.to(target.device)
     return Artifact(drafter=drafter, target=decoder, topology=topology, identity=identity, provenance=provenance,
-                    tuning=read_tuning(folder), adapter=adapter, heads=heads)
+                    tuning=read_tuning(folder), adapter=adapter, heads=heads, weights_sha256=config["weights_sha256"])
 
 
 def _rebuilt(family: type[Drafter], description: dict[str, Any], identity: TargetIdentity, weights: Path) -> Drafter:

@@ -12,6 +12,8 @@ from ..modules import UserError
 
 _SHOWN = 25
 """Last lines of a failed process that are shown."""
+_PATIENCE = 60
+"""Seconds in which an interpreter must answer: the first start from a slow disk takes some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +37,8 @@ class EngineProcess:
             asked: what is run, for an error.
 
         Raises:
-            UserError: if the interpreter cannot be started, or the process fails; with the end of its output.
+            UserError: if the process fails; with the end of its output.
         """
-        if not self.python.is_file():
-            raise UserError(f"there is no interpreter {self.python}; give the bin/python of an environment with "
-                            f"{self.engine}")
         with tempfile.TemporaryDirectory() as scratch:
             given, result = Path(scratch, "job.json"), Path(scratch, "result.json")
             given.write_text(json.dumps(job))
@@ -47,9 +46,40 @@ class EngineProcess:
             done = subprocess.run([str(self.python.absolute()), str(self.script), str(given), str(result)],
                                   # The files next to a script are no modules of its environment.
                                   cwd=self.folder, env={**os.environ, "PYTHONSAFEPATH": "1"}, text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+                                  errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
             if done.returncode != 0 or not result.is_file():
-                raise UserError(f"{self.engine} ended with code {done.returncode}, {asked}; its last lines:\n"
-                                + "\n".join(done.stdout.splitlines()[-_SHOWN:]))
+                last = "\n".join(done.stdout.strip().splitlines()[-_SHOWN:])
+                raise UserError(f"{self.engine} ended with code {done.returncode}, {asked}; "
+                                + (f"its last lines:\n{last}" if last else
+                                   "it printed nothing: try a machine with more memory, or run it by hand"))
             found: dict[str, Any] = json.loads(result.read_text())
         return found
+
+
+def require_engine(python: Path, engine: str, module: str) -> None:
+    """Refuse an interpreter that does not start, or has no engine, before anything is computed or written for it.
+
+    Args:
+        python: the interpreter.
+        engine: name of the engine, for people.
+        module: its Python module.
+
+    Raises:
+        UserError: if it is none of an environment with the engine.
+    """
+    give = f"give the bin/python of an environment with {engine}"
+    if not python.is_file():
+        raise UserError(f"there is no interpreter {python}; {give}")
+    look = f"import importlib.util as i, sys; p = i.find_spec({module.split('.')[0]!r}); print(sys.version_info[0], " \
+           f"bool(p and i.find_spec({module!r})))"
+    try:
+        done = subprocess.run([str(python.absolute()), "-c", look], env={**os.environ, "PYTHONSAFEPATH": "1"},
+                              stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_PATIENCE)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"no answer in {_PATIENCE} seconds"
+        raise UserError(f"{python} does not start ({reason}); {give}") from error
+    answer = done.stdout.split()[-2:]
+    if answer == [b"3", b"False"]:
+        raise UserError(f"there is no {engine} in the environment of {python}; {give}")
+    if done.returncode != 0 or answer != [b"3", b"True"]:
+        raise UserError(f"{python} does not answer as Python 3 does; {give}")

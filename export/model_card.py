@@ -70,7 +70,7 @@ def hub_card(card: str, config: Mapping[str, Any], licence: str, evaluation: Pat
         evaluation: evaluation.json of the artifact; None for none.
 
     Raises:
-        UserError: if the evaluation cannot be read or is that of another family.
+        UserError: if the evaluation cannot be read or is that of another artifact.
     """
     name, provenance = config["target"]["name"], config["provenance"]
     base = DEFAULT_HUB_ID if name == DEFAULT_NAME else name
@@ -81,7 +81,7 @@ def hub_card(card: str, config: Mapping[str, Any], licence: str, evaluation: Pat
         fields["base_model"] = base
     parts = [f"---\n{yaml.safe_dump(fields, sort_keys=False)}---", card.rstrip("\n")]
     if evaluation is not None:
-        parts += _measured(evaluation, config["family"])
+        parts += _measured(evaluation, config["weights_sha256"])
     recipe = provenance.get("recipe") or {}
     if "distill" in recipe:
         prompts, writer = recipe.get("prompts") or {}, recipe["distill"].get("answered_by", "target")
@@ -99,18 +99,23 @@ def hub_card(card: str, config: Mapping[str, Any], licence: str, evaluation: Pat
     return "\n\n".join(parts) + "\n"
 
 
-def _measured(file: Path, family: str) -> list[str]:
+def _measured(file: Path, weights: str) -> list[str]:
     found = read_object(file, _GIVE)
-    if found.get("family", family) != family:
-        raise UserError(f"{file} is the evaluation of a {found['family']} drafter, this one is {family}; give its own")
     try:
         groups = {"all": found, **found["by_category"]}
         rows = [f"| {name} | {one['prompts']} | {one['accepted_length']:.2f} |" for name, one in groups.items()]
         machine = found["header"]["machine"]["processor"]
         speed = f"{found['speedup']:.2f} times as fast as without drafts" if found["speedup"] else "not timed"
+        if found["speedup"] and found["contended"]:
+            speed += " (other programs used the machine meanwhile, so that this speed is not reliable)"
         text = (f"{found['method']} at temperature {found['temperature']:g}, batch {found['batch_size']}, "
                 f"{found['header']['dtype']} on {machine}: {speed}. The accepted length counts the tokens of a pass of "
                 "the target, its own included.")
-    except (KeyError, TypeError, ValueError) as error:
+        measured = found["header"].get("artifacts", {}).get(found["method"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} is no evaluation of draftsmith; {_GIVE}") from error
+    if measured != weights:
+        whose = f"of an artifact with the weights {measured[:12]}..." if measured else "that does not name its artifact"
+        raise UserError(f"{file} is an evaluation {whose}, this one has the weights {weights[:12]}...; give its own, "
+                        "which draftsmith evaluate writes")
     return ["## Measured", text, "\n".join(["| kind of prompt | prompts | accepted length |", "|---|---|---|", *rows])]

@@ -20,6 +20,8 @@ from ..layouts.registry import format_named
 SCRIPT = Path(__file__).with_name("vllm_run.py")
 TOLERANCE = 0.1
 """Largest difference of the accepted lengths, as a share of this project's."""
+EXACT = "float32"
+"""The number format in which drafts change no answer."""
 BATCH_SIZES = (1, 8)
 """Requests at once."""
 
@@ -32,12 +34,16 @@ class TrialSettings:
     """Tokens of a draft."""
     max_new_tokens: int = 64
     """Tokens of an answer."""
+    dtypes: tuple[str, ...] = (EXACT, "bfloat16")
+    """Number formats of vLLM's passes; in `EXACT` the answers must be equal, in others it is counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTrial:
     """The same prompts with and without the draft, so many at once."""
 
+    dtype: str
+    """Number format of vLLM's passes."""
     batch_size: int
     plain_speed: float
     """Tokens per second without the draft."""
@@ -64,7 +70,7 @@ class Trial:
     @property
     def fault(self) -> str:
         """The first fault, in a sentence; empty where all is as it must be."""
-        for one in self.batches:
+        for one in (one for one in self.batches if one.dtype == EXACT):
             if one.equal < self.answers:
                 return (f"with drafts {self.engine} gives {self.answers - one.equal} of {self.answers} other answers "
                         f"than without, at batch {one.batch_size}")
@@ -73,11 +79,20 @@ class Trial:
                         f"this project's own chain {self.own_length:.2f}: it does not read the draft as it was trained")
         return ""
 
+    @property
+    def note(self) -> str:
+        """A sentence on the answers that rounding changes in half precision; empty where it changes none."""
+        rounded = {one.dtype: self.answers - one.equal for one in self.batches
+                   if one.dtype != EXACT and one.equal < self.answers}
+        return "".join(f"in {dtype} {changed} of {self.answers} answers are others with the draft, since a pass over "
+                       "several tokens rounds otherwise than a pass over one; where no word may change, serve it with "
+                       f"--dtype {EXACT}" for dtype, changed in rounded.items())
+
     def table(self) -> str:
         """The trial in Markdown."""
-        lines = ["| batch | tokens/s without | with the draft | ratio | equal answers | accepted length | of this "
-                 "project |", "|---|---|---|---|---|---|---|"]
-        lines += [f"| {one.batch_size} | {one.plain_speed:.1f} | {one.draft_speed:.1f} | "
+        lines = ["| number format | batch | tokens/s without | with the draft | ratio | equal answers | accepted "
+                 "length | of this project |", "|---|---|---|---|---|---|---|---|"]
+        lines += [f"| {one.dtype} | {one.batch_size} | {one.plain_speed:.1f} | {one.draft_speed:.1f} | "
                   f"{one.draft_speed / one.plain_speed:.2f} | {one.equal} of {self.answers} | "
                   f"{one.accepted_length:.2f} | {self.own_length:.2f} |" for one in self.batches]
         return "\n".join(lines)
@@ -95,7 +110,8 @@ class VllmProcess:
     """Largest context, in tokens."""
 
     def run(self, model: str, speculative: dict[str, Any] | None, prompts: Sequence[Sequence[int]], *,
-            max_tokens: int, batch_sizes: Sequence[int] = (8,), loader: dict[str, Any] | None = None) -> dict[str, Any]:
+            max_tokens: int, batch_sizes: Sequence[int] = (8,), loader: dict[str, Any] | None = None,
+            dtype: str = EXACT) -> dict[str, Any]:
         """The result of `vllm_run.py`.
 
         Args:
@@ -105,13 +121,14 @@ class VllmProcess:
             max_tokens: tokens of each answer.
             batch_sizes: requests at once; all prompts are answered for each.
             loader: extra settings for loading.
+            dtype: number format of its passes.
 
         Raises:
             UserError: if the interpreter cannot be started, or the process fails; with the end of its output.
         """
-        job = {"model": model, "speculative": speculative, "loader": loader or {}, "max_tokens": max_tokens,
-               "prompts": [list(prompt) for prompt in prompts], "batch_sizes": list(batch_sizes),
-               "context": self.context}
+        job = {"model": model, "speculative": speculative, "dtype": dtype, "loader": loader or {},
+               "max_tokens": max_tokens, "prompts": [list(prompt) for prompt in prompts],
+               "batch_sizes": list(batch_sizes), "context": self.context}
         process = EngineProcess(engine="vLLM", python=self.python, script=SCRIPT, folder=self.folder)
         return process.run(job, f"drafts {json.dumps(speculative)}")
 
@@ -133,7 +150,7 @@ def served(artifact: Artifact, layout: str) -> Served:
 
 def try_export(artifact: Artifact, layout: str, folder: Path, python: Path, prompts: Sequence[Sequence[int]],
                settings: TrialSettings) -> Trial:
-    """Serve an exported draft with its target, greedy and in float32, and compare.
+    """Serve an exported draft with its target, greedy, with the draft and without, and compare.
 
     Args:
         artifact: the one that was exported.
@@ -156,18 +173,19 @@ def try_export(artifact: Artifact, layout: str, folder: Path, python: Path, prom
         context = max(map(len, prompts)) + settings.max_new_tokens + tokens + 1
         # Each run is a process of its own: vLLM gives no memory back.
         engine = VllmProcess(python, Path(scratch), context)
-        runs = [engine.run("target", method, prompts, max_tokens=settings.max_new_tokens, batch_sizes=BATCH_SIZES,
-                           loader=loader)
-                for method, loader in ((None, {}), ({**how.method, "model": str(folder.absolute()),
-                                                     "num_speculative_tokens": tokens}, how.loader))]
+        drafts = {**how.method, "model": str(folder.absolute()), "num_speculative_tokens": tokens}
+        runs = {dtype: [engine.run("target", method, prompts, max_tokens=settings.max_new_tokens, dtype=dtype,
+                                   batch_sizes=BATCH_SIZES, loader=loader)
+                        for method, loader in ((None, {}), (drafts, how.loader))] for dtype in settings.dtypes}
     batches = tuple(
-        BatchTrial(batch_size=plain["batch_size"], plain_speed=plain["tokens"] / plain["seconds"],
+        BatchTrial(dtype=dtype, batch_size=plain["batch_size"], plain_speed=plain["tokens"] / plain["seconds"],
                    draft_speed=drafted["tokens"] / drafted["seconds"],
                    equal=sum(map(list.__eq__, plain["answers"], drafted["answers"])),
                    # The engine counts accepted guesses; a pass emits the target's own token too.
                    accepted_length=1 + drafted["accepted"] / max(1, drafted["drafts"]))
-        for plain, drafted in zip(runs[0]["runs"], runs[1]["runs"], strict=True))
-    return Trial(engine=runs[1]["engine"], answers=len(prompts), own_length=own, batches=batches)
+        for dtype, (without, with_draft) in runs.items()
+        for plain, drafted in zip(without["runs"], with_draft["runs"], strict=True))
+    return Trial(engine=next(iter(runs.values()))[1]["engine"], answers=len(prompts), own_length=own, batches=batches)
 
 
 def chain_length(artifact: Artifact, prompts: Sequence[Sequence[int]], settings: TrialSettings) -> float:

@@ -1,9 +1,10 @@
 """One run of vLLM, in an environment of its own: `python vllm_run.py JOB.json RESULT.json`.
 
 The job has `model` (a folder), `speculative` (vLLM's configuration of drafts, or null for none), `loader` (its extra
-settings for loading), `prompts` (lists of token ids), `max_tokens`, `batch_sizes`, and `context` in tokens. The result
-has the answers, and for each batch size tokens, seconds and the counters of drafts. Greedy only: with a temperature
-vLLM 0.32 is wrong on a CPU (`utils/cpu_triton_utils.py` leaves the expanded temperature of drafted tokens unset).
+settings for loading), `dtype` (the number format of passes), `prompts` (lists of token ids), `max_tokens`,
+`batch_sizes`, and `context` in tokens. The result has the answers, and for each batch size tokens, seconds and the
+counters of drafts. Greedy only: with a temperature vLLM 0.32 is wrong on a CPU (`utils/cpu_triton_utils.py` leaves the
+expanded temperature of drafted tokens unset).
 """
 
 import json
@@ -53,7 +54,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
 
     started = time.perf_counter()
     speculative = {"speculative_config": job["speculative"]} if job["speculative"] else {}
-    engine = LLM(model=job["model"], skip_tokenizer_init=True, dtype="float32", max_model_len=job["context"],
+    engine = LLM(model=job["model"], skip_tokenizer_init=True, dtype=job["dtype"], max_model_len=job["context"],
                  enforce_eager=True, max_num_seqs=8, max_num_batched_tokens=max(256, job["context"]),
                  disable_log_stats=False, model_loader_extra_config=job["loader"], enable_prefix_caching=False,
                  **speculative)

@@ -69,6 +69,8 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     packing = target.linears.packing
     header = {**machine(target), "linear_layers": {"forms": packing.in_words, **asdict(packing)},
               "settings": asdict(config),
+              # By them `push` knows whose figures these are: an artifact's weights are of one target alone.
+              "artifacts": {method.name: method.weights_sha256 for method in schedule.methods},
               "graph_refusals": list(dict.fromkeys(one.graph_refusal for one in records if one.graph_refusal)),
               "compile_refusal": target.compiler.refusal if config.compile else "",
               "compile_seconds": target.compiler.seconds - compiled_before,

@@ -190,6 +190,8 @@ class Method:
     predicted_speedup: Callable[[int, float], float | None] | None = None
     """Speed-up that the cost model fitted on this machine predicts for a number of rows and their temperature; None
     without one."""
+    weights_sha256: str = ""
+    """Hash of the artifact's weights; empty for one that is not trained."""
 
     @classmethod
     def of(cls, artifact: Artifact, *, name: str | None = None, policy: str = STATIC,
@@ -216,7 +218,7 @@ class Method:
         family = artifact.drafter.family
         called = name or (family if artifact.adapter is None else f"{family} (changes the target)")
         return cls(name=called if policy == STATIC else f"{called}, {policy}",
-                   family=family, drafter=drafter, trees=trees,
+                   family=family, drafter=drafter, trees=trees, weights_sha256=artifact.weights_sha256,
                    policy_for=lambda rows, temperature: artifact.policy(policy, batch_size=rows,
                                                                         temperature=temperature),
                    predicted_speedup=lambda rows, temperature: artifact.predicted_speedup(

@@ -43,15 +43,16 @@ from .parts.eagle_folder import (
     NORMS,
     TAPS,
     eagle_config,
-    eagle_readme,
+    eagle_contents,
     first_table,
     linear_names,
+    sglang_command,
     third_table,
     twin,
 )
-from .parts.export_format import PLAIN, ExportFormat, ExportSettings, Served, without_settings
-from .parts.head_blocks import require_no_bias
-from .parts.layout_folder import stored, write_layout
+from .parts.export_format import PLAIN, ExportFormat, ExportSettings, Places, Served
+from .parts.head_blocks import output_bias
+from .parts.layout_folder import Contents, stored, write_layout
 from .parts.safetensors_reader import check_embedding, loaded, read_checkpoint
 
 EAGLE_FILE = "model.safetensors"
@@ -63,8 +64,7 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
 """Settings that are fixed in this implementation, with the values that a configuration may give them."""
 
 
-def export_eagle(drafter: Eagle | Eagle3, target: Target, out: Path,
-                 settings: ExportSettings = PLAIN) -> None:
+def export_eagle(drafter: Eagle | Eagle3, target: Target, folder: Path, settings: ExportSettings = PLAIN) -> Contents:
     """Write an EAGLE-1 or EAGLE-3 drafter as the official code and the serving engines read it.
 
     EAGLE-1's layout has no output layer: a reduced draft vocabulary becomes the whole one. EAGLE-3's has one, into
@@ -73,47 +73,45 @@ def export_eagle(drafter: Eagle | Eagle3, target: Target, out: Path,
     Args:
         drafter: bound to `target`.
         target: the model it drafts for.
-        out: new, empty, or an earlier export.
+        folder: an empty one.
         settings: number format of the matrices, one of `COMPRESSED`; below 16 bits vLLM alone reads them.
-
-    Raises:
-        UserError: if the drafter has FSPAD's changes, or the target's output layer has a bias and would be written.
     """
     weights = settings.weights
     if isinstance(drafter, Eagle):
-        _refuse_changes(drafter, "eagle")
         tensors, table = first_tensors(drafter), first_table(drafter)
         # EAGLE-1's official code loads its own embedding; EAGLE-3's readers take the target's.
         tensors |= stored({EMBEDDING: target.model.get_input_embeddings().weight})
     else:
         tensors, table = third_tensors(drafter, target), third_table(drafter)
     linear = linear_names(table, drafter)
-    write_layout(out, EAGLE_FILE, compressed(tensors, linear, weights), compressed_table(table, linear, weights),
-                 eagle_config(drafter, target) | compressed_config(weights, linear),
-                 eagle_readme(drafter, target) + compressed_note(weights, linear))
+    table = compressed_table(table, linear, weights)
+    write_layout(folder, EAGLE_FILE, compressed(tensors, linear, weights), table,
+                 eagle_config(drafter, target) | compressed_config(weights, linear))
+    return eagle_contents(drafter, table, *compressed_note(weights, linear))
 
 
-def export_eagle_sglang(drafter: Eagle, target: Target, out: Path) -> None:
+def export_eagle_sglang(drafter: Eagle, target: Target, folder: Path, settings: ExportSettings) -> Contents:
     """Write an EAGLE-1 drafter as SGLang reads it, with a bias of zeros where it has none: SGLang would take random
-    numbers.
-
-    Raises:
-        UserError: if the drafter has FSPAD's changes.
-    """
-    _refuse_changes(drafter, "eagle-sglang")
+    numbers."""
     tensors = {"fc.bias": torch.zeros(drafter.block.hidden_size), **first_tensors(drafter)}
     config = {**eagle_config(drafter, target), "architectures": ["LlamaForCausalLMEagle"]}
-    write_layout(out, EAGLE_FILE, tensors, first_table(drafter, sglang=True), config,
-                 eagle_readme(drafter, target, sglang=True))
+    table = first_table(drafter, sglang=True)
+    write_layout(folder, EAGLE_FILE, tensors, table, config)
+    return Contents(title="EAGLE-1 drafter", table=table, paragraphs=(
+        "In the layout of SafeAILab/EAGLE with SGLang's name of it, for which it drafts a tree (EAGLE-2). The "
+        "artifact's tree is not part of it.",))
 
 
-def _refuse_changes(drafter: Eagle, format_name: str) -> None:
-    """Refuse FSPAD's changes. Raises UserError when the drafter was trained with one."""
+def refusal(drafter: Eagle | Eagle3, target: Target) -> str:
+    """The refusal of EAGLE-1 with FSPAD's changes, and of EAGLE-3 whose target's output layer has a bias; empty for any
+    other."""
+    if isinstance(drafter, Eagle3):
+        return output_bias(target)
     settings = {"feature_sampling": drafter.config.feature_sampling,
                 "partial_alignment": drafter.config.partial_alignment}
-    if changed := [name for name, chosen in settings.items() if chosen]:
-        raise UserError(f"this drafter has {' and '.join(changed)}, which the format {format_name} cannot hold and no "
-                        "serving engine runs; train without it to export")
+    changed = " and ".join(name for name, chosen in settings.items() if chosen)
+    return changed and (f"this drafter has {changed}, which no layout holds and no serving engine runs; train without "
+                        "it to export")
 
 
 def first_tensors(drafter: Eagle) -> dict[str, Tensor]:
@@ -122,12 +120,7 @@ def first_tensors(drafter: Eagle) -> dict[str, Tensor]:
 
 
 def third_tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
-    """EAGLE-3's weights under their official names, in float32 on the CPU, each with memory of its own.
-
-    Raises:
-        UserError: if it shares an output layer with a bias, for which the layout has no place.
-    """
-    require_no_bias(target)
+    """EAGLE-3's weights under their official names, in float32 on the CPU, each with memory of its own."""
     tensors, own, weight_VD = drafter.state_dict(), drafter.output_parameters(0), target.output_weight()
     ids_Q, marks = tensors.pop("token_ids", None), {}
     tensors[OUTPUT] = own[0] if own else weight_VD if ids_Q is None else weight_VD[ids_Q]
@@ -288,10 +281,19 @@ def served_by_vllm(drafter: Eagle | Eagle3) -> Served:
     return Served(method={"method": drafter.family}, loader={})
 
 
+def _commands(drafter: Eagle | Eagle3, places: Places) -> dict[str, str]:
+    """The command of SGLang for EAGLE-3, whose `fc` it passes over where one layer is read."""
+    return {} if isinstance(drafter, Eagle) or len(drafter.taps) == 1 else {
+        "SGLang": sglang_command("EAGLE3", places, steps=3, width=1, tokens=4)}
+
+
 EAGLE = ExportFormat[Eagle | Eagle3](
-    name="eagle", content="EAGLE drafters", families=(Eagle, Eagle3), write=export_eagle, file=EAGLE_FILE,
-    weights=COMPRESSED, as_read=as_compressed, vllm=served_by_vllm,
+    name="eagle", content="EAGLE drafters", readers="the official code, vLLM; of EAGLE-3 also SGLang and TensorRT-LLM",
+    families=(Eagle, Eagle3), refusal=refusal, write=export_eagle, file=EAGLE_FILE, weights=COMPRESSED,
+    as_read=as_compressed, vllm=served_by_vllm, others=_commands,
     lost=lambda drafter: LOST_BIAS if isinstance(drafter, Eagle) and drafter.config.bias else "",
 )
-EAGLE_SGLANG = ExportFormat(name="eagle-sglang", content="EAGLE-1 drafters", families=(Eagle,),
-                            write=without_settings(export_eagle_sglang), file=EAGLE_FILE)
+EAGLE_SGLANG = ExportFormat(
+    name="eagle-sglang", content="EAGLE-1 drafters", readers="SGLang", families=(Eagle,), refusal=refusal,
+    write=export_eagle_sglang, file=EAGLE_FILE,
+    others=lambda drafter, places: {"SGLang": sglang_command("EAGLE", places, steps=3, width=4, tokens=16)})

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ...modules import DraftLM, Target
 from ...modules.drafters.draft_lm import as_model
 from ...modules.files.atomic_files import write_file
-from ...modules.files.owned_folders import whole_folder
 from .parts.compressed_tensors import (
     COMPRESSED,
     as_compressed,
@@ -24,9 +23,10 @@ from .parts.compressed_tensors import (
     compressed_table,
 )
 from .parts.export_format import PLAIN, ExportFormat, ExportSettings, Served
+from .parts.folder_readme import target_place
 from .parts.gguf_file import BFLOAT16, FLOAT32
-from .parts.layout_folder import EXPORT, layout_readme
-from .parts.tensor_table import Table, TensorForm, require_forms, with_table
+from .parts.layout_folder import Contents
+from .parts.tensor_table import Table, TensorForm, require_forms
 
 WEIGHTS = "model.safetensors"
 """The file of weights, by the name that transformers gives it."""
@@ -35,57 +35,64 @@ TRAINED = "draft_token_ids.json"
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
            "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
 """Number formats by their names in safetensors."""
+ASSISTED = """transformers decodes with it in Python, in this folder:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+target = AutoModelForCausalLM.from_pretrained("{target}")
+draft = AutoModelForCausalLM.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained(".")
+prompt = tokenizer("What is a draft horse?", return_tensors="pt")
+answer = target.generate(**prompt, assistant_model=draft, do_sample=False, max_new_tokens=64)
+print(tokenizer.decode(answer[0]))
+```"""
+"""Lines that decode with it; with weights of fewer bits transformers needs the library compressed-tensors."""
 
 
-def export_huggingface(drafter: DraftLM, target: Target, out: Path,
-                       settings: ExportSettings = PLAIN) -> None:
+def export_huggingface(drafter: DraftLM, target: Target, folder: Path, settings: ExportSettings = PLAIN) -> Contents:
     """Write a draft language model as config.json, model.safetensors, generation_config.json and tokenizer files.
 
     The folder holds the target's whole vocabulary, since engines compare ids: a reduced output layer becomes a whole
-    one, in which the tokens that the draft never learnt keep the initial rows. A mask token, where there is one, has
-    the id `mask_token_id`.
+    one, in which the tokens that the draft never learnt have the mean of the trained rows. A mask token, where there is
+    one, has the id `mask_token_id`.
 
     Args:
         drafter: bound to `target`.
         target: the model it drafts for.
-        out: new, empty, or an earlier export.
+        folder: an empty one.
         settings: number format of the matrices, one of `COMPRESSED`; float32 keeps that of the model.
-
-    Raises:
-        UserError: if its reduced output layer cannot be completed, or `out` cannot be written.
     """
     model, weights = as_model(drafter), settings.weights
     if target.model.generation_config is not None:
         model.generation_config = copy.deepcopy(target.model.generation_config)
-    with whole_folder(out, EXPORT) as partial:
-        # One file, however large: engines read a draft whole.
-        model.save_pretrained(partial, max_shard_size="1TB")
-        target.tokenizer.save_pretrained(partial)
-        config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
-        # Engines read keys that transformers has renamed, and one of mask tokens, for which it has none.
-        config["torch_dtype"] = config.get("dtype") or config.get("torch_dtype")
-        rope = config.get("rope_parameters") or {}
-        config |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-        config |= {} if drafter.config.mask_token_id is None else {"pard_token": drafter.config.mask_token_id}
-        embedding = model.get_input_embeddings().weight
-        linear = {f"{name}.weight" for name, module in model.named_modules()
-                  if isinstance(module, nn.Linear) and module.weight is not embedding}
-        table = compressed_table(_table(partial), linear, weights)
-        if weights != FLOAT32:
-            held = compressed(load_file(partial / WEIGHTS), linear, weights)
-            save_file(held, partial / WEIGHTS, metadata={"format": "pt"})
-            config |= {**compressed_config(weights, linear), "dtype": BFLOAT16}
-        # The header alone: the tensors are not read again.
-        with safe_open(partial / WEIGHTS, "pt") as opened:
-            slices = {name: opened.get_slice(name) for name in [*opened.keys()]}
-            forms = {name: TensorForm(tuple(one.get_shape()), FORMATS[one.get_dtype()])
-                     for name, one in slices.items()}
-        require_forms(forms, table)
-        write_file(partial / "config.json", json.dumps(config, indent=2) + "\n")
-        readme = _readme(drafter, target) + compressed_note(weights, linear)
-        write_file(partial / "README.md", with_table(readme, WEIGHTS, table))
-        if drafter.token_ids is not None:
-            write_file(partial / TRAINED, json.dumps(drafter.token_ids.tolist()) + "\n")
+    # One file, however large: engines read a draft whole.
+    model.save_pretrained(folder, max_shard_size="1TB")
+    target.tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # Engines read keys that transformers has renamed, and one of mask tokens, for which it has none.
+    config["torch_dtype"] = config.get("dtype") or config.get("torch_dtype")
+    rope = config.get("rope_parameters") or {}
+    config |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    config |= {} if drafter.config.mask_token_id is None else {"pard_token": drafter.config.mask_token_id}
+    embedding = model.get_input_embeddings().weight
+    linear = {f"{name}.weight" for name, module in model.named_modules()
+              if isinstance(module, nn.Linear) and module.weight is not embedding}
+    table = compressed_table(_table(folder), linear, weights)
+    if weights != FLOAT32:
+        held = compressed(load_file(folder / WEIGHTS), linear, weights)
+        save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
+        config |= {**compressed_config(weights, linear), "dtype": BFLOAT16}
+    # The header alone: the tensors are not read again.
+    with safe_open(folder / WEIGHTS, "pt") as opened:
+        slices = {name: opened.get_slice(name) for name in [*opened.keys()]}
+        forms = {name: TensorForm(tuple(one.get_shape()), FORMATS[one.get_dtype()])
+                 for name, one in slices.items()}
+    require_forms(forms, table)
+    write_file(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    if drafter.token_ids is not None:
+        write_file(folder / TRAINED, json.dumps(drafter.token_ids.tolist()) + "\n")
+    return _contents(drafter, target, table, *compressed_note(weights, linear))
 
 
 def _table(folder: Path) -> Table:
@@ -98,32 +105,28 @@ def _table(folder: Path) -> Table:
             for name, tensor in model.state_dict().items() if name not in tied}
 
 
-def _readme(drafter: DraftLM, target: Target) -> str:
+def _contents(drafter: DraftLM, target: Target, table: Table, *notes: str) -> Contents:
     depths, mask = drafter.config.depths, drafter.config.mask_token_id
-    paragraphs = [
-        f"{drafter.num_layers} layers with the vocabulary and tokenizer of the target. Serve it with",
-        "* transformers: `target.generate(..., assistant_model=draft)`\n"
-        "* vLLM: `--speculative-config '{\"method\": \"draft_model\", \"model\": \"THIS_FOLDER\", "
-        f"\"num_speculative_tokens\": {max(3, depths)}}}'`",
-    ]
+    paragraphs = [f"{drafter.num_layers} layers with the vocabulary and tokenizer of the target."]
     if mask is not None:
         paragraphs.append(f"It answers {depths} tokens in one pass through mask tokens, whose id is {mask} "
-                          "(`pard_token`): add `\"parallel_drafting\": true` there.")
+                          "(`pard_token`), which vLLM calls `parallel_drafting`.")
     elif depths > 1:
         paragraphs.append("It was trained to answer several tokens in one pass through a mask token that has no id and "
                           "is not in this folder: here it drafts one by one. Train with `mask_token_id` to export it.")
     if drafter.token_ids is not None:
         paragraphs.append(f"Its output layer was trained for the {len(drafter.token_ids)} tokens in {TRAINED} alone; "
                           "the rows of all others are the mean of the trained ones, so that none is drafted.")
-    return layout_readme("A draft language model", target, *paragraphs)
+    return Contents(title="A draft language model", table=table, paragraphs=(*paragraphs, *notes),
+                    example=ASSISTED.format(target=target_place(target.identity.name)))
 
 
 def _served(drafter: DraftLM) -> Served:
     masks = {"parallel_drafting": True} if drafter.config.mask_token_id is not None else {}
-    return Served(method={"method": "draft_model", **masks}, loader={})
+    return Served(method={"method": "draft_model", **masks}, loader={}, tokens=max(3, drafter.config.depths))
 
 
 HUGGINGFACE = ExportFormat(
-    name="huggingface", content="draft language models", families=(DraftLM,), write=export_huggingface, file=WEIGHTS,
-    weights=COMPRESSED, as_read=as_compressed, vllm=_served, assistant=True,
+    name="huggingface", content="draft language models", readers="transformers, vLLM, SGLang", families=(DraftLM,),
+    write=export_huggingface, file=WEIGHTS, weights=COMPRESSED, as_read=as_compressed, vllm=_served, assistant=True,
 )

@@ -18,9 +18,9 @@ from ...modules import Hydra, HydraConfig, Target, UserError
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.target.draft_vocabulary import over_all_tokens
 from ..artifact import portable
-from .parts.export_format import ExportFormat, without_settings
+from .parts.export_format import ExportFormat, ExportSettings
 from .parts.head_blocks import tied
-from .parts.layout_folder import layout_readme, stored, write_layout
+from .parts.layout_folder import Contents, as_pickle, stored, write_layout
 from .parts.safetensors_reader import check_embedding, loaded, read_checkpoint
 from .parts.tensor_table import Table, TensorForm, layer_table
 
@@ -34,18 +34,12 @@ _UNUSED = (f"{_PREFIX}.embed_tokens.weight", f"{_PREFIX}.layers.0.self_attn.rota
 """Stored by the official code, and not read by it."""
 
 
-def export_hydra(drafter: Hydra, target: Target, out: Path) -> None:
+def export_hydra(drafter: Hydra, target: Target, folder: Path, settings: ExportSettings) -> Contents:
     """Write Hydra heads as the official code stores them.
 
     An output layer of all heads is written once for each. A reduced draft vocabulary becomes the whole one: of own
     layers, the other tokens get rows that never win (`over_all_tokens`).
-
-    Raises:
-        UserError: if its later blocks differ.
     """
-    if not drafter.config.tie_blocks and drafter.config.num_layers > 2:
-        raise UserError(f"the layout holds one block after the first, applied repeatedly; these heads have "
-                        f"{drafter.config.num_layers - 1}: train with tie_blocks: true")
     config = {
         "base_model_name_or_path": portable(target.identity.name),
         "grounded_heads": True,
@@ -54,14 +48,18 @@ def export_hydra(drafter: Hydra, target: Target, out: Path) -> None:
         "hydra_num_heads": drafter.config.num_heads,
         "hydra_num_layers": drafter.config.num_layers,
     }
-    readme = layout_readme(
-        "Hydra heads", target,
+    table = _table(drafter)
+    write_layout(folder, HYDRA_FILE, hydra_tensors(drafter, target), table, config)
+    return Contents(title="Hydra heads", table=table, paragraphs=(
         f"{drafter.config.num_heads} heads in the layout of zankner/Hydra, which reads a pickle:",
-        "```python\nimport torch\nfrom safetensors.torch import load_file\n\n"
-        f'torch.save(load_file("{HYDRA_FILE}"), "hydra_lm_head.pt")\n```',
-        "The tree of the artifact is not part of the layout.",
-    )
-    write_layout(out, HYDRA_FILE, hydra_tensors(drafter, target), _table(drafter), config, readme)
+        as_pickle(HYDRA_FILE, "hydra_lm_head.pt"), "The tree of the artifact is not part of the layout."))
+
+
+def _refusal(drafter: Hydra, target: Target) -> str:
+    """The refusal of heads whose later blocks differ; empty for any other."""
+    return "" if drafter.config.tie_blocks or drafter.config.num_layers <= 2 else (
+        f"the layout holds one block after the first, applied repeatedly; these heads have "
+        f"{drafter.config.num_layers - 1}: train with tie_blocks: true")
 
 
 def hydra_tensors(drafter: Hydra, target: Target) -> dict[str, Tensor]:
@@ -184,5 +182,5 @@ def _block(prefix: dict[str, Tensor], target: Target) -> BlockConfig:
                        num_kv_heads=max(1, keys // head_dim), head_dim=head_dim, norm_eps=like.norm_eps)
 
 
-HYDRA = ExportFormat(name="hydra", content="Hydra heads", families=(Hydra,), write=without_settings(export_hydra),
-                     file=HYDRA_FILE)
+HYDRA = ExportFormat(name="hydra", content="Hydra heads", readers="the official code", families=(Hydra,),
+                     refusal=_refusal, write=export_hydra, file=HYDRA_FILE)

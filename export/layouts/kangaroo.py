@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ...modules import Kangaroo, KangarooConfig, Target, UserError
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
-from .parts.export_format import ExportFormat, without_settings
-from .parts.layout_folder import layout_readme, stored, write_layout
+from .parts.export_format import ExportFormat, ExportSettings
+from .parts.layout_folder import Contents, as_pickle, stored, write_layout
 from .parts.safetensors_reader import loaded, read_checkpoint
 from .parts.tensor_table import TensorForm, attention_table
 
@@ -20,21 +20,9 @@ _EXIT, _GAMMA, _ETA = "draftsmith_exit_layer", "draftsmith_gamma", "draftsmith_e
 _IDS = "token_ids"
 
 
-def export_kangaroo(drafter: Kangaroo, target: Target, out: Path) -> None:
-    """Write a Kangaroo adapter as the official code reads it; a reduced draft vocabulary becomes the whole one.
-
-    Raises:
-        UserError: if its attention is not the official code's.
-    """
+def export_kangaroo(drafter: Kangaroo, target: Target, folder: Path, settings: ExportSettings) -> Contents:
+    """Write a Kangaroo adapter as the official code reads it; a reduced draft vocabulary becomes the whole one."""
     block = drafter.block
-    if block.rope_base != OFFICIAL_ROPE_BASE or block.rope_scaling is not None:
-        scaled = "" if block.rope_scaling is None else f" and {block.rope_scaling['rope_type']} scaling"
-        raise UserError(f"the official code rotates with the base {OFFICIAL_ROPE_BASE:g}, this adapter with "
-                        f"{block.rope_base:g}{scaled}; train with rope_base: {OFFICIAL_ROPE_BASE:g} to export")
-    # The official code computes the width of a head and reads no key for it.
-    if block.num_heads * block.head_dim != block.hidden_size:
-        raise UserError(f"the official code has heads of {block.hidden_size} / {block.num_heads} elements, this "
-                        f"adapter of {block.head_dim}; it decodes with draftsmith alone")
     tensors = {name: tensor for name, tensor in drafter.state_dict().items() if name != _IDS}
     table = {**attention_table("layers.0.", block, norms=("input_layernorm",)),
              "norm.weight": TensorForm((block.hidden_size,))}
@@ -55,15 +43,25 @@ def export_kangaroo(drafter: Kangaroo, target: Target, out: Path) -> None:
         _GAMMA: drafter.config.gamma,
         _ETA: drafter.config.eta,
     }
-    readme = layout_readme(
-        "Kangaroo adapter", target,
+    write_layout(folder, KANGAROO_FILE, stored(tensors), table, config)
+    return Contents(title="Kangaroo adapter", table=table, paragraphs=(
         "The adapter in the layout of Equationliu/Kangaroo, which reads a pickle:",
-        "```python\nimport torch\nfrom safetensors.torch import load_file\n\n"
-        f'torch.save(load_file("{KANGAROO_FILE}"), "pytorch_model.bin")\n```',
+        as_pickle(KANGAROO_FILE, "pytorch_model.bin"),
         f"Its options: `--exitlayer {drafter.exit_layer} --threshold {drafter.config.eta} --steps "
-        f"{drafter.config.gamma}`. The tree of the artifact is not part of the layout.",
-    )
-    write_layout(out, KANGAROO_FILE, stored(tensors), table, config, readme)
+        f"{drafter.config.gamma}`. The tree of the artifact is not part of the layout."))
+
+
+def _refusal(drafter: Kangaroo, target: Target) -> str:
+    """The refusal of an adapter whose attention is not the official code's; empty for any other."""
+    block = drafter.block
+    if block.rope_base != OFFICIAL_ROPE_BASE or block.rope_scaling is not None:
+        scaled = "" if block.rope_scaling is None else f" and {block.rope_scaling['rope_type']} scaling"
+        return (f"the official code rotates with the base {OFFICIAL_ROPE_BASE:g}, this adapter with "
+                f"{block.rope_base:g}{scaled}; train with rope_base: {OFFICIAL_ROPE_BASE:g} to export")
+    # The official code computes the width of a head and reads no key for it.
+    return "" if block.num_heads * block.head_dim == block.hidden_size else (
+        f"the official code has heads of {block.hidden_size} / {block.num_heads} elements, this adapter of "
+        f"{block.head_dim}; decode it with draftsmith")
 
 
 def import_kangaroo(folder: Path, target: Target, *, exit_layer: int | None = None) -> Kangaroo:
@@ -94,5 +92,5 @@ def import_kangaroo(folder: Path, target: Target, *, exit_layer: int | None = No
     return loaded(drafter, tensors, target, f"the Kangaroo adapter in {folder} does not fit")
 
 
-KANGAROO = ExportFormat(name="kangaroo", content="Kangaroo adapters", families=(Kangaroo,),
-                        write=without_settings(export_kangaroo), file=KANGAROO_FILE)
+KANGAROO = ExportFormat(name="kangaroo", content="Kangaroo adapters", readers="the official code", families=(Kangaroo,),
+                        refusal=_refusal, write=export_kangaroo, file=KANGAROO_FILE)

@@ -7,6 +7,7 @@ holds the tokens themselves, not offsets, and its layers are numbered by the sta
 Shapes: Q entries of the draft vocabulary.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,16 @@ from torch import Tensor
 from ...modules import DraftLM, Eagle3, Target, UserError
 from ...modules.drafters.draft_lm import as_model
 from ...modules.drafters.parts.rotary import frequencies
-from ...modules.files.atomic_files import write_file
-from ...modules.files.owned_folders import whole_folder
+from ...modules.target.submodel import config_of, fields_of
 from .eagle import borrows_output, third_tensors
 from .parts.compressed_tensors import OUTPUT
 from .parts.eagle_folder import MIDLAYER, third_table
-from .parts.export_format import ExportFormat, ExportSettings
+from .parts.export_format import ExportFormat, ExportSettings, Places
 from .parts.gguf_file import FLOAT32, WEIGHTS, gguf_forms, held, require_tokens, rounded, write_gguf
 from .parts.gguf_rope import BY_FACTORS, BY_KEYS, GgufRope, by_factors, by_keys, unsettled
-from .parts.layout_folder import EXPORT, layout_readme, stored
-from .parts.tensor_table import Table, TensorForm, require_forms, with_table
+from .parts.head_blocks import output_bias
+from .parts.layout_folder import Contents, stored
+from .parts.tensor_table import Table, TensorForm, require_forms
 
 GGUF_FILE = "draft.gguf"
 """The one file with settings, tokenizer and weights."""
@@ -35,6 +36,8 @@ NEIGHBOURS = ("llama", EAGLE3)
 """Architectures whose rotary embedding rotates neighbouring numbers; they alone have factors for its frequencies."""
 MODELS = ("llama", "qwen2", "qwen3")
 """Architectures of draft language models, which transformers and llama.cpp call the same."""
+PRECISELY = ("Keys and values are kept in float32 (`-ctk f32 -ctv f32 -fa off`): in llama.cpp's default, float16, an "
+             "answer can differ with drafts where two tokens are almost equally likely.")
 _TARGET_LAYERS = 3
 """Tapped layers that llama.cpp reads."""
 _THIRD = {"fc.weight": "fc.weight", "d2t": "d2t", "input_norm.weight": "enc.output_norm.weight",
@@ -42,37 +45,45 @@ _THIRD = {"fc.weight": "fc.weight", "d2t": "d2t", "input_norm.weight": "enc.outp
 """Names of EAGLE-3's tensors that a Llama has not."""
 
 
-def export_gguf(drafter: DraftLM | Eagle3, target: Target, out: Path, settings: ExportSettings) -> None:
+def export_gguf(drafter: DraftLM | Eagle3, target: Target, folder: Path, settings: ExportSettings) -> Contents:
     """Write a draft language model or an EAGLE-3 drafter as llama.cpp reads it.
 
     Args:
         drafter: bound to `target`.
         target: the model it drafts for.
-        out: new, empty, or an earlier export.
+        folder: an empty one.
         settings: GGUF file of the target, whose tokenizer is copied; number format of the matrices, one of `WEIGHTS`.
 
     Raises:
-        UserError: if llama.cpp does not run the drafter, the GGUF file is not the target's, or `out` cannot be written.
+        UserError: if the GGUF file is not the target's.
     """
+    file, weights = folder / GGUF_FILE, settings.weights
+    tokens = require_tokens(settings.target_gguf, target.vocab_size, target.identity.name)
+    held = f"`{Places.gguf}` stands for the target's GGUF file, {tokens.name}, from which the tokenizer was copied."
     if isinstance(drafter, Eagle3):
-        _require_known(drafter)
-    weights, tokens = settings.weights, require_tokens(settings.target_gguf, target.vocab_size, target.identity.name)
-    with whole_folder(out, EXPORT) as partial:
-        file = partial / GGUF_FILE
-        if isinstance(drafter, DraftLM):
-            paragraphs = [f"{drafter.num_layers} layers with the vocabulary of the target.", _serve("draft-simple")]
-            if drafter.config.depths > 1:
-                paragraphs.append("It was trained to answer several tokens in one pass through mask tokens, which "
-                                  "llama.cpp does not do with a draft model: here it drafts one by one.")
-            readme = layout_readme("A draft language model in GGUF", target, *paragraphs)
-            table = write_model(file, as_model(drafter), tokens, weights)
-        else:
-            readme = layout_readme(
-                "EAGLE-3 drafter in GGUF", target, "Its layers are numbered by the states before them: "
-                f"{[tap + 1 for tap in drafter.taps]}.", _serve("draft-eagle3"),
-                "The artifact's tree is not part of it.")
-            table = _write_third(file, drafter, target, tokens, weights)
-        write_file(partial / "README.md", with_table(readme, GGUF_FILE, table))
+        return Contents(title="EAGLE-3 drafter in GGUF", paragraphs=(
+            f"Its layers are numbered by the states before them: {[tap + 1 for tap in drafter.taps]}.", held, PRECISELY,
+            "The artifact's tree is not part of it."), table=_write_third(file, drafter, target, tokens, weights))
+    several = () if drafter.config.depths == 1 else (
+        "It was trained to answer several tokens in one pass through mask tokens, which llama.cpp does not do with a "
+        "draft model: here it drafts one by one.",)
+    return Contents(title="A draft language model in GGUF", paragraphs=(
+        f"{drafter.num_layers} layers with the vocabulary of the target.", held, PRECISELY, *several),
+        table=write_model(file, as_model(drafter), tokens, weights))
+
+
+def _refusal(drafter: DraftLM | Eagle3, target: Target) -> str:
+    """The refusal of a drafter that llama.cpp does not run, or only after its own conversion; empty for any other."""
+    if isinstance(drafter, DraftLM):
+        return _model_refusal(config_of(fields_of(drafter.architecture)))
+    config = drafter.config
+    wrong = {f"{drafter.num_layers} layers": drafter.num_layers != 1,
+             f"{len(drafter.taps)} tapped layers": len(drafter.taps) != _TARGET_LAYERS,
+             "fc_norm": config.fc_norm, "norm_output": config.norm_output}
+    found = " and ".join(setting for setting, is_wrong in wrong.items() if is_wrong)
+    return output_bias(target) if not found else (
+        f"llama.cpp runs EAGLE-3 with one layer, {_TARGET_LAYERS} tapped layers and neither fc_norm nor norm_output, "
+        f"this drafter has {found}; train another")
 
 
 # Draft language models -----------------------------------------------------------------------------------------------
@@ -91,7 +102,8 @@ def write_model(file: Path, model: Any, vocabulary: Path, weights: str = FLOAT32
         UserError: if llama.cpp does not run the model, or only after its own conversion.
     """
     config = model.config
-    _require_model(config)
+    if reason := _model_refusal(config):
+        raise UserError(reason)
     # Llama's rotary embedding is written as factors of its frequencies, that of Qwen as keys.
     said, length = config.rope_parameters, float(model.get_decoder().rotary_emb.attention_scaling)
     if config.model_type in NEIGHBOURS:
@@ -114,7 +126,7 @@ def write_model(file: Path, model: Any, vocabulary: Path, weights: str = FLOAT32
     return table
 
 
-def _require_model(config: Any) -> None:
+def _model_refusal(config: Any) -> str:
     own = "; export it with --format huggingface and convert that folder with llama.cpp's convert_hf_to_gguf.py"
     rope = config.rope_parameters or {}
     factors = config.model_type in NEIGHBOURS
@@ -130,8 +142,8 @@ def _require_model(config: Any) -> None:
         "rotated in part": rope.get("partial_rotary_factor", 1.0) != 1.0,
         "attending within a window": any(kind != "full_attention" for kind in getattr(config, "layer_types", []) or []),
     }
-    if found := [reason for reason, is_wrong in wrong.items() if is_wrong]:
-        raise UserError(f"the format gguf holds no draft language model {found[0]}{own}")
+    found = next((reason for reason, is_wrong in wrong.items() if is_wrong), "")
+    return found and f"the format gguf holds no draft language model {found}{own}"
 
 
 def _settings(*, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head: int, eps: float, base: float,
@@ -186,26 +198,18 @@ def _in_order(name: str, tensor: Tensor, kind: str, heads: tuple[int, int]) -> T
     return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
 
 
-def _serve(kind: str) -> str:
-    return f"`llama-server -m TARGET.gguf -md THIS_FOLDER/{GGUF_FILE} --spec-type {kind} --spec-draft-n-max 3`"
+def _command(drafter: DraftLM | Eagle3, places: Places) -> dict[str, str]:
+    kind = "draft-simple" if isinstance(drafter, DraftLM) else "draft-eagle3"
+    return {"llama.cpp": shlex.join([
+        "llama-server", "-m", places.gguf, "-md", f"{places.folder}/{GGUF_FILE}", "--spec-type", kind,
+        "--spec-draft-n-max", "3", "-ctk", "f32", "-ctv", "f32", "-fa", "off"])}
 
 
 # EAGLE-3 -------------------------------------------------------------------------------------------------------------
 
 
-def _require_known(drafter: Eagle3) -> None:
-    config = drafter.config
-    wrong = {f"{drafter.num_layers} layers": drafter.num_layers != 1,
-             f"{len(drafter.taps)} tapped layers": len(drafter.taps) != _TARGET_LAYERS,
-             "fc_norm": config.fc_norm, "norm_output": config.norm_output}
-    if found := [setting for setting, is_wrong in wrong.items() if is_wrong]:
-        raise UserError(f"llama.cpp runs EAGLE-3 with one layer, {_TARGET_LAYERS} tapped layers and neither fc_norm "
-                        f"nor norm_output, this drafter has {' and '.join(found)}; export it with --format eagle, or "
-                        "train another")
-
-
 def _write_third(file: Path, drafter: Eagle3, target: Target, vocabulary: Path, weights: str) -> Table:
-    """Write EAGLE-3; returns the table of its tensors. Raises UserError as `third_tensors` does."""
+    """Write EAGLE-3; returns the table of its tensors."""
     block, config = drafter.block, drafter.config
     heads = (block.num_heads, block.num_kv_heads)
     # llama.cpp does not read `t2d`, and takes a whole output layer from the target.
@@ -239,8 +243,8 @@ def _third_name(name: str) -> str:
 
 
 GGUF = ExportFormat[DraftLM | Eagle3](
-    name="gguf", content="draft language models and EAGLE-3 drafters", families=(DraftLM, Eagle3), write=export_gguf,
-    option="target_gguf", file=GGUF_FILE, weights=WEIGHTS,
+    name="gguf", content="draft language models and EAGLE-3 drafters", readers="llama.cpp", families=(DraftLM, Eagle3),
+    refusal=_refusal, write=export_gguf, option="target_gguf", file=GGUF_FILE, weights=WEIGHTS, others=_command,
     # llama.cpp rounds the embedding like any matrix.
     as_read=lambda weight, weights, linear: rounded(weight, weights),
 )

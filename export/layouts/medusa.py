@@ -8,6 +8,7 @@ Shapes: D hidden size, V target vocabulary, Q entries of the draft vocabulary.
 """
 
 import re
+import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -18,9 +19,9 @@ from ...modules import Medusa, MedusaConfig, Target, UserError
 from ...modules.target.draft_vocabulary import over_all_tokens
 from ..artifact import portable
 from .medusa_vllm import BLOCK, OUTPUT_OF_HEAD, take_output
-from .parts.export_format import ExportFormat, Served, without_settings
-from .parts.head_blocks import medusa_blocks, require_no_bias, tied
-from .parts.layout_folder import layout_readme, stored, write_layout
+from .parts.export_format import ExportFormat, ExportSettings, Served
+from .parts.head_blocks import medusa_blocks, output_bias, tied
+from .parts.layout_folder import Contents, stored, write_layout
 from .parts.safetensors_reader import loaded, read_checkpoint
 from .parts.tensor_table import TensorForm
 
@@ -30,15 +31,12 @@ _BLOCK = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
 _OUTPUT = re.compile(r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight")
 
 
-def export_medusa(drafter: Medusa, target: Target, out: Path) -> None:
+def export_medusa(drafter: Medusa, target: Target, folder: Path, settings: ExportSettings) -> Contents:
     """Write Medusa heads as FasterDecoding/Medusa, TGI and vLLM up to 0.32 load them.
 
     An output layer of all heads is written once for each, since no engine but vLLM has a place for a single one. A
     reduced draft vocabulary becomes the whole one. With a shared layer these are the same heads over more rows; own
     layers get rows for the other tokens that never win (`over_all_tokens`).
-
-    Raises:
-        UserError: if the output layer of the target has a bias.
     """
     width, layers = drafter.hidden_size, drafter.config.num_layers
     table: dict[str, TensorForm] = {}
@@ -59,26 +57,15 @@ def export_medusa(drafter: Medusa, target: Target, out: Path) -> None:
     }
     reduced = "" if entries is None or drafter.config.output == "shared" else (
         f" Only {entries} tokens are ever drafted: the output rows of the others are the mean of theirs.")
-    readme = layout_readme(
-        "Medusa heads", target,
-        f"{heads} heads in the layout of FasterDecoding/Medusa. Serve them with",
-        "* Text Generation Inference: `text-generation-launcher --model-id THIS_FOLDER --speculate "
-        f"{heads}`\n"
-        "* vLLM up to 0.32 (removed later): `--speculative-config '{\"method\": \"medusa\", "
-        f"\"model\": \"THIS_FOLDER\", \"num_speculative_tokens\": {heads}}}'`",
-        "These engines draft a chain from the best token of each head; the tree of the artifact is not used there."
-        + reduced,
-    )
-    write_layout(out, MEDUSA_FILE, medusa_tensors(drafter, target), table, config, readme)
+    write_layout(folder, MEDUSA_FILE, medusa_tensors(drafter, target), table, config)
+    return Contents(title="Medusa heads", table=table, paragraphs=(
+        f"{heads} heads in the layout of FasterDecoding/Medusa.",
+        "The engines below draft a chain from the best token of each head; the tree of the artifact is not used there. "
+        f"vLLM after 0.32 has no Medusa.{reduced}"))
 
 
 def medusa_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
-    """The heads under their FasterDecoding names, in float32 on the CPU, each tensor with memory of its own.
-
-    Raises:
-        UserError: if the output layer of the target has a bias.
-    """
-    require_no_bias(target)
+    """The heads under their FasterDecoding names, in float32 on the CPU, each tensor with memory of its own."""
     tensors = {f"{head}.{layer}.{part}": tensor for (head, layer, part), tensor in medusa_blocks(drafter).items()}
     for head in range(drafter.config.num_heads):
         own = drafter.output_parameters(head)
@@ -130,6 +117,9 @@ def import_medusa(folder: Path, target: Target) -> Medusa:
 
 
 MEDUSA_HEADS = ExportFormat(
-    name="medusa", content="Medusa heads", families=(Medusa,), write=without_settings(export_medusa), file=MEDUSA_FILE,
-    vllm=lambda drafter: Served(method={"method": "medusa"}, loader={}),
+    name="medusa", content="Medusa heads", readers="Text Generation Inference, vLLM up to 0.32", families=(Medusa,),
+    refusal=lambda drafter, target: output_bias(target), write=export_medusa, file=MEDUSA_FILE,
+    vllm=lambda drafter: Served(method={"method": "medusa"}, loader={}, tokens=drafter.config.num_heads),
+    others=lambda drafter, places: {"Text Generation Inference": shlex.join([
+        "text-generation-launcher", "--model-id", places.folder, "--speculate", str(drafter.config.num_heads)])},
 )

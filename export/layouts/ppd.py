@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ...modules import PromptTokens, PromptTokensConfig, Target, UserError
 from ..artifact import portable
-from .parts.export_format import ExportFormat, without_settings
-from .parts.layout_folder import layout_readme, stored, write_layout
+from .parts.export_format import ExportFormat, ExportSettings
+from .parts.layout_folder import Contents, stored, write_layout
 from .parts.safetensors_reader import loaded, read_checkpoint
 from .parts.tensor_table import TensorForm
 
@@ -20,7 +20,7 @@ _PLAIN = {"vt_attention_type": "ensemble", "aggregation_type": "mean", "num_exit
 """Settings of the official code that are the only ones here."""
 
 
-def export_ppd(drafter: PromptTokens, target: Target, out: Path) -> None:
+def export_ppd(drafter: PromptTokens, target: Target, folder: Path, settings: ExportSettings) -> Contents:
     """Write prompt tokens as the official code reads them; a reduced draft vocabulary becomes the whole one."""
     table = {_PROMPTS: TensorForm((drafter.virtual_nodes, drafter.hidden_size))}
     config = {
@@ -36,12 +36,11 @@ def export_ppd(drafter: PromptTokens, target: Target, out: Path) -> None:
     }
     one = ("" if drafter.copies == 1 else
            f" It decodes with one copy of each token; these have {drafter.copies}.")
-    readme = layout_readme(
-        "Prompt tokens", target,
+    write_layout(folder, PPD_FILE, stored({_PROMPTS: drafter.prompts}), table, config, config_file=PPD_CONFIG)
+    return Contents(title="Prompt tokens", table=table, paragraphs=(
         "The embeddings in the layout of hmarkc/parallel-prompt-decoding, a prompt-tuning adapter of PEFT. The "
         f"official code decodes Llama models, one prompt at a time.{one} The trees of the artifact are not part of the "
-        "layout.")
-    write_layout(out, PPD_FILE, stored({_PROMPTS: drafter.prompts}), table, config, readme, config_file=PPD_CONFIG)
+        "layout.",))
 
 
 def import_ppd(folder: Path, target: Target) -> PromptTokens:
@@ -68,5 +67,5 @@ def import_ppd(folder: Path, target: Target) -> PromptTokens:
     return loaded(drafter, own, target, f"the prompt tokens in {folder} do not fit")
 
 
-PPD = ExportFormat(name="ppd", content="prompt tokens", families=(PromptTokens,), write=without_settings(export_ppd),
-                   file=PPD_FILE)
+PPD = ExportFormat(name="ppd", content="prompt tokens", readers="the official code", families=(PromptTokens,),
+                   write=export_ppd, file=PPD_FILE)

@@ -1,33 +1,39 @@
 """Registry of the checkpoint layouts that an artifact can be exported to."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...modules import Target, UserError
-from ..artifact import Artifact
+from ...modules.files.atomic_files import write_file
+from ...modules.files.owned_folders import whole_folder
+from ..artifact import Artifact, portable
+from ..artifact_files import as_json
 from .eagle import EAGLE, EAGLE_SGLANG
 from .huggingface import HUGGINGFACE
 from .hydra import HYDRA
 from .kangaroo import KANGAROO
 from .llama_cpp import GGUF
 from .medusa_vllm import MEDUSA_VLLM
-from .merged_target import MEDUSA, MERGED
+from .merged_target import MEDUSA, MERGED, TARGET
 from .openvino import OPENVINO
 from .parts.export_format import PLAIN, ExportFormat, ExportSettings
+from .parts.folder_readme import folder_readme
 from .parts.gguf_file import FLOAT32
+from .parts.layout_folder import EXPORT, ORIGIN, Contents
 from .ppd import PPD
 from .specdec import SPECDEC
 from .speculators import SPECULATORS
 
 EXPORT_FORMATS: tuple[ExportFormat[Any], ...] = (
     EAGLE, EAGLE_SGLANG, HUGGINGFACE, SPECULATORS, GGUF, OPENVINO, HYDRA, KANGAROO, MERGED, MEDUSA, MEDUSA_VLLM, PPD,
-    SPECDEC,
+    SPECDEC, TARGET,
 )
 """All layouts, in the order of the tables."""
 EVERY_FORMAT: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS))
 """Their names."""
 FORMATS: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS if one.write is not None))
-"""Names of those that hold a drafter, which `export_artifact` accepts."""
+"""Names of those that hold a drafter."""
 
 
 def format_named(name: str) -> ExportFormat[Any]:
@@ -38,50 +44,67 @@ def format_named(name: str) -> ExportFormat[Any]:
     return found
 
 
+def formats_of(artifact: Artifact) -> list[ExportFormat[Any]]:
+    """The layouts that hold the artifact's drafter with its settings, by the layouts' own checks."""
+    drafter = artifact.drafter
+    if artifact.adapter is not None or drafter.export_refusal is not None:
+        return []
+    return [one for one in EXPORT_FORMATS if one.write is not None and isinstance(drafter, one.families)
+            and not one.refusal(drafter, artifact.target)]
+
+
 def export_artifact(artifact: Artifact, target: Target, format_name: str, out: Path,
                     settings: ExportSettings = PLAIN) -> Path:
     """Write `artifact` in the layout of another project to `out` (new, empty, or an earlier export); returns it.
 
     Args:
-        artifact: the drafter.
+        artifact: the drafter, or what else of an artifact the format holds.
         target: the model it drafts for.
-        format_name: one of `FORMATS`.
+        format_name: one of `EVERY_FORMAT`.
         out: the folder.
         settings: what single formats need.
 
     Raises:
         UserError: if the format is unknown or cannot hold the drafter, or `out` cannot be written.
     """
+    chosen = format_named(format_name)
+    write = _writer(chosen, artifact, target, settings)
+    with whole_folder(out, EXPORT) as scratch:
+        contents = write(scratch)
+        # A readable copy of what `push` compares: the marker of the folder stays on this machine.
+        write_file(scratch / ORIGIN, as_json(portable({
+            "format": chosen.name, "family": artifact.drafter.family, "weights_sha256": artifact.weights_sha256,
+            "target": artifact.identity.to_dict()})))
+        write_file(scratch / "README.md", folder_readme(chosen, artifact, contents, formats_of(artifact)))
+    return out
+
+
+def _writer(chosen: ExportFormat[Any], artifact: Artifact, target: Target,
+            settings: ExportSettings) -> Callable[[Path], Contents]:
+    """The part of a format that writes this artifact. Raises UserError where it cannot."""
+    drafter, fitting = artifact.drafter, ", ".join(one.name for one in formats_of(artifact))
+    part = chosen.write_head or (chosen.write_target if artifact.adapter is None else chosen.write_adapted)
+    if part is not None:
+        return lambda folder: part(artifact, folder, settings)
     if artifact.adapter is not None:
-        raise ValueError("an artifact that changes its target is exported by export_adapted")
-    chosen = next((one for one in EXPORT_FORMATS if one.name == format_name), None)
-    if chosen is None or chosen.write is None:
-        raise UserError(f"unknown export format {format_name!r}; choose one of {', '.join(FORMATS)}"
-                        f"{'' if chosen is None else chosen.instead}")
-    require_number_format(chosen, settings.weights)
+        able = ", ".join(one.name for one in EXPORT_FORMATS if one.write_adapted is not None)
+        raise UserError(f"this artifact changes its target, which the format {chosen.name!r} cannot hold; choose one "
+                        f"of {able}")
     # A family that no engine runs says why; the refusal of a format would send it to one of its own.
-    if artifact.drafter.export_refusal is not None:
-        raise UserError(artifact.drafter.export_refusal)
+    if drafter.export_refusal is not None:
+        raise UserError(drafter.export_refusal)
+    write = chosen.write
+    if write is None:
+        raise UserError(f"the format {chosen.name} holds the target of an artifact that changes it, and this one does "
+                        f"not; choose --format {fitting or 'target'}")
+    require_number_format(chosen, settings.weights)
     # A class of another package may derive from one of these, and is then written as its base.
-    if not isinstance(artifact.drafter, chosen.families):
-        raise UserError(f"the format {chosen.name} holds {chosen.content}, this artifact is {artifact.drafter.family}; "
-                        "export that family in its own format")
-    chosen.write(artifact.drafter, target, out, settings)
-    return out
-
-
-def export_adapted(artifact: Artifact, format_name: str, out: Path) -> Path:
-    """Write an artifact that changes its target to `out` (new, empty or an earlier export); returns it.
-
-    Raises:
-        UserError: if the format cannot hold an adapted target or these heads, or `out` cannot be written.
-    """
-    writers = {one.name: one.write_adapted for one in EXPORT_FORMATS if one.write_adapted is not None}
-    if format_name not in writers:
-        raise UserError(f"this artifact changes its target, which the format {format_name!r} cannot hold; choose "
-                        f"one of {', '.join(writers)}")
-    writers[format_name](artifact, out)
-    return out
+    if not isinstance(drafter, chosen.families):
+        raise UserError(f"the format {chosen.name} holds {chosen.content}, this artifact is {drafter.family}; "
+                        + (f"choose --format {fitting}" if fitting else "decode it with draftsmith"))
+    if reason := chosen.refusal(drafter, target):
+        raise UserError(f"{reason}, or choose --format {fitting}" if fitting else reason)
+    return lambda folder: write(drafter, target, folder, settings)
 
 
 def require_number_format(chosen: ExportFormat[Any], weights: str) -> None:

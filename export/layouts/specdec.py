@@ -13,26 +13,23 @@ from torch import Tensor
 
 from ...modules import AcceptanceHead, AcceptanceHeadConfig, Drafter, UserError
 from ..artifact import Artifact
-from .parts.export_format import ExportFormat
-from .parts.layout_folder import layout_readme, stored, write_layout
+from .parts.export_format import ExportFormat, ExportSettings
+from .parts.layout_folder import Contents, as_pickle, stored, write_layout
 from .parts.safetensors_reader import read_checkpoint
-from .parts.tensor_table import TensorForm
+from .parts.tensor_table import Table, TensorForm
 
 HEAD_FILE = "model.safetensors"
 """The official code reads the same tensors from pytorch_model.bin."""
 
 
-def export_head(artifact: Artifact, out: Path, temperature: float | None = None) -> Path:
-    """Write an acceptance head of an artifact to `out` (new, empty or an earlier export); returns it.
-
-    Args:
-        temperature: of the answers that the head is for; None takes the only one.
+def export_head(artifact: Artifact, folder: Path, settings: ExportSettings) -> Contents:
+    """Write an acceptance head of an artifact into an empty folder.
 
     Raises:
-        UserError: if the artifact has no such head, or several where none is named; if the head's blocks are separate,
-            or `out` cannot be written.
+        UserError: if the artifact has no head for the temperature of the settings, or several where none is named, or
+            the head's blocks are separate.
     """
-    heads = artifact.heads
+    heads, temperature = artifact.heads, settings.temperature
     held = ", ".join(f"{one:g}" for one in sorted(heads))
     if not heads:
         raise UserError("the format specdec holds an acceptance head, and this artifact has none; train one "
@@ -44,24 +41,19 @@ def export_head(artifact: Artifact, out: Path, temperature: float | None = None)
         raise UserError(f"this artifact has no acceptance head for temperature {temperature:g}, only for {held}; "
                         f"choose one of these, or train one with draftsmith specdec --temperatures '[{temperature:g}]'")
     chosen = heads[next(iter(heads)) if temperature is None else temperature]
-    return export_specdec(chosen.head, out, layout_readme(
-        "Acceptance head", artifact.target,
+    return Contents(title="Acceptance head", table=export_specdec(chosen.head, folder), paragraphs=(
         f"It judges the tokens of a {artifact.drafter.family} drafter by that drafter's states, for answers and drafts "
         f"sampled at {chosen.setting}: the layout itself says neither. Its rule: drafts of {chosen.least} to "
         f"{chosen.most} tokens end at a risk above {chosen.threshold:g}.",
         "The layout is that of Kaffaljidhmah2/SpecDec_pp, which reads a pickle:",
-        "```python\nimport torch\nfrom safetensors.torch import load_file\n\n"
-        f'torch.save(load_file("{HEAD_FILE}"), "pytorch_model.bin")\n```'))
+        as_pickle(HEAD_FILE, "pytorch_model.bin")))
 
 
-def export_specdec(head: AcceptanceHead, out: Path, readme: str) -> Path:
-    """Write a head as the official code stores it, in safetensors; returns its folder.
-
-    Args:
-        readme: text of README.md.
+def export_specdec(head: AcceptanceHead, folder: Path) -> Table:
+    """Write a head into an empty folder as the official code stores it, in safetensors; returns its tensors.
 
     Raises:
-        UserError: if its blocks are separate, which the official code cannot hold, or `out` cannot be written.
+        UserError: if its blocks are separate, which the official code cannot hold.
     """
     layers = head.config.num_layers
     if layers > 1 and not head.config.tie_blocks:
@@ -70,13 +62,12 @@ def export_specdec(head: AcceptanceHead, out: Path, readme: str) -> Path:
     tensors: dict[str, Tensor] = {f"model.{layers}.{name}": tensor for name, tensor in head.output.state_dict().items()}
     for layer in range(layers):
         tensors |= {f"model.{layer}.{name}": tensor for name, tensor in head.blocks[0].state_dict().items()}
-    config = {"hidden_size": head.width, "num_layers": layers}
     table = {f"model.{layers}.weight": TensorForm((2, head.width)), f"model.{layers}.bias": TensorForm((2,))}
     for layer in range(layers):
         table |= {f"model.{layer}.linear.weight": TensorForm((head.width, head.width)),
                   f"model.{layer}.linear.bias": TensorForm((head.width,))}
-    write_layout(out, HEAD_FILE, stored(tensors), table, config, readme)
-    return out
+    write_layout(folder, HEAD_FILE, stored(tensors), table, {"hidden_size": head.width, "num_layers": layers})
+    return table
 
 
 def import_specdec(folder: Path) -> AcceptanceHead:
@@ -106,5 +97,4 @@ def import_specdec(folder: Path) -> AcceptanceHead:
     return head.eval()
 
 
-SPECDEC: ExportFormat[Drafter] = ExportFormat(
-    name="specdec", write_head=export_head, instead="; specdec holds an acceptance head, which export_head writes")
+SPECDEC: ExportFormat[Drafter] = ExportFormat(name="specdec", write_head=export_head)

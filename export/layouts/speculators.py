@@ -10,7 +10,7 @@ from typing import Any
 
 from ...modules import Eagle3, Target
 from ..artifact import portable
-from .eagle import EAGLE_FILE, borrows_output, renamed, served_by_vllm, third_tensors
+from .eagle import EAGLE_FILE, borrows_output, refusal, renamed, served_by_vllm, third_tensors
 from .parts.compressed_tensors import (
     COMPRESSED,
     OUTPUT,
@@ -21,8 +21,8 @@ from .parts.compressed_tensors import (
     compressed_table,
 )
 from .parts.eagle_folder import FIRST, MIDLAYER, NORMS, entries, layer_config, linear_names, tapped, third_table, twin
-from .parts.export_format import PLAIN, ExportFormat, ExportSettings
-from .parts.layout_folder import layout_readme, write_layout
+from .parts.export_format import ExportFormat, ExportSettings
+from .parts.layout_folder import Contents, write_layout
 
 VERSION = "0.9.0"
 """The version of the library whose layout this is."""
@@ -30,13 +30,8 @@ _TOKENS = 3
 """Tokens of a draft where the server is not given a number."""
 
 
-def export_speculators(drafter: Eagle3, target: Target, out: Path,
-                       settings: ExportSettings = PLAIN) -> None:
-    """Write an EAGLE-3 drafter as vLLM and the speculators library read it; arguments as of `export_eagle`.
-
-    Raises:
-        UserError: if it shares an output layer with a bias.
-    """
+def export_speculators(drafter: Eagle3, target: Target, folder: Path, settings: ExportSettings) -> Contents:
+    """Write an EAGLE-3 drafter as vLLM and the speculators library read it; arguments as of `export_eagle`."""
     weights = settings.weights
     # The official layout has a second name of some norms for other engines; the library takes the target's output.
     left_out = {twin(layer) for layer in range(1, drafter.num_layers)}
@@ -46,9 +41,17 @@ def export_speculators(drafter: Eagle3, target: Target, out: Path,
     table = {renamed(name, MIDLAYER, FIRST): form for name, form in third_table(drafter).items()
              if name not in left_out}
     linear = linear_names(table, drafter)
-    config = _config(drafter, target) | compressed_config(weights, linear)
-    write_layout(out, EAGLE_FILE, compressed(tensors, linear, weights), compressed_table(table, linear, weights),
-                 config, _readme(drafter, target) + compressed_note(weights, linear))
+    held = compressed_table(table, linear, weights)
+    write_layout(folder, EAGLE_FILE, compressed(tensors, linear, weights), held,
+                 _config(drafter, target) | compressed_config(weights, linear))
+    name, width = portable(target.identity.name), drafter.block.hidden_size
+    other = "" if width == drafter.hidden_size else (
+        f" The library itself loads drafters of the target's width alone, this one is {width} wide.")
+    return Contents(title="EAGLE-3 drafter", table=held, paragraphs=(
+        f"In the layout of the speculators library {VERSION}. vLLM also serves the folder as a model of its own and "
+        "then takes the target from `speculators_config.verifier.name_or_path` in config.json, a name on the Hub or a "
+        f"folder: `{name}`.{other}",
+        *compressed_note(weights, linear), "The artifact's tree is not part of it."))
 
 
 def _config(drafter: Eagle3, target: Target) -> dict[str, Any]:
@@ -77,24 +80,8 @@ def _config(drafter: Eagle3, target: Target) -> dict[str, Any]:
     }
 
 
-def _readme(drafter: Eagle3, target: Target) -> str:
-    name = portable(target.identity.name)
-    width = drafter.block.hidden_size
-    other = "" if width == drafter.hidden_size else (
-        f" The library itself loads drafters of the target's width alone, this one is {width} wide.")
-    return layout_readme(
-        "EAGLE-3 drafter", target,
-        f"In the layout of the speculators library {VERSION}. vLLM serves it as a model and takes the target from "
-        f"`speculators_config.verifier.name_or_path` in config.json, now `{name}`, a name on the Hub or a folder."
-        f"{other}",
-        "`vllm serve THIS_FOLDER`",
-        "With another number of drafted tokens: `vllm serve TARGET --speculative-config '{\"model\": \"THIS_FOLDER\", "
-        "\"num_speculative_tokens\": 5}'`",
-        "The artifact's tree is not part of it.",
-    )
-
-
 SPECULATORS = ExportFormat(
-    name="speculators", content="EAGLE-3 drafters", families=(Eagle3,), write=export_speculators, file=EAGLE_FILE,
-    weights=COMPRESSED, as_read=as_compressed, vllm=served_by_vllm,
+    name="speculators", content="EAGLE-3 drafters", readers="vLLM, as a model of its own; the speculators library",
+    families=(Eagle3,), refusal=refusal, write=export_speculators, file=EAGLE_FILE, weights=COMPRESSED,
+    as_read=as_compressed, vllm=served_by_vllm,
 )

@@ -1,5 +1,6 @@
 """The commands that measure or export an artifact: evaluate, export. They need none of the training extras."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -7,12 +8,12 @@ from typing import Any
 
 from ...data import ChatTemplate, read_prompts
 from ...export import (
+    Artifact,
     EvaluateConfig,
     ExportSettings,
     Method,
     TrialSettings,
     evaluate,
-    export_adapted,
     export_artifact,
     load_artifact,
     measured_heads,
@@ -22,7 +23,10 @@ from ...export import (
     with_drift,
     write_report,
 )
+from ...export.engine_process import require_engine
 from ...export.engines.trial import rounding_loss
+from ...export.layouts.parts.export_format import ExportFormat, Places
+from ...export.layouts.parts.folder_readme import target_place
 from ...export.layouts.parts.gguf_file import FLOAT32
 from ...export.layouts.registry import EXPORT_FORMATS, format_named, in_fewer_bits, require_number_format
 from ...modules import TargetConfig, UserError, load_target
@@ -120,13 +124,13 @@ class ExportArguments:
     """Folder of the artifact."""
     format: str
     """Name of the layout: eagle, eagle-sglang, gguf, huggingface, hydra, kangaroo, medusa, medusa-vllm, openvino,
-    ppd or speculators; merged, for an artifact that changes its target: that target as a model; or specdec: an
-    acceptance head of the artifact."""
+    ppd or speculators; target: the artifact's target as a folder that engines load; merged, for an artifact that
+    changes its target: the changed one likewise; or specdec: an acceptance head of the artifact."""
     out: Path
     """New or empty folder for it."""
     try_with: Path | None = None
-    """Interpreter of an environment with vLLM, which then answers ten prompts with the export and without: its tokens
-    per second, and its accepted length next to this project's."""
+    """Interpreter of an environment with vLLM, which then answers ten prompts with the export and without, in float32
+    and in bfloat16: its tokens per second, equal answers, and its accepted length next to this project's."""
     temperature: float | None = None
     """With specdec, the temperature whose head is written; null takes the only one."""
     target_gguf: Path | None = None
@@ -166,20 +170,23 @@ class ExportArguments:
 def export(parsed: Parsed[ExportArguments]) -> None:
     """Write an artifact in the layout of another project."""
     given = parsed.values
-    target = artifact_target(given.artifact, given.target)
+    for python, engine, module in ((given.try_with, "vLLM", "vllm"),
+                                   (given.convert_with, "optimum-intel", "optimum.intel")):
+        if python is not None:
+            require_engine(python, engine, module)
+    named = named_target(given.artifact, given.target)
+    target = load_target(named)
     artifact = load_artifact(given.artifact, target, trust=given.trust)
     if given.try_with is not None:
         served(artifact, given.format)
-    chosen = format_named(given.format)
-    if chosen.write_head is not None:
-        folder = chosen.write_head(artifact, given.out, given.temperature)
-    elif artifact.adapter is None:
-        gguf = given.target_gguf or gguf_of(named_target(given.artifact, given.target))
-        settings = ExportSettings(target_gguf=gguf, convert_with=given.convert_with, weights=given.weights)
-        folder = export_artifact(artifact, target, given.format, given.out, settings)
-    else:
-        folder = export_adapted(artifact, given.format, given.out)
-    say(f"{folder} holds the {'artifact' if chosen.write_head is None else 'head'} in the layout {given.format}")
+    chosen, gguf = format_named(given.format), given.target_gguf or gguf_of(named)
+    settings = ExportSettings(target_gguf=gguf, convert_with=given.convert_with, weights=given.weights,
+                              temperature=given.temperature)
+    folder = export_artifact(artifact, target, given.format, given.out, settings)
+    held = "head" if chosen.write_head else "target" if chosen.write_target else "artifact"
+    say(f"{folder} holds the {held} in the layout {given.format}; its README.md says more")
+    if chosen.write is None or artifact.adapter is None:
+        say_commands(given, chosen, artifact, gguf)
     if warning := chosen.warning(artifact.drafter):
         say(warning)
     if given.measure:
@@ -193,8 +200,25 @@ def export(parsed: Parsed[ExportArguments]) -> None:
         prompts = trial_prompts(given.template.build(target))
         trial = try_export(artifact, given.format, folder, given.try_with, prompts, TrialSettings())
         say(f"\n{trial.engine}, drafts of {TrialSettings().draft_tokens} tokens\n\n{trial.table()}")
+        if trial.note:
+            say(trial.note)
         if trial.fault:
             raise UserError(f"{trial.fault}; serve it with another engine or format")
+
+
+def say_commands(given: ExportArguments, chosen: ExportFormat[Any], artifact: Artifact, gguf: Path | None) -> None:
+    """Print the commands that serve an export, ready for the current folder."""
+    name = artifact.identity.name if given.target.name == ARTIFACT_TARGET else given.target.name
+    beside = given.out.parent / "target"
+    target = name if Path(name).is_dir() else str(beside) if target_place(name) == Places.target else name
+    places = Places(folder=str(given.out), target=target, gguf=str(gguf))
+    commands = chosen.commands(artifact.drafter, places)
+    if any(target in shlex.split(command) for command in commands.values()) and target == str(beside) != str(given.out):
+        named = [] if given.target.name == ARTIFACT_TARGET else ["--target.name", name]
+        words = ["--artifact", str(given.artifact), *named, "--format", "target", "--out", target]
+        commands = {"the target as a folder": shlex.join(["draftsmith", "export", *words]), **commands}
+    for engine, command in commands.items():
+        say(f"\n{engine}:\n{command}")
 
 
 def trial_prompts(template: ChatTemplate) -> list[list[int]]:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...export.artifact import read_description
 from ...export.artifact_files import CARD, HEAD, TUNING
-from ...export.layouts.parts.layout_folder import EXPORT
+from ...export.layouts.parts.layout_folder import EXPORT, ORIGIN
 from ...export.model_card import hub_card
 from ...modules import UserError
+from ...modules.files.json_records import read_object
 from ...modules.files.owned_folders import MARKER, own_files
 from ..reading.parsing import Command, Parsed
 from ..terminal.terminal_text import say
@@ -18,7 +19,8 @@ from ..terminal.terminal_text import say
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]*")
+"""Names of licences on the Hub: which of them it knows, it says itself before anything is uploaded."""
 KEPT_BACK = (MARKER, TUNING)
 """Files that are true on this machine alone."""
 
@@ -43,15 +45,28 @@ class PushArguments:
     """Show what would be uploaded, and upload nothing; --dry_run false uploads."""
 
     def __post_init__(self) -> None:
-        if not _REPOSITORY.fullmatch(self.repository):
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+        try:
+            validate_repo_id(self.repository)
+        except HFValidationError as error:
+            # Its sentences end with the name, which is said before them here.
+            rules = str(error).removesuffix(".").removesuffix(f"'{self.repository}'").rstrip(": ")
+            raise UserError(f"repository must be OWNER/NAME, got {self.repository!r}: {rules}; choose another "
+                            "name") from error
+        if "/" not in self.repository:
             raise UserError(f"repository must be OWNER/NAME, got {self.repository!r}; give both parts")
+        if not _LICENCE.fullmatch(self.licence):
+            raise UserError(f"licence must be a name as the Hub writes it, such as apache-2.0, llama3.2 or other, got "
+                            f"{self.licence!r}; choose one of https://huggingface.co/docs/hub/repositories-licenses")
 
 
 def push(parsed: Parsed[PushArguments]) -> None:
     """Upload an artifact or an exported folder with its model card."""
     given = parsed.values
     files = planned(given)
-    say(listing(files, given.repository))
+    say(f"{listing(files, given.repository)}\n\n{CARD}:\n\n{bytes(files[CARD]).decode()}")
     if given.dry_run:
         say("nothing was uploaded; add --dry_run false to upload")
         return
@@ -65,13 +80,22 @@ def planned(given: PushArguments) -> dict[str, Path | bytes]:
 
     Raises:
         UserError: if the folder is neither an artifact nor an export, holds other or changed files, or the artifact of
-            an export is missing.
+            an export or the evaluation is missing or another.
     """
     kind, names = own_files(given.folder, ("artifact", EXPORT), changing=frozenset({TUNING}), inside=HEAD)
     if kind == EXPORT and given.artifact is None:
         raise UserError(f"{given.folder} is an export, which does not say how it was trained; give its artifact with "
                         "--artifact DIR")
     config = read_description(given.folder if kind != EXPORT or given.artifact is None else given.artifact)
+    if kind == EXPORT:
+        again = "write the export again with draftsmith export"
+        if ORIGIN not in names:
+            raise UserError(f"{given.folder} does not say of which artifact it is; {again}")
+        origin = read_object(given.folder / ORIGIN, again)
+        if origin.get("weights_sha256") != config["weights_sha256"]:
+            raise UserError(f"{given.folder} is the export of another artifact ({origin.get('family')} for "
+                            f"{origin.get('target', {}).get('name')}) than {given.artifact} ({config['family']} for "
+                            f"{config['target']['name']}); give its own with --artifact DIR")
     card = hub_card((given.folder / CARD).read_text(encoding="utf-8"), config, given.licence, given.evaluation)
     kept = [name for name in names if Path(name).name not in KEPT_BACK and name != CARD]
     return {CARD: card.encode(), **{name: given.folder / name for name in kept}}
@@ -90,14 +114,18 @@ def upload(hub: "HfApi", given: PushArguments, files: Mapping[str, Path | bytes]
     Raises:
         UserError: if the Hub refuses or cannot be reached.
     """
-    from huggingface_hub import CommitOperationAdd
+    from huggingface_hub import CommitOperationAdd, ModelCard
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError  # type: ignore[attr-defined]
 
     operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=one) for name, one in files.items()]
     try:
+        ModelCard(bytes(files[CARD]).decode()).validate()
         # One commit holds all files or none, so that nobody loads half a draft.
         hub.create_repo(given.repository, private=given.private, exist_ok=True)
         done = hub.create_commit(given.repository, operations, commit_message=f"{len(files)} files of draftsmith")
+    except ValueError as error:
+        raise UserError(f"the Hub refuses the card ({' '.join(str(error).split())}); choose another licence or "
+                        "description, nothing was uploaded") from error
     except (HfHubHTTPError, HTTPError, LocalTokenNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{given.repository} could not be uploaded ({reason}); check the network, the name, and that "

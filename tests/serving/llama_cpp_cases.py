@@ -1,5 +1,6 @@
 """Cases of llama.cpp: `make test-llamacpp`."""
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from draftsmith.export.engines.llama_cpp_run import SCRIPT
 from draftsmith.export.layouts.llama_cpp import GGUF_FILE, write_model
 from gguf import GGUFReader
 from serving.overfitted import ANSWER_TOKENS, PROMPT_TOKENS, STEPS, VOCABULARY, Texts, tiny_llama
+from serving.printed import command
 from serving.proof import Case
 
 TARGET = "target.gguf"
@@ -40,20 +42,31 @@ def shorter(folder: Path) -> None:
 
 SIMPLE, THIRD = (("method", "draft-simple"),), (("method", "draft-eagle3"),)
 LLAMA_CPP_CASES = (
-    Case(name="draft_lm", layout="gguf", asked=SIMPLE),
+    Case(name="draft_lm", layout="gguf", asked=SIMPLE, printed=True),
     Case(name="draft_lm", layout="gguf", asked=SIMPLE, wrong="another rotary base", change=slower),
     Case(name="draft_lm, Qwen 2", layout="gguf", asked=SIMPLE),
     Case(name="draft_lm, Qwen 3", layout="gguf", asked=SIMPLE),
     Case(name="draft_lm, YaRN", layout="gguf", asked=SIMPLE),
     Case(name="draft_lm, YaRN", layout="gguf", asked=SIMPLE, wrong="another attention factor", change=shorter),
     Case(name="draft_lm, Qwen 3, YaRN", layout="gguf", asked=SIMPLE),
-    Case(name="eagle3", layout="gguf", asked=THIRD),
+    Case(name="eagle3", layout="gguf", asked=THIRD, printed=True),
     Case(name="eagle3", layout="gguf", asked=THIRD, wrong="layers shifted by one", change=shifted),
     Case(name="eagle3, other norms", layout="gguf", asked=THIRD),
     Case(name="eagle3, narrow", layout="gguf", asked=THIRD),
     Case(name="eagle3, borrowed output", layout="gguf", asked=THIRD),
     Case(name="eagle3, YaRN", layout="gguf", asked=THIRD),
 )
+
+
+def options(words: Sequence[str]) -> argparse.Namespace:
+    """The options of a printed `llama-server`; the last three are what the script of the proof sets."""
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    for option, name in (("-m", "model"), ("-md", "draft"), ("--spec-type", "method")):
+        parser.add_argument(option, dest=name, required=True)
+    parser.add_argument("--spec-draft-n-max", dest="tokens", type=int, required=True)
+    for option, value in (("-ctk", "f32"), ("-ctv", "f32"), ("-fa", "off")):
+        parser.add_argument(option, choices=[value], required=True)
+    return parser.parse_args(list(words[1:]))
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,18 @@ class LlamaCpp:
         found = self._run({"draft": str(folder / GGUF_FILE), **dict(case.asked)}, prompts)
         emitted = sum(map(len, found["answers"])) - len(prompts)
         return {**found, "drafts": emitted - found["accepted"]}
+
+    def printed(self, case: Case, folder: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The same with the options of the server that the folder's README.md prints. The Python package has that
+        server's code and not its command."""
+        given = options(command(self.work / folder, "llama-server"))
+        known = next(self.python.absolute().parents[1].rglob("xllamacpp*.so")).read_bytes()
+        if unknown := [word for word in command(self.work / folder, "llama-server")
+                       if word.startswith("--") and word.encode() + b"\0" not in known]:
+            raise RuntimeError(f"llama.cpp has no option {', '.join(unknown)}")
+        found = self._run({"model": str(self.work / folder / given.model), "method": given.method,
+                           "draft": str(self.work / folder / given.draft), "draft_tokens": given.tokens}, prompts)
+        return {**found, "drafts": sum(map(len, found["answers"])) - len(prompts) - found["accepted"]}
 
     def _run(self, job: dict[str, Any], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         process = EngineProcess(engine="llama.cpp", python=self.python, script=SCRIPT, folder=self.work)

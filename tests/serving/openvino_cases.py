@@ -9,8 +9,8 @@ import torch
 from draftsmith.export.engine_process import EngineProcess
 from draftsmith.export.engines import openvino_run
 from draftsmith.export.layouts import openvino_conversion
-from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from serving.overfitted import ANSWER_TOKENS, HEAD_DIM, ROPE_BASE, STEPS, Texts
+from serving.printed import blocks, command, ran
 from serving.proof import Case
 
 TARGET = "target-openvino"
@@ -41,9 +41,9 @@ def shifted(folder: Path) -> None:
 
 
 OPENVINO_CASES = (
-    Case(name="draft_lm", layout="openvino"),
+    Case(name="draft_lm", layout="openvino", printed=True),
     Case(name="draft_lm", layout="openvino", wrong="another rotary base", change=slower),
-    Case(name="eagle3", layout="openvino"),
+    Case(name="eagle3", layout="openvino", printed=True),
     Case(name="eagle3", layout="openvino", wrong="layers shifted by one", change=shifted),
     Case(name="eagle3, borrowed output", layout="openvino"),
 )
@@ -57,8 +57,7 @@ class OpenVino:
     work: Path
 
     def prepare(self, texts: Texts) -> None:
-        """Convert the target, with the tokenizer of the drafts: the engine compares both."""
-        tiny_tokenizer().save_pretrained(self.work / "target")
+        """Convert the target."""
         self._process(openvino_conversion.SCRIPT).run({"source": "target", "out": TARGET, "layers": None}, "the target")
 
     def plain(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -69,8 +68,17 @@ class OpenVino:
         """The same with drafts."""
         return self._run(str(folder), prompts)
 
-    def _run(self, draft: str | None, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-        job = {"model": TARGET, "draft": draft, "prompts": [list(prompt) for prompt in prompts], "draft_tokens": STEPS,
+    def printed(self, case: Case, folder: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The same with the target that the command in the folder's README.md converts, after its Python has run."""
+        place, converted = self.work / folder, folder.parent / "target-openvino"
+        if not (self.work / converted).exists():
+            ran(command(place, "optimum-cli"), place, self.python)
+        example, = blocks((place / "README.md").read_text(), "python")
+        ran(["python", "-c", example], place, self.python)
+        return self._run(str(folder), prompts, str(converted))
+
+    def _run(self, draft: str | None, prompts: Sequence[Sequence[int]], target: str = TARGET) -> dict[str, Any]:
+        job = {"model": target, "draft": draft, "prompts": [list(prompt) for prompt in prompts], "draft_tokens": STEPS,
                "max_tokens": ANSWER_TOKENS}
         return self._process(openvino_run.SCRIPT).run(job, f"draft {draft}")
 

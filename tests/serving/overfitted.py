@@ -245,9 +245,9 @@ def write_drafters(folder: Path, wanted: dict[str, list[tuple[str, str]]], pytho
         say: prints a line of progress.
     """
     model = tiny_llama()
-    model.save_pretrained(folder / "target")
+    folder.mkdir(parents=True, exist_ok=True)
     vocabulary = write_vocabulary(folder / VOCABULARY, model.config.vocab_size)
-    target = Target(model, tiny_tokenizer(), name="target", pack=0)
+    target = Target(model, tiny_tokenizer(), name="./target", pack=0)
     texts = texts_of(target)
     for name, formats in wanted.items():
         torch.manual_seed(0)
@@ -256,7 +256,12 @@ def write_drafters(folder: Path, wanted: dict[str, list[tuple[str, str]]], pytho
         say(f"{name}: knows its texts after {overfit(drafter, texts, weak)} optimizer steps")
         artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(STEPS), identity=target.identity,
                             provenance={})
+        # The target as engines get it from users: the commands that are printed name it from the folder of a draft.
+        export_artifact(artifact, target, "target", folder / "target")
         for layout, weights in formats:
             settings = ExportSettings(target_gguf=vocabulary, convert_with=python, weights=weights)
             export_artifact(artifact, target, layout, folder / folder_of(name, layout, weights), settings)
+            if not (folder / layout / "target").exists():
+                (folder / layout / "target").symlink_to("../target")
+                (folder / layout / "target.gguf").symlink_to("../target.gguf")
     return texts

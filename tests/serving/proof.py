@@ -27,6 +27,8 @@ class Case:
     """Reason why fewer drafts must be accepted; empty where all of them must be."""
     change: Callable[[Path], None] | None = None
     """The change of the folder that makes it wrong."""
+    printed: bool = False
+    """Whether the engine is started by the command that the folder's README.md prints, as it stands."""
     least: float = 1.0
     """Least share of drafted tokens that must be accepted, and must not be with a wrong folder: rounding may cost a
     few."""
@@ -47,6 +49,9 @@ class Engine(Protocol):
 
     def drafted(self, case: Case, folder: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         """The same with drafts, with the numbers of drafts, drafted and accepted tokens."""
+
+    def printed(self, case: Case, folder: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The same as the folder's README.md tells to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +83,7 @@ def outcome(case: Case, engine: Engine, work: Path, texts: Texts, plain: list[li
         shutil.copytree(work / folder, work / changed)
         case.change(work / changed)
         folder = changed
-    run = engine.drafted(case, folder, texts.prompts)
+    run = (engine.printed if case.printed else engine.drafted)(case, folder, texts.prompts)
     equal = sum(map(list.__eq__, run["answers"], plain))
     every = run["accepted"] >= case.least * run["drafted"] > 0
     return Outcome(engine=run["engine"], name=case.name, layout=case.layout, weights=case.weights,

@@ -6,9 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftsmith.export.engine_process import EngineProcess
 from draftsmith.export.engines.trial import VllmProcess
+from draftsmith.export.engines.vllm_run import ENVIRONMENT
+from draftsmith.export.layouts.parts.export_format import VLLM
 from safetensors.torch import load_file, save_file
+from serving.openai_client import SCRIPT
 from serving.overfitted import ANSWER_TOKENS, PROMPT_TOKENS, STEPS, Texts
+from serving.printed import blocks, command, environment, ran, server
 from serving.proof import Case
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -37,18 +42,18 @@ SHIFTED = "layers shifted by one"
 DRAFT, FIRST, THIRD = (("method", "draft_model"),), (("method", "eagle"),), (("method", "eagle3"),)
 MEDUSA = (("method", "medusa"),)
 VLLM_CASES = (
-    Case(name="draft_lm", layout="huggingface", asked=DRAFT),
+    Case(name="draft_lm", layout="huggingface", asked=DRAFT, printed=True),
     Case(name="draft_lm", layout="huggingface", weights="int8", asked=DRAFT, least=ROUNDED),
     Case(name="draft_lm", layout="huggingface", weights="int8", asked=DRAFT, wrong="scales of other rows",
          change=rolled, least=ROUNDED),
     Case(name="draft_lm", layout="huggingface", weights="float8", asked=DRAFT, least=ROUNDED),
     Case(name="draft_lm, own output", layout="huggingface", weights="int8", asked=DRAFT, least=ROUNDED),
     Case(name="draft_lm, own output", layout="huggingface", weights="float8", asked=DRAFT, least=ROUNDED),
-    Case(name="draft_lm, mask tokens", layout="huggingface", asked=(*DRAFT, ("parallel_drafting", True))),
-    Case(name="eagle", layout="eagle", asked=FIRST),
+    Case(name="draft_lm, mask tokens", layout="huggingface", asked=(*DRAFT, ("parallel_drafting", True)), printed=True),
+    Case(name="eagle", layout="eagle", asked=FIRST, printed=True),
     Case(name="eagle", layout="eagle", weights="int8", asked=FIRST, least=ROUNDED),
     Case(name="eagle, bias", layout="eagle", asked=FIRST, wrong="vLLM drops the bias"),
-    Case(name="eagle3", layout="eagle", asked=THIRD),
+    Case(name="eagle3", layout="eagle", asked=THIRD, printed=True),
     Case(name="eagle3", layout="eagle", weights="int8", asked=THIRD, least=ROUNDED),
     Case(name="eagle3", layout="eagle", weights="float8", asked=THIRD, least=ROUNDED),
     Case(name="eagle3", layout="eagle", asked=THIRD, wrong=SHIFTED, change=shifted),
@@ -56,15 +61,19 @@ VLLM_CASES = (
     Case(name="eagle3, other norms", layout="eagle", asked=THIRD),
     Case(name="eagle3, two layers", layout="eagle", asked=THIRD),
     Case(name="eagle3, narrow", layout="eagle", asked=THIRD),
-    Case(name="eagle3", layout="speculators"),
+    Case(name="eagle3", layout="speculators", asked=THIRD, printed=True),
     Case(name="eagle3", layout="speculators", weights="int8", least=ROUNDED),
     Case(name="eagle3", layout="speculators", wrong=SHIFTED, change=shifted),
     Case(name="eagle3.1", layout="speculators"),
     Case(name="eagle3, two layers", layout="speculators"),
-    Case(name="medusa", layout="medusa", asked=MEDUSA),
-    Case(name="medusa", layout="medusa-vllm", asked=(*MEDUSA, (LOADER, {"enable_weights_track": False}))),
+    Case(name="medusa", layout="medusa", asked=MEDUSA, printed=True),
+    Case(name="medusa", layout="medusa-vllm", asked=(*MEDUSA, (LOADER, {"enable_weights_track": False})), printed=True),
 )
 """A case without a method is served as the model itself."""
+
+
+ADDRESS = "http://localhost:8000"
+"""The server's own choice, which the printed Python names."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,22 @@ class Vllm:
         if not asked:
             return self._run(str(folder), None, prompts, loader)
         return self._run("target", {**asked, "model": str(folder), "num_speculative_tokens": STEPS}, prompts, loader)
+
+    def printed(self, case: Case, folder: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The same by the server that the folder's README.md prints, asked over HTTP by OpenAI's client as it prints
+        too."""
+        place = self.work / folder
+        variables = environment(self.python, {name: value for name, value in ENVIRONMENT.items()
+                                              if name != "VLLM_ENABLE_V1_MULTIPROCESSING"})
+        example, = blocks((place / "README.md").read_text(), "python")[-1:]
+        process = EngineProcess(engine="OpenAI's client", python=self.python, script=SCRIPT, folder=place)
+        with server(command(place, *VLLM), place, variables, f"{ADDRESS}/health"):
+            found = process.run({"address": ADDRESS, "prompts": [list(prompt) for prompt in prompts],
+                                 "max_tokens": ANSWER_TOKENS, "example": example}, f"asking the server of {folder}")
+        version = ran(["python", "-c", "import vllm; print(vllm.__version__)"], place, self.python).split()[-1]
+        if not found["printed"]:
+            raise RuntimeError(f"the example in {place / 'README.md'} prints nothing")
+        return {"engine": f"vLLM {version.split('+')[0]}", **found}
 
     def _run(self, model: str, speculative: dict[str, Any] | None, prompts: Sequence[Sequence[int]],
              loader: dict[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 Shapes: V target vocabulary, Q entries of the draft vocabulary.
 """
 
+import shlex
 from typing import Any
 
 import torch
 
 from ....modules import Eagle, Eagle3, Target
 from .compressed_tensors import OUTPUT
-from .layout_folder import layout_readme
+from .export_format import Places
+from .layout_folder import Contents
 from .tensor_table import Table, TensorForm, layer_table
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -118,26 +120,13 @@ def tapped(drafter: Eagle3) -> dict[str, Any]:
     return layers if wide == drafter.block.hidden_size else {**layers, "target_hidden_size": wide}
 
 
-def eagle_readme(drafter: Eagle | Eagle3, target: Target, *, sglang: bool = False) -> str:
-    """README.md of a drafter in the official layout: who reads it, and the commands to serve it."""
+def eagle_contents(drafter: Eagle | Eagle3, table: Table, *notes: str) -> Contents:
+    """Title and paragraphs on a drafter in the official layout."""
     end = "The artifact's tree is not part of it."
-    if isinstance(drafter, Eagle3):
-        return layout_readme("EAGLE-3 drafter", target, *_third_readme(drafter), end)
-    if sglang:
-        paragraphs = ["In the layout of SafeAILab/EAGLE with SGLang's name of it. It drafts a tree (EAGLE-2):",
-                "`python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE "
-                "--speculative-draft-model-path THIS_FOLDER --speculative-num-steps 3 --speculative-eagle-topk 4 "
-                "--speculative-num-draft-tokens 16`"]
-    else:
-        lost = f" {LOST_BIAS}" if drafter.config.bias else ""
-        paragraphs = ["In the layout of SafeAILab/EAGLE, which vLLM reads too. It drafts a chain:",
-                      "`vllm serve TARGET --speculative-config '{\"method\": \"eagle\", \"model\": "
-                      "\"THIS_FOLDER\", \"num_speculative_tokens\": 3}'`",
-                      f"For SGLang export with `--format eagle-sglang`.{lost}"]
-    return layout_readme("EAGLE-1 drafter", target, *paragraphs, end)
-
-
-def _third_readme(drafter: Eagle3) -> list[str]:
+    if isinstance(drafter, Eagle):
+        lost = (LOST_BIAS,) if drafter.config.bias else ()
+        return Contents(title="EAGLE-1 drafter", table=table, paragraphs=(
+            "In the layout of SafeAILab/EAGLE, which vLLM reads too. It drafts a chain.", *lost, *notes, end))
     config, outputs = drafter.config, list(drafter.taps)
     layout = "In the layout of SafeAILab/EAGLE."
     if config.norm_before_fc or config.norm_before_residual:
@@ -150,13 +139,24 @@ def _third_readme(drafter: Eagle3) -> list[str]:
         layout += " vLLM and llama.cpp know `norm_before_residual`; SGLang and TensorRT-LLM do not, and accept less."
     if len(outputs) == 1:
         layout += " SGLang and TensorRT-LLM pass over `fc` where one layer is read: serve it with vLLM."
-    return [layout, "\n".join([
-        "* vLLM: `vllm serve TARGET --speculative-config '{\"method\": \"eagle3\", \"model\": \"THIS_FOLDER\", "
-        "\"num_speculative_tokens\": 3}'`",
-        "* SGLang: `python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE3 "
-        "--speculative-draft-model-path THIS_FOLDER --speculative-num-steps 3 --speculative-eagle-topk 1 "
-        "--speculative-num-draft-tokens 4`",
-        "* TensorRT-LLM (PyTorch backend): `speculative_config: {decoding_type: Eagle3, max_draft_len: 3, "
-        f"speculative_model: THIS_FOLDER, eagle3_layers_to_capture: {outputs}}}`",
-        "* OpenVINO GenAI: export with `--format openvino`",
-    ])]
+    else:
+        layout += (" TensorRT-LLM (PyTorch backend) takes its settings from a file: `speculative_config: "
+                   "{decoding_type: Eagle3, max_draft_len: 3, speculative_model: FOLDER, eagle3_layers_to_capture: "
+                   f"{outputs}}}`, where FOLDER is this folder.")
+    return Contents(title="EAGLE-3 drafter", table=table, paragraphs=(layout, *notes, end))
+
+
+def sglang_command(algorithm: str, places: Places, *, steps: int, width: int, tokens: int) -> str:
+    """SGLang's server.
+
+    Args:
+        algorithm: its name of the method.
+        places: paths.
+        steps: depth of a draft.
+        width: children of a node.
+        tokens: tokens of a draft.
+    """
+    drafts = {"algorithm": algorithm, "draft-model-path": places.folder, "num-steps": steps, "eagle-topk": width,
+              "num-draft-tokens": tokens}
+    return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", places.target,
+                       *(word for name, value in drafts.items() for word in (f"--speculative-{name}", str(value)))])

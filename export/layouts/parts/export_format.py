@@ -3,7 +3,9 @@
 A layout's file defines its object next to its writer; `registry.py` lists the objects.
 """
 
-from collections.abc import Callable
+import json
+import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -13,6 +15,7 @@ from torch import Tensor
 from ....modules import Drafter, Target
 from ...artifact import Artifact
 from .gguf_file import FLOAT32
+from .layout_folder import Contents
 
 D = TypeVar("D", bound=Drafter)
 
@@ -25,12 +28,26 @@ class ExportSettings:
     """With gguf, the target's GGUF file, whose tokenizer is copied."""
     convert_with: Path | None = None
     """With openvino, the interpreter of an environment with optimum-intel."""
+    temperature: float | None = None
+    """With specdec, the temperature whose acceptance head is written; None takes the only one."""
     weights: str = FLOAT32
     """Number format of the matrices, one of the format's `weights`."""
 
 
 PLAIN = ExportSettings()
 """The weights as they were trained, and nothing that single formats ask for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Paths in the commands that serve an export; by default those of its README.md, which are typed in its folder."""
+
+    folder: str = "."
+    """The exported folder."""
+    target: str = "../target"
+    """The target: a folder that the format `target` writes, or a name on the Hub."""
+    gguf: str = "../target.gguf"
+    """The target's GGUF file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +58,24 @@ class Served:
     """vLLM's configuration of drafts, without the folder and the number of tokens."""
     loader: dict[str, Any]
     """Extra settings for loading."""
+    tokens: int = 3
+    """Tokens of a draft."""
+
+    def command(self, places: Places) -> str:
+        """vLLM's server for OpenAI's clients. Its module is called, since the wheel for CPUs has no command `vllm`."""
+        drafts = {**self.method, "model": places.folder, "num_speculative_tokens": self.tokens}
+        loader = ["--model-loader-extra-config", json.dumps(self.loader)] if self.loader else []
+        return shlex.join([*VLLM, places.target, *PRECISE, "--speculative-config", json.dumps(drafts), *loader])
 
 
-Writer = Callable[[D, Target, Path, ExportSettings], None]
-"""Writes a drafter, bound to its target, to a folder: new, empty, or an earlier export."""
+VLLM = ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")
+PRECISE = ("--dtype", "float32")
+"""The number format in which drafts change no answer."""
+
+Writer = Callable[[D, Target, Path, ExportSettings], Contents]
+"""Writes the files of a drafter, bound to its target, but README.md into an empty folder, and describes them."""
+ArtifactWriter = Callable[[Artifact, Path, ExportSettings], Contents]
+"""Does the same with another part of an artifact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +86,20 @@ class ExportFormat(Generic[D]):
     """Name on the command line."""
     content: str = ""
     """The drafters it holds, in the plural."""
+    readers: str = ""
+    """Programs that read it, for the documents of other formats."""
     families: tuple[type[D], ...] = ()
     """Their classes."""
+    refusal: Callable[[D, Target], str] = lambda drafter, target: ""
+    """The setting of a drafter that the layout cannot hold, with the remedy, in a sentence; empty where it holds it."""
     write: Writer[D] | None = None
-    """Writer of a drafter; None where it holds none. Raises UserError for settings that the layout cannot hold."""
-    write_adapted: Callable[[Artifact, Path], None] | None = None
+    """Writer of a drafter without a refusal; None where it holds none."""
+    write_adapted: ArtifactWriter | None = None
     """Writer of an artifact that changes its target; None where it cannot hold one."""
-    write_head: Callable[[Artifact, Path, float | None], Path] | None = None
-    """Writer of an acceptance head, by the temperature of its answers; None where it holds none."""
-    instead: str = ""
-    """End of the refusal of a drafter where there is no `write`."""
+    write_target: ArtifactWriter | None = None
+    """Writer of the target of an artifact that leaves it unchanged; None where it holds none."""
+    write_head: ArtifactWriter | None = None
+    """Writer of an acceptance head; None where it holds none. Raises UserError for an artifact without that head."""
     option: str = ""
     """The field of `ExportSettings` that is for this format alone."""
     file: str = "model.safetensors"
@@ -76,6 +111,8 @@ class ExportFormat(Generic[D]):
     layer that is no embedding too."""
     vllm: Callable[[D], Served] | None = None
     """vLLM's settings for the folder; None where vLLM does not read it."""
+    others: Callable[[D, Places], Mapping[str, str]] = lambda drafter, places: {}
+    """Commands of other engines that serve the folder, by engine."""
     lost: Callable[[D], str] = lambda drafter: ""
     """A sentence on the part of the drafter that an engine leaves out; empty where there is none."""
     assistant: bool = False
@@ -85,7 +122,7 @@ class ExportFormat(Generic[D]):
         """The sentence of `lost` for a drafter of any family."""
         return self.lost(drafter) if isinstance(drafter, self.families) else ""
 
-
-def without_settings(writer: Callable[[D, Target, Path], None]) -> Writer[D]:
-    """The writer of a format to which no setting applies."""
-    return lambda drafter, target, out, settings: writer(drafter, target, out)
+    def commands(self, drafter: D, places: Places) -> dict[str, str]:
+        """The commands that serve the folder, by engine."""
+        first = {} if self.vllm is None else {"vLLM": self.vllm(drafter).command(places)}
+        return {**first, **self.others(drafter, places)}

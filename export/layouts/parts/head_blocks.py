@@ -6,21 +6,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ....modules import Medusa, Target, UserError
+from ....modules import Medusa, Target
 
 Blocks = Mapping[tuple[int, int, str], Tensor]
 """Tensors by head, block and name within the block."""
 
 
-def require_no_bias(target: Target) -> None:
-    """Refuse a target whose output layer has a bias, for which the layouts of Medusa and EAGLE-3 have no place.
-
-    Raises:
-        UserError: if it has one.
-    """
-    if getattr(target.head, "bias", None) is not None:
-        raise UserError(f"the output layer of {target.identity.name} has a bias, for which the layout has no place; "
-                        "decode the artifact with draftsmith")
+def output_bias(target: Target) -> str:
+    """The refusal of a target whose output layer has a bias, for which the layouts of Medusa and EAGLE-3 have no place;
+    empty for any other."""
+    return "" if getattr(target.head, "bias", None) is None else (
+        f"the output layer of {target.identity.name} has a bias, for which the layout has no place; decode the "
+        "artifact with draftsmith")
 
 
 def medusa_blocks(drafter: Medusa) -> Blocks:

@@ -1,7 +1,8 @@
-"""Folder of a checkpoint in another project's layout: weights, config.json and README.md."""
+"""Folder of a checkpoint in another project's layout: its weights, configuration, and the description for README.md."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,40 +10,48 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ....modules import Target
 from ....modules.files.atomic_files import write_file
-from ....modules.files.owned_folders import whole_folder
-from ...artifact import portable
-from .tensor_table import Table, require_table, with_table
+from .tensor_table import Table, require_table
 
 EXPORT = "export"
 """The kind of every exported folder: one export replaces another."""
+ORIGIN = "draftsmith.json"
+"""The file that names the artifact of an exported folder."""
 
 
-def write_layout(out: Path, file: str, tensors: dict[str, Tensor], table: Table, config: Mapping[str, Any],
-                 readme: str, *, config_file: str = "config.json") -> None:
-    """Write the weights as `file`, with their configuration and README.md, or nothing at all.
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """Description of an exported folder for its README.md, without the commands to serve it."""
+
+    title: str
+    """Its title, without the target."""
+    paragraphs: tuple[str, ...]
+    """Its first paragraphs."""
+    example: str = ""
+    """Python that decodes with it, with the sentence before it; empty where there is none."""
+    table: Table | None = None
+    """Names, shapes and number formats of the tensors; None where they are those of transformers."""
+
+
+def write_layout(folder: Path, file: str, tensors: dict[str, Tensor], table: Table, config: Mapping[str, Any], *,
+                 config_file: str = "config.json") -> None:
+    """Write the weights as `file`, with their configuration.
 
     Args:
-        out: new, empty, or an earlier export.
+        folder: an empty one.
         file: name of the file of weights.
         tensors: the weights.
-        table: names, shapes and number formats that the layout asks for; README.md ends with it.
+        table: names, shapes and number formats that the layout asks for.
         config: content of the configuration.
-        readme: start of README.md.
         config_file: name of the configuration.
 
     Raises:
         ValueError: if the weights are not those of the table.
-        UserError: if `out` holds other files or cannot be written.
     """
-    # Before the folder is touched: an earlier export stays where the new one would be wrong.
     require_table(tensors, table)
-    with whole_folder(out, EXPORT) as partial:
-        # transformers refuses a file whose metadata does not say for which library it is.
-        save_file(tensors, partial / file, metadata={"format": "pt"})
-        write_file(partial / config_file, json.dumps(config, indent=2) + "\n")
-        write_file(partial / "README.md", with_table(readme, file, table))
+    # transformers refuses a file whose metadata does not say for which library it is.
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    write_file(folder / config_file, json.dumps(config, indent=2) + "\n")
 
 
 def stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -50,6 +59,7 @@ def stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
 
 
-def layout_readme(title: str, target: Target, *paragraphs: str) -> str:
-    """README.md: the title, the name of the target, and the paragraphs."""
-    return "\n\n".join([f"# {title} for {portable(target.identity.name)}", *paragraphs]) + "\n"
+def as_pickle(file: str, pickle: str) -> str:
+    """The lines that convert a file of weights for code that reads a pickle."""
+    return ("```python\nimport torch\nfrom safetensors.torch import load_file\n\n"
+            f'torch.save(load_file("{file}"), "{pickle}")\n```')

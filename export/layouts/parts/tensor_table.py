@@ -71,11 +71,6 @@ def attention_table(prefix: str, block: BlockConfig, *, norms: Iterable[str], re
             **{f"{prefix}{name}.weight": TensorForm((width,)) for name in norms}}
 
 
-def with_table(readme: str, file: str, table: Table) -> str:
-    """README.md of an export, with the table of the tensors in its file of weights at the end."""
-    return f"{readme}\n## Tensors of {file}\n\n{table_text(table)}\n"
-
-
 def table_text(table: Table) -> str:
     """The table in Markdown; names that differ by a number alone, such as those of equal heads, share a line."""
     def form(item: tuple[str, TensorForm]) -> tuple[str, TensorForm]:

@@ -12,7 +12,7 @@ from draftsmith.export import (
     Method,
     Question,
     evaluate,
-    export_adapted,
+    export_artifact,
     load_artifact,
     measure_drift,
     read_description,
@@ -116,7 +116,7 @@ def test_the_merged_model_is_the_adapted_target(tmp_path: Path, tied: bool, tiny
     with artifact.target.native() as model, torch.no_grad():
         expected = model(tokens).logits
     for name in ("merged", "medusa"):
-        export_adapted(artifact, name, tmp_path / name)
+        export_artifact(artifact, artifact.target, name, tmp_path / name)
         with torch.no_grad():
             found = AutoModelForCausalLM.from_pretrained(tmp_path / name)(tokens).logits
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -128,5 +128,5 @@ def test_the_merged_model_is_the_adapted_target(tmp_path: Path, tied: bool, tiny
 
 def test_formats_that_cannot_hold_a_target_are_refused(tmp_path: Path, tiny_target: Target) -> None:
     artifact: Artifact = load_artifact(saved(tmp_path / "a", tiny_target), tiny_target)
-    with pytest.raises(UserError, match="changes its target, which the format 'onnx' cannot hold; choose one of"):
-        export_adapted(artifact, "onnx", tmp_path / "out")
+    with pytest.raises(UserError, match="changes its target, which the format 'eagle' cannot hold; choose one of"):
+        export_artifact(artifact, artifact.target, "eagle", tmp_path / "out")

@@ -340,8 +340,8 @@ def test_the_first_has_one_layer(tmp_path: Path, tiny_target: Target) -> None:
     ({"feature_sampling": True}, "this drafter has feature_sampling, which"),
     ({"partial_alignment": True}, "this drafter has partial_alignment, which"),
     ({"feature_sampling": True, "partial_alignment": True}, "this drafter has feature_sampling and partial_alignment, "
-                                                            "which the format eagle cannot hold and no serving "
-                                                            "engine runs; train without it to export"),
+                                                            "which no layout holds and no serving engine runs; "
+                                                            "train without it to export"),
 ])
 def test_drafters_that_no_engine_runs_are_refused(
     tmp_path: Path, tiny_target: Target, settings: dict[str, bool], message: str

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.export import FORMATS, Artifact, export_artifact, import_medusa
+from draftsmith.export import EVERY_FORMAT, Artifact, export_artifact, import_medusa
 from draftsmith.modules import Features, Target, UserError
 from draftsmith.modules.drafters.medusa import Medusa
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
@@ -93,7 +93,7 @@ def test_imported_tied_blocks_stay_tied_in_further_training(tmp_path: Path, tiny
 def test_the_layout_that_engines_expect(tmp_path: Path, tiny_target: Target) -> None:
     folder = export_artifact(as_artifact(heads(tiny_target), tiny_target), tiny_target, "medusa", tmp_path / "out")
     assert {path.name for path in folder.iterdir()} == {
-        ".draftsmith.json", "config.json", "medusa_lm_head.safetensors", "README.md"}
+        ".draftsmith.json", "config.json", "medusa_lm_head.safetensors", "README.md", "draftsmith.json"}
     config = json.loads((folder / "config.json").read_text())
     assert config == {"base_model_name_or_path": "tiny-random", "hidden_size": 32, "medusa_fc_bias": True,
                       "medusa_num_heads": 3, "medusa_num_layers": 1, "vocab_size": tiny_target.vocab_size}
@@ -170,7 +170,8 @@ def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> N
 
 
 def test_heads_that_the_layout_cannot_hold_are_refused(tmp_path: Path, tiny_target: Target) -> None:
-    with pytest.raises(UserError, match="an output layer each, the layout has one for all of them: export --format"):
+    with pytest.raises(UserError, match="an output layer each, the layout has one for all of them; train with output: "
+                                        "one_copy or output: shared, or choose --format medusa"):
         export_artifact(as_artifact(heads(tiny_target, output="copy"), tiny_target), tiny_target, "medusa-vllm",
                         tmp_path / "out")
     biased = target_with(torch.randn(96, 32), bias=True)
@@ -181,5 +182,5 @@ def test_heads_that_the_layout_cannot_hold_are_refused(tmp_path: Path, tiny_targ
 
 
 def test_unknown_formats_are_named(tmp_path: Path, tiny_target: Target) -> None:
-    with pytest.raises(UserError, match=f"unknown export format 'onnx'; choose one of {', '.join(FORMATS)}"):
+    with pytest.raises(UserError, match=f"unknown export format 'onnx'; choose one of {', '.join(EVERY_FORMAT)}"):
         export_artifact(as_artifact(heads(tiny_target), tiny_target), tiny_target, "onnx", tmp_path / "out")

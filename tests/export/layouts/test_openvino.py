@@ -50,7 +50,7 @@ def test_eagle_3_is_converted_with_its_layers(tmp_path: Path, target: Target) ->
     # A file next to the script has the name of a package that the script imports.
     assert job["safe"] == "1"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        ".draftsmith.json", "README.md", "openvino_model.xml"}
+        ".draftsmith.json", "README.md", "draftsmith.json", "openvino_model.xml"}
     assert "[1, 2, 4], counted from 0 by their outputs" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -69,7 +69,7 @@ def test_a_draft_model_is_converted_with_its_tokenizer(tmp_path: Path, target: T
     assert job["layers"] is None
     names = {path.name for path in (tmp_path / "source").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
-    assert "genai.draft_model" in (tmp_path / "out" / "README.md").read_text()
+    assert "openvino_genai.draft_model" in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("settings", "named"), [
@@ -80,7 +80,7 @@ def test_a_draft_model_is_converted_with_its_tokenizer(tmp_path: Path, target: T
 ])
 def test_what_it_does_not_run_is_refused(tmp_path: Path, target: Target, settings: dict[str, Any], named: str) -> None:
     drafter = Eagle3.create(Eagle3Config(**{"taps": (1, 2, 4), **settings}), target)
-    with pytest.raises(UserError, match=f"this drafter has {named}; export it with --format eagle, or train another"):
+    with pytest.raises(UserError, match=f"this drafter has {named}; train another, or choose --format eagle, "):
         exported(drafter, target, tmp_path)
     assert not (tmp_path / "out").exists()
 
@@ -89,8 +89,6 @@ def test_an_interpreter_is_needed(tmp_path: Path, target: Target) -> None:
     drafter = DraftLM.create(DraftLMConfig(num_layers=1), target)
     with pytest.raises(UserError, match="give its interpreter with --convert_with PYTHON"):
         written(drafter, target, "openvino", tmp_path / "out")
-    with pytest.raises(UserError, match=r"there is no interpreter .*give the bin/python of an environment with opt"):
-        written(drafter, target, "openvino", tmp_path / "out", ExportSettings(convert_with=tmp_path / "nothing"))
     with pytest.raises(UserError, match="the format openvino holds draft language models and EAGLE-3 drafters"):
         written(heads(target), target, "openvino", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -7,13 +7,12 @@ import pytest
 import torch
 from draftsmith.export import (
     StoredHead,
-    export_artifact,
-    export_specdec,
     import_specdec,
     load_artifact,
     save_artifact,
     save_head,
 )
+from draftsmith.export.layouts.specdec import export_specdec
 from draftsmith.modules import (
     AcceptanceHead,
     AcceptanceHeadConfig,
@@ -55,11 +54,17 @@ def test_the_official_head_gives_the_official_chances_and_comes_back_as_it_was(t
     torch.testing.assert_close(logits, tensors["output/logits"], atol=1e-5, rtol=0)
     chances = head.log_acceptance(tensors["input/draft_hidden"]).exp()
     torch.testing.assert_close(chances, tensors["output/accept_prob"], atol=1e-5, rtol=0)
-    export_specdec(head, tmp_path / "again", "")
-    again = load_file(tmp_path / "again" / "model.safetensors")
+    again = folder_of(head, tmp_path / "again")
+    again = load_file(again / "model.safetensors")
     assert again.keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in again.items())
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == json.loads(config)
+
+
+def folder_of(head: AcceptanceHead, folder: Path) -> Path:
+    folder.mkdir()
+    export_specdec(head, folder)
+    return folder
 
 
 def head_with(**settings: object) -> AcceptanceHead:
@@ -73,14 +78,14 @@ def head_with(**settings: object) -> AcceptanceHead:
 @pytest.mark.parametrize("settings", [{"num_layers": 1}, {"num_layers": 3, "tie_blocks": True}])
 def test_export_and_import_judge_the_same(tmp_path: Path, settings: dict[str, object]) -> None:
     head, states = head_with(**settings), torch.randn(5, 8)
-    back = import_specdec(export_specdec(head, tmp_path / "out", ""))
+    back = import_specdec(folder_of(head, tmp_path / "out"))
     assert back.config == head.config
     torch.testing.assert_close(back.log_acceptance(states), head.log_acceptance(states))
 
 
 def test_separate_blocks_have_no_place_in_the_official_code(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"one block 3 times, this head has 3 separate ones; train it with head.tie"):
-        export_specdec(head_with(), tmp_path / "out", "")
+        folder_of(head_with(), tmp_path / "out")
 
 
 def with_heads(folder: Path, target: Target, *temperatures: float, tied: bool = True) -> Path:
@@ -104,7 +109,7 @@ def test_the_command_writes_the_head_of_a_temperature(tmp_path: Path, tiny: Targ
         assert all(torch.equal(tensor, own.state_dict()[name]) for name, tensor in back.state_dict().items())
         assert back.output.bias[0].item() == temperature
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "config.json", "model.safetensors", "README.md", ".draftsmith.json"}
+        "config.json", "model.safetensors", "README.md", ".draftsmith.json", "draftsmith.json"}
     assert main([*words, str(with_heads(tmp_path / "one", tiny, 1.0))]) == 0
     text = (tmp_path / "out" / "README.md").read_text()
     assert "a draft_lm drafter" in text
@@ -136,12 +141,10 @@ def test_the_export_of_separate_blocks_is_refused(
     words = ["export", "--artifact", str(folder), "--out", str(tmp_path / "out"), "--format", "specdec"]
     assert main(words) == 2
     assert "this head has 2 separate ones; train it with head.tie_blocks: true" in capsys.readouterr().err
-    with pytest.raises(UserError, match="specdec holds an acceptance head, which export_head writes"):
-        export_artifact(load_artifact(folder, tiny), tiny, "specdec", tmp_path / "out")
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
-    folder = export_specdec(head_with(num_layers=1), tmp_path / "out", "")
+    folder = folder_of(head_with(num_layers=1), tmp_path / "out")
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, "extra": torch.zeros(1)}, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"is no acceptance head of SpecDec.*5 tensors where 1 blocks have 4"):

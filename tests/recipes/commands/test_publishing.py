@@ -1,15 +1,26 @@
 """`draftsmith push`: what it uploads, its card, and what it refuses; a stand-in takes the place of the Hub."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from draftsmith.export import Artifact, export_artifact, save_artifact
-from draftsmith.modules import Target, UserError
+from draftsmith.export import (
+    EvaluateConfig,
+    Method,
+    Question,
+    evaluate,
+    export_artifact,
+    load_artifact,
+    read_description,
+    save_artifact,
+)
+from draftsmith.modules import Eagle, EagleConfig, Target, UserError
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.publishing import PushArguments, listing, planned, upload
 from support.artifacts import TREE, heads
@@ -29,16 +40,22 @@ def given(folder: Path, **settings: Any) -> PushArguments:
     return PushArguments(**{"folder": folder, "repository": "owner/draft", "licence": "apache-2.0", **settings})
 
 
-def evaluation(file: Path, **changes: Any) -> Path:
-    """evaluation.json with the fields that the card shows."""
+def evaluation(file: Path, weights: str, **changes: Any) -> Path:
+    """evaluation.json of an artifact with these weights, with the fields that the card shows."""
     measured = {"prompts": 6, "accepted_length": 2.0}
     file.write_text(json.dumps({
         "method": "medusa, static", "family": "medusa", "temperature": 0.0, "batch_size": 1, "speedup": 1.5,
-        "header": {"dtype": "float32", "machine": {"processor": "a CPU"}}, **measured,
+        "contended": False, "header": {"dtype": "float32", "machine": {"processor": "a CPU"},
+                                       "artifacts": {"medusa, static": weights}}, **measured,
         "by_category": {"math": {"prompts": 4, "accepted_length": 2.5},
                         "writing": {"prompts": 2, "accepted_length": 1.0}},
         **changes}))
     return file
+
+
+def weights_of(folder: Path) -> str:
+    """The hash by which exports and evaluations name an artifact."""
+    return str(read_description(folder)["weights_sha256"])
 
 
 class StandIn:
@@ -57,17 +74,24 @@ class StandIn:
         return type("Commit", (), {"commit_url": f"https://hub/{repo_id}"})
 
 
+def validated(card: Any, **_settings: Any) -> None:
+    """The Hub's word on a card."""
+    if card.data.license == "unheard-of":
+        raise ValueError("\"license\" must be one of [apache-2.0, mit]")
+
+
 def fields(card: str) -> dict[str, Any]:
     return dict(yaml.safe_load(card.split("---\n")[1]))
 
 
-def test_an_artifact_with_its_card(folder: Path, tmp_path: Path) -> None:
+def test_an_artifact_with_its_card(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "tuning.json").write_text("{}")
-    arguments = given(folder, evaluation=evaluation(tmp_path / "evaluation.json"), private=False)
+    arguments = given(folder, evaluation=evaluation(tmp_path / "evaluation.json", weights_of(folder)), private=False)
     files = planned(arguments)
     # What is true on this machine alone stays here.
     assert list(files) == ["README.md", "config.json", "model.safetensors"]
     hub = StandIn()
+    monkeypatch.setattr("huggingface_hub.ModelCard.validate", validated)
     assert upload(hub, arguments, files) == "https://hub/owner/draft"
     assert hub.made == {"repo_id": "owner/draft", "private": False, "exist_ok": True}
     assert hub.files["model.safetensors"] == str(folder / "model.safetensors")
@@ -83,13 +107,12 @@ def test_an_artifact_with_its_card(folder: Path, tmp_path: Path) -> None:
 
 
 def test_an_export_takes_its_card_from_the_artifact(folder: Path, tmp_path: Path, tiny_target: Target) -> None:
-    artifact = Artifact(drafter=heads(tiny_target), target=tiny_target, topology=TREE, identity=tiny_target.identity,
-                        provenance={})
+    artifact = load_artifact(folder, tiny_target)
     out = export_artifact(artifact, tiny_target, "medusa", tmp_path / "out")
     with pytest.raises(UserError, match="is an export, which does not say how it was trained; give its artifact"):
         planned(given(out))
     files = planned(given(out, artifact=folder))
-    assert list(files) == ["README.md", "config.json", "medusa_lm_head.safetensors"]
+    assert list(files) == ["README.md", "config.json", "draftsmith.json", "medusa_lm_head.safetensors"]
     card = bytes(files["README.md"]).decode()
     assert "text-generation-launcher" in card
     assert "## Training data" in card
@@ -103,6 +126,8 @@ def test_what_would_be_uploaded_is_listed(folder: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr()
     assert "owner/draft: 3 files" in said.out + said.err
     assert "nothing was uploaded; add --dry_run false to upload" in said.out + said.err
+    # The card as it would be uploaded, field by field.
+    assert bytes(files["README.md"]).decode().replace("apache-2.0", "mit", 1) in said.out
 
 
 def test_only_the_word_of_the_user_uploads(
@@ -110,6 +135,7 @@ def test_only_the_word_of_the_user_uploads(
 ) -> None:
     hub = StandIn()
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    monkeypatch.setattr("huggingface_hub.ModelCard.validate", validated)
     words = ["push", "--folder", str(folder), "--repository", "owner/draft", "--licence", "mit"]
     assert main(words) == 0
     assert not hub.made
@@ -142,13 +168,69 @@ def test_a_folder_with_anything_else_is_refused(folder: Path, change: Callable[[
         planned(given(folder))
 
 
-def test_another_evaluation_is_refused(folder: Path, tmp_path: Path) -> None:
-    other = evaluation(tmp_path / "evaluation.json", family="hydra")
-    with pytest.raises(UserError, match="is the evaluation of a hydra drafter, this one is medusa; give its own"):
-        planned(given(folder, evaluation=other))
-    other.write_text('{"family": "medusa"}')
+def test_the_evaluation_of_another_artifact_is_refused(folder: Path, tmp_path: Path, tiny_target: Target) -> None:
+    file = tmp_path / "evaluation.json"
+    # Other weights of the same family and target, as of another target: its artifact has other weights.
+    for weights, said in (("1234567890abcdef", "of an artifact with the weights 1234567890ab..., this one has"),
+                          ("", "an evaluation that does not name its artifact, this one has the weights")):
+        with pytest.raises(UserError, match=re.escape(said)):
+            planned(given(folder, evaluation=evaluation(file, weights)))
+    file.write_text('{"family": "medusa"}')
     with pytest.raises(UserError, match="is no evaluation of draftsmith; give the evaluation"):
-        planned(given(folder, evaluation=other))
+        planned(given(folder, evaluation=file))
+
+
+def test_a_speed_of_a_busy_machine_says_so(folder: Path, tmp_path: Path) -> None:
+    for contended in (False, True):
+        found = evaluation(tmp_path / "evaluation.json", weights_of(folder), contended=contended)
+        card = bytes(planned(given(folder, evaluation=found))["README.md"]).decode()
+        assert ("1.50 times as fast as without drafts (other programs used the machine meanwhile, so that this speed "
+                "is not reliable)." in card) == contended
+
+
+def test_an_evaluation_names_its_artifact(folder: Path, tiny_target: Target) -> None:
+    artifact = load_artifact(folder, tiny_target)
+    run = evaluate(tiny_target, [Method.of(artifact)], {"own": [Question(prompt=lambda _: [5, 9, 11])]},
+                   EvaluateConfig(max_new_tokens=4, speed_prompts=0), progress=False)
+    found = json.loads(json.dumps(run.to_dict()))
+    assert found["header"]["artifacts"] == {found["method"]: weights_of(folder)}
+
+
+def test_the_export_of_another_artifact_is_refused(folder: Path, tmp_path: Path, tiny_target: Target) -> None:
+    out = export_artifact(load_artifact(folder, tiny_target), tiny_target, "medusa", tmp_path / "out")
+    other = save_artifact(tmp_path / "other", Eagle.create(EagleConfig(), tiny_target), tiny_target.identity, {}, TREE)
+    with pytest.raises(UserError, match=r"is the export of another artifact .medusa for owner/model. than .*other "
+                                        r".eagle for tiny-random.; give its own with --artifact DIR"):
+        planned(given(out, artifact=other))
+    # Other heads of the same shape for the same target.
+    twin = heads(tiny_target)
+    with torch.no_grad():
+        next(twin.parameters()).add_(1)
+    save_artifact(tmp_path / "twin", twin, replace(tiny_target.identity, name="owner/model"), {}, TREE)
+    with pytest.raises(UserError, match="is the export of another artifact"):
+        planned(given(out, artifact=tmp_path / "twin"))
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"repository": "draft"}, r"repository must be OWNER/NAME, got 'draft'; give both parts"),
+    ({"repository": "a/b/c"}, r"got 'a/b/c': Repo id must be in the form 'repo_name' or 'namespace/repo_name'.*choose"),
+    ({"repository": "me/-draft"}, r"got 'me/-draft': Repo id must use alphanumeric chars.*; choose another name"),
+    ({"repository": "me/a--b"}, r"got 'me/a--b': Cannot have -- or \.\. in repo_id; choose another name"),
+    ({"repository": "me/draft.git"}, r"got 'me/draft.git': Repo_id cannot end by '.git'; choose another name"),
+    ({"licence": ""}, r"licence must be a name as the Hub writes it, such as apache-2.0, .* got ''; choose one of"),
+    ({"licence": "Apache 2.0"}, r"licence must be .*, got 'Apache 2.0'; choose one of https://huggingface.co/docs"),
+])
+def test_names_that_the_hub_does_not_take_are_refused(folder: Path, settings: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        given(folder, **settings)
+
+
+def test_a_card_that_the_hub_refuses_uploads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.ModelCard.validate", validated)
+    hub, arguments = StandIn(), given(folder, licence="unheard-of")
+    with pytest.raises(UserError, match=r'the Hub refuses the card ."license" must be one of .*nothing was uploaded'):
+        upload(hub, arguments, planned(arguments))
+    assert not hub.made
 
 
 def test_a_target_in_a_folder_has_no_name_on_the_hub(tmp_path: Path, tiny_target: Target) -> None:
@@ -161,11 +243,10 @@ def test_a_target_in_a_folder_has_no_name_on_the_hub(tmp_path: Path, tiny_target
         assert "## Recipe" not in card
 
 
-def test_a_failed_upload_is_one_sentence(folder: Path) -> None:
+def test_a_failed_upload_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
+    monkeypatch.setattr("huggingface_hub.ModelCard.validate", validated)
     for failure in (OfflineModeIsEnabled("no network"), LocalTokenNotFoundError("no token")):
         with pytest.raises(UserError, match=f"owner/draft could not be uploaded \\({failure}\\); check the network"):
             upload(StandIn(failure), given(folder), planned(given(folder)))
-    with pytest.raises(UserError, match=r"repository must be OWNER/NAME, got 'draft'; give both parts"):
-        given(folder, repository="draft")

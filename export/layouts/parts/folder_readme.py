@@ -1,0 +1,76 @@
+"""README.md of an exported folder: what it holds, the commands that serve it, and the formats that hold the same."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ....modules.target.loading.loading import DEFAULT_NAME, is_local
+from ....modules.target.loading.tiny_model import TINY_NAME
+from ...artifact import Artifact, portable
+from .export_format import ExportFormat, Places
+from .layout_folder import Contents
+from .tensor_table import table_text
+
+CLIENT = """The server answers clients of OpenAI's interface:
+
+```python
+from openai import OpenAI
+
+client = OpenAI(base_url="http://localhost:8000/v1", api_key="none")
+model = client.models.list().data[0].id
+answer = client.{asked}, max_tokens=64, temperature=0)
+print(answer.choices[0].{text})
+```"""
+QUESTION = '[{"role": "user", "content": "What is a draft horse?"}]'
+CHAT = {"asked": f"chat.completions.create(model=model, messages={QUESTION}", "text": "message.content"}
+PLAIN_TEXT = {"asked": 'completions.create(model=model, prompt="A draft horse is"', "text": "text"}
+"""Calls for a target with a chat template, and for one without."""
+HALF = """In float32 a draft changes no word of an answer. Without `--dtype` vLLM takes bfloat16 or float16, which is
+faster on most machines and rounds more: a pass over several tokens then rounds otherwise than a pass over one, so that
+an answer with drafts can leave the one without where two tokens are almost equally likely. `draftsmith export` with
+`--try_with PYTHON`, the interpreter of an environment with vLLM, counts such answers and measures both speeds."""
+
+
+def folder_readme(chosen: ExportFormat[Any], artifact: Artifact, contents: Contents,
+                  fitting: Sequence[ExportFormat[Any]]) -> str:
+    """README.md of an export.
+
+    Args:
+        chosen: its format.
+        artifact: what was exported.
+        contents: what the writer says of the folder.
+        fitting: the formats that hold this drafter.
+    """
+    parts = [f"# {contents.title} for {portable(artifact.identity.name)}", *contents.paragraphs]
+    places = Places(target=target_place(artifact.identity.name))
+    # A folder with the adapted target and drafts in one is none that `commands` is about.
+    if (artifact.adapter is None or chosen.write is None) and (
+            commands := chosen.commands(artifact.drafter, places)):
+        parts += ["## Serve it", *(target_note(artifact.identity.name) if chosen.write is not None else ())]
+        for engine, command in commands.items():
+            parts.append(f"{engine}, in this folder:\n\n```bash\n{command}\n```")
+        parts += [contents.example] if contents.example else []
+        if "vLLM" in commands:
+            spoken = getattr(artifact.target.tokenizer, "chat_template", None)
+            parts += [CLIENT.format_map(CHAT if spoken else PLAIN_TEXT), HALF]
+    others = [f"* `--format {one.name}`: {one.readers}" for one in fitting if one.name != chosen.name]
+    if others and chosen.write is not None:
+        parts += ["## Other formats of this drafter", "\n".join(others)]
+    if contents.table is not None:
+        parts += [f"## Tensors of {chosen.file}", table_text(contents.table)]
+    return "\n\n".join(parts) + "\n"
+
+
+def target_place(name: str) -> str:
+    """The target in a command: its name on the Hub, or the folder that the format `target` writes next to the export.
+    The embedded one is not the Hub's of that name, whose weights are not rounded."""
+    return Places.target if is_local(name) or name in (DEFAULT_NAME, TINY_NAME) else name
+
+
+def target_note(name: str) -> list[str]:
+    """A paragraph on that folder, with the command that writes it; none where the target is the Hub's."""
+    if target_place(name) == name:
+        return []
+    named = f"--target.name {portable(name)} " if is_local(name) else ""
+    where = "; give the path of its folder or file as `--target.name`" if named else ""
+    return [f"`{Places.target}` is the target as a folder, which this command writes from the artifact{where}:\n\n"
+            f"```bash\ndraftsmith export --artifact ../artifact {named}--format target --out {Places.target}\n```"]

@@ -1,0 +1,170 @@
+"""Commands that an exported README.md, an export and the messages of the program print: each parses with our own
+command line, or is one that the proof of an engine starts."""
+
+import argparse
+import ast
+import json
+import os
+import re
+import runpy
+import shlex
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.export import ExportSettings
+from draftsmith.export.layouts.parts.export_format import VLLM
+from draftsmith.export.layouts.registry import EXPORT_FORMATS
+from draftsmith.modules import DraftLM, DraftLMConfig, Target, UserError
+from draftsmith.recipes.__main__ import COMMANDS, main
+from serving.llama_cpp_cases import options
+from serving.printed import blocks, commands
+from serving.vllm_cases import LOADER, VLLM_CASES
+from support.artifacts import heads
+from support.documents import ROOT
+from support.gguf_vocabulary import write_vocabulary
+from support.targets import six_layers
+
+from .test_engine_contracts import MADE, written
+
+OTHERS = {
+    "sglang.launch_server": ("--model-path", "--speculative-algorithm", "--speculative-draft-model-path",
+                             "--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens"),
+    "text-generation-launcher": ("--model-id", "--speculate"),
+}
+"""Options of engines that do not run here, by their sources."""
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return six_layers()
+
+
+def served_in_the_proof() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(configuration of drafts, extra settings for loading) of each server that vLLM's proof starts as printed."""
+    asked = [dict(case.asked) for case in VLLM_CASES if case.printed]
+    return [({key: value for key, value in one.items() if key != LOADER}, one.get(LOADER, {})) for one in asked]
+
+
+def check(words: list[str]) -> None:
+    """Fail unless the command is our own, or one that a proof starts."""
+    if words[0] == "draftsmith":
+        module = import_module(f"draftsmith.recipes.commands.{COMMANDS[words[1]][0]}")
+        module.COMMANDS[words[1]].parse(words[2:])
+    elif tuple(words[: len(VLLM)]) == VLLM:
+        parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+        parser.add_argument("--model", required=True)
+        parser.add_argument("--dtype", choices=["float32"], required=True)
+        parser.add_argument("--speculative-config", type=json.loads)
+        parser.add_argument("--model-loader-extra-config", type=json.loads, default={})
+        given = parser.parse_args(words[len(VLLM) - 1:])
+        drafts = given.speculative_config
+        if drafts is not None:
+            assert drafts.pop("model") != given.model
+            assert drafts.pop("num_speculative_tokens") >= 1
+            assert (drafts, given.model_loader_extra_config) in served_in_the_proof()
+    elif words[0] == "llama-server":
+        options(words)
+    elif words[0] == "optimum-cli":
+        assert words[1:4] == ["export", "openvino", "-m"]
+    else:
+        program = words[2] if words[0] == "python" else words[0]
+        assert {word for word in words if word.startswith("--")} == set(OTHERS[program]), words
+
+
+WRITTEN = [(name, one.name) for name in MADE for one in EXPORT_FORMATS if one.name in (
+    {"eagle3": ("eagle", "speculators", "gguf"), "eagle": ("eagle", "eagle-sglang"),
+     "medusa": ("medusa", "medusa-vllm"), "draft_lm": ("huggingface", "gguf")}[re.split("[ ,]", name)[0]])]
+
+
+@pytest.mark.parametrize(("name", "layout"), WRITTEN)
+def test_every_command_of_a_readme_runs_as_it_stands(
+    tmp_path: Path, target: Target, name: str, layout: str
+) -> None:
+    drafter, settings = MADE[name](target), ExportSettings()
+    if layout == "gguf":
+        settings = ExportSettings(target_gguf=write_vocabulary(tmp_path / "v.gguf", target.vocab_size))
+    try:
+        folder = written(drafter, target, layout, tmp_path / "out", settings)
+    except UserError as refusal:
+        # It names formats that hold the drafter, each of which does.
+        for other in re.findall(r"choose --format (.*)", str(refusal))[0].split(", "):
+            assert not next(one for one in EXPORT_FORMATS if one.name == other).refusal(drafter, target)
+        return
+    text = (folder / "README.md").read_text()
+    assert commands(text)
+    for words in commands(text):
+        check(words)
+    assert not re.search(r"\b(THIS_FOLDER|TARGET)\b", text)
+    for example in blocks(text, "python"):
+        ast.parse(example)
+    # Recommended formats hold this very drafter.
+    for other in re.findall(r"^\* `--format ([\w-]+)`", text, flags=re.MULTILINE):
+        chosen = next(one for one in EXPORT_FORMATS if one.name == other)
+        assert isinstance(drafter, chosen.families)
+        assert not chosen.refusal(drafter, target)
+
+
+def test_eagle_3_that_only_some_engines_run_is_sent_to_no_other(tmp_path: Path, target: Target) -> None:
+    for name, others in (("eagle3 whole", {"speculators", "gguf", "openvino"}), ("eagle3 norms", {"speculators"}),
+                         ("eagle3 layers", {"speculators"}), ("eagle3 one norm", {"speculators", "gguf"})):
+        text = (written(MADE[name](target), target, "eagle", tmp_path / name) / "README.md").read_text()
+        assert set(re.findall(r"--format ([\w-]+)`", text)) == others
+
+
+def test_transformers_runs_the_printed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    from draftsmith.export import save_artifact
+    from draftsmith.modules import TargetConfig, Topology, load_target
+
+    tiny = load_target(TargetConfig(name="tiny-random"))
+    save_artifact(tmp_path / "artifact", DraftLM.create(DraftLMConfig(layers=(0,)), tiny), tiny.identity, {},
+                  Topology.chain(2))
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "--artifact", "artifact", "--format", "huggingface", "--out", "draft"]) == 0
+    printed = [shlex.split(line) for line in capsys.readouterr().out.splitlines()
+               if line.startswith(("draftsmith ", "python "))]
+    assert [words[0] for words in printed] == ["draftsmith", "python"]
+    for words in printed:
+        check(words)
+    assert "target" in printed[1]
+    assert '"model": "draft"' in printed[1][-1]
+    monkeypatch.chdir("draft")
+    for words in commands(Path("README.md").read_text()):
+        # The command that writes the target; the server is started by the proof.
+        if words[0] == "draftsmith":
+            assert main(words[1:]) == 0
+    capsys.readouterr()
+    file = tmp_path / "example.py"
+    file.write_text(blocks(Path("README.md").read_text(), "python")[0])
+    runpy.run_path(os.fspath(file))
+    assert "What is a draft horse?" in capsys.readouterr().out
+
+
+def test_commands_in_messages_are_commands() -> None:
+    """`draftsmith NAME --option` in a string of the program: both exist."""
+    found = set()
+    for room in ("data", "export", "modules", "recipes", "trainers"):
+        for file in sorted((ROOT / room).rglob("*.py")):
+            texts = [node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)
+                     and isinstance(node.value, str)]
+            for text in texts:
+                found |= {(name, *re.findall(r"--[a-z][\w.]*", rest)) for name, rest in re.findall(
+                    r"draftsmith (\w+)((?: --[a-z][\w.]*(?: (?!--)[^\s;,)`]+)?)+)", text)}
+    assert found
+    for name, *given in sorted(one for one in found if one[0] != "COMMAND"):
+        assert name in COMMANDS, name
+        known = {one.removeprefix("--") for one in given}
+        command = import_module(f"draftsmith.recipes.commands.{COMMANDS[name][0]}").COMMANDS[name]
+        home = vars(command.home[1])["__dataclass_fields__"] if command.home else ()
+        keys = {*command.keys, *home, "config", "help"}
+        assert {one.split(".")[0] for one in known} <= keys, (name, given)
+
+
+def test_heads_are_exported_with_a_whole_command(tmp_path: Path, target: Target) -> None:
+    reduced = heads(target, output="one_copy", vocabulary_size=20)
+    text = (written(reduced, target, "medusa-vllm", tmp_path / "out") / "README.md").read_text()
+    words = next(words for words in commands(text) if tuple(words[: len(VLLM)]) == VLLM)
+    assert words[words.index("--model") + 1] == "tiny-target"
+    assert words[-2:] == ["--model-loader-extra-config", '{"enable_weights_track": false}']
