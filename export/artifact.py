@@ -7,6 +7,7 @@ holds measurements of one machine.
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ..modules import (
     DRAFTERS,
@@ -38,6 +40,7 @@ from ..modules import (
     policy_named,
 )
 from ..modules.baselines.joined_policies import PolicyName, copying, joined_drafter, joined_policy
+from ..modules.decoding.drafted_generate import drafted_generate
 from ..modules.files.atomic_files import file_sha256, write_file
 from ..modules.files.json_records import read_object, shortened, typed_fields
 from ..modules.files.owned_folders import whole_folder
@@ -182,6 +185,17 @@ class Artifact:
         # The replays found tree and copied chain together: no other tree goes with that chain.
         own = StaticTree(self.topology.prefix(min(copies.tree_size, self.topology.size)))
         return own if copies.trial is None else copying(own, copies.trial.copied, copies.trial.extra)
+
+    def generate(self, inputs: Tensor | None = None, *, streamer: Any = None, policy: str = FASTEST,
+                 **given: Any) -> Tensor:
+        """The tokens that `generate` of transformers gives for the same call, drafted and verified, [B, L + T].
+
+        Greedy answers are equal token by token, sampled ones in distribution; `torch.manual_seed` repeats them. It
+        takes the arguments of `generate` (prompts padded on the left, lengths, sampling, penalty, end tokens, a
+        `generation_config`, a `streamer` for one prompt) and a policy of `drafting`. What is not offered is refused by
+        name: it raises UserError.
+        """
+        return drafted_generate(self.target, partial(self.drafting, policy), inputs, streamer, given)
 
     def _own_policy(self, name: PolicyName, batch_size: int, temperature: float) -> Policy:
         """The part of a policy that grows the artifact's own drafts."""

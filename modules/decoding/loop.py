@@ -345,7 +345,8 @@ class Loop:
         generation = self.slots[row]
         kept = tokens[: generation.request.max_new_tokens - len(generation.tokens)]
         if not self.settings.ignore_eos:
-            ends = [place for place, token in enumerate(kept) if token in self.target.eos_ids]
+            eos_ids = self.target.eos_ids if self.settings.eos_ids is None else self.settings.eos_ids
+            ends = [place for place, token in enumerate(kept) if token in eos_ids]
             if ends:
                 kept, generation.finish = kept[: ends[0] + 1], "eos"
         if self.settings.stop:

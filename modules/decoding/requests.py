@@ -74,6 +74,8 @@ class DecodeSettings:
     """Together with a request's index, the key of its random numbers."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer; the token that completes one is the last."""
+    eos_ids: tuple[int, ...] | None = None
+    """Tokens that end an answer; None takes the target's."""
     ignore_eos: bool = False
     """Go on after an end token, up to `max_new_tokens`."""
     prefill_chunk: int = 512

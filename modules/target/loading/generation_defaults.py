@@ -17,6 +17,7 @@ a request states itself) are ignored.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,14 +97,9 @@ def read_defaults(config: Any, tokenizer: Any, name: str) -> GenerationDefaults:
     declared = getattr(config, "eos_token_id", None)
     if declared is None:
         declared = getattr(tokenizer, "eos_token_id", None)
-    found = declared if isinstance(declared, list | tuple) else [declared]
-    eos_ids = tuple(sorted({int(token) for token in found if token is not None}))
     if config is None:
-        return GenerationDefaults(eos_ids=eos_ids)
-    table = _CHANGES_ANSWERS | (_CHANGES_SAMPLES if config.do_sample else {})
-    # Read with a default: which of these settings a config knows depends on the version of transformers.
-    settings = {setting: getattr(config, setting, None) for setting in table}
-    if wrong := [f"{setting}={value}" for setting, value in settings.items() if value not in table[setting]]:
+        return GenerationDefaults(eos_ids=_ascending(declared))
+    if wrong := refused_settings(vars(config)):
         raise UserError(
             f"the generation config of {name} asks generate for {', '.join(wrong)}, which changes its answers and is "
             "not offered here; remove it from generation_config.json, or choose another target"
@@ -113,6 +109,24 @@ def read_defaults(config: Any, tokenizer: Any, name: str) -> GenerationDefaults:
         log.warning("the generation config of %s has a repetition penalty of %s, which generate applies unasked; "
                     "decoding applies it where DecodeSettings has repetition_penalty=%s, draftsmith generate with "
                     "--repetition-penalty %s", name, penalty, penalty, penalty)
+    return sampling_defaults(config, declared)
+
+
+def refused_settings(settings: Mapping[str, Any]) -> list[str]:
+    """Those of the settings of a generation config, with their values, that change answers and are not offered."""
+    table = _CHANGES_ANSWERS | (_CHANGES_SAMPLES if settings.get("do_sample") else {})
+    # Read with a default: which of these settings a config knows depends on the version of transformers.
+    return [f"{name}={settings[name]}" for name in table if settings.get(name) not in table[name]]
+
+
+def sampling_defaults(config: Any, declared: Any) -> GenerationDefaults:
+    """End tokens and sampling settings that `generate` takes from a config.
+
+    Args:
+        config: transformers' `GenerationConfig`, of which nothing is refused.
+        declared: its end tokens, or those in their place: a list, one or None.
+    """
+    eos_ids, penalty = _ascending(declared), _given(config, "repetition_penalty", 1.0)
     if not config.do_sample:
         return GenerationDefaults(eos_ids=eos_ids, repetition_penalty=penalty)
     return GenerationDefaults(
@@ -123,6 +137,11 @@ def read_defaults(config: Any, tokenizer: Any, name: str) -> GenerationDefaults:
         min_p=_given(config, "min_p", 0.0),
         repetition_penalty=penalty,
     )
+
+
+def _ascending(declared: Any) -> tuple[int, ...]:
+    found = declared if isinstance(declared, list | tuple) else [declared]
+    return tuple(sorted({int(token) for token in found if token is not None}))
 
 
 def _given(config: Any, setting: str, default: float) -> float:

@@ -1,0 +1,89 @@
+"""The call of transformers' `generate` with drafts: its preparation of prompts and settings, with our loop in place of
+its own.
+
+Shapes: B rows, L tokens of the longest prompt, T tokens of the longest answer.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ..errors import UserError
+from ..interfaces.proposer import Proposer
+from ..policies.base import Policy
+from ..target.loading.generation_defaults import refused_settings, sampling_defaults
+from ..target.model import Target
+from .answers import decode
+from .requests import DecodeSettings, Generation, Request
+
+_TAKEN = {"input_ids", "attention_mask", "generation_config"}
+"""Arguments that are no settings of a generation config."""
+_RICHER = "return_dict_in_generate"
+"""The setting that asks for more than tokens."""
+
+
+def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Policy]], inputs: Tensor | None,
+                     streamer: Any, given: Mapping[str, Any]) -> Tensor:
+    """Prompts and answers as `generate` gives them, [B, L + T]; see `Artifact.generate`.
+
+    Args:
+        target: verifies.
+        drafting: gives drafter and policy for a batch size and a temperature.
+        inputs: prompts, or None if `given` has them.
+        streamer: gets the prompt and each token of the answer; may be None.
+        given: all other arguments of `generate`.
+
+    Raises:
+        UserError: naming what the call asks for and decoding with drafts does not offer.
+    """
+    known = _TAKEN | vars(GenerationConfig()).keys()  # type: ignore[no-untyped-call]
+    _refuse(given, [name for name, value in given.items() if value is not None and name not in known])
+
+    # transformers passes a callable neither the streamer nor any argument that its own loop does not name; the closure
+    # knows them. Other names of parameters here would take arguments away from its preparation.
+    def answer(model: Any, input_ids: Tensor, *, generation_config: Any, **model_kwargs: Any) -> Tensor:
+        _refuse(vars(generation_config))
+        defaults = sampling_defaults(generation_config, generation_config.eos_token_id)
+        mask_BL = model_kwargs.get("attention_mask")
+        mask_BL = torch.ones_like(input_ids) if mask_BL is None else mask_BL.bool()
+        if bool((mask_BL[:, 1:] < mask_BL[:, :-1]).any()):
+            raise UserError("a prompt has padding or a gap after its first token (attention_mask); put the padding on "
+                            "the left (padding_side='left' of the tokenizer)")
+        if streamer is not None and len(input_ids) > 1:
+            raise UserError(f"a streamer shows one answer, got {len(input_ids)} prompts; give one, or no streamer")
+        room = generation_config.max_length - input_ids.shape[1]
+        requests = [Request(tuple(row_L[mask_L.bool()].tolist()), index, room, defaults.temperature)
+                    for index, (row_L, mask_L) in enumerate(zip(input_ids, mask_BL, strict=True))]
+        # From torch's own random numbers, so that torch.manual_seed decides as it does in `generate`.
+        seed = int(torch.randint(2**63 - 1, ())) if defaults.temperature else 0
+        settings = DecodeSettings.as_generate(defaults, batch_size=len(requests), seed=seed, eos_ids=defaults.eos_ids)
+        drafter, policy = drafting(batch_size=len(requests), temperature=defaults.temperature)
+
+        def show(_answer: Generation, tokens: list[int], _done: bool) -> None:
+            for token in tokens if streamer is not None else ():
+                streamer.put(torch.tensor([token]))
+
+        found = decode(target, requests, settings, drafter=drafter, policy=policy, on_tokens=show).generations
+        if streamer is not None:
+            streamer.end()
+        # Rows that have ended are filled up as in `generate`; without an end token all are equally long.
+        ends = generation_config.eos_token_id
+        pad = next((token for token in (generation_config.pad_token_id, *(ends if isinstance(ends, list) else [ends]))
+                    if token is not None), 0)
+        longest = max(len(one.tokens) for one in found)
+        answers_BT = [[*one.tokens, *[pad] * (longest - len(one.tokens))] for one in found]
+        return torch.cat([input_ids, torch.tensor(answers_BT).to(input_ids)], dim=1)
+
+    sequences: Tensor = target.model.generate(inputs, streamer=streamer, custom_generate=answer, **given)
+    return sequences
+
+
+def _refuse(settings: Mapping[str, Any], unknown: list[str] | None = None) -> None:
+    """Refuse what decoding with drafts does not offer. Raises UserError."""
+    refused = [*(unknown or ()), *refused_settings(settings), *([_RICHER] if settings.get(_RICHER) else [])]
+    if refused:
+        raise UserError(f"decoding with drafts does not offer {', '.join(refused)}; leave it out, or call generate of "
+                        "the model itself")
