@@ -88,10 +88,11 @@ def blank_tensors(module: nn.Module, count: CountedWork, made: dict[int, Tensor]
             for name, tensor in held.items():
                 if tensor is None or not tensor.is_meta:
                     continue
-                if id(tensor) not in made:
+                if id(tensor) not in made and tensor.is_floating_point():
+                    made[id(tensor)] = count.blank(tensor)
+                elif id(tensor) not in made:
                     # A buffer of whole numbers holds the ids of a draft vocabulary: it is read, and all are different.
-                    ids = torch.arange(tensor.numel()).view(tensor.shape).to(tensor.dtype)
-                    made[id(tensor)] = count.blank(tensor) if tensor.is_floating_point() else ids
+                    made[id(tensor)] = torch.arange(tensor.numel()).view(tensor.shape).to(tensor.dtype)
                 held[name] = made[id(tensor)]
 
 

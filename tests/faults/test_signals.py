@@ -70,12 +70,10 @@ def left_by(run: Path, *gone: str) -> None:
     (signal.SIGTERM, ShardQueue, "publish", 1, ("data", "train", "artifact")),
     (signal.SIGINT, feature_store, "write_tensors", 2, ("data", "train", "artifact")),
     (signal.SIGTERM, MedusaModule, "training_step", 13, ("train", "artifact")),
-    (signal.SIGINT, MedusaModule, "training_step", 8, ("train", "artifact")),
-    (signal.SIGHUP, MedusaModule, "training_step", 1, ("train", "artifact")),
     (signal.SIGUSR1, MedusaModule, "training_step", 9, ("train", "artifact")),
     (signal.SIGTERM, pipeline, "measure_cost", 1, ("artifact",)),
     (signal.SIGHUP, pipeline, "write_report", 1, ("report.html",)),
-], ids=["distillation", "states", "training", "training-ctrl-c", "training-hangup", "training-slurm", "artifact",
+], ids=["distillation", "states", "training", "training-slurm", "artifact",
         "evaluation"])
 def test_a_signal_ends_a_run_that_the_same_command_finishes(
     number: signal.Signals, owner: Any, name: str, at: int, gone: tuple[str, ...], tiny_run: Path, copied_run: Path,

@@ -43,7 +43,7 @@ from support.drafters import ScriptedDrafter, TargetDrafter
 from support.fixed_length import FixedLength
 from support.native_answers import native_greedy, requests_for
 from support.tables import DepthDrafter, TableDrafter, random_log_probs
-from support.tiers import others_long, some_long
+from support.tiers import some_long
 from torch import Tensor
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
@@ -164,9 +164,9 @@ def test_every_policy_is_lossless_when_greedy(tiny_target_f64: Target, name: str
     assert family != "mixed" or result.accepted_length > 1.2
 
 
-@pytest.mark.parametrize("temperature", others_long([0.0, 0.9], kept=(0.0,)))
-@pytest.mark.parametrize("name", others_long(["prompt_lookup", "recycling", "ngrams", "layer_skip"],
-                                             kept=("recycling",)))
+@pytest.mark.parametrize(("name", "temperature"), some_long([
+    ("recycling", 0.0), ("recycling", 0.9), ("prompt_lookup", 0.0), ("prompt_lookup", 0.9), ("ngrams", 0.0),
+    ("layer_skip", 0.9)], 9))
 def test_every_policy_serves_drafters_that_name_candidates(
     tiny_target_f64: Target, name: str, temperature: float
 ) -> None:

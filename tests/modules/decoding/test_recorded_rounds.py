@@ -55,7 +55,7 @@ from support.pretended_device import place, pretended_device
 from support.recorded_operations import Records
 from support.steady_waits import GREEDY, MIXED, Way, moved, on_device
 from support.targets import random_target
-from support.tiers import others_long, some_long
+from support.tiers import FIRST_CASES, others_long, some_long
 from support.wrapped_drafter import Wrapped, WrappedState
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -325,7 +325,7 @@ def check_places(loops: Iterator[Loop]) -> None:
         assert later == found[0]
 
 
-@pytest.mark.parametrize("name", some_long(CASES, 9))
+@pytest.mark.parametrize("name", some_long(FIRST_CASES, 3))
 def test_a_steady_round_of_every_family_writes_to_the_same_places(
     tiny_target: Target, name: str, records: Records
 ) -> None:

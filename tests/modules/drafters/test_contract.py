@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from draftsmith.trainers.losses.chunked_losses import supervise
 from safetensors.torch import load_file
 from support.cycle import CycleData, cycle_target
 from support.families import CASES, randomised
-from support.tiers import others_long, some_long
+from support.tiers import FIRST_CASES, others_long, some_long
 from torch import Tensor
 
 TREE = Topology((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))
@@ -319,8 +319,7 @@ def reference(target: Target) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", others_long(CASES))
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("batch_size", others_long([1, 3], kept=(3,)))
+@pytest.mark.parametrize(("policy", "batch_size"), zip(POLICIES, cycle((3, 1))))
 def test_greedy_answers_equal_those_of_generate(
     name: str, policy: str, batch_size: int, tiny_target_f64: Target
 ) -> None:
@@ -404,7 +403,7 @@ def test_a_new_drafter_depends_on_the_seed_alone(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", others_long(CASES))
+@pytest.mark.parametrize("name", FIRST_CASES)
 def test_labels_one_position_off_do_not_train_a_useful_drafter(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

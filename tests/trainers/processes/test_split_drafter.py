@@ -106,12 +106,6 @@ def check_strategies(alone: Path, out: Path, strategies: Sequence[str], names: S
         assert int(gradients) <= (kept and kept * weights + 200), (strategy, name, gradients, weights)
 
 
-@pytest.mark.long
-@pytest.mark.distributed
-def test_two_processes_with_split_weights_equal_one(alone: Path, tmp_path: Path) -> None:
-    check_strategies(alone, tmp_path, ("fsdp2", "deepspeed_stage_3"), FEW)
-
-
 @pytest.mark.distributed
 @pytest.mark.long
 def test_every_family_is_trained_by_every_strategy(all_alone: Path, tmp_path: Path) -> None:
