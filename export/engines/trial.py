@@ -15,7 +15,7 @@ from ...modules.decoding.pass_recorder import PassRecorder
 from ..artifact import Artifact
 from ..engine_process import EngineProcess
 from ..layouts.parts.export_format import Served
-from ..layouts.registry import format_named
+from ..layouts.registry import format_named, formats_of
 
 SCRIPT = Path(__file__).with_name("vllm_run.py")
 TOLERANCE = 0.1
@@ -144,7 +144,9 @@ def served(artifact: Artifact, layout: str) -> Served:
                         "try_with out")
     chosen = format_named(layout)
     if chosen.vllm is None or not isinstance(artifact.drafter, chosen.families):
-        raise UserError(f"vLLM, which tries an export, reads no {layout}; leave try_with out, or choose another format")
+        able = ", ".join(one.name for one in formats_of(artifact) if one.vllm is not None)
+        raise UserError(f"vLLM, which tries an export, reads no {layout}; leave try_with out"
+                        + (f", or choose --format {able}" if able else ""))
     return chosen.vllm(artifact.drafter)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...export.artifact import read_description
-from ...export.artifact_files import CARD, HEAD, TUNING
+from ...export.artifact_files import CARD, CONFIG, HEAD, TUNING
 from ...export.layouts.parts.layout_folder import EXPORT, ORIGIN
 from ...export.model_card import hub_card
 from ...modules import UserError
@@ -86,16 +86,16 @@ def planned(given: PushArguments) -> dict[str, Path | bytes]:
     if kind == EXPORT and given.artifact is None:
         raise UserError(f"{given.folder} is an export, which does not say how it was trained; give its artifact with "
                         "--artifact DIR")
-    config = read_description(given.folder if kind != EXPORT or given.artifact is None else given.artifact)
-    if kind == EXPORT:
-        again = "write the export again with draftsmith export"
-        if ORIGIN not in names:
-            raise UserError(f"{given.folder} does not say of which artifact it is; {again}")
-        origin = read_object(given.folder / ORIGIN, again)
-        if origin.get("weights_sha256") != config["weights_sha256"]:
-            raise UserError(f"{given.folder} is the export of another artifact ({origin.get('family')} for "
-                            f"{origin.get('target', {}).get('name')}) than {given.artifact} ({config['family']} for "
-                            f"{config['target']['name']}); give its own with --artifact DIR")
+    config, source = read_description(given.artifact or given.folder), ORIGIN if kind == EXPORT else CONFIG
+    again = f"write the {kind} again"
+    if source not in names:
+        raise UserError(f"{given.folder} does not say of which artifact it is; {again}")
+    # The record of an export has the keys of an artifact's config.json.
+    origin = read_object(given.folder / source, again)
+    if origin.get("weights_sha256") != config["weights_sha256"]:
+        raise UserError(f"{given.folder} is of another artifact ({origin.get('family')} for "
+                        f"{origin.get('target', {}).get('name')}) than {given.artifact} ({config['family']} for "
+                        f"{config['target']['name']}); give its own with --artifact DIR")
     card = hub_card((given.folder / CARD).read_text(encoding="utf-8"), config, given.licence, given.evaluation)
     kept = [name for name in names if Path(name).name not in KEPT_BACK and name != CARD]
     return {CARD: card.encode(), **{name: given.folder / name for name in kept}}

@@ -106,8 +106,8 @@ def test_every_layout_has_its_method(tiny_target: Target) -> None:
     reduced = as_artifact(heads(tiny_target, output="one_copy", vocabulary_size=20), tiny_target)
     assert served(reduced, "medusa-vllm").loader == {"enable_weights_track": False}
     hydra = as_artifact(Hydra.create(HydraConfig(), tiny_target), tiny_target)
-    for artifact, layout in ((hydra, "hydra"), (first, "eagle-sglang")):
-        with pytest.raises(UserError, match=f"reads no {layout}; leave try_with out, or choose another format"):
+    for artifact, layout, remedy in ((hydra, "hydra", ""), (first, "eagle-sglang", ", or choose --format eagle")):
+        with pytest.raises(UserError, match=f"reads no {layout}; leave try_with out{remedy}$"):
             served(artifact, layout)
     with pytest.raises(UserError, match="changes its target, and a trial in vLLM compares with an unchanged one"):
         served(replace(medusa, adapter=Adapter({}, 1.0)), "medusa")

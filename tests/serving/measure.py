@@ -10,17 +10,16 @@ import tempfile
 from pathlib import Path
 
 from draftsmith.export import Artifact, TrialSettings, export_artifact, load_artifact, try_export
-from draftsmith.export.layouts.registry import EXPORT_FORMATS
-from draftsmith.modules import Medusa, TargetConfig, UserError
+from draftsmith.export.layouts.registry import formats_of
+from draftsmith.modules import TargetConfig, UserError
 from draftsmith.recipes.chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target
 from draftsmith.recipes.commands.artifact_commands import trial_prompts
 
 
 def layout_of(artifact: Artifact) -> str:
     """The format in which vLLM reads the artifact's drafter best."""
-    if isinstance(artifact.drafter, Medusa) and artifact.drafter.config.output != "copy":
-        return "medusa-vllm"
-    return next((one.name for one in EXPORT_FORMATS if isinstance(artifact.drafter, one.families)), "none")
+    able = [one.name for one in formats_of(artifact) if one.vllm is not None]
+    return "medusa-vllm" if "medusa-vllm" in able else next(iter(able), "none")
 
 
 def main() -> int:
@@ -44,7 +43,7 @@ def main() -> int:
         return 2
     print(f"{artifact.drafter.family} for {target.identity.name} as {layout} in {trial.engine}: drafts of "
           f"{settings.draft_tokens} tokens, {len(prompts)} prompts, {settings.max_new_tokens} tokens each\n")
-    print(f"{trial.table()}\n\n{trial.fault or 'as it must be'}")
+    print(f"{trial.table()}\n\n{trial.fault or 'as it must be'}\n{trial.note}")
     return 1 if trial.fault else 0
 
 

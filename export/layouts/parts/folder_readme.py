@@ -1,5 +1,6 @@
 """README.md of an exported folder: what it holds, the commands that serve it, and the formats that hold the same."""
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,7 +52,8 @@ def folder_readme(chosen: ExportFormat[Any], artifact: Artifact, contents: Conte
         parts += [contents.example] if contents.example else []
         if "vLLM" in commands:
             spoken = getattr(artifact.target.tokenizer, "chat_template", None)
-            parts += [CLIENT.format_map(CHAT if spoken else PLAIN_TEXT), HALF]
+            parts.append(CLIENT.format_map(CHAT if spoken else PLAIN_TEXT))
+        parts += [] if chosen.vllm is None else [HALF]
     others = [f"* `--format {one.name}`: {one.readers}" for one in fitting if one.name != chosen.name]
     if others and chosen.write is not None:
         parts += ["## Other formats of this drafter", "\n".join(others)]
@@ -70,7 +72,8 @@ def target_note(name: str) -> list[str]:
     """A paragraph on that folder, with the command that writes it; none where the target is the Hub's."""
     if target_place(name) == name:
         return []
-    named = f"--target.name {portable(name)} " if is_local(name) else ""
+    named = ["--target.name", portable(name)] if is_local(name) else []
+    words = ["--artifact", "../artifact", *named, "--format", "target", "--out", Places.target]
     where = "; give the path of its folder or file as `--target.name`" if named else ""
     return [f"`{Places.target}` is the target as a folder, which this command writes from the artifact{where}:\n\n"
-            f"```bash\ndraftsmith export --artifact ../artifact {named}--format target --out {Places.target}\n```"]
+            f"```bash\n{shlex.join(['draftsmith', 'export', *words])}\n```"]

@@ -8,20 +8,22 @@ import os
 import re
 import runpy
 import shlex
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.export import ExportSettings
+from draftsmith.export import Artifact, ExportSettings, export_artifact, save_artifact
+from draftsmith.export.artifact import portable
 from draftsmith.export.layouts.parts.export_format import VLLM
 from draftsmith.export.layouts.registry import EXPORT_FORMATS
-from draftsmith.modules import DraftLM, DraftLMConfig, Target, UserError
+from draftsmith.modules import DraftLM, DraftLMConfig, Target, TargetConfig, Topology, UserError, load_target
 from draftsmith.recipes.__main__ import COMMANDS, main
 from serving.llama_cpp_cases import options
 from serving.printed import blocks, commands
 from serving.vllm_cases import LOADER, VLLM_CASES
-from support.artifacts import heads
+from support.artifacts import TREE, heads
 from support.documents import ROOT
 from support.gguf_vocabulary import write_vocabulary
 from support.targets import six_layers
@@ -115,9 +117,6 @@ def test_eagle_3_that_only_some_engines_run_is_sent_to_no_other(tmp_path: Path, 
 
 def test_transformers_runs_the_printed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                              capsys: pytest.CaptureFixture[str]) -> None:
-    from draftsmith.export import save_artifact
-    from draftsmith.modules import TargetConfig, Topology, load_target
-
     tiny = load_target(TargetConfig(name="tiny-random"))
     save_artifact(tmp_path / "artifact", DraftLM.create(DraftLMConfig(layers=(0,)), tiny), tiny.identity, {},
                   Topology.chain(2))
@@ -140,6 +139,19 @@ def test_transformers_runs_the_printed_lines(tmp_path: Path, monkeypatch: pytest
     file.write_text(blocks(Path("README.md").read_text(), "python")[0])
     runpy.run_path(os.fspath(file))
     assert "What is a draft horse?" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["models/my llama.gguf", "/data/models/llama", "./llama", "owner/llama"])
+def test_a_target_is_named_as_it_can_be_found(tmp_path: Path, name: str, target: Target) -> None:
+    identity = replace(target.identity, name=name)
+    artifact = Artifact(drafter=MADE["eagle"](target), target=target, topology=TREE, identity=identity, provenance={})
+    found = commands((export_artifact(artifact, target, "eagle", tmp_path / "out") / "README.md").read_text())
+    for words in found:
+        check(words)
+    served = next(words for words in found if tuple(words[: len(VLLM)]) == VLLM)
+    on_the_hub = name == "owner/llama"
+    assert served[len(VLLM)] == (name if on_the_hub else "../target")
+    assert [words[5] for words in found if words[0] == "draftsmith"] == ([] if on_the_hub else [portable(name)])
 
 
 def test_commands_in_messages_are_commands() -> None:

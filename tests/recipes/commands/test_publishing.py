@@ -199,7 +199,7 @@ def test_an_evaluation_names_its_artifact(folder: Path, tiny_target: Target) -> 
 def test_the_export_of_another_artifact_is_refused(folder: Path, tmp_path: Path, tiny_target: Target) -> None:
     out = export_artifact(load_artifact(folder, tiny_target), tiny_target, "medusa", tmp_path / "out")
     other = save_artifact(tmp_path / "other", Eagle.create(EagleConfig(), tiny_target), tiny_target.identity, {}, TREE)
-    with pytest.raises(UserError, match=r"is the export of another artifact .medusa for owner/model. than .*other "
+    with pytest.raises(UserError, match=r"is of another artifact .medusa for owner/model. than .*other "
                                         r".eagle for tiny-random.; give its own with --artifact DIR"):
         planned(given(out, artifact=other))
     # Other heads of the same shape for the same target.
@@ -207,8 +207,15 @@ def test_the_export_of_another_artifact_is_refused(folder: Path, tmp_path: Path,
     with torch.no_grad():
         next(twin.parameters()).add_(1)
     save_artifact(tmp_path / "twin", twin, replace(tiny_target.identity, name="owner/model"), {}, TREE)
-    with pytest.raises(UserError, match="is the export of another artifact"):
+    with pytest.raises(UserError, match="is of another artifact"):
         planned(given(out, artifact=tmp_path / "twin"))
+    with pytest.raises(UserError, match="twin is of another artifact"):
+        planned(given(tmp_path / "twin", artifact=folder))
+    assert planned(given(folder, artifact=folder))
+    # An export of an earlier version names none.
+    (out / "draftsmith.json").unlink()
+    with pytest.raises(UserError, match="does not say of which artifact it is; write the export again"):
+        planned(given(out, artifact=folder))
 
 
 @pytest.mark.parametrize(("settings", "message"), [
