@@ -83,8 +83,10 @@ def stream(
     """
     loop = Loop(target, [request], settings, drafter=drafter, policy=policy, observer=observer)
     for generation, tokens, _done in loop.run():
+        # A pass in which a fault is found may have tokens from before it: they are right, and `decode` keeps them.
+        if tokens or generation.finish != "error":
+            yield tokens
         if generation.finish == "error":
             raise DecodeError(DecodeResult([generation], loop.stats))
-        yield tokens
     if stats is not None:
         stats.add(loop.stats)

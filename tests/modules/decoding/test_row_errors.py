@@ -369,3 +369,24 @@ def test_an_index_outside_int64_is_refused(tiny_target: Target, index: int) -> N
 def test_two_requests_of_one_index_are_refused(tiny_target: Target) -> None:
     with pytest.raises(UserError, match="several requests have the index 4; give each request of a run its own"):
         decode(tiny_target, [Request((5,), 3, 2), Request((6,), 4, 2), Request((7,), 4, 2)], SETTINGS)
+
+
+def test_a_stream_gives_all_tokens_that_decode_keeps_before_a_fault() -> None:
+    """Right guesses before the fault are tokens of the same pass."""
+    target, _ = broken_target()
+    faults = 0
+    for request in (Request((5, 20 + index, 7), index, 24) for index in range(12)):
+        try:
+            kept = decode(target, [request], SETTINGS).generations[0].tokens
+        except DecodeError as error:
+            kept = error.result.generations[0].tokens
+        drafted = {"drafter": ScriptedDrafter(target.vocab_size, [[*request.tokens, *kept]], "oracle"),
+                   "policy": Chain(4)}
+        tokens: list[int] = []
+        try:
+            for new in stream(target, request, SETTINGS, **drafted):
+                tokens += new
+        except DecodeError:
+            faults += 1
+        assert tokens == kept
+    assert faults
