@@ -57,7 +57,8 @@ def refuse_unverifiable(model: Any) -> None:
             here, ALiBi (it counts cache slots, not positions), or a decoder without position ids or a cache.
     """
     name, config = type(model).__name__, model.config.get_text_config()
-    if config.is_encoder_decoder or (type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder):
+    if config.is_encoder_decoder or (type(config) in MODEL_FOR_MASKED_LM_MAPPING
+                                     and not getattr(config, "is_decoder", False)):
         raise UserError(f"{name} is an encoder, whose tokens see those after them, and cannot continue text. Choose a "
                         "decoder-only target")
     unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "attention"}

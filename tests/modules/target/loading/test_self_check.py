@@ -123,6 +123,7 @@ def test_a_wrong_mask_or_position_is_refused_in_every_number_type(
     ("Mpt", {}, "takes no position_ids"),
     ("OpenAIGPT", {}, "takes no past_key_values"),
     ("Falcon", {"alibi": True}, "has ALiBi attention"),
+    ("XLM", {}, "is an encoder"),
 ])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_by_cache_slots_is_refused_in_one_sentence(
