@@ -28,6 +28,7 @@ from .loading.excerpt import copy_modules, excerpt, layer_list
 from .loading.generation_defaults import GenerationDefaults, read_defaults
 from .loading.identity import TargetIdentity, hash_weights
 from .pass_layout import PassLayout
+from .rope_parameters import rope_by_kind
 from .target_rows import TargetRows
 
 
@@ -128,12 +129,12 @@ class Target:
     @property
     def context_length(self) -> int:
         """Most tokens of a sequence, prompt and answer together."""
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope":
-            # Its frequencies change with the longest position of a pass: a draft or a neighbouring row would change
-            # them. Up to here they are those of short texts for all.
-            return int(rope["original_max_position_embeddings"])
-        return int(getattr(self.config, "max_position_embeddings", 1 << 30))
+        # Frequencies of longrope change with the longest position of a pass: a draft or a neighbouring row would change
+        # them. Up to their bound they are those of short texts for all.
+        bounds = [int(rope["original_max_position_embeddings"])
+                  for rope in rope_by_kind(getattr(self.config, "rope_parameters", None)).values()
+                  if rope.get("rope_type") == "longrope"]
+        return min([*bounds, int(getattr(self.config, "max_position_embeddings", 1 << 30))])
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from ...features import Features
 from ...interfaces.drafter import DrafterConfig
 from ...interfaces.proposer import State
 from ...target.model import Target
+from ...target.rope_parameters import rope_by_kind
 from .decoder_block import OFFICIAL_ROPE_BASE, BlockConfig, ResidualLayer
 from .rotary import carried_scaling
 from .shared_embeddings import BorrowingDrafter
@@ -73,9 +74,9 @@ def block_like(target: Target, rope_base: float | None = None) -> BlockConfig:
             the target's configuration has none.
     """
     given: dict[str, Any] = target.config.to_dict()
-    rope: dict[str, Any] = given.get("rope_parameters") or {}
-    # Targets whose layers differ have one set of parameters for each kind of layer.
-    rope = rope.get("full_attention", rope)
+    kinds = rope_by_kind(given.get("rope_parameters"))
+    # A drafter's layers see the whole text, as the target's layers with full attention do.
+    rope = kinds.get("full_attention") or next(iter(kinds.values()))
     own = rope.get("rope_theta") or given.get("rope_theta")
     block = BlockConfig.like(target, rope_base=float(rope_base or own or OFFICIAL_ROPE_BASE))
     if rope_base is not None:
