@@ -11,8 +11,9 @@ PARTS = frozenset({"num_layers", "num_heads", "num_kv_heads", "depths", "steps",
 """Sizes that count layers, heads or draft steps: each is a module, or a pass, of its own."""
 MOST_PARTS, MOST_WIDTH = 256, 2**26
 """Largest number of these, and of any other size."""
-MOST_ROWS, MOST_TOKENS, MOST_STEPS = 2**16, 2**20, 2**40
-"""Largest numbers of rows, of tokens in a row and of steps that a setting may ask for."""
+MOST_ROWS, MOST_TOKENS, MOST_STEPS, MOST_PROCESSES, MOST_SEED = 2**16, 2**20, 2**40, 2**10, 2**32 - 1
+"""Largest numbers of rows, of tokens in a row, of steps and of processes that a setting may ask for, and largest seed:
+NumPy's generators take 32 bits."""
 
 
 def check_sizes(**sizes: object) -> None:

@@ -389,7 +389,16 @@ class DraftModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another run, and count its micro-batches as so many processes read them."""
-        require_same_settings((stored := checkpoint["draftsmith"])["recipe"], self.recipe())
+        stored, weights = checkpoint["draftsmith"], checkpoint["state_dict"]
+        damage = ("the checkpoint in the folder of the training is damaged ({} is not as it was written); delete it to "
+                  "start training again")
+        if lost := {"recipe", "learned", "seconds", "waited", "peak_memory_bytes"} - set(stored):
+            raise UserError(damage.format(min(lost)))
+        require_same_settings(stored["recipe"], self.recipe())
+        # Shared drafters are read part by part, and their strategy compares the parts.
+        own = self.state_dict() if self.split is None else {}
+        if wrong := [name for name, tensor in own.items() if getattr(weights.get(name), "shape", None) != tensor.shape]:
+            raise UserError(damage.format(f"its weight {wrong[0]}"))
         # Lightning counts the micro-batches of one process; another number of processes reads other numbers of them.
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (progress["total"], progress["current"]):

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..modules.config_checks import MOST_STEPS, check_bounds
+from ..modules.config_checks import MOST_PROCESSES, MOST_ROWS, MOST_SEED, MOST_STEPS, check_bounds
 from ..modules.errors import UserError
 from ..modules.interfaces.drafter import DrafterConfig
 from .losses.objectives import OBJECTIVES, ObjectiveName
@@ -20,6 +20,8 @@ DIVISION = ("accumulate", "devices", "num_nodes")
 """Settings whose product is the number of micro-batches of an optimizer step: it alone decides, up to rounding."""
 MOST_LR = 100.0
 """Largest learning rate: beyond it no optimizer here learns, and float32 overflows."""
+STRATEGIES = ("auto", "ddp", "fsdp2", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+"""Names of the strategies of several processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +86,12 @@ class TrainConfig:
     """Shape of the drafter; each family has its own settings."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, max_steps=(1, MOST_STEPS), accumulate=(1, MOST_STEPS), validate_every=(1, MOST_STEPS),
-                     checkpoint_every=(1, MOST_STEPS), devices=(1, MOST_STEPS), num_nodes=(1, MOST_STEPS))
+        check_bounds(self, max_steps=(1, MOST_STEPS), accumulate=(1, MOST_ROWS), validate_every=(1, MOST_STEPS),
+                     checkpoint_every=(1, MOST_STEPS), devices=(1, MOST_PROCESSES), num_nodes=(1, MOST_PROCESSES),
+                     seed=(0, MOST_SEED))
+        if self.strategy not in STRATEGIES:
+            # Others of Lightning's learn something else: their gradients, clipping and checkpoints differ.
+            raise UserError(f"train.strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
         if self.max_steps is None and self.max_minutes is None:
             raise UserError("max_steps and max_minutes are both null, and training would never end; set one of them")
         if self.validation_nodes < 2:

@@ -244,8 +244,13 @@ class ServerAnswerer(EngineAnswerer):
 
 def check_address(address: str) -> None:
     """Refuse what is no address of a server. Raises UserError."""
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(address)
+        # The port is parsed when it is read.
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        known = False
+    if not known:
         raise UserError(f"distill.server must be an address such as http://localhost:8000/v1, got {address!r}")
 
 

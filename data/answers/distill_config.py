@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ...modules import UserError
-from ...modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
+from ...modules.config_checks import MOST_PROCESSES, MOST_ROWS, MOST_SEED, MOST_TOKENS, check_bounds
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..prompts.sources import PromptConfig, read_prompts
 from ..store.token_store import SOURCES, SourceName
 from .answer_server import check_address
 
-MOST_WORKERS = 1024
-"""Most processes that one command starts."""
 AUTO = "auto"
 """Workers: as many as GPUs or threads, as long as prompts and memory last."""
 LIMITS = ("budget_tokens", "budget_minutes")
@@ -82,9 +80,9 @@ class DistillConfig:
     def __post_init__(self) -> None:
         check_bounds(self, "distill.", shard_prompts=(1, MOST_ROWS), slots=(1, MOST_ROWS),
                      max_new_tokens=(1, MOST_TOKENS), validation_prompts=(0, MOST_ROWS), test_prompts=(0, MOST_ROWS),
-                     top_k=(0, MOST_TOKENS))
+                     top_k=(0, MOST_TOKENS), seed=(0, MOST_SEED))
         if self.workers != AUTO:
-            check_bounds(self, "distill.", workers=(1, MOST_WORKERS))
+            check_bounds(self, "distill.", workers=(1, MOST_PROCESSES))
         if not self.temperatures or not all(map(is_temperature, self.temperatures)):
             raise UserError(f"distill.temperatures must be one or more numbers, each {TEMPERATURES}, got "
                             f"{list(self.temperatures)}")

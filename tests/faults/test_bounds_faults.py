@@ -76,6 +76,17 @@ FAULTS = [
     Fault("a thousand heads", PLAN + " --drafter.num_heads 1000", r"num_heads must be at most 256, got 1000; lower it"),
     Fault("a billion layers", PLAN + " --drafter.num_layers 1000000000", r"num_layers must be at most 256, got 10{9}"),
     Fault("a billion nodes", PLAN + " --tree.searched_nodes 1000000000", r"must lie between 2 .* and 1024, got 1"),
+    *(Fault(f"too large a {name.split('.')[1]}", PLAN + f" --{name} {value}",
+            rf"{name.split('.')[1]} must be at most .*lower it")
+      for name, value in (("train.accumulate", "1000000000000"), ("train.devices", "2000"),
+                          ("train.seed", "99999999999999999999"))),
+    Fault("a drawing seed of many digits", PLAN + " --distill.seed 99999999999999999999",
+          r"seed must be at most 4,294"),
+    Fault("a strategy of Lightning's that is not offered", PLAN + " --train.strategy ddp_spawn",
+          r"train\.strategy must be one of auto, ddp, .* got 'ddp_spawn'"),
+    *(Fault(f"the address {address}", PLAN + " --distill.engine server", r"distill\.server must be an address such as",
+            given=("--distill.server", address))
+      for address in ("http://[::1/v1", "http://host:port/v1", "http://:8000/v1", "http://host:99999/v1")),
     # Policies.
     *(Fault(f"the policy {name}", f"{GENERATE} --policy {name}", rf"in '{number}'; {kind} wants .* at most 1024; cho")
       for kind, number in (("eagle2", "999999999"), ("dyspec", "1025"), ("chain", "100000"), ("stopping", "999999999"),

@@ -1,7 +1,9 @@
 """Shared training: it learns, resumes exactly, does not depend on how a step is divided, and reports its errors."""
 
 import dataclasses
+import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -350,6 +352,26 @@ def test_a_damaged_checkpoint_is_refused(target: Target, tmp_path: Path) -> None
     stored = (tmp_path / "last.ckpt").read_bytes()
     (tmp_path / "last.ckpt").write_bytes(stored[: len(stored) // 2])
     with pytest.raises(UserError, match=r"last.ckpt is damaged .* delete it"):
+        train(target, tmp_path)
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    (lambda stored, weight: stored.pop("draftsmith"), "draftsmith"),
+    (lambda stored, weight: stored["draftsmith"].pop("seconds"), "seconds"),
+    (lambda stored, weight: stored["state_dict"].pop(weight), "its weight {weight}"),
+    (lambda stored, weight: stored["state_dict"].update({weight: torch.zeros(3)}), "its weight {weight}"),
+    (lambda stored, weight: stored["state_dict"].update({weight: "x"}), "its weight {weight}"),
+], ids=["no settings", "no counter", "no weight", "another shape", "no tensor"])
+def test_a_checkpoint_that_torch_can_read_and_training_cannot_is_refused(
+    change: Callable[[dict[str, Any], str], Any], named: str, target: Target, tmp_path: Path
+) -> None:
+    train(target, tmp_path)
+    stored = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    weight = next(iter(stored["state_dict"]))
+    change(stored, weight)
+    torch.save(stored, tmp_path / "last.ckpt")
+    said = named.format(weight=re.escape(weight))
+    with pytest.raises(UserError, match=rf"damaged \({said} is not as it was written\); delete it to start"):
         train(target, tmp_path)
 
 
