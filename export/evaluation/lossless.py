@@ -1,33 +1,56 @@
-"""The comparison of drafted answers with those of transformers' own `generate`.
+"""The comparison of drafted answers with what the untouched model says by transformers' own code.
 
-Shapes: B rows, L tokens of the longest prompt, V vocabulary.
+A greedy answer is held against that of `generate`, a sampled one against the draws that transformers' own processors
+give with the same uniform numbers. Where they differ, every token of the answer is judged by the untouched model's
+logits of its own text: rounding may choose between two tokens only as far as it moves the model's logits, which is
+measured on that text.
+
+Shapes: B rows, L tokens of the longest prompt, T tokens of an answer, K likely tokens, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import product
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from ...modules import DecodeSettings, Request, Target
 from ...modules.decoding.requests import uniform_stream
-from ...modules.verification.sampling import probabilities, widened
+from ...modules.verification.sampling import widened
 from .results import Comparison
 
-NEAR_TIE_GAP = {torch.float64: 1e-12, torch.float32: 1e-4}
-"""Largest gap between two logits at which passes of different shapes may disagree."""
-HALF_PRECISION_STEPS = 2
-"""In half precision the same, in rounding steps of the best logit."""
-NEAR_EDGE = {torch.float64: 1e-12, torch.float32: NEAR_TIE_GAP[torch.float32] / 4}
-"""Largest distance of a uniform number outside a token's share of the distribution at which rounding explains it, at
-temperature 1 and above. Logits that move against each other by the gap of a near-tie move a sum F of probabilities by
-at most F (1 - F) / T times as much."""
+SAFETY = 1.5
+"""Allowed change of the difference of two logits, in measured ones: the pass that decodes and the one that judges may
+err in opposite directions."""
+LEAST_STEPS = 1.0
+"""Least measured change, in rounding steps of the distance between the best logit and the mean one."""
+LIKELY = 8
+"""Likeliest tokens of a place among which the change is measured; rounding chooses no other."""
+GREATEST_MOVE = 600.0
+"""Largest move of a logit divided by the temperature."""
+PLACES = 64
+"""Tokens of an answer whose whole distributions are formed at once."""
 PLAIN_SETTINGS = DecodeSettings()
 """No filter and no penalty."""
-NEAR_EDGE_HALF = 0.05
-"""The same in half precision."""
+IMPOSSIBLE = 2.0
+"""Position of a token to which the target gives no probability."""
+_POSITIONS = 0xD157
+"""Separates these uniform numbers from all that decoding uses."""
 
 
 @contextmanager
@@ -92,75 +115,242 @@ def first_divergence(answer: Sequence[int], reference: Sequence[int]) -> int | N
     return None if len(answer) == len(reference) else min(len(answer), len(reference))
 
 
-Judge = Callable[[Sequence[int], tuple[int, int]], tuple[float | None, bool]]
-"""From the tokens before a first difference and the two chosen there: (logit gap, whether rounding explains it)."""
-
-
-def compare(prompt: Sequence[int], answer: Sequence[int], reference: Sequence[int], judge: Judge, *,
-            again: Callable[[], Sequence[int]] | None = None) -> Comparison:
-    """Hold a drafted answer against its reference.
+def law(logits_TV: Tensor, temperature: float, settings: DecodeSettings) -> Tensor:
+    """The distributions [T, V] that `generate` draws from, by transformers' own processors in its order.
 
     Args:
-        judge: looks at a first difference.
-        again: makes the reference once more, alone and unpadded, when it came from a padded batch: padding is itself a
-            change of shape that may flip a near-tie, and must not be blamed on the drafts.
+        logits_TV: penalised, float32 or wider.
+        temperature: above 0.
+        settings: filters.
     """
-    if first_divergence(answer, reference) is None:
-        return Comparison(divergence=None)
-    reference = reference if again is None else again()
-    place = first_divergence(answer, reference)
-    if place is None:
-        return Comparison(divergence=None)
-    if place == min(len(answer), len(reference)):
-        # One stopped and the other went on: a fault of the stopping rule, whatever the logits say.
-        return Comparison(divergence=place)
-    gap, near_tie = judge([*prompt, *answer[:place]], (answer[place], reference[place]))
-    return Comparison(divergence=place, gap=gap, near_tie=near_tie)
+    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if settings.top_k:
+        processors.append(TopKLogitsWarper(settings.top_k))
+    if settings.top_p < 1.0:
+        processors.append(TopPLogitsWarper(settings.top_p))
+    if settings.min_p:
+        processors.append(MinPLogitsWarper(settings.min_p))
+    # None of them looks at the text before.
+    return processors(cast(Any, None), cast(Any, logits_TV)).softmax(-1)
 
 
-def greedy_judge(target: Target, settings: DecodeSettings = PLAIN_SETTINGS) -> Judge:
-    """A difference between greedy answers is a near-tie when both tokens have nearly the target's best logit.
+class NativeReading:
+    """An answer as the untouched model reads it: its logits at each token, and how far rounding moves them.
 
-    The gap is the best logit minus the lower of the two tokens'. If they are the target's two best, as in every tie of
-    two, that is the top-2 gap; a token that is neither makes it larger.
-    """
-
-    def judge(tokens: Sequence[int], choices: tuple[int, int]) -> tuple[float, bool]:
-        logits_V = native_logits(target, tokens, settings)
-        best = float(logits_V.max())
-        gap = best - min(float(logits_V[choice]) for choice in choices)
-        half_bound = HALF_PRECISION_STEPS * torch.finfo(target.dtype).eps * abs(best)
-        return gap, gap < NEAR_TIE_GAP.get(target.dtype, half_bound)
-
-    return judge
-
-
-def sampled_judge(target: Target, settings: DecodeSettings, request: Request) -> Judge:
-    """A difference between two draws with one uniform number is a near-tie when it lies at the edge of both tokens.
-
-    There is no logit gap then: a draw has no best token.
+    Args:
+        target: the model.
+        prompt: tokens before the answer.
+        answer: at least one token.
+        settings: the penalty.
     """
 
-    def judge(tokens: Sequence[int], choices: tuple[int, int]) -> tuple[None, bool]:
-        # The loop takes one number of the stream a token, so the place in the answer is that in the stream.
-        place = len(tokens) - len(request.tokens)
-        uniform = float(uniform_stream(settings.seed, request.index, place + 1)[place])
-        temperature = torch.tensor([request.temperature], device=target.device)
-        logits_V = native_logits(target, tokens, settings)
-        probs_V = probabilities(logits_V, temperature, settings.top_k, settings.top_p, settings.min_p).double()
-        upper_V = probs_V.cumsum(-1)
-        distances = [max(float(upper_V[c] - probs_V[c]) - uniform, uniform - float(upper_V[c]), 0.0) for c in choices]
-        return None, max(distances) < NEAR_EDGE.get(target.dtype, NEAR_EDGE_HALF) / min(1.0, request.temperature)
+    def __init__(self, target: Target, prompt: Sequence[int], answer: Sequence[int],
+                 settings: DecodeSettings = PLAIN_SETTINGS) -> None:
+        self._target, self._prompt, self._answer = target, list(prompt), list(answer)
+        self._penalty = settings.repetition_penalty
+        tokens_1N = torch.tensor([[*prompt, *answer]], device=target.device)
+        with torch.no_grad(), target.native() as model:
+            self._raw_TV = widened(model(input_ids=tokens_1N, use_cache=False).logits[0, len(self._prompt) - 1 : -1])
+        self.logits_TV = self._raw_TV
+        """Penalised logits of the next token at each place of the answer, float32 or wider."""
+        if self._penalty != 1.0:
+            # The penalty of a token depends on all before it, so each place has its own.
+            penalise = RepetitionPenaltyLogitsProcessor(self._penalty)
+            self.logits_TV = torch.cat([
+                penalise(tokens_1N[:, : len(self._prompt) + place], self._raw_TV[place : place + 1].clone())
+                for place in range(len(self._answer))])
 
-    return judge
+    @cached_property
+    def slack(self) -> float:
+        """Largest change of the difference of two likely logits that rounding explains, in nats.
+
+        The same text is read once more in the steps of `generate`, with a cache and one token a pass. The changes of
+        the differences between the likeliest logits, not of the logits: what is added to all of them chooses nothing.
+        """
+        likely_TK = self._raw_TV.topk(min(LIKELY, self._raw_TV.shape[-1]), dim=-1).indices
+        prompt_1P, kept = torch.tensor([self._prompt], device=self._target.device), list[Tensor]()
+        with torch.no_grad(), native_model(self._target) as model:
+            # What `generate` itself returns is rounded to float32.
+            hook = model.register_forward_hook(
+                lambda _model, _arguments, output: kept.append(output.logits[0, -1, likely_TK[len(kept)]]))
+            try:
+                model.generate(input_ids=prompt_1P, attention_mask=torch.ones_like(prompt_1P), do_sample=False,
+                               max_new_tokens=len(self._answer), pad_token_id=0, use_cache=True,
+                               logits_processor=LogitsProcessorList([_Forced(self._prompt, self._answer)]))
+            finally:
+                hook.remove()
+        change_TK = self._raw_TV.gather(-1, likely_TK) - torch.stack(kept).to(self._raw_TV)
+        spread = float((self._raw_TV.amax(-1) - self._raw_TV.mean(-1)).max())
+        measured = float((change_TK.amax(-1) - change_TK.amin(-1)).max())
+        least = LEAST_STEPS * torch.finfo(self._target.dtype).eps * spread
+        return SAFETY * max(measured, least) * max(self._penalty, 1 / self._penalty)
+
+    def gaps(self, tokens: Sequence[int]) -> Tensor:
+        """Distances of tokens below the best logit at the last places, one for each token, float64."""
+        logits_TV = self.logits_TV[len(self._answer) - len(tokens) :]
+        chosen_T1 = torch.tensor(list(tokens), device=logits_TV.device)[:, None]
+        return (logits_TV.amax(-1) - logits_TV.gather(-1, chosen_T1)[:, 0]).double()
+
+
+class _Forced(LogitsProcessor):
+    """A processor that lets `generate` write a given answer."""
+
+    def __init__(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        self._text = [*prompt, *answer]
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        forced_1V = torch.full_like(scores, -torch.inf)
+        forced_1V[0, self._text[input_ids.shape[1]]] = 0.0
+        return forced_1V
+
+
+class Judge:
+    """The comparison of answers of one target with their references.
+
+    Args:
+        target: the model.
+        settings: filters, penalty and seed.
+    """
+
+    def __init__(self, target: Target, settings: DecodeSettings = PLAIN_SETTINGS) -> None:
+        self._target, self._settings = target, settings
+        self._drawn: dict[tuple[Request, tuple[int, ...]], tuple[int | None, float | None]] = {}
+
+    def compare(self, request: Request, answer: Sequence[int], reference: Sequence[int], *,
+                again: Callable[[], Sequence[int]] | None = None) -> Comparison:
+        """Hold an answer against its reference.
+
+        Args:
+            request: prompt, longest answer, and temperature; a sampled answer is compared with the loop's without
+                drafts, and every token of it with the draw from the untouched model's distribution.
+            again: makes the reference of a greedy answer once more, alone and unpadded, when it came from a padded
+                batch: padding is itself a change of shape that may flip a near-tie, and must not be blamed on the
+                drafts.
+        """
+        place = first_divergence(answer, reference)
+        if place is not None and again is not None:
+            reference = again()
+            place = first_divergence(answer, reference)
+        if place is not None and not (place < min(len(answer), len(reference)) and self._ended(request, answer)):
+            # One stopped and the other went on: a fault of the stopping rule, whatever the logits say.
+            return Comparison(divergence=place)
+        if request.temperature > 0:
+            wrong, slack = self._wrong_draw(request, answer)
+            if wrong is not None:
+                return Comparison(divergence=wrong if place is None else min(place, wrong), slack=slack)
+            return Comparison(divergence=place, near_tie=place is not None, slack=slack)
+        if place is None:
+            return Comparison(divergence=None)
+        # The answers have other texts from here on. All that follows is judged by the model's logits of this text.
+        reading = NativeReading(self._target, request.tokens, answer, self._settings)
+        gap = float(reading.gaps(answer[place:]).max())
+        # If the two tokens are the target's two best, as in every tie of two, their gap is the top-2 gap.
+        ends_there = NativeReading(self._target, request.tokens, [*answer[:place], reference[place]], self._settings)
+        gap = max(gap, float(ends_there.gaps(reference[place : place + 1])[0]))
+        return Comparison(divergence=place, gap=gap, near_tie=gap < reading.slack, slack=reading.slack)
+
+    def drawn(self, request: Request, answer: Sequence[int]) -> bool:
+        """True if a sampled answer is what the untouched model's distribution gives with the same uniform numbers."""
+        return self._ended(request, answer) and self._wrong_draw(request, answer)[0] is None
+
+    def _ended(self, request: Request, answer: Sequence[int]) -> bool:
+        """True if the answer ended at its first end token, or at its longest length."""
+        ends = [place for place, token in enumerate(answer) if token in self._target.eos_ids]
+        return ends == [len(answer) - 1] or (not ends and len(answer) == request.max_new_tokens)
+
+    def _wrong_draw(self, request: Request, answer: Sequence[int]) -> tuple[int | None, float | None]:
+        """The first place at which rounding does not explain the drawn token, and the slack if it was measured.
+
+        Methods whose drafts are right draw the same answers, which are read once.
+        """
+        key = request, tuple(answer)
+        if key not in self._drawn and answer:
+            reading = NativeReading(self._target, request.tokens, answer, self._settings)
+            # The loop takes one number of the stream a token, so the place in the answer is that in the stream.
+            uniforms = uniform_stream(self._settings.seed, request.index, len(answer)).tolist()
+            doubtful = [place for start in range(0, len(answer), PLACES) for place in self._outside(
+                request, reading, uniforms, answer, range(start, min(start + PLACES, len(answer))))]
+            wrong = next((place for place in doubtful
+                          if not self._explained(request, reading, uniforms[place], answer[place], place)), None)
+            self._drawn[key] = wrong, reading.slack if doubtful else None
+        return self._drawn.get(key, (None, None))
+
+    def _outside(self, request: Request, reading: NativeReading, uniforms: Sequence[float], answer: Sequence[int],
+                 places: range) -> list[int]:
+        """The places whose uniform number lies outside the share of the token."""
+        shares_TV = law(reading.logits_TV[places.start : places.stop], request.temperature, self._settings).double()
+        chosen_T1 = torch.tensor([answer[place] for place in places], device=shares_TV.device)[:, None]
+        upper_T = shares_TV.cumsum(-1).gather(-1, chosen_T1)[:, 0]
+        lower_T = upper_T - shares_TV.gather(-1, chosen_T1)[:, 0]
+        return [place for place, lower, upper in zip(places, lower_T.tolist(), upper_T.tolist(), strict=True)
+                if not lower <= uniforms[place] < upper]
+
+    def _explained(self, request: Request, reading: NativeReading, uniform: float, token: int, place: int) -> bool:
+        """True if logits within the slack give the token's share that uniform number.
+
+        Two logits that move by s against each other move the odds of one token against the other by exp(s / T). The
+        ends of filters move as well, and each of them is tried at both ends of its reach.
+        """
+        slack, settings = reading.slack, self._settings
+        # Beyond this both ends are everything, and exp would overflow.
+        reach = min(slack / request.temperature, GREATEST_MOVE)
+        moves = (-reach, 0.0, reach)
+        logits_V = reading.logits_TV[place]
+        top_k = {settings.top_k}
+        if 0 < settings.top_k < len(logits_V):
+            least = logits_V.topk(settings.top_k).values[-1]
+            top_k |= {int((logits_V >= least + move).sum()) for move in (-slack, slack)} - {0}
+        top_p = {_moved(settings.top_p, move) for move in moves} if settings.top_p < 1.0 else {1.0}
+        min_p = {min(1.0, settings.min_p * math.exp(move)) for move in moves}
+        for k, p, m in product(top_k, top_p, min_p):
+            moved = DecodeSettings(top_k=k, top_p=p, min_p=m)
+            shares_V = law(logits_V[None], request.temperature, moved)[0].double()
+            lower, upper = (_moved(float(shares_V[:end].sum()), move * _conspiracy(shares_V, end))
+                            for end, move in ((token, -reach), (token + 1, reach)))
+            if float(shares_V[token]) > 0 and lower <= uniform < upper:
+                return True
+        return False
+
+
+def _conspiracy(shares_V: Tensor, end: int) -> float:
+    """The move of the odds of the tokens before `end`, as a share of that of one token against another.
+
+    The logarithm of the odds moves by the difference of two means of what the logits move by, that of the tokens before
+    `end` and that of the others, weighted by their shares: what is likely for a few tokens is not for many at once.
+    """
+    parts = [part_V / part_V.sum().clamp(min=torch.finfo(part_V.dtype).tiny)
+             for part_V in (shares_V[:end], shares_V[end:])]
+    return math.sqrt(sum(float(part_V.square().sum()) for part_V in parts) / 2)
+
+
+def _moved(share: float, move: float) -> float:
+    """A probability whose odds are multiplied by exp(move), move from -GREATEST_MOVE to GREATEST_MOVE."""
+    # Sums of shares may end a rounding step above 1.
+    share = min(share, 1.0)
+    return share * math.exp(move) / (share * math.exp(move) + 1 - share)
 
 
 @torch.no_grad()
-def native_logits(target: Target, tokens: Sequence[int], settings: DecodeSettings = PLAIN_SETTINGS) -> Tensor:
-    """Next-token logits [V] after `tokens`, penalised, from one fresh pass of the untouched model."""
-    ids_1L = torch.tensor([list(tokens)], device=target.device)
-    with target.native() as model:
-        logits_1V = cast(Tensor, model(input_ids=ids_1L, use_cache=False).logits[:, -1])
-    if settings.repetition_penalty != 1.0:
-        logits_1V = RepetitionPenaltyLogitsProcessor(settings.repetition_penalty)(ids_1L, widened(logits_1V))
-    return logits_1V[0]
+def positions(target: Target, request: Request, answer: Sequence[int], settings: DecodeSettings) -> tuple[float, ...]:
+    """The position of each token of a sampled answer in the target's distribution, by the untouched model.
+
+    A token that the filters leave no probability is at IMPOSSIBLE.
+
+    Args:
+        target: the model whose distribution it is.
+        request: prompt, index and temperature.
+        answer: its tokens.
+        settings: filters, penalty and seed.
+    """
+    logits_TV = NativeReading(target, request.tokens, answer, settings).logits_TV
+    probs_TV = law(logits_TV, request.temperature, settings).double()
+    answer_T1 = torch.tensor(answer, device=probs_TV.device)[:, None]
+    own_T1 = probs_TV.gather(-1, answer_T1)
+    likelier_T = probs_TV.masked_fill(probs_TV <= own_T1, 0.0).sum(-1)
+    # Tokens that are equally likely stand in the order of their ids.
+    before_TV = torch.arange(probs_TV.shape[-1], device=probs_TV.device) < answer_T1
+    likelier_T = likelier_T + probs_TV.masked_fill((probs_TV != own_T1) | ~before_TV, 0.0).sum(-1)
+    key = np.array([settings.seed % 2**64, request.index % 2**64, _POSITIONS], dtype=np.uint64)
+    chance_T = torch.from_numpy(np.random.default_rng(key).random(len(answer))).to(probs_TV)
+    places_T = (likelier_T + chance_T * own_T1[:, 0]).clamp(0.0, 1.0)
+    return tuple(torch.where(own_T1[:, 0] > 0, places_T, IMPOSSIBLE).tolist())

@@ -17,11 +17,15 @@ class Comparison:
     """Comparison of a drafted answer with its reference."""
 
     divergence: int | None
-    """First index at which they differ; None when they are equal."""
+    """First index at which they differ, or at which a sampled token is not the target's draw; None when there is
+    none."""
     gap: float | None = None
-    """Target logits at that index: the best one minus the lower of the two chosen tokens'; None when equal."""
+    """Largest distance of a greedy answer's token below the target's best logit after the same text, at that index
+    (where the reference's token counts too) and after it; None when equal, and for sampled answers."""
     near_tie: bool = False
-    """True when that gap is within the rounding of the number format, so that the target itself is undecided."""
+    """True when rounding explains every token from there on, so that the target itself is undecided."""
+    slack: float | None = None
+    """Largest change of the difference of two logits that rounding explains in this text; None when not needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +85,12 @@ class Lossless:
     identical: int
     """Answers equal token by token."""
     near_tie_divergences: int
-    """Answers whose first difference is at a token where the target itself is undecided."""
-    max_logit_gap_at_divergence: float | None
-    """Largest gap between the target's logits of the tokens at a first difference; None when nothing differs."""
+    """Answers that differ only where the target itself is undecided."""
+    max_logit_gap: float | None
+    """Largest distance of a token below the target's best logit, from the first difference of an answer on; None when
+    nothing differs."""
+    rounding: float | None
+    """Largest difference of two logits that rounding explains in these texts; None where none had to be explained."""
 
     @property
     def different(self) -> int:
@@ -95,10 +102,11 @@ class Lossless:
         """The sum of several comparisons."""
         # Walked four times, and callers give generators.
         every = list(found)
-        gaps = [one.max_logit_gap_at_divergence for one in every if one.max_logit_gap_at_divergence is not None]
+        gaps = [one.max_logit_gap for one in every if one.max_logit_gap is not None]
+        slacks = [one.rounding for one in every if one.rounding is not None]
         return cls(prompts=sum(one.prompts for one in every), identical=sum(one.identical for one in every),
                    near_tie_divergences=sum(one.near_tie_divergences for one in every),
-                   max_logit_gap_at_divergence=max(gaps, default=None))
+                   max_logit_gap=max(gaps, default=None), rounding=max(slacks, default=None))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,14 +8,13 @@ from ...modules import Generation, Target, UserError
 from ...modules.interfaces.optional_parts import Remembers
 from .budget import CLOSING_SHARE, Budget
 from .contention import ContentionProbe, rotated
-from .lossless import compare, greedy_judge, sampled_judge
+from .lossless import Judge, positions
 from .methods import Answered, Method
 from .reference_answers import References
 from .results import Answer, Timing
 from .schedule import UNTIMED_ROWS, Entry, Schedule, by_prompt_set
 from .timed_decoding import Exchange, Records, TimedDecoder, target_bytes, untimed_batches
 from .tree_replay import Replays, TreeReplay
-from .uniformity import positions
 
 WARM_UP_TOKENS = 8
 """Length of the answers decoded before anything is timed."""
@@ -72,6 +71,7 @@ class Runner:
     def __init__(self, target: Target, schedule: Schedule, references: References, probe: ContentionProbe) -> None:
         self.target, self.schedule, self.references, self.probe = target, schedule, references, probe
         self.decoder = TimedDecoder(target, schedule.config)
+        self.judge = Judge(target, schedule.config.settings(1))
         self.taken: list[Entry] = []
         """The questions that were decoded."""
         self.greedy: list[Exchange] = []
@@ -254,15 +254,12 @@ class Runner:
         answers = []
         for exchange in decoded.exchanges:
             entry, generation = exchange.entry, records.generations[exchange.index]
-            comparison = None
-            if compared and temperature > 0:
-                comparison = compare(exchange.prompt, generation.tokens, exchange.reference,
-                                     sampled_judge(self.target, settings, generation.request))
-            elif compared:
-                # The reference came from a padded batch, which may flip a near-tie by itself.
-                comparison = compare(exchange.prompt, generation.tokens, exchange.reference,
-                                     greedy_judge(self.target, settings),
-                                     again=partial(self._generated_alone, exchange))
+            # Greedy references came from a padded batch, which may flip a near-tie by itself.
+            again = partial(self._generated_alone, exchange) if temperature == 0 else None
+            # The loop's law is held against transformers' even where all drafts were drawn: by the answers without.
+            found = self.judge.compare(generation.request, generation.tokens if compared else exchange.reference,
+                                       exchange.reference, again=again)
+            comparison = found if compared or found.divergence is not None else None
             answers.append(Answer(
                 question=entry.number, turn=exchange.turn, prompt_set=entry.prompt_set,
                 category=entry.question.category, tokens=tuple(generation.tokens), emitted=tuple(generation.emitted),

@@ -85,7 +85,8 @@ def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_sha
             prompts=len(comparisons),
             identical=sum(comparison.divergence is None for comparison in comparisons),
             near_tie_divergences=sum(comparison.near_tie for comparison in comparisons),
-            max_logit_gap_at_divergence=max((one.gap for one in comparisons if one.gap is not None), default=None),
+            max_logit_gap=max((one.gap for one in comparisons if one.gap is not None), default=None),
+            rounding=max((one.slack for one in comparisons if one.slack is not None), default=None),
         ),
         distribution=distribution_of([position for answer in answers for position in answer.positions], rounding),
         guessed_by={name: sum(answer.guessed_by.get(name, 0) for answer in answers)

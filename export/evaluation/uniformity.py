@@ -14,13 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
 
-from ...modules import DecodeSettings, Request, Target
-from ...modules.verification.sampling import probabilities, widened
-
-IMPOSSIBLE = 2.0
-"""Position of a token to which the target gives no probability."""
 IMPOSSIBLE_PER_TOKEN = 1 / 10_000
 """More impossible tokens than this, and than one, are a fault: at the edge of a filter rounding may let one in."""
 UNLIKELY = 1e-3
@@ -35,42 +29,6 @@ ROUNDING = 2e-3
 bfloat16 the positions of exact answers were about a third of it apart at temperatures from 0.03 to 0.1."""
 GREATEST_ROUNDING = 0.03
 """Its bound: what a token's rank can lose to rounding does not grow for ever."""
-_POSITIONS = 0xD157
-"""Separates these uniform numbers from all that decoding uses."""
-
-
-@torch.no_grad()
-def positions(target: Target, request: Request, answer: Sequence[int], settings: DecodeSettings) -> tuple[float, ...]:
-    """The position of each token of a sampled answer in the target's distribution, by the untouched model.
-
-    A token that the filters leave no probability is at IMPOSSIBLE.
-
-    Args:
-        target: the model whose distribution it is.
-        request: prompt, index and temperature.
-        answer: its tokens.
-        settings: filters, penalty and seed.
-    """
-    tokens_1L = torch.tensor([[*request.tokens, *answer]], device=target.device)
-    with target.native() as model:
-        logits_TV = widened(model(input_ids=tokens_1L, use_cache=False).logits[0, len(request.tokens) - 1 : -1])
-    if settings.repetition_penalty != 1.0:
-        # The penalty of a token depends on all before it, so each place has its own.
-        penalise = RepetitionPenaltyLogitsProcessor(settings.repetition_penalty)
-        logits_TV = torch.cat([penalise(tokens_1L[:, : len(request.tokens) + place], logits_TV[place : place + 1])
-                               for place in range(len(answer))])
-    temperature = torch.tensor(request.temperature, device=target.device)
-    probs_TV = probabilities(logits_TV, temperature, settings.top_k, settings.top_p, settings.min_p).double()
-    answer_T1 = torch.tensor(answer, device=probs_TV.device)[:, None]
-    own_T1 = probs_TV.gather(-1, answer_T1)
-    likelier_T = probs_TV.masked_fill(probs_TV <= own_T1, 0.0).sum(-1)
-    # Tokens that are equally likely stand in the order of their ids.
-    before_TV = torch.arange(probs_TV.shape[-1], device=probs_TV.device) < answer_T1
-    likelier_T = likelier_T + probs_TV.masked_fill((probs_TV != own_T1) | ~before_TV, 0.0).sum(-1)
-    key = np.array([settings.seed % 2**64, request.index % 2**64, _POSITIONS], dtype=np.uint64)
-    chance_T = torch.from_numpy(np.random.default_rng(key).random(len(answer))).to(probs_TV)
-    places_T = (likelier_T + chance_T * own_T1[:, 0]).clamp(0.0, 1.0)
-    return tuple(torch.where(own_T1[:, 0] > 0, places_T, IMPOSSIBLE).tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +58,7 @@ def distribution_of(found: Sequence[float], rounding: float = 0.0) -> Distributi
     """The Kolmogorov-Smirnov test of positions against the uniform distribution; None where there are none.
 
     Args:
-        found: the positions; IMPOSSIBLE ones are counted apart.
+        found: the positions; those above 1 are tokens without probability, and are counted apart.
         rounding: distance that the arithmetic explains.
     """
     if not found:

@@ -263,20 +263,22 @@ def _compared(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:
         return (f"All {found.prompts} {answers} ({tokens:,} tokens) are identical, token by token, to those of "
                 f"{reference}.")
     # A near-tie is no fault and must be said apart from one: the target itself would have taken either token.
-    gap = found.max_logit_gap_at_divergence
-    where = "" if gap is None else f" (largest logit gap there: {gap:.2g})"
+    gap, dtype = found.max_logit_gap, run.header["dtype"]
+    where = "" if gap is None else f" (a token lies {gap:.2g} below the target's best logit)"
     text = (f"{found.identical} of {found.prompts} {answers} ({tokens:,} tokens) are identical to those of "
             f"{reference}. ")
     if found.near_tie_divergences:
         verb = "differs" if found.near_tie_divergences == 1 else "differ"
-        text += (f"{found.near_tie_divergences} first {verb} where the target itself is undecided within the rounding "
-                 f"of {run.header['dtype']}{where}. ")
+        text += (f"{found.near_tie_divergences} {verb} only where the target itself is undecided: each later token was "
+                 "compared with what the target says after the same text, and the rounding "
+                 f"of {dtype}, which moves two logits by up to {found.rounding or 0:.2g} against each other there, "
+                 "explains it. A wrong token nearer to the best than that would not be seen. ")
     if found.different:
         at_fault = ", ".join(dict.fromkeys(one.name for one in evaluations if one.overall.lossless.different))
         verb = "differs" if found.different == 1 else "differ"
-        text += (f"{found.different} first {verb} where it is not{where}: this is a fault, please report it "
-                 f"({at_fault}).")
-    elif greedy and run.header["dtype"] == "float32" and (
+        text += (f"{found.different} {verb} where rounding does not explain it{where}: this is a fault, please report "
+                 f"it ({at_fault}).")
+    elif greedy and dtype == "float32" and (
         found.near_tie_divergences > max(1.0, tokens * NEAR_TIES_PER_TOKEN)
     ):
         text += "That is more often than once in 10,000 tokens, which rounding does not explain."

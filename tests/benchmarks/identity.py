@@ -26,7 +26,7 @@ import torch
 import transformers
 from against_transformers import chat_prompts
 from draftsmith.export.evaluation.contention import machine
-from draftsmith.export.evaluation.lossless import compare, generate, greedy_judge, native_model
+from draftsmith.export.evaluation.lossless import Judge, generate, native_model
 from draftsmith.export.evaluation.results import Comparison
 from draftsmith.modules import (
     BASELINES,
@@ -270,7 +270,7 @@ class Comparer:
 
     def __init__(self, target: Target, prompts: Sequence[tuple[int, ...]], new_tokens: int, store: Store) -> None:
         self.target, self.prompts, self.new_tokens, self.store = target, prompts, new_tokens, store
-        self.judge, self.alone = greedy_judge(target), dict[int, list[int]]()
+        self.judge, self.alone = Judge(target), dict[int, list[int]]()
 
     def verdict(self, way: str) -> Verdict:
         """Verdict on all answers of a method."""
@@ -292,8 +292,8 @@ class Comparer:
 
     def _compared(self, answer: Answer) -> Comparison:
         reference = self.store.answers[REFERENCE, answer.prompt].tokens
-        return compare(self.prompts[answer.prompt], answer.tokens, reference, self.judge,
-                       again=lambda: self._alone(answer.prompt))
+        request = Request(self.prompts[answer.prompt], answer.prompt, self.new_tokens)
+        return self.judge.compare(request, answer.tokens, reference, again=lambda: self._alone(answer.prompt))
 
     def _alone(self, prompt: int) -> list[int]:
         if prompt not in self.alone:

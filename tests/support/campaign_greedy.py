@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from itertools import cycle
 
-from draftsmith.export.evaluation.lossless import compare, generate, greedy_judge, native_model
+from draftsmith.export.evaluation.lossless import Judge, generate, native_model
 from draftsmith.modules import DecodeSettings, Request, Target, TargetConfig, decode, load_target
 from support.campaign_drafters import (
     GUESSERS,
@@ -104,7 +104,7 @@ def embedded(number: int) -> Outcome:
         expected = generate(model, target, prompts, max_new_tokens=count)
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, expected, strict=True)]
     requests = [Request(prompt, index, count) for index, prompt in enumerate(prompts)]
-    outcome, policies, judge = Outcome(), list(POLICIES), greedy_judge(target)
+    outcome, policies, judge = Outcome(), list(POLICIES), Judge(target)
     for place, name in enumerate(GUESSERS):
         policy = policies[(number + place) % len(policies)]
         growth = POLICIES[policy]
@@ -114,7 +114,8 @@ def embedded(number: int) -> Outcome:
         outcome.count(result)
         for generation, answer in zip(result.generations, expected, strict=True):
             prompt = generation.request.tokens
-            found = compare(prompt, generation.tokens, answer, judge, again=partial(alone, target, prompt, count))
+            found = judge.compare(generation.request, generation.tokens, answer,
+                                  again=partial(alone, target, prompt, count))
             if found.divergence is not None and not found.near_tie:
                 outcome.divergences += 1
                 outcome.note += f"{name} {policy} prompt {generation.request.index}: gap {found.gap}; "

@@ -17,6 +17,7 @@ from draftsmith.modules import (
     LayerDraft,
     Medusa,
     MedusaConfig,
+    Policy,
     Request,
     SampledTree,
     StaticTree,
@@ -25,6 +26,8 @@ from draftsmith.modules import (
     UserError,
     decode,
 )
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.verification.sampling import Sampling
 from support.drafters import ScriptedDrafter
 from support.tiers import some_long
 
@@ -59,7 +62,7 @@ def run(target: Target, method: Method, config: EvaluateConfig = CONFIG) -> Eval
 def test_any_draft_is_lossless_in_float64(tiny_target_f64: Target, mode: str) -> None:
     found = run(tiny_target_f64, scripted(tiny_target_f64, mode, StaticTree(Topology.from_paths([(0,), (1,), (0, 0)]))))
     assert (found.overall.lossless.prompts, found.overall.lossless.identical) == (11, 11)
-    assert found.overall.lossless.max_logit_gap_at_divergence is None
+    assert found.overall.lossless.max_logit_gap is None
 
 
 def test_a_wrong_drafter_gains_nothing(tiny_target_f64: Target) -> None:
@@ -85,7 +88,7 @@ def test_the_json_has_every_promised_key_at_every_level(tiny_target_f64: Target)
                                   allow_nan=False))
     assert found.keys() >= KEYS
     assert found["header"].keys() >= {"machine", "dtype", "threads", "versions"}
-    assert found["lossless"].keys() == {"prompts", "identical", "near_tie_divergences", "max_logit_gap_at_divergence"}
+    assert found["lossless"].keys() == {"prompts", "identical", "near_tie_divergences", "max_logit_gap", "rounding"}
     assert list(found["by_prompt_set"]) == ["own", "written"]
     assert list(found["by_category"]) == ["math", "coding"]
     measured = KEYS - {"family", "target", "batch_size", "temperature", "contended"} | {"memory_bound_speedup"}
@@ -192,10 +195,28 @@ def test_one_changed_word_is_found_and_no_near_tie(tiny_target_f64: Target, monk
     found = run(tiny_target_f64, scripted(tiny_target_f64, "mixed"), replace(CONFIG, speed_prompts=speed_prompts))
     lossless = found.overall.lossless
     assert (lossless.identical, lossless.near_tie_divergences, lossless.different) == (10, 0, 1)
-    assert lossless.max_logit_gap_at_divergence is not None
-    assert lossless.max_logit_gap_at_divergence > 1e-3
+    assert lossless.max_logit_gap is not None
+    assert lossless.max_logit_gap > 1e-3
     assert found.by_prompt_set["own"].lossless.different == 1
     assert found.by_prompt_set["written"].lossless.different == 0
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 12, "top_p": 0.95, "min_p": 0.01}])
+@pytest.mark.parametrize("policy", [None, SampledTree(Topology.from_paths([(0,), (1,), (0, 0)]))])
+def test_a_temperature_that_the_loop_reads_wrongly_is_seen(
+    policy: Policy | None, filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop without drafts draws from the same wrong distribution: transformers' own is the law."""
+    model = tiny_model(dtype=torch.float64)
+    with torch.no_grad():
+        model.lm_head.weight *= 20  # logits as far apart as those of a trained model
+    target, processed = Target(model, tiny_tokenizer(), name="decided"), Sampling.processed
+    config = replace(CONFIG, temperatures=0.7, speed_prompts=0, max_new_tokens=60, **filters)
+    for factor, seen in ((1.0, False), (1.03, True)):
+        monkeypatch.setattr(Sampling, "processed", lambda self, logits, temperature, by=factor:
+                            processed(self, logits, by * temperature))
+        found = run(target, scripted(target, "mixed", policy), config)
+        assert (found.overall.lossless.different > 0) is seen
 
 
 @pytest.mark.parametrize(("change", "message"), [

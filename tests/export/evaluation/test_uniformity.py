@@ -5,7 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import pytest
 import torch
-from draftsmith.export.evaluation.uniformity import distribution_of, p_value, positions, rounding, visible_distance
+from draftsmith.export.evaluation.lossless import positions
+from draftsmith.export.evaluation.uniformity import distribution_of, p_value, rounding, visible_distance
 from draftsmith.modules import DecodeSettings, Policy, Rejection, Request, SampledTree, Target, Topology, decode
 from references import wrong_rules
 from scipy.stats import kstest

@@ -42,12 +42,17 @@ from draftsmith.modules.tuning.confidence_calibration import ConfidenceTally
 from support.artifacts import TREE, tuning
 
 
+def lossless(prompts: int, identical: int | None = None, near: int = 0, gap: float | None = None) -> Lossless:
+    return Lossless(prompts=prompts, identical=prompts if identical is None else identical, near_tie_divergences=near,
+                    max_logit_gap=gap, rounding=1e-4 if near else None)
+
+
 def measures(**changes: Any) -> Measures:
     fields: dict[str, Any] = {
         "prompts": 10, "new_tokens": 1234, "target_passes": 600, "accepted_length": 1.94, "tokens_per_second": 28.5,
         "acceptance_by_position": (0.57, 0.25, 0.12), "plain_tokens_per_second": 19.9, "draft_time_share": 0.09,
         "generate_tokens_per_second": 15.8, "speedup": 1.43, "repetition_rate": 0.12, "truncation_rate": 0.4,
-        "lossless": Lossless(prompts=10, identical=10, near_tie_divergences=0, max_logit_gap_at_divergence=None),
+        "lossless": lossless(10),
         "accepted_length_interval": (1.81, 2.07), "tokens_per_second_interval": (26.1, 30.9),
         "speedup_interval": (1.32, 1.55), "block_efficiency": 1.9, "memory_bound_speedup": 1.73,
         "distribution": None,
@@ -309,14 +314,15 @@ def test_the_terminal_table_is_narrow_and_aligned() -> None:
 
 @pytest.mark.parametrize(("identical", "near", "gap", "words"), [
     (10, 0, None, "All 10 answers (1,234 tokens) are identical"),
-    (9, 1, 3e-5, "1 first differs where the target itself is undecided within the rounding of float32 (largest logit "
-                 "gap there: 3e-05)."),
+    (9, 1, 3e-5, "1 differs only where the target itself is undecided: each later token was compared with what the "
+                 "target says after the same text, and the rounding of float32, which moves two logits by up to "
+                 "0.0001"),
     (8, 2, 3e-5, "more often than once in 10,000 tokens"),
-    (9, 0, 0.7, "1 first differs where it is not (largest logit gap there: 0.7): this is a fault"),
+    (9, 0, 0.7, "1 differs where rounding does not explain it (a token lies 0.7 below the target's best logit): this "
+                "is a fault"),
 ])
 def test_the_verdict_hides_nothing(identical: int, near: int, gap: float | None, words: str) -> None:
-    run = a_run(lossless=Lossless(prompts=10, identical=identical, near_tie_divergences=near,
-                                  max_logit_gap_at_divergence=gap))
+    run = a_run(lossless=lossless(10, identical, near, gap))
     assert words in lossless_verdict(run, run.evaluations)
 
 
@@ -325,7 +331,7 @@ def test_the_verdict_hides_nothing(identical: int, near: int, gap: float | None,
     (1e-5, "chance does not explain that: this is a fault, please report it.", "Drafting changed words."),
 ])
 def test_the_check_of_sampled_drafts_is_reported(p: float, end: str, heading: str, tmp_path: Path) -> None:
-    none = Lossless(prompts=0, identical=0, near_tie_divergences=0, max_logit_gap_at_divergence=None)
+    none = lossless(0)
     drawn = Distribution(tokens=1234, distance=0.021, p_value=p, visible=0.06 if p > 0.001 else 0.01, impossible=0)
     run = a_run(lossless=none, distribution=drawn, temperatures=(0.7,))
     verdict = lossless_verdict(run, run.evaluations)
@@ -339,7 +345,7 @@ def test_the_check_of_sampled_drafts_is_reported(p: float, end: str, heading: st
 
 
 def test_a_changed_word_is_shown_as_a_fault(tmp_path: Path) -> None:
-    lost = Lossless(prompts=10, identical=9, near_tie_divergences=0, max_logit_gap_at_divergence=0.7)
+    lost = lossless(10, 9, gap=0.7)
     assert "Drafting changed words." in write_report(tmp_path, a_run(lossless=lost))["html"].read_text()
     assert "Not a word changed." in write_report(tmp_path, a_run())["html"].read_text()
 
@@ -387,8 +393,7 @@ def test_without_matplotlib_the_figures_are_kept_and_the_remedy_is_named(tmp_pat
 def test_the_headline_says_what_is_true(changes: dict[str, Any], expected: str) -> None:
     if "lossless" in changes:
         identical, near, *prompts = changes["lossless"]
-        found = Lossless(prompts=(*prompts, 10)[0], identical=identical, near_tie_divergences=near,
-                         max_logit_gap_at_divergence=None)
+        found = lossless((*prompts, 10)[0], identical, near)
         p = changes.get("p_value", 0.5)
         drawn = Distribution(tokens=900, distance=0.02, p_value=p, visible=0.06 if p > 0.001 else 0.01, impossible=0)
         changes = {"lossless": found, "distribution": None if found.prompts else drawn}
