@@ -20,7 +20,7 @@ from ..interfaces.proposer import DraftState, Observation, Proposer, Verified
 from ..policies.base import Policy
 from ..row_buffers import RowBuffer
 from ..token_tree import Lookahead, TokenTree
-from ..verification.sampling import SamplingSetting
+from ..verification.sampling import SamplingSetting, log_probabilities
 from ..verification.tree_walk import Accepted
 from .batch_verifier import BatchVerifier
 from .device_timer import DeviceTimer
@@ -125,8 +125,9 @@ class Loop:
         self.recorded = None if isinstance(record, str) else RecordedRounds(self.batch, count, longest, record)
         self._drafting = DeviceTimer(target.device)
 
-    def _round(self) -> tuple[list[list[int]], list[int]]:
-        """(new tokens of each active row, their faults) of one round: draft, verify, commit, observe."""
+    def _round(self) -> tuple[list[list[int]], list[int], list[list[float]]]:
+        """(new tokens of each active row, their faults, their log-probabilities if asked for) of one round: draft,
+        verify, commit, observe."""
         active = len(self.slots)
         if self.recorded is not None and self.recorded.refusal:
             self.graph_refusal, self.recorded = self.recorded.refusal, None
@@ -141,6 +142,7 @@ class Loop:
             work.verify()
             # The one place of a round where the host waits for the device.
             emitted, counts, faults = read(work.host_BX[:active])
+            logprobs = work.logprobs_BK[:active].tolist() if self.settings.logprobs else [[]] * active
             self.stats.draft_seconds += self._drafting.read()
             # Keys and values of the accepted paths stay in the cache; the tokens after them are the next roots.
             work.commit(counts)
@@ -152,7 +154,7 @@ class Loop:
             self.recorder.add([one.request.index for one in self.slots], counts, work.observation)
         if self.observer is not None:
             self.observer(*work.of_first(active), self.slots)
-        return emitted, faults
+        return emitted, faults, logprobs
 
     @torch.no_grad()
     def run(self, deadline: float | None = None) -> Iterator[tuple[Generation, list[int], bool]]:
@@ -226,19 +228,23 @@ class Loop:
         prompts = [self.slots[row].request.tokens for row in rows]
         longest = max(map(len, prompts))
         rows_R = torch.tensor(rows, device=device)
-        faults_R = torch.zeros_like(rows_R)
+        faults_R, logprobs_R = torch.zeros_like(rows_R), torch.zeros(len(rows), device=device, dtype=torch.float64)
         for offset in range(self._read, longest, chunk):
             here = [index for index, prompt in enumerate(prompts) if len(prompt) > offset]
-            faults = self._prefill_chunk([rows[i] for i in here], [prompts[i] for i in here], offset)
-            # A fault stays: the states after a later chunk need not show it.
-            faults_R[here] = torch.maximum(faults_R[here], faults)
+            faults, logprobs = self._prefill_chunk([rows[i] for i in here], [prompts[i] for i in here], offset)
+            # A fault stays: the states after a later chunk need not show it. Of the log-probabilities the last counts.
+            faults_R[here], logprobs_R[here] = torch.maximum(faults_R[here], faults), logprobs
         found = torch.stack([self.batch.roots.values[rows_R], faults_R], dim=1).tolist()
+        given = logprobs_R[:, None].tolist() if self.settings.logprobs else [[]] * len(rows)
         self.stats.prefill_seconds += time.perf_counter() - started_at
-        for row, (token, fault) in zip(rows, found, strict=True):
-            yield self.slots[row], self._take(row, [] if fault else [token], fault), self.slots[row].complete
+        for row, (token, fault), logprobs in zip(rows, found, given, strict=True):
+            yield self.slots[row], self._take(row, [] if fault else [token], fault, logprobs), self.slots[row].complete
 
-    def _prefill_chunk(self, rows: list[int], prompts: Sequence[tuple[int, ...]], offset: int) -> Tensor:
-        """Read the pieces of the prompts that start at `offset`; returns the fault of each row."""
+    def _prefill_chunk(
+        self, rows: list[int], prompts: Sequence[tuple[int, ...]], offset: int
+    ) -> tuple[Tensor, Tensor]:
+        """Read the pieces of the prompts that start at `offset`; returns the fault of each row, and the log-probability
+        of the token that the target chooses after it."""
         device = self.target.device
         parts = [prompt[offset : offset + self.settings.prefill_chunk] for prompt in prompts]
         counts, width = [len(part) for part in parts], max(map(len, parts))
@@ -256,6 +262,9 @@ class Loop:
         path_BC = torch.arange(width, device=device).expand(len(rows), -1)
         self.rows.commit(path_BC, counts_B, counts, moved=False)
         chosen_B, faults_B = self.batch_verifier.first_tokens(rows, rows_R, output.logits_BMV)
+        logprobs_B = torch.zeros_like(chosen_B, dtype=torch.float64)
+        if self.settings.logprobs:
+            logprobs_B = log_probabilities(output.logits_BMV, chosen_B[:, None])[:, 0].double()
         # The root of a prompt that goes on is its next token; the target's choice counts after the last piece alone.
         ends = [offset + count for count in counts]
         following_B = torch.tensor([prompt[end] if end < len(prompt) else -1
@@ -280,11 +289,11 @@ class Loop:
         if self.drafter is not None and self.state is not None:
             with self._layers(), self._drafting.running():
                 self.drafter.observe(self.state, rows_R, observation)
-        return faults_B
+        return faults_B, logprobs_B
 
     def _pass(self) -> Iterator[tuple[Generation, list[int], bool]]:
         """Draft, verify and commit once for all active rows."""
-        emitted, faults = self._round()
+        emitted, faults, logprobs = self._round()
         self.stats.target_calls += 1
         self.stats.busy_slots += sum(not generation.complete for generation in self.slots)
         self.stats.total_slots += self._count
@@ -295,7 +304,7 @@ class Loop:
                 if fault:
                     self._wipe(row)
                 continue
-            kept = self._take(row, tokens, fault)
+            kept = self._take(row, tokens, fault, logprobs[row])
             if kept or not fault:
                 generation.emitted.append(len(kept))
             yield generation, kept, generation.complete
@@ -337,7 +346,7 @@ class Loop:
         if self.state is not None:
             self.state.keep(order_R)
 
-    def _take(self, row: int, tokens: list[int], fault: int) -> list[int]:
+    def _take(self, row: int, tokens: list[int], fault: int, logprobs: list[float]) -> list[int]:
         """Append what a pass's tokens add to the answer of a row, up to its limit, end token or stop text; returns it.
 
         After a fault the row ends with its error, unless these tokens already ended the answer: the fault lies after.
@@ -354,6 +363,7 @@ class Loop:
             if cut is not None:
                 kept, generation.finish = kept[:cut], "stop"
         generation.tokens.extend(kept)
+        generation.logprobs.extend(logprobs[: len(kept)])
         if fault:
             if not generation.complete:
                 generation.finish, generation.error = "error", message(fault, generation, self.target.vocab_size)

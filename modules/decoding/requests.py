@@ -78,6 +78,8 @@ class DecodeSettings:
     """Tokens that end an answer; None takes the target's."""
     ignore_eos: bool = False
     """Go on after an end token, up to `max_new_tokens`."""
+    logprobs: bool = False
+    """Give the log-probability of each token of an answer: `Generation.logprobs`."""
     prefill_chunk: int = 512
     """Most prompt tokens of a row in one pass."""
     repetition_penalty: float = 1.0
@@ -132,6 +134,10 @@ class Generation:
     """New tokens, the end token included."""
     emitted: list[int] = field(default_factory=list)
     """Tokens added by each pass after the prompt's, cut where the answer ended."""
+    logprobs: list[float] = field(default_factory=list)
+    """With `DecodeSettings.logprobs`, the target's own log-probability of each token after those before it, of the
+    softmax of its logits: before penalty, temperature and filters, as OpenAI's API and vLLM give it, however the token
+    was drafted, chosen or accepted. Empty otherwise."""
     finish: Finish = "length"
     """Its end: an end token, the length limit, a stop text, or an error."""
     error: str = ""

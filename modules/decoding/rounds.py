@@ -19,6 +19,7 @@ from ..policies.base import Policy
 from ..row_buffers import RowBuffer
 from ..target.pass_output import PassOutput
 from ..token_tree import TokenTree, Topology
+from ..verification.sampling import log_probabilities
 from ..verification.tree_walk import Accepted
 from .batch_verifier import BatchVerifier
 from .row_errors import PARENT, screen
@@ -73,6 +74,8 @@ class Round:
     """Tokens to commit: of the accepted path, and none in rows without a sequence."""
     host_BX: Tensor
     """Numbers of the round that the host reads; see `read`."""
+    logprobs_BK: Tensor
+    """If asked for, the target's log-probabilities of the accepted tokens and, after them, of its own."""
     observation: Observation
     """The accepted tokens with their states, for the drafter."""
 
@@ -112,6 +115,13 @@ class Round:
         if self.padded:
             self.counts_B = torch.where(batch.live.values[: self.rows], self.counts_B, 0)
         self.host_BX = for_host(tree, self.accepted, faults_B)
+        if batch.verifier.settings.logprobs:
+            # Of the token that follows each node of the path: the next node's or, after the last one, the bonus.
+            path_BK, bonus_B1 = self.accepted.path_BK, self.accepted.bonus_B[:, None]
+            following_BK = tree.tokens_BN.gather(1, path_BK).roll(-1, 1)
+            following_BK = following_BK.scatter(1, self.accepted.counts_B[:, None] - 1, bonus_B1)
+            logits_BKV = self.output.logits_BMV.gather(1, path_BK[..., None].expand(-1, -1, batch.vocab_size))
+            self.logprobs_BK = log_probabilities(logits_BKV, following_BK)
 
     def commit(self, counts: list[int]) -> None:
         """Keep the accepted paths, counts[r] nodes of row r, in the target's cache; the tokens after them are the next

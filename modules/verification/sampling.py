@@ -219,6 +219,13 @@ def widened(logits_BMV: Tensor) -> Tensor:
     return logits_BMV.to(torch.promote_types(logits_BMV.dtype, torch.float32))
 
 
+def log_probabilities(logits_BMV: Tensor, tokens_BM: Tensor) -> Tensor:
+    """The raw log-probability of one token at each node, [B, M]: of the softmax of the target's logits, before penalty,
+    temperature and filters."""
+    wide_BMV = widened(logits_BMV)
+    return wide_BMV.gather(-1, tokens_BM[..., None])[..., 0] - wide_BMV.logsumexp(-1)
+
+
 def penalise(logits_BMV: Tensor, penalty: float, seen_BV: Tensor, paths_BMN: Tensor) -> Tensor:
     """transformers' repetition penalty at each node, for what its row has read and for the path down to the node.
 

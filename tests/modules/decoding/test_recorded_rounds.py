@@ -158,6 +158,14 @@ def test_replayed_rounds_decode_the_same_without_a_draft(tiny_target_f64: Target
     check(both(tiny_target_f64, plain, records, MIXED), records)
 
 
+def test_replayed_rounds_give_the_same_log_probabilities(tiny_target_f64: Target, records: Records) -> None:
+    computed, replayed = both(tiny_target_f64, drafted("medusa", StaticTree(WIDE)), records, MIXED, logprobs=True)
+    check((computed, replayed), records)
+    for one, other in zip(computed.generations, replayed.generations, strict=True):
+        assert len(one.logprobs) == len(one.tokens)
+        assert other.logprobs == pytest.approx(one.logprobs, abs=1e-6)
+
+
 def test_replayed_rounds_decode_the_same_in_windows(records: Records) -> None:
     target = random_target(3, sliding_window=6, head_dim=8, query_pre_attn_scalar=8)
     check(both(target, plain, records, MIXED), records)
