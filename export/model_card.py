@@ -50,10 +50,10 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
         f"| tree | {len(config['tree']['parents'])} nodes, best first |",
         *rows,
         f"| written by | draftsmith {config['versions']['draftsmith']} |", "",
-        "```python", "from pathlib import Path", "",
+        "In this folder:", "", "```python", "from pathlib import Path", "",
         "from draftsmith.export import load_artifact", "from draftsmith.modules import TargetConfig, load_target", "",
         f"target = load_target(TargetConfig(name={target['name']!r}))",
-        'artifact = load_artifact(Path("this folder"), target)', "drafter, policy = artifact.drafting()", "```", "",
+        'artifact = load_artifact(Path("."), target)', "drafter, policy = artifact.drafting()", "```", "",
         "Loading it for any other target is refused. `config.json` holds the recipe and the tree; no file is a pickle.",
     ]
     return "\n".join(lines) + "\n"

@@ -1,6 +1,7 @@
 """Cases of vLLM: `make test-serving`."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 
 from draftsmith.export.engine_process import EngineProcess
 from draftsmith.export.engines.trial import VllmProcess
-from draftsmith.export.engines.vllm_run import ENVIRONMENT
 from draftsmith.export.layouts.parts.export_format import VLLM
 from safetensors.torch import load_file, save_file
 from serving.openai_client import SCRIPT
@@ -102,11 +102,11 @@ class Vllm:
         """The same by the server that the folder's README.md prints, asked over HTTP by OpenAI's client as it prints
         too."""
         place = self.work / folder
-        variables = environment(self.python, {name: value for name, value in ENVIRONMENT.items()
-                                              if name != "VLLM_ENABLE_V1_MULTIPROCESSING"})
+        # No setting of the proof's own but the silence: the command must do without.
+        variables = environment(self.python, {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
         example, = blocks((place / "README.md").read_text(), "python")[-1:]
         process = EngineProcess(engine="OpenAI's client", python=self.python, script=SCRIPT, folder=place)
-        with server(command(place, *VLLM), place, variables, f"{ADDRESS}/health"):
+        with server(["bash", "-c", shlex.join(command(place, *VLLM))], place, variables, f"{ADDRESS}/health"):
             found = process.run({"address": ADDRESS, "prompts": [list(prompt) for prompt in prompts],
                                  "max_tokens": ANSWER_TOKENS, "example": example}, f"asking the server of {folder}")
         version = ran(["python", "-c", "import vllm; print(vllm.__version__)"], place, self.python).split()[-1]

@@ -25,6 +25,7 @@ from serving.printed import blocks, commands
 from serving.vllm_cases import LOADER, VLLM_CASES
 from support.artifacts import TREE, heads
 from support.documents import ROOT
+from support.families import CASES
 from support.gguf_vocabulary import write_vocabulary
 from support.targets import six_layers
 
@@ -123,8 +124,8 @@ def test_transformers_runs_the_printed_lines(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     assert main(["export", "--artifact", "artifact", "--format", "huggingface", "--out", "draft"]) == 0
     printed = [shlex.split(line) for line in capsys.readouterr().out.splitlines()
-               if line.startswith(("draftsmith ", "python "))]
-    assert [words[0] for words in printed] == ["draftsmith", "python"]
+               if line.startswith(("draftsmith ", VLLM[0]))]
+    assert [words[0] for words in printed] == ["draftsmith", VLLM[0]]
     for words in printed:
         check(words)
     assert "target" in printed[1]
@@ -152,6 +153,20 @@ def test_a_target_is_named_as_it_can_be_found(tmp_path: Path, name: str, target:
     on_the_hub = name == "owner/llama"
     assert served[len(VLLM)] == (name if on_the_hub else "../target")
     assert [words[5] for words in found if words[0] == "draftsmith"] == ([] if on_the_hub else [portable(name)])
+
+
+@pytest.mark.parametrize(("name", "layout", "pickle"), [
+    ("hydra", "hydra", "hydra_lm_head.pt"), ("kangaroo", "kangaroo", "pytorch_model.bin")])
+def test_python_of_a_folder_runs_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, layout: str,
+                                       pickle: str) -> None:
+    tiny = load_target(TargetConfig(name="tiny-random"))
+    drafter = CASES[name].make(tiny)
+    save_artifact(tmp_path / "artifact", drafter, tiny.identity, {}, TREE)
+    for folder in (tmp_path / "artifact", written(drafter, tiny, layout, tmp_path / "out")):
+        monkeypatch.chdir(folder)
+        example, = blocks(Path("README.md").read_text(), "python")
+        exec(compile(example, "README.md", "exec"), {})
+    assert Path(pickle).is_file()
 
 
 def test_commands_in_messages_are_commands() -> None:
