@@ -27,11 +27,17 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
     rows: list[str] = []
     # An imported drafter has no measured acceptance, and a whole vocabulary no coverage.
     if acceptance := provenance.get("acceptance"):
-        rows.append(f"| accepted length | {acceptance['accepted_length']:.2f} tokens per target pass, the bonus "
-                    "included |")
+        # Validation has a tree of its own, which is neither the whole one of the row above nor the one in use.
+        nodes = provenance.get("recipe", {}).get("train", {}).get("validation_nodes")
+        tree = f"a tree of at most {nodes} nodes" if nodes else "the tree of validation"
+        rows.append(f"| accepted length in validation | {acceptance['accepted_length']:.2f} tokens per target pass, "
+                    f"the bonus included, on held-out answers with {tree}, without copies |")
         if acceptance.get("by_position"):
             shares = ", ".join(f"{share:.0%}" for share in acceptance["by_position"])
-            rows.append(f"| accepted by position | {shares} of passes |")
+            rows.append(f"| accepted by position | {shares} of passes in validation |")
+    if expected := provenance.get("expected_accepted_length"):
+        rows.append(f"| expected accepted length | {expected[-1]:.2f} tokens per target pass with a tree of "
+                    f"{len(expected)} nodes, without copies, estimated on held-out answers |")
     if found := provenance.get("draft_vocabulary"):
         rows.append(f"| draft vocabulary | {found['tokens']:,} tokens, {found['held_out_coverage']:.1%} of those in "
                     "held-out answers |")
@@ -108,7 +114,9 @@ def _measured(file: Path, weights: str) -> list[str]:
         speed = f"{found['speedup']:.2f} times as fast as without drafts" if found["speedup"] else "not timed"
         if found["speedup"] and found["contended"]:
             speed += " (other programs used the machine meanwhile, so that this speed is not reliable)"
-        text = (f"{found['method']} at temperature {found['temperature']:g}, batch {found['batch_size']}, "
+        copies = f", next to guesses of {' and '.join(found['partners'])}" if found.get("partners") else ""
+        text = (f"{found['method']} in passes of at most {found['nodes']} nodes{copies}, at temperature "
+                f"{found['temperature']:g}, batch {found['batch_size']}, "
                 f"{found['header']['dtype']} on {machine}: {speed}. The accepted length counts the tokens of a pass of "
                 "the target, its own included.")
         measured = found["header"].get("artifacts", {}).get(found["method"])

@@ -140,6 +140,7 @@ def _evaluation(record: MethodRecord, target: Target, contended: bool, config: E
     return Evaluation(
         name=method.name, family=method.family, target=target.identity.name,
         batch_size=batch_size, temperature=temperature, nodes=method.nodes(batch_size, temperature),
+        tree_nodes=method.own_nodes(batch_size, temperature), partners=method.parts[:-1],
         contended=contended, target_calls=record.target_calls,
         draft_share=record.draft_share,
         predicted_speedup=method.predicted(batch_size, config.sampling(temperature)),

@@ -78,8 +78,8 @@ class EvaluateConfig:
     """Compile the layers of target and drafts with torch.compile, in plain decoding too. The first passes take minutes,
     before anything is timed; the report says where it fails."""
     budget_minutes: float | None = None
-    """Minutes for the evaluation: prompts that do not fit are left out, evenly over prompt sets and categories, and the
-    report says how many; None decodes all."""
+    """Minutes for the evaluation: prompts that do not fit are left out, hand-written ones before own ones and evenly
+    over categories, and the report says how many; None decodes all."""
 
     def __post_init__(self) -> None:
         check_bounds(self, max_new_tokens=(2, MOST_TOKENS), speed_prompts=(0, MOST_ROWS),
@@ -249,10 +249,9 @@ class Method:
         last = self.drafter.parts[-1] if isinstance(self.drafter, Ensemble) else self.drafter
         return last if isinstance(last, Drafter) else None
 
-    @property
-    def own_nodes(self) -> int:
-        """Nodes of the trained drafter's tree for one greedy row, the root included."""
-        policy = None if self.policy_for is None else self.policy_for(1, 0.0)
+    def own_nodes(self, batch_size: int = 1, temperature: float = 0.0) -> int:
+        """Nodes of the tree of the last drafter, which is the trained one, for such rows, the root included."""
+        policy = None if self.policy_for is None else self.policy_for(batch_size, temperature)
         last = policy.policies[-1] if isinstance(policy, Union) else policy
         return 1 if last is None else last.max_size
 

@@ -174,6 +174,10 @@ class Evaluation:
     """0 is greedy."""
     nodes: int
     """Most nodes of a row that a pass verifies at this batch size, the root included; 1 when nothing is drafted."""
+    tree_nodes: int
+    """Nodes of them of the method's own tree or chain, the root included; fewer where partners guess next to it."""
+    partners: tuple[str, ...]
+    """Drafters without training that guess next to it, such as lookup, which copies; empty where none does."""
     contended: bool
     """True when the machine was busy with other programs: speeds are then not reliable."""
     target_calls: int
@@ -181,11 +185,13 @@ class Evaluation:
     draft_share: float
     """Bytes of weights that drafting reads for each byte that the target reads."""
     predicted_speedup: float | None
-    """Speed-up that the cost model fitted on this machine predicts; None where it predicts none."""
+    """Speed-up over this loop without drafts that the cost model fitted on this machine predicts for the method as it
+    decodes, partners included; None where it predicts none."""
     overall: Measures
     """All questions."""
     accepted_length_by_tree_size: dict[str, dict[str, float]]
-    """Exact accepted length of smaller and larger trees on replayed answers, by prompt set and nodes; may be empty."""
+    """Exact accepted length of smaller and larger trees, without partners, on replayed answers, by prompt set and
+    nodes; may be empty."""
     confidence: dict[str, ConfidenceCurve]
     """The draft's confidence against acceptance on the same answers: of a "token" after right guesses, and of a whole
     "path"; may be empty."""
@@ -224,9 +230,10 @@ class Evaluation:
 
     def _facts(self) -> dict[str, Any]:
         """Fields that are the same for all groups; `method` is the name in reports."""
-        names = ("family", "target", "temperature", "batch_size", "nodes", "contended", "draft_share",
+        names = ("family", "target", "temperature", "batch_size", "nodes", "tree_nodes", "contended", "draft_share",
                  "predicted_speedup")
-        return {"method": self.name, **{name: getattr(self, name) for name in names}}
+        return {"method": self.name, "partners": list(self.partners),
+                **{name: getattr(self, name) for name in names}}
 
     def _groups(self) -> dict[str, dict[str, Measures]]:
         return {"prompt_set": self.by_prompt_set, "category": self.by_category, "turn": self.by_turn}

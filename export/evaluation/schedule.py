@@ -98,27 +98,29 @@ class Schedule:
 
     @property
     def bundles(self) -> list[list[Entry]]:
-        """The questions in bundles, of which every start covers all prompt sets and categories evenly.
+        """The questions in bundles, of which every start of a set covers its categories evenly.
 
         A bundle is decoded as a whole: questions of one set that fill timed batches of every size, or one batch of
-        questions that are not timed. Each set's first timed bundle comes first: speeds matter most.
+        questions that are not timed. Each set's first bundle comes first; then the sets follow one another, own prompts
+        before hand-written ones, so that figures for a reader's own text are the last that minutes leave out.
         """
-        placed: list[tuple[float, list[Entry]]] = []
-        untimed: list[tuple[float, Entry]] = []
+        firsts, rest = list[list[Entry]](), list[list[Entry]]()
         for members in by_prompt_set(self.entries).values():
             timed = self.groups(members, math.lcm(*self.config.batches))
-            placed += [(place / len(timed), bundle) for place, bundle in enumerate(timed)]
+            placed = [(place / len(timed), bundle) for place, bundle in enumerate(timed)]
             kinds: dict[str, list[Entry]] = {}
             for entry in members:
                 if entry.number not in self.timed:
                     kinds.setdefault(entry.question.category, []).append(entry)
-            untimed += [((place + 0.5) / len(kind), entry) for kind in kinds.values()
-                        for place, entry in enumerate(kind)]
-        # By the middle of its share of a category: each start of this list has all categories in their proportion.
-        even = [entry for _, entry in sorted(untimed, key=lambda one: one[0])]
-        placed += [((start + UNTIMED_ROWS / 2) / len(even), even[start : start + UNTIMED_ROWS])
-                   for start in range(0, len(even), UNTIMED_ROWS)]
-        return [bundle for _, bundle in sorted(placed, key=lambda one: one[0])]
+            # By the middle of its share of a category: each start of this list has all categories in their proportion.
+            even = [entry for _, entry in sorted((((place + 0.5) / len(kind), entry) for kind in kinds.values()
+                                                  for place, entry in enumerate(kind)), key=lambda one: one[0])]
+            placed += [((start + UNTIMED_ROWS / 2) / len(even), even[start : start + UNTIMED_ROWS])
+                       for start in range(0, len(even), UNTIMED_ROWS)]
+            first, *more = [bundle for _, bundle in sorted(placed, key=lambda one: one[0])]
+            firsts.append(first)
+            rest += more
+        return [*firsts, *rest]
 
     def replayed(self, entries: Sequence[Entry]) -> list[Entry]:
         """The questions of some whose greedy answers are replayed: each set's spread over it, the sets in turn."""

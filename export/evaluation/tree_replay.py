@@ -50,7 +50,7 @@ class TreeReplay:
         drafter, topology = self.method.trained, self.method.trees
         if drafter is None or topology is None:
             return
-        used = {self.method.own_nodes} if isinstance(self.method.drafter, Ensemble) else set()
+        used = {self.method.own_nodes()} if isinstance(self.method.drafter, Ensemble) else set()
         *smaller, largest = sorted({min(size, topology.size) for size in {*SIZES, *used}} - {1})
         # Only the answer's tokens are walked: the target did not choose those of the prompt.
         supervised = [False] * len(prompt) + [True] * len(answer)

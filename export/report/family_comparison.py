@@ -19,11 +19,11 @@ GREEDY, SAMPLED = 0.0, 1.0
 """Temperatures of the table."""
 COLUMNS_NOTE = (
     "Tokens/pass: tokens that one pass of the target adds to an answer, 1 without drafts; best tree: the most that a "
-    "tree of any size reached; untrained: the same drafter before its first training step. Nodes: tokens that one "
-    "pass checks, the last one of the text included. Speed-up: over the faster of this project's loop without drafts "
-    "and transformers' generate. Identical: answers equal to the target's own, token by token, of those compared; at "
-    "a near-tie the target itself is undecided within rounding. A row NAME+HEADS drafts with the artifact of the row "
-    "NAME and acceptance heads trained for it, which count among its parameters."
+    "tree of any size reached alone, without copies; untrained: the same drafter before its first training step. "
+    "Nodes: tokens that one pass checks, the last one of the text included. Speed-up: over the faster of this "
+    "project's loop without drafts and transformers' generate. Identical: answers equal to the target's own, token by "
+    "token, of those compared; at a near-tie the target itself is undecided within rounding. A row NAME+HEADS drafts "
+    "with the artifact of the row NAME and acceptance heads trained for it, which count among its parameters."
 )
 """Explanation of the columns."""
 

@@ -4,17 +4,30 @@ from ...modules import NONE
 from ..evaluation.results import Evaluation, EvaluationRun, Lossless
 from .phrases import nothing_drafted, partial_note
 
+FEWEST_PROMPTS, FEWEST_TIMED = 10, 4
+"""Fewest decoded and fewest timed prompts of a headline that claims something: with two prompts chance decides."""
+
 
 def headline(run: EvaluationRun) -> str:
-    """The sentence. Of several methods, the fastest at the first temperature and batch size is named."""
+    """The sentence. Of several methods, the fastest at the first temperature and batch size is named; of fewer prompts
+    than `FEWEST_PROMPTS` nothing is claimed, and of fewer timed ones than `FEWEST_TIMED` no speed, but a fault is
+    reported from the first prompt on."""
+    decoded, timed = sum(run.header["prompt_sets"].values()), run.header["timed_prompts"]
+    fault = any(one.biased or one.overall.lossless.different for one in run.evaluations)
+    if decoded < FEWEST_PROMPTS and not fault:
+        note = partial_note(run) or f"{decoded} prompts were decoded"
+        return (f"Too few prompts for a claim: {note}, and it takes at least {FEWEST_PROMPTS}; give more prompts, or "
+                "raise evaluate.limit or evaluate.budget_minutes. The figures below are of these few alone.")
+    few = decoded < FEWEST_PROMPTS or 0 < timed < FEWEST_TIMED
     firsts = run.at(temperature=run.temperatures[0], batch_size=run.batch_sizes[0])
     best = max(firsts, key=lambda one: one.overall.speedup or 0.0)
-    named = len(firsts) > 1 and best.overall.speedup is not None
-    said = _speed(best)
+    named = len(firsts) > 1 and best.overall.speedup is not None and not few
+    said = (f"too few timed prompts for a claim about speed ({timed}, it takes at least {FEWEST_TIMED})" if few else
+            _speed(best))
     # Not str.capitalize, which would also change the case of what follows.
     first = f"{best.name}, the fastest of {len(firsts)} methods: {said}" if named else said[:1].upper() + said[1:]
     # Without a speed a busy machine spoiled nothing that the sentence says.
-    spoiled = best.contended and best.overall.speedup is not None
+    spoiled = best.contended and best.overall.speedup is not None and not few
     busy = "; but the machine was busy, so measure the speed again" if spoiled else ""
     partial = f"; {note}" if (note := partial_note(run)) else ""
     return f"{first}, {_words(run, best)}{partial}{busy}."

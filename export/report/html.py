@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ..artifact import Artifact
+from ...modules import JOINED
+from ..artifact import FASTEST, Artifact
+from ..evaluation.methods import EvaluateConfig
 from ..evaluation.results import Evaluation, EvaluationRun, Lossless
 from . import plots
 from .acceptance_heads import HEADS_NOTE, RELIABILITY_NOTE, drafted_table, head_verdicts, reliability_table, title
@@ -24,10 +26,13 @@ from .phrases import (
     identical,
     label,
     number,
+    of_what,
     percent,
     prediction_note,
+    replay_note,
     span,
     steadiness,
+    threads,
     times,
     verdicts,
     where_measured,
@@ -77,7 +82,7 @@ def _cards(run: EvaluationRun, evaluation: Evaluation) -> str:
             f"{number(max(baselines, default=None), 1)} without")
     cards = [
         ("good", f"{measures.accepted_length:.2f}", measures.accepted_length_interval,
-         "tokens per target pass; 1 without drafts"),
+         f"tokens per target pass, in {of_what(evaluation)}; 1 without drafts"),
         ("good" if faster else "", times(measures.speedup), measures.speedup_interval, said),
         ("bad" if lossless.different or evaluation.biased else "good", identical(measures), None,
          "answers identical to the target's own" if measures.distribution is None else
@@ -147,12 +152,11 @@ def _figures(run: EvaluationRun, firsts: Sequence[Evaluation], artifact: Artifac
         forms = "" if tuning.linear_layers is None else f"; {tuning.linear_layers.in_words}"
         drawn.append(_figure(plots.cost_curve(tuning.cost.curve(), artifact.tree_size, tuning.expected_accepted_length),
                              f"Time of one pass of the target by the number of tokens it checks, measured on "
-                             f"{tuning.device}, {tuning.dtype}{forms}. Vertical line: the tree size chosen for this "
-                             f"machine, {artifact.tree_size} nodes."))
-    replayed = [f"{escape(one.name)}, {escape(name)}: " +
-                ", ".join(f"{size} nodes <b>{length:.2f}</b>" for size, length in sizes.items())
-                for one in firsts for name, sizes in one.accepted_length_by_tree_size.items()]
-    sizes = f"<p>Tokens per pass with smaller and larger trees: {'; '.join(replayed)}.</p>" if replayed else ""
+                             f"{tuning.device}, {tuning.dtype}{forms}. Vertical line: the size chosen for the tree on "
+                             f"this machine, {artifact.tree_size} nodes. Dashed: the speed-up over this loop without "
+                             "drafts that is expected of the tree alone, without copies, by held-out answers; what was "
+                             "measured stands in the tables."))
+    sizes = "".join(f"<p>{escape(note)}</p>" for one in firsts if (note := replay_note(run, one)))
     return f'<h2>Accepted guesses and speed</h2><div class="pair">{"".join(drawn)}</div>{sizes}'
 
 
@@ -232,9 +236,14 @@ def _tree(artifact: Artifact | None) -> str:
     faint = "" if drawn.size == used else f" The {drawn.size - used} faint nodes are not used on this machine."
     if drawn.size < topology.size:
         faint += f" {topology.size - drawn.size} more nodes of the artifact's tree are not drawn."
-    said = (f"Each pass of the target checks {used} tokens at once: the last token of the text, called the root, and "
-            f"{used - 1} guesses about the tokens after it. The artifact holds {topology.size} nodes, the best first, "
-            "so that the first ones are the best smaller tree." if used > 1 else
+    copies = artifact.tuning.copies(1) if artifact.tuning is not None and artifact.fastest() == JOINED else None
+    # The draft's own tree keeps its size next to copies: with them a pass has more nodes than this section draws.
+    joined = (f" By default (the policy {FASTEST}) up to {copies.trial.copied} tokens copied from the text stand next "
+              f"to it, in passes of at most {copies.tree_size + copies.trial.extra} nodes."
+              if copies is not None and copies.trial is not None else "")
+    said = (f"With the tree alone each pass of the target checks {used} tokens at once: the last token of the text, "
+            f"called the root, and {used - 1} guesses about the tokens after it.{joined} The artifact holds "
+            f"{topology.size} nodes, the best first, so that the first ones are the best smaller tree." if used > 1 else
             "On this machine no tree makes greedy decoding faster: checking guesses costs more time than it saves, so "
             "nothing is drafted.")
     return (
@@ -245,30 +254,57 @@ def _tree(artifact: Artifact | None) -> str:
 
 
 def _facts(run: EvaluationRun, artifact: Artifact | None) -> str:
-    header = run.header
-    facts: dict[str, Any] = {
-        "machine": header["machine"], "number format": header["dtype"], "threads": header["threads"],
-        "linear layers": {name: value for name, value in header["linear_layers"].items() if name != "packed_from"},
-        "versions": header["versions"], "settings": header["settings"], "prompts": header["prompt_sets"],
+    """The conditions as sentences; the JSON has each value under its key."""
+    header, machine = run.header, run.header["machine"]
+    facts = {
+        "machine": f"{machine['processor']}, {machine['system']}, {threads(run)}; device {machine['device']}",
+        "number format": header["dtype"],
+        "linear layers": _linear_layers(header["linear_layers"]),
+        "versions": ", ".join(f"{name} {text}" for name, text in header["versions"].items()),
+        "settings": _settings(header),
+        "prompts": " and ".join(f"{count:,} {name}" for name, count in header["prompt_sets"].items()),
         "steadiness": f"one pass of the target, repeated {header['contention']['samples']} times, took at most "
                       f"{steadiness(run)} longer than its fastest",
     }
     if artifact is not None:
         # These hashes tell two measurements of seemingly equal artifacts apart.
-        facts |= {"target weights": artifact.identity.weights_hash}
-        named = ("data_manifest", "draft_vocabulary", "loops")
-        facts |= {name.replace("_", " "): artifact.provenance[name] for name in named if name in artifact.provenance}
-    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(_plain(value))}</dd>" for name, value in facts.items())
+        facts["target weights"], origin = artifact.identity.weights_hash, artifact.provenance
+        if "data_manifest" in origin:
+            facts["data manifest"] = origin["data_manifest"]
+        if found := origin.get("draft_vocabulary"):
+            facts["draft vocabulary"] = (f"{found['tokens']:,} tokens, {found['held_out_coverage']:.1%} of those in "
+                                         "held-out answers")
+        if loops := origin.get("loops"):
+            facts["loops"] = (f"{loops['answers']:,} held-out answers end in a loop, with "
+                              f"{loops['accepted_length']:.2f} tokens per pass there" if loops["answers"] else
+                              "no held-out answer ends in a loop")
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
     return f"<h2>Conditions of the measurement</h2><dl>{items}</dl>"
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{str(key).replace('_', ' ')} {_plain(item)}" for key, item in value.items()
-                         if item is not None)
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_plain, value)) or "none"
-    # Before the numbers: a bool is an int to Python.
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _linear_layers(found: Mapping[str, Any]) -> str:
+    """The forms of the linear layers, and the milliseconds by which they were chosen."""
+    if (times := found["times"]) is None:
+        return str(found["forms"])
+    passes = "; ".join(f"{tokens} token{'s' * (tokens > 1)} {1000 * plain:.3g} ms plain, {1000 * packed:.3g} ms packed"
+                       for tokens, plain, packed in zip(times["tokens"], times["plain"], times["packed"], strict=True))
+    return f"{found['forms']}: all of them in one pass, in {times['dtype']}: {passes}"
+
+
+def _settings(header: Mapping[str, Any]) -> str:
+    """The settings of the evaluation in words; filters of sampling only where they are set."""
+    found, usual = header["settings"], EvaluateConfig()
+    filters = [f"{name} {found[name]:g}" for name in ("top_k", "top_p", "min_p", "repetition_penalty")
+               if found[name] != getattr(usual, name)]
+    policies, baselines, sizes, degrees = (
+        [found[name]] if isinstance(found[name], str | int | float) else list(found[name])
+        for name in ("policies", "baselines", "batch_sizes", "temperatures"))
+    drawn = " and ".join(f"at temperature {one:g}" if one else "greedy" for one in degrees)
+    drafts = " and ".join(policies) + (f", next to {' and '.join(baselines)}" if baselines else "")
+    limit = "all prompts" if found["limit"] is None else f"at most {found['limit']:,} prompts"
+    minutes = "without a limit of time" if found["budget_minutes"] is None else f"{found['budget_minutes']:g} minutes"
+    return (f"answers of at most {found['max_new_tokens']:,} tokens, {drawn}{''.join(f', {one}' for one in filters)}; "
+            f"drafted by the policy {drafts}; {limit} of each set; {header['timed_prompts']} prompts were timed in "
+            f"batches of {' and '.join(map(str, sizes))}, {header['replayed_answers']} answers replayed through trees "
+            f"of other sizes; {minutes}; {'with' if found['graphs'] else 'without'} CUDA graphs, layers "
+            f"{'compiled' if found['compile'] else 'not compiled'}")

@@ -26,6 +26,7 @@ from .phrases import (
     number,
     percent,
     prediction_note,
+    replay_note,
     times,
     verdicts,
     where_measured,
@@ -75,7 +76,7 @@ def terminal_table(run: EvaluationRun) -> str:
     lines += ["", *wrap(f"{how_measured(run)}. {TERMINAL_NOTE}", WIDTH), ""]
     for evaluation in _firsts(run):
         lines += wrap(f"{evaluation.name}: {_positions(evaluation.overall)}", WIDTH)
-        lines += [line for text in _trees(evaluation) for line in wrap(text, WIDTH)]
+        lines += wrap(replay_note(run, evaluation), WIDTH)
     lines += [line for text in ["", *verdicts(run)] for line in wrap(text, WIDTH) or [""]]
     if run.left_out:
         lines += ["", f"{LEFT_OUT}:", *(line for sentence in run.left_out for line in wrap(sentence, WIDTH))]
@@ -108,7 +109,8 @@ def markdown(run: EvaluationRun) -> str:
         # An empty note would leave two blank lines, which Markdown tools report.
         if note := prediction_note(evaluation):
             lines += [note, ""]
-        lines += [line for text in _trees(evaluation) for line in (text, "")]
+        if note := replay_note(run, evaluation):
+            lines += [note, ""]
         parts = parts_table(run, evaluation)
         lines += [] if parts is None else [PARTS_NOTE, "", *_pipes(parts), ""]
         if (table := confidence_table(evaluation)) is not None:
@@ -130,13 +132,6 @@ def _pipes(table: Table) -> list[str]:
             cells = [f"*{cells[0]}*", *[""] * (len(table.columns) - 1)]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
-
-
-def _trees(evaluation: Evaluation) -> list[str]:
-    """A sentence for each prompt set on trees of other sizes."""
-    return [f"tokens per pass on {name} prompts with a tree of " +
-            ", ".join(f"{size} nodes {length:.2f}" for size, length in lengths.items()) +
-            f" ({evaluation.nodes} in use)" for name, lengths in evaluation.accepted_length_by_tree_size.items()]
 
 
 def _positions(measures: Measures) -> str:

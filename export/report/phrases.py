@@ -106,12 +106,17 @@ LEFT_OUT = "What was left out"
 """Heading of what the stages left out: what did not fit into their minutes, and loops."""
 
 
+def threads(run: EvaluationRun) -> str:
+    """Threads of the processor."""
+    return f"{run.header['threads']} thread{'s' if run.header['threads'] > 1 else ''}"
+
+
 def where_measured(run: EvaluationRun) -> str:
     """One line: number format, machine, threads, versions."""
     header = run.header
     device = header["machine"]["device"]
     # Threads and packed layers change speeds on a processor alone.
-    where = (f"{header['machine']['processor']}, {header['threads']} threads; {header['linear_layers']['forms']}"
+    where = (f"{header['machine']['processor']}, {threads(run)}; {header['linear_layers']['forms']}"
              if device == "cpu" else device)
     versions = ", ".join(f"{name} {text}" for name, text in header["versions"].items())
     return f"{header['dtype']} on {where}; {versions}"
@@ -147,11 +152,25 @@ SHARED_NOTE = ("Answers that are not timed are decoded once for each tree size a
 """Note for reports in which batch sizes share answers."""
 
 
+def partners(evaluation: Evaluation) -> str:
+    """The guesses that stand next to those of the draft's own tree; empty where none do."""
+    return " and ".join("copies from the text" if name == "lookup" else f"guesses of {name}"
+                        for name in evaluation.partners)
+
+
+def of_what(evaluation: Evaluation) -> str:
+    """The drafts that a figure of the method is measured with: their nodes, and the partners of the draft."""
+    joined = f" with {both}" if (both := partners(evaluation)) else ""
+    return f"passes of at most {evaluation.nodes} nodes{joined}"
+
+
 def drafting_note(evaluation: Evaluation) -> str:
     """Sentences on the size of the trees, the cost of drafting, and repetitive or cut answers."""
     overall = evaluation.overall
-    grown = (f"A pass of the target checks at most {evaluation.nodes} nodes: the last token and the guesses after it."
-             if evaluation.nodes > 1 else f"Nothing is drafted, {nothing_drafted(evaluation)}.")
+    whence = (f", from the draft's own tree of {evaluation.tree_nodes} nodes and from {both}"
+              if (both := partners(evaluation)) else "")
+    grown = (f"A pass of the target checks at most {evaluation.nodes} nodes: the last token and the guesses after it"
+             f"{whence}." if evaluation.nodes > 1 else f"Nothing is drafted, {nothing_drafted(evaluation)}.")
     return (f"{grown} Drafting read {evaluation.draft_share:.2f} bytes for each byte of the target and took "
             f"{percent(overall.draft_time_share)} of the time. {percent(overall.repetition_rate)} of the answers "
             f"repeat themselves (over 30 % of their sequences of four tokens occurred before), "
@@ -165,8 +184,24 @@ def prediction_note(evaluation: Evaluation) -> str:
     # The cost model knows this project's loop alone, so `generate` is no baseline here, even where it is faster.
     drafted, plain = evaluation.overall.tokens_per_second, evaluation.overall.plain_tokens_per_second
     measured = times(drafted / plain) if drafted is not None and plain else "none"
-    return (f"Predicted speed-up over this loop without drafts: {times(evaluation.predicted_speedup)}, "
+    joined = f", with {both}" if (both := partners(evaluation)) else ""
+    return (f"Predicted speed-up over this loop without drafts{joined}: {times(evaluation.predicted_speedup)}, "
             f"measured: {measured}.")
+
+
+def replay_note(run: EvaluationRun, evaluation: Evaluation) -> str:
+    """The accepted lengths of smaller and larger trees, and of what they are; empty where nothing was replayed."""
+    if not evaluation.accepted_length_by_tree_size:
+        return ""
+    both = partners(evaluation)
+    # Next to copies the tree accepts more than alone, so that the same number of nodes has two lengths in a report.
+    alone = f"alone, without the {both} that decoding has next to it" if both else "in other sizes"
+    used = "in use next to them" if both else "in use"
+    sets = "; ".join(f"{name} prompts " + ", ".join(
+        f"{length:.2f} with {size} nodes" + (f" ({used})" if int(size) == evaluation.tree_nodes else "")
+        for size, length in sizes.items()) for name, sizes in evaluation.accepted_length_by_tree_size.items())
+    return (f"Tokens per pass of {evaluation.name.partition(',')[0]}'s own tree {alone}, counted on "
+            f"{run.header['replayed_answers']} answers that were replayed: {sets}.")
 
 
 CONFIDENCE_OF = {"token": "a token, given the guesses before it", "path": "a whole path down to a node"}

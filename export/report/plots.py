@@ -16,6 +16,7 @@ DRAFTED, PLAIN, GENERATE, ACCENT = "#0f766e", "#a9b4c0", "#d3dae1", "#c2410c"
 SERIES = (DRAFTED, "#4f63b6", ACCENT, "#8a5a9e", "#7a8a2b", "#b0417a", "#2f87b7", "#8a6a3f")
 BASELINE_COLORS = {"this loop, no drafts": "#8794a2", "transformers generate": "#b9c3cd"}
 """Names and colours of the two baselines without drafts."""
+TREE_ALONE = "expected speed-up, tree alone (right)"
 Point = tuple[float, tuple[float, float] | None]
 """A value and its interval, where it has one."""
 _STYLE: Any = {
@@ -176,10 +177,10 @@ def cost_curve(cost: CostCurve, tree_size: int, expected: Sequence[float]) -> st
             known = [size for size in range(1, len(expected) + 1) if size <= sizes[-1]]
             gains = [expected[size - 1] * cost.pass_seconds[0] / (cost.step_seconds(size) if size > 1 else
                                                                 cost.pass_seconds[0]) for size in known]
-            handles += right.plot(known, gains, "--", color=ACCENT, label="expected speed-up (right)")
-            right.set(ylabel="expected speed-up", ylim=(0, 1.2 * max(gains)))
+            handles += right.plot(known, gains, "--", color=ACCENT, label=TREE_ALONE)
+            right.set(ylabel="expected speed-up, tree alone", ylim=(0, 1.2 * max(gains)))
             right.grid(visible=False)
-            labels.append("expected speed-up (right)")
+            labels.append(TREE_ALONE)
         axes.legend(handles, labels, loc="lower right", fontsize=8.5)
     return plot.svg("cost")
 

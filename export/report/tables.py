@@ -48,6 +48,7 @@ def side_by_side(run: EvaluationRun) -> Table:
         ("temperature", len(run.temperatures) > 1, lambda one: f"{one.temperature:g}"),
         ("batch", len(run.batch_sizes) > 1, lambda one: f"{one.batch_size}"),
         ("nodes per pass", True, lambda one: f"{one.nodes}"),
+        ("of its own tree", any(one.partners for one in run.evaluations), lambda one: f"{one.tree_nodes}"),
     ]
     shown = [(name, text) for name, wanted, text in conditions if wanted]
     predicted = any(one.predicted_speedup is not None for one in run.evaluations)

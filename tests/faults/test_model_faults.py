@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from draftsmith.export.report.html import _plain
 from support.faults import Fault, Place, check, ids
 from support.tiers import some_long
 
@@ -81,8 +80,3 @@ def test_a_target_that_cannot_be_used_is_refused_in_one_sentence(
     fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     check(fault, place, monkeypatch, capfd)
-
-
-def test_settings_in_the_report_are_written_for_people() -> None:
-    assert _plain({"batch_sizes": (1, 4), "ignore_eos": False, "limit": None, "policies": []}) == (
-        "batch sizes 1, 4, ignore eos no, policies none")

@@ -25,7 +25,7 @@ def test_copies_are_measured_where_they_pay_and_the_tree_is_replayed_by_itself(
     artifact = made(tmp_path / "a", tiny_target, copies())
     assert artifact.fastest() == "static+lookup"
     joined, static = (Method.of(artifact, policy=policy) for policy in ("fastest", "static"))
-    assert (joined.name, joined.trained, joined.own_nodes) == ("medusa, static+lookup", artifact.drafter, 4)
+    assert (joined.name, joined.trained, joined.own_nodes()) == ("medusa, static+lookup", artifact.drafter, 4)
     assert artifact.tuning is not None
     assert joined.predicted_speedup is not None
     assert joined.predicted_speedup(1, 0.0) == copies().speedup(copies().trials[1], artifact.tuning.cost)
@@ -35,6 +35,8 @@ def test_copies_are_measured_where_they_pay_and_the_tree_is_replayed_by_itself(
     assert list(found) == ["4", "8"]
     assert found["4"] == pytest.approx(alone.overall.accepted_length)
     assert both.overall.accepted_length > alone.overall.accepted_length
+    assert (both.nodes, both.tree_nodes, both.partners) == (9, 4, ("lookup",))
+    assert (alone.nodes, alone.tree_nodes, alone.partners) == (4, 4, ())
     assert not Method.of(artifact, policy="static+lookup").replayed
 
 

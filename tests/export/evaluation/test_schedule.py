@@ -77,7 +77,7 @@ def test_a_choice_is_spread_over_the_members() -> None:
     assert spread("ab", 0) == []
 
 
-def test_every_start_of_the_order_covers_sets_and_categories_evenly() -> None:
+def test_own_prompts_come_first_and_every_start_of_a_set_covers_its_categories_evenly() -> None:
     """Timed bundles hold whole batches of every size, the others one batch; each set's first timed one comes first."""
     sets = {"own": questions(20), "written": [replace(question, category=f"kind{kind}") for kind in range(3)
                                               for question in questions(16)]}
@@ -87,10 +87,12 @@ def test_every_start_of_the_order_covers_sets_and_categories_evenly() -> None:
     assert [(bundle[0].prompt_set, len(bundle)) for bundle in bundles[:2]] == [("own", 2), ("written", 2)]
     assert all(len({entry.number in found.timed for entry in bundle}) == 1 for bundle in bundles)
     assert all(len(bundle) <= UNTIMED_ROWS for bundle in bundles)
+    # After the first bundle of each set all own prompts, and only then the others.
+    assert [entry.prompt_set for bundle in bundles[2:] for entry in bundle] == ["own"] * 18 + ["written"] * 46
     whole = Counter((entry.prompt_set, entry.question.category) for entry in found.entries
                     if entry.number not in found.timed)
     for end in range(1, len(bundles) + 1):
         untimed = Counter((entry.prompt_set, entry.question.category) for bundle in bundles[:end] for entry in bundle
                           if entry.number not in found.timed)
-        shares = [untimed[kind] / count for kind, count in whole.items()]
+        shares = [untimed[kind] / count for kind, count in whole.items() if kind[0] == "written"]
         assert max(shares) - min(shares) <= max(1 / count for count in whole.values()) + 1e-9

@@ -1,9 +1,10 @@
 """The report: its figures agree with the measurement, and the page needs nothing but itself."""
 
 import builtins
+import html
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -63,6 +64,7 @@ def measures(**changes: Any) -> Measures:
 def an_evaluation(name: str, **changes: Any) -> Evaluation:
     fields: dict[str, Any] = {
         "name": name, "family": "medusa", "target": "a <small> target", "batch_size": 1, "temperature": 0.0, "nodes": 6,
+        "tree_nodes": 6, "partners": (),
         "contended": False, "target_calls": 600, "draft_share": 0.1, "predicted_speedup": None, "overall": measures(),
         "accepted_length_by_tree_size": {"own": {"16": 1.9, "64": 2.15}}, "confidence": {},
         "by_prompt_set": {"own": measures(), "handwritten": measures(accepted_length=1.71)},
@@ -92,7 +94,7 @@ def a_run(*, contended: bool = False, names: tuple[str, ...] = ("medusa",), batc
     header = {
         "machine": {"processor": "A Processor", "device": "cpu", "system": "Linux"}, "dtype": "float32", "threads": 2,
         "linear_layers": {"forms": "linear layers plain", "packed_from": 0, "times": None},
-        "versions": {"torch": "2.13.0"}, "settings": {"max_new_tokens": 128, "seed": 0}, "timed_prompts": 4,
+        "versions": {"torch": "2.13.0"}, "settings": asdict(EvaluateConfig()), "timed_prompts": 4,
         "prompt_sets": {"own": 5, "handwritten": 5}, "categories": {"math": 5, "writing": 5},
         "planned": {"prompt_sets": {"own": 5, "handwritten": 5}, "categories": {"math": 5, "writing": 5},
                     "timed_prompts": 4, "replayed_answers": 0},
@@ -131,6 +133,54 @@ def test_three_files_hold_the_same_figures(tmp_path: Path) -> None:
                    "1.73×", "10/10", "at most 6 nodes", "A Processor, 2 threads", "float32", "torch 2.13.0"):
         assert figure in page
         assert figure in text
+
+
+JOINED = {"nodes": 15, "tree_nodes": 8, "partners": ("lookup",), "predicted_speedup": 1.87,
+          "accepted_length_by_tree_size": {"own": {"8": 1.46, "64": 1.84}}}
+"""An evaluation of static+lookup: what the tree alone accepts is another figure than that of its decoding."""
+
+
+def test_a_figure_says_whether_it_is_of_the_tree_alone_or_with_copies(tmp_path: Path) -> None:
+    run = a_run(names=("medusa, static+lookup",), of=JOINED)
+    paths = write_report(tmp_path, run, an_artifact())
+    page, text = paths["html"].read_text(), paths["markdown"].read_text()
+    for shown in (page, text, " ".join(terminal_table(run).split())):
+        assert ("Tokens per pass of medusa's own tree alone, without the copies from the text that "
+                "decoding has next to it, counted on 0 answers that were replayed: own prompts 1.46 with 8 nodes (in "
+                "use next to them), 1.84 with 64 nodes.") in html.unescape(shown)
+    for shown in (page, text):
+        assert ("at most 15 nodes: the last token and the guesses after it, from the draft's own tree of 8 nodes and "
+                "from copies from the text.") in html.unescape(shown)
+        assert "without drafts, with copies from the text: 1.87×, measured: 1.43×." in shown
+    assert "in passes of at most 15 nodes with copies from the text; 1 without drafts" in page
+    assert page.count("expected speed-up, tree alone") == 2  # axis and legend
+    kept = json.loads(paths["json"].read_text())
+    assert (kept["nodes"], kept["tree_nodes"], kept["partners"]) == (15, 8, ["lookup"])
+    both = a_run(names=("medusa, static+lookup", "chain"), of=JOINED)
+    assert "| nodes per pass | of its own tree |" in write_report(tmp_path, both)["markdown"].read_text()
+    alone = a_run(of={"accepted_length_by_tree_size": {"own": {"6": 1.94, "64": 2.15}}})
+    assert ("own tree in other sizes, counted on 0 answers that were replayed: own prompts 1.94 with 6 nodes (in "
+            "use)") in (
+        write_report(tmp_path, alone)["markdown"].read_text())
+
+
+def test_conditions_are_sentences_with_units(tmp_path: Path) -> None:
+    times = {"dtype": "float32", "tokens": [1, 16], "plain": [0.0104, 0.05], "packed": [0.0081, 0.0203]}
+    run, made = a_run(), an_artifact()
+    run = replace(run, header=run.header | {
+        "linear_layers": {"forms": "linear layers packed for oneDNN", "packed_from": 1, "times": times}})
+    origin = {"loops": {"answers": 3, "accepted_length": 2.314},
+              "draft_vocabulary": {"tokens": 4096, "held_out_coverage": 0.834}}
+    page = html.unescape(write_report(tmp_path, run, replace(made, provenance=origin))["html"].read_text())
+    for said in ("A Processor, Linux, 2 threads; device cpu",
+                 "linear layers packed for oneDNN: all of them in one pass, in float32: 1 token 10.4 ms plain, 8.1 ms "
+                 "packed; 16 tokens 50 ms plain, 20.3 ms packed",
+                 "answers of at most 128 tokens, greedy; drafted by the policy static; all prompts of each set; 4 "
+                 "prompts were timed in batches of 1, 0 answers replayed through trees of other sizes; without a limit "
+                 "of time; without CUDA graphs, layers not compiled",
+                 "5 own and 5 handwritten", "4,096 tokens, 83.4% of those in held-out answers",
+                 "3 held-out answers end in a loop, with 2.31 tokens per pass there"):
+        assert f"<dd>{said}</dd>" in page, said
 
 
 def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
@@ -398,6 +448,28 @@ def test_the_headline_says_what_is_true(changes: dict[str, Any], expected: str) 
         drawn = Distribution(tokens=900, distance=0.02, p_value=p, visible=0.06 if p > 0.001 else 0.01, impossible=0)
         changes = {"lossless": found, "distribution": None if found.prompts else drawn}
     assert headline(a_run(**changes)) == expected
+
+
+def of_few(prompts: int, timed: int, **changes: Any) -> str:
+    """The headline of an evaluation of so many decoded and timed prompts."""
+    run = a_run(**changes)
+    return headline(replace(run, header=run.header | {"prompt_sets": {"own": prompts}, "timed_prompts": timed,
+                                                      "planned": run.header["planned"] | {"prompt_sets": {"own": 10}},
+                                                      "minutes": {"taken": 0.5, "budget": 0.5}}))
+
+
+def test_of_too_few_prompts_nothing_is_claimed_but_a_fault() -> None:
+    said = of_few(2, 2)
+    assert said.startswith("Too few prompts for a claim: 2 of 10 prompts were decoded: the rest did not fit into 0.5 "
+                           "minutes, and it takes at least 10; give more prompts, or raise evaluate.limit")
+    assert not re.search(r"faster|word|1\.4", said)
+    assert of_few(9, 9, names=("medusa", "chain")).startswith("Too few prompts")
+    assert of_few(10, 3) == ("Too few timed prompts for a claim about speed (3, it takes at least 4), not a word "
+                             "changed.")
+    assert of_few(10, 4) == "1.4 times faster, not a word changed."
+    assert "speed not measured, not a word changed." in of_few(10, 0, speedup=None)
+    lost = Lossless(prompts=2, identical=1, near_tie_divergences=0, max_logit_gap_at_divergence=0.7)
+    assert "drafting changed 1 of 2 answers, which is a fault" in of_few(2, 2, lossless=lost)
 
 
 def test_the_headline_names_the_fastest_method_and_an_adapted_target() -> None:

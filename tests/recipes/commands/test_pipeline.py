@@ -1,5 +1,6 @@
 """The tiny recipe from end to end, as a user runs it."""
 
+import html
 import json
 import re
 import shutil
@@ -66,6 +67,33 @@ def test_the_evaluation_has_the_promised_keys_and_is_lossless(tiny_run: Path) ->
     assert lossless["prompts"] == content["prompts"] == 8
     assert lossless["identical"] + lossless["near_tie_divergences"] == lossless["prompts"]
     assert content["accepted_length"] >= 1
+
+
+def test_a_figure_that_stands_in_several_places_is_the_same(tiny_run: Path) -> None:
+    """Page, Markdown, card and evaluation.json: each says of what its figure is, and figures of one thing agree."""
+    found = json.loads((tiny_run / "evaluation.json").read_text())
+    config = json.loads((tiny_run / "artifact" / "config.json").read_text())
+    trained = json.loads((tiny_run / "train" / "result.json").read_text())
+    tuned = json.loads((tiny_run / "artifact" / "tuning.json").read_text())
+    page = re.sub("<[^>]+>", " ", html.unescape((tiny_run / "report.html").read_text()))
+    page, text = " ".join(page.split()), (tiny_run / "report.md").read_text()
+    shown = f"{found['accepted_length']:.2f}"
+    assert re.findall(r"([\d.]+) [\d.–]+ tokens per target pass, in passes", page) == [shown]
+    rows = re.findall(r"^\| ([a-z ]+) \| (\d+) \| ([\d.]+) ", text, re.M)
+    measured = {"all prompts": found, **found["by_prompt_set"], **found["by_category"]}
+    assert {name for name, *_ in rows} >= {"all prompts", "own", "handwritten", "writing"}
+    for name, prompts, length in rows:
+        assert (int(prompts), length) == (measured[name]["prompts"], f"{measured[name]['accepted_length']:.2f}"), name
+        assert f" {name} {prompts} {length} " in page, name
+    assert set(re.findall(r"at most (\d+) nodes", page)) == {str(found["nodes"])}
+    assert found["nodes"] == found["tree_nodes"] == tuned["tree_size"]
+    assert f"With the tree alone each pass of the target checks {tuned['tree_size']} tokens at once" in page
+    assert f"The artifact holds {len(config['tree']['parents'])} nodes" in page
+    card = (tiny_run / "artifact" / "README.md").read_text()
+    assert f"| accepted length in validation | {trained['accepted_length']:.2f} tokens per target pass" in card
+    assert "held-out answers with a tree of at most 8 nodes, without copies |" in card
+    assert (f"| expected accepted length | {config['provenance']['expected_accepted_length'][-1]:.2f} tokens per "
+            f"target pass with a tree of {len(config['tree']['parents'])} nodes, without copies") in card
 
 
 def test_a_second_call_skips_every_stage(copied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
