@@ -12,8 +12,8 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-_PATIENCE = 300
-"""Seconds in which a server must answer."""
+_PATIENCE = 1200
+"""Seconds in which a server must answer: vLLM first compiles the layers, which takes minutes on a busy CPU."""
 _SHOWN = 2000
 """Last characters of a failed command that are shown."""
 

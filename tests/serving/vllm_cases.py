@@ -49,8 +49,8 @@ VLLM_CASES = (
     Case(name="draft_lm", layout="huggingface", weights="float8", asked=DRAFT, least=ROUNDED),
     Case(name="draft_lm, own output", layout="huggingface", weights="int8", asked=DRAFT, least=ROUNDED),
     Case(name="draft_lm, own output", layout="huggingface", weights="float8", asked=DRAFT, least=ROUNDED),
-    Case(name="draft_lm, mask tokens", layout="huggingface", asked=(*DRAFT, ("parallel_drafting", True)), printed=True),
-    Case(name="eagle", layout="eagle", asked=FIRST, printed=True),
+    Case(name="draft_lm, mask tokens", layout="huggingface", asked=(*DRAFT, ("parallel_drafting", True))),
+    Case(name="eagle", layout="eagle", asked=FIRST),
     Case(name="eagle", layout="eagle", weights="int8", asked=FIRST, least=ROUNDED),
     Case(name="eagle, bias", layout="eagle", asked=FIRST, wrong="vLLM drops the bias"),
     Case(name="eagle3", layout="eagle", asked=THIRD, printed=True),
@@ -61,15 +61,16 @@ VLLM_CASES = (
     Case(name="eagle3, other norms", layout="eagle", asked=THIRD),
     Case(name="eagle3, two layers", layout="eagle", asked=THIRD),
     Case(name="eagle3, narrow", layout="eagle", asked=THIRD),
-    Case(name="eagle3", layout="speculators", asked=THIRD, printed=True),
+    Case(name="eagle3", layout="speculators", asked=THIRD),
     Case(name="eagle3", layout="speculators", weights="int8", least=ROUNDED),
     Case(name="eagle3", layout="speculators", wrong=SHIFTED, change=shifted),
     Case(name="eagle3.1", layout="speculators"),
     Case(name="eagle3, two layers", layout="speculators"),
-    Case(name="medusa", layout="medusa", asked=MEDUSA, printed=True),
+    Case(name="medusa", layout="medusa", asked=MEDUSA),
     Case(name="medusa", layout="medusa-vllm", asked=(*MEDUSA, (LOADER, {"enable_weights_track": False})), printed=True),
 )
-"""A case without a method is served as the model itself."""
+"""A case without a method is served as the model itself. A printed server compiles its layers for a minute: three stand
+for all, whose commands differ in the configuration that the other cases give the same engine."""
 
 
 ADDRESS = "http://localhost:8000"

@@ -44,9 +44,9 @@ def target() -> Target:
     return six_layers()
 
 
-def served_in_the_proof() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(configuration of drafts, extra settings for loading) of each server that vLLM's proof starts as printed."""
-    asked = [dict(case.asked) for case in VLLM_CASES if case.printed]
+def run_in_the_proof() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(configuration of drafts, extra settings for loading) of each folder that vLLM's proof drafts with."""
+    asked = [dict(case.asked) for case in VLLM_CASES if not case.wrong]
     return [({key: value for key, value in one.items() if key != LOADER}, one.get(LOADER, {})) for one in asked]
 
 
@@ -66,7 +66,7 @@ def check(words: list[str]) -> None:
         if drafts is not None:
             assert drafts.pop("model") != given.model
             assert drafts.pop("num_speculative_tokens") >= 1
-            assert (drafts, given.model_loader_extra_config) in served_in_the_proof()
+            assert (drafts, given.model_loader_extra_config) in run_in_the_proof()
     elif words[0] == "llama-server":
         options(words)
     elif words[0] == "optimum-cli":
