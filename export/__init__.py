@@ -1,7 +1,7 @@
 """Artifacts, checkpoint layouts of other projects, evaluation and its report."""
 
 from .acceptance_heads import HeadMeasurements, StoredHead, save_head
-from .artifact import FASTEST, FORMAT_VERSION, Artifact, Drafting, load_artifact, read_description, save_artifact
+from .artifact import FORMAT_VERSION, Artifact, Drafting, load_artifact, read_description, save_artifact
 from .engines.trial import Trial, TrialSettings, served, try_export
 from .evaluation.contention import busy_warning
 from .evaluation.evaluate import evaluate
@@ -21,7 +21,6 @@ from .tuning import SampledTuning, Tuning, save_tuning
 
 __all__ = [
     "EVERY_FORMAT",
-    "FASTEST",
     "FORMATS",
     "FORMAT_VERSION",
     "Artifact",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..modules import (
     DRAFTERS,
+    FASTEST,
     JOINED,
     NONE,
     SIZING_TEMPERATURE,
@@ -71,8 +72,6 @@ FORMER: dict[str, dict[str, Any]] = {
 }
 """Settings that a family once had, with the value, as JSON holds it, that is now fixed: artifacts of that time name
 them. Family -> key of the section `drafter` -> value."""
-FASTEST = "fastest"
-"""Name for the policy that is predicted to decode fastest: `Artifact.fastest`."""
 
 
 class Drafting(NamedTuple):

@@ -29,7 +29,7 @@ from .interfaces.proposer import DraftState, Frontier, Observation, Proposer, Sc
 from .policies.base import Policy
 from .policies.dynamic_trees import DySpecTree, Eagle2Tree
 from .policies.ensemble import Ensemble, Union
-from .policies.registry import NONE, POLICIES, SPARSE, SPECDEC, STATIC, SURE, parse_policy, policy_named
+from .policies.registry import FASTEST, NONE, POLICIES, SPARSE, SPECDEC, STATIC, SURE, parse_policy, policy_named
 from .policies.sampled_tree import SampledTree
 from .policies.static_tree import Chain, StaticTree
 from .policies.stopping_chains import SampledChain, StoppedChain
@@ -74,6 +74,7 @@ __all__ = [
     "BASELINES",
     "DEFAULT_NAME",
     "DRAFTERS",
+    "FASTEST",
     "JOINED",
     "NONE",
     "PARTNERS",

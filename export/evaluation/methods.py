@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...modules import (
     BASELINES,
+    FASTEST,
     JOINED,
     STATIC,
     DecodeSettings,
@@ -24,7 +25,7 @@ from ...modules import (
 from ...modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..acceptance_heads import HeadMeasurements
-from ..artifact import FASTEST, Artifact
+from ..artifact import Artifact
 
 SEED = 0
 """Seed of the random streams of the answers, and of the resampling for the intervals."""
@@ -95,6 +96,8 @@ class EvaluateConfig:
         if not self.policy_names:
             raise UserError("policies must hold at least one name, such as static")
         for name in self.policy_names:
+            if self.policy_names.count(name) > 1:
+                raise UserError(f"policies holds {name} {self.policy_names.count(name)} times; name each policy once")
             if name != FASTEST:
                 parse_joined(name)
         for name in self.baseline_names:
@@ -223,6 +226,21 @@ class Method:
                                                                         temperature=temperature),
                    predicted_speedup=lambda rows, temperature: artifact.predicted_speedup(
                        policy, batch_size=rows, temperature=temperature))
+
+    @classmethod
+    def each(cls, artifact: Artifact, config: EvaluateConfig, *, name: str | None = None,
+             say: Callable[[str], object] = lambda _: None) -> list["Method"]:
+        """The methods of an artifact for the policies of an evaluation; `fastest` is measured once with the one that it
+        is here, where that is asked for as well. Raises UserError as `of` does."""
+        found: dict[str, Method] = {}
+        for policy in config.policy_names:
+            method = cls.of(artifact, name=name, policy=policy, temperature=config.degrees[0])
+            if (same := found.get(method.name)) is not None:
+                say(f"of the policies {', '.join(config.policy_names)} {FASTEST} is here the same as another one: the "
+                    f"two are measured once, as {method.name}")
+            # The one whose tree can be replayed in other sizes.
+            found[method.name] = method if same is None or same.trees is None else same
+        return list(found.values())
 
     @classmethod
     def of_baseline(cls, name: str, target: Target) -> "Method":

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ...modules import JOINED
-from ..artifact import FASTEST, Artifact
+from ...modules import FASTEST, JOINED
+from ..artifact import Artifact
 from ..evaluation.methods import EvaluateConfig
 from ..evaluation.results import Evaluation, EvaluationRun, Lossless
 from . import plots

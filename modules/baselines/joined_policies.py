@@ -10,7 +10,7 @@ from ..errors import UserError
 from ..interfaces.proposer import Proposer
 from ..policies.base import Policy
 from ..policies.ensemble import Ensemble, Union, whole_size
-from ..policies.registry import MOST, STATIC, parse_policy
+from ..policies.registry import FASTEST, MOST, NONE, STATIC, parse_policy
 from ..policies.static_tree import Chain
 from ..target.model import Target
 from .registry import baseline
@@ -49,6 +49,9 @@ def parse_joined(name: str) -> PolicyName:
         UserError: if there is no such policy or partner, or a number is out of its range.
     """
     own, plus, partner = name.partition("+")
+    if own.partition("-")[0] == FASTEST:
+        raise UserError(f"the policy {name!r} adds to {FASTEST}, which chooses {STATIC}, {JOINED} or {NONE} and their "
+                        f"sizes by itself; ask for {FASTEST} alone, or for {JOINED}")
     parse_policy(own)
     if not plus:
         return PolicyName(own=own)

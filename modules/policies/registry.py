@@ -17,6 +17,8 @@ from .static_tree import StaticTree
 from .stopping_chains import StoppedChain
 from .stopping_rules import EarlyExit, MaxProbability, PathProbability
 
+FASTEST = "fastest"
+"""The default: an artifact's static, static+lookup or none, by its measurements."""
 STATIC = "static"
 """The kind that an artifact was tuned for."""
 NONE = "none"
@@ -63,8 +65,9 @@ def parse_policy(name: str) -> tuple[str, float | None]:
     """
     kind, hyphen, number = name.rpartition("-") if name not in POLICIES else (name, "", "")
     if kind not in POLICIES:
-        raise UserError(f"there is no policy {name!r}; choose from {', '.join(POLICIES)}, with a number of nodes or "
-                        "tokens after a hyphen where you like, such as chain-3 or eagle2-32")
+        raise UserError(f"there is no policy {name!r}; choose from {FASTEST} (the default), {', '.join(POLICIES)}, "
+                        "with a number of nodes or tokens after a hyphen where you like, such as chain-3 or eagle2-32, "
+                        f"and with a drafter without training after a plus, such as {STATIC}+lookup")
     if not hyphen:
         return kind, None
     if kind == NONE:

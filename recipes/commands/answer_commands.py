@@ -9,8 +9,9 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Any
 
-from ...export import FASTEST, load_artifact
+from ...export import load_artifact
 from ...modules import (
+    FASTEST,
     NONE,
     DecodeSettings,
     DecodeStats,

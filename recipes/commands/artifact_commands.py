@@ -89,9 +89,8 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
         changing = [str(folder) for folder, artifact in zip(folders, artifacts, strict=True) if artifact.adapter]
         raise UserError(f"{', '.join(changing)} changes the target, so that it has no baseline in common with the "
                         "others; evaluate each such artifact by itself")
-    methods = [Method.of(artifact, name=name, policy=policy, temperature=given.evaluate.degrees[0])
-               for artifact, name in zip(artifacts, names(folders), strict=True)
-               for policy in given.evaluate.policy_names]
+    methods = [method for artifact, name in zip(artifacts, names(folders), strict=True)
+               for method in Method.each(artifact, given.evaluate, name=name, say=say)]
     questions = prompt_sets(given.template.build(target), sets)
     changed = next((artifact.target for artifact in artifacts if artifact.adapter is not None), None)
     result = evaluate(changed or target, methods, questions, given.evaluate, references=given.references, say=say)

@@ -288,7 +288,7 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     artifact = load_artifact(workspace.artifact, workspace.target, trust=workspace.recipe.trust)
     config = workspace.recipe.evaluate
     questions = prompt_sets(workspace.template, held_out_sets(workspace.data))
-    methods = [Method.of(artifact, policy=policy, temperature=config.degrees[0]) for policy in config.policy_names]
+    methods = Method.each(artifact, config, say=stage_line)
     result = evaluate(artifact.target, methods, questions, config, references=workspace.recipe.references,
                       say=stage_line)
     if artifact.adapter is not None:

@@ -11,8 +11,7 @@ from ...data.store.disk_room import in_words, nearest
 from ...data.store.feature_shards import unlisted
 from ...data.store.state_formats import format_named
 from ...data.store.token_store import MANIFEST
-from ...export import FASTEST
-from ...modules import Target, Topology, UserError, parse_joined, policy_named
+from ...modules import FASTEST, Target, Topology, UserError, parse_joined, policy_named
 from ...modules.target.loading.loading import gguf_of
 from ...trainers import DraftModule
 from ..recipe import Recipe

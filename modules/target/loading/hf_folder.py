@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,25 @@ from .claimed_sizes import check_claims, check_layers, check_parameters, stored_
 
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 """Files that define the model in a Hugging Face folder; the tokenizer only decides whether it fits."""
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Block in which transformers shows no bars of the weights that it reads; those of downloads, which take minutes,
+    stay."""
+    from huggingface_hub.utils.tqdm import enable_progress_bars
+    from transformers.utils import logging
+
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    # It silences the hub's bars as well.
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    enable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def read_config(folder: Path, target: Target) -> Any:
@@ -57,7 +78,8 @@ def read_model(folder: Path, target: Target) -> Any:
         with torch.device("meta"):
             sketch = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
         check_parameters(sketch, stored_bytes(folder), str(folder))
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        with without_bars():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     except UserError:
         raise
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:

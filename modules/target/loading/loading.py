@@ -23,6 +23,7 @@ from ..linears.linear_times import fastest_dtype
 from ..model import Target
 from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
 from .gguf_reading import gguf_config, parsed_once
+from .hf_folder import without_bars
 from .self_check import LIBRARY_ERRORS
 from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
 
@@ -240,7 +241,7 @@ def _read_stored(config: TargetConfig, source: str, options: dict[str, Any], dty
         shape, sketch = _shape_and_sketch(config, source, options, dtype)
         placement.require_fit(sketch, world, gguf="gguf_file" in options)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        with placement.reading(sketch, device, world) as places:
+        with placement.reading(sketch, device, world) as places, without_bars():
             model: Any = AutoModelForCausalLM.from_pretrained(source, config=shape, dtype=dtype, **options, **places)
     if "gguf_file" in options:
         # The weights were dequantised on reading; without this, saving the model would claim that they are not.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from draftsmith.export import Artifact, EvaluateConfig, Method, Question, evaluate, load_artifact, save_artifact
 from draftsmith.export import save_tuning as save
-from draftsmith.modules import CopySizing, Target
+from draftsmith.modules import CopySizing, Target, UserError
 from support.artifacts import TREE, copies, heads, tuning
 
 CONFIG = EvaluateConfig(max_new_tokens=24, speed_prompts=0, tree_prompts=4, policies="fastest")
@@ -44,3 +44,20 @@ def test_the_tree_alone_is_measured_where_copies_do_not_pay(tmp_path: Path, tiny
     useless = dataclasses.replace(copies(), trials=(dataclasses.replace(copies().alone, copied=4),))
     method = Method.of(made(tmp_path / "a", tiny_target, useless), policy="fastest")
     assert (method.name, method.replayed) == ("medusa", True)
+
+
+@pytest.mark.parametrize(("pays", "asked", "names"), [
+    (True, ("fastest", "static"), ["medusa, static+lookup", "medusa"]),
+    (True, ("static+lookup", "fastest"), ["medusa, static+lookup"]), (False, ("fastest", "static"), ["medusa"]),
+])
+def test_the_fastest_next_to_what_it_is_here_is_measured_once(
+    pays: bool, asked: tuple[str, ...], names: list[str], tmp_path: Path, tiny_target: Target
+) -> None:
+    artifact, said = made(tmp_path / "a", tiny_target, copies() if pays else None), list[str]()
+    methods = Method.each(artifact, dataclasses.replace(CONFIG, policies=asked), say=said.append)
+    assert [one.name for one in methods] == names
+    assert all(one.replayed for one in methods)
+    assert (said == []) == (len(names) == 2)
+    assert all("fastest is here the same as another one: the two are measured once" in one for one in said)
+    with pytest.raises(UserError, match="policies holds static 2 times; name each policy once"):
+        EvaluateConfig(policies=("static", "static"))

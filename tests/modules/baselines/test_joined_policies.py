@@ -39,6 +39,8 @@ def test_a_name_has_its_parts(name: str, parts: PolicyName) -> None:
     ("static+", r"'static\+' joins '', which is no drafter without training; choose from lookup, suffix"),
     ("static+magic", r"joins 'magic', which is no drafter.*such as static\+lookup"),
     ("static+lookup+ngrams", r"joins 'lookup\+ngrams', which is no drafter"),
+    *((name, "adds to fastest, which chooses static, static.lookup or none and their sizes by itself; ask for fastest "
+             "alone, or for static.lookup") for name in ("fastest+lookup", "fastest-16", "fastest-16+ngrams")),
     ("lookup", "there is no policy 'lookup'"), ("+lookup", "there is no policy ''"),
     ("static-0+lookup", "static wants a whole number"),
     ("static+lookup-0", "ends in '0'; lookup wants a whole number of at least 1 and at most 1024"),

@@ -50,7 +50,8 @@ def test_a_name_becomes_its_policy(tiny_target: Target, name: str, kind: type[Po
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("tree", "there is no policy 'tree'; choose from static, chain"), ("", "there is no policy ''"),
+    ("tree", "there is no policy 'tree'; choose from fastest .the default., static, chain"),
+    ("", r"there is no policy '';.*after a plus, such as static\+lookup"),
     ("eagle-3", "there is no policy 'eagle-3'"), ("chain-", "'chain-' ends in ''; chain wants a whole number"),
     ("chain-0", "'chain-0' ends in '0'; chain wants a whole number of at"),
     ("specdec-1", "'specdec-1' ends in '1'; specdec wants a number above 0 and below 1, such as specdec-0.7"),

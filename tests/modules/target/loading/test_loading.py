@@ -11,6 +11,8 @@ from draftsmith.modules.target.loading import gguf_reading, loading
 from draftsmith.modules.target.loading.gguf_reading import gguf_config, parsed_once
 from draftsmith.modules.target.loading.loading import load_in_format
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from huggingface_hub.utils import are_progress_bars_disabled
+from transformers.utils import logging as transformers_logging
 
 
 def saved(folder: Path, *, tied: bool) -> TargetConfig:
@@ -110,3 +112,12 @@ def test_the_configuration_of_a_gguf_file_is_read_again_when_the_file_changed(
     file.write_text("another")
     assert gguf_config(file).text == "another"
     assert len(asked) == 2
+
+
+def test_loading_is_quiet_and_bars_stay_as_they_were(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = saved(tmp_path, tied=False)
+    capfd.readouterr()
+    load_target(config)
+    assert capfd.readouterr() == ("", "")
+    assert transformers_logging.is_progress_bar_enabled()
+    assert not are_progress_bars_disabled()
