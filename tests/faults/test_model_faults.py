@@ -71,7 +71,7 @@ FAULTS = [
     Fault("devices that are not here", "run --config {tiny} --out o --train.accelerator gpu",
           r"train\.accelerator 'gpu'.* cannot train here .*; set train\.accelerator: auto", leaves=("o/*",)),
     Fault("a strategy that does not exist", "run --config {tiny} --out o --train.strategy fast",
-          r"train\.strategy 'fast' cannot train here .*; set train\.accelerator: auto", leaves=("o/*",)),
+          r"train\.strategy must be one of auto, ddp, .*, got 'fast'"),
 ]
 
 

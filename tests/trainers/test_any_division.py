@@ -67,7 +67,7 @@ def test_a_run_is_resumed_by_any_processes_that_read_as_many_micro_batches(tiny_
 
     read = {"ready": 24, "started": 24, "processed": 24, "completed": 23}
     loops = {"fit_loop": {"epoch_loop.batch_progress": {"total": dict(read), "current": dict(read)}}}
-    checkpoint: dict[str, Any] = {"global_step": 12, "loops": loops}
+    checkpoint: dict[str, Any] = {"global_step": 12, "loops": loops, "state_dict": module(2, 2).state_dict()}
     module(2, 2).on_save_checkpoint(checkpoint)
     with pytest.raises(UserError, match=r"other settings \(config.accumulate \* devices \* num_nodes is 8, was 4\); "
                                         "choose another --out folder"):

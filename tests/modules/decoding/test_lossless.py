@@ -39,6 +39,7 @@ from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokeni
 from draftsmith.modules.verification import acceptance_rules as rules
 from draftsmith.modules.verification.sampling import probabilities
 from scipy.stats import chi2
+from support.architectures import random_model
 from support.drafters import ScriptedDrafter, TargetDrafter
 from support.fixed_length import FixedLength
 from support.native_answers import native_greedy, requests_for
@@ -424,3 +425,21 @@ def test_g_test_rejects_deliberately_wrong_rules(
     if name == "choose":
         monkeypatch.setattr(batch_verifier, name, wrong)
     assert g_test(sampled_counts(tiny_target_f64, drafter, 4_000), exact) < 1e-3
+
+@pytest.mark.parametrize("window", [5, 40])
+def test_long_prompts_and_windows_narrower_than_a_tree_keep_the_answers(window: int) -> None:
+    """Passes see whole prompts of a hundred tokens, and windows count positions, which siblings share."""
+    target = Target(random_model("Mistral", sliding_window=window).double(), None, name="windowed")
+    requests = [Request(tuple((7 * row + 5 * place + place * place) % 90 + 4 for place in range(length)), row, 12)
+                for row, length in enumerate((100, 9, 70))]
+    expected = [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
+    texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
+    # A chain of seven with siblings in between, so that slots run ahead of positions.
+    tree = StaticTree(Topology.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1), *((0,) * depth
+                                                                                       for depth in range(4, 8))]))
+    for mode in ("mixed", "oracle"):
+        drafter = ScriptedDrafter(target.vocab_size, texts, mode)
+        settings = DecodeSettings(batch_size=2, prefill_chunk=48, ignore_eos=True)
+        result = decode(target, requests, settings, drafter=drafter, policy=tree)
+        assert [one.tokens for one in result.generations] == expected
+    assert result.accepted_length > 4

@@ -107,6 +107,14 @@ def test_a_terminal_marks_guesses_until_an_empty_line_or_the_end(
     assert "\x1b" not in chat.typed("hello\n", "--show_drafts", "false")[0]
 
 
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """A shell that runs the tests in the background makes them ignore Ctrl-C, and what is ignored stays so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupted_at(monkeypatch: pytest.MonkeyPatch, passes: int, number: int = signal.SIGINT) -> None:
     """Send this process a signal before a pass of the first answer."""
     original, calls = answer_commands.stream, []
