@@ -82,11 +82,11 @@ class Trial:
     @property
     def note(self) -> str:
         """A sentence on the answers that rounding changes in half precision; empty where it changes none."""
-        rounded = {one.dtype: self.answers - one.equal for one in self.batches
-                   if one.dtype != EXACT and one.equal < self.answers}
-        return "".join(f"in {dtype} {changed} of {self.answers} answers are others with the draft, since a pass over "
-                       "several tokens rounds otherwise than a pass over one; where no word may change, serve it with "
-                       f"--dtype {EXACT}" for dtype, changed in rounded.items())
+        rounded = ", ".join(f"{self.answers - one.equal} of {self.answers} in {one.dtype} at batch {one.batch_size}"
+                            for one in self.batches if one.dtype != EXACT and one.equal < self.answers)
+        return rounded and (
+            f"answers that are others with the draft: {rounded}, since a pass over several tokens rounds otherwise "
+            f"than a pass over one; where no word may change, serve it with --dtype {EXACT}")
 
     def table(self) -> str:
         """The trial in Markdown."""

@@ -89,7 +89,7 @@ def test_another_answer_is_a_fault() -> None:
     assert replace(trial, batches=(replace(batch, equal=10, accepted_length=2.19),)).fault == ""
     half = replace(trial, batches=(replace(batch, dtype="bfloat16", equal=3, accepted_length=1.9),))
     assert half.fault == ""
-    assert half.note.startswith("in bfloat16 7 of 10 answers are others with the draft")
+    assert half.note.startswith("answers that are others with the draft: 7 of 10 in bfloat16 at batch 8, since")
     assert half.note.endswith("where no word may change, serve it with --dtype float32")
     assert "accepts 2.21" in replace(trial, batches=(replace(batch, equal=10, accepted_length=2.21),)).fault
 

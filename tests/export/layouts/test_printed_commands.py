@@ -195,3 +195,11 @@ def test_heads_are_exported_with_a_whole_command(tmp_path: Path, target: Target)
     words = next(words for words in commands(text) if tuple(words[: len(VLLM)]) == VLLM)
     assert words[words.index("--model") + 1] == "tiny-target"
     assert words[-2:] == ["--model-loader-extra-config", '{"enable_weights_track": false}']
+
+
+def test_the_guide_starts_vllm_as_the_folders_do() -> None:
+    found = [words for words in commands((ROOT / "export" / "README.md").read_text())
+             if tuple(words[: len(VLLM)]) == VLLM]
+    assert len(found) == 4
+    for words in found:
+        check(words)
