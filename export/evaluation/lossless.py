@@ -22,8 +22,11 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -98,7 +101,8 @@ def generate(model: Any, target: Target, prompts: Sequence[Sequence[int]], *, ma
     if penalised:
         sampling["repetition_penalty"] = settings.repetition_penalty
     output = model.generate(input_ids=tokens_BL, attention_mask=mask_BL, max_new_tokens=max_new_tokens,
-                            eos_token_id=list(target.eos_ids) or None, pad_token_id=pad, use_cache=True, **sampling)
+                            eos_token_id=list(target.eos_ids) or None, pad_token_id=pad, use_cache=True, **sampling,
+                            **target.biases.of_generate())
     answers: list[list[int]] = output[:, width:].tolist()
     for place, answer in enumerate(answers):
         # After its own end token a row is padded until the longest one ends.
@@ -152,13 +156,27 @@ class NativeReading:
         with torch.no_grad(), target.native() as model:
             self._raw_TV = widened(model(input_ids=tokens_1N, use_cache=False).logits[0, len(self._prompt) - 1 : -1])
         self.logits_TV = self._raw_TV
-        """Penalised logits of the next token at each place of the answer, float32 or wider."""
-        if self._penalty != 1.0:
-            # The penalty of a token depends on all before it, so each place has its own.
-            penalise = RepetitionPenaltyLogitsProcessor(self._penalty)
+        """Logits of the next token at each place of the answer, biased and penalised, float32 or wider."""
+        if processors := self._processors(len(self._prompt)):
+            # What they do to a token depends on all before it, so each place has its own.
+            start = len(self._prompt)
             self.logits_TV = torch.cat([
-                penalise(tokens_1N[:, : len(self._prompt) + place], self._raw_TV[place : place + 1].clone())
+                cast(Any, processors)(tokens_1N[:, : start + place], self._raw_TV[place : place + 1].clone())
                 for place in range(len(self._answer))])
+
+    def _processors(self, prompt: int) -> LogitsProcessorList:
+        """The processors of `generate` that come before those of sampling, in its order."""
+        found, biases, device = LogitsProcessorList(), self._target.biases, str(self._target.device)
+        if biases.added:
+            found.append(SequenceBiasLogitsProcessor([[[token], value] for token, value in biases.added]))
+        if self._penalty != 1.0:
+            found.append(RepetitionPenaltyLogitsProcessor(self._penalty))
+        if biases.least_tokens and self._target.eos_ids:
+            found.append(MinNewTokensLengthLogitsProcessor(prompt, biases.least_tokens, list(self._target.eos_ids),
+                                                           device))
+        if biases.not_first:
+            found.append(SuppressTokensAtBeginLogitsProcessor(list(biases.not_first), prompt, device))
+        return found
 
     @cached_property
     def slack(self) -> float:

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from ..random_streams import Draws
 from ..row_buffers import RowBuffer
+from ..target.token_biases import AppliedBiases, TokenBiases
 from ..token_tree import TokenTree
 from ..verification.acceptance_rules import Chances, exact_rule
 from ..verification.sampling import Sampling, choose, penalise, widened
 from ..verification.tree_walk import Accepted
 from .requests import DecodeSettings, Request, uniform_stream
 from .row_errors import LOGITS, cut, unreadable
+from .verifier import Verifier
 
 
 class BatchVerifier:
@@ -26,14 +28,12 @@ class BatchVerifier:
         settings: shared by the requests.
         rows: how many there are.
         places: most tokens of an answer, the largest tree included.
-        vocab_size: tokens of the target.
+        verifier: the target.
         sampled: whether any request has a temperature above 0.
-        device: the target's.
     """
 
-    def __init__(
-        self, settings: DecodeSettings, rows: int, places: int, vocab_size: int, sampled: bool, device: torch.device
-    ) -> None:
+    def __init__(self, settings: DecodeSettings, rows: int, places: int, verifier: Verifier, sampled: bool) -> None:
+        vocab_size, device = verifier.vocab_size, verifier.device
         self.settings, self.vocab_size, self.sampled = settings, vocab_size, sampled
         self._device, self._samples = device, [False] * rows
         blank = partial(RowBuffer, rows, device=device, dtype=torch.long)
@@ -42,6 +42,9 @@ class BatchVerifier:
         penalised = settings.repetition_penalty != 1.0
         self.seen = blank(vocab_size, dtype=torch.bool) if penalised else None
         self.last = blank()
+        biases = verifier.biases if settings.biases is None else settings.biases
+        eos_ids = verifier.eos_ids if settings.eos_ids is None else settings.eos_ids
+        self.biases = None if biases == TokenBiases() else AppliedBiases(biases, eos_ids, vocab_size, device)
 
     def open(self, row: int, request: Request) -> None:
         """Start a request in a row."""
@@ -72,13 +75,16 @@ class BatchVerifier:
 
     def first_tokens(self, rows: list[int], rows_B: Tensor, logits_BMV: Tensor) -> tuple[Tensor, Tensor]:
         """(first token of each answer, fault of each row) after a piece of the prompts; M is 1."""
+        unreadable_BM = unreadable(logits_BMV)
+        if self.biases is not None:
+            logits_BMV = self.biases.add(logits_BMV, self.places.values[rows_B, None])
         if self.seen is not None:
             seen_BV, last_BMN = self.seen.values[rows_B], self.last.values[rows_B, None, None]
             logits_BMV = penalise(widened(logits_BMV), self.settings.repetition_penalty, seen_BV, last_BMN)
         sampled = [place for place, row in enumerate(rows) if self._samples[row]]
         chosen_BM = choose(logits_BMV, self.uniforms.values[rows_B, :1], self._sampling(rows_B, sampled))
         self.places.values[rows_B] = 1
-        return chosen_BM[:, 0], torch.where(unreadable(logits_BMV)[:, 0], LOGITS, 0)
+        return chosen_BM[:, 0], torch.where(unreadable_BM[:, 0], LOGITS, 0)
 
     def verify(
         self, tree: TokenTree, logits_BNV: Tensor, faults_B: Tensor, *, any_rows: bool = False
@@ -90,6 +96,8 @@ class BatchVerifier:
         """
         rows = len(tree.tokens_BN)
         unreadable_BN = unreadable(logits_BNV)
+        if self.biases is not None:
+            logits_BNV = self.biases.add(logits_BNV, self.places.values[:rows, None] + tree.depths_BN)
         if self.seen is not None:
             # A node is penalised for the path down to it; columns that are off its path repeat the root.
             paths_BNN = torch.where(tree.ancestors_BNN, tree.tokens_BN[:, None, :], tree.tokens_BN[:, :1, None])

@@ -46,7 +46,7 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
     # knows them. Other names of parameters here would take arguments away from its preparation.
     def answer(model: Any, input_ids: Tensor, *, generation_config: Any, **model_kwargs: Any) -> Tensor:
         _refuse(vars(generation_config))
-        defaults = sampling_defaults(generation_config, generation_config.eos_token_id)
+        defaults = sampling_defaults(generation_config, generation_config.eos_token_id, input_ids.shape[1])
         mask_BL = model_kwargs.get("attention_mask")
         mask_BL = torch.ones_like(input_ids) if mask_BL is None else mask_BL.bool()
         if bool((mask_BL[:, 1:] < mask_BL[:, :-1]).any()):
@@ -59,7 +59,8 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
                     for index, (row_L, mask_L) in enumerate(zip(input_ids, mask_BL, strict=True))]
         # From torch's own random numbers, so that torch.manual_seed decides as it does in `generate`.
         seed = int(torch.randint(2**63 - 1, ())) if defaults.temperature else 0
-        settings = DecodeSettings.as_generate(defaults, batch_size=len(requests), seed=seed, eos_ids=defaults.eos_ids)
+        settings = DecodeSettings.as_generate(defaults, batch_size=len(requests), seed=seed, eos_ids=defaults.eos_ids,
+                                              biases=defaults.biases)
         drafter, policy = drafting(batch_size=len(requests), temperature=defaults.temperature)
 
         def show(_answer: Generation, tokens: list[int], _done: bool) -> None:

@@ -108,7 +108,7 @@ class Loop:
             record = "the states of each token are recorded"
         if not isinstance(record, str) and policy is not None:
             self.policy = policy = policy.unwatched()
-        self.batch_verifier = BatchVerifier(settings, count, places, target.vocab_size, sampled, target.device)
+        self.batch_verifier = BatchVerifier(settings, count, places, target, sampled)
         self.batch = Batch(
             rows=self.rows,
             verifier=self.batch_verifier,

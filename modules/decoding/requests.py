@@ -8,6 +8,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..target.loading.generation_defaults import GenerationDefaults
+from ..target.token_biases import TokenBiases
 from ..verification.acceptance_rules import Rule
 from ..verification.sampling import TEMPERATURES, is_temperature
 
@@ -76,6 +77,8 @@ class DecodeSettings:
     """Texts that end an answer; the token that completes one is the last."""
     eos_ids: tuple[int, ...] | None = None
     """Tokens that end an answer; None takes the target's."""
+    biases: TokenBiases | None = None
+    """What is added to the logits of single tokens; None takes the target's, which its generation config asks for."""
     ignore_eos: bool = False
     """Go on after an end token, up to `max_new_tokens`."""
     logprobs: bool = False

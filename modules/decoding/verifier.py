@@ -13,6 +13,7 @@ from torch import Tensor
 from ..compiler import Compiler
 from ..interfaces.optional_parts import VerifiedRows
 from ..target.pass_output import PassOutput
+from ..target.token_biases import TokenBiases
 from ..token_tree import TokenTree
 
 
@@ -51,6 +52,9 @@ class Verifier(Protocol):
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def biases(self) -> TokenBiases: ...
 
     def compiled(self) -> AbstractContextManager[None]: ...
 

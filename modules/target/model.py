@@ -30,6 +30,7 @@ from .loading.identity import TargetIdentity, hash_weights
 from .pass_layout import PassLayout
 from .rope_parameters import rope_by_kind
 from .target_rows import TargetRows
+from .token_biases import TokenBiases
 
 
 class Target:
@@ -134,12 +135,20 @@ class Target:
         bounds = [int(rope["original_max_position_embeddings"])
                   for rope in rope_by_kind(getattr(self.config, "rope_parameters", None)).values()
                   if rope.get("rope_type") == "longrope"]
+        # Doge attends to its best keys of more than this many; among equal ones, of repeated tokens, the pass decides.
+        if keep := getattr(self.config, "keep_window_size", None):
+            bounds.append(int(keep))
         return min([*bounds, int(getattr(self.config, "max_position_embeddings", 1 << 30))])
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: those that `generate` stops at, read when the target was loaded."""
         return self.defaults.eos_ids
+
+    @property
+    def biases(self) -> TokenBiases:
+        """Tokens that the generation config makes likelier or rules out."""
+        return self.defaults.biases
 
     def to(self, device: torch.device | str) -> "Target":
         """Move the model; packed layers exist on the CPU only. One that is not whole on one device stays in place."""

@@ -23,6 +23,7 @@ from ..interfaces.drafter import Drafter
 from ..interfaces.optional_parts import virtual_nodes
 from ..target.model import Target
 from ..target.pass_output import PassOutput
+from ..target.token_biases import TokenBiases
 from ..token_tree import TokenTree
 
 
@@ -56,6 +57,7 @@ class Replay:
         self.tokenizer, self.compiler = target.tokenizer, target.compiler
         # No end tokens: an answer ends where the stored one does.
         self.eos_ids: tuple[int, ...] = ()
+        self.biases = TokenBiases()
         self.ahead_of = drafter if virtual_nodes(drafter) else None
         self.rows: dict[int, StoredRow] = {}
         self.requests: list[Request] = []

@@ -3,8 +3,9 @@
 Decoding promises the answer that `generate` gives with the same settings, so every setting of the config that
 `generate` would apply unasked has one of three fates when the target is loaded:
 
-1. Applied: the end tokens. Where the config declares none, `generate` has none to stop at and is normally given the
-   tokenizer's; so is decoding.
+1. Applied: the end tokens, and biases of single tokens (`suppress_tokens`, `begin_suppress_tokens`, `min_new_tokens`,
+   `bad_words_ids` and `sequence_bias` of one token). Where the config declares no end token, `generate` has none to
+   stop at and is normally given the tokenizer's; so is decoding.
 2. Left to the caller: repetition penalty, temperature, top-k, top-p and min-p, in this order as in `generate`. They
    are fields of `DecodeSettings` and `Request`, whose defaults are neutral; `DecodeSettings.as_generate` and
    `GenerationDefaults.temperature` give the config's own. A repetition penalty changes greedy answers as well, so one
@@ -18,10 +19,11 @@ a request states itself) are ignored.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import UserError
+from ..token_biases import TokenBiases
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ _CHANGES_ANSWERS: dict[str, tuple[object, ...]] = {
     "max_time": (None,),
     "token_healing": (None, False),
     "guidance_scale": (None, 1),
-    "sequence_bias": (None, {}, []),
+    "sequence_bias": (None, {}, []),  # of several tokens
     "encoder_repetition_penalty": (None, 1),
     "no_repeat_ngram_size": (None, 0),
     "encoder_no_repeat_ngram_size": (None, 0),
@@ -81,6 +83,8 @@ class GenerationDefaults:
     """0 keeps all tokens."""
     repetition_penalty: float = 1.0
     """1 changes nothing."""
+    biases: TokenBiases = field(default_factory=TokenBiases)
+    """What is added to the logits of single tokens."""
 
 
 def read_defaults(config: Any, tokenizer: Any, name: str) -> GenerationDefaults:
@@ -116,19 +120,22 @@ def refused_settings(settings: Mapping[str, Any]) -> list[str]:
     """Those of the settings of a generation config, with their values, that change answers and are not offered."""
     table = _CHANGES_ANSWERS | (_CHANGES_SAMPLES if settings.get("do_sample") else {})
     # Read with a default: which of these settings a config knows depends on the version of transformers.
-    return [f"{name}={settings[name]}" for name in table if settings.get(name) not in table[name]]
+    return [f"{name}={settings[name]}" for name in table
+            if settings.get(name) not in table[name] and not TokenBiases.offered(name, settings[name])]
 
 
-def sampling_defaults(config: Any, declared: Any) -> GenerationDefaults:
+def sampling_defaults(config: Any, declared: Any, prompt: int = 0) -> GenerationDefaults:
     """End tokens and sampling settings that `generate` takes from a config.
 
     Args:
         config: transformers' `GenerationConfig`, of which nothing is refused.
         declared: its end tokens, or those in their place: a list, one or None.
+        prompt: tokens of the prompt, which `min_length` counts.
     """
     eos_ids, penalty = _ascending(declared), _given(config, "repetition_penalty", 1.0)
+    biases = TokenBiases.of(vars(config), eos_ids, prompt)
     if not config.do_sample:
-        return GenerationDefaults(eos_ids=eos_ids, repetition_penalty=penalty)
+        return GenerationDefaults(eos_ids=eos_ids, repetition_penalty=penalty, biases=biases)
     return GenerationDefaults(
         eos_ids=eos_ids,
         temperature=_given(config, "temperature", 1.0),
@@ -136,6 +143,7 @@ def sampling_defaults(config: Any, declared: Any) -> GenerationDefaults:
         top_p=_given(config, "top_p", 1.0),
         min_p=_given(config, "min_p", 0.0),
         repetition_penalty=penalty,
+        biases=biases,
     )
 
 

@@ -176,6 +176,23 @@ def test_penalty_and_filters_of_the_settings_hold_for_both_sides(temperature: fl
     assert plain.overall.target_passes != found.overall.target_passes, "the penalty changes nothing here"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_a_checkpoint_rules_out_is_ruled_out_on_both_sides(temperature: float) -> None:
+    model = tiny_model(dtype=torch.float64)
+    free = decode(Target(model, tiny_tokenizer(), name="free"), [Request(PROMPTS[0], 0, 12)], DecodeSettings())
+    first, second = dict.fromkeys(free.generations[0].tokens[:6]).keys() - {0}, free.generations[0].tokens[1]
+    own = model.generation_config
+    own.suppress_tokens, own.min_new_tokens, own.eos_token_id = sorted(first - {second}), 9, second
+    own.sequence_bias = [[[40], 2.0]]
+    target = Target(model, tiny_tokenizer(), name="ruled")
+    config = replace(CONFIG, temperatures=temperature, repetition_penalty=1.2)
+    found = run(target, scripted(target, "mixed"), config).overall
+    assert found.lossless.identical == 11
+    answer = decode(target, [Request(PROMPTS[0], 0, 12)], DecodeSettings()).generations[0].tokens
+    assert len(answer) >= 9
+    assert not set(own.suppress_tokens) & set(answer)
+
+
 def lying_generate(change: int) -> Any:
     """`generate` with another token at one index of the answer to the first prompt."""
     def lie(model: Any, target: Target, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:

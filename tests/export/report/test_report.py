@@ -468,7 +468,7 @@ def test_of_too_few_prompts_nothing_is_claimed_but_a_fault() -> None:
                              "changed.")
     assert of_few(10, 4) == "1.4 times faster, not a word changed."
     assert "speed not measured, not a word changed." in of_few(10, 0, speedup=None)
-    lost = Lossless(prompts=2, identical=1, near_tie_divergences=0, max_logit_gap_at_divergence=0.7)
+    lost = lossless(2, 1, gap=0.7)
     assert "drafting changed 1 of 2 answers, which is a fault" in of_few(2, 2, lossless=lost)
 
 

@@ -53,6 +53,32 @@ def test_one_prompt_is_answered_as_by_generate(artifact: Artifact, settings: dic
         assert found.dtype == expected.dtype
 
 
+def chosen(artifact: Artifact, count: int) -> list[int]:
+    """The first tokens of the greedy answer to PROMPT, all different."""
+    return list(dict.fromkeys(native(artifact, PROMPT, max_new_tokens=20)[0, 4:].tolist()))[:count]
+
+
+@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.3}, {"do_sample": True, "top_k": 1}], ids=str)
+@pytest.mark.parametrize("name", ["suppress_tokens", "bad_words_ids", "begin_suppress_tokens", "sequence_bias",
+                                  "min_new_tokens", "min_length"])
+def test_tokens_are_made_likelier_or_ruled_out_as_by_generate(artifact: Artifact, name: str, more: dict[str, Any]
+                                                              ) -> None:
+    first, second, third = chosen(artifact, 3)
+    # The answer would end at its second token.
+    settings = {"suppress_tokens": [first, third], "bad_words_ids": [[first], [second]],
+                "begin_suppress_tokens": [first], "sequence_bias": {(second,): 3.0, (first,): -50.0},
+                "min_new_tokens": 9, "min_length": 12}
+    given: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": second, "pad_token_id": 0, name: settings[name],
+                             **more}
+    expected = native(artifact, PROMPT, **given)
+    plain = native(artifact, PROMPT, **{key: value for key, value in given.items() if key != name})
+    assert expected.tolist() != plain.tolist(), "the setting changes nothing here"
+    for policy in ("static", "eagle2-8", "none"):
+        assert artifact.generate(PROMPT, policy=policy, **given).tolist() == expected.tolist()
+    batch = {**given, "input_ids": PADDED, "attention_mask": MASK}
+    assert artifact.generate(**batch).tolist() == native(artifact, **batch).tolist()
+
+
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}, {"pad_token_id": 7}], ids=str)
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_padded_batch_is_answered_as_by_generate(artifact: Artifact, settings: dict[str, Any], ended: bool) -> None:
@@ -130,7 +156,7 @@ def test_a_streamer_gets_what_generate_gives_it(artifact: Artifact) -> None:
 
 @pytest.mark.parametrize(("settings", "says"), [
     *(({name: value}, f"does not offer {name}=") for name, value in (
-        ("num_beams", 2), ("bad_words_ids", [[5]]), ("min_new_tokens", 3), ("suppress_tokens", [4]), ("max_time", 1.0),
+        ("num_beams", 2), ("bad_words_ids", [[5, 6]]), ("sequence_bias", {(4, 5): 1.0}), ("max_time", 1.0),
         ("no_repeat_ngram_size", 2), ("stop_strings", ["a"]), ("guidance_scale", 1.5), ("forced_eos_token_id", 2))),
     ({"do_sample": True, "typical_p": 0.5}, "does not offer typical_p=0.5"),
     ({"return_dict_in_generate": True}, "does not offer return_dict_in_generate; leave it out"),

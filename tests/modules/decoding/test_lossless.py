@@ -112,7 +112,7 @@ def test_repetition_penalty_of_half_precision_logits_is_applied_in_float32(dtype
         logits_V = torch.zeros(target.vocab_size, dtype=dtype)
         steps = torch.randint(0, 12, (6,), generator=generator) * torch.finfo(dtype).eps * 2
         logits_V[prompt] = (3.5 + steps).to(dtype)
-        verifier = batch_verifier.BatchVerifier(settings, 1, 8, target.vocab_size, False, target.device)
+        verifier = batch_verifier.BatchVerifier(settings, 1, 8, target, False)
         verifier.open(0, Request(tuple(prompt.tolist()), 0, 4))
         chosen_B, _ = verifier.first_tokens([0], torch.tensor([0]), logits_V[None, None])
         wanted = processor(prompt[None], logits_V[None].float()).argmax(-1)

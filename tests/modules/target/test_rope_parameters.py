@@ -7,6 +7,7 @@ from draftsmith.modules import Target
 from draftsmith.modules.drafters.parts.feature_drafter import block_like
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.modules.target.rope_parameters import rope_by_kind
+from support.architectures import random_model
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Olmo3Config
 
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -28,6 +29,12 @@ def nested(config: type[Any], rope: dict[str, Any]) -> Target:
 def test_a_nested_longrope_bounds_the_context_where_its_frequencies_switch(config: type[Any]) -> None:
     assert nested(config, LONG).context_length == 48
     assert nested(config, {**PLAIN, "rope_theta": 1_000_000.0}).context_length == 192
+
+
+def test_a_context_ends_where_the_length_of_a_pass_decides_what_is_attended_to() -> None:
+    """Doge keeps the best keys beyond its window; of equal ones, of repeated tokens, another pass keeps others."""
+    assert Target(random_model("Doge", keep_window_size=24), None, name="doge").context_length == 24
+    assert Target(random_model("Llama"), None, name="llama").context_length == 128
 
 
 def test_a_drafters_layers_are_rotated_as_those_with_full_attention() -> None:

@@ -1,0 +1,92 @@
+"""Biases of single tokens in transformers' `generate`: what it adds to their logits before it penalises and samples.
+
+Shapes: B rows, M nodes, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+NEVER = -float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBiases:
+    """Tokens that are made likelier, unlikelier or impossible, everywhere or at the start of an answer."""
+
+    added: tuple[tuple[int, float], ...] = ()
+    """Tokens and what is added to their logits; -inf rules one out."""
+    not_first: tuple[int, ...] = ()
+    """Tokens that begin no answer."""
+    least_tokens: int = 0
+    """Tokens of an answer before which no end token comes."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], eos_ids: tuple[int, ...], prompt: int = 0) -> Self:
+        """Those of the settings of a generation config.
+
+        Args:
+            settings: of which `offered` says yes.
+            eos_ids: end tokens, which `bad_words_ids` does not rule out.
+            prompt: tokens of the prompt, which `min_length` counts.
+        """
+        found: dict[int, float] = {}
+        bias = settings.get("sequence_bias") or {}
+        for tokens, value in bias.items() if isinstance(bias, Mapping) else bias:
+            found[tokens[0]] = float(value)
+        banned = [token for token, in settings.get("bad_words_ids") or () if token not in eos_ids]
+        found |= dict.fromkeys([*banned, *(settings.get("suppress_tokens") or ())], NEVER)
+        least = max(settings.get("min_new_tokens") or 0, (settings.get("min_length") or 0) - prompt)
+        return cls(added=tuple(found.items()), not_first=tuple(settings.get("begin_suppress_tokens") or ()),
+                   least_tokens=least)
+
+    @staticmethod
+    def offered(name: str, value: Any) -> bool:
+        """True for a setting that these biases hold: of words, those of one token; more depend on the text before."""
+        if name in ("sequence_bias", "bad_words_ids"):
+            return all(len(one if name == "bad_words_ids" or isinstance(value, Mapping) else one[0]) == 1
+                       for one in value)
+        return name in ("suppress_tokens", "begin_suppress_tokens", "min_new_tokens", "min_length")
+
+    def of_generate(self) -> dict[str, Any]:
+        """The arguments of `generate` that ask for the same."""
+        asked = {"sequence_bias": {(token,): value for token, value in self.added} or None,
+                 "begin_suppress_tokens": list(self.not_first) or None, "min_new_tokens": self.least_tokens or None}
+        return {name: value for name, value in asked.items() if value is not None}
+
+
+class AppliedBiases:
+    """The biases as tensors, which a replayed pass reads where they are.
+
+    Args:
+        biases: of all rows.
+        eos_ids: end tokens.
+        vocab_size: tokens of the target.
+        device: the target's.
+    """
+
+    def __init__(self, biases: TokenBiases, eos_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> None:
+        self.least = biases.least_tokens
+        self.added_V = torch.zeros(vocab_size)
+        self.not_first_V, self.ends_V = (torch.zeros(vocab_size, dtype=torch.bool) for _ in range(2))
+        for token, value in biases.added:
+            self.added_V[token] = value
+        self.not_first_V[list(biases.not_first)] = True
+        self.ends_V[list(eos_ids)] = True
+        self.added_V, self.not_first_V, self.ends_V = (
+            one_V.to(device) for one_V in (self.added_V, self.not_first_V, self.ends_V))
+
+    def add(self, logits_BMV: Tensor, places_BM: Tensor) -> Tensor:
+        """The logits in float32 or wider with the biases added.
+
+        Args:
+            logits_BMV: of the next token.
+            places_BM: the place of that token in its answer, from 0.
+        """
+        ruled_out_BMV = ((places_BM < 1)[..., None] & self.not_first_V) | (
+            (places_BM < self.least)[..., None] & self.ends_V)
+        wide_BMV = logits_BMV.to(torch.promote_types(logits_BMV.dtype, torch.float32))
+        return (wide_BMV + self.added_V).masked_fill(ruled_out_BMV, NEVER)
