@@ -218,7 +218,7 @@ def test_one_changed_word_is_found_and_no_near_tie(tiny_target_f64: Target, monk
     assert found.by_prompt_set["written"].lossless.different == 0
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 12, "top_p": 0.95, "min_p": 0.01}])
+@pytest.mark.parametrize("filters", some_long([{"top_k": 12, "top_p": 0.95, "min_p": 0.01}, {}], 9))
 @pytest.mark.parametrize("policy", [None, SampledTree(Topology.from_paths([(0,), (1,), (0, 0)]))])
 def test_a_temperature_that_the_loop_reads_wrongly_is_seen(
     policy: Policy | None, filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ import torch
 from draftsmith.export.evaluation.lossless import Judge, first_divergence, generate, native_model
 from draftsmith.modules import Chain, DecodeSettings, PromptLookup, PromptLookupConfig, Request, Target, decode
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from support.tiers import some_long
 
 PROMPTS = [*((1, 5 + place, 40, 9) for place in range(5)), *((1, 30 + place, 8) for place in range(3))]
 
@@ -125,7 +126,7 @@ def test_a_draw_at_the_edge_of_two_shares_is_a_near_tie(tiny_target: Target, mon
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.3}, {"repetition_penalty": 1.3}])
-@pytest.mark.parametrize("temperature", [0.01, 0.05, 0.2, 1.0])
+@pytest.mark.parametrize("temperature", some_long([0.05, 0.01, 0.2, 1.0], 3))
 def test_wrong_draws_are_seen_in_half_precision_and_right_ones_are_not(temperature: float, filters: dict[str, float]
                                                                        ) -> None:
     target = Target(tiny_model(dtype=torch.bfloat16), tiny_tokenizer(), name="half")

@@ -9,6 +9,7 @@ from draftsmith.export import Artifact, load_artifact, save_artifact
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.artifacts import TREE, heads
+from support.tiers import some_long
 from torch import Tensor
 from transformers import GenerationConfig, TextIteratorStreamer
 
@@ -58,7 +59,8 @@ def chosen(artifact: Artifact, count: int) -> list[int]:
     return list(dict.fromkeys(native(artifact, PROMPT, max_new_tokens=20)[0, 4:].tolist()))[:count]
 
 
-@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.3}, {"do_sample": True, "top_k": 1}], ids=str)
+@pytest.mark.parametrize("more", some_long([{"repetition_penalty": 1.3}, {}, {"do_sample": True, "top_k": 1}], 9),
+                         ids=str)
 @pytest.mark.parametrize("name", ["suppress_tokens", "bad_words_ids", "begin_suppress_tokens", "sequence_bias",
                                   "min_new_tokens", "min_length"])
 def test_tokens_are_made_likelier_or_ruled_out_as_by_generate(artifact: Artifact, name: str, more: dict[str, Any]
