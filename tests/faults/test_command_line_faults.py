@@ -56,7 +56,7 @@ FAULTS += [
           "medusa, medusa-vllm, merged"),
     Fault("an empty format", "export --artifact {artifact} --out o --format=", "unknown export format ''; choose"),
     Fault("merged without an adapter", "export --artifact {artifact} --out o --format merged",
-          "unknown export format 'merged'; choose one of .*changes its target"),
+          "the format merged holds the target of an artifact that changes it, and this one does not; choose --format"),
     Fault("the folder one is in", "export --artifact {artifact} --out . --format medusa",
           "the folder you are in|holds other files|cannot write"),
     Fault("the root folder", "export --artifact {artifact} --out / --format medusa", "choose|name"),
