@@ -35,9 +35,16 @@ class DataFolder:
         out: the folder.
         asked: manifest of the data before their first prompt.
         config: limits of the answers.
+
+    Raises:
+        UserError: if the folder of unfinished work in it is a link.
     """
 
     def __init__(self, out: Path, asked: Manifest, config: DistillConfig) -> None:
+        # It is removed as a whole in the end, and another folder's shards would be taken for those of these data.
+        if (queue := out / QUEUE).is_symlink():
+            raise UserError(f"{queue} is a link to {queue.readlink()}, and unfinished work is kept in a folder of its "
+                            "own; remove the link")
         self.out, self.manifest, self.config = out, asked, config
         self.seen: set[int] = set()
         """Keys of the prompts in the manifest's shards and of the held-out ones: none of them is asked again."""

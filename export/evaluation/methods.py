@@ -85,16 +85,19 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         check_bounds(self, max_new_tokens=(2, MOST_TOKENS), speed_prompts=(0, MOST_ROWS),
                      tree_prompts=(0, MOST_ROWS))
-        for name, numbers in (("batch_sizes", self.batches), ("temperatures", self.degrees)):
-            if not numbers:
-                raise UserError(f"{name} must hold at least one number, got none")
+        for name, given in (("batch_sizes", self.batches), ("temperatures", self.degrees),
+                            ("policies", self.policy_names), ("baselines", self.baseline_names)):
+            if not given and name != "baselines":
+                raise UserError(f"{name} must hold at least one "
+                                f"{'name, such as static' if name == 'policies' else 'number, got none'}")
+            if len(set(given)) < len(given):
+                raise UserError(f"{name} must be different from each other, got {', '.join(map(str, given))}; leave "
+                                "out those that stand there twice")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"limit must be at least 1, got {self.limit}; leave it out to use every prompt")
         if self.budget_minutes is not None and not self.budget_minutes > 0:
             raise UserError(f"budget_minutes must be above 0, got {self.budget_minutes}; leave it out to decode every "
                             "prompt")
-        if not self.policy_names:
-            raise UserError("policies must hold at least one name, such as static")
         for name in self.policy_names:
             if self.policy_names.count(name) > 1:
                 raise UserError(f"policies holds {name} {self.policy_names.count(name)} times; name each policy once")
@@ -122,15 +125,13 @@ class EvaluateConfig:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The batch sizes, each once, in the order given."""
-        given = self.batch_sizes if isinstance(self.batch_sizes, tuple) else (self.batch_sizes,)
-        return tuple(dict.fromkeys(given))
+        """The batch sizes, in the order given."""
+        return self.batch_sizes if isinstance(self.batch_sizes, tuple) else (self.batch_sizes,)
 
     @property
     def degrees(self) -> tuple[float, ...]:
-        """The temperatures, each once, in the order given."""
-        given = self.temperatures if isinstance(self.temperatures, tuple) else (self.temperatures,)
-        return tuple(dict.fromkeys(given))
+        """The temperatures, in the order given."""
+        return self.temperatures if isinstance(self.temperatures, tuple) else (self.temperatures,)
 
     def timed(self, members: int) -> int:
         """Timed prompts of a set with `members` prompts: they fill whole batches of every size; 0 if none can."""

@@ -4,6 +4,7 @@ What a killed process was writing is a leftover: a hidden file or folder `.NAME.
 letters or digits, by which safetensors names a file that it is writing.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -92,9 +93,13 @@ def to_disk(path: Path) -> None:
 
 def cannot_write(path: Path, error: OSError | SafetensorError) -> UserError:
     """The error for a place that cannot be written."""
-    reason = (isinstance(error, OSError) and error.strerror) or str(error)
-    return UserError(f"cannot write {path}: {reason}; make room or choose another folder that you may write to, then "
-                     "start again: finished work is kept")
+    number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
+    remedy = "make room or choose another folder that you may write to"
+    if number in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
+        remedy = "something else is in the way: move it or choose another folder"
+    elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        remedy = "choose another folder that you may write to"
+    return UserError(f"cannot write {path}: {reason or error}; {remedy}, then start again: finished work is kept")
 
 
 def write_file(path: Path, content: str) -> Path:

@@ -62,6 +62,9 @@ class LabelConfig:
         check_bounds(self, "labels.", length=(1, MOST))
         if not self.temperatures or not all(map(is_temperature, self.temperatures)):
             raise UserError(f"labels.temperatures must each be {TEMPERATURES}, got {list(self.temperatures)}")
+        if len(set(self.temperatures)) < len(self.temperatures):
+            raise UserError(f"labels.temperatures must be different from each other, got {list(self.temperatures)}; "
+                            "leave out those that stand there twice")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +123,7 @@ def train_heads(artifact: Artifact, manifest: Manifest, folder: Path, parsed: Pa
     """Train a head for each sampling and save it into the artifact."""
     given = parsed.values
     rows, unseen = shared_out(*(list(data_rows(folder, manifest, name)) for name in ("train", "validation")))
-    settings = [SamplingSetting(temperature=one) for one in dict.fromkeys(given.labels.temperatures)]
+    settings = [SamplingSetting(temperature=one) for one in given.labels.temperatures]
     for number, setting in enumerate(settings, 1):
         say(f"[{number}/{len(settings)}] acceptance head for {setting}")
         examples = chains(artifact, rows, setting, given.labels, given.labels.examples).examples()

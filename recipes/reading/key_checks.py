@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ...modules import UserError
@@ -10,6 +11,10 @@ from ...modules.files.json_records import kind_in_words
 from .recipe_keys import Key, allows_null
 
 OPTION = re.compile(r"--([A-Za-z][\w.-]*)(=.*)?", flags=re.DOTALL)
+NAMES = frozenset(("chat_template", "column", "draft", "folder", "name", "path", "prompts", "repository", "revision",
+                   "server", "split", "subset", "tools"))
+"""Keys, without their sections, whose text names a file, a folder, an address or something on the Hub; keys of other
+texts have a list to choose from, or may be empty."""
 PARSER_OPTIONS = ("config", "help", "print_config")
 """Options of the parser itself."""
 
@@ -64,6 +69,13 @@ class KeyChecks:
         for name in options(words):
             if name not in PARSER_OPTIONS and not self._is_free(name):
                 self.check_name(name)
+        # Read on, an empty name or path would be the current folder to some keys and nothing at all to others.
+        given = [*words, *map("=".join, pairwise(words))]
+        empty = [name for name, value in flat(content) if value == "" and not self._is_free(name)]
+        empty += [word[2:-1] for word in given if OPTION.fullmatch(word) and word.find("=") == len(word) - 1]
+        for key in (self.keys[name] for name in empty if name in self.keys):
+            if "Path" in str(key.kind) or key.name.rpartition(".")[2] in NAMES:
+                raise UserError(f"{key.name} is empty; give it a value")
 
     def _is_free(self, name: str) -> bool:
         """True for a key in a section that is passed over, or inside a value, such as a mapping of shares."""

@@ -104,7 +104,10 @@ class CommandLine(Generic[T]):
         check_plain(list(arguments), "the command line")
         for word in rest:
             name, _, value = word.partition("=")
-            if name == "--config" and (file := value or next(rest, "")):
+            if name == "--config":
+                if not (file := value or next(rest, "")) or file.startswith("--"):
+                    raise UserError("--config names no recipe; give the path of a YAML file or the name of a shipped "
+                                    "recipe, such as --config quickstart")
                 self.content = merge(self.content, read_recipe(recipe_path(file)))
             elif (option := OPTION.fullmatch(word)) is not None:
                 # Written with dashes, as in other programs, an option is the same key.

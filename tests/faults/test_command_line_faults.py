@@ -46,7 +46,27 @@ FAULTS += [
     Fault("no command of that name", "generat --prompt hi", "unknown command 'generat': did you mean generate"),
     Fault("a prompt is missing", GENERATE, "prompt.*see draftsmith generate --help"),
     Fault("an option without a value", f"{GENERATE} --prompt", "prompt.*see draftsmith generate --help"),
-    Fault("an empty artifact", "generate --prompt hi --artifact=", "holds no artifact .*give the folder"),
+    *(Fault(f"an empty value: {words} {given}", words, rf"error: {name} is empty; give it a value$", given=tuple(given))
+      for words, name, *given in (
+          ("generate --prompt hi", "artifact", "--artifact="), ("generate --prompt hi", "artifact", "--artifact", ""),
+          (ASKED, "target.name", "--target.name="), (ASKED, "target.chat_template", "--target.chat-template", ""),
+          (ASKED, "template.tools", "--template.tools="), ("evaluate --out o", "prompts", "--prompts="),
+          ("export --artifact a --format medusa", "out", "--out="), ("run --config {tiny}", "out", "--out", ""),
+          ("run --config {tiny}", "prompts.path", "--prompts.origin=file", "--prompts.path="),
+          ("run --config {tiny}", "prompts.name", "--prompts.origin", "dataset", "--prompts.name", ""),
+          ("push --licence mit --folder o", "repository", "--repository="),
+          ("plan", "data", "--family=eagle", "--data="))),
+    *(Fault(f"no recipe: {words}", words, "--config names no recipe; give the path .* --config quickstart")
+      for words in ("run --config", "plan --config=", "run --config --out o", "evaluate --out o --config")),
+    *(Fault(f"{words.split()[0]} {name} {value}", f"{words} --{name} {value}",
+            rf"{name} must be different from each other, got .*; leave out those that stand there twice")
+      for words, name, value in ((EVALUATE, "temperatures", "[0,0]"), (EVALUATE, "temperatures", "[0,1,0.0]"),
+                                 (EVALUATE, "batch_sizes", "[1,4,1]"), (EVALUATE, "policies", "[static,static]"),
+                                 (EVALUATE, "baselines", "[ngrams,ngrams]"),
+                                 ("specdec --artifact {artifact}", "labels.temperatures", "[1,1]"))),
+    *(Fault(f"a degree with the placement {placement}", f"{ASKED} --target.degree 2 --target.placement {placement}",
+            f"target.degree 2 is for processes that share one target, and with target.placement {placement} none do; "
+            "leave it out, or set target.placement: fully_sharded") for placement in ("replicated", "layers")),
     Fault("an artifact that is a file", "generate --prompt hi --artifact a", "a holds no artifact .*give the folder",
           lambda place: place.write("a", "")),
     Fault("an artifact that is a link to itself", "generate --prompt hi --artifact a", "holds no artifact|remove",
@@ -56,7 +76,7 @@ FAULTS += [
           "medusa, medusa-vllm, merged"),
     Fault("an empty format", "export --artifact {artifact} --out o --format=", "unknown export format ''; choose"),
     Fault("merged without an adapter", "export --artifact {artifact} --out o --format merged",
-          "the format merged holds the target of an artifact that changes it, and this one does not; choose --format"),
+          "merged holds the target of an artifact that changes it, and this one does not; choose --format medusa"),
     Fault("the folder one is in", "export --artifact {artifact} --out . --format medusa",
           "the folder you are in|holds other files|cannot write"),
     Fault("the root folder", "export --artifact {artifact} --out / --format medusa", "choose|name"),

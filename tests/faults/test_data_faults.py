@@ -28,6 +28,13 @@ def lost_artifact(place: Place) -> None:
     flip(place.run / "train" / "stats.json", 0)
 
 
+def linked_queue(place: Place) -> None:
+    """A folder for data whose queue would be another folder."""
+    (place.folder / "elsewhere").mkdir()
+    (place.folder / "new" / "data").mkdir(parents=True)
+    (place.folder / "new" / "data" / "queue").symlink_to(place.folder / "elsewhere")
+
+
 FAULTS = [
     Fault("trained weights with a flipped bit", RUN, r"the trained weights \S+best.safetensors cannot be read \(they "
           r"are not the ones that training saved\); delete that folder to train again",
@@ -38,6 +45,9 @@ FAULTS = [
           lambda place: (place.run / "data" / "test.jsonl").write_text('{"prompt": "hi"}\n')),
     Fault("lost held-out prompts", RUN, r"cannot read \S+test.jsonl: No such file",
           lambda place: (place.run / "data" / "test.jsonl").unlink()),
+    Fault("a queue that is a link", "distill --config {tiny} --out new",
+          r"new/data/queue is a link to \S+elsewhere, and unfinished work is kept in a folder of its "
+          "own; remove the link", linked_queue),
     Fault("a changed manifest", RUN, r"manifest.json is corrupted", other_manifest),
     Fault("damaged figures of the training", RUN,
           r"stats.json cannot be read as JSON .*; delete result.json, and the same command",

@@ -382,7 +382,7 @@ def test_a_run_without_held_out_text_is_refused(target: Target, tmp_path: Path) 
 
 def test_a_folder_that_cannot_be_made_is_refused(target: Target, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write .*file/out: Not a directory; make room"):
+    with pytest.raises(UserError, match=r"cannot write .*file/out: Not a directory; something else is in the way"):
         train(target, tmp_path / "file" / "out")
 
 

@@ -302,12 +302,16 @@ PLACEMENTS: tuple[type[Placement], ...] = (Placement, TensorParallel, FullyShard
 
 
 def placement_named(name: str, degree: int | None, *, offload: bool = False) -> Placement:
-    """The placement of this name. Raises UserError if there is none, the degree is below 1, or it cannot offload."""
+    """The placement of this name. Raises UserError if there is none, it has no degree, the degree is below 1, or it
+    cannot offload."""
     if offload and name != Zero3.name:
         raise UserError(f"target.offload keeps the target's weights in the machine's memory with target.placement zero3"
                         f" only, and the placement is {name}; set target.placement: zero3, or target.offload: false")
     for kind in PLACEMENTS:
         if kind.name == name:
+            if degree is not None and not kind.shared:
+                raise UserError(f"target.degree {degree} is for processes that share one target, and with target."
+                                f"placement {name} none do; leave it out, or set target.placement: fully_sharded")
             return kind(degree, offload=offload)
     raise UserError(f"target.placement must be {', '.join(kind.name for kind in PLACEMENTS)}, got {name!r}")
 

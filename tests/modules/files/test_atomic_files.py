@@ -1,12 +1,13 @@
 """Files and folders that are written completely or not at all."""
 
+import errno
 import os
 import stat
 from pathlib import Path
 
 import pytest
 from draftsmith.modules import UserError
-from draftsmith.modules.files.atomic_files import make_folder, write_atomically
+from draftsmith.modules.files.atomic_files import cannot_write, make_folder, write_atomically
 
 
 def test_a_writer_that_dies_leaves_the_old_file(tmp_path: Path) -> None:
@@ -64,3 +65,17 @@ def test_a_written_file_has_the_rights_of_other_new_files(tmp_path: Path) -> Non
     plain.write_text("")
     private = write_atomically(tmp_path / "weights", lambda partial: (partial.write_text("x"), partial.chmod(0o600)))
     assert private.stat().st_mode == plain.stat().st_mode
+
+
+@pytest.mark.parametrize(("number", "says"), [
+    (errno.ENOTDIR, "something else is in the way: move it or choose another folder, then start again"),
+    (errno.EEXIST, "something else is in the way"), (errno.EISDIR, "something else is in the way"),
+    (errno.EACCES, "denied; choose another folder that you may write to, then"),
+    (errno.EROFS, "; choose another folder"),
+    (errno.EFBIG, "make room or choose another folder"), (errno.EDQUOT, "make room or choose another folder"),
+])
+def test_the_remedy_fits_the_reason(number: int, says: str) -> None:
+    sentence = str(cannot_write(Path("there"), OSError(number, os.strerror(number))))
+    assert sentence.startswith(f"cannot write there: {os.strerror(number)}; ")
+    assert says in sentence
+    assert ("make room" in sentence) == ("make room" in says)
