@@ -52,7 +52,8 @@ class DataFolder:
         self._counted: dict[str, float] = {}
 
     def resume(self, total: int | None, *, grow: bool) -> None:
-        """Take over what an earlier run has left: complete data of lower limits are opened for the answers they lack.
+        """Take over what an earlier run has left: data of lower limits get the answers that they lack, complete ones
+        after they are opened again.
 
         Args:
             total: prompts of the source; None where that is not known.
@@ -69,9 +70,9 @@ class DataFolder:
         found, asked = Manifest.load(self.out), self.manifest
         former = found.recipe.get("distill", {})
         higher = raised_limits(former, asked.recipe["distill"])
-        grows = grow and found.complete and bool(higher) and (
-            {**found.recipe, "distill": {**former, **higher}} == asked.recipe)
-        if grows:
+        raised = grow and bool(higher) and {**found.recipe, "distill": {**former, **higher}} == asked.recipe
+        grows = raised and found.complete
+        if raised:
             found = replace(found, recipe=asked.recipe, complete=False)
         self._require_same_settings(found)
         for shard in found.shards:
@@ -92,6 +93,7 @@ class DataFolder:
             if reason:
                 raise UserError(f"no answer would be added to the complete data in {self.out}: {reason}, or go back to "
                                 "the former limits")
+        if raised:
             # All processes that answer together read it.
             found.save(self.out)
 

@@ -1,6 +1,7 @@
 """Held-out prompts: those that validation answers, and those that only evaluations ask."""
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,8 +17,13 @@ from .distill_task import DistillTask
 from .progress import Progress
 
 TEST = "test.jsonl"
+TRAIN_SHARE = 0.5
+"""Share of `distill.budget_minutes` that held-out text leaves to training text, without which it is of no use."""
+PROBED = 4
+"""Validation prompts that are answered in any case; where minutes are given, their time says how many more fit."""
 HELD_OUT_ROUNDS = 20
 """Largest number of rounds in which candidates for held-out prompts are read."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,10 +103,35 @@ class HeldOutPrompts:
         the temperature by which trees for sampled rows are sized, without filters."""
         task, config, found = self.task, self.task.config, list[Conversation]()
         settings = DecodeSettings(batch_size=config.slots, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
-        with self.progress.stage("held-out answers", 2 * len(prompts) * config.max_new_tokens, "tok"):
+
+        def answer(these: Sequence[tuple[int, Prompt]]) -> None:
             for temperature, sampling in ((0.0, settings), (SIZING_TEMPERATURE, replace(settings, top_k=0, top_p=1.0))):
                 answerer = Answerer(task.target, task.template, sampling, config.max_new_tokens,
                                     partial(self.progress.advance, "tok"), on_slots=self.progress.count_slots)
-                found += answerer.answer(prompts, (temperature,), taps=taps)
+                found.extend(answerer.answer(these, (temperature,), taps=taps))
                 self.stats.add(answerer.stats)
-        return found
+
+        with self.progress.stage("held-out answers", 2 * len(prompts) * config.max_new_tokens, "tok"):
+            if config.budget_minutes is None:
+                answer(prompts)
+                return found
+            started, wrote = self.folder.seconds, self.source.stats if isinstance(self.source, OwnPrompts) else None
+            probed = 0
+            if wrote is None or not wrote.busy_slots:
+                probed = min(PROBED, len(prompts))
+                answer(prompts[:probed])
+                each = (self.folder.seconds - started) / probed
+            else:
+                # Prompts that the target wrote were decoded by the same slots: each slot of a pass gave a token.
+                each = 2 * config.max_new_tokens * wrote.seconds / wrote.busy_slots
+            left = (1 - TRAIN_SHARE) * 60 * config.budget_minutes - self.folder.seconds
+            least, fits = (0 if probed else PROBED), int(left / max(each, 1e-9))
+            taken = min(len(prompts), probed + max(least, fits))
+            if taken > probed:
+                answer(prompts[probed:taken])
+        if taken < len(prompts):
+            log.warning("%d of %d validation prompts were answered: held-out text gets at most half of "
+                        "distill.budget_minutes %g; raise it, or lower distill.validation_prompts", taken, len(prompts),
+                        config.budget_minutes)
+        # As without minutes: greedy answers first.
+        return sorted(found, key=lambda one: one.temperature)

@@ -152,6 +152,14 @@ class ShardAnswering:
             manifest = replace(before, shards=(*before.shards, *records), complete=True,
                                candidates=before.candidates + sum(one.read for one in ordered))
             if manifest.total("train", "supervised") == 0:
+                minutes = self.folder.config.budget_minutes
+                if self.folder.late and not records:
+                    raise UserError(
+                        f"no train token would be supervised in {self.folder.out}: distill.budget_minutes {minutes:g} "
+                        f"were over (after {self.folder.seconds / 60:.2g}) before a train prompt was answered, since "
+                        "held-out prompts and their answers come first, and prompts that the target writes before "
+                        "theirs; start again with a larger distill.budget_minutes, and this folder goes on, or lower "
+                        "distill.validation_prompts")
                 raise UserError(
                     f"no train token would be supervised in {self.folder.out}: after {manifest.candidates} prompts, "
                     "held-out ones included, there is no answer with a token; give more prompts or a larger budget")

@@ -461,9 +461,40 @@ def test_a_token_budget_ends_the_run(tmp_path: Path, tiny_target: Target) -> Non
 
 def test_a_time_budget_that_is_spent_at_once_says_so(tmp_path: Path, tiny_target: Target) -> None:
     prompts = write_prompts(tmp_path, many(20))
-    with pytest.raises(UserError, match=r"no train token would be supervised.*larger budget"):
+    with pytest.raises(UserError, match=r"no train token.*budget_minutes 1e-09 were over .* before a train prompt was "
+                                        r"answered, since held-out prompts .*start again with a larger distill"):
         run(tiny_target, prompts, replace(SMALL, budget_minutes=1e-9), tmp_path / "none")
+    # The folder goes on with more minutes, and not with other settings.
+    with pytest.raises(UserError, match="was started with other settings: distill"):
+        run(tiny_target, prompts, replace(SMALL, budget_minutes=9.0, slots=SMALL.slots + 1), tmp_path / "none")
+    assert run(tiny_target, prompts, replace(SMALL, budget_minutes=9.0), tmp_path / "none").complete
     assert run(tiny_target, prompts, replace(SMALL, budget_minutes=9.0), tmp_path / "all").candidates == 20
+
+
+def test_held_out_answers_leave_half_of_the_minutes_to_training_text(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each answer takes a second: of twelve prompts that are answered twice four are a probe, and two more fit."""
+    now, spent, answer = time.monotonic, [0.0], Answerer.answer
+
+    def slow(self: Answerer, prompts: Any, *given: Any, **settings: Any) -> Any:
+        found = answer(self, prompts, *given, **settings)
+        spent[0] += len(found)
+        return found
+
+    monkeypatch.setattr(time, "monotonic", lambda: now() + spent[0])
+    monkeypatch.setattr(Answerer, "answer", slow)
+    config = replace(SMALL, validation_prompts=12, budget_minutes=26 / 60)
+    manifest = run(tiny_target, write_prompts(tmp_path, many(60)), config, tmp_path / "out")
+    held = TokenShard.read(tmp_path / "out" / manifest.split("validation")[0].file)
+    assert 2 * 4 <= held.num_rows <= 2 * 6
+    assert len(held.keys_P) == 12, "those without an answer are no train prompts either"
+    assert manifest.total("train", "supervised") > 0
+    assert "of 12 validation prompts were answered: held-out text gets at most half" in caplog.text
+    whole = run(tiny_target, write_prompts(tmp_path, many(60)), replace(config, budget_minutes=900.0), tmp_path / "all")
+    alone = run(tiny_target, write_prompts(tmp_path, many(60)), replace(config, budget_minutes=None), tmp_path / "none")
+    for one in (whole, alone):
+        assert one.split("validation")[0].sha256 == whole.split("validation")[0].sha256
 
 
 def test_slots_are_kept_busy_and_the_share_is_reported(tmp_path: Path, tiny_target: Target) -> None:
