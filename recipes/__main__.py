@@ -83,6 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as stop:
         print(f"\ndraftsmith: {stop.sentence(arguments[0])}", file=sys.stderr)
         return stop.code
+    # Imports can fail too, those of the errors that `run_command` knows among them: no file is left to open.
+    except BrokenPipeError:
+        # The reader of our output has gone, as `head` does: nothing is wrong.
+        return 0
+    except OSError as error:
+        return complain(system_error(error))
+    except (MemoryError, RuntimeError) as error:
+        return complain(out_of_memory(error))
 
 
 def overview() -> str:
@@ -126,13 +134,6 @@ def run_command(name: str, arguments: list[str]) -> int:
             raise
         return complain(f"this command needs {error.name}, which is not installed: "
                         "pip install 'draftsmith[train,report,gguf]'")
-    except BrokenPipeError:
-        # The reader of our output has gone, as `head` does: nothing is wrong.
-        return 0
-    except OSError as error:
-        return complain(system_error(error))
-    except (MemoryError, RuntimeError) as error:
-        return complain(out_of_memory(error))
     return 0
 
 

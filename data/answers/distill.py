@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ...modules import Target
+from ...modules.files.folder_locks import FolderLocks
 from ..prompts.chat import ChatTemplate
 from ..prompts.sources import PromptConfig
 from ..store.feature_store import WantedStates
@@ -23,7 +24,6 @@ from .data_folder import DataFolder
 from .distill_config import DistillConfig
 from .distill_task import DistillTask
 from .engine_answering import EngineAnswerer
-from .folder_locks import FolderLocks
 from .held_out import HeldOutPrompts
 from .progress import Progress
 from .shard_answering import ShardAnswering

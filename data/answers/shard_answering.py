@@ -10,13 +10,13 @@ from operator import eq
 import torch
 
 from ...modules import DecodeStats, UserError
+from ...modules.files.folder_locks import FolderLocks
 from ..prompts.self_prompting import OwnPrompts, Source
 from ..store.shard_states import ShardStates
 from ..store.token_store import ShardRecord, shard_file, write_bytes
 from .answering import shard_of, states_of
 from .data_folder import DataFolder
 from .distill_task import DistillTask
-from .folder_locks import FolderLocks
 from .progress import Progress
 from .row_writers import RowWriters
 from .shard_queue import FIRST, MERGE, FinishedShard, ShardPrompts, ShardQueue, remove_shards

@@ -13,13 +13,12 @@ from itertools import count, takewhile
 from pathlib import Path
 
 from ...modules import UserError
-from ...modules.files.atomic_files import remove_leftovers
+from ...modules.files.folder_locks import FolderLocks, remove_leftovers
 from ...modules.files.json_records import read_record
 from ..prompts.self_prompting import OwnPrompts, Source
 from ..prompts.sources import Prompt, Taken
 from ..store.feature_shards import StoredFile
 from ..store.token_store import Manifest, ShardRecord, write_bytes
-from .folder_locks import FolderLocks
 
 QUEUE, LOCKS = "queue", "queue.lock"
 """Folder of the finished shards' records, gone when the data are complete; and the file of the locks, which stays: a
@@ -27,7 +26,7 @@ process that has opened it and one that finds it removed would lock two differen
 MERGE, HELD_OUT, FIRST = 0, 1, 2
 """Locks: of the list of finished shards, of the held-out prompts, and of the first shard's prompts; those of its
 answers, and of the shards after it, follow in turn."""
-SHARD_FILE = re.compile(r"\.?(?:.+-)?(train-\d{5,}\.safetensors)(?:\.partial)?")
+SHARD_FILE = re.compile(r"\.?(?:.+-)?(train-\d{5,}\.safetensors)(?:(?:\.[0-9a-f]{8})?\.partial)?")
 """Name of a train shard, of a file of its states, or of one of them half-written."""
 REMEDY = "delete it, the shard is then answered again"
 

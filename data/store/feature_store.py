@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ...modules import Target
+from ...modules.files.folder_locks import sole_writer
 from .collate import Piece, pad
 from .disk_room import require_room
 from .feature_shards import FEATURES, FINAL, StoredFile, read_features, state_file, state_names
@@ -64,10 +65,14 @@ class StateStore:
             "target": target.identity.weights_hash,
             "dtype": form.name,
         }
+        self.files = self.listed()
+
+    def listed(self) -> dict[str, dict[str, str]]:
+        """The files in the list. Raises UserError if it is damaged."""
         # States of another target or number format are others: their files are written over.
-        content = read_features(folder)
+        content = read_features(self.folder)
         files: dict[str, dict[str, str]] = content.pop("files", {})
-        self.files = files if content == self.key else {}
+        return files if content == self.key else {}
 
     def write(
         self, record: ShardRecord, names: Sequence[str], rows: Sequence[Mapping[str, Tensor]]
@@ -97,9 +102,11 @@ class StateStore:
 
     def add(self, files: Mapping[str, StoredFile]) -> None:
         """List finished files. Raises UserError if the disk is full."""
-        self.files |= {name: asdict(file) for name, file in files.items()}
-        listed = {**self.key, "files": self.files}
-        write_bytes(self.folder / FEATURES, json.dumps(listed, indent=2, sort_keys=True).encode())
+        with sole_writer(self.folder / FEATURES):
+            # Another recipe may store other states of the same data meanwhile.
+            self.files |= self.listed() | {name: asdict(file) for name, file in files.items()}
+            listed = {**self.key, "files": self.files}
+            write_bytes(self.folder / FEATURES, json.dumps(listed, indent=2, sort_keys=True).encode())
 
     def holds(self, name: str, tokens: str) -> bool:
         """True if a file is stored as it was written for data of this hash."""

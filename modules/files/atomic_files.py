@@ -1,14 +1,14 @@
 """Files that appear whole or not at all: written next to their place, forced to disk, then renamed into it.
 
-What a killed process was writing is a leftover: a hidden file or folder `.NAME.partial` next to NAME, or `.tmp` and six
-letters or digits, by which safetensors names a file that it is writing.
+What a killed process was writing is a leftover: a hidden folder `.NAME.partial` next to NAME, a hidden file with more
+letters before `.partial`, or `.tmp` and six letters or digits, by which safetensors names a file that it is writing.
 """
 
 import errno
 import hashlib
 import os
 import re
-import shutil
+import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,12 +23,13 @@ _SAFETENSORS = re.compile(r"\.tmp[0-9A-Za-z]{6}")
 def write_atomically(path: Path, write: Callable[[Path], object]) -> Path:
     """Let `write` fill a file that then becomes `path`; whoever reads `path` sees the old file or the whole new one.
 
-    Folders above it are made where they are missing.
+    Folders above it are made where they are missing. Of two processes that write it at once, the last one stays.
 
     Raises:
         UserError: if the disk is full or the folder may not be written; nothing half-written stays.
     """
-    partial = partial_of(path)
+    # A name of its own for each writer: of two with one name, the second would find its file renamed away.
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(partial)
@@ -46,24 +47,13 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> Path:
 
 
 def partial_of(path: Path) -> Path:
-    """The hidden place in which a file or folder is written before it is renamed to `path`."""
+    """The hidden place in which a folder is written before it is renamed to `path`."""
     return path.with_name(f".{path.name}.partial")
 
 
 def is_leftover(path: Path) -> bool:
     """True for the name of a file or folder that a killed process left half-written."""
     return path.match(".?*.partial") or _SAFETENSORS.fullmatch(path.name) is not None
-
-
-def remove_leftovers(folder: Path, shared: Path | None = None) -> None:
-    """Remove everything half-written in a folder and below it. No other process may be writing there, but in the folder
-    `shared`, which is left as it is."""
-    # Listed first: a folder that vanishes while it is walked would stop the walk.
-    for path in [path for path in folder.rglob(".*") if is_leftover(path) and shared not in path.parents]:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def make_folder(path: Path) -> None:

@@ -4,6 +4,7 @@ A folder written here holds a marker with the hash of each of its files. It is r
 in the marker and unchanged; a folder that holds anything else is refused.
 """
 
+import ctypes
 import json
 import os
 import shutil
@@ -17,11 +18,14 @@ from safetensors import SafetensorError
 from ..errors import UserError
 from .atomic_files import cannot_write, file_sha256, is_leftover, partial_of, share, to_disk, write_file
 from .bounded_reading import bounded_json, read_bounded_text
+from .folder_locks import sole_writer
 
 MARKER = ".draftsmith.json"
 """The file that says what a folder is and which files were written into it."""
 NAMED = 3
 """Number of foreign files that a refusal names."""
+_HERE, _EXCHANGE = -100, 2
+"""AT_FDCWD and RENAME_EXCHANGE of Linux."""
 
 
 @contextmanager
@@ -30,7 +34,8 @@ def whole_folder(
 ) -> Iterator[Path]:
     """Give a hidden folder to fill; when the block ends well it takes the place of `folder`, else it vanishes.
 
-    An existing `folder` is replaced if it is empty, or all it holds was written here as the same kind and is unchanged.
+    An existing `folder` is replaced if it is empty, or all it holds was written here as the same kind and is unchanged:
+    in one step where the system has one, so that a killed process leaves the one or the other.
 
     Args:
         folder: its place.
@@ -39,9 +44,17 @@ def whole_folder(
         inside: kind of the folders written here that may have been put into it later.
 
     Raises:
-        UserError: if `folder` is a link, a file or the current folder, holds anything else, or cannot be written.
+        UserError: if `folder` is a link, a file or the current folder, holds anything else, or cannot be written;
+            or another process goes on writing it.
     """
     folder = Path(os.path.abspath(folder))
+    with sole_writer(folder), _replacing(folder, kind, changing, inside) as partial:
+        yield partial
+
+
+@contextmanager
+def _replacing(folder: Path, kind: str, changing: frozenset[str], inside: str | None) -> Iterator[Path]:
+    """The same by a process that is the only one to write there."""
     former = folder.parent / f".{folder.name}.former"
     # A replacement that was killed between its two renamings has left the former folder at its hidden place.
     if (former / MARKER).is_file() and not os.path.lexists(folder):
@@ -71,17 +84,24 @@ def whole_folder(
             if path.is_file():
                 share(path)
             to_disk(path)
-        # Two renamings, since a folder cannot be renamed over another that holds files.
-        if folder.exists():
-            shutil.rmtree(former, ignore_errors=True)
-            folder.rename(former)
-        partial.rename(folder)
+        if not (folder.exists() and _exchanged(partial, folder)):
+            # Two renamings, since a folder cannot be renamed over another that holds files.
+            if folder.exists():
+                shutil.rmtree(former, ignore_errors=True)
+                folder.rename(former)
+            partial.rename(folder)
         to_disk(folder.parent)
         shutil.rmtree(former, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise cannot_write(folder, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step; False where the system or the disk has none."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and not rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE)
 
 
 def own_files(folder: Path, kinds: Sequence[str], *, changing: frozenset[str] = frozenset(),

@@ -30,6 +30,7 @@ from ...export.layouts.parts.folder_readme import target_place
 from ...export.layouts.parts.gguf_file import FLOAT32
 from ...export.layouts.registry import EXPORT_FORMATS, format_named, in_fewer_bits, require_number_format
 from ...modules import TargetConfig, UserError, load_target
+from ...modules.files.bounded_reading import require_ordinary
 from ...modules.target.loading.loading import gguf_of
 from ..chat_settings import (
     ARTIFACT_TARGET,
@@ -169,6 +170,8 @@ class ExportArguments:
 def export(parsed: Parsed[ExportArguments]) -> None:
     """Write an artifact in the layout of another project."""
     given = parsed.values
+    if given.target_gguf is not None:
+        require_ordinary(given.target_gguf)
     for python, engine, module in ((given.try_with, "vLLM", "vllm"),
                                    (given.convert_with, "optimum-intel", "optimum.intel")):
         if python is not None:

@@ -1,7 +1,8 @@
 """Comparison of families under equal conditions: the same distilled tokens, training minutes and prompts, one table."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,13 @@ from ...export.evaluation.reference_answers import REFERENCES
 from ...export.report.family_comparison import write_standings
 from ...modules import BASELINES, SPECDEC, TargetConfig, UserError, load_target
 from ...modules.files.atomic_files import write_file
+from ...modules.files.folder_locks import sole_writer
 from ...trainers import Precision
 from ..chat_settings import TemplateConfig, prompt_sets
 from ..reading.parsing import TRUST, Command, Parsed
 from ..reading.recipe_files import read_recipe, recipe_path
 from ..recipe import Recipe, TreeConfig
-from ..stages.records import Stage, run_stages
+from ..stages.records import STAGES_FILE, Stage, run_stages
 from ..stages.training_folder import refuse_growth
 from ..stages.workspace import Workspace
 from ..terminal.interruption import call
@@ -28,7 +30,7 @@ from ..terminal.terminal_text import say, stage_line
 from .acceptance_head import SpecdecArguments
 from .head_rows import PLUS, head_settings, head_stage, source_of
 from .pipeline import COMMANDS as PIPELINE
-from .pipeline import held_out_sets, perform_stages
+from .pipeline import held_out_sets, performed
 
 RECIPE_FILE = "recipe.yaml"
 SHARED = ("target", "template", "prompts", "distill", "tree", "evaluate")
@@ -106,17 +108,19 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
     source = next(iter(files.values()), None) or next((compose(*row, parsed) for row in recipes.items()), None)
     states = [one for workspace in workspaces for one in workspace.wanted_states()]
     trainings = [given.out / row_name(row) / "train" for row in given.rows]
-    if not distil_once(source, given.out, trust, states, trainings):
-        return
-    for number, name in enumerate(wanted, 1):
-        say(f"\n== row {number}/{len(wanted)}: {name}")
-        if name in files:
-            run_row(name, files[name], trust)
-        elif name in headed:
-            measure_heads(name, parsed, headed[name])
-        else:
-            measure_baseline(name, parsed)
-        written = write_standings(given.out, {row_name(row): given.out / row_name(row) for row in given.rows})
+    with distilled_once(source, given.out, trust, states, trainings) as leads:
+        if not leads:
+            return
+        for number, name in enumerate(wanted, 1):
+            say(f"\n== row {number}/{len(wanted)}: {name}")
+            if name in files:
+                # Again: a comparison that was refused since then may have had another recipe.
+                run_row(name, compose(name, recipes[name], parsed), trust)
+            elif name in headed:
+                measure_heads(name, parsed, headed[name])
+            else:
+                measure_baseline(name, parsed)
+            written = write_standings(given.out, {row_name(row): given.out / row_name(row) for row in given.rows})
     say(f"\n{written.read_text(encoding='utf-8')}")
 
 
@@ -129,6 +133,9 @@ def compose(name: str, recipe: str, parsed: Parsed[FamiliesArguments]) -> Path:
     content, given = read_recipe(recipe), parsed.values
     if "family" not in content:
         raise UserError(f"{recipe} names no family and cannot be a row; give a training recipe")
+    if not isinstance(content.get("train") or {}, dict):
+        raise UserError(f"{recipe}: train must be a section of keys and values, got {content['train']!r}; write it as "
+                        "the shipped recipes do")
     limits = {"max_minutes": given.minutes, "max_steps": None, "precision": given.precision}
     content["train"] = {**(content.get("train") or {}), **limits}
     folder = given.out / name
@@ -137,22 +144,24 @@ def compose(name: str, recipe: str, parsed: Parsed[FamiliesArguments]) -> Path:
     return write_file(folder / RECIPE_FILE, yaml.safe_dump(content, sort_keys=False))
 
 
-def distil_once(file: Path | None, out: Path, trust: Sequence[str], states: Sequence[WantedStates],
-                trainings: Sequence[Path]) -> bool:
-    """The data that all rows train on, by the recipe of one of them, with the states that their trainings read.
+@contextmanager
+def distilled_once(file: Path | None, out: Path, trust: Sequence[str], states: Sequence[WantedStates],
+                   trainings: Sequence[Path]) -> Iterator[bool]:
+    """Context after the data that all rows train on were made, by the recipe of one of them, with the states that their
+    trainings read; see `performed`.
 
     Raises:
         UserError: if they would grow, and one of the trainings was made on them as they are.
-
-    Returns:
-        Whether this process goes on; one that only helped another to answer does not.
     """
     if file is None:
-        return True
+        with sole_writer(out / STAGES_FILE, wait=False):
+            yield True
+        return
     workspace = workspace_of(file, "--out", str(out), "--data", "null", *trust)
     for training in trainings:
         refuse_growth(workspace, training)
-    return perform_stages(workspace, ["distill"], states)
+    with performed(workspace, ["distill"], states) as leads:
+        yield leads
 
 
 def workspace_of(file: Path, *words: str) -> Workspace:

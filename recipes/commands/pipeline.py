@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,8 +54,9 @@ from ...modules import (
     size_copies,
     try_pass_sizes,
 )
+from ...modules.files.folder_locks import sole_writer
 from ...modules.interfaces.optional_parts import GuessesInPasses
-from ...modules.processes import ALONE, Processes
+from ...modules.processes import ALONE, Processes, local_rank
 from ...modules.read_rows import ReadRows
 from ...modules.target.draft_vocabulary import choose
 from ...modules.tuning.replay_acceptance import held_out_acceptance
@@ -66,7 +68,7 @@ from ..recipe import Recipe
 from ..stages.answer_workers import answers, help_to_answer, is_shared, leading, on_own_device, started_to_train
 from ..stages.draft_writer import require_teacher, writer_digest
 from ..stages.left_out import left_out
-from ..stages.records import Stage, run_stages
+from ..stages.records import STAGES_FILE, Stage, run_stages
 from ..stages.training_folder import check_settings, read_result, refuse_growth, time_in_words, trained_on, write_result
 from ..stages.workspace import Workspace
 from ..terminal.terminal_text import say, stage_line
@@ -324,31 +326,39 @@ def stages(workspace: Workspace, more: Sequence[WantedStates] = ()) -> tuple[Sta
     )
 
 
-def perform_stages(
+def perform_stages(workspace: Workspace, chosen: Sequence[str] | None = None) -> None:
+    """Run stages of a recipe, all by default; see `performed`."""
+    with performed(workspace, chosen):
+        return
+
+
+@contextmanager
+def performed(
     workspace: Workspace, chosen: Sequence[str] | None = None, more: Sequence[WantedStates] = ()
-) -> bool:
-    """Run stages of a recipe, all by default; the first is left out where the recipe names finished data.
+) -> Iterator[bool]:
+    """Context after stages of a recipe, all by default; the first one is left out where the recipe names finished data.
 
     Of several processes that answer together, all but the first end after that. Several processes that torchrun has
     started train together: the stages before that must be complete; those after it are done by the first one, unless
-    its part of the target is of no use without the others.
-
-    Returns:
-        Whether this process leads, and goes on.
+    its part of the target is of no use without the others. No other process works in the run's folder until the end of
+    the block, or it raises UserError. Gives whether this process leads, and goes on.
     """
     names = list(chosen or (ALL if workspace.recipe.data is None else ALL[1:]))
     # Lightning starts this command again for other devices: these join the training of the process that leads.
     joins = "train" in names and started_to_train() and workspace.answered_data is not None
-    if "distill" not in names or not is_shared(workspace.recipe) or joins:
+    together = "distill" in names and is_shared(workspace.recipe) and not joins
+    with ExitStack() as stack:
+        if together:
+            workspace = on_own_device(workspace)
+            if not stack.enter_context(leading(workspace.out)):
+                help_to_answer(workspace, [*workspace.wanted_states(), *more])
+                yield False
+                return
+        # Of those that train together, the first one keeps others out for all.
+        if together or not (local_rank() or Processes.launched().rank):
+            stack.enter_context(sole_writer(workspace.out / STAGES_FILE, wait=False))
         _perform(workspace, names, more)
-        return True
-    workspace = on_own_device(workspace)
-    with leading(workspace.out) as leads:
-        if leads:
-            _perform(workspace, names, more)
-        else:
-            help_to_answer(workspace, [*workspace.wanted_states(), *more])
-    return leads
+        yield True
 
 
 def _perform(workspace: Workspace, names: list[str], more: Sequence[WantedStates]) -> None:

@@ -14,8 +14,8 @@ import yaml
 
 from ...data import Manifest, WantedStates, distill
 from ...data.answers.distill_config import AUTO
-from ...data.answers.folder_locks import FolderLocks
 from ...data.answers.shard_queue import clear_queue
+from ...modules.files.folder_locks import FolderLocks
 from ...modules.processes import Processes, local_rank
 from ..planning.worker_count import MOST_ON_CPU, fitting, gpus_of, most_shards, resident_bytes, worker_count
 from ..reading.parsing import TRUST

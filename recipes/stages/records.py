@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ...modules import UserError
-from ...modules.files.atomic_files import file_sha256, remove_leftovers, write_file
+from ...modules.files.atomic_files import file_sha256, write_file
+from ...modules.files.folder_locks import remove_leftovers
 from ...modules.files.json_records import read_json, record_of
 from ...modules.processes import ALONE, Processes
 from ..terminal.terminal_text import say
@@ -69,7 +70,7 @@ def run_stages(
             one process is not complete and there are several.
     """
     if not processes.rank:
-        remove_leftovers(out, shared)
+        remove_leftovers(out, shared, out / STAGES_FILE)
     finished = read_finished(out)
     for number, stage in enumerate(stages, 1):
         sections = {section: settings[section] for section in stage.sections}

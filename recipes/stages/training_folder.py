@@ -7,6 +7,7 @@ from typing import get_type_hints
 
 from ...modules import UserError
 from ...modules.files.atomic_files import write_file
+from ...modules.files.bounded_reading import read_bounded
 from ...modules.files.json_records import MistypedError, read_object, record_of, typed_fields
 from ...modules.processes import Processes
 from ...trainers import FitResult
@@ -30,7 +31,7 @@ def check_settings(workspace: Workspace) -> None:
     if not file.is_file():
         if not Processes.launched().rank:
             write_file(file, content)
-    elif (former := file.read_text(encoding="utf-8")) != content:
+    elif (former := read_bounded(file).decode(errors="replace")) != content:
         # Both are sorted and written alike, so that the first line which differs names a key with its two values.
         pairs = ((a.strip(" ,"), b.strip(" ,"))
                  for a, b in zip(former.splitlines(), content.splitlines(), strict=False) if a != b)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ...data import ChatTemplate, DistillConfig, Manifest, WantedStates
 from ...data.answers.distill_config import raised_limits
-from ...data.answers.folder_locks import FolderLocks
 from ...data.batches.datamodule import BatchConfig, learned
 from ...data.batches.label_weights import count_labels
 from ...data.batches.learned_tokens import prompts_learnable
@@ -21,6 +20,7 @@ from ...data.prompts.chat import Surroundings
 from ...data.store.token_store import MANIFEST
 from ...modules import Target, UserError, load_target
 from ...modules.files.atomic_files import write_file
+from ...modules.files.folder_locks import FolderLocks
 from ...modules.files.json_records import read_record
 from ...modules.processes import Processes
 from ...modules.target.devices.placement import Placement, placement_named

@@ -3,6 +3,8 @@
 import os
 import re
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +85,18 @@ def test_too_few_open_files_are_one_sentence(
         check(fault, place, monkeypatch, capfd)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("most", [5, 6])
+def test_a_process_that_may_hardly_open_a_file_says_so(most: int) -> None:
+    # Fewer are too few for Python itself.
+    words = [sys.executable, "-m", "draftsmith.recipes", "generate", "--artifact", "gone", "--prompt", "hi"]
+    found = subprocess.run(words, capture_output=True, text=True, check=False, close_fds=False,
+                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (most, most)))
+    assert found.returncode == 2, found.stderr[-2000:]
+    assert found.stderr.count("\n") == 1
+    assert re.search("Too many open files: raise the limit|gone holds no artifact", found.stderr)
 
 
 RIGHTS = pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read and write everything")

@@ -140,6 +140,12 @@ ROWS = [
 FAULTS += [Fault(f"families: {content}", "families --config f.yaml", says,
                  lambda place, content=content: place.write("f.yaml", f"out: o\n{content}\n"))  # type: ignore[misc]
            for content, says in ROWS]
+FAULTS += [Fault(f"a row whose section train is {train}", "families --config f.yaml",
+                 r"r\.yaml: train must be a section of keys and values, got .*; write it as",
+                 lambda place, train=train: (  # type: ignore[misc]
+                     place.write("f.yaml", "out: o\nrows: [./r.yaml]\n"),
+                     place.write("r.yaml", f"family: medusa\ntrain: {train}\n")))
+           for train in ("[1]", "text", "true")]
 
 
 @pytest.mark.parametrize("fault", some_long(FAULTS, 3), ids=ids(FAULTS))

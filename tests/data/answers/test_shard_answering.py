@@ -27,7 +27,6 @@ from draftsmith.data.answers import data_folder
 from draftsmith.data.answers.answering import Answerer
 from draftsmith.data.answers.data_folder import DataFolder
 from draftsmith.data.answers.distill_task import DistillTask
-from draftsmith.data.answers.folder_locks import FolderLocks
 from draftsmith.data.answers.progress import Progress
 from draftsmith.data.answers.shard_answering import BARREN_CANDIDATES, ShardAnswering
 from draftsmith.data.answers.shard_queue import (
@@ -46,7 +45,7 @@ from draftsmith.data.prompts.self_prompting import OwnPrompts
 from draftsmith.data.prompts.sources import Prompt, Taken
 from draftsmith.data.store.feature_shards import state_file
 from draftsmith.modules import Target, UserError
-from draftsmith.modules.files.atomic_files import remove_leftovers
+from draftsmith.modules.files.folder_locks import FolderLocks, remove_leftovers
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.forked_workers import ended, kill, start
 from support.prompt_files import contents, many, rows, shards, write_prompts

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill, encode
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
+from draftsmith.data.store.feature_store import Encoding
 from draftsmith.modules import Target, TargetConfig, UserError
 from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.recipes.commands.pipeline import COMMANDS
@@ -48,3 +49,13 @@ def test_missing_states_are_reported(tokens: Path, tiny_target: Target) -> None:
     files = encode(tiny_target, tokens, TAPS, progress=False)
     assert len(files) == 2 * len(Manifest.load(tokens).shards)
     assert DraftDataModule(tokens, STORED, TAPS).packed_batch(0).to("cpu").encoded
+
+
+def test_two_recipes_that_store_states_of_the_same_data_at_once_keep_each_others(
+    tokens: Path, tiny_target: Target
+) -> None:
+    # Both have read the list before either adds to it.
+    first, second = Encoding(tiny_target, tokens, ()), Encoding(tiny_target, tokens, TAPS)
+    second.run(progress=False)
+    first.run(progress=False)
+    assert not Encoding(tiny_target, tokens, TAPS).missing

@@ -204,7 +204,7 @@ def test_data_that_a_training_was_made_on_do_not_grow(
 def test_rows_of_a_comparison_keep_the_data_that_they_were_trained_on(
     copied_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare_families, "perform_stages", lambda *_: pytest.fail("prompts were answered"))
+    monkeypatch.setattr(compare_families, "performed", lambda *_: pytest.fail("prompts were answered"))
     shutil.copytree(copied_run / "train", copied_run / "tiny" / "train")
     words = ["families", "--config", "tiny", "--rows", '[tiny, "prompt_lookup"]', "--only", "prompt_lookup"]
     assert main([*words, "--out", str(copied_run), "--distill.budget_tokens", "1600"]) == 2

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from draftsmith.data import Manifest
-from draftsmith.data.answers.folder_locks import FolderLocks
+from draftsmith.modules.files.folder_locks import FolderLocks, sole_writer
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import compare_families, pipeline
 from draftsmith.recipes.commands.pipeline import COMMANDS
@@ -310,8 +311,32 @@ def test_processes_that_measure_otherwise_take_the_choice_of_the_first(
     assert found == {json.loads((tmp_path / "out" / "machine.json").read_text())["dtype"]}
 
 
+@pytest.mark.parametrize("words", [
+    ["run", "--config", "tiny"], ["train", "--config", "tiny"], ["distill", "--config", "tiny"],
+    ["run", "--config", "tiny", "--distill.workers", "2"],
+    ["families", "--config", "tiny", "--rows", "[tiny]"], ["families", "--config", "tiny", "--rows", "[prompt_lookup]"],
+], ids=" ".join)
+def test_one_command_works_in_a_folder_at_a_time(
+    copied_run: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_perform", lambda *_: pytest.fail("two work in one folder"))
+    held = copied_run / "held"
+
+    def work() -> None:
+        with sole_writer(copied_run / "stages.json"):
+            held.touch()
+            time.sleep(600)
+
+    working = start(work)
+    while not held.exists():
+        time.sleep(0.01)
+    assert main([*words, "--out", str(copied_run)]) == 2
+    assert "stages.json; start again when it has ended, or choose another folder" in capsys.readouterr().err
+    kill(working)
+
+
 def test_a_process_that_helped_a_comparison_trains_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_families, "perform_stages", lambda *_: False)
+    monkeypatch.setattr(compare_families, "performed", lambda *_: nullcontext(False))
     monkeypatch.setattr(compare_families, "run_row", lambda *_: pytest.fail("a row was trained"))
     words = ["families", "--config", "tiny", "--rows", "[tiny]", "--distill.workers", "2", "--out", str(tmp_path)]
     assert main(words) == 0

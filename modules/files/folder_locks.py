@@ -1,0 +1,150 @@
+"""Locks that processes share through a folder, on one machine or on several with the same disk.
+
+They are byte ranges of one file (POSIX record locks): the system drops those of a process however it ends, and file
+servers know them (NFS from version 4). Nothing has to be refreshed, and no clock is compared.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from ..errors import UserError
+from .atomic_files import cannot_write, is_leftover, make_folder, partial_of
+
+PATIENCE = 60.0
+"""Seconds for which the writer of a place waits for another one: a folder is written in less, but for large models."""
+WRITING = ".lock.partial"
+"""End of the hidden file's name whose lock the one writer of a place holds."""
+TAKEN = (errno.EAGAIN, errno.EACCES)
+"""Errors of a lock that another process holds."""
+
+
+class FolderLocks:
+    """Numbered locks of a folder.
+
+    A process opens them once: its own locks never exclude each other, and closing the file drops them all.
+
+    Args:
+        file: of the locks, made where it is missing; it stays empty.
+
+    Raises:
+        UserError: if it cannot be written, or is a pipe or a device.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.path = file
+        make_folder(file.parent)
+        # A pipe would be opened only once somebody reads from it.
+        if file.exists() and not file.is_file():
+            raise UserError(f"{file} is no ordinary file, and processes would share its locks; move it away")
+        try:
+            # For appending: record locks need a file open for writing, and nothing of it may be cut.
+            self._file = file.open("ab")
+        except OSError as error:
+            raise cannot_write(file, error) from error
+
+    def take(self, number: int, count: int = 1, *, wait: bool = False) -> bool:
+        """Take the locks number to number + count - 1 together; False where another process holds one of them.
+
+        Args:
+            number: of the first.
+            count: how many; 0 takes all from `number` on.
+            wait: until they are free.
+
+        Raises:
+            UserError: if the file system has no locks.
+        """
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), count, number)
+        except OSError as error:
+            if error.errno in TAKEN:
+                return False
+            raise UserError(f"{self.path} cannot be locked ({error.strerror}), and without locks processes share no "
+                            "folder; choose an --out on another disk") from error
+        return True
+
+    def drop(self, number: int, count: int = 1) -> None:
+        """Give locks back."""
+        fcntl.lockf(self._file, fcntl.LOCK_UN, count, number)
+
+    @contextmanager
+    def holding(self, number: int) -> Iterator[None]:
+        """Context that waits for a lock and holds it."""
+        self.take(number, wait=True)
+        try:
+            yield
+        finally:
+            self.drop(number)
+
+    @property
+    def current(self) -> bool:
+        """True while the file is at its place; otherwise its locks exclude nobody who opens that place now."""
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        return False
+
+    def close(self) -> None:
+        """Drop all locks of this process."""
+        self._file.close()
+
+
+@contextmanager
+def sole_writer(place: Path, *, wait: bool = True) -> Iterator[None]:
+    """Context in which no other process writes this file or folder. A process must not enter it twice for one place.
+
+    The hidden file of its lock is gone afterwards; one that a killed process has left is taken over.
+
+    Raises:
+        UserError: if another process writes it, with `wait` still after `PATIENCE` seconds, or it cannot be written.
+    """
+    file, end = _lock_of(place), time.monotonic() + PATIENCE * wait
+    while True:
+        locks = FolderLocks(file)
+        # The one before may have removed the file after it was opened here.
+        if (free := locks.take(0)) and locks.current:
+            break
+        locks.close()
+        if not free and time.monotonic() > end:
+            raise UserError(f"another process is writing {place}; start again when it has ended, or choose another "
+                            "folder")
+        time.sleep(0.05)
+    with closing(locks):
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
+
+def _lock_of(place: Path) -> Path:
+    return place.parent / f".{place.name}{WRITING}"
+
+
+def remove_leftovers(folder: Path, shared: Path | None = None, own: Path | None = None) -> None:
+    """Remove everything half-written in a folder and below it. No other process may be writing there, but in places of
+    which it is the `sole_writer`, and in the folder `shared`: those are left as they are, as is the lock of the place
+    `own`, which this process writes."""
+    # Closing the file of its lock would drop that.
+    mine = own and _lock_of(own)
+    # Listed first: a folder that vanishes while it is walked would stop the walk.
+    found = [path for path in folder.rglob(".*") if is_leftover(path) and shared not in path.parents and path != mine]
+    kept = set[Path]()
+    for path in found:
+        if path.name.endswith(WRITING) and path.is_file():
+            with closing(FolderLocks(path)) as locks:
+                if locks.take(0):
+                    path.unlink(missing_ok=True)
+                    continue
+                place = path.with_name(path.name.removesuffix(WRITING)[1:])
+                # Whoever writes into a folder below has other files in work there.
+                kept |= {path, place, partial_of(place), path.parent} - {folder}
+    for path in found:
+        if kept.isdisjoint((path, *path.parents)):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
