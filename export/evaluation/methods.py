@@ -99,8 +99,6 @@ class EvaluateConfig:
             raise UserError(f"budget_minutes must be above 0, got {self.budget_minutes}; leave it out to decode every "
                             "prompt")
         for name in self.policy_names:
-            if self.policy_names.count(name) > 1:
-                raise UserError(f"policies holds {name} {self.policy_names.count(name)} times; name each policy once")
             if name != FASTEST:
                 parse_joined(name)
         for name in self.baseline_names:
