@@ -103,7 +103,9 @@ def read_defaults(config: Any, tokenizer: Any, name: str) -> GenerationDefaults:
         declared = getattr(tokenizer, "eos_token_id", None)
     if config is None:
         return GenerationDefaults(eos_ids=_ascending(declared))
-    if wrong := refused_settings(vars(config)):
+    # A least length of the whole text leaves each prompt another one for its answer, which a target cannot know.
+    whole = [f"min_length={config.min_length}"] if getattr(config, "min_length", None) else []
+    if wrong := [*refused_settings(vars(config)), *whole]:
         raise UserError(
             f"the generation config of {name} asks generate for {', '.join(wrong)}, which changes its answers and is "
             "not offered here; remove it from generation_config.json, or choose another target"
