@@ -153,8 +153,9 @@ def _loss(drafter: Drafter, features: Features) -> tuple[Tensor, bool]:
     return torch.stack(losses).mean(), right
 
 
-WEAK_TOKENS = {"midlayer.input_layernorm.weight": 0.02}
-"""EAGLE-3's norm of the token, so small that it must listen to the tapped states."""
+HELD = {"midlayer.input_layernorm.weight": 0.02, "fc.bias": 1.0}
+"""Parameters that keep one value: EAGLE-3's norm of the token, so small that it must listen to the tapped states, and
+EAGLE-1's bias, so large that who drops it guesses otherwise; a trained one may do without."""
 
 
 def third(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
@@ -252,8 +253,8 @@ def write_drafters(folder: Path, wanted: dict[str, list[tuple[str, str]]], pytho
     for name, formats in wanted.items():
         torch.manual_seed(0)
         drafter = MAKERS[name](target, texts.token_ids())
-        weak = {part: value for part, value in WEAK_TOKENS.items() if part in dict(drafter.named_parameters())}
-        say(f"{name}: knows its texts after {overfit(drafter, texts, weak)} optimizer steps")
+        held = {part: value for part, value in HELD.items() if part in dict(drafter.named_parameters())}
+        say(f"{name}: knows its texts after {overfit(drafter, texts, held)} optimizer steps")
         artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(STEPS), identity=target.identity,
                             provenance={})
         # The target as engines get it from users: the commands that are printed name it from the folder of a draft.

@@ -1,7 +1,9 @@
 """Proof that a serving engine loads what is exported here: its cases, how they are run, and what must come out."""
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,7 +104,7 @@ def line(found: Outcome) -> str:
 
 
 def prove(engine: Engine, cases: Sequence[Case], work: Path) -> list[Outcome]:
-    """Run cases in a folder, one process after the other.
+    """Run cases in a folder, as many side by side as there are cores.
 
     Args:
         engine: the engine.
@@ -118,16 +120,23 @@ def prove(engine: Engine, cases: Sequence[Case], work: Path) -> list[Outcome]:
         formats += [] if asked in formats else [asked]
     texts = write_drafters(work, wanted, engine.python, partial(print, flush=True))
     engine.prepare(texts)
-    found = engine.plain(texts.prompts)
-    plain = found["answers"]
+    alone = engine.plain(texts.prompts)
+    plain = alone["answers"]
     if plain != texts.answers:
-        raise RuntimeError(f"{found['engine']} without drafts gives "
+        raise RuntimeError(f"{alone['engine']} without drafts gives "
                            f"{len(plain) - sum(map(list.__eq__, plain, texts.answers))} of {len(plain)} other answers "
                            "than transformers")
-    print(f"\n{found['engine']}, drafts of {STEPS} tokens; without drafts its answers are those of transformers\n\n"
+    print(f"\n{alone['engine']}, drafts of {STEPS} tokens; without drafts its answers are those of transformers\n\n"
           "| drafter | format | equal answers | drafts | accepted | |\n|---|---|---|---|---|---|", flush=True)
-    outcomes = []
-    for case in cases:
-        outcomes.append(outcome(case, engine, work, texts, plain))
-        print(line(outcomes[-1]), flush=True)
-    return outcomes
+    # An engine spends most of a case on its start, with one core. A printed command may take all cores and a port.
+    cores = min(4, os.cpu_count() or 1)
+    found = dict[int, Outcome]()
+    for printed, side_by_side in ((False, cores), (True, 1)):
+        os.environ["OMP_NUM_THREADS"] = str(cores // side_by_side)
+        chosen = [place for place, case in enumerate(cases) if case.printed is printed]
+        with ThreadPoolExecutor(side_by_side) as pool:
+            for place, one in zip(chosen, pool.map(lambda place: outcome(cases[place], engine, work, texts, plain),
+                                                   chosen), strict=True):
+                found[place] = one
+                print(line(one), flush=True)
+    return [found[place] for place in range(len(cases))]
