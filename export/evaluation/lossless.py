@@ -253,9 +253,12 @@ class Judge:
             # One stopped and the other went on: a fault of the stopping rule, whatever the logits say.
             return Comparison(divergence=place)
         if request.temperature > 0:
-            wrong, slack = self._wrong_draw(request, answer)
-            if wrong is not None:
-                return Comparison(divergence=wrong if place is None else min(place, wrong), slack=slack)
+            # A reference that is no draw of the target either would excuse any difference.
+            read = [self._wrong_draw(request, text) for text in ([answer] if place is None else [answer, reference])]
+            wrong = [first for first, _ in read if first is not None]
+            slack = max((one for _, one in read if one is not None), default=None)
+            if wrong:
+                return Comparison(divergence=min(wrong if place is None else [place, *wrong]), slack=slack)
             return Comparison(divergence=place, near_tie=place is not None, slack=slack)
         if place is None:
             return Comparison(divergence=None)
@@ -265,11 +268,8 @@ class Judge:
         # If the two tokens are the target's two best, as in every tie of two, their gap is the top-2 gap.
         ends_there = NativeReading(self._target, request.tokens, [*answer[:place], reference[place]], self._settings)
         gap = max(gap, float(ends_there.gaps(reference[place : place + 1])[0]))
-        return Comparison(divergence=place, gap=gap, near_tie=gap < reading.slack, slack=reading.slack)
-
-    def drawn(self, request: Request, answer: Sequence[int]) -> bool:
-        """True if a sampled answer is what the untouched model's distribution gives with the same uniform numbers."""
-        return self._ended(request, answer) and self._wrong_draw(request, answer)[0] is None
+        return Comparison(divergence=place, gap=gap if math.isfinite(gap) else None, near_tie=gap < reading.slack,
+                          slack=reading.slack)
 
     def _ended(self, request: Request, answer: Sequence[int]) -> bool:
         """True if the answer ended at its first end token, or at its longest length."""

@@ -21,7 +21,8 @@ class Comparison:
     none."""
     gap: float | None = None
     """Largest distance of a greedy answer's token below the target's best logit after the same text, at that index
-    (where the reference's token counts too) and after it; None when equal, and for sampled answers."""
+    (where the reference's token counts too) and after it; None when equal, for sampled answers, and where the target
+    rules the token out."""
     near_tie: bool = False
     """True when rounding explains every token from there on, so that the target itself is undecided."""
     slack: float | None = None
@@ -48,6 +49,8 @@ class Answer:
     """Whether it reached the length limit before an end token."""
     comparison: Comparison | None
     """Comparison with the reference; None where drafts were sampled and only the distribution is the reference's."""
+    wrong_reference: bool = False
+    """Whether, where drafts were sampled, the answer without drafts is no draw of the target."""
     positions: tuple[float, ...] = ()
     """Positions of its tokens in the target's distribution, where drafts were sampled."""
     guessed_by: dict[str, int] = field(default_factory=dict)
@@ -91,6 +94,8 @@ class Lossless:
     nothing differs."""
     rounding: float | None
     """Largest difference of two logits that rounding explains in these texts; None where none had to be explained."""
+    wrong_references: int = 0
+    """Answers without drafts that are no draws of the target, where drafts were sampled: a fault of the loop itself."""
 
     @property
     def different(self) -> int:
@@ -106,7 +111,8 @@ class Lossless:
         slacks = [one.rounding for one in every if one.rounding is not None]
         return cls(prompts=sum(one.prompts for one in every), identical=sum(one.identical for one in every),
                    near_tie_divergences=sum(one.near_tie_divergences for one in every),
-                   max_logit_gap=max(gaps, default=None), rounding=max(slacks, default=None))
+                   max_logit_gap=max(gaps, default=None), rounding=max(slacks, default=None),
+                   wrong_references=sum(one.wrong_references for one in every))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +212,11 @@ class Evaluation:
     def biased(self) -> bool:
         """True where sampled drafts changed the distribution of the answers."""
         return self.overall.distribution is not None and self.overall.distribution.differs
+
+    @property
+    def faulty(self) -> bool:
+        """True where an answer or the distribution of answers is not the target's, which rounding does not explain."""
+        return self.biased or bool(self.overall.lossless.different or self.overall.lossless.wrong_references)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of one method; groups repeat the measured keys."""

@@ -259,12 +259,12 @@ class Runner:
             # The loop's law is held against transformers' even where all drafts were drawn: by the answers without.
             found = self.judge.compare(generation.request, generation.tokens if compared else exchange.reference,
                                        exchange.reference, again=again)
-            comparison = found if compared or found.divergence is not None else None
             answers.append(Answer(
                 question=entry.number, turn=exchange.turn, prompt_set=entry.prompt_set,
                 category=entry.question.category, tokens=tuple(generation.tokens), emitted=tuple(generation.emitted),
                 truncated=generation.finish == "length",
-                comparison=comparison,
+                comparison=found if compared else None,
+                wrong_reference=not compared and found.divergence is not None,
                 positions=() if compared else positions(self.target, generation.request, generation.tokens, settings),
                 guessed_by=dict(zip(method.parts, records.parts.get(exchange.index, ()), strict=False)),
             ))

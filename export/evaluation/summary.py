@@ -87,6 +87,7 @@ def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_sha
             near_tie_divergences=sum(comparison.near_tie for comparison in comparisons),
             max_logit_gap=max((one.gap for one in comparisons if one.gap is not None), default=None),
             rounding=max((one.slack for one in comparisons if one.slack is not None), default=None),
+            wrong_references=sum(answer.wrong_reference for answer in answers),
         ),
         distribution=distribution_of([position for answer in answers for position in answer.positions], rounding),
         guessed_by={name: sum(answer.guessed_by.get(name, 0) for answer in answers)

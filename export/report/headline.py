@@ -13,7 +13,7 @@ def headline(run: EvaluationRun) -> str:
     than `FEWEST_PROMPTS` nothing is claimed, and of fewer timed ones than `FEWEST_TIMED` no speed, but a fault is
     reported from the first prompt on."""
     decoded, timed = sum(run.header["prompt_sets"].values()), run.header["timed_prompts"]
-    fault = any(one.biased or one.overall.lossless.different for one in run.evaluations)
+    fault = any(one.faulty for one in run.evaluations)
     if decoded < FEWEST_PROMPTS and not fault:
         note = partial_note(run) or f"{decoded} prompts were decoded"
         return (f"Too few prompts for a claim: {note}, and it takes at least {FEWEST_PROMPTS}; give more prompts, or "
@@ -55,10 +55,12 @@ def _words(run: EvaluationRun, best: Evaluation) -> str:
     adapted = " of the adapted target" if "drift" in run.header else ""
     if any(evaluation.biased for evaluation in run.evaluations):
         return f"but sampled drafts changed the distribution of answers{adapted}, which is a fault"
-    if best.overall.distribution is not None and not found.different:
-        return f"with answers of the {'adapted target' if adapted else 'target'}'s distribution"
     if found.different:
         return f"but drafting changed {found.different} of {found.prompts} answers{adapted}, which is a fault"
+    if found.wrong_references:
+        return "but answers without drafts are not the target's, which is a fault of the loop itself"
+    if best.overall.distribution is not None:
+        return f"with answers of the {'adapted target' if adapted else 'target'}'s distribution"
     if found.near_tie_divergences:
         return (f"{found.near_tie_divergences} of {found.prompts} answers{adapted} changed, only where rounding "
                 "decides between two words")

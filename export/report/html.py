@@ -73,7 +73,7 @@ def page(run: EvaluationRun, artifact: Artifact | None) -> str:
 
 
 def _cards(run: EvaluationRun, evaluation: Evaluation) -> str:
-    measures, lossless = evaluation.overall, evaluation.overall.lossless
+    measures = evaluation.overall
     faster = measures.speedup is not None and measures.speedup > 1
     # The speed-up is over the faster baseline, so the card names that one's speed.
     baselines = [speed for speed in (measures.plain_tokens_per_second, measures.generate_tokens_per_second)
@@ -84,7 +84,7 @@ def _cards(run: EvaluationRun, evaluation: Evaluation) -> str:
         ("good", f"{measures.accepted_length:.2f}", measures.accepted_length_interval,
          f"tokens per target pass, in {of_what(evaluation)}; 1 without drafts"),
         ("good" if faster else "", times(measures.speedup), measures.speedup_interval, said),
-        ("bad" if lossless.different or evaluation.biased else "good", identical(measures), None,
+        ("bad" if evaluation.faulty else "good", identical(measures), None,
          "answers identical to the target's own" if measures.distribution is None else
          "answers by the target's own distribution"),
         ("", percent(measures.draft_time_share), None, "of the time goes into drafting, the rest into the target"),
@@ -103,8 +103,10 @@ def _boxes(run: EvaluationRun, first: Evaluation) -> list[str]:
     """The result of the comparison of answers, and the warnings that a reader must see before any figure."""
     found = Lossless.joined(evaluation.overall.lossless for evaluation in run.evaluations)
     # Sampled drafts can change the distribution although no answer was compared token by token.
-    changed = bool(found.different) or any(evaluation.biased for evaluation in run.evaluations)
-    heading = ("Drafting changed words." if changed else "Drafts were sampled." if not found.prompts else
+    changed = any(evaluation.faulty for evaluation in run.evaluations)
+    drafting = any(evaluation.overall.lossless.different or evaluation.biased for evaluation in run.evaluations)
+    heading = ("Drafting changed words." if drafting else "The loop without drafts is wrong." if changed else
+               "Drafts were sampled." if not found.prompts else
                "Not a word changed." if found.identical == found.prompts else "Not a word changed but for near-ties.")
     boxes = [f'<div class="box{" warn" if changed else ""}"><p><b>{heading}</b> '
              f"{escape(' '.join(verdicts(run)))}</p></div>"]

@@ -280,6 +280,10 @@ def lossless_verdict(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> s
         said.append(f"{where}: drafts were sampled, so answers at temperature {temperature:g} are other words from the "
                     f"same distribution. How likely each of {found.tokens:,} tokens was to the target differs from "
                     f"what its probabilities say by at most {found.distance:.1%} (p = {found.p_value:.2g}): {end}.")
+        if wrong := evaluation.overall.lossless.wrong_references:
+            said.append(f"{wrong} of {evaluation.overall.prompts} answers of this project's loop without drafts are "
+                        "not what the target draws with the same random numbers: this is a fault of the loop itself, "
+                        "please report it.")
     return " ".join(said)
 
 
@@ -304,10 +308,11 @@ def _compared(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:
             f"{reference}. ")
     if found.near_tie_divergences:
         verb = "differs" if found.near_tie_divergences == 1 else "differ"
+        moved = "" if found.rounding is None else (
+            f", which moves two logits by up to {found.rounding:.2g} against each other there,")
         text += (f"{found.near_tie_divergences} {verb} only where the target itself is undecided: each later token was "
                  "compared with what the target says after the same text, and the rounding "
-                 f"of {dtype}, which moves two logits by up to {found.rounding or 0:.2g} against each other there, "
-                 "explains it. A wrong token nearer to the best than that would not be seen. ")
+                 f"of {dtype}{moved} explains it. A wrong token nearer to the best than that would not be seen. ")
     if found.different:
         at_fault = ", ".join(dict.fromkeys(one.name for one in evaluations if one.overall.lossless.different))
         verb = "differs" if found.different == 1 else "differ"

@@ -77,7 +77,8 @@ class BatchVerifier:
         """(first token of each answer, fault of each row) after a piece of the prompts; M is 1."""
         unreadable_BM = unreadable(logits_BMV)
         if self.biases is not None:
-            logits_BMV = self.biases.add(logits_BMV, self.places.values[rows_B, None])
+            # A long prompt is read in pieces, each of which ends with the first token as far as is known.
+            logits_BMV = self.biases.add(logits_BMV, torch.zeros_like(rows_B)[:, None])
         if self.seen is not None:
             seen_BV, last_BMN = self.seen.values[rows_B], self.last.values[rows_B, None, None]
             logits_BMV = penalise(widened(logits_BMV), self.settings.repetition_penalty, seen_BV, last_BMN)

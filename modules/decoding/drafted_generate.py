@@ -42,18 +42,22 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
     known = _TAKEN | vars(GenerationConfig()).keys()  # type: ignore[no-untyped-call]
     _refuse(given, [name for name, value in given.items() if value is not None and name not in known])
 
+    # Before transformers' own streamers see several prompts, which they refuse in words of their own.
+    prompts = given.get("input_ids") if inputs is None else inputs
+    if streamer is not None and prompts is not None and len(prompts) > 1:
+        raise UserError(f"a streamer shows one answer, got {len(prompts)} prompts; give one, or no streamer")
+
     # transformers passes a callable neither the streamer nor any argument that its own loop does not name; the closure
     # knows them. Other names of parameters here would take arguments away from its preparation.
     def answer(model: Any, input_ids: Tensor, *, generation_config: Any, **model_kwargs: Any) -> Tensor:
         _refuse(vars(generation_config))
-        defaults = sampling_defaults(generation_config, generation_config.eos_token_id, input_ids.shape[1])
+        defaults = sampling_defaults(generation_config, generation_config.eos_token_id, target.vocab_size,
+                                     input_ids.shape[1])
         mask_BL = model_kwargs.get("attention_mask")
         mask_BL = torch.ones_like(input_ids) if mask_BL is None else mask_BL.bool()
         if bool((mask_BL[:, 1:] < mask_BL[:, :-1]).any()):
             raise UserError("a prompt has padding or a gap after its first token (attention_mask); put the padding on "
                             "the left (padding_side='left' of the tokenizer)")
-        if streamer is not None and len(input_ids) > 1:
-            raise UserError(f"a streamer shows one answer, got {len(input_ids)} prompts; give one, or no streamer")
         room = generation_config.max_length - input_ids.shape[1]
         requests = [Request(tuple(row_L[mask_L.bool()].tolist()), index, room, defaults.temperature)
                     for index, (row_L, mask_L) in enumerate(zip(input_ids, mask_BL, strict=True))]

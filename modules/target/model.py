@@ -77,7 +77,8 @@ class Target:
             name=name, architecture=plain_class(model).__name__, vocab_size=self.vocab_size,
             hidden_size=self.hidden_size, num_layers=self.num_layers,
             weights_hash="" if sketched else hash_weights(model))
-        self.defaults: GenerationDefaults = read_defaults(model.generation_config, tokenizer, name)
+        self.defaults: GenerationDefaults = read_defaults(model.generation_config, tokenizer, name,
+                                                          self.vocab_size)
         self.native_attention: str = self.config._attn_implementation
         self.broken_V: Tensor | None = None
         """True at tokens whose embedding holds NaN or infinity; None when there is none."""

@@ -10,6 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ..errors import UserError
+
 NEVER = -float("inf")
 
 
@@ -25,23 +27,33 @@ class TokenBiases:
     """Tokens of an answer before which no end token comes."""
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], eos_ids: tuple[int, ...], prompt: int = 0) -> Self:
-        """Those of the settings of a generation config.
+    def of(cls, settings: Mapping[str, Any], eos_ids: tuple[int, ...], vocab_size: int, prompt: int = 0) -> Self:
+        """The biases that a generation config asks for.
 
         Args:
             settings: of which `offered` says yes.
             eos_ids: end tokens, which `bad_words_ids` does not rule out.
+            vocab_size: tokens of the target.
             prompt: tokens of the prompt, which `min_length` counts.
+
+        Raises:
+            UserError: if `sequence_bias` or `bad_words_ids` names a token that the target has not.
         """
         found: dict[int, float] = {}
         bias = settings.get("sequence_bias") or {}
         for tokens, value in bias.items() if isinstance(bias, Mapping) else bias:
             found[tokens[0]] = float(value)
         banned = [token for token, in settings.get("bad_words_ids") or () if token not in eos_ids]
-        found |= dict.fromkeys([*banned, *(settings.get("suppress_tokens") or ())], NEVER)
+        found |= dict.fromkeys(banned, NEVER)
+        if unknown := [token for token in found if not 0 <= token < vocab_size]:
+            raise UserError(f"sequence_bias or bad_words_ids names the token {unknown[0]}, and the target has "
+                            f"{vocab_size} tokens, from 0; remove it")
+        # generate passes over tokens that the target has not in its other lists.
+        suppressed, not_first = (tuple(token for token in settings.get(name) or () if 0 <= token < vocab_size)
+                                 for name in ("suppress_tokens", "begin_suppress_tokens"))
+        found |= dict.fromkeys(suppressed, NEVER)
         least = max(settings.get("min_new_tokens") or 0, (settings.get("min_length") or 0) - prompt)
-        return cls(added=tuple(found.items()), not_first=tuple(settings.get("begin_suppress_tokens") or ()),
-                   least_tokens=least)
+        return cls(added=tuple(found.items()), not_first=not_first, least_tokens=least)
 
     @staticmethod
     def offered(name: str, value: Any) -> bool:
@@ -75,7 +87,7 @@ class AppliedBiases:
         for token, value in biases.added:
             self.added_V[token] = value
         self.not_first_V[list(biases.not_first)] = True
-        self.ends_V[list(eos_ids)] = True
+        self.ends_V[[token for token in eos_ids if token < vocab_size]] = True
         self.added_V, self.not_first_V, self.ends_V = (
             one_V.to(device) for one_V in (self.added_V, self.not_first_V, self.ends_V))
 

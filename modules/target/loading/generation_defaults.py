@@ -87,13 +87,14 @@ class GenerationDefaults:
     """What is added to the logits of single tokens."""
 
 
-def read_defaults(config: Any, tokenizer: Any, name: str) -> GenerationDefaults:
+def read_defaults(config: Any, tokenizer: Any, name: str, vocab_size: int) -> GenerationDefaults:
     """The defaults of a generation config; it is not read again.
 
     Args:
         config: transformers' `GenerationConfig`, or None.
         tokenizer: gives the end token where the config declares none; may be None.
         name: the target, for messages.
+        vocab_size: its tokens.
 
     Raises:
         UserError: if the config asks for something that decoding does not offer.
@@ -115,7 +116,7 @@ def read_defaults(config: Any, tokenizer: Any, name: str) -> GenerationDefaults:
         log.warning("the generation config of %s has a repetition penalty of %s, which generate applies unasked; "
                     "decoding applies it where DecodeSettings has repetition_penalty=%s, draftsmith generate with "
                     "--repetition-penalty %s", name, penalty, penalty, penalty)
-    return sampling_defaults(config, declared)
+    return sampling_defaults(config, declared, vocab_size)
 
 
 def refused_settings(settings: Mapping[str, Any]) -> list[str]:
@@ -126,16 +127,17 @@ def refused_settings(settings: Mapping[str, Any]) -> list[str]:
             if settings.get(name) not in table[name] and not TokenBiases.offered(name, settings[name])]
 
 
-def sampling_defaults(config: Any, declared: Any, prompt: int = 0) -> GenerationDefaults:
+def sampling_defaults(config: Any, declared: Any, vocab_size: int, prompt: int = 0) -> GenerationDefaults:
     """End tokens and sampling settings that `generate` takes from a config.
 
     Args:
         config: transformers' `GenerationConfig`, of which nothing is refused.
         declared: its end tokens, or those in their place: a list, one or None.
+        vocab_size: tokens of the target.
         prompt: tokens of the prompt, which `min_length` counts.
     """
     eos_ids, penalty = _ascending(declared), _given(config, "repetition_penalty", 1.0)
-    biases = TokenBiases.of(vars(config), eos_ids, prompt)
+    biases = TokenBiases.of(vars(config), eos_ids, vocab_size, prompt)
     if not config.do_sample:
         return GenerationDefaults(eos_ids=eos_ids, repetition_penalty=penalty, biases=biases)
     return GenerationDefaults(

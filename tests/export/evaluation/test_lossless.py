@@ -122,7 +122,22 @@ def test_a_draw_at_the_edge_of_two_shares_is_a_near_tie(tiny_target: Target, mon
         monkeypatch.setattr(module, "uniform_stream", lambda *_args, value=uniform: np.full(1, value))
         judge = Judge(tiny_target)
         assert {token: judge.compare(request, [token], [21]).near_tie or token == 21 for token in drawn} == drawn
-        assert judge.drawn(request, [21])
+        assert judge.compare(request, [21], [21]).divergence is None
+
+
+def test_a_sampled_reference_that_is_no_draw_excuses_nothing(tiny_target_f64: Target) -> None:
+    request = asked((5, 9), 6, temperature=0.7)
+    answer = decode(tiny_target_f64, [request], DecodeSettings()).generations[0].tokens
+    wrong = [*answer[:3], (answer[3] + 1) % tiny_target_f64.vocab_size, *answer[4:]]
+    found = Judge(tiny_target_f64).compare(request, answer, wrong)
+    assert (found.divergence, found.near_tie) == (3, False)
+
+
+def test_a_token_that_is_ruled_out_is_a_fault_without_a_distance() -> None:
+    model = tiny_model(dtype=torch.float64)
+    model.generation_config.suppress_tokens = [40]
+    found = Judge(Target(model, tiny_tokenizer(), name="ruled")).compare(asked((5, 9), 1), [40], [41])
+    assert (found.divergence, found.gap, found.near_tie) == (0, None, False)
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.3}, {"repetition_penalty": 1.3}])
@@ -135,10 +150,14 @@ def test_wrong_draws_are_seen_in_half_precision_and_right_ones_are_not(temperatu
     copies = PromptLookup(PromptLookupConfig(), target.device)
     drafted = decode(target, requests, settings, drafter=copies, policy=Chain(4)).generations
     judge, chance = Judge(target, settings), random.Random(0)
-    assert all(judge.drawn(one.request, one.tokens) for one in drafted)
+
+    def drawn(request: Request, answer: list[int]) -> bool:
+        return judge.compare(request, answer, answer).divergence is None
+
+    assert all(drawn(one.request, one.tokens) for one in drafted)
     changed = [[*one.tokens[:-1], (one.tokens[-1] + chance.randrange(1, target.vocab_size)) % target.vocab_size]
                for one in drafted]
-    seen = sum(not judge.drawn(one.request, answer) for one, answer in zip(drafted, changed, strict=True))
+    seen = sum(not drawn(one.request, answer) for one, answer in zip(drafted, changed, strict=True))
     assert seen >= 14, seen
 
 

@@ -28,6 +28,7 @@ from draftsmith.export.evaluation.uniformity import Distribution
 from draftsmith.export.report import plots
 from draftsmith.export.report.acceptance_heads import head_verdicts
 from draftsmith.export.report.headline import headline
+from draftsmith.export.report.html import page
 from draftsmith.export.report.page_style import DARK_PLOTS
 from draftsmith.export.report.phrases import lossless_verdict, verdicts
 from draftsmith.modules import (
@@ -109,6 +110,15 @@ def an_artifact(tree: Topology = TREE) -> Artifact:
                               weights_hash="cafe01")
     return Artifact(drafter=None, target=None, topology=tree,  # type: ignore[arg-type]  # only drawn, never used
                     identity=identity, provenance={"data_manifest": "0a1b2c"}, tuning=tuning())
+
+
+def test_a_fault_of_the_loop_without_drafts_is_not_called_one_of_the_draft() -> None:
+    drawn = Distribution(tokens=900, distance=0.01, p_value=0.6, impossible=0, visible=0.05)
+    run = a_run(temperatures=(0.7,), distribution=drawn, lossless=replace(lossless(0), wrong_references=2))
+    assert headline(run).endswith(", but answers without drafts are not the target's, which is a fault of the loop "
+                                  "itself.")
+    assert "2 of 10 answers of this project's loop without drafts are not what the target" in " ".join(verdicts(run))
+    assert "The loop without drafts is wrong." in page(run, an_artifact())
 
 
 @pytest.mark.parametrize(("dtype", "said"), [("float32", False), ("bfloat16", True), ("float16", True)])

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.export import Artifact, load_artifact, save_artifact
-from draftsmith.modules import Target, UserError
+from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.token_biases import TokenBiases
 from support.artifacts import TREE, heads
 from support.tiers import some_long
 from torch import Tensor
@@ -79,6 +80,26 @@ def test_tokens_are_made_likelier_or_ruled_out_as_by_generate(artifact: Artifact
         assert artifact.generate(PROMPT, policy=policy, **given).tolist() == expected.tolist()
     batch = {**given, "input_ids": PADDED, "attention_mask": MASK}
     assert artifact.generate(**batch).tolist() == native(artifact, **batch).tolist()
+
+
+@pytest.mark.parametrize("chunk", [4, 3])
+def test_what_begins_no_answer_begins_none_after_a_prompt_in_pieces(artifact: Artifact, chunk: int) -> None:
+    prompt = tuple(range(5, 14))
+    first = decode(artifact.target, [Request(prompt, 0, 1)], DecodeSettings()).generations[0].tokens[0]
+    settings = DecodeSettings(prefill_chunk=chunk, biases=TokenBiases(not_first=(first,)))
+    found = decode(artifact.target, [Request(prompt, 0, 9)], settings).generations[0].tokens
+    expected = native(artifact, torch.tensor([prompt]), begin_suppress_tokens=[first], max_new_tokens=9)
+    assert list(found) == expected[0, len(prompt):].tolist()
+
+
+def test_tokens_that_the_target_has_not_are_passed_over_or_refused_as_by_generate(artifact: Artifact) -> None:
+    vocab_size = artifact.target.vocab_size
+    for unknown in (vocab_size, -1):
+        given: dict[str, Any] = {"suppress_tokens": [unknown], "begin_suppress_tokens": [unknown], "max_new_tokens": 9,
+                                 "min_new_tokens": 3, "eos_token_id": [2, vocab_size]}
+        assert artifact.generate(PROMPT, **given).tolist() == native(artifact, PROMPT, **given).tolist()
+    with pytest.raises(UserError, match=f"names the token {vocab_size}, and the target has {vocab_size} tokens"):
+        artifact.generate(PROMPT, sequence_bias={(vocab_size,): 1.0}, max_new_tokens=9)
 
 
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}, {"pad_token_id": 7}], ids=str)
@@ -153,7 +174,8 @@ def test_a_streamer_gets_what_generate_gives_it(artifact: Artifact) -> None:
     answer = artifact.generate(PROMPT, max_new_tokens=15, streamer=texts)
     assert "".join(texts) == artifact.target.tokenizer.decode(answer[0, 4:])
     with pytest.raises(UserError, match="a streamer shows one answer, got 3 prompts"):
-        artifact.generate(PADDED, attention_mask=MASK, max_new_tokens=3, streamer=Seen())
+        artifact.generate(PADDED, attention_mask=MASK, max_new_tokens=3,
+                          streamer=TextIteratorStreamer(artifact.target.tokenizer))
 
 
 @pytest.mark.parametrize(("settings", "says"), [

@@ -202,7 +202,7 @@ def test_filters_of_samples_are_refused_where_the_config_samples(setting: str, v
 
 def test_neutral_settings_load() -> None:
     plain = transformers.GenerationConfig(**transformers.GenerationConfig._get_default_generation_params())
-    assert read_defaults(plain, tiny_tokenizer(), "x") == GenerationDefaults(eos_ids=(2,))
+    assert read_defaults(plain, tiny_tokenizer(), "x", 384) == GenerationDefaults(eos_ids=(2,))
 
 
 def test_the_configs_own_sampling_is_offered_and_its_penalty_is_logged(caplog: pytest.LogCaptureFixture) -> None:
