@@ -5,7 +5,8 @@ from .answers.distill import distill
 from .answers.distill_config import DistillConfig
 from .answers.writers import Writer
 from .prompts.chat import ChatTemplate
-from .prompts.sources import Prompt, PromptConfig, load_prompts, read_prompts
+from .prompts.prompt import Message, Prompt
+from .prompts.sources import PromptConfig, load_prompts, read_prompts
 from .store.feature_store import WantedStates, encode
 from .store.token_store import Manifest, ShardRecord, TokenShard
 
@@ -13,6 +14,7 @@ __all__ = [
     "ChatTemplate",
     "DistillConfig",
     "Manifest",
+    "Message",
     "Prompt",
     "PromptConfig",
     "ShardRecord",

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..data import ChatTemplate, Prompt, read_prompts
+from ..data import ChatTemplate, Message, Prompt, read_prompts
 from ..export import PromptSets, Question, read_description
 from ..modules import Target, TargetConfig, TargetIdentity, UserError, load_target
 from ..modules.files.json_records import read_json
@@ -77,9 +77,10 @@ def question(template: ChatTemplate, prompt: Prompt) -> Question:
 
     def ask(answers: Sequence[Sequence[int]]) -> list[int]:
         texts = [str(template.tokenizer.decode(list(answer), skip_special_tokens=True)) for answer in answers]
-        return template.prompt(prompt.messages(texts))
+        said: list[Message] = [{"role": "assistant", "content": text} for text in texts]
+        return template.prompt(prompt.history(said))
 
-    return Question(prompt=ask, turns=len(prompt.turns), category=prompt.category or "", text=prompt.turns[0])
+    return Question(prompt=ask, turns=len(prompt.asked), category=prompt.category or "", text=prompt.question)
 
 
 def require_prompts(file: str, prompts: list[Prompt]) -> list[Prompt]:

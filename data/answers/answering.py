@@ -16,7 +16,7 @@ from ...modules import (
 from ...modules.decoding.state_recorder import RecordedStates, StateRecorder
 from ...modules.verification.acceptance_rules import AcceptAll
 from ..prompts.chat import ChatTemplate, Turn, join_turns
-from ..prompts.sources import Prompt
+from ..prompts.prompt import Message, Prompt
 from ..store.token_store import Row, ShardRecord, SourceName, SplitName, TokenShard, hash_bytes, shard_file
 from .writers import Writer
 
@@ -137,7 +137,7 @@ class Answerer:
         if not self.records or (self.writer is not None and not set(taps or ()) <= set(self.writer.drafter.taps)):
             taps = None
         # A document has no turns, and is continued once.
-        asked = {number: len(prompt.turns) or 1 for number, prompt in prompts}
+        asked = {number: len(prompt.asked) or 1 for number, prompt in prompts}
         # A second answer needs the first; all conversations together fill the slots in every turn.
         for turn in range(max(asked.values(), default=0)):
             here = [one for one in conversations if asked[one.number] > turn == len(one.turns)]
@@ -155,7 +155,8 @@ class Answerer:
         requests: list[Request] = []
         for one in conversations:
             if one.prompt.document is None:
-                tokens = self.template.prompt(one.prompt.messages(one.texts))
+                said: list[Message] = [{"role": "assistant", "content": text} for text in one.texts]
+                tokens = self.template.prompt(one.prompt.history(said))
             else:
                 tokens, _ = self.template.document(one.prompt.document)
                 tokens = tokens[: max(1, min(DOCUMENT_OPENING, len(tokens) // 2))]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ...modules import UserError
 from ...modules.files.json_records import read_json, read_record, record_of
-from ..prompts.sources import Prompt, read_prompts
+from ..prompts.prompt import Prompt
+from ..prompts.sources import read_prompts
 from ..store.feature_store import WantedStates
 from ..store.token_store import MANIFEST, Manifest, TokenShard, corrupted, hash_bytes, read_bytes, write_bytes
 from .distill_config import DistillConfig, raised_limits

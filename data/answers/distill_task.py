@@ -10,8 +10,9 @@ import torch
 
 from ...modules import Target, UserError
 from ..prompts.chat import ChatTemplate
+from ..prompts.prompt import Prompt
 from ..prompts.self_prompting import OwnPrompts, Source
-from ..prompts.sources import Prompt, PromptConfig, ReadPrompts
+from ..prompts.sources import PromptConfig, ReadPrompts
 from ..store.token_store import Manifest, hash_file
 from .distill_config import DistillConfig
 from .writers import Writer
@@ -75,7 +76,7 @@ class DistillTask:
         # Documents are cut into pieces of any length.
         if prompt.document is not None:
             return True
-        size, limit = len(self.template.prompt(prompt.messages(()))), self.prompts.max_prompt_tokens
+        size, limit = len(self.template.prompt(prompt.history())), self.prompts.max_prompt_tokens
         room = self.target.context_length - self.config.max_new_tokens
         if limit is not None:
             return size <= limit

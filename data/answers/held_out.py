@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ...modules import SIZING_TEMPERATURE, DecodeSettings, DecodeStats, UserError
+from ..prompts.prompt import Prompt
 from ..prompts.self_prompting import OwnPrompts, Source
-from ..prompts.sources import Prompt
 from ..store.shard_states import ShardStates
 from ..store.token_store import HeldOut, hash_bytes, write_bytes
 from .answering import Answerer, Conversation, shard_of, states_of
@@ -61,10 +61,7 @@ class HeldOutPrompts:
             raise UserError("plain documents are no prompts to be asked in an evaluation; set distill.test_prompts: 0")
         out, lines = self.folder.out, list[str]()
         for number, prompt in held[first:]:
-            row = {"question_id": prompt.id, "number": number, "category": prompt.category, "system": prompt.system,
-                   "turns": list(prompt.turns)}
-            given = {key: value for key, value in row.items() if value is not None}
-            lines.append(json.dumps(given, ensure_ascii=False) + "\n")
+            lines.append(json.dumps({**prompt.row, "number": number}, ensure_ascii=False) + "\n")
         data = "".join(lines).encode()
         write_bytes(out / TEST, data)
         manifest = replace(self.folder.manifest, candidates=candidates,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from ...modules import DecodeSettings, UserError
 from ..prompts.chat import ChatTemplate, Turn
-from ..prompts.sources import Prompt
+from ..prompts.prompt import Prompt
 from ..store.token_store import SOURCES, SourceName
 from .answer_server import AnswerServer, ServerAnswerer
 from .answering import Answerer, Conversation
@@ -63,7 +63,7 @@ class RowWriters:
             name = source_of(number, config.shares, config.seed)
             if name != "text":
                 # A plain document refuses it: only text takes documents.
-                prompt.messages(())
+                prompt.history()
             dealt.setdefault(name, []).append((number, prompt))
         found: list[Conversation] = []
         for name in SOURCES:
@@ -101,17 +101,18 @@ def take_given(
             one.lay_out([(tokens[cut], flags[cut]) for cut in cuts])
             found.append(one)
             continue
-        if not prompt.answers:
+        if not (learned := prompt.learned):
             raise UserError(
                 f"prompt {prompt.id} has no answer of its own; give messages with assistant turns, or set "
                 "distill.answered_by: target"
             )
         try:
-            rows = template.rows(prompt.messages(prompt.answers))
+            rows = template.rows(prompt.messages[: learned[-1] + 1])
         except UserError as error:
             refused.append(error)
             continue
-        one.texts, one.truncated = list(prompt.answers), sum(len(tokens) > context_length for tokens, _ in rows)
+        one.texts = [str(prompt.messages[place]["content"]) for place in learned]
+        one.truncated = sum(len(tokens) > context_length for tokens, _ in rows)
         for tokens, flags in rows:
             # Each unbroken run of supervised tokens is one answer.
             for place, flag in enumerate(flags):

@@ -15,8 +15,9 @@ from pathlib import Path
 from ...modules import UserError
 from ...modules.files.folder_locks import FolderLocks, remove_leftovers
 from ...modules.files.json_records import read_record
+from ..prompts.prompt import Prompt
 from ..prompts.self_prompting import OwnPrompts, Source
-from ..prompts.sources import Prompt, Taken
+from ..prompts.sources import Taken
 from ..store.feature_shards import StoredFile
 from ..store.token_store import Manifest, ShardRecord, write_bytes
 
@@ -210,11 +211,11 @@ class ShardPrompts:
                     # Another process may have written them while this one waited.
                     if not file.is_file():
                         new = self.source.take(start, self.size)
-                        texts = {str(place): prompt.turns[0] for place, prompt in new.prompts}
+                        texts = {str(place): prompt.question for place, prompt in new.prompts}
                         content = json.dumps(asdict(WrittenPrompts(read=new.read, texts=texts)), ensure_ascii=False)
                         write_bytes(file, content.encode())
             written = read_record(WrittenPrompts, file, "delete it, the prompts are then written again")
-            prompts = [(int(place), Prompt(turns=(text,), id=place, category="own"))
+            prompts = [(int(place), Prompt.from_turns(text, id=place, category="own"))
                        for place, text in written.texts.items()]
             taken = Taken(prompts=sorted(prompts, key=lambda one: one[0]), read=written.read)
         self._keys[number] = [prompt.key for _, prompt in taken.prompts]

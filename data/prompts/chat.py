@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,8 +18,8 @@ from jinja2.exceptions import TemplateError
 
 from ...modules import UserError
 from .bounded_template import bounded_rendering, check_length, refuse_powers
+from .prompt import Message
 
-Message = Mapping[str, str]
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DATE = "26 Jul 2024"
 """Llama 3 writes today's date into its prompt unless it is given one: a recipe must give the same tokens tomorrow."""
@@ -220,7 +220,7 @@ class ChatTemplate:
 
     # Rendering -------------------------------------------------------------------------------------------------------
 
-    def _with_system(self, messages: Sequence[Message]) -> list[dict[str, str]]:
+    def _with_system(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         own = [dict(message) for message in messages]
         if self.system is None or (own and own[0]["role"] == "system"):
             return own

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from ...modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode, repeats_itself
 from .chat import ChatTemplate
+from .prompt import Prompt
 from .prompt_kinds import SYSTEM_PROMPTS, UNSTEERED, drawn, named_kinds
-from .sources import Prompt, PromptConfig, ReadPrompts, Taken
+from .sources import PromptConfig, ReadPrompts, Taken
 
 OPENING_TOKENS = 16
 """Tokens of a prompt that a base model without a chat template writes: the start of a text to be continued."""
@@ -90,7 +91,7 @@ class OwnPrompts:
             if text := self._text(generation):
                 number = generation.request.index
                 turn = f"{openings[number]}{text}".strip()
-                prompts.append((number, Prompt(turns=(turn,), id=str(number), category="own")))
+                prompts.append((number, Prompt.from_turns(turn, id=str(number), category="own")))
         return Taken(prompts=prompts, read=count)
 
     def _text(self, generation: Generation) -> str:

@@ -1,8 +1,7 @@
 """Prompts from a file or a dataset, in the usual four shapes."""
 
-import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +12,7 @@ from ...modules import UserError
 from ...modules.files.bounded_reading import PROMPT_BYTES, bounded_json, read_bounded_text, require_ordinary
 from ...modules.files.json_records import problem
 from ...modules.verification.sampling import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
+from .prompt import Message, Prompt
 from .prompt_kinds import named_kinds
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -87,49 +87,6 @@ class PromptConfig:
                             f"{GREATEST_TEMPERATURE:g}, got {self.own_temperature}; try 1.0")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """User turns to be answered in order, or a plain document, which is not answered."""
-
-    turns: tuple[str, ...]
-    """Text of each user turn: at least one, but none of a document."""
-    id: str
-    """Name of the prompt in its source: a question_id, or file:line."""
-    category: str | None = None
-    """Kind of prompt, where the source names one."""
-    system: str | None = None
-    """System prompt of this conversation; None leaves it to the chat template."""
-    answers: tuple[str, ...] | None = None
-    """Ready-made assistant text of each turn (off-policy); None where the source has none."""
-    document: str | None = None
-    """Plain text; None for a prompt."""
-
-    def messages(self, answers: Sequence[str]) -> list[dict[str, str]]:
-        """The conversation with its first len(answers) turns answered so, up to the next user turn if there is one.
-
-        Raises:
-            UserError: if it is a document.
-        """
-        if self.document is not None:
-            raise UserError(
-                f"{self.id} is a plain document, which is not answered; train on it with distill.answered_by: text"
-            )
-        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        for turn, text in enumerate(self.turns[: len(answers) + 1]):
-            messages.append({"role": "user", "content": text})
-            if turn < len(answers):
-                messages.append({"role": "assistant", "content": answers[turn]})
-        return messages
-
-    @property
-    def key(self) -> int:
-        """Signed 64-bit hash of the user turns, ignoring case and spacing: equal prompts are duplicates."""
-        # System prompts do not count: the same question under two of them is asked once.
-        texts = self.turns if self.document is None else (self.document,)
-        text = "\n".join(" ".join(turn.casefold().split()) for turn in texts)
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-
-
 def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
     """Make a prompt of one row: `prompt`, `messages`, `conversations` or `turns`, or the text under `column`.
 
@@ -142,19 +99,20 @@ def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
         raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}; write one object a line")
     identifier = _text({"question_id": str(row.get("question_id", where))}, "question_id", where)
     category, system = (None if row.get(key) is None else _text(row, key, where) for key in ("category", "system"))
-    common: dict[str, Any] = {"id": identifier, "category": category}
     if column is not None or "prompt" in row:
-        return Prompt(turns=(_text(row, column or "prompt", where),), system=system, **common)
+        return Prompt.from_turns(_text(row, column or "prompt", where), id=identifier, system=system, category=category)
     if "turns" in row:
         texts = row["turns"]
         if not isinstance(texts, list) or not texts:
             raise UserError(f"{where}: turns must be a list of texts, got {_short(texts)}")
-        return Prompt(turns=tuple(_text({"turns": text}, "turns", where) for text in texts), system=system, **common)
+        turns = [_text({"turns": text}, "turns", where) for text in texts]
+        return Prompt.from_turns(*turns, id=identifier, system=system, category=category)
     for key, speaker, words in (("messages", "role", "content"), ("conversations", "from", "value")):
         if key in row:
-            return _conversation(row[key], speaker, words, where, system, common)
+            messages = _conversation(row[key], speaker, words, where, system)
+            return Prompt(messages=messages, id=identifier, category=category)
     if "text" in row:
-        return Prompt(turns=(), document=_text(row, "text", where), **common)
+        return Prompt(document=_text(row, "text", where), id=identifier, category=category)
     raise UserError(
         f"{where}: none of prompt, messages, conversations, turns, text among the keys "
         f"{sorted(map(str, row))}; rename one or set prompts.column"
@@ -320,9 +278,9 @@ def _text(row: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _conversation(
-    value: Any, speaker: str, words: str, where: str, system: str | None, common: dict[str, Any]
-) -> Prompt:
-    """A prompt of alternating messages; assistant messages before the first user turn are left out.
+    value: Any, speaker: str, words: str, where: str, system: str | None
+) -> tuple[Message, ...]:
+    """Alternating messages; assistant messages before the first user turn are left out.
 
     Args:
         value: the messages, as a row has them.
@@ -330,12 +288,11 @@ def _conversation(
         words: key of its text.
         where: place of the row, for messages.
         system: system prompt of the row; one among the messages comes first.
-        common: further fields of the prompt.
     """
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: expected a list of messages that is not empty, got {_short(value)}; give each as an "
                         "object with its speaker and its text")
-    messages = []
+    messages = list[tuple[str, str | None]]()
     for message in value:
         if not isinstance(message, Mapping):
             raise UserError(f"{where}: a message must be an object, got {_short(message)}")
@@ -344,7 +301,9 @@ def _conversation(
         role = _text(message, keys[0], where)
         if role not in ROLES:
             raise UserError(f"{where}: {keys[0]} must be one of {sorted(ROLES)}, got {role!r}")
-        messages.append((ROLES[role], _text(message, keys[1], where)))
+        # An answer that is empty is none: it is asked for.
+        empty = ROLES[role] == "assistant" and not message.get(keys[1])
+        messages.append((ROLES[role], None if empty else _text(message, keys[1], where)))
     if messages[0][0] == "system":
         system, messages = messages[0][1], messages[1:]
     # ShareGPT cut long conversations anywhere: a part may start with an answer whose question is lost.
@@ -354,11 +313,10 @@ def _conversation(
         wanted = ("user", "assistant")[number % 2]
         if role != wanted:
             raise UserError(f"{where}: message {number + 1} must be the {wanted}'s, got {role}; let the two take turns")
-    turns = tuple(text for role, text in messages if role == "user")
-    answers = tuple(text for role, text in messages if role == "assistant")
-    if not turns:
+    if not messages:
         raise UserError(f"{where}: no user message; there is nothing to answer")
-    return Prompt(turns=turns, system=system, answers=answers or None, **common)
+    spoken = [*([] if system is None else [("system", system)]), *messages]
+    return tuple({"role": role} if text is None else {"role": role, "content": text} for role, text in spoken)
 
 
 def _short(value: Any) -> str:

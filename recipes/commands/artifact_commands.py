@@ -226,7 +226,7 @@ def say_commands(given: ExportArguments, chosen: ExportFormat[Any], artifact: Ar
 def trial_prompts(template: ChatTemplate) -> list[list[int]]:
     """Ten of the hand-written prompts, of all categories."""
     prompts = handwritten_prompts()
-    return [template.prompt([{"role": "user", "content": one.turns[0]}]) for one in prompts[:: len(prompts) // 10]]
+    return [template.prompt(one.history()) for one in prompts[:: len(prompts) // 10]]
 
 
 COMMANDS: dict[str, Command[Any]] = {

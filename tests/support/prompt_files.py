@@ -7,6 +7,7 @@ from typing import Any
 
 from draftsmith.data import (
     Manifest,
+    Message,
     PromptConfig,
     TokenShard,
 )
@@ -19,6 +20,12 @@ def write_prompts(folder: Path, rows: list[dict[str, Any]]) -> PromptConfig:
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return PromptConfig(origin="file", path=str(file))
+
+
+def spoken(*texts: str) -> tuple[Message, ...]:
+    """Messages of a user and an assistant in turn; an empty text is an answer that is asked for."""
+    roles = ("user", "assistant")
+    return tuple({"role": roles[place % 2], **({"content": text} if text else {})} for place, text in enumerate(texts))
 
 
 def many(count: int) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from draftsmith.data.prompts import self_prompting
 from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.chats import THINKING
-from support.prompt_files import WORDS, contents, many, rows, shards, write_prompts
+from support.prompt_files import WORDS, contents, many, rows, shards, spoken, write_prompts
 from support.tiers import others_long
 
 SMALL = DistillConfig(
@@ -58,7 +58,7 @@ def test_rows_are_prompts_with_the_targets_own_answers(tmp_path: Path, tiny_targ
     found = list(rows(tmp_path / "out"))
     assert [number for _, _, number, _, _ in found] == list(range(3, 15))
     for tokens, supervised, number, temperature, truncated in found:
-        prompt = template.prompt(given[number].messages(()))
+        prompt = template.prompt(given[number].history())
         assert tokens[: len(prompt)] == prompt
         assert supervised == [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
         assert temperature == (0.0, 1.0)[number % 2]
@@ -88,7 +88,7 @@ def test_validation_prompts_are_answered_greedily_and_drawn_without_filters(
 def test_test_prompts_are_only_kept(tmp_path: Path, tiny_target: Target) -> None:
     manifest = run(tiny_target, write_prompts(tmp_path, many(9)), SMALL, tmp_path / "out")
     kept = read_prompts(tmp_path / "out" / "test.jsonl")
-    assert [prompt.turns for prompt in kept] == [(many(3)[2]["prompt"],)]
+    assert [prompt.question for prompt in kept] == [many(3)[2]["prompt"]]
     assert manifest.held_out is not None
     assert manifest.held_out.prompts == 1
 
@@ -144,13 +144,13 @@ def test_a_template_that_rewrites_history_gives_a_row_a_turn(tiny_target: Target
     tokenizer.chat_template = THINKING.replace("split('</think>')", "split('e')")
     template = ChatTemplate(tokenizer)
     answerer = Answerer(tiny_target, template, DecodeSettings(batch_size=2), 40, lambda _: None)
-    prompts = [(n, Prompt(turns=(word, "go on"), id=str(n))) for n, word in enumerate(WORDS)]
+    prompts = [(n, Prompt.from_turns(word, "go on", id=str(n))) for n, word in enumerate(WORDS)]
     answered_ = answerer.answer(prompts, (1.0,))
     assert {len(one.rows) for one in answered_} == {1, 2}
     for one in answered_:
         assert len(one.turns) == 2
-        for turn, texts in zip(one.turns, ((), one.texts[:1]), strict=True):
-            assert turn.prompt == template.prompt(one.prompt.messages(texts))
+        for turn, texts in zip(one.turns, ((), spoken("", one.texts[0])[1:]), strict=True):
+            assert turn.prompt == template.prompt(one.prompt.history(texts))
         assert len(one.rows) == 2 or "e" not in one.texts[0]
         supervised = [t for row in one.rows for t, s in zip(row.tokens, row.supervised, strict=True) if s]
         assert supervised == one.turns[0].answer + one.turns[1].answer
@@ -159,7 +159,7 @@ def test_a_template_that_rewrites_history_gives_a_row_a_turn(tiny_target: Target
 def test_a_conversation_ends_where_the_context_does(tiny_target: Target) -> None:
     template = ChatTemplate(tiny_target.tokenizer)
     answerer = Answerer(tiny_target, template, DecodeSettings(), 10, lambda _: None)
-    [one] = answerer.answer([(0, Prompt(turns=("a", "b" * 600, "c"), id="0"))], (0.0,))
+    [one] = answerer.answer([(0, Prompt.from_turns("a", "b" * 600, "c", id="0"))], (0.0,))
     assert len(one.turns) == 1
 
 
@@ -208,8 +208,8 @@ def test_given_answers_are_used_as_they_are_and_marked(tmp_path: Path, tiny_targ
 def test_given_answers_are_needed_and_must_be_exact(tiny_target: Target, caplog: pytest.LogCaptureFixture) -> None:
     template = ChatTemplate(tiny_target.tokenizer)
     with pytest.raises(UserError, match=r"prompt x has no answer of its own; .*distill.answered_by: target"):
-        take_given([(0, Prompt(turns=("a",), id="x"))], template, 100)
-    long = Prompt(turns=("a",), id="y", answers=("b" * 200,))
+        take_given([(0, Prompt.from_turns("a", id="x"))], template, 100)
+    long = Prompt(messages=spoken("a", "b" * 200), id="y")
     [one], _ = take_given([(0, long)], template, 100)
     assert (len(one.rows[0].tokens), one.truncated) == (100, 1)
     tokenizer = tiny_tokenizer()
@@ -217,7 +217,7 @@ def test_given_answers_are_needed_and_must_be_exact(tiny_target: Target, caplog:
         "{% for m in messages %}{{ 'X' if messages[-1]['content'] == 'bad' else 'Y' }}{{ m['content'] }}{% endfor %}"
     )
     tokenizer.chat_template = broken
-    bad, good = (Prompt(turns=("a",), id=text, answers=(text,)) for text in ("bad", "good"))
+    bad, good = (Prompt(messages=spoken("a", text), id=text) for text in ("bad", "good"))
     taken, refused = take_given([(0, bad), (1, good)], ChatTemplate(tokenizer), 100)
     assert (len(taken), len(refused)) == (1, 1)
     assert "1 of 2 conversations left out; the first because" in caplog.text
@@ -588,7 +588,7 @@ def test_idle_slots_are_those_without_an_unfinished_answer(tiny_target: Target) 
     passes: list[tuple[int, int]] = []
     answerer = Answerer(tiny_target, ChatTemplate(tiny_target.tokenizer), DecodeSettings(batch_size=3), 12,
                         lambda _: None, on_slots=lambda busy, slots: passes.append((busy, slots)))
-    prompts = [(n, Prompt(turns=(word,), id=str(n))) for n, word in enumerate(WORDS)]
+    prompts = [(n, Prompt.from_turns(word, id=str(n))) for n, word in enumerate(WORDS)]
     answerer.answer(prompts, (1.0,), taps=())
     assert (sum(busy for busy, _ in passes), sum(slots for _, slots in passes)) == (
         answerer.stats.busy_slots, answerer.stats.total_slots)

@@ -41,14 +41,15 @@ from draftsmith.data.answers.shard_queue import (
     answers_lock,
     clear_queue,
 )
+from draftsmith.data.prompts.prompt import Prompt
 from draftsmith.data.prompts.self_prompting import OwnPrompts
-from draftsmith.data.prompts.sources import Prompt, Taken
+from draftsmith.data.prompts.sources import Taken
 from draftsmith.data.store.feature_shards import state_file
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.files.folder_locks import FolderLocks, remove_leftovers
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.forked_workers import ended, kill, start
-from support.prompt_files import contents, many, rows, shards, write_prompts
+from support.prompt_files import contents, many, rows, shards, spoken, write_prompts
 from support.tiers import others_long, some_long
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,7 +127,7 @@ def test_prompts_come_back_from_their_file_as_they_were_written(tmp_path: Path) 
             pass
 
         def take(self, start: int, count: int) -> Taken:
-            return Taken(prompts=[(start, Prompt(turns=("one",), id=str(start), category="own"))], read=count)
+            return Taken(prompts=[(start, Prompt.from_turns("one", id=str(start), category="own"))], read=count)
 
     locks = FolderLocks(tmp_path / "locks")
     (tmp_path / QUEUE).mkdir()
@@ -190,7 +191,7 @@ def test_a_free_process_takes_over_while_another_holds_its_shard(tmp_path: Path,
 
 
 def test_a_prompt_trains_once_and_a_held_out_one_never(tmp_path: Path, tiny_target: Target) -> None:
-    repeated = many(9) + [{"prompt": row["prompt"].upper() + " "} for row in many(9)] + many(14)
+    repeated = many(9) + [{"messages": spoken(row["prompt"], "An answer.")} for row in many(9)] + many(14)
     manifest = make(tiny_target, write_prompts(tmp_path, repeated), SMALL, tmp_path / "out")
     assert manifest.candidates == len(repeated)
     assert [number for _, _, number, _, _ in rows(tmp_path / "out")] == [5, 6, 7, 8, *range(27, 32)]

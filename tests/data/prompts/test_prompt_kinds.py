@@ -31,7 +31,8 @@ def test_a_kind_depends_on_seed_and_number_alone() -> None:
 def test_the_kinds_of_the_hand_written_prompts_are_known() -> None:
     asked = handwritten_prompts()
     assert {prompt.category for prompt in asked} <= set(SYSTEM_PROMPTS)
-    assert not any(turn in text for prompt in asked for turn in prompt.turns for text in SYSTEM_PROMPTS.values())
+    turns = [message["content"] for prompt in asked for message in prompt.messages if "content" in message]
+    assert not any(turn in text for turn in turns for text in SYSTEM_PROMPTS.values())
 
 
 def test_every_kind_has_openings_and_each_is_drawn() -> None:
@@ -45,7 +46,8 @@ def test_every_kind_has_openings_and_each_is_drawn() -> None:
 
 def test_no_opening_is_that_of_a_hand_written_prompt() -> None:
     """Drafts are judged by those prompts: two common words in a row is all that training may share with their start."""
-    asked = [turn.lower() for prompt in handwritten_prompts() for turn in prompt.turns]
+    asked = [str(message["content"]).lower() for prompt in handwritten_prompts() for message in prompt.messages
+             if "content" in message]
     longer = [opening.lower() for openings in OPENINGS.values() for opening in openings if len(opening.split()) > 2]
     assert not [(opening, turn) for opening in longer for turn in asked if turn.startswith(opening)]
 

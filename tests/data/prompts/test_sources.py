@@ -1,6 +1,7 @@
 """Prompts are read in every shape people keep them in, and a bad line is named."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from draftsmith.data.prompts.sources import ReadPrompts
 from draftsmith.modules import Generation, Request, Target, UserError, decode
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_model, tiny_tokenizer
 from support.chats import MISTRAL, merging_tokenizer
+from support.prompt_files import spoken
 
 
 def write_lines(folder: Path, *rows: Any) -> Path:
@@ -39,17 +41,17 @@ def test_all_four_shapes(tmp_path: Path) -> None:
         {"question_id": 81, "category": "math", "turns": ["a", "c"]},
     )
     assert read_prompts(file) == [
-        Prompt(turns=("a",), id="prompts.jsonl:1"),
-        Prompt(turns=("a", "c"), id="prompts.jsonl:2", system="Be brief.", answers=("b",)),
-        Prompt(turns=("a",), id="prompts.jsonl:3", answers=("b",)),
-        Prompt(turns=("a", "c"), id="81", category="math"),
+        Prompt(messages=spoken("a"), id="prompts.jsonl:1"),
+        Prompt(messages=tuple(chat), id="prompts.jsonl:2"),
+        Prompt(messages=spoken("a", "b"), id="prompts.jsonl:3"),
+        Prompt(messages=spoken("a", "", "c"), id="81", category="math"),
     ]
 
 
 def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a\u2028b"}\n', encoding="utf-8")
-    assert read_prompts(file)[0].turns == ("a\u2028b",)
+    assert read_prompts(file)[0].question == "a\u2028b"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> N
     file = write_lines(tmp_path, {"prompt": "fine"}, line)
     with pytest.raises(UserError, match=message):
         read_prompts(file)
-    assert [prompt.turns for prompt in read_prompts(file, skip_malformed=True)] == [("fine",)]
+    assert [prompt.question for prompt in read_prompts(file, skip_malformed=True)] == ["fine"]
 
 
 def test_missing_empty_and_undecodable_files(tmp_path: Path) -> None:
@@ -104,15 +106,27 @@ def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
 
 
 def test_messages_carry_the_answers_given_so_far() -> None:
-    prompt = Prompt(turns=("a", "c"), id="1", system="s")
-    assert [message["content"] for message in prompt.messages(())] == ["s", "a"]
-    assert [message["content"] for message in prompt.messages(["b"])] == ["s", "a", "b", "c"]
-    assert [message["role"] for message in prompt.messages(["b", "d"])][-1] == "assistant"
+    prompt = Prompt.from_turns("a", "c", id="1", system="s")
+    answers = spoken("", "b", "", "d")[1::2]
+    assert [message["content"] for message in prompt.history()] == ["s", "a"]
+    assert [message["content"] for message in prompt.history(answers[:1])] == ["s", "a", "b", "c"]
+    assert prompt.history(answers)[-1] == answers[1]
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    result, words = {"role": "tool", "content": "1"}, {"role": "assistant", "content": "one"}
+    tooled = Prompt(messages=(*spoken("a"), called, result, words, *spoken("b", "c", "d")), id="2",
+                    unlearned=frozenset({5}))
+    assert (tooled.asked, tooled.learned) == ((1, 3, 7), (1, 3))
+    assert tooled.history(answers[:1]) == [*spoken("a"), called, result], "results stay with the call that they answer"
+    assert tooled.history(answers[:2]) == [*spoken("a"), called, result, answers[1], *spoken("b", "c", "d")]
 
 
-def test_equal_prompts_have_equal_keys_whatever_case_and_spacing() -> None:
-    same = [Prompt(turns=("Hello  there",), id="1"), Prompt(turns=("hello\nthere",), id="2")]
-    assert same[0].key == same[1].key != Prompt(turns=("hello", "there"), id="3").key
+def test_equal_keys_are_those_of_prompts_that_reach_the_model_as_the_same() -> None:
+    plain, tools = Prompt(messages=spoken("a"), id="1"), ({"name": "f"},)
+    assert plain.key == Prompt(messages=spoken("a", "b"), id="2", category="c").key, "the answer is asked for"
+    others = [Prompt.from_turns("a", id="3", system="s"), Prompt.from_turns("A", id="4"), replace(plain, tools=tools),
+              Prompt.from_turns("a", "b", id="5"), replace(plain, thinking=False), Prompt(document="a", id="6"),
+              Prompt(messages=spoken("a", "b", "c"), unlearned=frozenset({1}), id="7")]
+    assert len({one.key for one in [plain, *others]}) == 1 + len(others)
 
 
 def test_candidates_are_the_same_however_often_they_are_asked_for(tmp_path: Path) -> None:
@@ -139,14 +153,14 @@ def test_a_local_dataset(tmp_path: Path, streaming: bool) -> None:
     (tmp_path / "set").mkdir()
     write_lines(tmp_path / "set", *({"question": f"q{number}"} for number in range(5)))
     config = PromptConfig(origin="dataset", name=str(tmp_path / "set"), column="question", streaming=streaming)
-    assert [prompt.turns[0] for prompt in load_prompts(config, 0)] == [f"q{number}" for number in range(5)]
+    assert [prompt.question for prompt in load_prompts(config, 0)] == [f"q{number}" for number in range(5)]
 
 
 def test_a_dataset_saved_to_disk_and_one_that_is_missing(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"prompt": ["a", "b"]}).save_to_disk(tmp_path / "saved")
     saved = PromptConfig(origin="dataset", name=str(tmp_path / "saved"))
-    assert [prompt.turns for prompt in load_prompts(saved, 0)] == [("a",), ("b",)]
+    assert [prompt.question for prompt in load_prompts(saved, 0)] == ["a", "b"]
     with pytest.raises(UserError, match=r"cannot load the dataset .*check prompts.name"):
         load_prompts(PromptConfig(origin="dataset", name=str(tmp_path / "nowhere")), 0)
 
@@ -185,7 +199,7 @@ def test_the_target_writes_prompts_that_depend_on_their_number_alone(tiny_target
     assert written.prompts, "no prompt of sixteen was usable"
     again = own(tiny_target_f64).take(8, 8)
     assert again.prompts == [(number, prompt) for number, prompt in written.prompts if number >= 8]
-    assert all(prompt.turns[0] == prompt.turns[0].strip() for _, prompt in written.prompts)
+    assert all(prompt.question == prompt.question.strip() for _, prompt in written.prompts)
 
 
 @pytest.mark.usefixtures("all_tokens")
@@ -221,7 +235,7 @@ def test_each_prompt_is_written_after_the_system_prompt_of_its_kind(
         system = "" if kind == "any" else f"<|im_start|>system\n{SYSTEM_PROMPTS[kind]}<|im_end|>\n"
         assert before == f"{system}<|im_start|>user\n"
     assert written.prompts
-    assert all(prompt.system is None for _, prompt in written.prompts), "it is answered as if it came by itself"
+    assert all(prompt.messages[0]["role"] == "user" for _, prompt in written.prompts)
 
 
 @pytest.mark.usefixtures("all_tokens")
@@ -243,7 +257,7 @@ def test_the_target_goes_on_from_the_opening_of_a_kind(
         _, opening = drawn(kinds, 0, number)
         assert asked == f"<|im_start|>user\n{opening}", "no system prompt"
         if number in prompts:
-            assert prompts[number].turns[0] == f"{opening}{text}".strip()
+            assert prompts[number].question == f"{opening}{text}".strip()
     assert prompts
 
 
@@ -282,8 +296,8 @@ def test_a_target_without_a_template_goes_on_from_openings(tiny_target_f64: Targ
     assert prompts
     for number, prompt in prompts:
         _, opening = drawn(("math", "writing"), 0, number)
-        assert prompt.turns[0].startswith(opening)
-        assert len(prompt.turns[0]) > len(opening)
+        assert prompt.question.startswith(opening)
+        assert len(prompt.question) > len(opening)
 
 
 @pytest.mark.parametrize(("fields", "told"), [

@@ -122,7 +122,7 @@ def test_rewritten_turns_have_a_row_and_states_each(tiny_target_f64: Target) -> 
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = THINKING.replace("split('</think>')", "split('e')")
     answerer = Answerer(tiny_target_f64, ChatTemplate(tokenizer), DecodeSettings(batch_size=2), 40, lambda _: None)
-    prompts = [(n, Prompt(turns=(word, "go on"), id=str(n))) for n, word in enumerate(WORDS)]
+    prompts = [(n, Prompt.from_turns(word, "go on", id=str(n))) for n, word in enumerate(WORDS)]
     conversations = answerer.answer(prompts, (1.0,), taps=(0,))
     assert {len(one.rows) for one in conversations} == {1, 2}
     for one in conversations:
@@ -132,7 +132,7 @@ def test_rewritten_turns_have_a_row_and_states_each(tiny_target_f64: Target) -> 
 
 def test_states_of_other_tokens_are_never_taken(tiny_target: Target) -> None:
     answerer = Answerer(tiny_target, ChatTemplate(tiny_target.tokenizer), DecodeSettings(), 8, lambda _: None)
-    [one] = answerer.answer([(0, Prompt(turns=("a",), id="0"))], (0.0,), taps=())
+    [one] = answerer.answer([(0, Prompt.from_turns("a", id="0"))], (0.0,), taps=())
     [row] = one.rows
     assert states_of([one])[0] is one.states[0]
     changed = (*row.tokens[:-1], row.tokens[-1] ^ 1)
