@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +21,7 @@ TEST = "test.jsonl"
 TRAIN_SHARE = 0.5
 """Share of `distill.budget_minutes` that held-out text leaves to training text, without which it is of no use."""
 PROBED = 4
-"""Validation prompts that are answered in any case; where minutes are given, their time says how many more fit."""
+"""Validation prompts that are answered in any case; where minutes are given, their time says how many fit next."""
 HELD_OUT_ROUNDS = 20
 """Largest number of rounds in which candidates for held-out prompts are read."""
 log = logging.getLogger(__name__)
@@ -112,20 +113,21 @@ class HeldOutPrompts:
             if config.budget_minutes is None:
                 answer(prompts)
                 return found
-            started, wrote = self.folder.seconds, self.source.stats if isinstance(self.source, OwnPrompts) else None
-            probed = 0
-            if wrote is None or not wrote.busy_slots:
-                probed = min(PROBED, len(prompts))
-                answer(prompts[:probed])
-                each = (self.folder.seconds - started) / probed
-            else:
+            taken, took, each = 0, 0.0, math.inf
+            if isinstance(self.source, OwnPrompts) and (wrote := self.source.stats).busy_slots:
                 # Prompts that the target wrote were decoded by the same slots: each slot of a pass gave a token.
                 each = 2 * config.max_new_tokens * wrote.seconds / wrote.busy_slots
-            left = (1 - TRAIN_SHARE) * 60 * config.budget_minutes - self.folder.seconds
-            least, fits = (0 if probed else PROBED), int(left / max(each, 1e-9))
-            taken = min(len(prompts), probed + max(least, fits))
-            if taken > probed:
-                answer(prompts[probed:taken])
+            while taken < len(prompts):
+                started = self.folder.seconds
+                left = (1 - TRAIN_SHARE) * 60 * config.budget_minutes - started
+                # Measured anew after each part: rows that are answered together cost less each than few, and a smaller
+                # part takes about as long as the one before.
+                fits = int(left / max(each, 1e-9)) if left >= took else 0
+                if not (part := prompts[taken:taken + (fits if taken else max(PROBED, fits))]):
+                    break
+                answer(part)
+                taken, took = taken + len(part), self.folder.seconds - started
+                each = took / len(part)
         if taken < len(prompts):
             log.warning("%d of %d validation prompts were answered: held-out text gets at most half of "
                         "distill.budget_minutes %g; raise it, or lower distill.validation_prompts", taken, len(prompts),

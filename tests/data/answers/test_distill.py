@@ -5,7 +5,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -471,19 +471,35 @@ def test_a_time_budget_that_is_spent_at_once_says_so(tmp_path: Path, tiny_target
     assert run(tiny_target, prompts, replace(SMALL, budget_minutes=9.0), tmp_path / "all").candidates == 20
 
 
-def test_held_out_answers_leave_half_of_the_minutes_to_training_text(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each answer takes a second: of twelve prompts that are answered twice four are a probe, and two more fit."""
+def slowed(patch: pytest.MonkeyPatch, seconds: Callable[[Sequence[object]], float]) -> None:
+    """Answers take so many seconds more by the clock, by all that are given together."""
     now, spent, answer = time.monotonic, [0.0], Answerer.answer
 
     def slow(self: Answerer, prompts: Any, *given: Any, **settings: Any) -> Any:
         found = answer(self, prompts, *given, **settings)
-        spent[0] += len(found)
+        spent[0] += seconds(found)
         return found
 
-    monkeypatch.setattr(time, "monotonic", lambda: now() + spent[0])
-    monkeypatch.setattr(Answerer, "answer", slow)
+    patch.setattr(time, "monotonic", lambda: now() + spent[0])
+    patch.setattr(Answerer, "answer", slow)
+
+
+def test_held_out_answers_that_cost_as_much_together_as_few_are_all_given(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four seconds whatever the number of rows: 4, 16 and 8 prompts, each answered twice, take 24 of 40 seconds."""
+    slowed(monkeypatch, lambda _: 4.0)
+    config = replace(SMALL, validation_prompts=28, budget_minutes=80 / 60)
+    manifest = run(tiny_target, write_prompts(tmp_path, many(60)), config, tmp_path / "out")
+    assert TokenShard.read(tmp_path / "out" / manifest.split("validation")[0].file).num_rows == 2 * 28
+    assert 24 <= json.loads((tmp_path / "out" / "stats.json").read_text())["seconds"] < 80
+
+
+def test_held_out_answers_leave_half_of_the_minutes_to_training_text(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each answer takes a second: of twelve prompts that are answered twice four are a probe, and two more fit."""
+    slowed(monkeypatch, len)
     config = replace(SMALL, validation_prompts=12, budget_minutes=26 / 60)
     manifest = run(tiny_target, write_prompts(tmp_path, many(60)), config, tmp_path / "out")
     held = TokenShard.read(tmp_path / "out" / manifest.split("validation")[0].file)
