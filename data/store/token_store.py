@@ -19,6 +19,7 @@ from torch import Tensor
 from ...modules import TargetIdentity, UserError
 from ...modules.files.atomic_files import file_sha256, write_atomically
 from ...modules.files.bounded_reading import require_ordinary
+from ...modules.files.folder_locks import sole_writer
 from ...modules.files.json_records import read_json, record_of, shortened
 
 FORMAT_VERSION = 4
@@ -312,5 +313,7 @@ def write_bytes(file: Path, data: bytes) -> None:
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write a safetensors file whole or not at all; returns its SHA-256 in hex."""
-    write_atomically(file, lambda partial: save_file(dict(tensors), partial))
+    # Another recipe may start on the same data meanwhile, and remove what nobody is writing.
+    with sole_writer(file):
+        write_atomically(file, lambda partial: save_file(dict(tensors), partial))
     return hash_file(file)

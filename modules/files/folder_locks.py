@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from ..errors import UserError
-from .atomic_files import cannot_write, is_leftover, make_folder, partial_of
+from .atomic_files import cannot_write, is_leftover, make_folder
 
 PATIENCE = 60.0
 """Seconds for which the writer of a place waits for another one: a folder is written in less, but for large models."""
@@ -140,8 +140,8 @@ def remove_leftovers(folder: Path, shared: Path | None = None, own: Path | None 
                     path.unlink(missing_ok=True)
                     continue
                 place = path.with_name(path.name.removesuffix(WRITING)[1:])
-                # Whoever writes into a folder below has other files in work there.
-                kept |= {path, place, partial_of(place), path.parent} - {folder}
+                # Whoever writes a place has half-written files next to it, by names that safetensors chose.
+                kept |= {place, path.parent} - {folder} | {one for one in found if one.parent == path.parent}
     for path in found:
         if kept.isdisjoint((path, *path.parents)):
             if path.is_dir() and not path.is_symlink():

@@ -1,16 +1,22 @@
 """States that are stored after the answers, and what is refused without them."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill, encode
+from draftsmith.data.answers.shard_queue import LOCKS, clear_queue
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
+from draftsmith.data.store import token_store
 from draftsmith.data.store.feature_store import Encoding
 from draftsmith.modules import Target, TargetConfig, UserError
+from draftsmith.modules.files.folder_locks import remove_leftovers
 from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.recipes.planning.dry_run import dry_run
+from support.forked_workers import ended, start
 
 TAPS = (0,)
 STORED = BatchConfig(row_length=128, rows_per_batch=2)
@@ -59,3 +65,32 @@ def test_two_recipes_that_store_states_of_the_same_data_at_once_keep_each_others
     second.run(progress=False)
     first.run(progress=False)
     assert not Encoding(tiny_target, tokens, TAPS).missing
+
+
+def test_states_in_work_are_no_leftovers_of_another_recipe(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process stores states of these data while another starts in their run, and while one clears their queue."""
+    written, removed, save = tmp_path / "written", tmp_path / "removed", token_store.save_file
+
+    def slow(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        # By the name of a file that safetensors has in work, then by that of one that is not yet in its place.
+        half = file.with_name(".tmpzARN0g")
+        save(tensors, half)
+        written.touch()
+        while not removed.exists():
+            time.sleep(0.01)
+        half.rename(file)
+
+    monkeypatch.setattr(token_store, "save_file", slow)
+    process = start(lambda: token_store.write_tensors(tokens / "final.safetensors", {"states": torch.ones(2)}))
+    while not written.exists():
+        time.sleep(0.01)
+    (tmp_path / ".other.partial").touch()
+    remove_leftovers(tmp_path)
+    assert (tokens / LOCKS).exists()
+    clear_queue(tokens)
+    removed.touch()
+    assert ended(process) == 0
+    assert (tokens / "final.safetensors").exists()
+    assert not list(tmp_path.rglob(".*partial")), "what nobody writes is removed"
