@@ -54,7 +54,8 @@ def test_the_peaks_of_the_embedded_model_are_those_planned(tmp_path: Path) -> No
         "--distill.slots", "12", "--distill.shard_prompts", "12", "--distill.max_new_tokens", "48",
         "--distill.validation_prompts", "2", "--distill.test_prompts", "1", "--train.max_steps", "2",
     )
-    for stage in ("distill", "encode", "train"):
+    # The states are stored while the target answers: nothing is left to encode.
+    for stage in ("distill", "train"):
         # The stages before leave 100 MiB in the heap.
         predicted, peak = measured(tmp_path / "out", *words, "--stages", stage)[stage]
         assert predicted == pytest.approx(peak, rel=0.15), stage
