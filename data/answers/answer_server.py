@@ -221,7 +221,8 @@ class ServerAnswerer(EngineAnswerer):
                 if deadline is None or time.monotonic() < deadline:
                     try:
                         outcome = self.server.answer(request, self.sampling, self.seed_of(request))
-                    except Exception as error:  # noqa: BLE001 raised again by the thread that waits for it
+                    # Of any kind: one that ended this thread would leave the caller waiting, who raises it again.
+                    except Exception as error:  # noqa: BLE001
                         outcome = error
                 done.put((request, outcome))
 

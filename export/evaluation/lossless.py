@@ -34,7 +34,7 @@ from transformers import (
 
 from ...modules import DecodeSettings, Request, Target
 from ...modules.decoding.requests import uniform_stream
-from ...modules.verification.sampling import widened
+from ...modules.number_formats import widened
 from .results import Comparison
 
 SAFETY = 1.5

@@ -9,12 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..number_formats import widened
 from ..random_streams import Draws
 from ..row_buffers import RowBuffer
 from ..target.token_biases import AppliedBiases, TokenBiases
 from ..token_tree import TokenTree
 from ..verification.acceptance_rules import Chances, exact_rule
-from ..verification.sampling import Sampling, choose, penalise, widened
+from ..verification.sampling import Sampling, choose, penalise
 from ..verification.tree_walk import Accepted
 from .requests import DecodeSettings, Request, uniform_stream
 from .row_errors import LOGITS, cut, unreadable

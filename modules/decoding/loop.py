@@ -19,9 +19,10 @@ from ..interfaces.optional_parts import compiled, extended, started, virtual_nod
 from ..interfaces.proposer import DraftState, Observation, Proposer, Verified
 from ..policies.base import Policy
 from ..row_buffers import RowBuffer
-from ..token_tree import Lookahead, TokenTree
+from ..token_tree import TokenTree
 from ..verification.sampling import SamplingSetting, log_probabilities
 from ..verification.tree_walk import Accepted
+from ..virtual_nodes import Lookahead
 from .batch_verifier import BatchVerifier
 from .device_timer import DeviceTimer
 from .recorded_rounds import RecordedRounds, Recorder, recorder_of_rounds

@@ -78,7 +78,7 @@ class DecodeSettings:
     eos_ids: tuple[int, ...] | None = None
     """Tokens that end an answer; None takes the target's."""
     biases: TokenBiases | None = None
-    """What is added to the logits of single tokens; None takes the target's, which its generation config asks for."""
+    """Biases of single tokens; None takes the target's, which its generation config asks for."""
     ignore_eos: bool = False
     """Go on after an end token, up to `max_new_tokens`."""
     logprobs: bool = False

@@ -13,7 +13,7 @@ from ..errors import UserError
 from ..interfaces.family_card import FamilyCard
 from ..target.model import Target
 from ..target.read_text import ReadText
-from ..token_tree import Injection
+from ..virtual_nodes import Injection
 from .parts.lookahead_drafter import LookaheadConfig, LookaheadDrafter
 from .parts.shared_embeddings import Sizes
 

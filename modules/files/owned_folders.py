@@ -54,7 +54,7 @@ def whole_folder(
 
 @contextmanager
 def _replacing(folder: Path, kind: str, changing: frozenset[str], inside: str | None) -> Iterator[Path]:
-    """The same by a process that is the only one to write there."""
+    """Replacement of a folder, as `whole_folder` does it, by the only process that writes there."""
     former = folder.parent / f".{folder.name}.former"
     # A replacement that was killed between its two renamings has left the former folder at its hidden place.
     if (former / MARKER).is_file() and not os.path.lexists(folder):

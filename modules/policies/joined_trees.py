@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..token_tree import Drawn, Lookahead, TokenTree
+from ..token_tree import Drawn, TokenTree
+from ..virtual_nodes import Lookahead
 
 
 def joined(tree: TokenTree, joining: TokenTree) -> TokenTree:

@@ -22,7 +22,8 @@ from ..errors import UserError
 from ..interfaces.optional_parts import virtual_nodes
 from ..interfaces.proposer import DraftState, Frontier, Proposer
 from ..random_streams import Draws
-from ..token_tree import Lookahead, TokenTree, Topology
+from ..token_tree import TokenTree, Topology
+from ..virtual_nodes import Lookahead
 from .base import Policy
 
 _ROUNDS = 20

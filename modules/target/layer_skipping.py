@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..token_tree import VirtualNodes
+from ..virtual_nodes import VirtualNodes
 
 Forward = Callable[..., Tensor]
 """The forward of a layer."""

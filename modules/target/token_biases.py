@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..number_formats import widened
 
 NEVER = -float("inf")
 
@@ -100,5 +101,4 @@ class AppliedBiases:
         """
         ruled_out_BMV = ((places_BM < 1)[..., None] & self.not_first_V) | (
             (places_BM < self.least)[..., None] & self.ends_V)
-        wide_BMV = logits_BMV.to(torch.promote_types(logits_BMV.dtype, torch.float32))
-        return (wide_BMV + self.added_V).masked_fill(ruled_out_BMV, NEVER)
+        return (widened(logits_BMV) + self.added_V).masked_fill(ruled_out_BMV, NEVER)

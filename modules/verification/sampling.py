@@ -12,6 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..number_formats import widened
+
 LEAST_TEMPERATURE = 1e-3
 """Smallest temperature of a sampled row. Divided by it, logits of up to 100 are exact to 0.01 nats in float32, in which
 transformers divides too; below it the second likeliest token needs a gap under a hundredth of a nat to be drawn once in
@@ -212,11 +214,6 @@ def _largest(values: Tensor, count: int) -> Tensor:
     best = striped.amax(-2).topk(count, dim=-1, sorted=False).indices
     inside = striped.gather(-1, best[..., None, :].expand(*best.shape[:-1], _STRIPES, count))
     return inside.flatten(-2).topk(count, dim=-1).values
-
-
-def widened(logits_BMV: Tensor) -> Tensor:
-    """Logits in float32 or wider, in which transformers processes them."""
-    return logits_BMV.to(torch.promote_types(logits_BMV.dtype, torch.float32))
 
 
 def log_probabilities(logits_BMV: Tensor, tokens_BM: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from ...row_buffers import RowBuffer
 from ...target.model import Target
 from ...target.read_text import ReadText
 from ...target.target_rows import TargetRows
-from ...token_tree import Injection, Lookahead, TokenTree, VirtualNodes
+from ...token_tree import TokenTree
+from ...virtual_nodes import Injection, Lookahead, VirtualNodes
 from .shared_embeddings import BorrowingDrafter, Sizes
 
 _RANKS = 10

@@ -84,7 +84,7 @@ class GenerationDefaults:
     repetition_penalty: float = 1.0
     """1 changes nothing."""
     biases: TokenBiases = field(default_factory=TokenBiases)
-    """What is added to the logits of single tokens."""
+    """Biases of single tokens."""
 
 
 def read_defaults(config: Any, tokenizer: Any, name: str, vocab_size: int) -> GenerationDefaults:
@@ -120,7 +120,7 @@ def read_defaults(config: Any, tokenizer: Any, name: str, vocab_size: int) -> Ge
 
 
 def refused_settings(settings: Mapping[str, Any]) -> list[str]:
-    """Those of the settings of a generation config, with their values, that change answers and are not offered."""
+    """Settings of a generation config, with their values, that change answers and are not offered."""
     table = _CHANGES_ANSWERS | (_CHANGES_SAMPLES if settings.get("do_sample") else {})
     # Read with a default: which of these settings a config knows depends on the version of transformers.
     return [f"{name}={settings[name]}" for name in table
