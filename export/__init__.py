@@ -6,7 +6,7 @@ from .engines.trial import Trial, TrialSettings, served, try_export
 from .evaluation.contention import busy_warning
 from .evaluation.evaluate import evaluate
 from .evaluation.methods import EvaluateConfig, MeasuredHead, Method, PromptSets, Question, measured_heads
-from .evaluation.results import Evaluation, EvaluationRun, Lossless, Measures
+from .evaluation.results import Evaluation, EvaluationRun, Lossless, Measures, TrainingRecord
 from .evaluation.target_drift import Drift, measure_drift, with_drift
 from .layouts.eagle import import_eagle
 from .layouts.hydra import import_hydra
@@ -39,6 +39,7 @@ __all__ = [
     "Question",
     "SampledTuning",
     "StoredHead",
+    "TrainingRecord",
     "Trial",
     "TrialSettings",
     "Tuning",

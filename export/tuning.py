@@ -91,7 +91,8 @@ class Tuning:
            given: bool = False) -> "Tuning":
         """The measurements made with `target`, with the name of its device."""
         # The time of a pass depends on the threads as much as on the device.
-        threads = f", {torch.get_num_threads()} threads" if target.device.type == "cpu" else ""
+        count = torch.get_num_threads()
+        threads = f", {count} thread{'s' * (count > 1)}" if target.device.type == "cpu" else ""
         return cls(device=f"{target.device.type}{threads}", dtype=str(target.dtype).removeprefix("torch."),
                    tree_size=tree_size, cost=cost, expected_accepted_length=tuple(expected), given=given,
                    linear_layers=target.linears.packing)

@@ -56,7 +56,7 @@ from .tuning.cost_model import CostCurve, CostModel, Sample, TreeChoice, choose_
 from .tuning.drafted_tokens import DraftedTokens
 from .tuning.held_out_ranks import DrawnText, ProposedText, drawn_text, proposed_text, rank_table
 from .tuning.lookahead_sizing import PassTrial, choose_pass_nodes, choose_trial, try_pass_sizes
-from .tuning.replay_acceptance import Acceptance, answered_anew, held_out_acceptance, replay
+from .tuning.replay_acceptance import Acceptance, MeasuredStep, answered_anew, held_out_acceptance, replay
 from .tuning.replay_target import Replay
 from .tuning.sampled_lengths import SIZING_TEMPERATURE, expected_lengths
 from .tuning.step_timing import measure_cost
@@ -137,6 +137,7 @@ __all__ = [
     "LayerDraft",
     "Loop",
     "MaxProbability",
+    "MeasuredStep",
     "Medusa",
     "MedusaConfig",
     "NgramConfig",

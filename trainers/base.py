@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..modules.errors import UserError
 from ..modules.features import Features
+from ..modules.files.json_records import record_of
 from ..modules.interfaces.drafter import Drafter
 from ..modules.interfaces.family_card import FamilyCard
 from ..modules.target.adapter import Adapter
@@ -31,7 +32,6 @@ from .losses.chunked_losses import VocabularyLoss
 from .losses.metrics import describe, weighted_mean_loss
 from .losses.objectives import NEEDS_MASS, Teacher
 from .processes.split_drafter import SplitDrafter, shard_fully, whole_state
-from .processes.strategies import SPLITTING
 from .processes.zero_strategy import ZeroDrafter
 from .steps.checkpoints import require_same_settings
 from .steps.compiled_step import CompiledStep
@@ -39,7 +39,8 @@ from .steps.optimizers import optimizer_for
 from .steps.schedules import time_leads, warmup_cosine
 from .steps.step_guard import KINDS, FinishedStep, StepGuard
 from .steps.training_clock import Clock, DataWait, peak_memory_bytes
-from .train_config import TrainConfig, decisive_settings
+from .steps.training_curve import TrainingCurve
+from .train_config import SPLITTING, TrainConfig, decisive_settings
 
 PATIENCE = 8
 """Optimizer steps without a supervised token after which a run stops: long prompts may fill one step, but not eight."""
@@ -91,7 +92,6 @@ class DraftModule(L.LightningModule):
     validation_rows: int | None = None
     """Held-out conversations that are measured; None for all."""
 
-
     def __init__(
         self, target: Target, config: TrainConfig | None = None, *, token_counts: Tensor | None = None
     ) -> None:
@@ -110,6 +110,7 @@ class DraftModule(L.LightningModule):
         self.needs_teacher = config.objective != "hard"
         """Whether the objective reads the target's distribution."""
         self.figures: dict[str, float] = {}
+        self.curve = TrainingCurve()
         self.clock, self.wait = Clock(), DataWait()
         self.seconds = 0.0
         """Seconds trained up to the newest optimizer step; the same in all processes of a run that ends by time."""
@@ -280,6 +281,8 @@ class DraftModule(L.LightningModule):
                 raise UserError(f"nothing to learn in the first {step.number} optimizer steps: {reason}")
             self.figures = self.describe(sums_KC, step.weights, step.offsets) | {
                 "learning_rate": step.learning_rate, "data_wait": self.data_wait}
+            # Of several draft steps, the one that reads most labels is the one that reads them all.
+            self.curve.add(self.figures, float(sums_KC[:, :2].sum(1).max()))
             if self.logger is not None:
                 self.logger.log_metrics(self.figures, step=step.number)
 
@@ -385,14 +388,15 @@ class DraftModule(L.LightningModule):
         """Add the settings that identify the run, and its counters."""
         self.read_figures()
         checkpoint["draftsmith"] = {"recipe": self.recipe(), "learned": self._learned, "seconds": self.seconds,
-                                    "waited": self.wait.seconds, "peak_memory_bytes": self.peak_memory_bytes}
+                                    "waited": self.wait.seconds, "peak_memory_bytes": self.peak_memory_bytes,
+                                    "curve": asdict(self.curve)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another run, and count its micro-batches as so many processes read them."""
         stored, weights = checkpoint["draftsmith"], checkpoint["state_dict"]
         damage = ("the checkpoint in the folder of the training is damaged ({} is not as it was written); delete it to "
                   "start training again")
-        if lost := {"recipe", "learned", "seconds", "waited", "peak_memory_bytes"} - set(stored):
+        if lost := {"recipe", "learned", "seconds", "waited", "peak_memory_bytes", "curve"} - set(stored):
             raise UserError(damage.format(min(lost)))
         require_same_settings(stored["recipe"], self.recipe())
         # Shared drafters are read part by part, and their strategy compares the parts.
@@ -405,5 +409,7 @@ class DraftModule(L.LightningModule):
             read = checkpoint["global_step"] * self.config.accumulate - counts["ready"]
             counts.update({name: count + read for name, count in counts.items()})
         self._learned, self.peak_memory_bytes = stored["learned"], stored["peak_memory_bytes"]
+        self.curve = record_of(TrainingCurve, stored["curve"], "the curve in the checkpoint of the training",
+                               "delete it to start training again")
         self.seconds = self.clock.before = stored["seconds"]
         self.wait.before = stored["waited"]

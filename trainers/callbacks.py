@@ -79,35 +79,33 @@ class DecodedAcceptance(EveryStep):
         self.held_out, self.measure, self.every, self.out = held_out, measure, module.config.validate_every, out
         self.rows: list[Features] | None = None
         self.best: dict[str, Any] = {}
-        self.latest: float | None = None
-        self.untrained: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The measurements so far."""
-        return {"best": self.best, "latest": self.latest, "untrained": self.untrained}
+        """The best measurement so far; the module's curve has all of them."""
+        return {"best": self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a checkpoint's measurements."""
-        self.best, self.latest, self.untrained = (state_dict[name] for name in ("best", "latest", "untrained"))
+        """Restore a checkpoint's best measurement."""
+        self.best = state_dict["best"]
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Measure the untrained drafter, with which the trained one is compared."""
         super().on_train_start(trainer, module)
         # A resumed run has measured it before.
-        if self.untrained is None:
+        if not self.module.curve.steps:
             with self.module.clock.paused():
-                self.untrained = self._measured(trainer)["accepted_length"]
+                self.module.curve.measured(0, self._measured(trainer)["accepted_length"])
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Measure at every `validate_every`-th step and save the weights if they are the best."""
         if step % self.every and not self.module.finished:
             return
         found = self._measured(trainer)
-        self.latest = found["accepted_length"]
+        self.module.curve.measured(step, found["accepted_length"])
         if trainer.logger is not None:
-            trainer.logger.log_metrics({"accepted_length": self.latest}, step=step)
+            trainer.logger.log_metrics({"accepted_length": found["accepted_length"]}, step=step)
         # Greater, not equal: of equal lengths the earlier step wins, resumed or not.
-        if not self.best or self.latest > self.best["accepted_length"]:
+        if not self.best or found["accepted_length"] > self.best["accepted_length"]:
             # All processes gather the weights, the first one writes them, and all know the hash that they will read by.
             weights = self.module.trained()
             saved = save_weights(self.out / BEST, weights) if trainer.is_global_zero else ""
@@ -119,7 +117,7 @@ class DecodedAcceptance(EveryStep):
             self.rows = self.held_out()
         with self.module.decoding() as drafter, torch.no_grad():
             found = self.measure(drafter, self.module.verifier(self.rows)[1])
-        if found.tokens < FEWEST_TOKENS and self.untrained is None and trainer.is_global_zero:
+        if found.tokens < FEWEST_TOKENS and not self.module.curve.steps and trainer.is_global_zero:
             warnings.warn(f"validation decodes only {found.tokens} tokens; distil more held-out text to reach "
                           f"{FEWEST_TOKENS}, or the choice of the checkpoint is mostly noise", stacklevel=2)
         return {"accepted_length": float(found.accepted_length), "tokens": int(found.tokens),
@@ -146,9 +144,8 @@ class ProgressLine(EveryStep):
     fit into them at the rate so far.
     """
 
-    def __init__(self, module: DraftModule, acceptance: DecodedAcceptance) -> None:
+    def __init__(self, module: DraftModule) -> None:
         super().__init__(module)
-        self.acceptance = acceptance
         self.line: Any = None
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -170,7 +167,7 @@ class ProgressLine(EveryStep):
         """Advance the line."""
         if self.line is None:
             return
-        figures = {"loss": self.module.figures.get("loss"), "accepted": self.acceptance.latest,
+        figures = {"loss": self.module.figures.get("loss"), "accepted": self.module.curve.steps[-1].accepted_length,
                    "data wait %": 100 * self.module.data_wait or None}
         if self.module.config.max_minutes is not None:
             figures["minutes"] = self.module.seconds / 60

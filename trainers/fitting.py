@@ -19,7 +19,7 @@ from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.files.atomic_files import make_folder
 from ..modules.processes import Processes, destroy_group_at_exit
-from ..modules.tuning.replay_acceptance import held_out_acceptance
+from ..modules.tuning.replay_acceptance import MeasuredStep, held_out_acceptance
 from .base import DraftModule
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine
 from .interruption import StopAtSignal
@@ -41,8 +41,8 @@ class FitResult:
     """Tokens per target pass, bonus included, decoded on held-out text at that step."""
     by_position: tuple[float, ...]
     """Share of passes that accepted at least the 1st, 2nd, ... drafted token, at that step."""
-    untrained_accepted_length: float
-    """The accepted length before the first optimizer step."""
+    curve: tuple[MeasuredStep, ...]
+    """Every measurement, the untrained drafter's first, with the training text since the one before."""
     parameters: int
     """Number of trained weights."""
     step: int
@@ -94,7 +94,7 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
             gradient_clip_val=config.clip or None, precision=precision_of(config), accelerator=config.accelerator,
             devices=config.devices, num_nodes=config.num_nodes, strategy=strategy_for(config),
             logger=TensorBoardLogger(save_dir=out, name="tensorboard", version=""), plugins=[AtomicCheckpointIO()],
-            callbacks=[*callbacks, ProgressLine(module, acceptance)] if progress else [*callbacks],
+            callbacks=[*callbacks, ProgressLine(module)] if progress else [*callbacks],
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
             num_sanity_val_steps=0, use_distributed_sampler=False, default_root_dir=out)
     # Weights alone: a checkpoint is data, and reading it runs no code.
@@ -114,10 +114,10 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     module.drafter.to(module.target.device).eval()
     trained = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
     return FitResult(checkpoint=out / BEST, accepted_length=best["accepted_length"],
-                     by_position=tuple(best["by_position"]), untrained_accepted_length=acceptance.untrained or 1.0,
-                     parameters=sum(trained), step=best["step"], steps=trainer.global_step,
-                     precision=precision_of(module.config), seconds=module.seconds,
-                     data_wait=module.data_wait, peak_memory_bytes=module.peak_memory_bytes)
+                     by_position=tuple(best["by_position"]), curve=tuple(module.curve.steps),
+                     parameters=sum(trained), step=best["step"], steps=trainer.global_step, seconds=module.seconds,
+                     precision=precision_of(module.config), data_wait=module.data_wait,
+                     peak_memory_bytes=module.peak_memory_bytes)
 
 
 def require_devices(config: TrainConfig) -> None:

@@ -20,7 +20,13 @@ DIVISION = ("accumulate", "devices", "num_nodes")
 """Settings whose product is the number of micro-batches of an optimizer step: it alone decides, up to rounding."""
 MOST_LR = 100.0
 """Largest learning rate: beyond it no optimizer here learns, and float32 overflows."""
-STRATEGIES = ("auto", "ddp", "fsdp2", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+FSDP2 = "fsdp2"
+"""Name of the strategy that splits the drafter's weights, gradients and optimizer states."""
+ZERO_STAGES = {f"deepspeed_stage_{stage}": stage for stage in (1, 2, 3)}
+"""Lightning's names of DeepSpeed's strategies, and the stage of ZeRO (arXiv:1910.02054, section 5)."""
+SPLITTING = (FSDP2, *ZERO_STAGES)
+"""Names of the strategies that split something of the drafter among the processes."""
+STRATEGIES = ("auto", "ddp", *SPLITTING)
 """Names of the strategies of several processes."""
 
 

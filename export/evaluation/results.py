@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...modules import ConfidenceCurve
+from ...modules import ConfidenceCurve, MeasuredStep
 from .methods import MeasuredHead
 from .uniformity import Distribution
 
@@ -284,6 +284,20 @@ class SampleAnswer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingRecord:
+    """The training of the draft, by the run that has trained it."""
+
+    time: str
+    """Sentence on its seconds and steps."""
+    outcome: str
+    """Sentence on what its curve shows, and on what would help."""
+    best_step: int
+    """The step whose weights the artifact has."""
+    curve: tuple[MeasuredStep, ...]
+    """Its measured steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationRun:
     """Results of all methods measured in one process, which share its baselines."""
 
@@ -297,8 +311,8 @@ class EvaluationRun:
     """Acceptance heads of the artifacts for these answers; none where no artifact has any."""
     left_out: tuple[str, ...] = ()
     """Planned work that did not fit into the given minutes, a sentence each; empty where nothing was left out."""
-    training: str = ""
-    """Sentence on the time of the draft's training; empty where the run that evaluates did not train."""
+    training: TrainingRecord | None = None
+    """The draft's training; None where the run that evaluates did not train."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON: "header", at the top level the first method at its first temperature and batch size as the main
@@ -307,7 +321,7 @@ class EvaluationRun:
                 "sample_answers": [asdict(one) for one in self.samples],
                 "acceptance_heads": [asdict(one) for one in self.heads],
                 "left_out": list(self.left_out),
-                "training": self.training,
+                "training": self.training and asdict(self.training),
                 "measurements": [record for one in self.evaluations for record in one.measurements()]}
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 from ...modules import FASTEST, JOINED
 from ..artifact import Artifact
 from ..evaluation.methods import EvaluateConfig
-from ..evaluation.results import Evaluation, EvaluationRun, Lossless
+from ..evaluation.results import Evaluation, EvaluationRun, Lossless, TrainingRecord
 from . import plots
 from .acceptance_heads import HEADS_NOTE, RELIABILITY_NOTE, drafted_table, head_verdicts, reliability_table, title
 from .headline import headline
@@ -50,7 +50,7 @@ def page(run: EvaluationRun, artifact: Artifact | None) -> str:
     first = firsts[0]
     several = f"{len(firsts)} drafting methods for {first.target}"
     title = several if len(firsts) > 1 else f"{first.name.capitalize()} drafts for {first.target}"
-    circumstances = [line for line in (how_measured(run), where_measured(run), run.training) if line]
+    circumstances = [how_measured(run), where_measured(run), *([run.training.time] if run.training else [])]
     comparison = ("" if len(run.evaluations) < 2 else
                   f"<h2>The methods side by side</h2>{_grid(side_by_side(run))}"
                   f'<p class="muted">{escape(COLUMNS_NOTE)} {escape(INTERVALS_NOTE)}</p>')
@@ -64,6 +64,7 @@ def page(run: EvaluationRun, artifact: Artifact | None) -> str:
         _figures(run, firsts, artifact),
         comparison,
         *(_details(run, evaluation) for evaluation in firsts),
+        _training(run.training),
         _heads(run),
         _tree(artifact),
         _facts(run, artifact),
@@ -205,6 +206,22 @@ def _details(run: EvaluationRun, evaluation: Evaluation) -> str:
     sure = f'<p class="muted">{escape(confidence_note(evaluation))}</p>{_grid(table)}' if table is not None else ""
     return (f"<h2>{escape(heading)}</h2>{_grid(in_detail(run, evaluation))}"
             f'<p class="muted">{escape(" ".join(note for note in notes if note))}</p>{joined}{sure}')
+
+
+def _training(training: TrainingRecord | None) -> str:
+    """The curve of the draft's training, and the sentences that follow from it."""
+    if training is None:
+        return ""
+    lengths = _figure(plots.training_lengths(training.curve, training.best_step),
+                      "Held-out text: tokens per target pass, decoded with a tree searched for it, without copies. "
+                      "Training text: what was expected of a chain, given the right tokens before each guess, mean "
+                      "since the measurement before. The two differ in height; compare their courses. Vertical line: "
+                      "the step whose weights the artifact has.")
+    losses = _figure(plots.training_losses(training.curve),
+                     "Training text: the loss, and the share of tokens that the first guess got right, means since "
+                     "the measurement before.")
+    return (f"<h2>The training of the draft</h2><p>{escape(training.outcome)}</p>"
+            f'<div class="pair">{lengths}{losses}</div>')
 
 
 def _heads(run: EvaluationRun) -> str:

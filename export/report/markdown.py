@@ -94,7 +94,7 @@ def markdown(run: EvaluationRun) -> str:
     """Text of report.md."""
     # A reader who stops early has seen the result, the machine, and every reason to doubt the speeds.
     lines = [f"# Drafts for {run.evaluations[0].target}", "", f"**{headline(run)}**", "", how_measured(run), "",
-             where_measured(run), "", *([run.training, ""] if run.training else [])]
+             where_measured(run), "", *([f"{run.training.time}. {run.training.outcome}", ""] if run.training else [])]
     if run.evaluations[0].contended:
         lines += [f"**Warning.** {contention_note(run)}", ""]
     lines += [line for text in verdicts(run) for line in (text, "")]

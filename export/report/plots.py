@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from ...modules import ConfidenceCurve, CostCurve, Topology, UserError
+from ...modules import ConfidenceCurve, CostCurve, MeasuredStep, Topology, UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -183,6 +183,41 @@ def cost_curve(cost: CostCurve, tree_size: int, expected: Sequence[float]) -> st
             labels.append(TREE_ALONE)
         axes.legend(handles, labels, loc="lower right", fontsize=8.5)
     return plot.svg("cost")
+
+
+def training_lengths(curve: Sequence[MeasuredStep], best: int) -> str:
+    """Tokens per pass of held-out text by training step, the best marked, and those expected on training text."""
+    held_out = [(one.step, one.accepted_length) for one in curve]
+    expected = [(one.step, one.expected_accepted_length) for one in curve if one.expected_accepted_length is not None]
+    with _Plot(4.9, 3.3) as (axes, plot):
+        axes.plot(*zip(*held_out, strict=True), "o-", color=DRAFTED, markersize=4, label="held-out text, decoded")
+        if expected:
+            axes.plot(*zip(*expected, strict=True), "o--", color=MUTED, markersize=3, label="training text, expected")
+        axes.axvline(best, color=ACCENT, linewidth=1, zorder=0.5)
+        # On the side of the line that has room.
+        shift, side = (-4, "right") if 2 * best >= curve[-1].step else (4, "left")
+        axes.annotate(f"best: {dict(held_out)[best]:.2f} at step {best:,}", (best, 1.0), xytext=(shift, 4), ha=side,
+                      textcoords="offset points", color=ACCENT, fontsize=9)
+        top = max(length for _, length in [*held_out, *expected])
+        axes.set(xlabel="optimizer step", ylabel="tokens per pass", xlim=(0, None), ylim=(1.0, 1.0 + 1.1 * (top - 1.0)))
+        plot.legend_above(2)
+    return plot.svg("training")
+
+
+def training_losses(curve: Sequence[MeasuredStep]) -> str:
+    """Loss and accuracy on training text by training step."""
+    with _Plot(4.9, 3.3) as (axes, plot):
+        right = axes.twinx()
+        for side, name, scale, color in ((axes, "loss", 1, INK), (right, "accuracy", 100, SERIES[1])):
+            known = {one.step: scale * value for one in curve if (value := getattr(one, name)) is not None}
+            side.plot(list(known), list(known.values()), "o-", color=color, markersize=4,
+                      label=f"{name} (right)" if side is right else name)
+            side.set(ylim=(0, 1.1 * max(known.values(), default=1.0)))
+        axes.set(xlabel="optimizer step", ylabel="loss", xlim=(0, None))
+        right.set(ylabel="first guesses that are right, %")
+        right.grid(visible=False)
+        plot.legend_above(2)
+    return plot.svg("losses")
 
 
 def tree(topology: Topology, used: int) -> str:

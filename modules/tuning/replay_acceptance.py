@@ -38,6 +38,24 @@ class Acceptance:
     """Number of passes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """An optimizer step after which held-out text was decoded, and the training text since the measurement before."""
+
+    step: int
+    """Number of the step; 0 is the untrained drafter."""
+    accepted_length: float
+    """Tokens per pass of held-out text, decoded, the bonus included."""
+    labels: int
+    """Labels that training has read up to here, repeated ones again."""
+    loss: float | None = None
+    """Mean loss of the optimizer steps since the measurement before; None where there was none."""
+    accuracy: float | None = None
+    """Share of their labels that the first draft step guessed."""
+    expected_accepted_length: float | None = None
+    """Teacher-forced estimate of their tokens per pass, for a chain; None where draft steps form none."""
+
+
 def replay(
     drafter: Drafter,
     target: Target,

@@ -31,6 +31,7 @@ from ...export.layouts.parts.gguf_file import FLOAT32
 from ...export.layouts.registry import EXPORT_FORMATS, format_named, in_fewer_bits, require_number_format
 from ...modules import TargetConfig, UserError, load_target
 from ...modules.files.bounded_reading import require_ordinary
+from ...modules.files.folder_locks import sole_writer
 from ...modules.target.loading.loading import gguf_of
 from ..chat_settings import (
     ARTIFACT_TARGET,
@@ -42,6 +43,7 @@ from ..chat_settings import (
     require_prompts,
 )
 from ..reading.parsing import Command, Parsed
+from ..stages.records import STAGES_FILE
 from ..terminal.terminal_text import say
 
 
@@ -94,12 +96,14 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
                for method in Method.each(artifact, given.evaluate, name=name, say=say)]
     questions = prompt_sets(given.template.build(target), sets)
     changed = next((artifact.target for artifact in artifacts if artifact.adapter is not None), None)
-    result = evaluate(changed or target, methods, questions, given.evaluate, references=given.references, say=say)
-    if changed is not None:
-        result = with_drift(result, target, changed, questions, max_new_tokens=given.evaluate.max_new_tokens)
-    called = [name or artifact.drafter.family for artifact, name in zip(artifacts, names(folders), strict=True)]
-    result = replace(result, heads=measured_heads(dict(zip(called, artifacts, strict=True)), given.evaluate))
-    written = write_report(given.out, result, artifacts[0] if artifacts else None)
+    # The lock of a run, which writes its report there too. Only now: what is refused before leaves no folder.
+    with sole_writer(given.out / STAGES_FILE, wait=False):
+        result = evaluate(changed or target, methods, questions, given.evaluate, references=given.references, say=say)
+        if changed is not None:
+            result = with_drift(result, target, changed, questions, max_new_tokens=given.evaluate.max_new_tokens)
+        called = [name or artifact.drafter.family for artifact, name in zip(artifacts, names(folders), strict=True)]
+        result = replace(result, heads=measured_heads(dict(zip(called, artifacts, strict=True)), given.evaluate))
+        written = write_report(given.out, result, artifacts[0] if artifacts else None)
     say(terminal_table(result))
     say(f"{written['html']} shows it with plots")
 
@@ -211,11 +215,11 @@ def export(parsed: Parsed[ExportArguments]) -> None:
 def say_commands(given: ExportArguments, chosen: ExportFormat[Any], artifact: Artifact, gguf: Path | None) -> None:
     """Print the commands that serve an export, ready for the current folder."""
     name = artifact.identity.name if given.target.name == ARTIFACT_TARGET else given.target.name
-    beside = given.out.parent / "target"
-    target = name if Path(name).is_dir() else str(beside) if target_place(name) == Places.target else name
+    folder = str(given.out.parent / "target")
+    target = name if Path(name).is_dir() else folder if target_place(name) == Places.target else name
     places = Places(folder=str(given.out), target=target, gguf=str(gguf))
     commands = chosen.commands(artifact.drafter, places)
-    if any(target in shlex.split(command) for command in commands.values()) and target == str(beside) != str(given.out):
+    if any(target in shlex.split(command) for command in commands.values()) and target == folder != str(given.out):
         named = [] if given.target.name == ARTIFACT_TARGET else ["--target.name", name]
         words = ["--artifact", str(given.artifact), *named, "--format", "target", "--out", target]
         commands = {"the target as a folder": shlex.join(["draftsmith", "export", *words]), **commands}

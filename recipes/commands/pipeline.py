@@ -69,7 +69,7 @@ from ..stages.answer_workers import answers, help_to_answer, is_shared, leading,
 from ..stages.draft_writer import require_teacher, writer_digest
 from ..stages.left_out import left_out
 from ..stages.records import STAGES_FILE, Stage, run_stages
-from ..stages.training_folder import check_settings, read_result, refuse_growth, time_in_words, trained_on, write_result
+from ..stages.training_folder import check_settings, read_result, recorded, refuse_growth, trained_on, write_result
 from ..stages.workspace import Workspace
 from ..terminal.terminal_text import say, stage_line
 
@@ -156,7 +156,8 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
     if module.global_rank != 0:
         # This process was started for the training alone: the first one goes on.
         raise SystemExit(0)
-    say(f"     {time_in_words(result)}")
+    record = recorded(workspace, result)
+    say(f"     {record.time}\n     {record.outcome}")
     return write_result(workspace.training, result)
 
 
@@ -297,7 +298,7 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
         result = with_drift(result, workspace.target, artifact.target, questions, max_new_tokens=config.max_new_tokens)
     result = replace(result, heads=measured_heads({artifact.drafter.family: artifact}, config))
     result = replace(result, left_out=(*left_out(workspace), *result.left_out),
-                     training=time_in_words(read_result(workspace.training)))
+                     training=recorded(workspace, read_result(workspace.training)))
     written = write_report(workspace.out, result, artifact)
     say(f"\n{terminal_table(result)}\n{written['html']} shows it with plots")
     return list(written.values())

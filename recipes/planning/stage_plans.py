@@ -14,9 +14,9 @@ from ...modules.target.devices.placement import Zero3
 from ...modules.target.linears.packed_linear import has_packed_product, linear_layers
 from ...modules.tuning.copy_sizing import TIMED
 from ...trainers import DraftModule
-from ...trainers.processes.strategies import FSDP2
-from ...trainers.processes.zero_strategy import BUCKET, ZERO_STAGES
+from ...trainers.processes.zero_strategy import BUCKET
 from ...trainers.steps.optimizers import Together
+from ...trainers.train_config import FSDP2, ZERO_STAGES
 from ..chat_settings import handwritten_prompts
 from ..recipe import Recipe
 from .device_rates import Rates

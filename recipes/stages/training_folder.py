@@ -5,6 +5,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import get_type_hints
 
+from ...export import TrainingRecord
 from ...modules import UserError
 from ...modules.files.atomic_files import write_file
 from ...modules.files.bounded_reading import read_bounded
@@ -14,6 +15,10 @@ from ...trainers import FitResult
 from .workspace import Workspace
 
 RESULT_FILE, STATS_FILE, SETTINGS_FILE = "result.json", "stats.json", "settings.json"
+REPETITIONS = 4
+"""Times that text is read, beyond which more of it is worth clearly more (arXiv:2305.16264, section 5)."""
+RISING = 1.01
+"""Growth of the accepted length in the last quarter of a training from which it counts as still rising."""
 DECISIVE = ("family", "drafter", "train", "batch")
 """Recipe sections that decide what is trained."""
 
@@ -76,10 +81,33 @@ def write_result(folder: Path, result: FitResult) -> list[Path]:
     return [folder / RESULT_FILE, result.checkpoint]
 
 
-def time_in_words(result: FitResult) -> str:
-    """A sentence on the time of a training."""
-    return (f"trained in {result.seconds:,.0f} s ({result.steps:,} steps); {result.data_wait:.1%} of that went by "
+def recorded(workspace: Workspace, result: FitResult) -> TrainingRecord:
+    """The time of a training and its curve, with sentences on both."""
+    time = (f"trained in {result.seconds:,.0f} s ({result.steps:,} steps); {result.data_wait:.1%} of that went by "
             "waiting for data")
+    return TrainingRecord(time=time, outcome=outcome(workspace, result), best_step=result.step, curve=result.curve)
+
+
+def outcome(workspace: Workspace, result: FitResult) -> str:
+    """Sentences on the curve of a training, and on what would make its draft better."""
+    config, curve, best = workspace.recipe.train, result.curve, result.accepted_length
+    found = f"Best at step {result.step:,} of {result.steps:,}: {best:.2f} tokens per pass of held-out text"
+    # The last measurement before the last quarter, in which the learning rate falls to nearly nothing.
+    earlier = [one for one in curve[1:] if 4 * one.step <= 3 * result.steps]
+    if not earlier:
+        return f"{found}; measured too seldom to say more (train.validate_every)."
+    text = int(workspace.label_weights.sum())
+    times = curve[-1].labels / max(1, text)
+    seen = f"{text:,} tokens seen {times:.0f} times" if times >= 1.5 else f"{text:,} tokens, not seen twice"
+    answers = "prompts" if workspace.recipe.distill.budget_tokens is None else "answers (distill.budget_tokens)"
+    by_steps = config.max_steps is not None and result.steps >= config.max_steps
+    longer = "steps (train.max_steps)" if by_steps else "minutes (train.max_minutes)"
+    if result.step == curve[-1].step and best >= RISING * earlier[-1].accepted_length:
+        more = f", and more {answers} too" if times > REPETITIONS else ""
+        return f"Still rising at the end: more {longer} will help{more}. {found}, by {seen}."
+    if times > REPETITIONS:
+        return f"Short of data: {seen}; more {answers} will help. {found}."
+    return f"{found}, by {seen}, and level by the end: more {longer} alone will hardly help."
 
 
 def read_result(folder: Path) -> FitResult:

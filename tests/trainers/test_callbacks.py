@@ -1,7 +1,6 @@
 """Choice of the checkpoint, times of writing, the progress line, and atomic writing."""
 
 import dataclasses
-import math
 import re
 import warnings
 from pathlib import Path
@@ -55,7 +54,7 @@ def test_the_greatest_accepted_length_wins_and_a_tie_goes_to_the_earlier(
     result = fit(module, CycleData(), tmp_path, progress=False)
     assert len(seen) == 5, "before the first step, after steps 2, 4, 6, and after the last one"
     assert (result.step, result.accepted_length, result.steps) == (4, 1.4, 7)
-    assert result.untrained_accepted_length == 1.0
+    assert result.curve[0].accepted_length == 1.0
     assert all(torch.equal(tensor, MedusaModule(target, SETTINGS).build_drafter().state_dict()[name])
                for name, tensor in seen[0].items())
     for found in (load_file(result.checkpoint), module.drafter.state_dict()):
@@ -66,7 +65,7 @@ def test_the_greatest_accepted_length_wins_and_a_tie_goes_to_the_earlier(
 def test_the_best_so_far_survives_an_interruption(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scripted(monkeypatch, [1.0, 1.1, 1.4, math.nan])
+    scripted(monkeypatch, [1.0, 1.1, 1.4, 1.3])
 
     class Stops(MedusaModule):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -81,6 +80,29 @@ def test_the_best_so_far_survives_an_interruption(
     # The checkpoint of step 6 has the measurements of 2, 4 and 6; only the last step is left.
     assert len(seen) == 1
     assert (result.step, result.accepted_length) == (4, 1.4)
+
+
+def test_a_run_interrupted_three_times_has_the_curve_of_one_that_was_not(target: Target, tmp_path: Path) -> None:
+    """Killed after a measurement that no checkpoint holds, and between two measurements: no step counts twice."""
+    whole = fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path / "whole", progress=False)
+    assert [one.step for one in whole.curve] == [0, 2, 4, 6, 7]
+    assert whole.curve[0].loss is None
+    labels = [one.labels for one in whole.curve]
+    assert labels == sorted(set(labels))
+    assert whole.accepted_length == max(one.accepted_length for one in whole.curve[1:])
+    assert all(0 <= one.accuracy <= 1 <= one.expected_accepted_length for one in whole.curve[1:])
+    for last in (4, 5, 6):
+        class Stops(MedusaModule):
+            fatal = last
+
+            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+                if batch_idx == self.fatal:
+                    raise KeyError("power")
+                return super().training_step(batch, batch_idx)
+
+        with pytest.raises(KeyError):
+            fit(Stops(target, SETTINGS), CycleData(), tmp_path / "parts", progress=False)
+    assert fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path / "parts", progress=False).curve == whole.curve
 
 
 def test_few_held_out_tokens_give_one_warning(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

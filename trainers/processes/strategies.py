@@ -10,14 +10,9 @@ from torch.optim import Optimizer
 
 from ...modules.errors import UserError
 from ..steps.optimizers import Together
-from ..train_config import TrainConfig
+from ..train_config import FSDP2, ZERO_STAGES, TrainConfig
 from .split_drafter import WholeCheckpoints, like, made_whole
-from .zero_strategy import ZERO_STAGES, ZeroDrafter
-
-FSDP2 = "fsdp2"
-"""Name of the strategy that splits the drafter's weights, gradients and optimizer states."""
-SPLITTING = (FSDP2, *ZERO_STAGES)
-"""Names of the strategies that split something of the drafter among the processes."""
+from .zero_strategy import ZeroDrafter
 
 
 class FullyShardedDrafter(WholeCheckpoints, ModelParallelStrategy):

@@ -23,8 +23,6 @@ from ...modules.errors import UserError
 from .split_drafter import SplitDrafter, WholeCheckpoints
 from .zero_states import load_optimizer_state, optimizer_layout, whole_optimizer_state
 
-ZERO_STAGES = {f"deepspeed_stage_{stage}": stage for stage in (1, 2, 3)}
-"""Lightning's names of the strategies, and the stage of ZeRO (arXiv:1910.02054, section 5)."""
 BUCKET = 50_000_000
 """Most elements of gradients that are sent at once."""
 

@@ -20,6 +20,7 @@ from draftsmith.export import (
     Lossless,
     MeasuredHead,
     Measures,
+    TrainingRecord,
     terminal_table,
     write_report,
 )
@@ -35,6 +36,7 @@ from draftsmith.modules import (
     ConfidenceCurve,
     CostCurve,
     DraftedTokens,
+    MeasuredStep,
     SamplingSetting,
     TargetIdentity,
     Topology,
@@ -204,11 +206,33 @@ def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
 
 
 def test_every_plot_is_well_formed_with_ids_of_its_own(tmp_path: Path) -> None:
-    page = write_report(tmp_path, a_run(), an_artifact())["html"].read_text()
+    page = write_report(tmp_path, replace(a_run(), training=trained()), an_artifact())["html"].read_text()
     drawings = re.findall(r"<svg.*?</svg>", page, re.S)
     ids = [set(re.findall(r'<clipPath id="([^"]+)"', drawing)) for drawing in drawings]
     assert all(ElementTree.fromstring(drawing).tag.endswith("svg") for drawing in drawings)
     assert sum(map(len, ids)) == len(set().union(*ids))
+
+
+def trained(expected: float | None = 1.2) -> TrainingRecord:
+    return TrainingRecord(time="trained in 61 s", outcome="Short of data: 14,000 tokens.", best_step=200, curve=(
+        MeasuredStep(step=0, accepted_length=1.0, labels=0),
+        MeasuredStep(step=200, accepted_length=1.43, labels=900, loss=3.1, accuracy=0.25,
+                     expected_accepted_length=expected),
+        MeasuredStep(step=300, accepted_length=1.41, labels=1350, loss=2.9, accuracy=0.3,
+                     expected_accepted_length=expected)))
+
+
+@pytest.mark.parametrize("expected", [1.2, None])
+def test_the_page_of_a_run_that_trained_shows_the_curve(tmp_path: Path, expected: float | None) -> None:
+    run = replace(a_run(), training=trained(expected))
+    paths = write_report(tmp_path, run, an_artifact())
+    page = paths["html"].read_text()
+    assert page.count("<svg") == 7  # those of an evaluation, tokens per pass, loss
+    assert "<p>Short of data: 14,000 tokens.</p>" in page
+    assert "best: 1.43 at step 200" in page
+    assert ("training text, expected" in page) == (expected is not None)
+    assert "trained in 61 s. Short of data: 14,000 tokens." in paths["markdown"].read_text()
+    assert json.loads(paths["json"].read_text())["training"]["curve"][1]["accuracy"] == 0.25
 
 
 def test_equal_runs_give_equal_pages(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,11 +33,13 @@ from draftsmith.modules import (
     load_target,
     stream,
 )
+from draftsmith.modules.files.folder_locks import sole_writer
 from draftsmith.modules.target.linears.packed_linear import can_pack
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import compare_families, pipeline
 from draftsmith.recipes.stages.workspace import Workspace
 from safetensors.torch import load_file
+from support.forked_workers import kill, start
 from support.tiers import some_long
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,26 +72,80 @@ def test_the_evaluation_has_the_promised_keys_and_is_lossless(tiny_run: Path) ->
     assert content["accepted_length"] >= 1
 
 
+def shown(value: float | None, form: str, interval: list[float] | None = None) -> tuple[str, str]:
+    """A figure and its interval as a report shows them."""
+    ends = "" if interval is None else "–".join(format(end, form.rstrip("×")) for end in interval)
+    return "–" if value is None else format(value, form.rstrip("×")) + "×" * form.endswith("×"), ends
+
+
+def row_of(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The cells of a group of prompts in a table of a report."""
+    return [shown(found["prompts"], "d"), shown(found["accepted_length"], ".2f", found["accepted_length_interval"]),
+            shown(found["tokens_per_second"], ".1f", found["tokens_per_second_interval"]),
+            shown(found["plain_tokens_per_second"], ".1f"), shown(found["generate_tokens_per_second"], ".1f"),
+            shown(found["speedup"], ".2f×", found["speedup_interval"]), shown(found["memory_bound_speedup"], ".2f×"),
+            (f"{found['lossless']['identical']}/{found['lossless']['prompts']}", "")]
+
+
 def test_a_figure_that_stands_in_several_places_is_the_same(tiny_run: Path) -> None:
     """Page, Markdown, card and evaluation.json: each says of what its figure is, and figures of one thing agree."""
     found = json.loads((tiny_run / "evaluation.json").read_text())
     config = json.loads((tiny_run / "artifact" / "config.json").read_text())
     trained = json.loads((tiny_run / "train" / "result.json").read_text())
     tuned = json.loads((tiny_run / "artifact" / "tuning.json").read_text())
-    page = re.sub("<[^>]+>", " ", html.unescape((tiny_run / "report.html").read_text()))
-    page, text = " ".join(page.split()), (tiny_run / "report.md").read_text()
-    shown = f"{found['accepted_length']:.2f}"
-    assert re.findall(r"([\d.]+) [\d.–]+ tokens per target pass, in passes", page) == [shown]
-    rows = re.findall(r"^\| ([a-z ]+) \| (\d+) \| ([\d.]+) ", text, re.M)
-    measured = {"all prompts": found, **found["by_prompt_set"], **found["by_category"]}
-    assert {name for name, *_ in rows} >= {"all prompts", "own", "handwritten", "writing"}
-    for name, prompts, length in rows:
-        assert (int(prompts), length) == (measured[name]["prompts"], f"{measured[name]['accepted_length']:.2f}"), name
-        assert f" {name} {prompts} {length} " in page, name
+    raw, text = html.unescape((tiny_run / "report.html").read_text()), (tiny_run / "report.md").read_text()
+    page = " ".join(re.sub("<[^>]+>", " ", raw).split())
+    # Tables: every cell of every group.
+    cell = r'<td>([^<]*)(?:<i class="range">([^<]*)</i>)?</td>'
+    rows = {row[0][0]: row[1:] for line in re.findall(r"<tr>(<td>.*?)</tr>", raw) if (row := re.findall(cell, line))}
+    measured = {"all prompts": found, **found["by_prompt_set"],
+                **{name: one for name, one in found["by_category"].items() if name != "own"}}
+    assert {name: rows[name] for name in rows if name in measured} == {
+        name: row_of(one) for name, one in measured.items()}
+    assert {"all prompts", "own", "handwritten", "writing"} <= set(rows)
+    for name, prompts, length in re.findall(r"^\| ([a-z ]+) \| (\d+) \| ([\d.]+) ", text, re.M):
+        assert [prompts, length] == [figure for figure, _ in row_of(measured[name])[:2]], name
+    # Cards and sentences.
+    cards = re.findall(r'<div class="card[^"]*"><b>([^<]*)(?:<i class="range">([^<]*)</i>)?</b>', raw)
+    assert cards == [*(row_of(found)[column] for column in (1, 5, 7)), shown(found["draft_time_share"], ".0%")]
+    header, faster = found["header"], max(found["plain_tokens_per_second"], found["generate_tokens_per_second"])
+    for sentence in (
+        f"{sum(header['prompt_sets'].values())} prompts, answers of at most {header['settings']['max_new_tokens']} ",
+        f"timed prompts: {header['timed_prompts']}",
+        f"speed-up: {found['tokens_per_second']:.1f} tokens/s with drafts, {faster:.1f} without",
+        f"All {found['lossless']['prompts']} answers ({found['new_tokens']:,} tokens) are identical",
+        f"Drafting read {found['draft_share']:.2f} bytes for each byte of the target and took "
+        f"{found['draft_time_share']:.0%} of the time. {found['repetition_rate']:.0%} of the answers repeat",
+        f"before), {found['truncation_rate']:.0%} reached the length limit",
+        f"without drafts: {found['predicted_speedup']:.2f}×, measured: "
+        f"{found['tokens_per_second'] / found['plain_tokens_per_second']:.2f}×",
+        " and ".join(f"{count} {name}" for name, count in header["prompt_sets"].items()),
+        *(f"{one['rank'].capitalize()}: {one['accepted_length']:.2f} tokens per pass, "
+          f"{sum(token['guessed'] for token in one['tokens'])} of {len(one['tokens'])} tokens guessed"
+          for one in found["sample_answers"]),
+        *found["left_out"], found["training"]["time"], found["training"]["outcome"],
+        f"With the tree alone each pass of the target checks {tuned['tree_size']} tokens at once",
+        f"The artifact holds {len(config['tree']['parents'])} nodes",
+    ):
+        assert sentence in page
     assert set(re.findall(r"at most (\d+) nodes", page)) == {str(found["nodes"])}
     assert found["nodes"] == found["tree_nodes"] == tuned["tree_size"]
-    assert f"With the tree alone each pass of the target checks {tuned['tree_size']} tokens at once" in page
-    assert f"The artifact holds {len(config['tree']['parents'])} nodes" in page
+    worst = max(header["contention"]["worst_excess"].values())
+    assert f"{worst:.0%}" in page[page.index("steadiness") :]
+    # Labels in the plots: speeds of each prompt set, lengths of each category, the best step of training.
+    drawn = [re.findall(r"<text[^>]*>([^<]*)</text>", one) for one in re.findall(r"<svg.*?</svg>", raw, re.S)]
+    speeds, lengths, training = (next(one for one in drawn if label in one) for label in (
+        "tokens per second, median", "tokens per target pass", "held-out text, decoded"))
+    for one in found["by_prompt_set"].values():
+        assert {f"{one[f'{name}tokens_per_second']:.1f}" for name in ("", "plain_", "generate_")} <= set(speeds)
+    assert {f"{one['accepted_length']:.2f}" for one in found["by_category"].values()} <= set(lengths)
+    assert f"all {found['accepted_length']:.2f}" in map(str.strip, lengths)
+    curve = {one["step"]: one for one in found["training"]["curve"]}
+    best = found["training"]["best_step"]
+    assert f"best: {curve[best]['accepted_length']:.2f} at step {best}" in training
+    assert curve[best]["accepted_length"] == max(curve[step]["accepted_length"] for step in curve if step)
+    assert (best, found["training"]["curve"]) == (trained["step"], trained["curve"])
+    assert trained["accepted_length"] == curve[best]["accepted_length"]
     card = (tiny_run / "artifact" / "README.md").read_text()
     assert f"| accepted length in validation | {trained['accepted_length']:.2f} tokens per target pass" in card
     assert "held-out answers with a tree of at most 8 nodes, without copies |" in card
@@ -380,6 +437,30 @@ def test_an_artifact_is_used_without_the_extras(words: list[str], tiny_run: Path
         "sys.exit(main(sys.argv[1:]))\n")
     given = [word.format(out=tmp_path / "out") for word in words]
     subprocess.run([sys.executable, "-c", program, *given, "--artifact", str(tiny_run / "artifact")], check=True)
+
+
+def test_of_two_evaluations_into_one_folder_one_is_refused(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "report"
+    words = ["evaluate", "--artifact", str(tiny_run / "artifact"), "--out", str(out), "--limit", "1",
+             "--max-new-tokens", "4", "--speed-prompts", "0"]
+
+    def first() -> None:
+        with sole_writer(out / "stages.json"):
+            (tmp_path / "started").touch()
+            time.sleep(600)
+
+    process = start(first)
+    while not (tmp_path / "started").exists():
+        time.sleep(0.01)
+    assert main(words) == 2
+    kill(process)
+    assert re.search(r"another process is writing \S+stages.json; start again when it has ended, or choose another",
+                     capsys.readouterr().err)
+    assert not (out / "evaluation.json").exists()
+    assert main(words) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["evaluation.json", "report.html", "report.md"]
 
 
 def test_evaluate_on_a_file_in_a_batch(tiny_run: Path, tmp_path: Path) -> None:

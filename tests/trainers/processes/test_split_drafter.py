@@ -10,7 +10,7 @@ import torch
 from draftsmith.modules import Target, UserError, deepspeed_import
 from draftsmith.trainers import Medusa2Module, Medusa2TrainConfig, MedusaTrainConfig
 from draftsmith.trainers.fitting import require_devices
-from draftsmith.trainers.processes.strategies import SPLITTING
+from draftsmith.trainers.train_config import SPLITTING
 from safetensors.torch import load_file
 from support.torchrun import start, torchrun
 
