@@ -27,6 +27,7 @@ from .loading import self_check
 from .loading.excerpt import copy_modules, excerpt, layer_list
 from .loading.generation_defaults import GenerationDefaults, read_defaults
 from .loading.identity import TargetIdentity, hash_weights
+from .loading.stored_weights import require_finite
 from .pass_layout import PassLayout
 from .rope_parameters import rope_by_kind
 from .target_rows import TargetRows
@@ -73,6 +74,8 @@ class Target:
         self.num_layers = int(self.config.num_hidden_layers)
         """Number of decoder layers."""
         sketched = self.device.type == "meta"
+        if not sketched:
+            require_finite(model, f"the target {name!r}")
         self.identity = TargetIdentity(
             name=name, architecture=plain_class(model).__name__, vocab_size=self.vocab_size,
             hidden_size=self.hidden_size, num_layers=self.num_layers,

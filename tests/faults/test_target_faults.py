@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from draftsmith.recipes.__main__ import main
+from safetensors.torch import load_file, save_file
 from support.faults import Fault, Place, check, ids
 from support.model_folders import CODE, model, with_code, write_model
 from support.tiers import some_long
@@ -33,6 +34,14 @@ def targets(name: str, **changes: object) -> object:
             write_model(place)
 
     return prepare
+
+
+def lacking_output(place: Place) -> None:
+    """Write a folder whose weights lack one tensor."""
+    file = write_model(place) / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 FAULTS = [
@@ -89,6 +98,12 @@ FAULTS = [
           model({"config.json": "[" * 100_000})),
     Fault("a configuration of many digits", PLAN, r"'\./model' could not be loaded .*set target\.name",
           model({"config.json": '{"model_type": "llama", "hidden_size": ' + "9" * 5000 + "}"})),
+    Fault("weights without an output layer", DISTILL, r"weights of the target '\./model' lack lm_head\.weight, which",
+          lacking_output, leaves=("out/*",)),
+    Fault("a folder without a tokenizer", DISTILL, r"the target '\./model' has no tokenizer .*; copy those of",
+          lambda place: (write_model(place) / "tokenizer.json").unlink(), leaves=("out/*",)),
+    Fault("fewer words than the tokenizer has", GENERATE + " --target.name ./model",
+          r"gives '.' the id 90, but its embedding has 90 rows; use the tokenizer", model(vocab_size=90)),
     Fault("weights whose header claims all memory", GENERATE + " --target.name ./model",
           r"model\.safetensors is no readable safetensors file .* copy it again",
           model({"model.safetensors": (2**62).to_bytes(8, "little") + b"{}"})),

@@ -15,6 +15,7 @@ from ..attention.tree_attention import NAME, register
 from ..model import Target
 from ..submodel import is_causal_lm
 from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
+from .stored_weights import read_model_whole, require_finite
 
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 """Files that define the model in a Hugging Face folder; the tokenizer only decides whether it fits."""
@@ -68,7 +69,7 @@ def read_model(folder: Path, target: Target) -> Any:
     """The causal language model in a Hugging Face folder, in float32.
 
     Raises:
-        UserError: if `read_config` refuses it, or its weights cannot be read.
+        UserError: if `read_config` refuses it, or its weights cannot be read, are not whole or not finite.
     """
     from transformers import AutoModelForCausalLM
 
@@ -79,7 +80,8 @@ def read_model(folder: Path, target: Target) -> Any:
             sketch = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
         check_parameters(sketch, stored_bytes(folder), str(folder))
         with without_bars():
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+            model = read_model_whole(folder, f"the model in {folder}", dtype=torch.float32, trust_remote_code=False)
+            require_finite(model, f"the model in {folder}")
     except UserError:
         raise
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:

@@ -25,6 +25,8 @@ from .claimed_sizes import check_claims, check_layers, check_parameters, stored_
 from .gguf_reading import gguf_config, parsed_once
 from .hf_folder import without_bars
 from .self_check import LIBRARY_ERRORS
+from .stored_tokenizer import read_tokenizer, require_rows
+from .stored_weights import read_model_whole
 from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
 
 DEFAULT_NAME = "smollm2-135m-instruct"
@@ -97,20 +99,13 @@ def load_target(config: TargetConfig) -> Target:
     if config.name != TINY_NAME:
         model, tokenizer = _read_stored(config, *_source(config), dtype, device, placement)
     elif not placement.spread:
-        model, tokenizer = tiny_model(dtype=dtype), tiny_tokenizer()
+        model, tokenizer = tiny_model(dtype=dtype), _with_template(config, tiny_tokenizer())
     else:
         # Only transformers divides or spreads a model, and only while it reads one from files.
         with TemporaryDirectory() as folder:
             tiny_model(dtype=dtype).save_pretrained(folder)
             tiny_tokenizer().save_pretrained(folder)
             model, tokenizer = _read_stored(config, folder, {}, dtype, device, placement)
-    if config.chat_template is not None:
-        try:
-            tokenizer.chat_template = read_bounded_text(Path(config.chat_template))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = (isinstance(error, OSError) and error.strerror) or "not UTF-8"
-            raise UserError(f"the chat template {config.chat_template!r} could not be read ({reason}); give an "
-                            "existing text file") from error
     return Target(placement.settled(model, device), tokenizer, name=config.name, pack=pack, placement=placement)
 
 
@@ -231,18 +226,17 @@ def _sketch(shape: Any, dtype: torch.dtype, *, trust: bool = False) -> Any:
 def _read_stored(config: TargetConfig, source: str, options: dict[str, Any], dtype: torch.dtype, device: torch.device,
                  placement: Placement) -> tuple[Any, Any]:
     """(model, tokenizer), the model's weights where the placement has them."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    world = Processes.launched().world
+    world, name = Processes.launched().world, f"the target {config.name!r}"
     destroy_group_at_exit()
     # Its warning that float32 is faster is about weights that stay quantised, and these are dequantised on reading.
     logging.getLogger("transformers.quantizers.quantizer_gguf").setLevel(logging.ERROR)
     with _one_sentence(config), parsed_once() if "gguf_file" in options else nullcontext():
         shape, sketch = _shape_and_sketch(config, source, options, dtype)
         placement.require_fit(sketch, world, gguf="gguf_file" in options)
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        tokenizer = _with_template(config, read_tokenizer(source, name, options))
+        require_rows(tokenizer, sketch.get_input_embeddings().weight.shape[0], name)
         with placement.reading(sketch, device, world) as places, without_bars():
-            model: Any = AutoModelForCausalLM.from_pretrained(source, config=shape, dtype=dtype, **options, **places)
+            model = read_model_whole(source, name, config=shape, dtype=dtype, **options, **places)
     if "gguf_file" in options:
         # The weights were dequantised on reading; without this, saving the model would claim that they are not.
         model.hf_quantizer = None
@@ -250,6 +244,18 @@ def _read_stored(config: TargetConfig, source: str, options: dict[str, Any], dty
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
     return model, tokenizer
+
+
+def _with_template(config: TargetConfig, tokenizer: Any) -> Any:
+    """The tokenizer with the chat template of the settings, if they name one."""
+    if config.chat_template is not None:
+        try:
+            tokenizer.chat_template = read_bounded_text(Path(config.chat_template))
+        except (OSError, UnicodeDecodeError) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or "not UTF-8"
+            raise UserError(f"the chat template {config.chat_template!r} could not be read ({reason}); give an "
+                            "existing text file") from error
+    return tokenizer
 
 
 @contextmanager
