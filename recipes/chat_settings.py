@@ -14,7 +14,7 @@ from ..modules.target.loading.loading import is_local
 
 ARTIFACT_TARGET = "artifact"
 """Stands for the target that the artifact names."""
-HANDWRITTEN = "handwritten.jsonl"
+HANDWRITTEN = Path(str(files(__package__) / "handwritten.jsonl"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def named_target(folder: Path, config: TargetConfig) -> TargetConfig:
 
 def handwritten_prompts() -> list[Prompt]:
     """The 80 hand-written prompts that ship with the package; nothing is ever trained on them."""
-    return read_prompts(Path(str(files(__package__) / HANDWRITTEN)))
+    return read_prompts(HANDWRITTEN)
 
 
 def question(template: ChatTemplate, prompt: Prompt) -> Question:

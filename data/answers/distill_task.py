@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from ...modules import Target, UserError
+from ...modules.files.fingerprints import files_digest
 from ..prompts.chat import ChatTemplate
 from ..prompts.prompt import Prompt
 from ..prompts.self_prompting import OwnPrompts, Source
 from ..prompts.sources import PromptConfig, ReadPrompts
-from ..store.token_store import Manifest, hash_file
+from ..store.token_store import Manifest
 from .distill_config import DistillConfig
 from .writers import Writer
 
@@ -93,10 +94,8 @@ class DistillTask:
         source = asdict(self.prompts)
         # Files stand there by their content instead of their path, since folders may move.
         for key in ("path", "name"):
-            if source[key] is not None and Path(source[key]).exists():
-                source[key] = Path(source[key]).name
-        if self.prompts.origin == "file":
-            source["sha256"] = hash_file(Path(str(self.prompts.path)))
+            if source[key] is not None and (place := Path(source[key])).exists():
+                source |= {key: place.name, "sha256": files_digest(place, ("**/*",))}
         answers = {**asdict(self.config), "draft": None if self.writer is None else self.writer.digest}
         # Neither the number of processes nor a server's address decides a byte.
         del answers["server"], answers["workers"]

@@ -24,7 +24,7 @@ from ..reading.recipe_files import read_recipe, recipe_path
 from ..recipe import Recipe, TreeConfig
 from ..stages.records import STAGES_FILE, Stage, run_stages
 from ..stages.training_folder import refuse_growth
-from ..stages.workspace import Workspace
+from ..stages.workspace import Workspace, target_files
 from ..terminal.interruption import call
 from ..terminal.terminal_text import say, stage_line
 from .acceptance_head import SpecdecArguments
@@ -187,7 +187,8 @@ def measure_baseline(name: str, parsed: Parsed[FamiliesArguments]) -> None:
     """Decode the same prompts with a drafter that needs no training."""
     out = parsed.values.out
     stage = Stage(name="evaluate", title="held-out prompts are decoded", sections=("target", "template", "evaluate"),
-                  work=partial(baseline_stage, name, parsed.values))
+                  work=partial(baseline_stage, name, parsed.values),
+                  reads=target_files(parsed.values.target, parsed.values.template))
     run_stages(out / name, parsed.settings, [stage], ["evaluate"], before=Manifest.load(out / "data").hash)
 
 
@@ -211,7 +212,8 @@ def measure_heads(name: str, parsed: Parsed[FamiliesArguments], heads: Parsed[Sp
     settings = {**heads.settings, **{section: parsed.settings[section] for section in ("template", "evaluate")}}
     stages = [head_stage(source, out / name, heads),
               Stage(name="evaluate", title="held-out prompts are decoded", sections=("target", "template", "evaluate"),
-                    work=partial(heads_evaluated, name, parsed.values, f"{SPECDEC}-{heads.values.rule.threshold:g}"))]
+                    work=partial(heads_evaluated, name, parsed.values, f"{SPECDEC}-{heads.values.rule.threshold:g}"),
+                    reads=target_files(parsed.values.target, parsed.values.template))]
     run_stages(out / name, settings, stages, [stage.name for stage in stages], before=digest)
 
 

@@ -35,6 +35,7 @@ from ...export import (
     with_drift,
     write_report,
 )
+from ...export.artifact_files import CONFIG, HEADS
 from ...modules import (
     JOINED,
     SIZING_TEMPERATURE,
@@ -62,15 +63,15 @@ from ...modules.target.draft_vocabulary import choose
 from ...modules.tuning.replay_acceptance import held_out_acceptance
 from ...trainers import DraftModule, FitResult, TrainConfig, families, fit
 from ...trainers.train_config import UNDECISIVE
-from ..chat_settings import handwritten_prompts, prompt_sets
+from ..chat_settings import HANDWRITTEN, handwritten_prompts, prompt_sets
 from ..reading.parsing import Command, Parsed
 from ..recipe import Recipe
 from ..stages.answer_workers import answers, help_to_answer, is_shared, leading, on_own_device, started_to_train
-from ..stages.draft_writer import require_teacher, writer_digest
+from ..stages.draft_writer import require_teacher
 from ..stages.left_out import left_out
 from ..stages.records import STAGES_FILE, Stage, run_stages
 from ..stages.training_folder import check_settings, read_result, recorded, refuse_growth, trained_on, write_result
-from ..stages.workspace import Workspace
+from ..stages.workspace import Workspace, target_files
 from ..terminal.terminal_text import say, stage_line
 
 ALL = ("distill", "encode", "train", "artifact", "evaluate")
@@ -312,18 +313,23 @@ def held_out_sets(data: Path) -> dict[str, list[Prompt]]:
 
 def stages(workspace: Workspace, more: Sequence[WantedStates] = ()) -> tuple[Stage, ...]:
     """The stages of a run, in order; the first stores `more` states for other trainings on the same data."""
-    trained_by = ("family", "drafter", "train")
+    trained_by, recipe = ("family", "drafter", "train"), workspace.recipe
+    target = target_files(recipe.target, recipe.template)
+    prompts, draft = recipe.prompts.path or recipe.prompts.name, recipe.distill.draft
+    answered = {**target, "prompts": [] if prompts is None else [Path(prompts)],
+                "distill.draft": [] if draft is None else [Path(draft) / CONFIG]}
     return (
         Stage(name="distill", title="the target answers prompts", work=partial(distill_stage, workspace, more),
-              sections=("target", "template", "prompts", "distill")),
+              sections=("target", "template", "prompts", "distill"), reads=answered),
         Stage(name="encode", title="the target's states are stored", work=partial(encode_stage, workspace),
-              sections=("batch", *trained_by)),
+              sections=("batch", *trained_by), reads=target),
         Stage(name="train", title="the drafter is trained", work=partial(train_stage, workspace), together=True,
               sections=("batch", *trained_by)),
         Stage(name="artifact", title="the draft tree is searched, the artifact written", sections=("tree",),
               work=partial(artifact_stage, workspace)),
         Stage(name="evaluate", title="held-out prompts are decoded", sections=("evaluate",),
-              work=partial(evaluate_stage, workspace)),
+              work=partial(evaluate_stage, workspace),
+              reads={"the hand-written prompts": [HANDWRITTEN], "acceptance heads": [workspace.artifact / HEADS]}),
     )
 
 
@@ -364,10 +370,8 @@ def performed(
 
 def _perform(workspace: Workspace, names: list[str], more: Sequence[WantedStates]) -> None:
     """Run stages in this process, the leading one of those that answer together."""
-    every = stages(workspace, more)
-    if workspace.recipe.data is None:
-        before = writer_digest(workspace)
-    else:
+    every, before = stages(workspace, more), ""
+    if workspace.recipe.data is not None:
         every, before = every[1:], workspace.data_identity()
     processes = Processes.launched()
     answered_together = workspace.data if is_shared(workspace.recipe) else None

@@ -5,15 +5,17 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...modules import UserError
 from ...modules.files.atomic_files import file_sha256, write_file
+from ...modules.files.fingerprints import files_digest
 from ...modules.files.folder_locks import remove_leftovers
 from ...modules.files.json_records import read_json, record_of
 from ...modules.processes import ALONE, Processes
+from ..reading.key_checks import flat
 from ..terminal.terminal_text import say
 
 STAGES_FILE = "stages.json"
@@ -31,6 +33,8 @@ class Stage:
     """Recipe sections that decide its output, besides the stages before it."""
     work: Callable[[], Sequence[Path]]
     """Does it, resuming what an interrupted run left; returns the files that stand for its whole output."""
+    reads: Mapping[str, Sequence[Path]] = field(default_factory=dict)
+    """Files and folders that it reads besides what stages left, by the settings that name them."""
     together: bool = False
     """Whether several processes do it together: the first one returns from it, the others end there."""
 
@@ -39,8 +43,8 @@ class Stage:
 class StageRecord:
     """A finished stage as stages.json keeps it."""
 
-    key: str
-    """Hash of everything that decided its output."""
+    inputs: dict[str, str]
+    """Everything that decided its output: settings, hashes of what it read, the stages before it."""
     files: dict[str, str]
     """Hash of each file that it wrote, by path from the run's folder."""
 
@@ -52,8 +56,9 @@ def run_stages(
 ) -> None:
     """Run the chosen stages in order, skipping those whose output is complete.
 
-    A stage is complete when it ended with the same recipe sections after the same earlier stages and its files are
-    still the ones that it wrote. What a killed process left half-written is removed first.
+    A stage is complete when it ended with the same recipe sections after the same earlier stages, what it read has not
+    changed since, and its files are still the ones that it wrote. Else it is done again: what cannot be made from other
+    files without a loss is refused by the stage itself. What a killed process left half-written is removed first.
 
     Args:
         out: folder of the run.
@@ -73,13 +78,19 @@ def run_stages(
         remove_leftovers(out, shared, out / STAGES_FILE)
     finished = read_finished(out)
     for number, stage in enumerate(stages, 1):
-        sections = {section: settings[section] for section in stage.sections}
         # Everything that decides the output: a run with another recipe finds a stage open of which these differ.
-        key = hashlib.sha256(json.dumps([stage.name, sections, before], sort_keys=True).encode()).hexdigest()
+        inputs = {key: json.dumps(value) for key, value in flat({name: settings[name] for name in stage.sections})
+                  if not isinstance(value, Mapping)}
+        inputs |= {f"the content of {name}": json.dumps([files_digest(path, ("**/*",), whole=False) for path in paths])
+                   for name, paths in stage.reads.items()}
+        inputs["what was done before"] = hashlib.sha256(before.encode()).hexdigest()
         label = f"[{number}/{len(stages)}] {stage.title}"
         record = finished.get(stage.name)
-        changed = None
-        if record is not None and record["key"] == key:
+        changed, others = None, []
+        if record is not None:
+            former = record["inputs"]
+            others = sorted(name for name in {*inputs, *former} if inputs.get(name) != former.get(name))
+        if record is not None and not others:
             changed = [name for name, digest in record["files"].items()
                        if not (out / name).is_file() or file_sha256(out / name) != digest]
         if stage.name not in chosen:
@@ -94,20 +105,22 @@ def run_stages(
                 raise UserError(f"before {processes.world} processes can train, one must have finished the stage "
                                 f"{stage.name!r} ({stage.title}); run draftsmith distill with this recipe without "
                                 "torchrun, a large target with --target.placement layers")
-            record = perform(stage, out, label, key)
+            if others:
+                label += f", again: {', '.join(others[:3])}{' and others' * (len(others) > 3)} changed since"
+            record = perform(stage, out, label, inputs)
             # After each stage: a run that is killed in the next one has lost nothing of this one.
             finished = {**finished, stage.name: record}
             write_file(out / STAGES_FILE, json.dumps(finished, indent=2, sort_keys=True) + "\n")
         before = json.dumps(record["files"], sort_keys=True) if record else ""
 
 
-def perform(stage: Stage, out: Path, label: str, key: str) -> dict[str, Any]:
+def perform(stage: Stage, out: Path, label: str, inputs: dict[str, str]) -> dict[str, Any]:
     """Do a stage and return its record."""
     say(label)
     started = time.monotonic()
     files = {os.path.relpath(file, out): file_sha256(file) for file in stage.work()}
     say(f"     done in {time.monotonic() - started:.0f} s")
-    return {"key": key, "files": files}
+    return {"inputs": inputs, "files": files}
 
 
 def read_finished(out: Path) -> dict[str, Any]:

@@ -18,17 +18,25 @@ from ...data.batches.label_weights import count_labels
 from ...data.batches.learned_tokens import prompts_learnable
 from ...data.prompts.chat import Surroundings
 from ...data.store.token_store import MANIFEST
-from ...modules import Target, UserError, load_target
+from ...modules import Target, TargetConfig, UserError, load_target
 from ...modules.files.atomic_files import write_file
 from ...modules.files.folder_locks import FolderLocks
 from ...modules.files.json_records import read_record
 from ...modules.processes import Processes
 from ...modules.target.devices.placement import Placement, placement_named
 from ...modules.target.loading.hf_folder import folder_digest
-from ...modules.target.loading.loading import FASTEST, fastest_format, load_in_format, sketch_target
+from ...modules.target.loading.loading import (
+    FASTEST,
+    fastest_format,
+    gguf_of,
+    is_local,
+    load_in_format,
+    sketch_target,
+)
 from ...trainers import DraftModule
 from ...trainers.fitting import require_devices, require_processes
 from ...trainers.train_config import decisive_settings
+from ..chat_settings import TemplateConfig
 from ..planning.dry_run import Choice, choose_states, dry_run
 from ..recipe import Recipe
 from ..terminal.terminal_text import say
@@ -300,3 +308,14 @@ class Workspace:
         module = self.recipe.module(self.target, self.label_weights)
         module.configure_model()
         return module
+
+
+def target_files(target: TargetConfig, template: TemplateConfig) -> dict[str, list[Path]]:
+    """Files here that a target and its chat template are read from, by their settings; a hub id has a revision."""
+    if (gguf := gguf_of(target)) is not None:
+        model = [gguf]
+    else:
+        # Not what lies deeper, such as a run's own folder.
+        model = sorted(file for file in Path(target.name).glob("*") if file.is_file()) if is_local(target.name) else []
+    others = {"target.chat_template": target.chat_template, "template.tools": template.tools}
+    return {"target.name": model, **{name: [] if file is None else [Path(file)] for name, file in others.items()}}

@@ -88,7 +88,7 @@ def test_random_fields_of_json_files(
     (place.folder / "run" / file).write_text(json.dumps(replaced(content, path, data.draw(VALUES))))
     if FILES[file] == "train":
         # Nothing is trained: only what is read before is of interest.
-        monkeypatch.setattr("draftsmith.recipes.stages.records.perform", lambda *_: {"key": "", "files": {}})
+        monkeypatch.setattr("draftsmith.recipes.stages.records.perform", lambda *_: {"inputs": {}, "files": {}})
     answered(WORDS[FILES[file]], capfd)
 
 

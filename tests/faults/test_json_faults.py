@@ -82,7 +82,8 @@ FILES = (
     ),
     JsonFile(
         "stages.json", "run --config {tiny} --out {run}",
-        {"artifact": dict, "artifact.key": str, "artifact.files": dict, "artifact.files.artifact/config\\.json": str},
+        {"artifact": dict, "artifact.inputs": dict, "artifact.files": dict,
+         "artifact.files.artifact/config\\.json": str},
         "delete it, finished work is found again", may_lack=("artifact", "artifact.files.artifact/config\\.json"),
     ),
 )

@@ -1,7 +1,5 @@
 """Draft language models read from an ordinary Hugging Face folder."""
 
-import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from ...errors import UserError
+from ...files.fingerprints import files_digest
 from ..attention.tree_attention import NAME, register
 from ..model import Target
 from ..submodel import is_causal_lm
@@ -92,22 +91,8 @@ def read_model(folder: Path, target: Target) -> Any:
 
 
 def folder_digest(folder: Path) -> str:
-    """Hash of the model in a Hugging Face folder: of the names, sizes and contents of its configuration and weights.
-
-    Place and time of writing do not enter; a missing folder has the hash of an empty one.
-
-    Raises:
-        UserError: if a file cannot be read.
-    """
-    digest = hashlib.sha256()
-    for file in sorted({file for pattern in _MODEL_FILES for file in folder.glob(pattern)}):
-        try:
-            with file.open("rb") as stream:
-                content = hashlib.file_digest(stream, "sha256").hexdigest()
-        except OSError as error:
-            raise _unreadable(folder, error) from error
-        digest.update(json.dumps([file.name, file.stat().st_size, content]).encode())
-    return digest.hexdigest()
+    """Hash of the model in a Hugging Face folder: of its configuration and weights, see `files_digest`."""
+    return files_digest(folder, _MODEL_FILES)
 
 
 def _unreadable(folder: Path, error: Exception) -> UserError:
