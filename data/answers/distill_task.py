@@ -11,7 +11,7 @@ import torch
 from ...modules import Target, UserError
 from ...modules.files.fingerprints import files_digest
 from ..prompts.chat import ChatTemplate
-from ..prompts.prompt import Prompt
+from ..prompts.prompt import Message, Prompt
 from ..prompts.self_prompting import OwnPrompts, Source
 from ..prompts.sources import PromptConfig, ReadPrompts
 from ..store.token_store import Manifest
@@ -69,7 +69,7 @@ class DistillTask:
         return ReadPrompts(self.prompts, config.seed)
 
     def fits(self, prompt: Prompt) -> bool:
-        """True if a prompt leaves room for an answer, False if it is longer than the recipe allows.
+        """True if a prompt leaves room for an answer in all of its turns, False if it is longer than the recipe allows.
 
         Raises:
             UserError: if it leaves no room and the recipe sets no bound.
@@ -77,13 +77,16 @@ class DistillTask:
         # Documents are cut into pieces of any length.
         if prompt.document is not None:
             return True
-        size, limit = len(self.template.prompt(prompt.history())), self.prompts.max_prompt_tokens
+        # The last question with all before it; the answers between them end where they fill the context.
+        before: list[Message] = [{"role": "assistant", "content": ""}] * (len(prompt.asked) - 1)
+        size, limit = len(self.template.prompt(prompt.history(before))), self.prompts.max_prompt_tokens
         room = self.target.context_length - self.config.max_new_tokens
         if limit is not None:
             return size <= limit
         if size > room:
             raise UserError(
-                f"prompt {prompt.id} has {size} tokens; the target's context of {self.target.context_length} "
+                f"prompt {prompt.id} has {size} tokens{' in all its turns' if before else ''}; the target's context of "
+                f"{self.target.context_length} "
                 f"less distill.max_new_tokens {self.config.max_new_tokens} leaves {room}. Shorten it, or set "
                 f"prompts.max_prompt_tokens to {room} to leave such prompts out"
             )

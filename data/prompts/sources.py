@@ -49,7 +49,8 @@ class PromptConfig:
     skip_malformed: bool = False
     """Leave out rows that are in none of the known shapes instead of stopping at the first."""
     max_prompt_tokens: int | None = None
-    """Leave out prompts longer than this, in tokens; None stops at a prompt that leaves no room for an answer."""
+    """Leave out prompts longer than this, in tokens, all their turns together and no answers; None stops at a prompt
+    that leaves no room for an answer."""
     own_max_tokens: int = 64
     """Longest prompt the target may write (origin own), in tokens; longer ones are dropped."""
     own_temperature: float = 1.0

@@ -17,7 +17,7 @@ from .reference_answers import References
 from .results import Answer, Evaluation, EvaluationRun, Measures, Timing
 from .runner import MethodRecord, Runner
 from .sample_answers import sample_answers
-from .schedule import Entry, Schedule, by_prompt_set
+from .schedule import Entry, Schedule, by_prompt_set, require_context
 from .summary import summarise
 from .tree_replay import Replays
 from .uniformity import rounding
@@ -43,11 +43,12 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
         say: called before the start with a sentence on what is measured.
 
     Raises:
-        UserError: if there is no method or no prompt, two methods share a name, a prompt and its answer exceed the
+        UserError: if there is no method or no prompt, two methods share a name, a prompt and its answers exceed the
             target's context, or a prompt set has too few prompts for whole timed batches of every size.
     """
     baselines = [Method.of_baseline(name, target) for name in config.baseline_names]
     schedule = Schedule.of([*methods, *baselines], prompt_sets, config)
+    require_context(prompt_sets, config, target.context_length)
     runner = Runner(target, schedule, References(references, target, config), ContentionProbe(target))
     if schedule.timed and (warning := runner.probe.warning()) is not None:
         tqdm.write(f"warning: {warning}", file=sys.stderr)

@@ -138,6 +138,24 @@ def spread(members: Sequence[T], count: int) -> list[T]:
     return [members[place * len(members) // count] for place in range(count)]
 
 
+def require_context(prompt_sets: PromptSets, config: EvaluateConfig, context_length: int) -> None:
+    """Refuse questions whose turns and longest answers together do not fit the target's context, before anything is
+    answered: the answers of one turn are in the prompt of the next.
+
+    Raises:
+        UserError: naming the first of those that would be asked.
+    """
+    for name, questions in prompt_sets.items():
+        for question in spread(questions, len(questions) if config.limit is None else config.limit):
+            size = len(question.prompt([()] * (question.turns - 1)))
+            room = (context_length - size) // question.turns
+            if room < config.max_new_tokens:
+                remedy = f"lower max_new_tokens to {room}" if room > 0 else "leave it out, or choose another target"
+                raise UserError(f"a question of the set {name!r} ({question.text[:40]!r}) has {size:,} tokens; with "
+                                f"{question.turns} answers of evaluate.max_new_tokens {config.max_new_tokens} it "
+                                f"exceeds the target's context of {context_length:,}; {remedy}")
+
+
 def by_prompt_set(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
     """The entries of each prompt set, in their order."""
     found: dict[str, list[Entry]] = {}

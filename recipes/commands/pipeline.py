@@ -87,6 +87,7 @@ def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Se
     refuse_growth(workspace, workspace.training)
     recipe = workspace.recipe
     require_enough(recipe.prompts, recipe.distill)
+    workspace.require_askable({"handwritten": handwritten_prompts()})
     if recipe.distill.engine == "transformers":
         require_whole(workspace.placement)
     wanted = [*workspace.wanted_states(), *more]
@@ -147,6 +148,7 @@ def stored_states(workspace: Workspace) -> Sequence[Path]:
 def train_stage(workspace: Workspace) -> Sequence[Path]:
     """The drafter is trained; the checkpoint with the greatest decoded accepted length is kept."""
     workspace.check()
+    workspace.require_askable(held_out_sets(workspace.data))
     check_settings(workspace)
     module = workspace.module()
     if workspace.manifest().total("train", "by_draft"):
@@ -314,9 +316,8 @@ def held_out_sets(data: Path) -> dict[str, list[Prompt]]:
 def stages(workspace: Workspace, more: Sequence[WantedStates] = ()) -> tuple[Stage, ...]:
     """The stages of a run, in order; the first stores `more` states for other trainings on the same data."""
     trained_by, recipe = ("family", "drafter", "train"), workspace.recipe
-    target = target_files(recipe.target, recipe.template)
-    prompts, draft = recipe.prompts.path or recipe.prompts.name, recipe.distill.draft
-    answered = {**target, "prompts": [] if prompts is None else [Path(prompts)],
+    target, draft = target_files(recipe.target, recipe.template), recipe.distill.draft
+    answered = {**target, "prompts": [Path(one) for one in (recipe.prompts.path, recipe.prompts.name) if one],
                 "distill.draft": [] if draft is None else [Path(draft) / CONFIG]}
     return (
         Stage(name="distill", title="the target answers prompts", work=partial(distill_stage, workspace, more),
@@ -375,7 +376,7 @@ def _perform(workspace: Workspace, names: list[str], more: Sequence[WantedStates
         every, before = every[1:], workspace.data_identity()
     processes = Processes.launched()
     answered_together = workspace.data if is_shared(workspace.recipe) else None
-    workspace.trains = "train" in names
+    workspace.trains, workspace.evaluates = "train" in names, "evaluate" in names
     if answered_together is not None and not workspace.trains:
         # Those that answer together have a queue, and end when it is empty.
         processes = ALONE

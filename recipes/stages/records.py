@@ -86,10 +86,9 @@ def run_stages(
         inputs["what was done before"] = hashlib.sha256(before.encode()).hexdigest()
         label = f"[{number}/{len(stages)}] {stage.title}"
         record = finished.get(stage.name)
-        changed, others = None, []
-        if record is not None:
-            former = record["inputs"]
-            others = sorted(name for name in {*inputs, *former} if inputs.get(name) != former.get(name))
+        former = inputs if record is None else record["inputs"]
+        others = sorted(name for name in {*inputs, *former} if inputs.get(name) != former.get(name))
+        changed = None
         if record is not None and not others:
             changed = [name for name, digest in record["files"].items()
                        if not (out / name).is_file() or file_sha256(out / name) != digest]

@@ -11,13 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...data import ChatTemplate, DistillConfig, Manifest, WantedStates
+from ...data import ChatTemplate, DistillConfig, Manifest, Prompt, WantedStates
 from ...data.answers.distill_config import raised_limits
 from ...data.batches.datamodule import BatchConfig, learned
 from ...data.batches.label_weights import count_labels
 from ...data.batches.learned_tokens import prompts_learnable
 from ...data.prompts.chat import Surroundings
 from ...data.store.token_store import MANIFEST
+from ...export.evaluation.schedule import require_context
 from ...modules import Target, TargetConfig, UserError, load_target
 from ...modules.files.atomic_files import write_file
 from ...modules.files.folder_locks import FolderLocks
@@ -36,7 +37,7 @@ from ...modules.target.loading.loading import (
 from ...trainers import DraftModule
 from ...trainers.fitting import require_devices, require_processes
 from ...trainers.train_config import decisive_settings
-from ..chat_settings import TemplateConfig
+from ..chat_settings import TemplateConfig, prompt_sets
 from ..planning.dry_run import Choice, choose_states, dry_run
 from ..recipe import Recipe
 from ..terminal.terminal_text import say
@@ -75,6 +76,8 @@ class Workspace:
         self.training, self.artifact = self.out / "train", self.out / "artifact"
         self.trains = False
         """Whether this command trains too; others need not have been started in the processes that train."""
+        self.evaluates = False
+        """Whether this command evaluates too: what it would ask must fit the target before anything is learned."""
 
     @cached_property
     def tried(self) -> DraftModule:
@@ -291,6 +294,11 @@ class Workspace:
         """The devices and processes that hold the target. Raises UserError if there is no such placement."""
         target = self.recipe.target
         return placement_named(target.placement, target.degree, offload=target.offload)
+
+    def require_askable(self, sets: dict[str, list[Prompt]]) -> None:
+        """Refuse questions of a later evaluation that do not fit the target's context. Raises UserError."""
+        if self.evaluates:
+            require_context(prompt_sets(self.template, sets), self.recipe.evaluate, self.target.context_length)
 
     def wanted_states(self) -> tuple[WantedStates, ...]:
         """The target's states that training reads from disk; none where it reads none, or has them computed.

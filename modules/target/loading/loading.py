@@ -25,8 +25,7 @@ from .claimed_sizes import check_claims, check_layers, check_parameters, stored_
 from .gguf_reading import gguf_config, parsed_once
 from .hf_folder import without_bars
 from .self_check import LIBRARY_ERRORS
-from .stored_tokenizer import read_tokenizer, require_rows
-from .stored_weights import read_model_whole
+from .stored_weights import read_model_whole, read_tokenizer, require_rows
 from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
 
 DEFAULT_NAME = "smollm2-135m-instruct"

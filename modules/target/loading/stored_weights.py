@@ -1,24 +1,27 @@
-"""Weights of a model as its files hold them: each of them there, in its shape, and finite.
+"""Weights and tokenizer of a model as its files hold them: all there, in their shapes, finite, a row for each token.
 
-transformers draws at random what a checkpoint lacks, and leaves out what its model has no place for, so that a folder
-without one tensor still answers, with nonsense.
+transformers draws at random what a checkpoint lacks, leaves out what its model has no place for, and makes some
+tokenizers without a vocabulary: such a folder would answer nonsense.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...errors import UserError
 from ..devices.split_weights import whole
+from .self_check import LIBRARY_ERRORS
 
 log = logging.getLogger(__name__)
 
 _REPORT = logging.getLogger("transformers.modeling_utils")
-_NAMED = 3
-"""Tensors that a sentence names."""
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
+"""Files with the tokens of a tokenizer."""
+_MARK = re.compile(r"<.*>|\[.*\]")
 
 
 def read_model_whole(source: Any, name: str, **options: Any) -> Any:
@@ -35,19 +38,23 @@ def read_model_whole(source: Any, name: str, **options: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    with _without_report():
+    level = _REPORT.level
+    # It would print a table of what is named here.
+    _REPORT.setLevel(logging.ERROR)
+    try:
         model, info = AutoModelForCausalLM.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    finally:
+        _REPORT.setLevel(level)
     # Tied weights, and those that an architecture may lack, are not among them.
-    missing, unexpected = info["missing_keys"], info["unexpected_keys"]
+    missing, unexpected, mend = info["missing_keys"], info["unexpected_keys"], "save or copy the model again"
     if missing:
         others = f", and holds {_listed(unexpected)}, which it does not have" if unexpected else ""
         raise UserError(f"the weights of {name} lack {_listed(missing)}, which its configuration asks for{others}; "
-                        "they would be drawn at random: save or copy the model again, with the names of transformers")
-    if info["mismatched_keys"]:
-        key, found, expected = min(info["mismatched_keys"])
+                        f"they would be drawn at random: {mend}, with the names of transformers")
+    for key, found, expected in sorted(info["mismatched_keys"])[:1]:
         raise UserError(f"the weights of {name} hold {key} of shape {list(found)}, its configuration asks for "
-                        f"{list(expected)}; correct it, or save or copy the model again")
+                        f"{list(expected)}; correct it, or {mend}")
     # A bias of a layer that has none by the configuration is part of what the model computed. Other modules, such as
     # those for images or for further tokens, are not: many published checkpoints hold some. Quantised weights come with
     # tensors that transformers reads in ways of its own.
@@ -55,31 +62,17 @@ def read_model_whole(source: Any, name: str, **options: Any) -> Any:
     lost = [key for key in unexpected if key.rpartition(".")[0] in modules]
     if lost and getattr(model, "hf_quantizer", None) is None:
         raise UserError(f"the weights of {name} hold {_listed(lost)}, for which its configuration leaves no place; "
-                        "without them it is another model: correct the configuration, or copy the model again")
+                        f"without them it is another model: correct the configuration, or {mend}")
     if unexpected:
         log.warning("the weights of %s hold %s, which its model does not have; they are left out", name,
                     _listed(unexpected))
     return model
 
 
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """A block in which transformers logs no table of the tensors that are named here."""
-    def other(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in str(record.msg) and "seem corrupted" not in str(record.msg)
-
-    _REPORT.addFilter(other)
-    try:
-        yield
-    finally:
-        _REPORT.removeFilter(other)
-
-
 def _listed(names: Iterable[str]) -> str:
-    """The first names, and the number of the others."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _NAMED:,} more" if len(ordered) > _NAMED else ""
-    return ", ".join(ordered[:_NAMED]) + more
+    first, *others = sorted(names)
+    named, more = [first, *others[:2]], len(others) - 2
+    return ", ".join(named) + (f" and {more:,} more" if more > 0 else "")
 
 
 @torch.no_grad()
@@ -94,16 +87,50 @@ def require_finite(model: Any, name: str) -> None:
     embedding = model.get_input_embeddings().weight
     for path, parameter in model.named_parameters():
         weight = whole(parameter)
-        if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64) or not weight.numel():
-            continue
         # The extremes of a tensor take one pass and no memory, and are NaN where an element is.
-        if bool(torch.stack(weight.aminmax()).isfinite().all()):
+        if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64) or not weight.numel() or \
+                bool(torch.stack(weight.aminmax()).isfinite().all()):
             continue
         # Tokens without a finite embedding end an answer and hurt no other one, unless the output layer has the row.
         rows = weight.isfinite().all(-1) if parameter is embedding else torch.zeros(1)
-        if bool(rows.any()) and model.get_output_embeddings().weight is not embedding:
-            log.warning("%d tokens of %s have an embedding that holds nan or inf; answers end at them",
-                        int((~rows).sum()), name)
-            continue
-        raise UserError(f"the tensor {path} of {name} holds values that are not finite (nan or inf) in "
-                        f"{str(weight.dtype).removeprefix('torch.')}; save or copy the model again")
+        if not bool(rows.any()) or model.get_output_embeddings().weight is embedding:
+            raise UserError(f"the tensor {path} of {name} holds values that are not finite (nan or inf) in "
+                            f"{str(weight.dtype).removeprefix('torch.')}; save or copy the model again")
+        log.warning("%d tokens of %s have an embedding that holds nan or inf; answers end at them", int((~rows).sum()),
+                    name)
+
+
+def read_tokenizer(source: str, name: str, options: dict[str, Any]) -> Any:
+    """The tokenizer of a folder, hub id or GGUF file; arguments as of `read_model_whole`. Raises UserError if there is
+    none."""
+    from transformers import AutoTokenizer
+
+    folder, tokenizer = Path(source), None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except LIBRARY_ERRORS as error:
+        there = any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES)
+        if not folder.is_dir() or "gguf_file" in options or there or "trust_remote_code" in str(error):
+            raise
+    # Some classes are made without any file, and then know their marks alone: no text has tokens.
+    if tokenizer is None or all(_MARK.fullmatch(token) for token in tokenizer.get_vocab()):
+        raise UserError(f"{name} has no tokenizer (no file such as tokenizer.json with its tokens); copy those of the "
+                        "model that it was made from into its folder, or save it there with tokenizer.save_pretrained")
+    return tokenizer
+
+
+def require_rows(tokenizer: Any, rows: int, name: str) -> None:
+    """Refuse a tokenizer, with the chat template in use, whose tokens have no row of the embedding where prompts may
+    hold them. Raises UserError, which names the first such token, its id and the rows."""
+    beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= rows)
+    # Published models keep the mark of an image, say, that their text alone never holds.
+    aside = {index for index, token in tokenizer.added_tokens_decoder.items()
+             if str(token) not in f"{tokenizer.chat_template}"
+             and str(token) not in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token)}
+    needed = [(index, token) for index, token in beyond if index not in aside]
+    for index, token in (needed or beyond)[:1]:
+        sentence = f"the tokenizer of {name} gives {token!r} the id {index}, but its embedding has {rows:,} rows"
+        if needed:
+            raise UserError(f"{sentence}; use the tokenizer that the model was trained with, or the model after "
+                            "model.resize_token_embeddings(len(tokenizer))")
+        log.warning("%s; text with that token cannot be read", sentence)

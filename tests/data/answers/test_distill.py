@@ -543,6 +543,15 @@ def test_prompts_that_do_not_fit(tmp_path: Path, tiny_target: Target) -> None:
     assert manifest.total("train", "prompts") == 5
 
 
+def test_a_later_turn_that_does_not_fit_is_found_as_well(tmp_path: Path, tiny_target: Target) -> None:
+    later = {"turns": ["Say hi.", "x" * 300, "y" * 300]}
+    prompts = write_prompts(tmp_path, [*many(5), later, *many(8)[5:]])
+    with pytest.raises(UserError, match=r"prompts.jsonl:6 has 6\d\d tokens in all its turns; .* leaves 504"):
+        run(tiny_target, prompts, SMALL, tmp_path / "refused")
+    manifest = run(tiny_target, replace(prompts, max_prompt_tokens=504), SMALL, tmp_path / "out")
+    assert manifest.total("train", "prompts") == 5
+
+
 @pytest.mark.parametrize(
     ("prompts", "config", "message"),
     [

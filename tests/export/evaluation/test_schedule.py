@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from draftsmith.export import EvaluateConfig, Method, Question
-from draftsmith.export.evaluation.schedule import UNTIMED_ROWS, Schedule, by_prompt_set, spread
+from draftsmith.export.evaluation.schedule import UNTIMED_ROWS, Schedule, by_prompt_set, require_context, spread
 from draftsmith.modules import Chain, Union, UserError
 
 
@@ -96,3 +96,22 @@ def test_own_prompts_come_first_and_every_start_of_a_set_covers_its_categories_e
                           if entry.number not in found.timed)
         shares = [untimed[kind] / count for kind, count in whole.items() if kind[0] == "written"]
         assert max(shares) - min(shares) <= max(1 / count for count in whole.values()) + 1e-9
+
+
+def test_turns_and_their_longest_answers_must_fit_the_context_together() -> None:
+    """Ten tokens a turn, and eight an answer: two turns take 36 with both answers."""
+    sets = {"talk": [Question(prompt=lambda answers: [0] * 10 * (1 + len(answers)), turns=2, text="Tell me more.")]}
+    config = EvaluateConfig(speed_prompts=0, max_new_tokens=8)
+    require_context(sets, config, 36)
+    with pytest.raises(UserError, match=r"a question of the set 'talk' \('Tell me more\.'\) has 20 tokens; with 2 answers "
+                                        r"of evaluate\.max_new_tokens 8 it exceeds .* context of 35; lower .* to 7"):
+        require_context(sets, config, 35)
+    with pytest.raises(UserError, match="leave it out, or choose another target"):
+        require_context(sets, config, 20)
+
+
+def test_only_questions_that_a_limit_leaves_must_fit() -> None:
+    sets = {"one": [*questions(1), Question.single([0] * 99)]}
+    require_context(sets, EvaluateConfig(limit=1, max_new_tokens=8), 50)
+    with pytest.raises(UserError, match="has 99 tokens"):
+        require_context(sets, EvaluateConfig(max_new_tokens=8), 50)

@@ -1,12 +1,17 @@
 """Recipes that cannot work are refused before a token is distilled."""
 
+import json
+import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from draftsmith.data import TokenShard
+from draftsmith.data import Manifest, TokenShard
 from draftsmith.data.batches.datamodule import DraftDataModule
+from draftsmith.data.store.token_store import HeldOut, hash_bytes
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import pipeline
 from draftsmith.recipes.commands.pipeline import ALL, COMMANDS
@@ -150,3 +155,24 @@ def test_a_run_sketches_the_target_once_and_only_training_opens_all_shards(
     assert [file for file in opened["artifact"] if not file.startswith("validation")] == []
     assert len(opened["artifact"]) == len(set(opened["artifact"])) > 0, "each file is read and hashed once"
     assert any(file.startswith("train") for file in opened["train"]), "the test sees nothing"
+
+
+def test_questions_that_do_not_fit_the_context_are_found_before_an_answer(
+    copied_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = ["--config", TINY, "--evaluate.max_new_tokens", "400"]
+    assert main(["run", *long, "--out", str(tmp_path / "new")]) == 2
+    said = r"a question of the set 'handwritten' \(.*\) has 1\d\d tokens; with 1 answers of evaluate.max_new_tokens 400"
+    assert re.search(said, capsys.readouterr().err)
+    assert not list((tmp_path / "new").rglob("*.safetensors"))
+    # Prompts of one's own are known once they are held out: before the training, at the latest.
+    shutil.rmtree(copied_run / "train")
+    file, manifest = copied_run / "data" / "test.jsonl", Manifest.load(copied_run / "data")
+    file.write_text(json.dumps({"question_id": "talk", "turns": ["Say hi.", "x" * 300, "y" * 150]}) + "\n")
+    held_out = HeldOut(file="test.jsonl", sha256=hash_bytes(file.read_bytes()), prompts=1)
+    replace(manifest, held_out=held_out).save(copied_run / "data")
+    shutil.move(copied_run / "data", tmp_path / "data")
+    assert main(["run", "--config", TINY, "--out", str(copied_run), "--data", str(tmp_path / "data")]) == 2
+    assert "a question of the set 'own' ('Say hi.') has" in capsys.readouterr().err
+    assert not (copied_run / "train").exists()
+    assert main(["train", "--config", TINY, "--out", str(copied_run), "--data", str(tmp_path / "data")]) == 0
