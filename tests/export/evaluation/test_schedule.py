@@ -103,8 +103,8 @@ def test_turns_and_their_longest_answers_must_fit_the_context_together() -> None
     sets = {"talk": [Question(prompt=lambda answers: [0] * 10 * (1 + len(answers)), turns=2, text="Tell me more.")]}
     config = EvaluateConfig(speed_prompts=0, max_new_tokens=8)
     require_context(sets, config, 36)
-    with pytest.raises(UserError, match=r"a question of the set 'talk' \('Tell me more\.'\) has 20 tokens; with 2 answers "
-                                        r"of evaluate\.max_new_tokens 8 it exceeds .* context of 35; lower .* to 7"):
+    with pytest.raises(UserError, match=r"a question of the set 'talk' \('Tell me more\.'\) has 20 tokens; with 2 "
+                                        r"answers of evaluate\.max_new_tokens 8 it exceeds .* of 35; lower .* to 7"):
         require_context(sets, config, 35)
     with pytest.raises(UserError, match="leave it out, or choose another target"):
         require_context(sets, config, 20)
