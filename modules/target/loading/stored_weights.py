@@ -41,10 +41,11 @@ def read_model_whole(source: Any, name: str, **options: Any) -> Any:
     # It would print a table of what is named here.
     _REPORT.disabled = True
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        read: Any = AutoModelForCausalLM.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     finally:
         _REPORT.disabled = False
+    model, info = read
     # Tied weights, and those that an architecture may lack, are not among them.
     missing, unexpected, mend = info["missing_keys"], info["unexpected_keys"], "save or copy the model again"
     if missing:
