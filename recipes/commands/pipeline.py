@@ -299,9 +299,9 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
                       say=stage_line)
     if artifact.adapter is not None:
         result = with_drift(result, workspace.target, artifact.target, questions, max_new_tokens=config.max_new_tokens)
-    result = replace(result, heads=measured_heads({artifact.drafter.family: artifact}, config))
-    result = replace(result, left_out=(*left_out(workspace), *result.left_out),
-                     training=recorded(workspace, read_result(workspace.training)))
+    heads = measured_heads({artifact.drafter.family: artifact}, config)
+    trained = recorded(workspace, read_result(workspace.training))
+    result = replace(result, heads=heads, left_out=(*left_out(workspace), *result.left_out), training=trained)
     written = write_report(workspace.out, result, artifact)
     say(f"\n{terminal_table(result)}\n{written['html']} shows it with plots")
     return list(written.values())
@@ -309,16 +309,15 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
 
 def held_out_sets(data: Path) -> dict[str, list[Prompt]]:
     """The target's own prompts that were kept from training, and the hand-written ones."""
-    own = read_held_out(data)
-    return {**({"own": own} if own else {}), "handwritten": handwritten_prompts()}
+    return {**({"own": own} if (own := read_held_out(data)) else {}), "handwritten": handwritten_prompts()}
 
 
 def stages(workspace: Workspace, more: Sequence[WantedStates] = ()) -> tuple[Stage, ...]:
     """The stages of a run, in order; the first stores `more` states for other trainings on the same data."""
     trained_by, recipe = ("family", "drafter", "train"), workspace.recipe
-    target, draft = target_files(recipe.target, recipe.template), recipe.distill.draft
-    answered = {**target, "prompts": [Path(one) for one in (recipe.prompts.path, recipe.prompts.name) if one],
-                "distill.draft": [] if draft is None else [Path(draft) / CONFIG]}
+    answered = {**(target := target_files(recipe.target, recipe.template)),
+                "prompts": [Path(one) for one in (recipe.prompts.path, recipe.prompts.name) if one],
+                "distill.draft": [Path(one) / CONFIG for one in (recipe.distill.draft,) if one]}
     return (
         Stage(name="distill", title="the target answers prompts", work=partial(distill_stage, workspace, more),
               sections=("target", "template", "prompts", "distill"), reads=answered),
