@@ -96,6 +96,7 @@ class FolderLocks:
 @contextmanager
 def sole_writer(place: Path, *, wait: bool = True) -> Iterator[None]:
     """Context in which no other process writes this file or folder. A process must not enter it twice for one place.
+    Without `wait` the place stands for its folder, in which one command works at a time.
 
     The hidden file of its lock is gone afterwards; one that a killed process has left is taken over.
 
@@ -110,8 +111,8 @@ def sole_writer(place: Path, *, wait: bool = True) -> Iterator[None]:
             break
         locks.close()
         if not free and time.monotonic() > end:
-            raise UserError(f"another process is writing {place}; start again when it has ended, or choose another "
-                            "folder")
+            doing = f"process is writing {place}" if wait else f"command works in {place.parent}"
+            raise UserError(f"another {doing}; start again when it has ended, or choose another folder")
         time.sleep(0.05)
     with closing(locks):
         try:

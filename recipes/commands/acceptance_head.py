@@ -21,12 +21,14 @@ from ...modules import (
     rollouts,
 )
 from ...modules.config_checks import check_bounds, check_sizes
+from ...modules.files.folder_locks import sole_writer
 from ...modules.policies.registry import MOST
 from ...modules.tuning.drafted_tokens import at_fixed_numbers, at_head, rules
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ...trainers.acceptance_head import HELD_OUT, HeadFitConfig, fit_head, reliability
 from ..chat_settings import artifact_target
 from ..reading.parsing import Command, Parsed
+from ..stages.records import STAGES_FILE
 from ..terminal.terminal_text import say
 from .artifact_commands import own_target
 
@@ -114,7 +116,8 @@ def specdec(parsed: Parsed[SpecdecArguments]) -> None:
     folder = given.data or given.artifact.parent / "data"
     manifest = Manifest.load(folder)
     manifest.target.require_same(artifact.identity)
-    with artifact.target.reproducible():
+    # In the folder of its run, which would replace the artifact.
+    with sole_writer(given.artifact.absolute().parent / STAGES_FILE, wait=False), artifact.target.reproducible():
         train_heads(artifact, manifest, folder, parsed)
     say(f"{given.artifact} holds the heads; draft with --policy specdec (or specdec-{given.rule.threshold:g})")
 

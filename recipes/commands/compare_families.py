@@ -2,10 +2,11 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -32,7 +33,6 @@ from .head_rows import PLUS, head_settings, head_stage, source_of
 from .pipeline import COMMANDS as PIPELINE
 from .pipeline import held_out_sets, performed
 
-RECIPE_FILE = "recipe.yaml"
 SHARED = ("target", "template", "prompts", "distill", "tree", "evaluate")
 """Sections that all rows have in common: a row's own recipe decides the rest."""
 
@@ -96,26 +96,28 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
     headed = {row_name(row): head_settings(row, given.out / row_name(row), parsed, given.target)
               for row in given.rows if PLUS in row}
     wanted = [row_name(row) for row in given.rows if given.only in (None, row_name(row))]
-    files = {name: compose(name, recipes[name], parsed) for name in wanted if name in recipes}
     # What the command line trusts is passed on by words, since no recipe can hold it.
     trust = [f"--{TRUST}={str(given.trust).lower()}",
              f"--target.trust_remote_code={str(given.target.trust_remote_code).lower()}"]
-    workspaces = [workspace_of(file, *trust) for file in files.values()]
-    # All rows before any work: a misfit of the last one would else be reported after hours.
-    for workspace in workspaces:
-        workspace.check()
-    # Any row's recipe will do: the sections that decide the data are the same for all rows.
-    source = next(iter(files.values()), None) or next((compose(*row, parsed) for row in recipes.items()), None)
-    states = [one for workspace in workspaces for one in workspace.wanted_states()]
-    trainings = [given.out / row_name(row) / "train" for row in given.rows]
-    with distilled_once(source, given.out, trust, states, trainings) as leads:
+    with TemporaryDirectory() as scratch, ExitStack() as stack:
+        # Not yet in the rows' folders, in which another comparison may be at work.
+        files = {name: compose(Path(scratch), name, recipes[name], parsed) for name in wanted if name in recipes}
+        workspaces = [workspace_of(file, *trust) for file in files.values()]
+        # All rows before any work: a misfit of the last one would else be reported after hours.
+        for workspace in workspaces:
+            workspace.check()
+        # Any row's recipe will do: the sections that decide the data are the same for all rows.
+        source = next(iter(files.values()), None) or next(
+            (compose(Path(scratch), *row, parsed) for row in recipes.items()), None)
+        states = [one for workspace in workspaces for one in workspace.wanted_states()]
+        trainings = [given.out / row_name(row) / "train" for row in given.rows]
+        leads = stack.enter_context(distilled_once(source, given.out, trust, states, trainings))
         if not leads:
             return
         for number, name in enumerate(wanted, 1):
             say(f"\n== row {number}/{len(wanted)}: {name}")
             if name in files:
-                # Again: a comparison that was refused since then may have had another recipe.
-                run_row(name, compose(name, recipes[name], parsed), trust)
+                run_row(name, compose(given.out, name, recipes[name], parsed), trust)
             elif name in headed:
                 measure_heads(name, parsed, headed[name])
             else:
@@ -124,8 +126,9 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
     say(f"\n{written.read_text(encoding='utf-8')}")
 
 
-def compose(name: str, recipe: str, parsed: Parsed[FamiliesArguments]) -> Path:
-    """Write the recipe of a row: its own family, drafter, training and batches; everything else as for all rows.
+def compose(folder: Path, name: str, recipe: str, parsed: Parsed[FamiliesArguments]) -> Path:
+    """Write the recipe of a row below a folder: its own family, drafter, training and batches; everything else as for
+    all rows.
 
     Raises:
         UserError: if the recipe names no family.
@@ -138,10 +141,10 @@ def compose(name: str, recipe: str, parsed: Parsed[FamiliesArguments]) -> Path:
                         "the shipped recipes do")
     limits = {"max_minutes": given.minutes, "max_steps": None, "precision": given.precision}
     content["train"] = {**(content.get("train") or {}), **limits}
-    folder = given.out / name
+    places = {"out": name, "data": "data", "references": REFERENCES}
     content |= {section: parsed.settings[section] for section in SHARED}
-    content |= {"out": str(folder), "data": str(given.out / "data"), "references": str(given.out / REFERENCES)}
-    return write_file(folder / RECIPE_FILE, yaml.safe_dump(content, sort_keys=False))
+    content |= {key: str(given.out / place) for key, place in places.items()}
+    return write_file(folder / name / "recipe.yaml", yaml.safe_dump(content, sort_keys=False))
 
 
 @contextmanager

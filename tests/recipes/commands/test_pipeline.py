@@ -456,7 +456,7 @@ def test_of_two_evaluations_into_one_folder_one_is_refused(
         time.sleep(0.01)
     assert main(words) == 2
     kill(process)
-    assert re.search(r"another process is writing \S+stages.json; start again when it has ended, or choose another",
+    assert re.search(r"another command works in \S+; start again when it has ended, or choose another",
                      capsys.readouterr().err)
     assert not (out / "evaluation.json").exists()
     assert main(words) == 0

@@ -315,6 +315,7 @@ def test_processes_that_measure_otherwise_take_the_choice_of_the_first(
     ["run", "--config", "tiny"], ["train", "--config", "tiny"], ["distill", "--config", "tiny"],
     ["run", "--config", "tiny", "--distill.workers", "2"],
     ["families", "--config", "tiny", "--rows", "[tiny]"], ["families", "--config", "tiny", "--rows", "[prompt_lookup]"],
+    ["specdec"],
 ], ids=" ".join)
 def test_one_command_works_in_a_folder_at_a_time(
     copied_run: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -330,8 +331,11 @@ def test_one_command_works_in_a_folder_at_a_time(
     working = start(work)
     while not held.exists():
         time.sleep(0.01)
-    assert main([*words, "--out", str(copied_run)]) == 2
-    assert "stages.json; start again when it has ended, or choose another folder" in capsys.readouterr().err
+    place = ["--artifact", str(copied_run / "artifact")] if words == ["specdec"] else ["--out", str(copied_run)]
+    assert main([*words, *place]) == 2
+    assert (f"another command works in {copied_run}; start again when it has ended, or choose another folder"
+            in capsys.readouterr().err)
+    assert not (copied_run / "tiny").exists(), "a refused comparison leaves the rows as they are"
     kill(working)
 
 
