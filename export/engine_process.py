@@ -12,6 +12,8 @@ from ..modules import UserError
 
 _SHOWN = 25
 """Last lines of a failed process that are shown."""
+GIVE = "give the bin/python of an environment with {}"
+"""Remedy for a wrong interpreter."""
 _PATIENCE = 60
 """Seconds in which an interpreter must answer: the first start from a slow disk takes some."""
 
@@ -37,16 +39,20 @@ class EngineProcess:
             asked: what is run, for an error.
 
         Raises:
-            UserError: if the process fails; with the end of its output.
+            UserError: if the process does not start, or fails; with the end of its output.
         """
         with tempfile.TemporaryDirectory() as scratch:
             given, result = Path(scratch, "job.json"), Path(scratch, "result.json")
             given.write_text(json.dumps(job))
             # Engines log to both streams: together they are in the order of what happened.
-            done = subprocess.run([str(self.python.absolute()), str(self.script), str(given), str(result)],
-                                  # The files next to a script are no modules of its environment.
-                                  cwd=self.folder, env={**os.environ, "PYTHONSAFEPATH": "1"}, text=True,
-                                  errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+            try:
+                done = subprocess.run([str(self.python.absolute()), str(self.script), str(given), str(result)],
+                                      # The files next to a script are no modules of its environment.
+                                      cwd=self.folder, env={**os.environ, "PYTHONSAFEPATH": "1"}, text=True,
+                                      errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+            except OSError as error:
+                raise UserError(f"{self.python} does not start ({error.strerror}); {GIVE.format(self.engine)}"
+                                ) from error
             if done.returncode != 0 or not result.is_file():
                 last = "\n".join(done.stdout.strip().splitlines()[-_SHOWN:])
                 raise UserError(f"{self.engine} ended with code {done.returncode}, {asked}; "
@@ -67,7 +73,7 @@ def require_engine(python: Path, engine: str, module: str) -> None:
     Raises:
         UserError: if it is none of an environment with the engine.
     """
-    give = f"give the bin/python of an environment with {engine}"
+    give = GIVE.format(engine)
     if not python.is_file():
         raise UserError(f"there is no interpreter {python}; {give}")
     look = f"import importlib.util as i, sys; p = i.find_spec({module.split('.')[0]!r}); print(sys.version_info[0], " \

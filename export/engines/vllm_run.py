@@ -2,9 +2,9 @@
 
 The job has `model` (a folder), `speculative` (vLLM's configuration of drafts, or null for none), `loader` (its extra
 settings for loading), `dtype` (the number format of passes), `prompts` (lists of token ids), `max_tokens`,
-`batch_sizes`, and `context` in tokens. The result has the answers, and for each batch size tokens, seconds and the
-counters of drafts. Greedy only: with a temperature vLLM 0.32 is wrong on a CPU (`utils/cpu_triton_utils.py` leaves the
-expanded temperature of drafted tokens unset).
+`batch_sizes`, and `context` in tokens. The result has the number format of the passes, the answers, and for each batch
+size tokens, seconds and the counters of drafts. Greedy only: with a temperature vLLM 0.32 is wrong on a CPU
+(`utils/cpu_triton_utils.py` leaves the expanded temperature of drafted tokens unset).
 """
 
 import json
@@ -63,6 +63,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     # The first pass of an engine is slow.
     engine.generate([{"prompt_token_ids": job["prompts"][0]}], sampling, use_tqdm=False)
     return {"engine": f"vLLM {__version__.split('+')[0]}", "load_seconds": loaded,
+            "dtype": str(engine.model_config.dtype).removeprefix("torch."),
             "runs": [timed(engine, job["prompts"], sampling, size) for size in job["batch_sizes"]]}
 
 

@@ -50,7 +50,7 @@ def test_eagle_3_is_converted_with_its_layers(tmp_path: Path, target: Target) ->
     # A file next to the script has the name of a package that the script imports.
     assert job["safe"] == "1"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        ".draftsmith.json", "README.md", "draftsmith.json", "openvino_model.xml"}
+        ".draftsmith.json", "README.md", "origin.json", "openvino_model.xml"}
     assert "[1, 2, 4], counted from 0 by their outputs" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -89,6 +89,9 @@ def test_an_interpreter_is_needed(tmp_path: Path, target: Target) -> None:
     drafter = DraftLM.create(DraftLMConfig(num_layers=1), target)
     with pytest.raises(UserError, match="give its interpreter with --convert_with PYTHON"):
         written(drafter, target, "openvino", tmp_path / "out")
+    with pytest.raises(UserError, match=r"none does not start \(No such file or directory\); give the bin/python of an "
+                                        "environment with optimum-intel"):
+        written(drafter, target, "openvino", tmp_path / "out", ExportSettings(convert_with=Path("none")))
     with pytest.raises(UserError, match="the format openvino holds draft language models and EAGLE-3 drafters"):
         written(heads(target), target, "openvino", tmp_path / "out")
     assert not (tmp_path / "out").exists()
