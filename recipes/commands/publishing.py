@@ -1,6 +1,5 @@
 """The command `draftsmith push`: an artifact or an exported folder as a model on the Hugging Face Hub."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ from ..terminal.terminal_text import say
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-_LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]*")
-"""Names of licences on the Hub: which of them it knows, it says itself before anything is uploaded."""
 KEPT_BACK = (MARKER, TUNING)
 """Files that are true on this machine alone."""
 
@@ -57,7 +54,8 @@ class PushArguments:
                             "name") from error
         if "/" not in self.repository:
             raise UserError(f"repository must be OWNER/NAME, got {self.repository!r}; give both parts")
-        if not _LICENCE.fullmatch(self.licence):
+        # Which names the Hub knows, it says itself before anything is uploaded.
+        if self.licence.split() != [self.licence]:
             raise UserError(f"licence must be a name as the Hub writes it, such as apache-2.0, llama3.2 or other, got "
                             f"{self.licence!r}; choose one of https://huggingface.co/docs/hub/repositories-licenses")
 
@@ -118,15 +116,17 @@ def upload(hub: "HfApi", given: PushArguments, files: Mapping[str, Path | bytes]
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError  # type: ignore[attr-defined]
 
     operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=one) for name, one in files.items()]
+    checked = False
     try:
         ModelCard(bytes(files[CARD]).decode()).validate()
+        checked = True
         # One commit holds all files or none, so that nobody loads half a draft.
         hub.create_repo(given.repository, private=given.private, exist_ok=True)
         done = hub.create_commit(given.repository, operations, commit_message=f"{len(files)} files of draftsmith")
-    except ValueError as error:
-        raise UserError(f"the Hub refuses the card ({' '.join(str(error).split())}); choose another licence or "
-                        "description, nothing was uploaded") from error
-    except (HfHubHTTPError, HTTPError, LocalTokenNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
+        if isinstance(error, ValueError) and not checked:
+            raise UserError(f"the Hub refuses the card ({' '.join(str(error).split())}); choose another licence or "
+                            "description, nothing was uploaded") from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{given.repository} could not be uploaded ({reason}); check the network, the name, and that "
                         "you are logged in (hf auth login)") from error

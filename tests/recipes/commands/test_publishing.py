@@ -112,7 +112,7 @@ def test_an_export_takes_its_card_from_the_artifact(folder: Path, tmp_path: Path
     with pytest.raises(UserError, match="is an export, which does not say how it was trained; give its artifact"):
         planned(given(out))
     files = planned(given(out, artifact=folder))
-    assert list(files) == ["README.md", "config.json", "draftsmith.json", "medusa_lm_head.safetensors"]
+    assert list(files) == ["README.md", "config.json", "medusa_lm_head.safetensors", "origin.json"]
     card = bytes(files["README.md"]).decode()
     assert "text-generation-launcher" in card
     assert "## Training data" in card
@@ -213,7 +213,7 @@ def test_the_export_of_another_artifact_is_refused(folder: Path, tmp_path: Path,
         planned(given(tmp_path / "twin", artifact=folder))
     assert planned(given(folder, artifact=folder))
     # An export of an earlier version names none.
-    (out / "draftsmith.json").unlink()
+    (out / "origin.json").unlink()
     with pytest.raises(UserError, match="does not say of which artifact it is; write the export again"):
         planned(given(out, artifact=folder))
 
@@ -225,11 +225,16 @@ def test_the_export_of_another_artifact_is_refused(folder: Path, tmp_path: Path,
     ({"repository": "me/a--b"}, r"got 'me/a--b': Cannot have -- or \.\. in repo_id; choose another name"),
     ({"repository": "me/draft.git"}, r"got 'me/draft.git': Repo_id cannot end by '.git'; choose another name"),
     ({"licence": ""}, r"licence must be a name as the Hub writes it, such as apache-2.0, .* got ''; choose one of"),
+    ({"licence": "mit\n"}, r"licence must be .*, got 'mit\\n'; choose one of https://huggingface.co/docs"),
     ({"licence": "Apache 2.0"}, r"licence must be .*, got 'Apache 2.0'; choose one of https://huggingface.co/docs"),
 ])
 def test_names_that_the_hub_does_not_take_are_refused(folder: Path, settings: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         given(folder, **settings)
+
+
+def test_the_hub_itself_knows_the_licences(folder: Path) -> None:
+    assert given(folder, licence="openrail++").licence == "openrail++"
 
 
 def test_a_card_that_the_hub_refuses_uploads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +259,7 @@ def test_a_failed_upload_is_one_sentence(folder: Path, monkeypatch: pytest.Monke
     from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
     monkeypatch.setattr("huggingface_hub.ModelCard.validate", validated)
-    for failure in (OfflineModeIsEnabled("no network"), LocalTokenNotFoundError("no token")):
+    # The card was taken: a wrong value after that is none of it.
+    for failure in (OfflineModeIsEnabled("no network"), LocalTokenNotFoundError("no token"), ValueError("no space")):
         with pytest.raises(UserError, match=f"owner/draft could not be uploaded \\({failure}\\); check the network"):
             upload(StandIn(failure), given(folder), planned(given(folder)))
