@@ -14,14 +14,13 @@ from .layouts.kangaroo import import_kangaroo
 from .layouts.medusa import import_medusa
 from .layouts.parts.export_format import ExportSettings
 from .layouts.ppd import import_ppd
-from .layouts.registry import EVERY_FORMAT, FORMATS, export_artifact
+from .layouts.registry import EVERY_FORMAT, export_artifact
 from .layouts.specdec import import_specdec
 from .report.markdown import terminal_table, write_report
 from .tuning import SampledTuning, Tuning, save_tuning
 
 __all__ = [
     "EVERY_FORMAT",
-    "FORMATS",
     "FORMAT_VERSION",
     "Artifact",
     "Drafting",

@@ -3,8 +3,8 @@
 `make test` runs the blocks of README.md and parses those of the other documents, which `make test-long` runs too.
 
 Commands that would take long are replaced by the tables below: a recipe is parsed with all that the document overrides,
-and its output folder is filled with a run of the tiny recipe. A block whose first line is `# needs a GPU` or
-`# needs a network` is only parsed.
+and its output folder is filled with a run of the tiny recipe. A block whose first line is one of
+`MARKS` is only parsed.
 """
 
 import argparse

@@ -22,8 +22,8 @@ from .parts.compressed_tensors import (
     compressed_note,
     compressed_table,
 )
-from .parts.export_format import PLAIN, ExportFormat, ExportSettings, Served
-from .parts.folder_readme import target_place
+from .parts.export_format import PLAIN, ExportFormat, ExportSettings, Places, Served
+from .parts.folder_readme import hub_name
 from .parts.gguf_file import BFLOAT16, FLOAT32
 from .parts.layout_folder import Contents
 from .parts.tensor_table import Table, TensorForm, require_forms
@@ -47,7 +47,7 @@ prompt = tokenizer("What is a draft horse?", return_tensors="pt")
 answer = target.generate(**prompt, assistant_model=draft, do_sample=False, max_new_tokens=64)
 print(tokenizer.decode(answer[0]))
 ```"""
-"""Lines that decode with it; with weights of fewer bits transformers needs the library compressed-tensors."""
+"""Lines that decode with it."""
 
 
 def export_huggingface(drafter: DraftLM, target: Target, folder: Path, settings: ExportSettings = PLAIN) -> Contents:
@@ -117,8 +117,9 @@ def _contents(drafter: DraftLM, target: Target, table: Table, *notes: str) -> Co
     if drafter.token_ids is not None:
         paragraphs.append(f"Its output layer was trained for the {len(drafter.token_ids)} tokens in {TRAINED} alone; "
                           "the rows of all others are the mean of the trained ones, so that none is drafted.")
-    return Contents(title="A draft language model", table=table, paragraphs=(*paragraphs, *notes),
-                    example=ASSISTED.format(target=target_place(target.identity.name)))
+    # Weights of eight bits transformers reads with another library alone.
+    example = "" if notes else ASSISTED.format(target=hub_name(target.identity.name) or Places.target)
+    return Contents(title="A draft language model", table=table, paragraphs=(*paragraphs, *notes), example=example)
 
 
 def _served(drafter: DraftLM) -> Served:
@@ -128,5 +129,5 @@ def _served(drafter: DraftLM) -> Served:
 
 HUGGINGFACE = ExportFormat(
     name="huggingface", content="draft language models", readers="transformers, vLLM, SGLang", families=(DraftLM,),
-    write=export_huggingface, file=WEIGHTS, weights=COMPRESSED, as_read=as_compressed, vllm=_served, assistant=True,
+    write=export_huggingface, file=WEIGHTS, weights=COMPRESSED, as_read=as_compressed, vllm=_served,
 )

@@ -32,8 +32,6 @@ EXPORT_FORMATS: tuple[ExportFormat[Any], ...] = (
 """All layouts, in the order of the tables."""
 EVERY_FORMAT: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS))
 """Their names."""
-FORMATS: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS if one.write is not None))
-"""Names of those that hold a drafter."""
 
 
 def format_named(name: str) -> ExportFormat[Any]:

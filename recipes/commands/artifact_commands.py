@@ -1,6 +1,5 @@
 """The commands that measure or export an artifact: evaluate, export. They need none of the training extras."""
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from ...export import (
 from ...export.engine_process import require_engine
 from ...export.engines.trial import rounding_loss
 from ...export.layouts.parts.export_format import ExportFormat, Places
-from ...export.layouts.parts.folder_readme import target_place
+from ...export.layouts.parts.folder_readme import hub_name, target_command
 from ...export.layouts.parts.gguf_file import FLOAT32
 from ...export.layouts.registry import EXPORT_FORMATS, format_named, in_fewer_bits, require_number_format
 from ...modules import TargetConfig, UserError, load_target
@@ -134,7 +133,8 @@ class ExportArguments:
     """New or empty folder for it."""
     try_with: Path | None = None
     """Interpreter of an environment with vLLM, which then answers ten prompts with the export and without, in float32
-    and in bfloat16: its tokens per second, equal answers, and its accepted length next to this project's."""
+    and in the number format of its own choice: its tokens per second, equal answers, and its accepted length next to
+    this project's."""
     temperature: float | None = None
     """With specdec, the temperature whose head is written; null takes the only one."""
     target_gguf: Path | None = None
@@ -214,15 +214,15 @@ def export(parsed: Parsed[ExportArguments]) -> None:
 
 def say_commands(given: ExportArguments, chosen: ExportFormat[Any], artifact: Artifact, gguf: Path | None) -> None:
     """Print the commands that serve an export, ready for the current folder."""
-    name = artifact.identity.name if given.target.name == ARTIFACT_TARGET else given.target.name
-    folder = str(given.out.parent / "target")
-    target = name if Path(name).is_dir() else folder if target_place(name) == Places.target else name
-    places = Places(folder=str(given.out), target=target, gguf=str(gguf))
+    named = None if given.target.name == ARTIFACT_TARGET else given.target.name
+    name = named or artifact.identity.name
+    there = name if Path(name).is_dir() else hub_name(name)
+    # Not the folder of the export itself, which it would replace.
+    beside = str(given.out.parent / ("target" if given.out.name != "target" else "whole-target"))
+    places = Places(folder=str(given.out), target=there or beside, gguf=str(gguf or Places.gguf))
     commands = chosen.commands(artifact.drafter, places)
-    if any(target in shlex.split(command) for command in commands.values()) and target == folder != str(given.out):
-        named = [] if given.target.name == ARTIFACT_TARGET else ["--target.name", name]
-        words = ["--artifact", str(given.artifact), *named, "--format", "target", "--out", target]
-        commands = {"the target as a folder": shlex.join(["draftsmith", "export", *words]), **commands}
+    if there is None and (writing := target_command(artifact, commands, places, str(given.artifact), named)):
+        commands = {"the target as a folder": writing, **commands}
     for engine, command in commands.items():
         say(f"\n{engine}:\n{command}")
 

@@ -10,7 +10,7 @@ NAMES = ("README.md", "recipes/README.md", "recipes/clusters.md", "modules/READM
          "tests/README.md", "tests/benchmarks/README.md")
 DOCUMENTS = [name for name in NAMES if (ROOT / name).is_file()]
 """The documents that exist."""
-MARKS = ("# needs a GPU", "# needs a network")
+MARKS = ("# needs a GPU", "# needs a network", "# needs an engine", "# needs a run of fastdraft")
 """First lines of blocks that are only parsed here."""
 SEPARATORS = ("|", "||", "&&", ";", "&", ">", ">>", "<")
 

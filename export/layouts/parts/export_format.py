@@ -62,21 +62,27 @@ class Served:
     """Tokens of a draft."""
 
     def command(self, places: Places) -> str:
-        """vLLM's server for OpenAI's clients. Its module is called, since the wheel for CPUs has no command `vllm`."""
+        """The command of vLLM's server."""
         drafts = {**self.method, "model": places.folder, "num_speculative_tokens": self.tokens}
         loader = ["--model-loader-extra-config", json.dumps(self.loader)] if self.loader else []
-        return shlex.join([*VLLM, places.target, *PRECISE, "--speculative-config", json.dumps(drafts), *loader])
+        return vllm_command(places.target, "--speculative-config", json.dumps(drafts), *loader)
 
 
 VLLM = ("VLLM_CPU_KVCACHE_SPACE=4", "python", "-m", "vllm.entrypoints.openai.api_server", "--model")
 """Start of the command. On a CPU, where alone the variable matters, vLLM would ask for nine tenths of the memory."""
-PRECISE = ("--dtype", "float32")
-"""The number format in which drafts change no answer."""
+
+
+def vllm_command(model: str, *options: str) -> str:
+    """vLLM's server for OpenAI's clients, in the number format in which drafts change the fewest answers. Its module is
+    called, since the wheel for CPUs has no command `vllm`."""
+    return shlex.join([*VLLM, model, "--dtype", FLOAT32, *options])
+
+
 
 Writer = Callable[[D, Target, Path, ExportSettings], Contents]
 """Writes the files of a drafter, bound to its target, but README.md into an empty folder, and describes them."""
 ArtifactWriter = Callable[[Artifact, Path, ExportSettings], Contents]
-"""Does the same with another part of an artifact."""
+"""Writer of another part of an artifact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +122,6 @@ class ExportFormat(Generic[D]):
     """Commands of other engines that serve the folder, by engine."""
     lost: Callable[[D], str] = lambda drafter: ""
     """A sentence on the part of the drafter that an engine leaves out; empty where there is none."""
-    assistant: bool = False
-    """Whether transformers decodes with it as `assistant_model`, as the tests do."""
 
     def warning(self, drafter: Drafter) -> str:
         """The sentence of `lost` for a drafter of any family."""

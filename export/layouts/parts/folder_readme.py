@@ -1,9 +1,10 @@
 """README.md of an exported folder: what it holds, the commands that serve it, and the formats that hold the same."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ....modules import DRAFTERS
 from ....modules.target.loading.loading import DEFAULT_NAME, is_local
 from ....modules.target.loading.tiny_model import TINY_NAME
 from ...artifact import Artifact, portable
@@ -25,10 +26,13 @@ QUESTION = '[{"role": "user", "content": "What is a draft horse?"}]'
 CHAT = {"asked": f"chat.completions.create(model=model, messages={QUESTION}", "text": "message.content"}
 PLAIN_TEXT = {"asked": 'completions.create(model=model, prompt="A draft horse is"', "text": "text"}
 """Calls for a target with a chat template, and for one without."""
-HALF = """In float32 a draft changes no word of an answer. Without `--dtype` vLLM takes bfloat16 or float16, which is
-faster on most machines and rounds more: a pass over several tokens then rounds otherwise than a pass over one, so that
-an answer with drafts can leave the one without where two tokens are almost equally likely. `draftsmith export` with
-`--try_with PYTHON`, the interpreter of an environment with vLLM, counts such answers and measures both speeds."""
+REMOTE = "transformers_modules."
+"""Start of the names of modules that transformers has read next to a model."""
+HALF = """In float32 a draft changes no word of an answer, but for rare ties within rounding. Without `--dtype` vLLM
+takes bfloat16 or float16, which is faster on most machines and rounds more: a pass over several tokens then rounds
+otherwise than a pass over one, so that an answer with drafts can leave the one without where two tokens are almost
+equally likely. `draftsmith export` with `--try_with PYTHON`, the interpreter of an environment with vLLM, counts such
+answers and measures both speeds."""
 
 
 def folder_readme(chosen: ExportFormat[Any], artifact: Artifact, contents: Contents,
@@ -41,12 +45,18 @@ def folder_readme(chosen: ExportFormat[Any], artifact: Artifact, contents: Conte
         contents: what the writer says of the folder.
         fitting: the formats that hold this drafter.
     """
-    parts = [f"# {contents.title} for {portable(artifact.identity.name)}", *contents.paragraphs]
-    places = Places(target=target_place(artifact.identity.name))
+    name = artifact.identity.name
+    parts = [f"# {contents.title} for {portable(name)}", *contents.paragraphs]
+    places = Places(target=hub_name(name) or Places.target)
     # A folder with the adapted target and drafts in one is none that `commands` is about.
     if (artifact.adapter is None or chosen.write is None) and (
             commands := chosen.commands(artifact.drafter, places)):
-        parts += ["## Serve it", *(target_note(artifact.identity.name) if chosen.write is not None else ())]
+        parts.append("## Serve it")
+        given = portable(name) if is_local(name) else None
+        if hub_name(name) is None and (writing := target_command(artifact, commands, places, "../artifact", given)):
+            where = "; give the path of its folder or file as `--target.name`" if given else ""
+            parts.append(f"`{places.target}` is the target as a folder, which this command writes from the artifact"
+                         f"{where}:\n\n```bash\n{writing}\n```")
         for engine, command in commands.items():
             parts.append(f"{engine}, in this folder:\n\n```bash\n{command}\n```")
         parts += [contents.example] if contents.example else []
@@ -62,18 +72,23 @@ def folder_readme(chosen: ExportFormat[Any], artifact: Artifact, contents: Conte
     return "\n\n".join(parts) + "\n"
 
 
-def target_place(name: str) -> str:
-    """The target in a command: its name on the Hub, or the folder that the format `target` writes next to the export.
-    The embedded one is not the Hub's of that name, whose weights are not rounded."""
-    return Places.target if is_local(name) or name in (DEFAULT_NAME, TINY_NAME) else name
+def hub_name(name: str) -> str | None:
+    """The name of a target on the Hub; None where its folder is written by the format `target`. The embedded one is not
+    the Hub's of that name, whose weights are not rounded."""
+    return None if is_local(name) or name in (DEFAULT_NAME, TINY_NAME) else name
 
 
-def target_note(name: str) -> list[str]:
-    """A paragraph on that folder, with the command that writes it; none where the target is the Hub's."""
-    if target_place(name) == name:
-        return []
-    named = ["--target.name", portable(name)] if is_local(name) else []
-    words = ["--artifact", "../artifact", *named, "--format", "target", "--out", Places.target]
-    where = "; give the path of its folder or file as `--target.name`" if named else ""
-    return [f"`{Places.target}` is the target as a folder, which this command writes from the artifact{where}:\n\n"
-            f"```bash\n{shlex.join(['draftsmith', 'export', *words])}\n```"]
+def target_command(artifact: Artifact, commands: Mapping[str, str], places: Places, folder: str,
+                   name: str | None) -> str:
+    """The command that writes the target's folder, which one of `commands` reads; empty where none does. `folder` is
+    the artifact's, `name` the target's path, None where the artifact names it."""
+    if all(places.target not in shlex.split(command) for command in commands.values()):
+        return ""
+    words = ["--artifact", folder, *([] if name is None else ["--target.name", name]), "--format", "target",
+             "--out", places.target]
+    # Code of others runs only where the command line says so.
+    if all(artifact.drafter.family != one.family for one in DRAFTERS):
+        words += ["--trust", "true"]
+    if any(type(one).__module__.startswith(REMOTE) for one in (artifact.target.model, artifact.target.tokenizer)):
+        words += ["--target.trust_remote_code", "true"]
+    return shlex.join(["draftsmith", "export", *words])

@@ -15,7 +15,7 @@ from .tensor_table import Table, require_table
 
 EXPORT = "export"
 """The kind of every exported folder: one export replaces another."""
-ORIGIN = "draftsmith.json"
+ORIGIN = "origin.json"
 """The file that names the artifact of an exported folder."""
 
 

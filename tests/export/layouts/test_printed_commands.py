@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from draftsmith.export import Artifact, ExportSettings, export_artifact, save_artifact
 from draftsmith.export.artifact import portable
+from draftsmith.export.layouts.parts import folder_readme
 from draftsmith.export.layouts.parts.export_format import VLLM
 from draftsmith.export.layouts.registry import EXPORT_FORMATS
 from draftsmith.modules import DraftLM, DraftLMConfig, Target, TargetConfig, Topology, UserError, load_target
@@ -153,6 +154,46 @@ def test_a_target_is_named_as_it_can_be_found(tmp_path: Path, name: str, target:
     on_the_hub = name == "owner/llama"
     assert served[len(VLLM)] == (name if on_the_hub else "../target")
     assert [words[5] for words in found if words[0] == "draftsmith"] == ([] if on_the_hub else [portable(name)])
+
+
+def test_the_target_is_written_where_a_command_reads_it_and_with_the_trust_that_it_takes(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = replace(target.identity, name="tiny-random")
+    drafter = MADE["draft_lm"](target)
+    artifact = Artifact(drafter=drafter, target=target, topology=TREE, identity=identity, provenance={})
+    vocabulary = ExportSettings(target_gguf=write_vocabulary(tmp_path / "v.gguf", target.vocab_size))
+    gguf = (export_artifact(artifact, target, "gguf", tmp_path / "gguf", vocabulary) / "README.md").read_text()
+    assert "../target.gguf" in gguf
+    assert "`../target`" not in gguf
+    assert [words[0] for words in commands(gguf)] == ["llama-server"]
+    monkeypatch.setattr(type(drafter), "family", "own")
+    monkeypatch.setattr(type(target.model), "__module__", "transformers_modules.model.modeling")
+    monkeypatch.setattr(folder_readme, "DRAFTERS", ())
+    text = (export_artifact(artifact, target, "huggingface", tmp_path / "out") / "README.md").read_text()
+    words, *_ = commands(text)
+    check(words)
+    assert words == ["draftsmith", "export", "--artifact", "../artifact", "--format", "target", "--out", "../target",
+                     "--trust", "true", "--target.trust_remote_code", "true"]
+
+
+def test_an_export_in_the_place_of_its_target_is_not_replaced_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = load_target(TargetConfig(name="tiny-random"))
+    save_artifact(tmp_path / "artifact", DraftLM.create(DraftLMConfig(layers=(0,)), tiny), tiny.identity, {},
+                  Topology.chain(2))
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "--artifact", "artifact", "--format", "huggingface", "--out", "target"]) == 0
+    assert "--format target --out whole-target" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("weights", "read"), [("float32", True), ("bfloat16", True), ("int8", False)])
+def test_lines_for_transformers_are_printed_where_it_reads_the_weights(
+    tmp_path: Path, target: Target, weights: str, read: bool
+) -> None:
+    folder = written(MADE["draft_lm"](target), target, "huggingface", tmp_path / "out", ExportSettings(weights=weights))
+    assert ("assistant_model" in (folder / "README.md").read_text()) == read
 
 
 @pytest.mark.parametrize(("name", "layout", "pickle"), [
