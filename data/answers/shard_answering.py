@@ -156,10 +156,10 @@ class ShardAnswering:
                 if self.folder.late and not records:
                     raise UserError(
                         f"no train token would be supervised in {self.folder.out}: distill.budget_minutes {minutes:g} "
-                        f"were over (after {self.folder.seconds / 60:.2g}) before a train prompt was answered, since "
-                        "held-out prompts and their answers come first, and prompts that the target writes before "
-                        "theirs; start again with a larger distill.budget_minutes, and this folder goes on, or lower "
-                        "distill.validation_prompts")
+                        f"were over (after {round(self.folder.seconds / 60, 2):g}) before a train prompt was answered, "
+                        "since held-out prompts and their answers come first, and prompts that the target writes "
+                        "before theirs; start again with a larger distill.budget_minutes, and this folder goes on, or "
+                        "lower distill.validation_prompts")
                 raise UserError(
                     f"no train token would be supervised in {self.folder.out}: after {manifest.candidates} prompts, "
                     "held-out ones included, there is no answer with a token; give more prompts or a larger budget")

@@ -235,8 +235,8 @@ class Method:
         for policy in config.policy_names:
             method = cls.of(artifact, name=name, policy=policy, temperature=config.degrees[0])
             if (same := found.get(method.name)) is not None:
-                say(f"of the policies {', '.join(config.policy_names)} {FASTEST} is here the same as another one: the "
-                    f"two are measured once, as {method.name}")
+                say(f"of the policies {' and '.join(config.policy_names)}, {FASTEST} is here the same as another one: "
+                    f"the two are measured once, as {method.name}")
             # The one whose tree can be replayed in other sizes.
             found[method.name] = method if same is None or same.trees is None else same
         return list(found.values())

@@ -15,15 +15,17 @@ def headline(run: EvaluationRun) -> str:
     decoded, timed = sum(run.header["prompt_sets"].values()), run.header["timed_prompts"]
     fault = any(one.faulty for one in run.evaluations)
     if decoded < FEWEST_PROMPTS and not fault:
-        note = partial_note(run) or f"{decoded} prompts were decoded"
+        note = partial_note(run) or f"{decoded} prompt{' was' if decoded == 1 else 's were'} decoded"
         return (f"Too few prompts for a claim: {note}, and it takes at least {FEWEST_PROMPTS}; give more prompts, or "
                 "raise evaluate.limit or evaluate.budget_minutes. The figures below are of these few alone.")
-    few = decoded < FEWEST_PROMPTS or 0 < timed < FEWEST_TIMED
+    few = (f"too few prompts for a claim about speed ({decoded}, it takes at least {FEWEST_PROMPTS})"
+           if decoded < FEWEST_PROMPTS else
+           f"too few timed prompts for a claim about speed ({timed}, it takes at least {FEWEST_TIMED})"
+           if 0 < timed < FEWEST_TIMED else "")
     firsts = run.at(temperature=run.temperatures[0], batch_size=run.batch_sizes[0])
     best = max(firsts, key=lambda one: one.overall.speedup or 0.0)
     named = len(firsts) > 1 and best.overall.speedup is not None and not few
-    said = (f"too few timed prompts for a claim about speed ({timed}, it takes at least {FEWEST_TIMED})" if few else
-            _speed(best))
+    said = few or _speed(best)
     # Not str.capitalize, which would also change the case of what follows.
     first = f"{best.name}, the fastest of {len(firsts)} methods: {said}" if named else said[:1].upper() + said[1:]
     # Without a speed a busy machine spoiled nothing that the sentence says.

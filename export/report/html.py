@@ -319,11 +319,13 @@ def _settings(header: Mapping[str, Any]) -> str:
         [found[name]] if isinstance(found[name], str | int | float) else list(found[name])
         for name in ("policies", "baselines", "batch_sizes", "temperatures"))
     drawn = " and ".join(f"at temperature {one:g}" if one else "greedy" for one in degrees)
-    drafts = " and ".join(policies) + (f", next to {' and '.join(baselines)}" if baselines else "")
+    # Baselines have policies of their own: an evaluation of them alone has used none of these.
+    by_policy = [f"the policy {' and '.join(policies)}"] if header["artifacts"].keys() - set(baselines) else []
+    drafts = ", next to ".join([*by_policy, *([" and ".join(baselines)] if baselines else [])])
     limit = "all prompts" if found["limit"] is None else f"at most {found['limit']:,} prompts"
     minutes = "without a limit of time" if found["budget_minutes"] is None else f"{found['budget_minutes']:g} minutes"
     return (f"answers of at most {found['max_new_tokens']:,} tokens, {drawn}{''.join(f', {one}' for one in filters)}; "
-            f"drafted by the policy {drafts}; {limit} of each set; {header['timed_prompts']} prompts were timed in "
+            f"drafted by {drafts}; {limit} of each set; {header['timed_prompts']} prompts were timed in "
             f"batches of {' and '.join(map(str, sizes))}, {header['replayed_answers']} answers replayed through trees "
             f"of other sizes; {minutes}; {'with' if found['graphs'] else 'without'} CUDA graphs, layers "
             f"{'compiled' if found['compile'] else 'not compiled'}")

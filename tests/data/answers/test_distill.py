@@ -459,18 +459,6 @@ def test_a_token_budget_ends_the_run(tmp_path: Path, tiny_target: Target) -> Non
     assert manifest.candidates < 60
 
 
-def test_a_time_budget_that_is_spent_at_once_says_so(tmp_path: Path, tiny_target: Target) -> None:
-    prompts = write_prompts(tmp_path, many(20))
-    with pytest.raises(UserError, match=r"no train token.*budget_minutes 1e-09 were over .* before a train prompt was "
-                                        r"answered, since held-out prompts .*start again with a larger distill"):
-        run(tiny_target, prompts, replace(SMALL, budget_minutes=1e-9), tmp_path / "none")
-    # The folder goes on with more minutes, and not with other settings.
-    with pytest.raises(UserError, match="was started with other settings: distill"):
-        run(tiny_target, prompts, replace(SMALL, budget_minutes=9.0, slots=SMALL.slots + 1), tmp_path / "none")
-    assert run(tiny_target, prompts, replace(SMALL, budget_minutes=9.0), tmp_path / "none").complete
-    assert run(tiny_target, prompts, replace(SMALL, budget_minutes=9.0), tmp_path / "all").candidates == 20
-
-
 def slowed(patch: pytest.MonkeyPatch, seconds: Callable[[Sequence[object]], float]) -> None:
     """Answers take so many seconds more by the clock, by all that are given together."""
     now, spent, answer = time.monotonic, [0.0], Answerer.answer
@@ -482,6 +470,24 @@ def slowed(patch: pytest.MonkeyPatch, seconds: Callable[[Sequence[object]], floa
 
     patch.setattr(time, "monotonic", lambda: now() + spent[0])
     patch.setattr(Answerer, "answer", slow)
+
+
+def test_a_time_budget_that_is_spent_at_once_says_so(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = write_prompts(tmp_path, many(20))
+    with pytest.raises(UserError, match=r"no train token.*budget_minutes 1e-09 were over .* before a train prompt was "
+                                        r"answered, since held-out prompts .*start again with a larger distill"):
+        run(tiny_target, prompts, replace(SMALL, budget_minutes=1e-9), tmp_path / "none")
+    with monkeypatch.context() as patch:
+        slowed(patch, lambda _: 3600.0)
+        with pytest.raises(UserError, match=r"budget_minutes 1 were over \(after 120"):
+            run(tiny_target, prompts, replace(SMALL, budget_minutes=1.0), tmp_path / "late")
+    # The folder goes on with more minutes, and not with other settings.
+    with pytest.raises(UserError, match="was started with other settings: distill"):
+        run(tiny_target, prompts, replace(SMALL, budget_minutes=9.0, slots=SMALL.slots + 1), tmp_path / "none")
+    assert run(tiny_target, prompts, replace(SMALL, budget_minutes=9.0), tmp_path / "none").complete
+    assert run(tiny_target, prompts, replace(SMALL, budget_minutes=9.0), tmp_path / "all").candidates == 20
 
 
 def test_held_out_answers_that_cost_as_much_together_as_few_are_all_given(

@@ -98,6 +98,7 @@ def a_run(*, contended: bool = False, names: tuple[str, ...] = ("medusa",), batc
         "machine": {"processor": "A Processor", "device": "cpu", "system": "Linux"}, "dtype": "float32", "threads": 2,
         "linear_layers": {"forms": "linear layers plain", "packed_from": 0, "times": None},
         "versions": {"torch": "2.13.0"}, "settings": asdict(EvaluateConfig()), "timed_prompts": 4,
+        "artifacts": dict.fromkeys(names, "cafe02"),
         "prompt_sets": {"own": 5, "handwritten": 5}, "categories": {"math": 5, "writing": 5},
         "planned": {"prompt_sets": {"own": 5, "handwritten": 5}, "categories": {"math": 5, "writing": 5},
                     "timed_prompts": 4, "replayed_answers": 0},
@@ -193,6 +194,10 @@ def test_conditions_are_sentences_with_units(tmp_path: Path) -> None:
                  "5 own and 5 handwritten", "4,096 tokens, 83.4% of those in held-out answers",
                  "3 held-out answers end in a loop, with 2.31 tokens per pass there"):
         assert f"<dd>{said}</dd>" in page, said
+    for name, drafted in (("medusa", "the policy static, next to prompt_lookup"), ("prompt_lookup", "prompt_lookup")):
+        settings = asdict(EvaluateConfig(baselines=("prompt_lookup",)))
+        header = run.header | {"artifacts": {name: ""}, "settings": settings}
+        assert f"drafted by {drafted}; all" in write_report(tmp_path, replace(run, header=header))["html"].read_text()
 
 
 def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
@@ -503,6 +508,11 @@ def test_of_too_few_prompts_nothing_is_claimed_but_a_fault() -> None:
     assert of_few(10, 4) == "1.4 times faster, not a word changed."
     assert "speed not measured, not a word changed." in of_few(10, 0, speedup=None)
     lost = lossless(2, 1, gap=0.7)
+    one = a_run()
+    one = replace(one, header=one.header | {"prompt_sets": {"own": 1}, "planned": {"prompt_sets": {"own": 1}}})
+    assert headline(one).startswith("Too few prompts for a claim: 1 prompt was decoded, and it takes at least 10")
+    assert of_few(8, 8, lossless=lost).startswith("Too few prompts for a claim about speed (8, it takes at least 10), "
+                                                  "but drafting changed 1 of 2 answers, which is a fault")
     assert "drafting changed 1 of 2 answers, which is a fault" in of_few(2, 2, lossless=lost)
 
 
