@@ -7,7 +7,7 @@ from .answers.writers import Writer
 from .prompts.chat import ChatTemplate
 from .prompts.prompt import Message, Prompt
 from .prompts.sources import PromptConfig, load_prompts, read_prompts
-from .store.feature_store import WantedStates, encode
+from .store.feature_store import WantedStates
 from .store.token_store import Manifest, ShardRecord, TokenShard
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "WantedStates",
     "Writer",
     "distill",
-    "encode",
     "load_prompts",
     "read_held_out",
     "read_prompts",

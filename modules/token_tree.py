@@ -93,14 +93,6 @@ class Topology:
             node = self.parents[node]
         return node
 
-    @cached_property
-    def paths(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that lead from the root to each node; empty for the root."""
-        paths: list[tuple[int, ...]] = [()]
-        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
-            paths.append((*paths[parent], rank))
-        return tuple(paths)
-
     @classmethod
     def from_paths(cls, paths: Iterable[tuple[int, ...]]) -> "Topology":
         """Build from the rank paths of the nodes, parents first (the root's empty path may be left out).

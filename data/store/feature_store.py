@@ -1,7 +1,7 @@
 """The target's states at every token of a token shard, written once; `feature_shards` reads them slice by slice.
 
 Each kind of state has a file of its own, so that drafters which read different layers share what they have in common.
-Where the target has decoded a shard, its states are stored with it (`shard_states`); `encode` is a second pass of the
+Where the target has decoded a shard, its states are stored with it (`shard_states`); `Encoding` is a second pass of the
 target over what has none: given text, layers that another drafter reads, lost files. Both give the same states within
 rounding, not the same bytes.
 
@@ -176,29 +176,6 @@ class Encoding:
                 read = read_rows(self.target, shard, range(shard.num_rows), names, self.store.dtype, bar.update)
                 self.store.add(self.store.write(record, names, [read[row] for row in range(shard.num_rows)]))
         return [self.folder / state_file(record, name) for record in self.records for name in self.names]
-
-
-def encode(
-    target: Target,
-    folder: str | Path,
-    taps: tuple[int, ...] = (),
-    *,
-    form: str | None = None,
-    progress: bool = True,
-) -> list[Path]:
-    """Store the target's final states (and taps) at every token next to the token shards, skipping stored ones.
-
-    States stored for another drafter stay: drafters with different taps share a folder.
-
-    The arguments are those of `Encoding`; `progress` shows a progress bar.
-
-    Returns:
-        The files that hold them.
-
-    Raises:
-        UserError: if the target is another, a shard is corrupted, or the disk is full.
-    """
-    return Encoding(target, Path(folder), taps, form=form).run(progress=progress)
 
 
 def read_rows(

@@ -17,10 +17,8 @@ import torch
 
 IMPOSSIBLE_PER_TOKEN = 1 / 10_000
 """More impossible tokens than this, and than one, are a fault: at the edge of a filter rounding may let one in."""
-UNLIKELY = 1e-3
-"""p-value below which sampled answers are in doubt."""
 _UNLIKELY_DISTANCE = 1.9495
-"""Scaled distance of that p-value."""
+"""Scaled distance of the p-value 0.001, below which sampled answers are in doubt."""
 _TERMS = 100
 """Terms of the limit distribution's series."""
 
@@ -83,7 +81,7 @@ def p_value(distance: float, count: int) -> float:
 
 
 def visible_distance(count: int) -> float:
-    """The smallest distance whose p-value is at most UNLIKELY."""
+    """The smallest distance whose p-value is at most 0.001."""
     return _UNLIKELY_DISTANCE / (math.sqrt(count) + 0.12 + 0.11 / math.sqrt(count))
 
 

@@ -45,14 +45,6 @@ class SampledTree(StaticTree):
                         for below in range(1, topology.depth + 1)]
         """Children of a node, at most, depth by depth."""
 
-    @classmethod
-    def branching(cls, *widths: int, temperature: float | None = None) -> "SampledTree":
-        """The tree in which every node of depth d has `widths[d]` children."""
-        paths: list[tuple[int, ...]] = [()]
-        for depth, width in enumerate(widths):
-            paths += [(*path, rank) for path in paths if len(path) == depth for rank in range(width)]
-        return cls(Topology.from_paths(paths), temperature)
-
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
         if draws is None:
             return super().grow(drafter, state, roots_B)

@@ -76,7 +76,7 @@ from ..terminal.terminal_text import say, stage_line
 
 ALL = ("distill", "encode", "train", "artifact", "evaluate")
 """Names of the stages, in order."""
-PLACES = ("out", "data", "references", "evaluate")
+NO_ORIGIN = ("out", "data", "references", "evaluate")
 """Recipe keys that say nothing about how an artifact was made."""
 
 
@@ -278,7 +278,7 @@ def sizes_in_words(tuning: Tuning, topology: Topology) -> Iterator[str]:
 
 def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, ...]) -> dict[str, Any]:
     """Origin of the artifact: nothing in it depends on the machine."""
-    settings = {name: value for name, value in workspace.settings.items() if name not in PLACES}
+    settings = {name: value for name, value in workspace.settings.items() if name not in NO_ORIGIN}
     trained = {name: value for name, value in settings["train"].items() if name not in UNDECISIVE}
     return {
         "recipe": {**settings, "distill": workspace.decisive["distill"], "train": trained, "batch": workspace.batched},

@@ -43,6 +43,7 @@ from draftsmith.modules.baselines.token_recycling import recycling_tree
 from support.model_shapes import SHAPES, shaped_prompt, shaped_target
 from support.oracle import Oracle
 from support.shaped_modules import RECIPES, shaped_module, shaped_recipe
+from support.tree_shapes import paths
 
 CHAIN, TREE, WIDEST = 3, 32, 4
 """Tokens of the drafted chains; nodes of the drafted trees, and the most guesses after a node."""
@@ -148,7 +149,7 @@ def shapes(drafter: Proposer) -> dict[str, Policy]:
     """A chain and a tree no deeper than the drafter reaches."""
     deepest = drafter.reach or CHAIN + 1
     tree = recycling_tree(TREE, WIDEST)
-    kept = Topology.from_paths(path for path in tree.paths if 0 < len(path) <= deepest)
+    kept = Topology.from_paths(path for path in paths(tree) if 0 < len(path) <= deepest)
     return {"chain": Chain(min(CHAIN, deepest)), "tree": StaticTree(kept)}
 
 

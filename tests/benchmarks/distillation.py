@@ -23,11 +23,12 @@ from statistics import median
 from unittest.mock import patch
 
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill, encode
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill
 from draftsmith.data.answers.distill_config import Engine
 from draftsmith.modules import DEFAULT_NAME, Sampling, Target, TargetConfig, load_target
 from draftsmith.modules.decoding import batch_verifier
 from draftsmith.modules.verification import acceptance_rules
+from support.stored_states import encode
 from torch import Tensor
 
 WAYS = ("sorted", "ours", "kept", "half", "batched")
@@ -65,7 +66,7 @@ def measured(
             progress=False)
     stats = json.loads((folder / "stats.json").read_text())
     started = time.perf_counter()
-    encode(target, folder, taps, progress=False)
+    encode(target, folder, taps)
     seconds = time.perf_counter() - started
     speeds = {part: stats[f"{part}_busy_slots"] / stats[f"{part}_seconds"] for part in ("prompts", "answers")
               if stats.get(f"{part}_seconds")}

@@ -19,7 +19,6 @@ from draftsmith.modules import (
     Eagle2Tree,
     MaxProbability,
     Policy,
-    SampledTree,
     StaticTree,
     StoppedChain,
     Target,
@@ -29,6 +28,7 @@ from draftsmith.modules.baselines.token_recycling import recycling_tree
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.families import CASES, randomised
 from support.steady_waits import GREEDY, MIXED, Way, moved, steady
+from support.tree_shapes import branching
 
 FAMILIES = ("medusa", "hydra++", "eagle", "eagle3", "falcon", "kangaroo", "prompt-tokens", "hidden-transfer",
             "draft-lm", "draft-lm-depths")
@@ -38,7 +38,7 @@ POLICIES: dict[str, Policy] = {
     "tree of 16": StaticTree(recycling_tree(16, 3)),
     "EAGLE-2, 9 nodes": Eagle2Tree(9, 3, 4),
     "DySpec, 9 nodes": DySpecTree(9, 3, 4),
-    "sampled tree 2x2x1": SampledTree.branching(2, 2, 1),
+    "sampled tree 2x2x1": branching(2, 2, 1),
     "stopping chain of 4": StoppedChain(4, MaxProbability(1e-9)),
 }
 """Policies that are counted with each of some families."""

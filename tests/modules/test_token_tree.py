@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from draftsmith.modules import TokenTree, Topology
+from support.tree_shapes import paths
 from support.virtual_nodes import unplaced
 
 
@@ -18,7 +19,7 @@ def test_ancestors_and_depths_of_a_written_out_tree() -> None:
     assert topology.depths == (0, 1, 1, 2, 2, 2)
     assert topology.depth == 2
     assert topology.width == 3
-    assert topology.paths == ((), (0,), (1,), (0, 0), (0, 2), (1, 0))
+    assert paths(topology) == ((), (0,), (1,), (0, 0), (0, 2), (1, 0))
     assert topology.ancestors_NN.int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
@@ -27,8 +28,8 @@ def test_ancestors_and_depths_of_a_written_out_tree() -> None:
         [1, 1, 0, 0, 1, 0],
         [1, 0, 1, 0, 0, 1],
     ]
-    assert Topology.from_paths(topology.paths) == topology
-    assert topology.prefix(3).paths == ((), (0,), (1,))
+    assert Topology.from_paths(paths(topology)) == topology
+    assert paths(topology.prefix(3)) == ((), (0,), (1,))
 
 
 def test_a_tree_from_parents_equals_the_planted_topology() -> None:

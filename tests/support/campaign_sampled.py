@@ -13,13 +13,14 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from draftsmith.modules import DecodeSettings, DySpecTree, Policy, Proposer, Rejection, Request, SampledTree, decode
+from draftsmith.modules import DecodeSettings, DySpecTree, Policy, Proposer, Rejection, Request, decode
 from draftsmith.modules.policies import sampled_tree
 from references import wrong_rules
 from scipy.special import xlogy
 from support.campaign_drafters import GUESSERS, POLICIES, Growth, Reduced, TooSure, make
 from support.campaign_outcome import Outcome
 from support.campaign_targets import VOCABULARY, enumerable_target
+from support.tree_shapes import branching
 from transformers import GenerationConfig
 
 TEMPERATURES = (0.1, 0.3, 0.7, 1.0, 1.2)
@@ -131,7 +132,7 @@ def wrong_cells() -> dict[str, Callable[[], Outcome]]:
         "underflowing_q": (wrong_rules.underflowing_q, tree(), 0.1, "too sure", Rejection()),
         "likeliest_as_samples": (None, tree(), 1.0, "own", None),
         "inclusive_sums": (None, wrong_rules.InclusiveSums(4, 2, 3), 0.3, "too sure", None),
-        "drops_unlikely": (None, wrong_rules.DropsUnlikely(SampledTree.branching(2, 2), 0.12), 1.0, "own", None),
+        "drops_unlikely": (None, wrong_rules.DropsUnlikely(branching(2, 2), 0.12), 1.0, "own", None),
         "drops_unlikely_dyspec": (None, wrong_rules.DropsUnlikely(DySpecTree(8, 2, 3), 0.12), 1.0, "own", None),
     }
     return {name: partial(_wrong, name, *given) for name, given in rules.items()}

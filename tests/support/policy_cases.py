@@ -9,12 +9,12 @@ from draftsmith.modules import (
     PathProbability,
     Policy,
     SampledChain,
-    SampledTree,
     StaticTree,
     StoppedChain,
     Target,
     Topology,
 )
+from support.tree_shapes import branching
 
 
 def medusa(target: Target) -> Medusa:
@@ -29,7 +29,7 @@ EVERY: list[Policy] = [
     StaticTree(Topology((-1, 0, 0, 1, 3), (0, 0, 1, 0, 1))),
     Eagle2Tree(9, 6, 4),
     DySpecTree(9, 6, 4),
-    SampledTree.branching(2, 2, 1),
+    branching(2, 2, 1),
     StoppedChain(5, PathProbability(0.02), check_every=0),
     SampledChain(5, PathProbability(0.02), check_every=0),
 ]

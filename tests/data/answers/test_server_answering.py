@@ -14,7 +14,6 @@ from draftsmith.data import (
     PromptConfig,
     WantedStates,
     distill,
-    encode,
 )
 from draftsmith.data.answers import answer_server, engine_answering
 from draftsmith.data.answers.engine_answering import PROBES
@@ -23,6 +22,7 @@ from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.answer_servers import Change, Server, serving
 from support.prompt_files import contents, many, rows, write_prompts
+from support.stored_states import encode
 from support.tiers import some_long
 
 SMALL = DistillConfig(shard_prompts=4, slots=4, max_new_tokens=24, validation_prompts=2, test_prompts=1)
@@ -75,7 +75,7 @@ def test_the_data_are_those_of_the_target_itself(
     assert found.recipe["distill"]["engine"] == "server"
     assert "server" not in found.recipe["distill"], "an address is one machine's"
     assert list(rows(tmp_path / "served")) == list(rows(tmp_path / "own"))
-    encode(tiny_target, tmp_path / "served", (1,), progress=False)
+    encode(tiny_target, tmp_path / "served", (1,))
     assert sorted(contents(tmp_path / "served")) == sorted(contents(tmp_path / "own"))
 
 

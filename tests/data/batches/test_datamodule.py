@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, distill, encode
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, distill
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
 from draftsmith.data.batches.label_weights import count_labels
 from draftsmith.data.batches.learned_tokens import LearnedTokens, prompts_learnable
 from draftsmith.data.store.collate import pad
 from draftsmith.data.store.token_store import Row, ShardRecord, hash_file
 from draftsmith.modules import Features, Target, UserError
+from support.stored_states import encode
 
 lightning = pytest.importorskip("lightning")
 CONFIG = BatchConfig(row_length=96, rows_per_batch=2)
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Pat
     config = DistillConfig(shard_prompts=5, slots=4, max_new_tokens=12, validation_prompts=3)
     source = PromptConfig(origin="file", path=str(base / "prompts.jsonl"))
     distill(tiny_target, source, config, ChatTemplate(tiny_target.tokenizer), base / "out", progress=False)
-    encode(tiny_target, base / "out", (0,), progress=False)
+    encode(tiny_target, base / "out", (0,))
     return base / "out"
 
 
@@ -154,7 +155,7 @@ def own(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
     config = DistillConfig(shard_prompts=4, slots=4, max_new_tokens=24, validation_prompts=2, budget_tokens=150)
     prompts = PromptConfig(own_max_tokens=96, own_temperature=1.2)
     distill(tiny_target, prompts, config, ChatTemplate(tiny_target.tokenizer), folder, progress=False)
-    encode(tiny_target, folder, progress=False)
+    encode(tiny_target, folder)
     return folder
 
 

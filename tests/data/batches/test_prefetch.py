@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill, encode
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill
 from draftsmith.data.batches import datamodule
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
 from draftsmith.data.batches.prefetch import THREAD, Prefetched
@@ -23,6 +23,7 @@ from draftsmith.modules import Features, MedusaConfig, Target, UserError
 from draftsmith.recipes.__main__ import main
 from draftsmith.trainers import fit
 from draftsmith.trainers.drafters.medusa import MedusaModule, MedusaTrainConfig
+from support.stored_states import encode
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CONFIG = BatchConfig(row_length=96, rows_per_batch=2)
@@ -144,7 +145,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Pat
     config = DistillConfig(shard_prompts=5, slots=4, max_new_tokens=12, validation_prompts=3)
     source = PromptConfig(origin="file", path=str(base / "prompts.jsonl"))
     distill(tiny_target, source, config, ChatTemplate(tiny_target.tokenizer), base / "out", progress=False)
-    encode(tiny_target, base / "out", form="int8", progress=False)
+    encode(tiny_target, base / "out", form="int8")
     return base / "out"
 
 

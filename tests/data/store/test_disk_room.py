@@ -5,11 +5,12 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from draftsmith.data import Manifest, WantedStates, encode
+from draftsmith.data import Manifest, WantedStates
 from draftsmith.data.store.disk_room import in_words, require_room
 from draftsmith.data.store.feature_store import Encoding
 from draftsmith.modules import Target, UserError
 from draftsmith.recipes.__main__ import main
+from support.stored_states import encode
 
 Disk = namedtuple("Disk", "total used free")
 
@@ -63,9 +64,9 @@ def test_a_second_pass_says_what_it_writes_and_is_refused_without_room(
     assert Encoding(tiny_target, data, (0, 1)).bytes == tokens * 2 * 32 * 4
     with monkeypatch.context() as patch:
         free(patch, 1000)
-        assert encode(tiny_target, data, progress=False), "nothing is to be written"
+        assert encode(tiny_target, data), "nothing is to be written"
         with pytest.raises(UserError, match=rf"the states of {tokens:,} tokens take .* has 1.0 KiB free; make room"):
-            encode(tiny_target, data, (0, 1), progress=False)
+            encode(tiny_target, data, (0, 1))
     assert not list(data.glob("tap_*"))
     words = ["distill", "--config", "tiny", "--out", str(copied_run), "--family", "eagle3"]
     assert main(words) == 0

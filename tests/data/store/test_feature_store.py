@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill, encode
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill
 from draftsmith.data.answers.shard_queue import LOCKS, clear_queue
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
 from draftsmith.data.store import token_store
@@ -17,6 +17,7 @@ from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.recipes.planning.dry_run import dry_run
 from support.forked_workers import ended, start
+from support.stored_states import encode
 
 TAPS = (0,)
 STORED = BatchConfig(row_length=128, rows_per_batch=2)
@@ -49,10 +50,10 @@ def test_an_unknown_origin_of_states_is_refused() -> None:
 def test_missing_states_are_reported(tokens: Path, tiny_target: Target) -> None:
     with pytest.raises(UserError, match=r"holds no states final for .*; run draftsmith distill .*states: computed"):
         DraftDataModule(tokens, STORED, TAPS)
-    encode(tiny_target, tokens, (), progress=False)
+    encode(tiny_target, tokens, ())
     with pytest.raises(UserError, match=r"holds no states tap_0 for .*; run draftsmith distill"):
         DraftDataModule(tokens, STORED, TAPS)
-    files = encode(tiny_target, tokens, TAPS, progress=False)
+    files = encode(tiny_target, tokens, TAPS)
     assert len(files) == 2 * len(Manifest.load(tokens).shards)
     assert DraftDataModule(tokens, STORED, TAPS).packed_batch(0).to("cpu").encoded
 

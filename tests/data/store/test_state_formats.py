@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill, encode
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
 from draftsmith.data.store.feature_shards import open_features, read_features, state_file
 from draftsmith.data.store.feature_store import Encoding
@@ -20,6 +20,7 @@ from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.recipes.planning.device_rates import Rates
 from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
 from safetensors.torch import load_file
+from support.stored_states import encode
 from torch import Tensor
 
 EIGHT_BITS = ("int8", "fp8")
@@ -138,7 +139,7 @@ def test_the_loss_on_stored_states_is_that_on_computed_ones(
 ) -> None:
     """Relative to the loss, of EAGLE-3 on taps with the target as teacher; the gradient likewise. States in the
     target's own format differ by the rounding of passes of another shape."""
-    encode(tiny_target, folder, TAPS, form=name, progress=False)
+    encode(tiny_target, folder, TAPS, form=name)
     config = BatchConfig(row_length=96, rows_per_batch=2)
     stored = DraftDataModule(folder, replace(config, states_format=name), TAPS)
     computed = DraftDataModule(folder, replace(config, states="computed"), TAPS)

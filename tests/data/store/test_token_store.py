@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, distill, encode
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, distill
 from draftsmith.data.batches.datamodule import BatchConfig, Split
 from draftsmith.data.batches.learned_tokens import LearnedTokens
 from draftsmith.data.store.collate import pad
@@ -25,6 +25,7 @@ from draftsmith.data.store.token_store import (
 )
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from support.stored_states import encode
 
 ROWS = [
     Row(tokens=(5, 6, 7), supervised=(False, True, True), prompt=3, temperature=0.7),
@@ -162,7 +163,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_stored_states_are_those_of_each_conversation_alone(distilled: Path, tiny_target: Target) -> None:
-    encode(tiny_target, distilled, (0, 1), progress=False)
+    encode(tiny_target, distilled, (0, 1))
     split = Split(distilled, Manifest.load(distilled), "train", BatchConfig(), (0, 1), LearnedTokens())
     windows = split.windows(1024)
     assert len(windows) == 6
@@ -176,26 +177,26 @@ def test_stored_states_are_those_of_each_conversation_alone(distilled: Path, tin
 
 
 def test_complete_states_are_skipped_and_others_replaced(distilled: Path, tiny_target: Target) -> None:
-    encode(tiny_target, distilled, progress=False)
+    encode(tiny_target, distilled)
     files = sorted(distilled.glob("final-*.safetensors"))
     assert len(files) == 3
     times = {file: file.stat().st_mtime_ns for file in files}
     lost, changed = files[0], files[1]
     lost.unlink()
     changed.write_bytes(changed.read_bytes()[:-4] + b"\0\0\0\1")
-    encode(tiny_target, distilled, progress=False)
+    encode(tiny_target, distilled)
     assert files[2].stat().st_mtime_ns == times[files[2]]
     assert changed.stat().st_mtime_ns != times[changed]
     open_features(distilled, Manifest.load(distilled).shards, ())
-    encode(tiny_target, distilled, (1,), form="float16", progress=False)
+    encode(tiny_target, distilled, (1,), form="float16")
     final, _ = open_features(distilled, Manifest.load(distilled).shards, (1,))[0].slices(0, 2)
     assert final.states().dtype == torch.float16
 
 
 def test_drafters_with_other_taps_share_what_they_have_in_common(distilled: Path, tiny_target: Target) -> None:
-    first = encode(tiny_target, distilled, (1,), progress=False)
+    first = encode(tiny_target, distilled, (1,))
     times = {file: file.stat().st_mtime_ns for file in first}
-    second = encode(tiny_target, distilled, (0,), progress=False)
+    second = encode(tiny_target, distilled, (0,))
     assert {file.name.split("-")[0] for file in second} == {"final", "tap_0"}
     assert {file: file.stat().st_mtime_ns for file in first} == times
     _, both = open_features(distilled, Manifest.load(distilled).shards, (1, 0))[0].slices(0, 3)
@@ -208,7 +209,7 @@ def test_missing_and_damaged_states_are_named(distilled: Path, tiny_target: Targ
     records = Manifest.load(distilled).shards
     with pytest.raises(UserError, match=r"no states final for validation-00000.safetensors; run draftsmith distill"):
         open_features(distilled, records, ())
-    encode(tiny_target, distilled, progress=False)
+    encode(tiny_target, distilled)
     with pytest.raises(UserError, match=r"no states tap_1 for validation-00000.safetensors"):
         open_features(distilled, records, (1,))
     (distilled / "final-train-00001.safetensors").write_bytes(b"")
@@ -216,12 +217,12 @@ def test_missing_and_damaged_states_are_named(distilled: Path, tiny_target: Targ
         open_features(distilled, records, ())
     (distilled / FEATURES).write_text("{")
     with pytest.raises(UserError, match=r"features.json cannot be read as JSON"):
-        encode(tiny_target, distilled, progress=False)
+        encode(tiny_target, distilled)
 
 
 def test_another_target_and_an_unknown_type_are_refused(distilled: Path, tiny_target: Target) -> None:
     other = Target(tiny_model(seed=1), tiny_tokenizer(), name="other")
     with pytest.raises(UserError, match="weights_hash"):
-        encode(other, distilled, progress=False)
+        encode(other, distilled)
     with pytest.raises(UserError, match=r"states_format must be null or one of .* got 'int4'"):
-        encode(tiny_target, distilled, form="int4", progress=False)
+        encode(tiny_target, distilled, form="int4")

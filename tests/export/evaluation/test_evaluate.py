@@ -30,6 +30,7 @@ from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokeni
 from draftsmith.modules.verification.sampling import Sampling
 from support.drafters import ScriptedDrafter
 from support.tiers import some_long
+from support.tree_shapes import branching
 
 KEYS = {
     "family", "target", "prompts", "batch_size", "temperature", "new_tokens", "target_passes", "accepted_length",
@@ -143,7 +144,7 @@ def test_sampled_answers_equal_the_plain_loops(tiny_target_f64: Target) -> None:
 
 
 def test_answers_from_sampled_drafts_have_their_distribution_checked(tiny_target_f64: Target) -> None:
-    method = scripted(tiny_target_f64, "mixed", SampledTree.branching(2, 2), temperature=0.8)
+    method = scripted(tiny_target_f64, "mixed", branching(2, 2), temperature=0.8)
     found = run(tiny_target_f64, method, replace(CONFIG, temperatures=0.8))
     assert found.overall.lossless.prompts == 0
     drawn = found.overall.distribution

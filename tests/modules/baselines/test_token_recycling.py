@@ -4,6 +4,7 @@ import pytest
 import torch
 from draftsmith.modules import StaticTree, TokenRecycling, Topology, UserError, Verified, recycling_tree
 from support.observations import frontier, logits_of, observation
+from support.tree_shapes import paths
 
 CPU = torch.device("cpu")
 
@@ -67,7 +68,7 @@ def test_the_tree_is_best_first() -> None:
     tree = recycling_tree(81)
     assert tree.size == 81
     assert tree.depth <= 6
-    assert tree.prefix(4).paths == ((), (0,), (0, 0), (1,))
+    assert paths(tree.prefix(4)) == ((), (0,), (0, 0), (1,))
     assert recycling_tree(20) == tree.prefix(20)
     with pytest.raises(ValueError, match="got size 0"):
         recycling_tree(0)

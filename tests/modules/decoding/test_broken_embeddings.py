@@ -21,7 +21,6 @@ from draftsmith.modules import (
     Policy,
     Proposer,
     Request,
-    SampledTree,
     Scores,
     StaticTree,
     Target,
@@ -32,6 +31,7 @@ from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokeni
 from scipy.stats import chisquare
 from support.tables import TableDrafter
 from support.tiers import some_long
+from support.tree_shapes import branching
 from support.wrapped_drafter import Wrapped
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -82,7 +82,7 @@ class FixedOpinion(Wrapped):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", some_long([DySpecTree(3, 2, 2), SampledTree.branching(2, 2)], 9))
+@pytest.mark.parametrize("policy", some_long([DySpecTree(3, 2, 2), branching(2, 2)], 9))
 def test_sampled_answers_keep_their_distribution_when_the_draft_likes_such_a_token(policy: Policy) -> None:
     target = small_target(NAN)
     chances = law(target, (1, 4, 2))

@@ -21,7 +21,6 @@ from draftsmith.modules import (
     Policy,
     Request,
     SampledChain,
-    SampledTree,
     Sampling,
     StaticTree,
     StoppedChain,
@@ -45,6 +44,7 @@ from support.fixed_length import FixedLength
 from support.native_answers import native_greedy, requests_for
 from support.tables import DepthDrafter, TableDrafter, random_log_probs
 from support.tiers import some_long
+from support.tree_shapes import branching
 from torch import Tensor
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
@@ -151,7 +151,7 @@ def test_every_policy_is_lossless_when_greedy(tiny_target_f64: Target, name: str
     policy: Policy = {
         "eagle2": lambda: Eagle2Tree(10, 4, 3),
         "dyspec": lambda: DySpecTree(10, 4, 3),
-        "sampled": lambda: SampledTree.branching(2, 2, 1),
+        "sampled": lambda: branching(2, 2, 1),
         "stopped": lambda: StoppedChain(5, PathProbability(0.02)),
         "sampled chain": lambda: SampledChain(4, MaxProbability(0.01)),
     }[name]()
@@ -178,7 +178,7 @@ def test_every_policy_serves_drafters_that_name_candidates(
     policies = (
         Eagle2Tree(8, 3, 3),
         DySpecTree(8, 3, 3),
-        SampledTree.branching(2, 1, 1),
+        branching(2, 1, 1),
         StoppedChain(4, EarlyExit(0.5)),
         SampledChain(3, PathProbability(0.05)),
     )
@@ -207,7 +207,7 @@ def test_sampled_drafts_do_not_depend_on_the_batch(tiny_target_f64: Target) -> N
     target = tiny_target_f64
     requests = requests_for(target, 6, 30, 0.9)
     drafter = TableDrafter(random_log_probs(target.vocab_size, target.vocab_size, sharpness=3.0))
-    policies = (SampledTree.branching(3, 2), DySpecTree(8, 3, 3), SampledChain(4, FixedLength(4)))
+    policies = (branching(3, 2), DySpecTree(8, 3, 3), SampledChain(4, FixedLength(4)))
     for policy in policies:
         whole, alone = (
             decode(target, order, DecodeSettings(batch_size=size, ignore_eos=True), drafter=drafter, policy=policy)

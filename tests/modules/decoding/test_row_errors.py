@@ -34,6 +34,7 @@ from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokeni
 from support.drafters import ScriptedDrafter
 from support.fixed_length import FixedLength
 from support.tables import TableDrafter, random_log_probs
+from support.tree_shapes import branching
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -257,7 +258,7 @@ def test_a_draft_vocabulary_with_a_wrong_id_fails_every_row_that_meets_it(tiny_t
 
 
 GROWING = [StaticTree(Topology((-1, 0, 0, 1), (0, 0, 1, 0))), Chain(3), Eagle2Tree(8, 3, 3), DySpecTree(8, 3, 3),
-           SampledTree.branching(2, 1), SampledChain(3, FixedLength(3)), StoppedChain(3, FixedLength(3))]
+           branching(2, 1), SampledChain(3, FixedLength(3)), StoppedChain(3, FixedLength(3))]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

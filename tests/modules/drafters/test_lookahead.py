@@ -31,6 +31,7 @@ from references.lookahead import states_after
 from support.encoded_answers import encoded_answers
 from support.families import randomised
 from support.native_answers import native_greedy
+from support.tree_shapes import paths
 from torch import Tensor
 
 TREE = Topology.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
@@ -112,7 +113,7 @@ def test_the_states_in_decoding_are_those_of_the_plain_twin(
     if own:
         monkeypatch.setattr("draftsmith.modules.target.model.TargetRows.reads_virtual", False)
     requests = [Request((5, 9, 33, 71, 8, 20), 0, 7), Request((40, 41), 1, 7)]
-    tree = Topology.from_paths(path for path in TREE.paths if len(path) <= drafter.reach)
+    tree = Topology.from_paths(path for path in paths(TREE) if len(path) <= drafter.reach)
     result = decode(target, requests, DecodeSettings(batch_size=2, prefill_chunk=4, ignore_eos=True), drafter=drafter,
                     policy=StaticTree(tree))
     for generation in result.generations:
@@ -221,7 +222,7 @@ def test_replay_gives_the_accepted_length_of_real_decoding(
     drafter = MAKERS[name](target)
     requests = [Request((5, 20 + index, 7), index, 20 + index) for index in range(5)]
     features = [target.encode(row, drafter.taps) for row in encoded_answers(target, requests)]
-    tree = Topology.from_paths(path for path in TREE.paths if len(path) <= drafter.reach)
+    tree = Topology.from_paths(path for path in paths(TREE) if len(path) <= drafter.reach)
     real = decode(target, requests, DecodeSettings(batch_size=2), drafter=drafter, policy=StaticTree(tree))
     source = Replay(target, features, drafter=drafter)
     monkeypatch.setattr(target, "read_nodes", None)

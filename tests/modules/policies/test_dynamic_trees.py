@@ -37,6 +37,7 @@ from support.goodness_of_fit import chi2_bound, g_statistic
 from support.policy_cases import EVERY, medusa
 from support.tables import CandidateDrafter, DepthDrafter, TableDrafter, draws_for, random_log_probs
 from support.tiers import some_long
+from support.tree_shapes import branching
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -164,7 +165,7 @@ class AnticipatingTree(DySpecTree):
 
 POLICIES: dict[str, Policy] = {
     "tree": SampledTree(Topology((-1, 0, 0, 0, 1, 1, 2), (0, 0, 1, 2, 0, 1, 0))),
-    "tempered": SampledTree.branching(2, 2, temperature=0.5),
+    "tempered": branching(2, 2, temperature=0.5),
     "dyspec": DySpecTree(6, 2, 3),
     "chain": SampledChain(2, FixedLength(2)),
 }
@@ -207,7 +208,7 @@ def test_greedy_rows_of_a_sampled_batch_get_the_static_tree() -> None:
     drafter = TableDrafter(random_log_probs(SIZE, SIZE))
     draws = draws_for(4)
     draws = Draws(**{**vars(draws), "temperature_B": torch.tensor([0.0, 1.0, 0.0, 1.0])})
-    policy = SampledTree.branching(3, 2)
+    policy = branching(3, 2)
     mixed, static = grow(policy, drafter, [1, 2, 3, 4], draws), grow(StaticTree(policy.topology), drafter, [1, 2, 3, 4])
     assert torch.equal(mixed.tokens_BN[0::2], static.tokens_BN[0::2])
     assert not torch.equal(mixed.tokens_BN[1::2], static.tokens_BN[1::2])

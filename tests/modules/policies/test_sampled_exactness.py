@@ -22,6 +22,7 @@ from support.fixed_length import FixedLength
 from support.goodness_of_fit import chi2_bound, pass_statistic
 from support.tables import CandidateDrafter, DepthDrafter, TableDrafter, random_log_probs
 from support.tiers import some_long
+from support.tree_shapes import branching
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -32,7 +33,7 @@ CHANCE = 1e-5
 TEMPERATURES = (0.1, 0.3, 0.7, 1.0, 1.2)
 POLICIES: dict[str, Policy] = {
     "tree": SampledTree(Topology((-1, 0, 0, 0, 1, 1, 2), (0, 0, 1, 2, 0, 1, 0))),
-    "tempered tree": SampledTree.branching(2, 2, temperature=0.5),
+    "tempered tree": branching(2, 2, temperature=0.5),
     "dyspec": DySpecTree(4, 2, 3),
     "large dyspec": DySpecTree(9, 2, 3),
     "chain": SampledTree(Topology.chain(2)),

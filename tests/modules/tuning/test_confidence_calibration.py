@@ -23,6 +23,7 @@ from support.encoded_answers import encoded_answers
 from support.families import CASES, randomised
 from support.tables import CandidateDrafter, DepthDrafter, TableDrafter
 from support.tiers import others_long
+from support.tree_shapes import paths
 from torch import Tensor
 
 TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (0, 1), (1, 0), (0, 0, 0), (1, 0, 1)])
@@ -118,12 +119,12 @@ def test_counts_equal_the_plain_reference(kind: str, tiny_target: Target) -> Non
     if kind == "one-shot":
         log_q = torch.full((3, vocab_size), -9.0).index_copy(1, torch.arange(20, 27), torch.rand(3, 7)).log_softmax(-1)
     # The last tree has a fourth guess of the root, which the table does not have, nor anything below it.
-    tree = Topology.from_paths([*TREE.paths[1:], (3,), (3, 0)]) if kind == "missing" else TREE
+    tree = Topology.from_paths([*paths(TREE)[1:], (3,), (3, 0)]) if kind == "missing" else TREE
     drafter = DepthDrafter(log_q) if kind == "one-shot" else TableDrafter(log_q)
     children = (depth_children if kind == "one-shot" else table_children)(log_q)
     confidence = Confidence()
     replay_noting(drafter, tiny_target, stored(tiny_target, rows), tree, confidence)
-    found = [judged(row, PROMPT, tree.paths[1:], children) for row in rows]
+    found = [judged(row, PROMPT, paths(tree)[1:], children) for row in rows]
     for kept, place in ((confidence.token, 0), (confidence.path, 1)):
         wanted = binned([pair for pairs in found for pair in pairs[place]])
         assert sum(guesses for guesses, _, _ in wanted) > 100

@@ -13,7 +13,6 @@ from draftsmith.modules import (
     Equality,
     Rejection,
     Rule,
-    SampledTree,
     Sampling,
     TokenTree,
     Topology,
@@ -29,6 +28,7 @@ from references import wrong_rules
 from references.rejection import pair_law, walk
 from support.goodness_of_fit import chi2_bound, g_statistic
 from support.tables import TableDrafter, draws_for, random_log_probs
+from support.tree_shapes import branching
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -214,7 +214,7 @@ def test_a_sampled_tree_with_its_rule_passes_a_g_test(kept: list[int] | None) ->
     ids = None if kept is None else torch.tensor(kept)
     drafter = TableDrafter(random_log_probs(size, size if kept is None else len(kept), seed=2), ids)
     draws, roots = draws_for(rows, 0.8), torch.full((rows,), 4)
-    tree = SampledTree.branching(3, 2).grow(drafter, drafter.start(rows, 64), roots, draws)
+    tree = branching(3, 2).grow(drafter, drafter.start(rows, 64), roots, draws)
     generator = torch.Generator().manual_seed(5)
     choices = torch.rand(rows, tree.size, dtype=torch.float64, generator=generator)
     sampling = Sampling(temperature_B=draws.temperature_B, sampling_rows=tuple(range(len(draws.temperature_B))))

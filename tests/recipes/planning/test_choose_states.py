@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data import Manifest, encode
+from draftsmith.data import Manifest
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.loading.loading import sketch_target
@@ -24,6 +24,7 @@ from draftsmith.recipes.reading.parsing import Parsed
 from draftsmith.recipes.stages import workspace
 from draftsmith.recipes.stages.training_folder import read_result
 from draftsmith.recipes.stages.workspace import Workspace
+from support.stored_states import encode
 
 AUTO = ("--batch.states", "auto")
 Disk = namedtuple("Disk", "total used free")
@@ -74,7 +75,7 @@ def test_of_finished_data_only_what_is_missing_is_written(copied_run: Path, tiny
     every = sum(record.tokens for record in Manifest.load(data).shards)
     for words, missing in (((), 0), (("--family", "eagle", "--drafter", "{}"), 0), (int8, every)):
         assert f"the states of {missing:,} tokens would take" in choice(data, *words)[1]
-    encode(tiny_target, data, form="int8", progress=False)
+    encode(tiny_target, data, form="int8")
     assert "the states of 0 tokens would take" in choice(data, *int8)[1]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, WantedStates, distill, encode
+from draftsmith.data import ChatTemplate, DistillConfig, WantedStates, distill
 from draftsmith.modules import (
     DecodeSettings,
     Request,
@@ -28,6 +28,7 @@ from draftsmith.modules.target.linears.packed_linear import has_packed_product
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.families import CASES, randomised
 from support.prompt_files import contents, many, write_prompts
+from support.stored_states import encode
 from support.tiers import some_long
 
 pytestmark = pytest.mark.skipif(not has_packed_product(torch.float32), reason="this build has no packed product")
@@ -99,7 +100,7 @@ def made(targets: list[Target], folder: Path) -> dict[str, bytes]:
             distill(target, prompts, config, ChatTemplate(target.tokenizer), folder / "data", progress=False,
                     states=[WantedStates(taps=(0,))])
     # Layer 1 by a second pass.
-    encode(targets[-1], folder / "data", (0, 1), progress=False)
+    encode(targets[-1], folder / "data", (0, 1))
     return contents(folder / "data")
 
 
