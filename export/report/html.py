@@ -212,11 +212,13 @@ def _training(training: TrainingRecord | None) -> str:
     """The curve of the draft's training, and the sentences that follow from it."""
     if training is None:
         return ""
+    # Not every family has such an estimate.
+    expected = ("" if training.curve[-1].expected_accepted_length is None else
+                " Training text: what was expected of a chain, given the right tokens before each guess, mean since "
+                "the measurement before. The two differ in height; compare their courses.")
     lengths = _figure(plots.training_lengths(training.curve, training.best_step),
-                      "Held-out text: tokens per target pass, decoded with a tree searched for it, without copies. "
-                      "Training text: what was expected of a chain, given the right tokens before each guess, mean "
-                      "since the measurement before. The two differ in height; compare their courses. Vertical line: "
-                      "the step whose weights the artifact has.")
+                      "Held-out text: tokens per target pass, decoded with a tree searched for it, without copies."
+                      f"{expected} Vertical line: the step whose weights the artifact has.")
     losses = _figure(plots.training_losses(training.curve),
                      "Training text: the loss, and the share of tokens that the first guess got right, means since "
                      "the measurement before.")

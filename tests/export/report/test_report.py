@@ -235,7 +235,7 @@ def test_the_page_of_a_run_that_trained_shows_the_curve(tmp_path: Path, expected
     assert page.count("<svg") == 7  # those of an evaluation, tokens per pass, loss
     assert "<p>Short of data: 14,000 tokens.</p>" in page
     assert "best: 1.43 at step 200" in page
-    assert ("training text, expected" in page) == (expected is not None)
+    assert ("training text, expected" in page) == ("expected of a chain" in page) == (expected is not None)
     assert "trained in 61 s. Short of data: 14,000 tokens." in paths["markdown"].read_text()
     assert json.loads(paths["json"].read_text())["training"]["curve"][1]["accuracy"] == 0.25
 
