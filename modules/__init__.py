@@ -10,6 +10,7 @@ from .decoding.answers import decode, stream
 from .decoding.loop import Loop
 from .decoding.requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, repeats_itself
 from .decoding.row_errors import DecodeError
+from .decoding.token_text import TokenText
 from .drafters.acceptance_head import AcceptanceHead, AcceptanceHeadConfig
 from .drafters.draft_lm import DraftLM
 from .drafters.draft_lm_config import DraftLMConfig
@@ -173,6 +174,7 @@ __all__ = [
     "TargetIdentity",
     "TargetRows",
     "TokenRecycling",
+    "TokenText",
     "TokenTree",
     "Topology",
     "TreeChoice",

@@ -1,12 +1,14 @@
 """Chat settings that the commands share: the template, rendered prompts, an artifact's own target."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..data import ChatTemplate, Message, Prompt, read_prompts
+from ..data import ChatTemplate, Prompt, read_prompts
+from ..data.prompts.given_answers import GivenAnswers
 from ..export import PromptSets, Question, read_description
 from ..modules import Target, TargetConfig, TargetIdentity, UserError, load_target
 from ..modules.files.json_records import read_json
@@ -15,6 +17,9 @@ from ..modules.target.loading.loading import is_local
 ARTIFACT_TARGET = "artifact"
 """Stands for the target that the artifact names."""
 HANDWRITTEN = Path(str(files(__package__) / "handwritten.jsonl"))
+MODES = {None: "", True: "thinking", False: "not thinking"}
+"""Names of a template's modes in a report."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +30,9 @@ class TemplateConfig:
     """System prompt of conversations that have none; None leaves it to the template."""
     tools: str | None = None
     """JSON file with a list of tool schemas for templates that show tools."""
-    enable_thinking: bool | None = None
-    """Passed to chat templates that have such a setting; None leaves it to the template."""
+    enable_thinking: bool | tuple[bool, ...] | None = None
+    """Passed to chat templates that have such a switch; [true, false] deals both to prompts in turn; None leaves it to
+    the template."""
 
     def build(self, target: Target) -> ChatTemplate:
         """The template of `target` with these settings.
@@ -39,7 +45,15 @@ class TemplateConfig:
             tools = read_json(Path(self.tools), "give template.tools a JSON list of tool schemas")
             if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
                 raise UserError(f"template.tools {self.tools} must hold a JSON list of objects, one for each tool")
-        return ChatTemplate(target.tokenizer, system=self.system, tools=tools, enable_thinking=self.enable_thinking)
+        modes = self.enable_thinking if isinstance(self.enable_thinking, tuple) else (self.enable_thinking,)
+        template = ChatTemplate(target.tokenizer, system=self.system, tools=tools, modes=modes or (None,),
+                                ends=target.eos_ids)
+        end = GivenAnswers(template).end
+        if end is not None and target.tokenizer.convert_tokens_to_ids(end) not in target.eos_ids:
+            log.warning("the chat template ends an answer with %s, which is no end token of the target, so that it may "
+                        "run on; add it to eos_token_id in the target's generation_config.json, or set "
+                        "target.chat_template to the target's own", end)
+        return template
 
 
 def artifact_target(folder: Path, config: TargetConfig) -> Target:
@@ -72,15 +86,17 @@ def handwritten_prompts() -> list[Prompt]:
     return read_prompts(HANDWRITTEN)
 
 
-def question(template: ChatTemplate, prompt: Prompt) -> Question:
-    """A prompt with all its user turns; the target's answers stand between them as text."""
+def question(template: ChatTemplate, prompt: Prompt, number: int = 0) -> Question:
+    """A prompt with all its turns, by its number in its set; the target's answers stand between them as a server would
+    give them back."""
+    thinking = template.mode(prompt, number)
 
     def ask(answers: Sequence[Sequence[int]]) -> list[int]:
-        texts = [str(template.tokenizer.decode(list(answer), skip_special_tokens=True)) for answer in answers]
-        said: list[Message] = [{"role": "assistant", "content": text} for text in texts]
-        return template.prompt(prompt.history(said))
+        said = [template.said(answer, thinking) for answer in answers]
+        return template.prompt(prompt.history(said), tools=prompt.tools, thinking=thinking)
 
-    return Question(prompt=ask, turns=len(prompt.asked), category=prompt.category or "", text=prompt.question)
+    return Question(prompt=ask, turns=len(prompt.asked), category=prompt.category or "", text=prompt.question,
+                    mode=MODES[thinking])
 
 
 def require_prompts(file: str, prompts: list[Prompt]) -> list[Prompt]:
@@ -93,4 +109,6 @@ def require_prompts(file: str, prompts: list[Prompt]) -> list[Prompt]:
 
 def prompt_sets(template: ChatTemplate, sets: dict[str, list[Prompt]]) -> PromptSets:
     """Named sets of prompts as questions to be answered turn by turn."""
-    return {name: [question(template, prompt) for prompt in prompts] for name, prompts in sets.items()}
+    # By the ones of its number: prompts at equal distances, which a limited evaluation takes, have all modes too.
+    return {name: [question(template, prompt, number.bit_count()) for number, prompt in enumerate(prompts)]
+            for name, prompts in sets.items()}

@@ -15,7 +15,8 @@ from ...modules import (
 )
 from ...modules.decoding.state_recorder import RecordedStates, StateRecorder
 from ...modules.verification.acceptance_rules import AcceptAll
-from ..prompts.chat import ChatTemplate, Turn, join_turns
+from ..prompts.chat import ChatTemplate
+from ..prompts.given_answers import Turn, join_turns
 from ..prompts.prompt import Message, Prompt
 from ..store.token_store import Row, ShardRecord, SourceName, SplitName, TokenShard, hash_bytes, shard_file
 from .writers import Writer
@@ -39,8 +40,10 @@ class Conversation:
     """Sampling temperature of its answers; 0 is greedy."""
     turns: list[Turn] = field(default_factory=list)
     """Each answer, with the tokens before it."""
-    texts: list[str] = field(default_factory=list)
-    """Each answer as text."""
+    thinking: bool | None = None
+    """Mode of the chat template; None leaves it to the template."""
+    said: list[Message] = field(default_factory=list)
+    """Each answer as the message that a server would make of it."""
     truncated: int = 0
     """Answers cut by the length limit."""
     rows: list[Row] = field(default_factory=list)
@@ -48,10 +51,11 @@ class Conversation:
     states: list[RecordedStates] = field(default_factory=list)
     """The target's states at its prompts and answers, where they were recorded."""
 
-    def take(self, prompt: list[int], generation: Generation, text: str, states: RecordedStates | None = None) -> None:
+    def take(self, prompt: list[int], generation: Generation, said: Message,
+             states: RecordedStates | None = None) -> None:
         """Add one answer. A cut one has no end token, and none is added."""
         self.turns.append(Turn(prompt=prompt, answer=list(generation.tokens)))
-        self.texts.append(text)
+        self.said.append(said)
         self.truncated += generation.finish == "length"
         if states is not None:
             # A prompt that goes on from an earlier answer was read with all of it.
@@ -130,6 +134,8 @@ class Answerer:
                 prompt=prompt,
                 source=self.source,
                 temperature=temperatures[number % len(temperatures)],
+                # Each mode comes with each temperature.
+                thinking=self.template.mode(prompt, number // len(temperatures)),
             )
             for number, prompt in prompts
         ]
@@ -155,8 +161,8 @@ class Answerer:
         requests: list[Request] = []
         for one in conversations:
             if one.prompt.document is None:
-                said: list[Message] = [{"role": "assistant", "content": text} for text in one.texts]
-                tokens = self.template.prompt(one.prompt.history(said))
+                tokens = self.template.prompt(one.prompt.history(one.said), tools=one.prompt.tools,
+                                              thinking=one.thinking)
             else:
                 tokens, _ = self.template.document(one.prompt.document)
                 tokens = tokens[: max(1, min(DOCUMENT_OPENING, len(tokens) // 2))]
@@ -171,8 +177,9 @@ class Answerer:
         states = {} if recorder is None else recorder.states(result.generations)
         for generation in result.generations:
             request = generation.request
-            text = str(self.target.tokenizer.decode(list(generation.tokens), skip_special_tokens=True))
-            asked[request.index].take(list(request.tokens), generation, text, states.get(request.index))
+            one = asked[request.index]
+            one.take(list(request.tokens), generation, self.template.said(generation.tokens, one.thinking),
+                     states.get(request.index))
 
     def decoded(self, requests: Sequence[Request], deadline: float | None,
                 recorder: StateRecorder | None) -> DecodeResult:

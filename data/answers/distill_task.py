@@ -79,7 +79,10 @@ class DistillTask:
             return True
         # The last question with all before it; the answers between them end where they fill the context.
         before: list[Message] = [{"role": "assistant", "content": ""}] * (len(prompt.asked) - 1)
-        size, limit = len(self.template.prompt(prompt.history(before))), self.prompts.max_prompt_tokens
+        modes = {self.template.mode(prompt, number) for number in range(len(self.template.modes))}
+        size = max(len(self.template.prompt(prompt.history(before), tools=prompt.tools, thinking=mode))
+                   for mode in modes)
+        limit = self.prompts.max_prompt_tokens
         room = self.target.context_length - self.config.max_new_tokens
         if limit is not None:
             return size <= limit

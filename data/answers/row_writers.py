@@ -4,7 +4,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 from ...modules import DecodeSettings, UserError
-from ..prompts.chat import ChatTemplate, Turn
+from ..prompts.chat import ChatTemplate
+from ..prompts.given_answers import GivenAnswers, Turn, join_turns
 from ..prompts.prompt import Prompt
 from ..store.token_store import SOURCES, SourceName
 from .answer_server import AnswerServer, ServerAnswerer
@@ -89,7 +90,7 @@ def take_given(
     Raises:
         UserError: if a prompt has no answer.
     """
-    found, refused = [], []
+    found, refused, given = [], [], GivenAnswers(template)
     for number, prompt in prompts:
         one = Conversation(number=number, prompt=prompt, source="text")
         if prompt.document is not None:
@@ -97,7 +98,7 @@ def take_given(
             length = min(DOCUMENT_TOKENS, context_length)
             # A last token alone would be a row without a label.
             cuts = [slice(start, start + length) for start in range(0, max(1, len(tokens) - 1), length)]
-            one.texts, one.turns = [prompt.document], [Turn(prompt=[], answer=tokens)]
+            one.turns = [Turn(prompt=[], answer=tokens)]
             one.lay_out([(tokens[cut], flags[cut]) for cut in cuts])
             found.append(one)
             continue
@@ -107,19 +108,12 @@ def take_given(
                 "distill.answered_by: target"
             )
         try:
-            rows = template.rows(prompt.messages[: learned[-1] + 1])
+            one.turns = [given.turn(prompt.messages[:place], prompt.messages[place], prompt.tools) for place in learned]
         except UserError as error:
             refused.append(error)
             continue
-        one.texts = [str(prompt.messages[place]["content"]) for place in learned]
+        rows = join_turns(one.turns)
         one.truncated = sum(len(tokens) > context_length for tokens, _ in rows)
-        for tokens, flags in rows:
-            # Each unbroken run of supervised tokens is one answer.
-            for place, flag in enumerate(flags):
-                if flag and not (place and flags[place - 1]):
-                    one.turns.append(Turn(prompt=[], answer=[]))
-                if flag:
-                    one.turns[-1].answer.append(tokens[place])
         one.lay_out([(tokens[:context_length], flags[:context_length]) for tokens, flags in rows])
         found.append(one)
     if refused:

@@ -138,6 +138,7 @@ def _evaluation(record: MethodRecord, target: Target, contended: bool, config: E
     sets = dict.fromkeys(answer.prompt_set for answer in answers)
     categories = dict.fromkeys(answer.category for answer in answers if answer.category)
     turns = sorted({answer.turn for answer in answers})
+    modes = dict.fromkeys(answer.mode for answer in answers if answer.mode)
     return Evaluation(
         name=method.name, family=method.family, target=target.identity.name,
         batch_size=batch_size, temperature=temperature, nodes=method.nodes(batch_size, temperature),
@@ -155,4 +156,7 @@ def _evaluation(record: MethodRecord, target: Target, contended: bool, config: E
         # A question is timed as a whole, so a turn has no speed of its own.
         by_turn={str(turn): measures([answer for answer in answers if answer.turn == turn], [])
                  for turn in turns if len(turns) > 1},
+        by_mode={name: measures([answer for answer in answers if answer.mode == name],
+                                [timing for timing in timings if timing.mode == name])
+                 for name in modes if len(modes) > 1},
     )

@@ -161,6 +161,8 @@ class Question:
     """Number of answers."""
     category: str = ""
     """Its category; "" for none."""
+    mode: str = ""
+    """Mode of the chat template, such as thinking; "" for none."""
     text: str = ""
     """Its first turn as it was written, for the report; "" where only the tokens are known."""
 

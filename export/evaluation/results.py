@@ -51,6 +51,8 @@ class Answer:
     """Comparison with the reference; None where drafts were sampled and only the distribution is the reference's."""
     wrong_reference: bool = False
     """Whether, where drafts were sampled, the answer without drafts is no draw of the target."""
+    mode: str = ""
+    """Mode of the chat template; "" for none."""
     positions: tuple[float, ...] = ()
     """Positions of its tokens in the target's distribution, where drafts were sampled."""
     guessed_by: dict[str, int] = field(default_factory=dict)
@@ -77,6 +79,8 @@ class Timing:
     """Seconds of the drafted run."""
     draft_seconds: float
     """Seconds of them spent on drafting."""
+    mode: str | None = None
+    """Mode of the chat template; None when they have several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +211,8 @@ class Evaluation:
     """Each category that occurs."""
     by_turn: dict[str, Measures]
     """Each turn, from "1", where questions have several."""
+    by_mode: dict[str, Measures]
+    """Each mode of the chat template, where there are several."""
 
     @property
     def biased(self) -> bool:
@@ -231,7 +237,7 @@ class Evaluation:
         }
 
     def measurements(self) -> list[dict[str, Any]]:
-        """Flat records, one a group: all questions, then each prompt set, category and turn; None stands for all."""
+        """Flat records, one a group: all questions, then each set, category, turn and mode; None stands for all."""
         # Each record has all its conditions, so that a table program can filter them without the rest of the file.
         every = dict.fromkeys(self._groups())
         records = [{**self._facts(), **every, **asdict(self.overall)}]
@@ -247,7 +253,8 @@ class Evaluation:
                 **{name: getattr(self, name) for name in names}}
 
     def _groups(self) -> dict[str, dict[str, Measures]]:
-        return {"prompt_set": self.by_prompt_set, "category": self.by_category, "turn": self.by_turn}
+        return {"prompt_set": self.by_prompt_set, "category": self.by_category, "turn": self.by_turn,
+                "mode": self.by_mode}
 
 
 @dataclass(frozen=True, kw_only=True)

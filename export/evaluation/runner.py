@@ -208,10 +208,12 @@ class Runner:
                 seconds[name] += taken
             budget.answered(len(names) * len(asked))
         speeds = {name: tokens[name] / seconds[name] for name in names}
-        categories = {exchange.entry.question.category for exchange in group}
+        categories, modes = ({getattr(exchange.entry.question, name) for exchange in group}
+                             for name in ("category", "mode"))
         for name, records in zip(methods, found, strict=True):
             records.timings.append(Timing(
                 prompt_set=group[0].entry.prompt_set, category=min(categories) if len(categories) == 1 else None,
+                mode=min(modes) if len(modes) == 1 else None,
                 drafted=speeds[name], plain=speeds[PLAIN], generate=speeds[GENERATE],
                 efficiency=tokens[name] / passes[name], seconds=seconds[name], draft_seconds=draft_seconds[name],
             ))
@@ -261,7 +263,8 @@ class Runner:
                                        exchange.reference, again=again)
             answers.append(Answer(
                 question=entry.number, turn=exchange.turn, prompt_set=entry.prompt_set,
-                category=entry.question.category, tokens=tuple(generation.tokens), emitted=tuple(generation.emitted),
+                category=entry.question.category, mode=entry.question.mode,
+                tokens=tuple(generation.tokens), emitted=tuple(generation.emitted),
                 truncated=generation.finish == "length",
                 comparison=found if compared else None,
                 wrong_reference=not compared and found.divergence is not None,

@@ -41,8 +41,8 @@ def sample_answers(target: Target, method: Method, questions: Mapping[int, Quest
     for (rank, answer), one in zip(chosen.items(), found.generations, strict=True):
         pieces, tokens = TokenText(target.tokenizer), []
         for written in recorder.written(one):
-            # The guesses are read before the token is taken.
-            rejected = tuple(map(pieces.guess, written.rejected))
+            # The guesses are read before the token is taken. One that ends inside a character cannot be shown.
+            rejected = tuple(filter(None, map(pieces.guess, written.rejected)))
             tokens.append(SampleToken(text=pieces.add(written.token), guessed=written.guessed, rejected=rejected))
         # A character whose last token is missing still waits for it: it belongs to the last token there is.
         if tokens and (rest := pieces.rest()):

@@ -94,7 +94,7 @@ def read_standing(name: str, folder: Path) -> Standing | None:
     # An artifact evaluated with several policies is represented by the first of them.
     measurements = [record for record in content["measurements"] if record["method"] == content["method"]]
     whole = [record for record in measurements
-             if all(record[group] is None for group in ("prompt_set", "category", "turn"))]
+             if all(record[group] is None for group in ("prompt_set", "category", "turn", "mode"))]
     # The first record of a temperature is that of the first batch size, which all rows of the table share.
     greedy, sampled = ([*(record for record in whole if record["temperature"] == degree), dict[str, Any]()][0]
                        for degree in (GREEDY, SAMPLED))

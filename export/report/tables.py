@@ -62,7 +62,7 @@ def side_by_side(run: EvaluationRun) -> Table:
 
 
 def in_detail(run: EvaluationRun, evaluation: Evaluation) -> Table:
-    """One method on all prompts, and on each prompt set, category and turn."""
+    """One method on all prompts, and on each prompt set, category, turn and mode."""
     # All prompts first: the groups below have wide intervals, and invite to pick a lucky one.
     rows: list[tuple[Cell, ...]] = [(Cell(all_prompts(run)), *figures(evaluation.overall))]
     for heading, groups in groups_of(evaluation):
@@ -121,3 +121,5 @@ def groups_of(evaluation: Evaluation) -> Iterator[tuple[str, dict[str, Measures]
         yield "categories", categories
     if evaluation.by_turn:
         yield "turns", {f"turn {turn}": measures for turn, measures in evaluation.by_turn.items()}
+    if evaluation.by_mode:
+        yield "modes", evaluation.by_mode

@@ -35,17 +35,20 @@ class TokenText:
         piece = self._unread()
         if piece.endswith(_INCOMPLETE):
             return ""
-        self._start, self._read = self._read, len(self._tokens)
+        # After a special token alone, a decoder would take the next word for the first, which has no space.
+        if piece:
+            self._start, self._read = self._read, len(self._tokens)
         return piece
 
     def guess(self, token: int) -> str:
-        """The piece that a token would have if it were the next one; a special token's is its name."""
+        """The piece that a token would have if it were the next one: the name of a special token, and nothing for one
+        that ends inside a character."""
         if token in self.tokenizer.all_special_ids:
             return str(self.tokenizer.convert_ids_to_tokens(token))
         self._tokens.append(token)
         piece = self._unread()
         self._tokens.pop()
-        return piece
+        return "" if piece.endswith(_INCOMPLETE) else piece
 
     def rest(self) -> str:
         """The piece of a character that the answer leaves incomplete; empty for any other answer."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Any
 
+from ...data import Message
 from ...export import load_artifact
 from ...modules import (
     FASTEST,
@@ -185,7 +186,7 @@ def chat(parsed: Parsed[ChatArguments]) -> None:
     """Answer one message after another in one conversation, with the model loaded once: drafted and verified, the same
     words as the target alone. On a terminal an empty line or Ctrl-D ends it, Ctrl-C stops an answer, and a line with
     /new starts another conversation. From a pipe each line is a message, and an empty line follows each answer."""
-    given, said = parsed.values, list[dict[str, str]]()
+    given, said = parsed.values, list[Message]()
     terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
     marks = marks_for(True, os.environ)
     # Rejected guesses between the words would make a conversation hard to read.
@@ -227,8 +228,7 @@ def chat(parsed: Parsed[ChatArguments]) -> None:
                 raise
             say("\nstopped; the conversation goes on with what was written", file=sys.stderr)
         written = [token for one in passes for token in one]
-        answer = str(answers.template.tokenizer.decode(written, skip_special_tokens=True))
-        said = [*asked, {"role": "assistant", "content": answer}]
+        said = [*asked, answers.template.said(written)]
         say("")
 
 

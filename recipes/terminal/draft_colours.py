@@ -87,11 +87,10 @@ class MarkedAnswer:
         """One token; before a token of the target's own, the first guess that was rejected for its place."""
         self.tokens += 1
         self.guessed += written.guessed
-        # The guess is read before the token is taken. One that ends inside a character cannot be shown.
+        # The guess is read before the token is taken.
         rejected = pieces.guess(written.rejected[0]) if written.rejected and self.marks.rejected else ""
         piece = visible(pieces.add(written.token))
-        before = "" if rejected.endswith("\N{REPLACEMENT CHARACTER}") or self.marks.rejected is None else _around(
-            self.marks.rejected, visible(rejected, breaks=False))
+        before = _around(self.marks.rejected or ("", ""), visible(rejected, breaks=False))
         return before + (_around(self.marks.guessed, piece) if written.guessed else piece)
 
 

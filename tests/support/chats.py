@@ -3,8 +3,6 @@
 from functools import cache
 from typing import Any
 
-from draftsmith.modules.target.loading.tiny_model import CHATML
-
 SPECIAL = (
     "<pad>",
     "<bos>",
@@ -27,17 +25,6 @@ CORPUS = (
 
 LLAMA3_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """How Llama 3 cuts text before merging (without its English contractions): line breaks stay together."""
-LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{{ '<|start|>' + m['role'] + '<|end_header|>\n\n' + m['content'] | trim + '<|eot|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant<|end_header|>\n\n' }}{% endif %}"
-)
-GEMMA_MARKED = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<start_of_turn>model\n' }}"
-    "{% generation %}{{ m['content'] + '<end_of_turn>' }}{% endgeneration %}{{ '\n' }}{% else %}"
-    "{{ '<start_of_turn>' + m['role'] + '\n' + m['content'] + '<end_of_turn>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST]' + m['content'] + '[/INST]' }}"
     "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
@@ -50,17 +37,6 @@ THINKING = (
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
 """Like Qwen3's: the thoughts of earlier turns are stripped."""
-MARKED_IN_MACRO = (
-    "{% macro answer(m) %}{{ 'assistant: ' }}{% generation %}{{ m['content'] }}{% endgeneration %}{% endmacro %}"
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ answer(m) }}"
-    "{% else %}{{ 'user: ' + m['content'] + ' ' }}{% endif %}{% endfor %}"
-)
-"""transformers counts the characters of its marks wrongly inside a macro."""
-TEXTUAL = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-"""Ignores add_generation_prompt."""
-
-ENDS = {CHATML: "<|im_end|>", LLAMA3: "<|eot|>", GEMMA_MARKED: "<end_of_turn>", MISTRAL: "<eos>"}
-"""What ends an answer."""
 
 
 @cache

@@ -149,9 +149,9 @@ def test_a_template_that_rewrites_history_gives_a_row_a_turn(tiny_target: Target
     assert {len(one.rows) for one in answered_} == {1, 2}
     for one in answered_:
         assert len(one.turns) == 2
-        for turn, texts in zip(one.turns, ((), spoken("", one.texts[0])[1:]), strict=True):
+        for turn, texts in zip(one.turns, ((), one.said[:1]), strict=True):
             assert turn.prompt == template.prompt(one.prompt.history(texts))
-        assert len(one.rows) == 2 or "e" not in one.texts[0]
+        assert len(one.rows) == 2 or "e" not in one.said[0]["content"]
         supervised = [t for row in one.rows for t, s in zip(row.tokens, row.supervised, strict=True) if s]
         assert supervised == one.turns[0].answer + one.turns[1].answer
 
@@ -221,7 +221,7 @@ def test_given_answers_are_needed_and_must_be_exact(tiny_target: Target, caplog:
     taken, refused = take_given([(0, bad), (1, good)], ChatTemplate(tokenizer), 100)
     assert (len(taken), len(refused)) == (1, 1)
     assert "1 of 2 conversations left out; the first because" in caplog.text
-    assert "no longer renders its prompt" in str(refused[0])
+    assert "writes a prompt otherwise than without one" in str(refused[0])
 
 
 # Interrupted runs ----------------------------------------------------------------------------------------------------

@@ -105,6 +105,17 @@ def test_the_json_has_every_promised_key_at_every_level(tiny_target_f64: Target)
                                                                             found["generate_tokens_per_second"]))
 
 
+def test_modes_are_groups_where_there_are_several(tiny_target_f64: Target) -> None:
+    questions = [replace(one, mode=("thinking", "not thinking")[place % 2]) for place, one in enumerate(SETS["own"])]
+    found = evaluate(tiny_target_f64, [scripted(tiny_target_f64, "mixed")], {"own": questions}, CONFIG, progress=False)
+    modes = found.evaluations[0].by_mode
+    assert {name: one.prompts for name, one in modes.items()} == {"thinking": 3, "not thinking": 2}
+    timed = modes["thinking"].tokens_per_second
+    assert timed is None or timed > 0
+    assert {one["mode"] for one in found.to_dict()["measurements"]} == {None, "thinking", "not thinking"}
+    assert not run(tiny_target_f64, scripted(tiny_target_f64, "mixed")).by_mode
+
+
 def test_groups_add_up(tiny_target_f64: Target) -> None:
     found = run(tiny_target_f64, scripted(tiny_target_f64, "mixed"))
     for key in ("prompts", "new_tokens", "target_passes"):

@@ -73,6 +73,7 @@ def an_evaluation(name: str, **changes: Any) -> Evaluation:
         "by_prompt_set": {"own": measures(), "handwritten": measures(accepted_length=1.71)},
         "by_category": {"math": measures(accepted_length=2.05), "writing": measures(accepted_length=1.52)},
         "by_turn": {},
+        "by_mode": {},
     }
     return Evaluation(**(fields | changes))
 
@@ -389,6 +390,13 @@ def test_a_free_rule_that_wins_is_named(drafted: dict[str, float | None], senten
 def test_turns_have_rows_of_their_own(tmp_path: Path) -> None:
     text = write_report(tmp_path, a_run(of={"by_turn": {"1": measures(), "2": measures()}}))["markdown"].read_text()
     assert "| turn 2 | 10 | 1.94 (1.81–2.07) |" in text
+
+
+def test_modes_have_rows_of_their_own(tmp_path: Path) -> None:
+    run = a_run(of={"by_mode": {"thinking": measures(), "not thinking": measures(accepted_length=2.5)}})
+    text = write_report(tmp_path, run)["markdown"].read_text()
+    assert "| thinking | 10 | 1.94 " in text
+    assert "| not thinking | 10 | 2.5" in text
 
 
 def test_the_terminal_table_is_narrow_and_aligned() -> None:

@@ -53,6 +53,26 @@ def test_a_guess_is_not_taken(byte_tokenizer: Any) -> None:
     assert text.rest() == ""
 
 
+def test_a_guess_inside_a_character_is_not_shown(byte_tokenizer: Any) -> None:
+    assert TokenText(byte_tokenizer).guess(byte_tokenizer.encode("世")[0]) == ""
+
+
+def test_pieces_of_words_and_bytes_with_a_special_token_between_them() -> None:
+    """Like SentencePiece: a word has its space in front, which the first loses; other characters are bytes."""
+    names = ["<s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "▁b"]
+    model = models.BPE(vocab={name: place for place, name in enumerate(names)}, merges=[("▁", "a"), ("▁", "b")],
+                       unk_token="<unk>", byte_fallback=True)
+    backend = Tokenizer(model)
+    backend.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="<unk>")
+    tokens = [names.index(name) for name in ("▁a", "<s>", "▁b")]
+    tokens += [names.index(f"<0x{byte:02X}>") for byte in "🙂世🙂".encode()] + [names.index("▁a")]
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    assert text == "a b🙂世🙂 a"
+    assert [piece for piece in pieces(tokenizer, tokens) if piece] == ["a", " b", "🙂", "世", "🙂", " a"]
+
+
 @pytest.mark.long
 def test_pieces_of_the_real_tokenizer(real_target: Target) -> None:
     tokens = real_target.tokenizer.encode(TEXT * 3)

@@ -1,0 +1,193 @@
+"""Answers that a source gives, as the target would write them.
+
+There is one way for all templates: a given answer is what rendering it adds to the rendering of its prompt, up to the
+token that ends the turn. What a template puts around an answer is learned from an answer of characters that no template
+has, and compared with every row; the text of a conversation is never searched.
+"""
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ...modules import UserError
+from .chat import PROBE, REASONING, ChatTemplate
+from .prompt import Message
+
+THOUGHT = "\ue001"
+"""A private character like `PROBE`: the thought of an answer in a trial."""
+CALL = "000000000"
+"""Id of a tool call in a trial; Mistral takes nine letters or digits."""
+REMEDY = "change target.chat_template, or let the target answer (distill.answered_by: target)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One answer with the tokens before it."""
+
+    prompt: list[int]
+    """Everything before the answer, the generation prompt included."""
+    answer: list[int]
+    """Tokens of the assistant, the token that ends its turn included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerShape:
+    """Text of the template around answers of one kind, after the generation prompt."""
+
+    lead: str
+    """Before the answer."""
+    given: str
+    """First part of the lead, up to the end of an empty thought that the template puts there: the target is given it,
+    and writes the rest of the lead itself."""
+    between: str | None
+    """Between thought and words; None where the template drops the thought."""
+    thinks: bool
+    """True where the model writes thoughts, though the template may drop them."""
+    after: str
+    """After the answer."""
+    closing: str
+    """What the target writes in place of `after`: up to the token that ends its turn."""
+    end: str | None
+    """This token; None where the template has none."""
+
+
+class GivenAnswers:
+    """Turns of given answers.
+
+    Args:
+        template: of the target.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+        tokenizer = template.tokenizer
+        added = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+        # Gemma adds runs of line breaks to its tokens, which end nothing.
+        names = sorted((name for name in added if name.strip()), key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self._ends = {*tokenizer.convert_ids_to_tokens(list(template.ends))}
+        self._shapes: dict[tuple[bool, bool], AnswerShape] = {}
+
+    def turn(self, before: Sequence[Message], answer: Message, tools: Sequence[Message] | None = None) -> Turn:
+        """An answer as the target would write it: after the prompt of thinking if it has a thought, of not thinking
+        otherwise. What the template puts there in place of a thought is part of the prompt.
+
+        Args:
+            before: messages before the answer.
+            answer: the assistant's message.
+            tools: of this conversation.
+
+        Raises:
+            UserError: if the template does not write the answer as it writes others.
+        """
+        message = self.template.own(answer)
+        words, thought, calls = message["content"], message.get(REASONING, ""), bool(message.get("tool_calls"))
+        shape, (opening, end) = self._shape(bool(thought), calls), self.template.thought
+        if thought and not shape.thinks:
+            without = {key: value for key, value in answer.items() if key != REASONING}
+            return self.turn(before, without, tools)
+        asked, rest, lost = self._added(before, message, tools)
+        # A template may trim what it is given, and nothing else. Around calls, whose form is the template's, only the
+        # ends are compared.
+        starts = [shape.given if calls else shape.lead]
+        if thought and shape.between is not None:
+            starts = [shape.lead + one + shape.between for one in (thought, thought.strip(), thought.strip("\n"))]
+        start = next((one for one in starts if rest.startswith(one) and rest[len(one) :].endswith(shape.after)), None)
+        if start is None or not (calls or rest[len(start) : len(rest) - len(shape.after)].strip() == words.strip()):
+            raise UserError(f"the chat template writes the answer {_short(words)} otherwise than others; {REMEDY}")
+        written, opened = rest[: len(rest) - len(shape.after)] + shape.closing, lost is not None and not lost["closed"]
+        gap = "" if lost is not None and "\n" not in lost["gap"] else "\n"
+        if not thought:
+            written = written[len(shape.given) :]
+            asked += f"{gap}{end}{2 * gap}" if opened else shape.given if lost is None else ""
+        elif opened or shape.between is None:
+            # The template loses the thought that the model writes all the same.
+            written = written[len(shape.given if shape.between is None else start) :]
+            written = f"{'' if opened else opening + gap}{thought}{gap}{end}{2 * gap}{written}"
+        tokens = self.template.encode_after(asked, written)
+        if shape.end is None and self.template.ends:
+            own = self.template.tokenizer.eos_token_id
+            tokens.append(own if own in self.template.ends else self.template.ends[0])
+        return Turn(prompt=self.template.encode(asked), answer=tokens)
+
+    @property
+    def end(self) -> str | None:
+        """The token by which the template ends an answer; None where it has none, or writes no given answers."""
+        try:
+            return self._shape(False, False).end
+        except UserError:
+            return None
+
+    def _added(self, before: Sequence[Message], answer: Message, tools: Sequence[Message] | None = None
+               ) -> tuple[str, str, re.Match[str] | None]:
+        """(the prompt; what rendering the answer adds; the thought at the end of the prompt, where that loses it)."""
+        thinking = REASONING in answer
+        asked = self.template.rendered(before, thinking, True, tools)
+        whole = self.template.rendered([*before, answer], thinking, False, tools)
+        if whole.startswith(asked):
+            return asked, whole[len(asked) :], None
+        lost = self.template.thought_at_end.search(asked)
+        if lost is None or not whole.startswith(asked[: lost.start()]):
+            raise UserError(f"before an answer the chat template writes a prompt otherwise than without one; {REMEDY}")
+        return asked, whole[lost.start() :], lost
+
+    def _shape(self, thinking: bool, calls: bool) -> AnswerShape:
+        """Text around answers of one kind, by a trial. Raises UserError if the template does not write such answers."""
+        if (thinking, calls) in self._shapes:
+            return self._shapes[thinking, calls]
+        function = {"name": PROBE, "arguments": {PROBE: PROBE}}
+        answer = {"role": "assistant", "content": "" if calls else PROBE, **({REASONING: THOUGHT} if thinking else {}),
+                  **({"tool_calls": [{"type": "function", "id": CALL, "function": function}]} if calls else {})}
+        asked = {"role": "user", "content": "a"}
+        prompt, rest, lost = self._added([asked], answer)
+        kept, begun = THOUGHT in rest, self.template.thought_at_end.search(prompt)
+        if PROBE not in rest or (calls and kept and lost is not None):
+            raise UserError(f"the chat template does not write {'tool calls' if calls else 'answers'}; {REMEDY}")
+        first = rest.index(THOUGHT if kept else PROBE)
+        lead, after = rest[:first], rest[rest.rindex(PROBE) + 1 :]
+        given = re.match(rf".*{re.escape(self.template.thought[1])}\s*", lead, re.DOTALL)
+        # Words may come before calls.
+        between = "" if calls else rest[first + 1 : rest.index(PROBE)]
+        # Tokens of calls may come before the one that ends the turn; after words the first one does.
+        ends = {*self._ends, self.end or ""} if calls else self._ends
+        names = [one for one in self._names.finditer(after) if not calls or one[0] in ends]
+        closing, end = (after[: names[0].end()], names[0][0]) if names else ("", None)
+        if names and calls:
+            after, closing = after[names[0].start() :], names[0][0]
+        elif not names:
+            # GLM writes no end: the first token of the next message is one.
+            following = {"role": "tool", "content": "a", "tool_call_id": CALL} if calls else asked
+            with suppress(UserError, ValueError):
+                whole = self.template.rendered([asked, answer, following], thinking)
+                found = re.match(rf"{re.escape(after)}(\s*({self._names.pattern}))", whole[whole.rindex(PROBE) + 1 :])
+                if found is not None and found[2] in ends:
+                    closing, end = found[1], found[2]
+            after = "" if calls or end else after
+        self._shapes[thinking, calls] = AnswerShape(
+            lead=lead, given=given[0] if given and self.template.thought[1] else "", between=between if kept else None,
+            thinks=kept or bool(self.template.thought[1] and not (begun and begun["closed"])), after=after,
+            closing=closing, end=end)
+        return self._shapes[thinking, calls]
+
+
+def join_turns(turns: Sequence[Turn]) -> list[tuple[list[int], list[bool]]]:
+    """Join turns into (tokens, supervised) rows.
+
+    A turn whose prompt starts with exactly the row so far extends it; any other starts a row of its own. So every
+    supervised token follows the same tokens as when it was decoded, whatever the template does to earlier turns.
+    """
+    rows: list[tuple[list[int], list[bool]]] = []
+    for turn in turns:
+        tokens, supervised = rows[-1] if rows else ([], [])
+        if not rows or turn.prompt[: len(tokens)] != tokens:
+            tokens, supervised = [], []
+            rows.append((tokens, supervised))
+        context = turn.prompt[len(tokens) :]
+        tokens += context + turn.answer
+        supervised += [False] * len(context) + [True] * len(turn.answer)
+    return rows
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")

@@ -1,0 +1,45 @@
+"""Settings of the chat template: modes, its end against the target's, questions of an evaluation."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from draftsmith.data import Prompt
+from draftsmith.recipes.chat_settings import TemplateConfig, prompt_sets
+from support import template_shapes as shapes
+from support.template_shapes import shaped_tokenizer
+
+
+def target_of(template: str | None, *ends: str, eos: str = "<eos>") -> Any:
+    tokenizer = shaped_tokenizer(template, eos=eos)
+    return SimpleNamespace(tokenizer=tokenizer, eos_ids=tuple(tokenizer.convert_tokens_to_ids(list(ends))))
+
+
+@pytest.mark.parametrize(("template", "ends", "warned"), [
+    (shapes.CHATML, ("<|endoftext|>",), "<|im_end|>"), (shapes.CHATML, ("<|endoftext|>", "<|im_end|>"), None),
+    (shapes.CHATML, (), "<|im_end|>"), (shapes.MARKED, ("<eos>",), "</turn>"),
+    (shapes.GLM, ("<|endoftext|>", "<|user|>"), None), (shapes.PHI3, ("<|endoftext|>",), "<|end|>"),
+    (shapes.TEXTUAL, ("<eos>",), None), (None, ("<eos>",), None), (shapes.REWRITING, ("<eos>",), None),
+])
+def test_a_template_whose_end_ends_no_answer_is_named_at_the_start(
+    template: str | None, ends: tuple[str, ...], warned: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    TemplateConfig().build(target_of(template, *ends))
+    told = f"ends an answer with {warned}, which is no end token of the target"
+    assert [told in message for message in caplog.messages] == [True] * (warned is not None)
+
+
+def test_questions_have_the_modes_in_turn_and_their_history_is_a_servers() -> None:
+    target = target_of(shapes.QWEN3, "<|im_end|>", eos="<|im_end|>")
+    template = TemplateConfig(enable_thinking=(True, False)).build(target)
+    prompts = [Prompt.from_turns("hi", "and?", id=str(number)) for number in range(8)]
+    questions = prompt_sets(template, {"own": prompts})["own"]
+    # Prompts at equal distances, which a limited evaluation takes, have both modes too.
+    for chosen in (questions, questions[::2], questions[::4]):
+        assert sorted(one.mode for one in chosen) == ["not thinking"] * (len(chosen) // 2) + ["thinking"] * (
+            len(chosen) // 2)
+    answer = template.encode("<think>\nme\n</think>\n\nfine<|im_end|>")
+    for one in questions[:2]:
+        first, second = (target.tokenizer.decode(one.prompt(said)) for said in ((), [answer]))
+        assert first.endswith("</think>\n\n") == (one.mode == "not thinking")
+        assert second.startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nfine<|im_end|>\n")
