@@ -103,9 +103,9 @@ def export_eagle_sglang(drafter: Eagle, target: Target, folder: Path, settings: 
 
 
 def refusal(drafter: Eagle | Eagle3, target: Target) -> str:
-    """The refusal of EAGLE-1 with FSPAD's changes, and of EAGLE-3 whose target's output layer has a bias; empty for any
+    """The refusal of a target whose output layer has a bias, and of EAGLE-1 with FSPAD's changes; empty for any
     other."""
-    if isinstance(drafter, Eagle3):
+    if isinstance(drafter, Eagle3) or output_bias(target):
         return output_bias(target)
     settings = {"feature_sampling": drafter.config.feature_sampling,
                 "partial_alignment": drafter.config.partial_alignment}

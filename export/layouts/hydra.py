@@ -19,7 +19,7 @@ from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockCon
 from ...modules.target.draft_vocabulary import over_all_tokens
 from ..artifact import portable
 from .parts.export_format import ExportFormat, ExportSettings
-from .parts.head_blocks import tied
+from .parts.head_blocks import head_width, tied
 from .parts.layout_folder import Contents, as_pickle, stored, write_layout
 from .parts.safetensors_reader import check_embedding, loaded, read_checkpoint
 from .parts.tensor_table import Table, TensorForm, layer_table
@@ -56,8 +56,11 @@ def export_hydra(drafter: Hydra, target: Target, folder: Path, settings: ExportS
 
 
 def _refusal(drafter: Hydra, target: Target) -> str:
-    """The refusal of heads whose later blocks differ; empty for any other."""
-    return "" if drafter.config.tie_blocks or drafter.config.num_layers <= 2 else (
+    """The refusal of heads whose later blocks differ, or of a prefix layer whose attention is not the official code's;
+    empty for any other."""
+    if drafter.config.tie_blocks or drafter.config.num_layers <= 2:
+        return "" if drafter.block is None else head_width(drafter.block)
+    return (
         f"the layout holds one block after the first, applied repeatedly; these heads have "
         f"{drafter.config.num_layers - 1}: train with tie_blocks: true")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from ...modules import Kangaroo, KangarooConfig, Target, UserError
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from .parts.export_format import ExportFormat, ExportSettings
+from .parts.head_blocks import head_width, output_bias
 from .parts.layout_folder import Contents, as_pickle, stored, write_layout
 from .parts.safetensors_reader import loaded, read_checkpoint
 from .parts.tensor_table import TensorForm, attention_table
@@ -52,16 +53,13 @@ def export_kangaroo(drafter: Kangaroo, target: Target, folder: Path, settings: E
 
 
 def _refusal(drafter: Kangaroo, target: Target) -> str:
-    """The refusal of an adapter whose attention is not the official code's; empty for any other."""
+    """The refusal of an adapter whose attention or output layer is not the official code's; empty for any other."""
     block = drafter.block
     if block.rope_base != OFFICIAL_ROPE_BASE or block.rope_scaling is not None:
         scaled = "" if block.rope_scaling is None else f" and {block.rope_scaling['rope_type']} scaling"
         return (f"the official code rotates with the base {OFFICIAL_ROPE_BASE:g}, this adapter with "
                 f"{block.rope_base:g}{scaled}; train with rope_base: {OFFICIAL_ROPE_BASE:g} to export")
-    # The official code computes the width of a head and reads no key for it.
-    return "" if block.num_heads * block.head_dim == block.hidden_size else (
-        f"the official code has heads of {block.hidden_size} / {block.num_heads} elements, this adapter of "
-        f"{block.head_dim}; decode it with draftsmith")
+    return head_width(block) or output_bias(target)
 
 
 def import_kangaroo(folder: Path, target: Target, *, exit_layer: int | None = None) -> Kangaroo:

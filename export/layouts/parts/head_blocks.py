@@ -7,17 +7,26 @@ import torch
 from torch import Tensor
 
 from ....modules import Medusa, Target
+from ....modules.drafters.parts.decoder_block import BlockConfig
 
 Blocks = Mapping[tuple[int, int, str], Tensor]
 """Tensors by head, block and name within the block."""
 
 
 def output_bias(target: Target) -> str:
-    """The refusal of a target whose output layer has a bias, for which the layouts of Medusa and EAGLE-3 have no place;
-    empty for any other."""
+    """The refusal of a target whose output layer has a bias, for which the layouts of Medusa, EAGLE and Kangaroo have
+    no place: engines take its matrix alone. Empty for any other."""
     return "" if getattr(target.head, "bias", None) is None else (
         f"the output layer of {target.identity.name} has a bias, for which the layout has no place; decode the "
         "artifact with draftsmith")
+
+
+def head_width(block: BlockConfig) -> str:
+    """The refusal of a layer whose heads are not as wide as the official code computes, which reads no key for it;
+    empty for any other."""
+    return "" if block.num_heads * block.head_dim == block.hidden_size else (
+        f"the official code has heads of {block.hidden_size} / {block.num_heads} elements, this drafter of "
+        f"{block.head_dim}; decode it with draftsmith")
 
 
 def medusa_blocks(drafter: Medusa) -> Blocks:

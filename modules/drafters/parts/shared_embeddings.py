@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ...config_checks import settings_of
 from ...errors import UserError
@@ -141,9 +142,11 @@ class BorrowingDrafter(Drafter[State]):
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [..., D] of token ids, without gradients."""
-        embedded: Tensor = self.output_rows().target.embed_guesses(tokens).to(self.dtype)
-        return embedded
+        """Embeddings [..., D] of token ids, without gradients; zero where a token has no finite one."""
+        target = self.output_rows().target
+        # The rows of the target's file, as engines look them up: without the factor that some models' modules apply.
+        embedded = functional.embedding(tokens, target.model.get_input_embeddings().weight).to(self.dtype)
+        return embedded if target.broken_V is None else embedded.masked_fill(target.broken_V[tokens][..., None], 0)
 
     def following(self, features: Features, places: int) -> Tensor:
         """Embeddings of the tokens `places` after each position, [B, L, D]; zero after the end of its segment."""

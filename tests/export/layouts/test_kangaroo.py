@@ -129,7 +129,7 @@ def test_what_the_official_code_cannot_run_is_refused(tmp_path: Path) -> None:
     wide = Kangaroo.create(KangarooConfig(), Target(LlamaForCausalLM(LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16)), tiny_tokenizer(), name="wide"))
-    with pytest.raises(UserError, match="heads of 32 / 4 elements, this adapter of 16"):
+    with pytest.raises(UserError, match="heads of 32 / 4 elements, this drafter of 16"):
         exported(wide, target, tmp_path / "out")
     with pytest.raises(UserError, match="the format kangaroo holds Kangaroo adapters, this artifact is medusa"):
         exported(Medusa.create(MedusaConfig(num_heads=1), target), target, tmp_path / "out")
