@@ -131,10 +131,11 @@ def _model_refusal(config: Any) -> str:
     rope = config.rope_parameters or {}
     factors = config.model_type in NEIGHBOURS
     known = BY_FACTORS if factors else BY_KEYS
-    own_setting = "" if factors else unsettled(rope)
+    # Gemma calls it hidden_activation.
+    own_setting, activation = "" if factors else unsettled(rope), getattr(config, "hidden_act", "another function")
     wrong = {
         f"of the architecture {config.model_type}, not one of {', '.join(MODELS)}": config.model_type not in MODELS,
-        f"activated by {config.hidden_act}, not by silu": config.hidden_act != "silu",
+        f"activated by {activation}, not by silu": activation != "silu",
         f"rotated by {rope.get('rope_type')}, which llama.cpp has not for {config.model_type} (it has "
         f"{', '.join(known)})": rope.get("rope_type") not in known,
         f"rotated by yarn with {own_setting}, for which llama.cpp has no place in {config.model_type}":
