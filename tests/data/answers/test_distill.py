@@ -156,6 +156,17 @@ def test_a_template_that_rewrites_history_gives_a_row_a_turn(tiny_target: Target
         assert supervised == one.turns[0].answer + one.turns[1].answer
 
 
+def test_every_mode_comes_with_every_temperature(tiny_target: Target) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = THINKING
+    template = ChatTemplate(tokenizer, modes=(True, False))
+    answerer = Answerer(tiny_target, template, DecodeSettings(batch_size=4), 4, lambda _: None)
+    found = answerer.answer([(n, Prompt.from_turns("a", id=str(n))) for n in range(4)], (0.0, 1.0))
+    assert {(one.thinking, one.temperature) for one in found} == {(m, t) for m in (True, False) for t in (0.0, 1.0)}
+    for one in found:
+        assert one.turns[0].prompt == template.prompt(one.prompt.history(), thinking=one.thinking)
+
+
 def test_a_conversation_ends_where_the_context_does(tiny_target: Target) -> None:
     template = ChatTemplate(tiny_target.tokenizer)
     answerer = Answerer(tiny_target, template, DecodeSettings(), 10, lambda _: None)
