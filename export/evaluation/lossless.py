@@ -253,6 +253,8 @@ class Judge:
             # One stopped and the other went on: a fault of the stopping rule, whatever the logits say.
             return Comparison(divergence=place)
         if request.temperature > 0:
+            if not self._ended(request, answer):
+                return Comparison(divergence=len(answer))
             # A reference that is no draw of the target either would excuse any difference.
             read = [self._wrong_draw(request, text) for text in ([answer] if place is None else [answer, reference])]
             wrong = [first for first, _ in read if first is not None]
@@ -273,7 +275,8 @@ class Judge:
 
     def _ended(self, request: Request, answer: Sequence[int]) -> bool:
         """True if the answer ended at its first end token, or at its longest length."""
-        ends = [place for place, token in enumerate(answer) if token in self._target.eos_ids]
+        eos_ids = () if self._settings.ignore_eos else self._target.eos_ids
+        ends = [place for place, token in enumerate(answer) if token in eos_ids]
         return ends == [len(answer) - 1] or (not ends and len(answer) == request.max_new_tokens)
 
     def _wrong_draw(self, request: Request, answer: Sequence[int]) -> tuple[int | None, float | None]:
@@ -307,7 +310,8 @@ class Judge:
         """True if logits within the slack give the token's share that uniform number.
 
         Two logits that move by s against each other move the odds of one token against the other by exp(s / T). The
-        ends of filters move as well, and each of them is tried at both ends of its reach.
+        ends of filters move as well, and each of them is tried at both ends of its reach; of the tokens within s of
+        such an end, any may stay and any may go.
         """
         slack, settings = reading.slack, self._settings
         # Beyond this both ends are everything, and exp would overflow.
@@ -320,12 +324,20 @@ class Judge:
             top_k |= {int((logits_V >= least + move).sum()) for move in (-slack, slack)} - {0}
         top_p = {_moved(settings.top_p, move) for move in moves} if settings.top_p < 1.0 else {1.0}
         min_p = {min(1.0, settings.min_p * math.exp(move)) for move in moves}
+        order_V = torch.arange(len(logits_V), device=logits_V.device)
         for k, p, m in product(top_k, top_p, min_p):
             moved = DecodeSettings(top_k=k, top_p=p, min_p=m)
-            shares_V = law(logits_V[None], request.temperature, moved)[0].double()
-            lower, upper = (_moved(float(shares_V[:end].sum()), move * _conspiracy(shares_V, end))
-                            for end, move in ((token, -reach), (token + 1, reach)))
-            if float(shares_V[token]) > 0 and lower <= uniform < upper:
+            kept_V = law(logits_V[None], request.temperature, moved)[0] > 0
+            doubtful_V = (logits_V - logits_V[kept_V].min()).abs() <= slack if not bool(kept_V.all()) else ~kept_V
+            if not bool((kept_V | doubtful_V)[token]):
+                continue
+            ends = []
+            # The token's share begins earliest where what is doubtful before it goes and what is after it stays.
+            for end, stays_V, move in ((token, order_V >= token, -reach), (token + 1, order_V <= token, reach)):
+                held_V = torch.where(doubtful_V, stays_V, kept_V)
+                shares_V = (logits_V.double() / request.temperature).masked_fill(~held_V, -torch.inf).softmax(-1)
+                ends.append(_moved(float(shares_V[:end].sum()), move * _conspiracy(shares_V, end)))
+            if ends[0] <= uniform < ends[1]:
                 return True
         return False
 
@@ -352,7 +364,8 @@ def _moved(share: float, move: float) -> float:
 def positions(target: Target, request: Request, answer: Sequence[int], settings: DecodeSettings) -> tuple[float, ...]:
     """The position of each token of a sampled answer in the target's distribution, by the untouched model.
 
-    A token that the filters leave no probability is at IMPOSSIBLE.
+    A token that the filters leave no probability is at IMPOSSIBLE, and so is one after an end token, or the one that is
+    missing where an answer ends too early.
 
     Args:
         target: the model whose distribution it is.
@@ -371,4 +384,7 @@ def positions(target: Target, request: Request, answer: Sequence[int], settings:
     key = np.array([settings.seed % 2**64, request.index % 2**64, _POSITIONS], dtype=np.uint64)
     chance_T = torch.from_numpy(np.random.default_rng(key).random(len(answer))).to(probs_TV)
     places_T = (likelier_T + chance_T * own_T1[:, 0]).clamp(0.0, 1.0)
-    return tuple(torch.where(own_T1[:, 0] > 0, places_T, IMPOSSIBLE).tolist())
+    found = torch.where(own_T1[:, 0] > 0, places_T, IMPOSSIBLE).tolist()
+    eos_ids = () if settings.ignore_eos else target.eos_ids
+    end = next((place + 1 for place, token in enumerate(answer) if token in eos_ids), request.max_new_tokens)
+    return tuple(found[:end]) + (IMPOSSIBLE,) * abs(len(answer) - end)

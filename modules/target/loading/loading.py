@@ -15,7 +15,7 @@ from torch import nn
 
 from ...deepspeed_import import name_deepspeeds_device
 from ...errors import UserError
-from ...files.bounded_reading import read_bounded_text
+from ...files.bounded_reading import read_bounded_text, require_ordinary
 from ...processes import Processes, destroy_group_at_exit, local_rank
 from ..devices.placement import Placement, PlacementName, placement_named
 from ..linears.linear_forms import Pack
@@ -105,7 +105,8 @@ def load_target(config: TargetConfig) -> Target:
             tiny_model(dtype=dtype).save_pretrained(folder)
             tiny_tokenizer().save_pretrained(folder)
             model, tokenizer = _read_stored(config, folder, {}, dtype, device, placement)
-    return Target(placement.settled(model, device), tokenizer, name=config.name, pack=pack, placement=placement)
+    with _one_sentence(config):
+        return Target(placement.settled(model, device), tokenizer, name=config.name, pack=pack, placement=placement)
 
 
 def load_in_format(config: TargetConfig, loaded: Target, dtype: torch.dtype) -> Target:
@@ -293,6 +294,9 @@ def _source(config: TargetConfig) -> tuple[str, dict[str, Any]]:
         return str(path.parent), {"gguf_file": path.name, **trust}
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(f"the folder {config.name!r} holds no config.json; give a folder written by save_pretrained")
+    for file in path.glob("*"):
+        # A pipe would be waited for, in code that no signal ends.
+        require_ordinary(file)
     if (path / "adapter_config.json").exists():
         raise UserError(f"the folder {config.name!r} holds an adapter (adapter_config.json), which names another model "
                         "to load; merge the adapter into its model, save that and give its folder")

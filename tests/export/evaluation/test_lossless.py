@@ -6,7 +6,14 @@ import random
 import numpy as np
 import pytest
 import torch
-from draftsmith.export.evaluation.lossless import Judge, first_divergence, generate, native_model
+from draftsmith.export.evaluation.lossless import (
+    IMPOSSIBLE,
+    Judge,
+    first_divergence,
+    generate,
+    native_model,
+    positions,
+)
 from draftsmith.modules import Chain, DecodeSettings, PromptLookup, PromptLookupConfig, Request, Target, decode
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.tiers import some_long
@@ -131,6 +138,28 @@ def test_a_sampled_reference_that_is_no_draw_excuses_nothing(tiny_target_f64: Ta
     wrong = [*answer[:3], (answer[3] + 1) % tiny_target_f64.vocab_size, *answer[4:]]
     found = Judge(tiny_target_f64).compare(request, answer, wrong)
     assert (found.divergence, found.near_tie) == (3, False)
+
+
+def test_a_sampled_answer_that_ends_elsewhere_is_a_fault(tiny_target_f64: Target) -> None:
+    request = asked((5, 9), 12, temperature=0.7)
+    answer = list(decode(tiny_target_f64, [request], DecodeSettings()).generations[0].tokens)
+    assert Judge(tiny_target_f64).compare(request, answer, answer).divergence is None
+    end = tiny_target_f64.eos_ids[0]
+    for wrong in (answer[:5], [*answer[:5], end, *answer[6:]]):
+        assert Judge(tiny_target_f64).compare(request, wrong, wrong).divergence is not None
+        assert IMPOSSIBLE in positions(tiny_target_f64, request, wrong, DecodeSettings())
+    assert IMPOSSIBLE not in positions(tiny_target_f64, request, answer, DecodeSettings())
+
+
+@pytest.mark.parametrize("filters", some_long([{"top_k": 5, "top_p": 0.8}, {"top_p": 0.8}, {"min_p": 0.1}], 2))
+def test_tokens_near_the_end_of_a_filter_may_stay_or_go_in_half_precision(filters: dict[str, float]) -> None:
+    target = Target(tiny_model(dtype=torch.bfloat16), tiny_tokenizer(), name="half")
+    settings = DecodeSettings(batch_size=12, **filters)  # type: ignore[arg-type]
+    requests = [Request((5, 9 + index, 30), index, 40, 3.0) for index in range(24)]
+    judge = Judge(target, settings)
+    # A batch rounds otherwise than the whole pass by which they are judged.
+    for one in decode(target, requests, settings).generations:
+        assert judge.compare(one.request, one.tokens, one.tokens).divergence is None
 
 
 def test_a_token_that_is_ruled_out_is_a_fault_without_a_distance() -> None:
