@@ -151,9 +151,10 @@ def require_context(prompt_sets: PromptSets, config: EvaluateConfig, context_len
             room = (context_length - size) // question.turns
             if room < config.max_new_tokens:
                 remedy = f"lower max_new_tokens to {room}" if room > 0 else "leave it out, or choose another target"
+                answers = f"{question.turns} answer{'s' * (question.turns > 1)}"
                 raise UserError(f"a question of the set {name!r} ({question.text[:40]!r}) has {size:,} tokens; with "
-                                f"{question.turns} answers of evaluate.max_new_tokens {config.max_new_tokens} it "
-                                f"exceeds the target's context of {context_length:,}; {remedy}")
+                                f"{answers} of evaluate.max_new_tokens {config.max_new_tokens} it exceeds the target's "
+                                f"context of {context_length:,}; {remedy}")
 
 
 def by_prompt_set(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
