@@ -347,8 +347,8 @@ def test_the_second_turn_follows_the_targets_own_answer(tiny_target_f64: Target,
     found = evaluate(tiny_target_f64, [wide_draft(tiny_target_f64)], {"talk": [talk(0, asked)]}, config, progress=False)
     first = Request((1, 5, 40), 0, 9, temperature)
     answer, = decode(tiny_target_f64, [first], DecodeSettings()).generations
-    # The prompt of a later turn is made once, for all methods, after its length was tried without an answer; that of the
-    # first one for the plan and the samples too.
+    # The prompt of a later turn is made once, for all methods, after its length was tried without an answer; that of
+    # the first one for the plan and the samples too.
     assert [answers for answers in asked if any(answers)] == [[answer.tokens]]
     for one in found.evaluations:
         assert (one.overall.prompts, one.overall.lossless.identical) == (2, 2)

@@ -162,7 +162,7 @@ def test_questions_that_do_not_fit_the_context_are_found_before_an_answer(
 ) -> None:
     long = ["--config", TINY, "--evaluate.max_new_tokens", "400"]
     assert main(["run", *long, "--out", str(tmp_path / "new")]) == 2
-    said = r"a question of the set 'handwritten' \(.*\) has 1\d\d tokens; with 1 answers of evaluate.max_new_tokens 400"
+    said = r"a question of the set 'handwritten' \(.*\) has 1\d\d tokens; with 1 answer of evaluate.max_new_tokens 400"
     assert re.search(said, capsys.readouterr().err)
     assert not list((tmp_path / "new").rglob("*.safetensors"))
     # Prompts of one's own are known once they are held out: before the training, at the latest.
