@@ -151,6 +151,10 @@ def prepare_process() -> None:
     for category in (FutureWarning, DeprecationWarning):
         warnings.simplefilter("ignore", category)
     warnings.formatwarning = one_line
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # It was closed: the next file that is opened would take its number, and get what libraries print.
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # until the process ends
     for stream in (sys.stdout, sys.stderr):
         # A terminal that knows few characters shows the others as escapes instead of ending the command.
         if isinstance(stream, TextIOWrapper):

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from ...modules import Target, UserError
+from ...modules.config_checks import MOST_TOKENS
 from ...modules.files.atomic_files import write_file
 from ...modules.files.bounded_reading import PROMPT_BYTES
 from ...modules.files.json_records import MistypedError, read_json, typed_fields
@@ -82,7 +83,8 @@ def _read(file: Path | None) -> dict[str, list[int]]:
         raise UserError(f"references names {file}, which holds no references; choose another file, or delete it")
     answers: dict[str, list[int]] = content["answers"]
     # A reference changed by hand would let a fault of drafting pass, or report one where there is none.
-    if content["sha256"] != _digest(answers):
+    known = all(0 <= token < MOST_TOKENS for answer in answers.values() for token in answer)
+    if not known or content["sha256"] != _digest(answers):
         raise UserError(f"references names {file}, which was changed since it was written; delete it, the answers are "
                         "made again")
     return answers

@@ -39,6 +39,9 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
     Raises:
         UserError: naming what the call asks for and decoding with drafts does not offer.
     """
+    # generate takes lists of tokens as tensors too.
+    given = {name: value.tolist() if isinstance(value, Tensor) and name not in _TAKEN else value
+             for name, value in given.items()}
     known = _TAKEN | vars(GenerationConfig()).keys()  # type: ignore[no-untyped-call]
     _refuse(given, [name for name, value in given.items() if value is not None and name not in known])
 

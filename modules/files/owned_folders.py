@@ -71,7 +71,7 @@ def _replacing(folder: Path, kind: str, changing: frozenset[str], inside: str | 
         # The shell that started this would stand in a folder that is no longer there.
         if folder.samefile(Path.cwd()):
             raise UserError(f"{folder} is the current folder, which cannot be replaced; choose another one")
-    partial = partial_of(folder)
+    partial, before = partial_of(folder), _listing(folder)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -84,6 +84,8 @@ def _replacing(folder: Path, kind: str, changing: frozenset[str], inside: str | 
             if path.is_file():
                 share(path)
             to_disk(path)
+        if _listing(folder) != before:
+            raise UserError(f"something in {folder} was changed while its next {kind} was written; start again")
         if not (folder.exists() and _exchanged(partial, folder)):
             # Two renamings, since a folder cannot be renamed over another that holds files.
             if folder.exists():
@@ -151,6 +153,12 @@ def _files(folder: Path) -> Iterator[Path]:
         links = [name for name in folders if Path(parent, name).is_symlink()]
         folders[:] = sorted(name for name in folders if not is_leftover(Path(parent, name)))
         yield from (path for path in (Path(parent, name) for name in sorted([*files, *links])) if not is_leftover(path))
+
+
+def _listing(folder: Path) -> list[tuple[Path, int, int]]:
+    """Files of a folder with their sizes and times of change, in nanoseconds; empty where there is none."""
+    states = [(path, path.lstat()) for path in _files(folder)] if folder.is_dir() else []
+    return [(path, state.st_size, state.st_mtime_ns) for path, state in states]
 
 
 def _raise(error: OSError) -> NoReturn:

@@ -1,6 +1,9 @@
 """Wrong words on the command line."""
 
+import sys
+
 import pytest
+from draftsmith.recipes.__main__ import main
 from support.faults import Fault, Place, check, ids
 from support.tiers import some_long
 
@@ -104,3 +107,9 @@ def test_wrong_words_are_refused_in_one_sentence(
     fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     check(fault, place, monkeypatch, capfd)
+
+
+def test_a_closed_output_costs_no_traceback(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place.folder)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["generate", "--artifact", str(place.artifact), "--prompt", "hi", "--max_new_tokens", "4"]) == 0

@@ -1,6 +1,7 @@
 """Target folders that bring code, claim other sizes than their weights have, or are named by an artifact."""
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,13 @@ def lacking_output(place: Place) -> None:
     tensors = load_file(file)
     del tensors["lm_head.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def piped(place: Place) -> None:
+    """Write a folder whose weights are a pipe that nobody writes to."""
+    file = write_model(place) / "model.safetensors"
+    file.unlink()
+    os.mkfifo(file)
 
 
 FAULTS = [
@@ -100,6 +108,13 @@ FAULTS = [
           model({"config.json": '{"model_type": "llama", "hidden_size": ' + "9" * 5000 + "}"})),
     Fault("weights without an output layer", DISTILL, r"weights of the target '\./model' lack lm_head\.weight, which",
           lacking_output, leaves=("out/*",)),
+    Fault("weights that are a pipe", GENERATE + " --target.name ./model", r"model\.safetensors is no ordinary file",
+          piped),
+    *(Fault(f"a generation config with another type of {name}", GENERATE + " --target.name ./model",
+            r"the target '\./model' could not be loaded \(.*set target\.name to",
+            model({"generation_config.json": json.dumps({name: value})}))
+      for name, value in (("suppress_tokens", "abc"), ("begin_suppress_tokens", 3), ("bad_words_ids", [5]),
+                          ("min_new_tokens", "x"), ("eos_token_id", [2, "a"]), ("repetition_penalty", "x"))),
     Fault("a folder without a tokenizer", DISTILL, r"the target '\./model' has no tokenizer .*; copy those of",
           lambda place: (write_model(place) / "tokenizer.json").unlink(), leaves=("out/*",)),
     Fault("fewer words than the tokenizer has", GENERATE + " --target.name ./model",

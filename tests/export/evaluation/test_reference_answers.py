@@ -121,3 +121,12 @@ def test_a_changed_answer_is_not_taken_for_the_targets(tmp_path: Path, tiny_targ
     (tmp_path / REFERENCES).write_text((tmp_path / REFERENCES).read_text().replace("[67]", "[66]"))
     with pytest.raises(UserError, match=r"references names .*, which was changed since it was written; delete it"):
         References(tmp_path / REFERENCES, tiny_target, CONFIG)
+
+
+def test_tokens_that_are_none_are_refused(tmp_path: Path, tiny_target_f64: Target) -> None:
+    file = tmp_path / REFERENCES
+    known = References(file, tiny_target_f64, CONFIG)
+    known.add((1, 2, 3), 0.0, 0, (10**12,))
+    known.save()
+    with pytest.raises(UserError, match="which was changed since it was written; delete it"):
+        References(file, tiny_target_f64, CONFIG)

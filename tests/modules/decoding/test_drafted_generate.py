@@ -200,6 +200,13 @@ def test_what_is_not_offered_is_refused_by_name(artifact: Artifact, settings: di
                           else settings)
 
 
+def test_tokens_are_given_as_tensors_too(artifact: Artifact) -> None:
+    first, second, _ = chosen(artifact, 3)
+    given: dict[str, Any] = {"eos_token_id": torch.tensor([2, second]), "suppress_tokens": torch.tensor([first]),
+                             "max_new_tokens": 12}
+    assert artifact.generate(PROMPT, **given).tolist() == native(artifact, PROMPT, **given).tolist()
+
+
 def test_a_checkpoints_own_sampling_is_taken_as_by_generate(tmp_path: Path) -> None:
     model = tiny_model(dtype=torch.float64)
     model.generation_config = GenerationConfig(repetition_penalty=1.5, max_new_tokens=14, eos_token_id=2)

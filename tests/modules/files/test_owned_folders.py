@@ -29,6 +29,21 @@ def test_a_folder_is_replaced_while_it_is_as_it_was_written(tmp_path: Path) -> N
     assert {path.name for path in tmp_path.iterdir()} == {"new", "empty"}
 
 
+@pytest.mark.parametrize("name", ["file", "other"])
+def test_a_file_that_is_put_there_meanwhile_forbids_it(name: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "new")
+
+    def replace() -> None:
+        with whole_folder(folder, "export") as partial:
+            write_file(partial / "file", "next")
+            (folder / name).write_text("mine")
+
+    with pytest.raises(UserError, match="was changed while its next export was written; start again"):
+        replace()
+    assert (folder / name).read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"new"}
+
+
 @pytest.mark.parametrize("name", ["file", "deep/file", "other", "deep/other"])
 def test_a_changed_or_other_file_forbids_it(name: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "new")
