@@ -94,9 +94,12 @@ def test_test_prompts_are_only_kept(tmp_path: Path, tiny_target: Target) -> None
 
 
 def test_held_out_prompts_and_duplicates_never_train(tmp_path: Path, tiny_target: Target) -> None:
-    repeated = many(3) + [{"prompt": row["prompt"].upper() + "  "} for row in many(3)] + many(6) + many(6)
+    # Rows that reach the model alike are the same prompt: another system prompt makes another.
+    other = [{"system": "Be brief.", **row} for row in many(3)]
+    named = [{**row, "category": "x", "other": 1} for row in many(3)]
+    repeated = [*many(3), *named, *other, *many(6), *other, *many(6)]
     manifest = run(tiny_target, write_prompts(tmp_path, repeated), SMALL, tmp_path / "out")
-    assert manifest.total("train", "prompts") == 3
+    assert manifest.total("train", "prompts") == 6
     assert manifest.candidates == len(repeated)
     held = {key for shard in shards(tmp_path / "out", "validation") for key in shard.keys_P.tolist()}
     held |= {prompt.key for prompt in read_prompts(tmp_path / "out" / "test.jsonl")}
