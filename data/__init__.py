@@ -6,7 +6,7 @@ from .answers.distill_config import DistillConfig
 from .answers.writers import Writer
 from .prompts.chat import ChatTemplate
 from .prompts.prompt import Message, Prompt
-from .prompts.sources import PromptConfig, load_prompts, read_prompts
+from .prompts.sources import PromptConfig, ReadPrompts, read_prompts
 from .store.feature_store import WantedStates
 from .store.token_store import Manifest, ShardRecord, TokenShard
 
@@ -17,12 +17,12 @@ __all__ = [
     "Message",
     "Prompt",
     "PromptConfig",
+    "ReadPrompts",
     "ShardRecord",
     "TokenShard",
     "WantedStates",
     "Writer",
     "distill",
-    "load_prompts",
     "read_held_out",
     "read_prompts",
 ]

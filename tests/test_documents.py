@@ -353,7 +353,7 @@ def example(language: str, text: str) -> Block:
     ("pip install 'draftsmith[everything]'", r"no extra \['everything'\]"),
     ("pip install requests", "requests is no package of this project"),
     ("draftsmith run --config quickstart --target.nam x", "was refused with 2"),
-    ("draftsmith distill --config quickstart --distill.engine server --distill.server http://localhost:8000/v1",
+    ("draftsmith distill --config quickstart --distill.engine http://localhost:8000/v1",
      "was refused: a server answers in its own number format, but distill.train_dtype is fastest"),
     ("draftsmith generate --prompt hello", "ended with 2"),
     ("python tests/benchmarks/nothing.py", "there is no tests/benchmarks/nothing.py"),

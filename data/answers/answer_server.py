@@ -252,7 +252,8 @@ def check_address(address: str) -> None:
     except ValueError:
         known = False
     if not known:
-        raise UserError(f"distill.server must be an address such as http://localhost:8000/v1, got {address!r}")
+        raise UserError(f"distill.engine must be own, transformers or an address such as http://localhost:8000/v1, "
+                        f"got {address!r}")
 
 
 def _response(where: str, sent: dict[str, Any] | None) -> Any:
@@ -274,7 +275,7 @@ def _response(where: str, sent: dict[str, Any] | None) -> Any:
             said = " ".join(error.read(2000).decode("utf-8", "replace").split())[:200]
         if error.code >= 500 or error.code in (408, 429):
             raise ServerError(f"status {error.code}: {said}") from error
-        raise UserError(f"{where} refuses a request (status {error.code}: {said}); correct distill.server, or set "
+        raise UserError(f"{where} refuses a request (status {error.code}: {said}); correct the address, or set "
                         "distill.engine: own") from error
     except (OSError, http.client.HTTPException) as error:
         raise ServerError(str(getattr(error, "reason", "") or error or type(error).__name__)) from error

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from ...modules import UserError
 from ...modules.config_checks import MOST_PROCESSES, MOST_ROWS, MOST_SEED, MOST_TOKENS, check_bounds
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
-from ..prompts.sources import PromptConfig, read_prompts
+from ..prompts.sources import PromptConfig, ReadPrompts
 from ..store.token_store import SOURCES, SourceName
 from .answer_server import check_address
 
@@ -16,8 +16,8 @@ AUTO = "auto"
 """Workers: as many as GPUs or threads, as long as prompts and memory last."""
 LIMITS = ("budget_tokens", "budget_minutes")
 """Settings that end the answers and change none of them; None is no limit."""
-Engine = Literal["own", "transformers", "server"]
-"""Writers of the target's answers."""
+ENGINES = ("own", "transformers")
+"""Writers of the target's answers besides inference servers."""
 TrainFormat = Literal["own", "fastest", "float32", "bfloat16"]
 """Number formats for train prompts. A target in float16 has another hash of its weights than in float32."""
 
@@ -61,14 +61,13 @@ class DistillConfig:
     """Number format in which the target writes prompts and answers those of the training split: own is that of the
     target; fastest is bfloat16 where it was measured to decode `slots` rows faster on this processor, which the run's
     folder keeps. Held-out prompts are always answered in the target's own format."""
-    engine: Engine = "own"
+    engine: str = "own"
     """Writer of the target's answers to train prompts. own: this project's decoding loop; transformers: its continuous
-    batching, for a target that is whole on one GPU; server: an inference server of the same model, which must return
-    token ids. The answers of the last two are compared with the target's first, and may differ from one run to the
-    next; finished shards do not. Held-out prompts and drafts' rows are always decoded here."""
-    server: str | None = None
-    """Address of that server: http://host:port/v1 of vLLM or another OpenAI-style server with `return_token_ids`, or
-    http://host:port/generate of SGLang. Its key, where it asks for one, is the environment's DRAFTSMITH_SERVER_KEY."""
+    batching, for a target that is whole on one GPU; an address: an inference server of the same model, which must
+    return token ids, http://host:port/v1 of vLLM or another OpenAI-style server with `return_token_ids`, or
+    http://host:port/generate of SGLang. Its key, where it asks for one, is the environment's DRAFTSMITH_SERVER_KEY. The
+    answers of the last two are compared with the target's first, and may differ from one run to the next; finished
+    shards do not. Held-out prompts and drafts' rows are always decoded here."""
     workers: int | Literal["auto"] | None = None
     """Processes that are started here to answer train prompts together, each with one thread of the processor (all of
     them where one shard is all there is), or on a GPU of its own; no more than there are GPUs, or shards of prompts
@@ -115,21 +114,20 @@ class DistillConfig:
         self._check_engine()
 
     def _check_engine(self) -> None:
-        if self.engine not in get_args(Engine):
-            raise UserError(f"distill.engine must be one of {', '.join(get_args(Engine))}, got {self.engine!r}")
-        if (self.engine == "server") != (self.server is not None):
-            raise UserError(f"distill.engine is {self.engine} and distill.server is {self.server}; give an address "
-                            "with engine server, and only with it")
+        if self.server is not None:
+            check_address(self.server)
         # Drafts' rows and held-out ones are decoded here whatever the engine: without a share it would have no work.
         if self.engine != "own" and "target" not in self.shares:
             raise UserError(f"distill.engine is {self.engine}, which answers for the target, and distill.answered_by "
                             f"is {self.answered_by}; set a share of the target, or distill.engine: own")
-        if self.server is None:
-            return
-        check_address(self.server)
-        if self.train_dtype != "own":
+        if self.server is not None and self.train_dtype != "own":
             raise UserError(f"a server answers in its own number format, but distill.train_dtype is "
                             f"{self.train_dtype}; set train_dtype: own, or distill.engine: own")
+
+    @property
+    def server(self) -> str | None:
+        """Address of the server that answers; None where none does."""
+        return None if self.engine in ENGINES else self.engine
 
     @property
     def shares(self) -> dict[SourceName, float]:
@@ -142,12 +140,12 @@ def require_enough(prompts: PromptConfig, config: DistillConfig) -> None:
     """Refuse a file whose prompts cannot be read, or would all be held out, before the target is loaded.
 
     Raises:
-        UserError: as `read_prompts` does, or with the numbers of prompts.
+        UserError: as `ReadPrompts.skipped` does, or with the numbers of prompts.
     """
     if prompts.origin != "file":
         return
-    found = read_prompts(prompts.path or "", column=prompts.column, skip_malformed=prompts.skip_malformed)
-    there, held = min(len(found), prompts.limit or len(found)), config.validation_prompts + config.test_prompts
+    source, held = ReadPrompts(prompts, config.seed), config.validation_prompts + config.test_prompts
+    there = (source.total or 0) - len(source.skipped())
     if there <= held:
         raise UserError(
             f"{prompts.path} gives {there} prompts, and {held} are to be held out (distill.validation_prompts "

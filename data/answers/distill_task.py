@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 from ...modules import Target, UserError
 from ...modules.files.fingerprints import files_digest
 from ..prompts.chat import ChatTemplate
-from ..prompts.prompt import Message, Prompt
+from ..prompts.given_answers import GivenAnswers
+from ..prompts.prompt import Message, Prompt, is_given
 from ..prompts.self_prompting import OwnPrompts, Source
 from ..prompts.sources import PromptConfig, ReadPrompts
 from ..store.token_store import Manifest
 from .distill_config import DistillConfig
-from .writers import Writer
+from .writers import Writer, source_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,28 @@ class DistillTask:
         config = self.config
         if self.prompts.origin == "own":
             return OwnPrompts(self.train_target, self.template, self.prompts, seed=config.seed, slots=config.slots)
-        return ReadPrompts(self.prompts, config.seed)
+        return ReadPrompts(self.prompts, config.seed, self.check)
+
+    @cached_property
+    def given(self) -> GivenAnswers:
+        """Turns of the answers that rows bring."""
+        return GivenAnswers(self.template)
+
+    def check(self, number: int, prompt: Prompt) -> None:
+        """Refuse a prompt that its writer cannot use: nobody answers documents, text brings answers, and the template
+        takes both. Raises UserError."""
+        if source_of(number, self.config.shares, self.config.seed) == "text":
+            if prompt.document is None and not prompt.learned:
+                raise UserError("the row has no answer of its own; give messages with assistant turns, or set "
+                                "distill.answered_by: target")
+            for place in prompt.learned:
+                self.given.turn(prompt.messages[:place], prompt.messages[place], prompt.tools)
+            return
+        # Whatever is answered: the whole conversation, with the row's own answers where it has any. Without its tokens,
+        # since all rows are looked at before the first answer.
+        said: Message = {"role": "assistant", "content": "a"}
+        answers = [one if is_given(one := prompt.messages[place]) else said for place in prompt.asked[:-1]]
+        self.template.rendered(prompt.history(answers), self.template.mode(prompt, number), True, prompt.tools)
 
     def fits(self, prompt: Prompt) -> bool:
         """True if a prompt leaves room for an answer in all of its turns, False if it is longer than the recipe allows.
@@ -99,14 +122,15 @@ class DistillTask:
         """The manifest of these data before the first prompt."""
         source = asdict(self.prompts)
         # Files stand there by their content instead of their path, since folders may move.
-        for key in ("path", "name"):
-            if source[key] is not None and (place := Path(source[key])).exists():
-                source |= {key: place.name, "sha256": files_digest(place, ("**/*",))}
+        if source["path"] is not None and (place := Path(source["path"])).exists():
+            source |= {"path": place.name, "sha256": files_digest(place, ("**/*",))}
         answers = {**asdict(self.config), "draft": None if self.writer is None else self.writer.digest}
         # Neither the number of processes nor a server's address decides a byte.
-        del answers["server"], answers["workers"]
+        del answers["workers"]
         if self.config.engine == "own":
             del answers["engine"]
+        elif self.config.server is not None:
+            answers["engine"] = "server"
         recipe: dict[str, Any] = json.loads(json.dumps({"prompts": source, "distill": answers}))
         return Manifest(target=self.target.identity, template_hash=self.template.hash, recipe=recipe,
                         versions=package_versions())

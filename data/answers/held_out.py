@@ -3,13 +3,16 @@
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 
 from ...modules import SIZING_TEMPERATURE, DecodeSettings, DecodeStats, UserError
 from ..prompts.prompt import Prompt
 from ..prompts.self_prompting import OwnPrompts, Source
+from ..prompts.sources import ReadPrompts
 from ..store.shard_states import ShardStates
 from ..store.token_store import HeldOut, hash_bytes, write_bytes
 from .answering import Answerer, Conversation, shard_of, states_of
@@ -17,7 +20,7 @@ from .data_folder import DataFolder
 from .distill_task import DistillTask
 from .progress import Progress
 
-TEST = "test.jsonl"
+TEST, SKIPPED = "test.jsonl", "skipped.jsonl"
 TRAIN_SHARE = 0.5
 """Share of `distill.budget_minutes` that held-out text leaves to training text, without which it is of no use."""
 PROBED = 4
@@ -50,7 +53,14 @@ class HeldOutPrompts:
         """
         config = self.task.config
         first, wanted = config.validation_prompts, config.validation_prompts + config.test_prompts
-        held, candidates = self._chosen(wanted)
+        skipped = self.source.skipped() if isinstance(self.source, ReadPrompts) else []
+        if skipped:
+            # They are known before the first answer, and are found again wherever rows are read.
+            write_bytes(self.folder.out / SKIPPED, "".join(
+                json.dumps(vars(one), ensure_ascii=False) + "\n" for one in skipped).encode())
+            log.warning("%d rows are skipped, most of them because of this: %s (%s lists them)", len(skipped),
+                        Counter(one.kind for one in skipped).most_common(1)[0][0], self.folder.out / SKIPPED)
+        held, candidates, repeated = self._chosen(wanted)
         if len(held) < wanted:
             raise UserError(
                 f"only {len(held)} usable prompts among the first {candidates}, but {wanted} are to be held out; "
@@ -65,7 +75,8 @@ class HeldOutPrompts:
             lines.append(json.dumps({**prompt.row, "number": number}, ensure_ascii=False) + "\n")
         data = "".join(lines).encode()
         write_bytes(out / TEST, data)
-        manifest = replace(self.folder.manifest, candidates=candidates,
+        manifest = replace(self.folder.manifest, candidates=candidates, repeated=repeated,
+                           skipped=dict(sorted(Counter(one.kind for one in skipped).items())),
                            held_out=HeldOut(file=TEST, sha256=hash_bytes(data), prompts=len(held) - first))
         if first:
             conversations = self._answered(held[:first], states.taps)
@@ -77,24 +88,29 @@ class HeldOutPrompts:
         self.folder.seen = {prompt.key for _, prompt in held}
         self.folder.save(manifest)
 
-    def _chosen(self, wanted: int) -> tuple[list[tuple[int, Prompt]], int]:
-        """(usable prompts without repetitions, at least as many as wanted where there are; candidates read)."""
+    def _chosen(self, wanted: int) -> tuple[list[tuple[int, Prompt]], int, int]:
+        """(usable prompts without repetitions, at least as many as wanted where there are; candidates read; those of
+        them that repeat others)."""
         held: dict[int, tuple[int, Prompt]] = {}
-        position = 0
+        position = repeated = 0
         with self.progress.stage("held-out prompts", wanted, "prompt"):
-            for _ in range(HELD_OUT_ROUNDS):
+            own = isinstance(self.source, OwnPrompts)
+            for _ in range(HELD_OUT_ROUNDS) if own else count():
                 missing, before = wanted - len(held), len(held)
                 if missing <= 0:
                     break
                 # A target that writes prompts fills its slots at no more cost.
-                own = isinstance(self.source, OwnPrompts)
-                taken = self.source.take(position, max(missing, self.task.config.slots) if own else missing)
+                wished = max(missing, self.task.config.slots) if own else missing
+                taken = self.source.take(position, wished)
                 for number, prompt in taken.prompts:
+                    repeated += prompt.key in held
                     if prompt.key not in held and self.task.fits(prompt):
                         held[prompt.key] = number, prompt
                 position += taken.read
                 self.progress.advance("prompt", len(held) - before)
-        return list(held.values()), position
+                if not own and taken.read < wished:
+                    break
+        return list(held.values()), position, repeated
 
     def _answered(self, prompts: Sequence[tuple[int, Prompt]], taps: tuple[int, ...] | None) -> list[Conversation]:
         """Validation prompts, answered by the target in its own number format: greedily, and once more by drawing at

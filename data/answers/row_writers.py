@@ -1,9 +1,8 @@
 """Rows of training shards: each prompt goes to the target, to a draft, or brings its answers as text."""
 
-import logging
 from collections.abc import Callable, Sequence
 
-from ...modules import DecodeSettings, UserError
+from ...modules import DecodeSettings
 from ..prompts.chat import ChatTemplate
 from ..prompts.given_answers import GivenAnswers, Turn, join_turns
 from ..prompts.prompt import Prompt
@@ -16,7 +15,6 @@ from .writers import source_of
 
 DOCUMENT_TOKENS = 512
 """Longest piece of a plain document, in tokens; each piece is a row of its own."""
-log = logging.getLogger(__name__)
 
 
 class RowWriters:
@@ -55,25 +53,14 @@ class RowWriters:
             prompts: with their numbers.
             deadline: value of `time.monotonic()` after which no answer is started.
             taps: layers whose states are recorded with the final ones; None records nothing.
-
-        Raises:
-            UserError: if a prompt has no answer of its own where text is asked for, or is a document elsewhere.
         """
         config, dealt = self.task.config, dict[SourceName, list[tuple[int, Prompt]]]()
         for number, prompt in prompts:
-            name = source_of(number, config.shares, config.seed)
-            if name != "text":
-                # A plain document refuses it: only text takes documents.
-                prompt.history()
-            dealt.setdefault(name, []).append((number, prompt))
+            dealt.setdefault(source_of(number, config.shares, config.seed), []).append((number, prompt))
         found: list[Conversation] = []
         for name in SOURCES:
             if name == "text":
-                taken, refused = take_given(dealt.get(name, []), self.task.template, self.task.target.context_length)
-                if refused and not taken and len(config.shares) == 1:
-                    # All of a shard: the template is at fault. In a mix a shard may hold very few of them.
-                    raise refused[0]
-                found += taken
+                found += take_given(dealt.get(name, []), self.task.template, self.task.target.context_length)
             elif name in dealt:
                 answerer = self.target if name == "target" else self.draft
                 found += answerer.answer(dealt[name], config.temperatures, deadline, taps)
@@ -82,15 +69,9 @@ class RowWriters:
 
 def take_given(
     prompts: Sequence[tuple[int, Prompt]], template: ChatTemplate, context_length: int
-) -> tuple[list[Conversation], list[UserError]]:
-    """Use the source's own answers, cutting conversations at the target's context, and plain documents in pieces.
-
-    Conversations whose mask cannot be had exactly are left out with a warning, and returned as errors.
-
-    Raises:
-        UserError: if a prompt has no answer.
-    """
-    found, refused, given = [], [], GivenAnswers(template)
+) -> list[Conversation]:
+    """Use the source's own answers, cutting conversations at the target's context, and plain documents in pieces."""
+    found, given = [], GivenAnswers(template)
     for number, prompt in prompts:
         one = Conversation(number=number, prompt=prompt, source="text")
         if prompt.document is not None:
@@ -102,20 +83,10 @@ def take_given(
             one.lay_out([(tokens[cut], flags[cut]) for cut in cuts])
             found.append(one)
             continue
-        if not (learned := prompt.learned):
-            raise UserError(
-                f"prompt {prompt.id} has no answer of its own; give messages with assistant turns, or set "
-                "distill.answered_by: target"
-            )
-        try:
-            one.turns = [given.turn(prompt.messages[:place], prompt.messages[place], prompt.tools) for place in learned]
-        except UserError as error:
-            refused.append(error)
-            continue
+        one.turns = [given.turn(prompt.messages[:place], prompt.messages[place], prompt.tools)
+                     for place in prompt.learned]
         rows = join_turns(one.turns)
         one.truncated = sum(len(tokens) > context_length for tokens, _ in rows)
         one.lay_out([(tokens[:context_length], flags[:context_length]) for tokens, flags in rows])
         found.append(one)
-    if refused:
-        log.warning("%d of %d conversations left out; the first because %s", len(refused), len(prompts), refused[0])
-    return found, refused
+    return found

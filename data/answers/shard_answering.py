@@ -137,7 +137,8 @@ class ShardAnswering:
             # A killed process may have left other files of it.
             written = set() if record is None else {record.file, *files}
             remove_shards(out, partial(eq, shard_file("train", number)), written)
-            queue.publish(number, FinishedShard(read=taken.read, fresh=len(fresh), record=record, states=files))
+            queue.publish(number, FinishedShard(read=taken.read, fresh=len(fresh), repeated=taken.repeated,
+                                                record=record, states=files))
             self.mine.add(number)
             self.folder.write_stats(self.amounts(states))
         self.progress.advance("prompt", taken.read)
@@ -150,7 +151,8 @@ class ShardAnswering:
             before = self.folder.manifest
             records = [one.record for one in ordered if one.record is not None]
             manifest = replace(before, shards=(*before.shards, *records), complete=True,
-                               candidates=before.candidates + sum(one.read for one in ordered))
+                               candidates=before.candidates + sum(one.read for one in ordered),
+                               repeated=before.repeated + sum(one.repeated for one in ordered))
             if manifest.total("train", "supervised") == 0:
                 minutes = self.folder.config.budget_minutes
                 if self.folder.late and not records:

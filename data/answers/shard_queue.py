@@ -40,6 +40,8 @@ class FinishedShard:
     """Prompts read or written for it, before filtering; fewer than a shard has where the source ended."""
     fresh: int
     """Prompts of it that could be used."""
+    repeated: int
+    """Usable prompts that the data have already."""
     record: ShardRecord | None
     """Its entry in the manifest; None where nothing was answered."""
     states: dict[str, StoredFile]
@@ -197,7 +199,7 @@ class ShardPrompts:
             if prompt.key not in seen:
                 seen.add(prompt.key)
                 found.append((place, prompt))
-        return Taken(prompts=found, read=taken.read)
+        return Taken(prompts=found, read=taken.read, repeated=len(taken.prompts) - len(found))
 
     def _candidates(self, number: int) -> Taken:
         """All candidates of a shard; those that the target writes come from their file."""

@@ -76,7 +76,7 @@ class Prompt:
         """
         if self.document is not None:
             raise UserError(
-                f"{self.id} is a plain document, which is not answered; train on it with distill.answered_by: text"
+                "a plain document is not answered; train on it with distill.answered_by: text, or give messages"
             )
         asked, messages = self.asked, list[Message]()
         given, answered = dict(zip(asked, answers, strict=False)), len(answers)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from ...modules.files.bounded_reading import require_ordinary
 from ...modules.files.folder_locks import sole_writer
 from ...modules.files.json_records import read_json, record_of, shortened
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Layout of shards and manifest."""
 MANIFEST = "manifest.json"
 T = TypeVar("T")
@@ -207,6 +207,10 @@ class Manifest:
     """Finished shards in the order they were made."""
     held_out: HeldOut | None = None
     """Prompts kept for evaluation; None when none were asked for."""
+    repeated: int = 0
+    """Candidates left out because the data have them already."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Rows of the source that cannot be used, by reason."""
     complete: bool = False
     """True once the budget is spent or the prompts are used up."""
 

@@ -316,7 +316,7 @@ def stages(workspace: Workspace, more: Sequence[WantedStates] = ()) -> tuple[Sta
     """The stages of a run, in order; the first stores `more` states for other trainings on the same data."""
     trained_by, recipe = ("family", "drafter", "train"), workspace.recipe
     answered = {**(target := target_files(recipe.target, recipe.template)),
-                "prompts": [Path(one) for one in (recipe.prompts.path, recipe.prompts.name) if one],
+                "prompts": [Path(recipe.prompts.path)] if recipe.prompts.path else [],
                 "distill.draft": [Path(one) / CONFIG for one in (recipe.distill.draft,) if one]}
     return (
         Stage(name="distill", title="the target answers prompts", work=partial(distill_stage, workspace, more),

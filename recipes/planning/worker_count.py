@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ...data import read_prompts
+from ...data import ReadPrompts
 from ...modules import TargetConfig
 from ..recipe import Recipe
 from .device_rates import on_device
@@ -52,11 +52,9 @@ def prompt_count(recipe: Recipe) -> int | None:
         UserError: if their file cannot be read.
     """
     prompts = recipe.prompts
-    count, file = prompts.limit, Path(prompts.path or "")
-    if prompts.origin == "file" and file.is_file():
-        found = len(read_prompts(file, column=prompts.column, skip_malformed=prompts.skip_malformed))
-        count = min(found, count or found)
-    return count
+    if prompts.origin == "file" and Path(prompts.path or "").is_file():
+        return ReadPrompts(prompts, recipe.distill.seed).total
+    return prompts.limit
 
 
 def most_shards(recipe: Recipe) -> int | None:

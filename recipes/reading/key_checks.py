@@ -11,8 +11,8 @@ from ...modules.files.json_records import kind_in_words
 from .recipe_keys import Key, allows_null
 
 OPTION = re.compile(r"--([A-Za-z][\w.-]*)(=.*)?", flags=re.DOTALL)
-NAMES = frozenset(("chat_template", "column", "draft", "folder", "name", "path", "prompts", "repository", "revision",
-                   "server", "split", "subset", "tools"))
+NAMES = frozenset(("chat_template", "column", "draft", "engine", "folder", "name", "path", "prompts", "repository",
+                   "revision", "split", "subset", "tools"))
 """Keys, without their sections, whose text names a file, a folder, an address or something on the Hub; keys of other
 texts have a list to choose from, or may be empty."""
 PARSER_OPTIONS = ("config", "help", "print_config")

@@ -24,6 +24,11 @@ def left_out(workspace: Workspace) -> tuple[str, ...]:
         if ran_out:
             sentences.append(f"answers: {found:,} of {wanted:,} tokens were distilled; the rest did not fit into "
                              f"distill.budget_minutes {minutes:g}")
+    if manifest.skipped:
+        sentences.append("prompts: rows were skipped, which data/skipped.jsonl lists: " + "; ".join(
+            f"{count:,} × {kind}" for kind, count in manifest.skipped.items()))
+    if manifest.repeated:
+        sentences.append(f"prompts: {manifest.repeated:,} of {manifest.candidates:,} repeat others and were left out")
     repeated = count_repetitions([TokenShard.read(workspace.data / record.file, record.sha256)
                                   for record in manifest.split("train")])
     if repeated.answers:

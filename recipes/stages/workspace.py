@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...data import ChatTemplate, DistillConfig, Manifest, Prompt, WantedStates
-from ...data.answers.distill_config import raised_limits
+from ...data.answers.distill_config import ENGINES, raised_limits
 from ...data.batches.datamodule import BatchConfig, learned
 from ...data.batches.label_weights import count_labels
 from ...data.batches.learned_tokens import prompts_learnable
@@ -229,8 +229,9 @@ class Workspace:
         target, answers, drafter = (dict(self.settings[name]) for name in ("target", "distill", "drafter"))
         for name in ("placement", "degree", "offload"):
             target.pop(name)
-        for name in ("workers", "server"):
-            answers.pop(name)
+        answers.pop("workers")
+        # A server's address is one machine's.
+        answers["engine"] = answers["engine"] if answers["engine"] in ENGINES else "server"
         if drafter.get("folder") is not None:
             drafter["model_in_folder"] = folder_digest(Path(drafter["folder"]))
         batch = {name: value for name, value in self.batched.items() if value is not None}

@@ -24,7 +24,6 @@ from unittest.mock import patch
 
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill
-from draftsmith.data.answers.distill_config import Engine
 from draftsmith.modules import DEFAULT_NAME, Sampling, Target, TargetConfig, load_target
 from draftsmith.modules.decoding import batch_verifier
 from draftsmith.modules.verification import acceptance_rules
@@ -55,7 +54,7 @@ def sorting() -> Iterator[None]:
 
 def measured(
     target: Target, config: DistillConfig, prompts: PromptConfig, folder: Path, taps: tuple[int, ...], *, kept: bool,
-    half: Target | None = None, engine: Engine = "own",
+    half: Target | None = None, engine: str = "own",
 ) -> dict[str, float]:
     """Tokens per second of passes over answers, and over prompts that the target writes, where they are ours, and of
     answers with their prompts' passes (`written`); seconds of the answers with their states, and of the second pass for

@@ -84,8 +84,8 @@ FAULTS = [
           r"seed must be at most 4,294"),
     Fault("a strategy of Lightning's that is not offered", PLAN + " --train.strategy ddp_spawn",
           r"train\.strategy must be one of auto, ddp, .* got 'ddp_spawn'"),
-    *(Fault(f"the address {address}", PLAN + " --distill.engine server", r"distill\.server must be an address such as",
-            given=("--distill.server", address))
+    *(Fault(f"the address {address}", PLAN, r"distill\.engine must be own, .* an address such as",
+            given=("--distill.engine", address))
       for address in ("http://[::1/v1", "http://host:port/v1", "http://:8000/v1", "http://host:99999/v1")),
     # Policies.
     *(Fault(f"the policy {name}", f"{GENERATE} --policy {name}", rf"in '{number}'; {kind} wants .* at most 1024; cho")

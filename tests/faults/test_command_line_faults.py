@@ -56,7 +56,7 @@ FAULTS += [
           (ASKED, "template.tools", "--template.tools="), ("evaluate --out o", "prompts", "--prompts="),
           ("export --artifact a --format medusa", "out", "--out="), ("run --config {tiny}", "out", "--out", ""),
           ("run --config {tiny}", "prompts.path", "--prompts.origin=file", "--prompts.path="),
-          ("run --config {tiny}", "prompts.name", "--prompts.origin", "dataset", "--prompts.name", ""),
+          ("run --config {tiny}", "prompts.path", "--prompts.origin", "dataset", "--prompts.path", ""),
           ("push --licence mit --folder o", "repository", "--repository="),
           ("plan", "data", "--family=eagle", "--data="))),
     *(Fault(f"no recipe: {words}", words, "--config names no recipe; give the path .* --config quickstart")

@@ -18,7 +18,6 @@ import torch
 from benchmarks import decode_overhead, decode_speed, distillation, pass_cost, training_step
 from benchmarks.against_transformers import chat_prompts
 from draftsmith.data import DistillConfig, PromptConfig
-from draftsmith.data.answers.distill_config import Engine
 from draftsmith.export import load_artifact
 from draftsmith.export.evaluation.contention import ContentionProbe
 from draftsmith.modules import Chain, StaticTree, Target, TargetConfig, UserError, baseline, load_target
@@ -31,7 +30,7 @@ ACCEPTANCE = 0.7
 """Chance that the first guess of a drafter is right."""
 LARGE, MEDIUM, SMALL = "llama-3.1-8b", "qwen3-0.6b", "tiny"
 """Shapes of the targets."""
-WAYS_OF_ANSWERING: tuple[tuple[str, bool, Engine], ...] = (
+WAYS_OF_ANSWERING: tuple[tuple[str, bool, str], ...] = (
     ("states kept", True, "own"), ("states by a second pass", False, "own"),
     ("continuous batching, states by a second pass", False, "transformers"))
 """Names, whether states are kept, and engines."""

@@ -146,5 +146,3 @@ def test_a_target_that_caps_attention_scores_is_refused() -> None:
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UserError, match=r"which answers for the target, and distill.answered_by is text"):
         replace(SERVED, answered_by="text")
-    with pytest.raises(UserError, match=r"distill.engine is transformers and distill.server is http://x/v1"):
-        replace(SERVED, server="http://x/v1")

@@ -26,7 +26,7 @@ from draftsmith.data.answers.answering import Answerer
 from draftsmith.data.answers.row_writers import take_given
 from draftsmith.data.prompts import self_prompting
 from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
-from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_model, tiny_tokenizer
 from support.chats import THINKING
 from support.prompt_files import WORDS, contents, many, rows, shards, spoken, write_prompts
 from support.tiers import others_long
@@ -219,12 +219,9 @@ def test_given_answers_are_used_as_they_are_and_marked(tmp_path: Path, tiny_targ
     )
 
 
-def test_given_answers_are_needed_and_must_be_exact(tiny_target: Target, caplog: pytest.LogCaptureFixture) -> None:
-    template = ChatTemplate(tiny_target.tokenizer)
-    with pytest.raises(UserError, match=r"prompt x has no answer of its own; .*distill.answered_by: target"):
-        take_given([(0, Prompt.from_turns("a", id="x"))], template, 100)
+def test_given_answers_are_cut_and_must_be_exact(tiny_target: Target) -> None:
     long = Prompt(messages=spoken("a", "b" * 200), id="y")
-    [one], _ = take_given([(0, long)], template, 100)
+    [one] = take_given([(0, long)], ChatTemplate(tiny_target.tokenizer), 100)
     assert (len(one.rows[0].tokens), one.truncated) == (100, 1)
     tokenizer = tiny_tokenizer()
     broken = (
@@ -232,10 +229,34 @@ def test_given_answers_are_needed_and_must_be_exact(tiny_target: Target, caplog:
     )
     tokenizer.chat_template = broken
     bad, good = (Prompt(messages=spoken("a", text), id=text) for text in ("bad", "good"))
-    taken, refused = take_given([(0, bad), (1, good)], ChatTemplate(tokenizer), 100)
-    assert (len(taken), len(refused)) == (1, 1)
-    assert "1 of 2 conversations left out; the first because" in caplog.text
-    assert "writes a prompt otherwise than without one" in str(refused[0])
+    assert len(take_given([(1, good)], ChatTemplate(tokenizer), 100)) == 1
+    with pytest.raises(UserError, match="writes a prompt otherwise than without one"):
+        take_given([(0, bad)], ChatTemplate(tokenizer), 100)
+
+
+def test_rows_that_cannot_be_used_are_skipped_before_the_first_answer(tmp_path: Path, tiny_target: Target) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = ("{% if messages[0]['content'] == 'Why 2' %}{{ raise_exception('no') }}{% endif %}"
+                               + CHATML)
+    rows = [*many(3), {"prompt": 3}, {"text": "a document"}, *many(9), *[{"prompt": f"{word}!"} for word in WORDS]]
+    prompts, out = replace(write_prompts(tmp_path, rows), most_skipped=0.2), tmp_path / "out"
+    manifest = distill(tiny_target, prompts, SMALL, ChatTemplate(tokenizer), out, progress=False)
+    assert [json.loads(line) for line in (out / "skipped.jsonl").read_text().splitlines()] == [
+        {"row": "prompts.jsonl:3", "reason": (refused := "the chat template fails: no; change the messages, or set "
+                                              "target.chat_template")},
+        {"row": "prompts.jsonl:4", "reason": "prompt must be text or a list of messages, got 3; give each message as "
+                                             "an object with its role and its content"},
+        {"row": "prompts.jsonl:5", "reason": "a plain document is not answered; train on it with distill.answered_by: "
+                                             "text, or give messages"},
+        {"row": "prompts.jsonl:8", "reason": refused}]
+    assert manifest.skipped == {"a plain document is not answered": 1, "prompt must be text or a list of messages": 1,
+                                "the chat template fails: no": 2}
+    assert (manifest.candidates, manifest.repeated) == (22, 2)
+    assert sum(shard.prompts for shard in manifest.shards) + SMALL.test_prompts == 22 - 4 - 2
+    with pytest.raises(UserError, match=r"^prompts.jsonl:3: the chat template fails: no"):
+        distill(tiny_target, replace(prompts, strict=True), SMALL, ChatTemplate(tokenizer), tmp_path / "b",
+                progress=False)
+    assert not list((tmp_path / "b").glob("*.safetensors"))
 
 
 # Interrupted runs ----------------------------------------------------------------------------------------------------
@@ -252,10 +273,12 @@ def test_a_run_killed_at_any_write_ends_in_the_same_bytes(
     target = base_target() if source == "own" else Target(tiny_model(), tiny_tokenizer(), name="tiny-random")
     monkeypatch.setattr(self_prompting, "TOP_P", 1.0)
     kinds = PromptConfig(own_kinds=("math", "any"), own_max_tokens=100)
-    prompts = {"file": write_prompts(tmp_path, many(12)), "own": PromptConfig(), "kinds": kinds}[source]
+    rows = [*many(2), {"prompt": 3}, *many(12)]
+    prompts = {"file": write_prompts(tmp_path, rows), "own": PromptConfig(), "kinds": kinds}[source]
     config = replace(SMALL, budget_tokens=50 if source == "file" else 24)
     run(target, prompts, config, tmp_path / "whole")
     expected = contents(tmp_path / "whole")
+    assert ("skipped.jsonl" in expected) == (source == "file")
     replacing = Path.replace
     # Prompts of kinds take the longest, and are written by the same code: every third write of theirs.
     for last in itertools.count(step=3 if source == "kinds" else 1):

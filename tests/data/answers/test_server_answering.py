@@ -35,7 +35,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asking(server: Server, path: str = "/v1") -> DistillConfig:
-    return replace(SMALL, engine="server", server=server.address + path)
+    return replace(SMALL, engine=server.address + path)
 
 
 def run(target: Target, prompts: PromptConfig, config: DistillConfig, out: Path, **more: Any) -> Manifest:
@@ -72,8 +72,7 @@ def test_the_data_are_those_of_the_target_itself(
         found = run(tiny_target, prompts, replace(asking(server, path), workers=workers), tmp_path / "served",
                     states=states)
     assert found.shards == own.shards
-    assert found.recipe["distill"]["engine"] == "server"
-    assert "server" not in found.recipe["distill"], "an address is one machine's"
+    assert found.recipe["distill"]["engine"] == "server", "an address is one machine's"
     assert list(rows(tmp_path / "served")) == list(rows(tmp_path / "own"))
     encode(tiny_target, tmp_path / "served", (1,))
     assert sorted(contents(tmp_path / "served")) == sorted(contents(tmp_path / "own"))
@@ -164,7 +163,7 @@ def test_another_model_is_refused(tmp_path: Path, tiny_target: Target, path: str
 
 @pytest.mark.parametrize(("status", "message"), [
     (500, r"does not answer \(status 500: .*out of order.*finished shards are kept"),
-    (404, r"refuses a request \(status 404: .*correct distill.server"),
+    (404, r"refuses a request \(status 404: .*correct the address"),
 ])
 def test_a_server_that_always_fails_is_named(tmp_path: Path, tiny_target: Target, status: int, message: str) -> None:
     with serving(Server(tiny_target, failures=10**6, status=status)) as server, pytest.raises(UserError, match=message):
@@ -208,13 +207,11 @@ def test_finished_shards_outlive_the_server(tmp_path: Path, tiny_target: Target)
 
 
 @pytest.mark.parametrize(("fields", "message"), [
-    ({"engine": "server"}, r"distill.engine is server and distill.server is None; give an address with engine server"),
-    ({"server": "http://x/v1"}, r"distill.engine is own and distill.server is http://x/v1"),
-    ({"engine": "server", "server": "file:///etc/passwd"}, r"must be an address such as http://localhost:8000/v1, got"),
-    ({"engine": "server", "server": "localhost:8000"}, r"must be an address such as http"),
-    ({"engine": "server", "server": "http://x/v1", "train_dtype": "bfloat16"}, r"bfloat16; set train_dtype: own"),
-    ({"engine": "server", "server": "http://x/v1", "answered_by": "text"}, r"is text; set a share of the target"),
-    ({"engine": "vllm"}, r"distill.engine must be one of own, transformers, server, got 'vllm'"),
+    ({"engine": "file:///etc/passwd"}, r"own, transformers or an address such as http://localhost:8000/v1, got 'file"),
+    ({"engine": "localhost:8000"}, r"an address such as http"),
+    ({"engine": "http://x/v1", "train_dtype": "bfloat16"}, r"bfloat16; set train_dtype: own"),
+    ({"engine": "http://x/v1", "answered_by": "text"}, r"is text; set a share of the target"),
+    ({"engine": "vllm"}, r"distill.engine must be own, transformers or an address .*, got 'vllm'"),
 ])
 def test_settings_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):

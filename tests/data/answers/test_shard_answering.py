@@ -358,7 +358,7 @@ def test_the_progress_counts_what_others_have_finished(
 
 def finished(number: int, supervised: int) -> FinishedShard:
     """A finished shard of four prompts with some answer tokens."""
-    return FinishedShard(read=4, fresh=4, record=shards_record(number, supervised), states={})
+    return FinishedShard(read=4, fresh=4, repeated=0, record=shards_record(number, supervised), states={})
 
 
 def test_no_shard_is_started_that_the_budget_will_hardly_need(tmp_path: Path) -> None:
@@ -368,9 +368,9 @@ def test_no_shard_is_started_that_the_budget_will_hardly_need(tmp_path: Path) ->
         queue.publish(number, finished(number, supervised))
     assert list(queue._wanted(40.0)) == [1], "30 of the first, 40 expected of the second, 50 of the third"
     assert queue.end() is None
-    queue.publish(1, FinishedShard(read=4, fresh=0, record=None, states={}))
+    queue.publish(1, FinishedShard(read=4, fresh=0, repeated=0, record=None, states={}))
     assert list(queue._wanted(40.0)) == [3]
-    queue.publish(3, FinishedShard(read=2, fresh=2, record=shards_record(3, 10), states={}))
+    queue.publish(3, FinishedShard(read=2, fresh=2, repeated=0, record=shards_record(3, 10), states={}))
     assert queue.end() == 4
     assert list(queue._wanted(40.0)) == []
 

@@ -11,6 +11,7 @@ from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig,
 from draftsmith.data.answers import row_writers
 from draftsmith.data.answers.shard_queue import FinishedShard, ShardQueue
 from draftsmith.data.answers.writers import source_of
+from draftsmith.data.prompts.given_answers import GivenAnswers
 from draftsmith.data.store.token_store import SOURCES
 from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
@@ -179,7 +180,7 @@ def test_of_a_held_out_document_the_target_continues_the_beginning(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("lines", "settings", "message"), [
-    ([{"text": SEA + str(number)} for number in range(6)], {}, "prompts.jsonl:3 is a plain document, which is not"),
+    ([{"text": SEA + str(number)} for number in range(6)], {}, "6 of 6 rows .* a plain document is not answered"),
     ([{"text": SEA + str(number)} for number in range(6)], {"answered_by": "text", "test_prompts": 1},
      "plain documents are no prompts .* set distill.test_prompts: 0"),
     (many(8), {"answered_by": "text"}, "has no answer of its own; .* distill.answered_by: target"),
@@ -248,13 +249,15 @@ def test_the_manifest_hangs_on_sources_shares_and_the_artifact(tmp_path: Path, t
 def test_texts_that_are_all_refused_end_no_mix(
     tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shard of a mix may hold very few of them; where there is nothing else, the template is at fault."""
-    refused = [UserError("this conversation cannot be rendered")]
-    monkeypatch.setattr(row_writers, "take_given", lambda *_given: ([], refused))
-    prompts = write_prompts(tmp_path, answered(26))
+    """They are skipped like rows that cannot be read, where so many are allowed."""
+    def refuse(*_given: object) -> None:
+        raise UserError("this conversation cannot be rendered")
+
+    monkeypatch.setattr(GivenAnswers, "turn", refuse)
+    prompts = replace(write_prompts(tmp_path, answered(26)), most_skipped=0.9)
     mixed = replace(SMALL, answered_by={"target": 0.5, "text": 0.5})
     manifest = make(tiny_target, prompts, mixed, tmp_path / "mix")
     assert manifest.total("train", "by_text") == 0
     assert manifest.total("train", "by_target") > 0
-    with pytest.raises(UserError, match="cannot be rendered"):
+    with pytest.raises(UserError, match=r"26 of 26 rows .* cannot be rendered"):
         make(tiny_target, prompts, replace(SMALL, answered_by="text"), tmp_path / "text")

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data import ChatTemplate, Prompt, PromptConfig, load_prompts, read_prompts
-from draftsmith.data.prompts import self_prompting
+from draftsmith.data import ChatTemplate, Prompt, PromptConfig, ReadPrompts, read_prompts
+from draftsmith.data.prompts import self_prompting, sources
 from draftsmith.data.prompts.prompt_kinds import SYSTEM_PROMPTS, drawn
 from draftsmith.data.prompts.self_prompting import OwnPrompts
-from draftsmith.data.prompts.sources import ReadPrompts
 from draftsmith.modules import Generation, Request, Target, UserError, decode
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_model, tiny_tokenizer
 from support.chats import MISTRAL, merging_tokenizer
@@ -23,62 +22,6 @@ def write_lines(folder: Path, *rows: Any) -> Path:
         "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
     )
     return file
-
-
-def test_all_four_shapes(tmp_path: Path) -> None:
-    chat = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
-    shared = [{"from": "gpt", "value": "cut off"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    file = write_lines(
-        tmp_path,
-        {"prompt": "a"},
-        {"messages": chat},
-        {"conversations": shared},
-        {"question_id": 81, "category": "math", "turns": ["a", "c"]},
-    )
-    assert read_prompts(file) == [
-        Prompt(messages=spoken("a"), id="prompts.jsonl:1"),
-        Prompt(messages=tuple(chat), id="prompts.jsonl:2"),
-        Prompt(messages=spoken("a", "b"), id="prompts.jsonl:3"),
-        Prompt(messages=spoken("a", "", "c"), id="81", category="math"),
-    ]
-
-
-def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a\u2028b"}\n', encoding="utf-8")
-    assert read_prompts(file)[0].question == "a\u2028b"
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (" ", r"prompts.jsonl:2: the line is empty; delete it"),
-        ('{"prompt": "a"', r"prompts.jsonl:2: not JSON \(.* at column"),
-        ("[1]", "prompts.jsonl:2: expected a JSON object, got list"),
-        ('{"words": "a"}', r"prompts.jsonl:2: none of prompt, messages.*\['words'\]; rename one or set prompts.column"),
-        ('{"prompt": " "}', "prompts.jsonl:2: prompt must be text that is not empty"),
-        ('{"turns": []}', "prompts.jsonl:2: turns must be a list of texts"),
-        ('{"turns": ["a", 3]}', "prompts.jsonl:2: turns must be text"),
-        ('{"messages": [{"role": "tool", "content": "a"}]}', "prompts.jsonl:2: role must be one of .* got 'tool'"),
-        (
-            '{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}',
-            "let the two take turns",
-        ),
-        ('{"messages": [{"role": "system", "content": "a"}]}', "prompts.jsonl:2: no user message"),
-        ('{"messages": ["a"]}', "prompts.jsonl:2: a message must be an object"),
-        ('{"conversations": "a"}', "prompts.jsonl:2: expected a list of messages"),
-    ],
-)
-def test_a_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> None:
-    file = write_lines(tmp_path, {"prompt": "fine"}, line)
-    with pytest.raises(UserError, match=message):
-        read_prompts(file)
-    assert [prompt.question for prompt in read_prompts(file, skip_malformed=True)] == ["fine"]
 
 
 def test_missing_empty_and_undecodable_files(tmp_path: Path) -> None:
@@ -94,9 +37,11 @@ def test_missing_empty_and_undecodable_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"origin": "file"}, "needs prompts.path"),
-        ({"origin": "dataset"}, "needs prompts.name"),
+        ({"origin": "file"}, "prompts.origin is file and prompts.path is None; give the path of a file or the name of"),
+        ({"origin": "dataset"}, "prompts.origin is dataset and prompts.path is None; give"),
+        ({"path": "a/b"}, "prompts.origin is own and prompts.path is 'a/b'; .*only there"),
         ({"limit": 0}, "prompts.limit must be at least 1, got 0"),
+        ({"most_skipped": 1.5}, "prompts.most_skipped must lie between 0 and 1, got 1.5"),
         ({"own_temperature": 0.0}, "own_temperature must lie between 0.001 and 1000"),
     ],
 )
@@ -152,17 +97,20 @@ def test_a_local_dataset(tmp_path: Path, streaming: bool) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "set").mkdir()
     write_lines(tmp_path / "set", *({"question": f"q{number}"} for number in range(5)))
-    config = PromptConfig(origin="dataset", name=str(tmp_path / "set"), column="question", streaming=streaming)
-    assert [prompt.question for prompt in load_prompts(config, 0)] == [f"q{number}" for number in range(5)]
+    config = PromptConfig(origin="dataset", path=str(tmp_path / "set"), column="question", streaming=streaming)
+    assert [prompt.question for prompt in all_of(config)] == [f"q{number}" for number in range(5)]
 
 
 def test_a_dataset_saved_to_disk_and_one_that_is_missing(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"prompt": ["a", "b"]}).save_to_disk(tmp_path / "saved")
-    saved = PromptConfig(origin="dataset", name=str(tmp_path / "saved"))
-    assert [prompt.question for prompt in load_prompts(saved, 0)] == ["a", "b"]
-    with pytest.raises(UserError, match=r"cannot load the dataset .*check prompts.name"):
-        load_prompts(PromptConfig(origin="dataset", name=str(tmp_path / "nowhere")), 0)
+    rows = [{"messages": [{"role": "user", "content": "a", "name": "n"}]},
+            {"messages": [{"role": "user", "content": "b", "name": None}]}]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    saved = PromptConfig(origin="dataset", path=str(tmp_path / "saved"))
+    assert [prompt.messages for prompt in all_of(saved)] == [
+        ({"role": "user", "content": "a", "name": "n"},), ({"role": "user", "content": "b"},)]
+    with pytest.raises(UserError, match=r"cannot load the dataset .*check prompts.path"):
+        all_of(PromptConfig(origin="dataset", path=str(tmp_path / "nowhere")))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -170,12 +118,68 @@ def test_a_broken_dataset_is_one_sentence(tmp_path: Path, streaming: bool) -> No
     pytest.importorskip("datasets")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
-    config = PromptConfig(origin="dataset", name=str(tmp_path / "set"), streaming=streaming)
-    with pytest.raises(UserError, match=r"cannot load the dataset .*check prompts.name"):
-        list(load_prompts(config, 0))
+    config = PromptConfig(origin="dataset", path=str(tmp_path / "set"), streaming=streaming)
+    with pytest.raises(UserError, match=r"cannot load the dataset .*check prompts.path"):
+        all_of(config)
     (tmp_path / "set" / "rows.jsonl").write_text('{"words": "a"}\n')
-    with pytest.raises(UserError, match=r"set\[train\]:0: none of prompt, messages"):
-        list(load_prompts(config, 0))
+    with pytest.raises(UserError, match=r"set\[train\]:0: none of messages"):
+        ReadPrompts(config, 0).skipped()
+
+
+# Rows that are skipped -----------------------------------------------------------------------------------------------
+
+
+def all_of(config: PromptConfig) -> list[Prompt]:
+    return [prompt for _, prompt in ReadPrompts(config, 0).take(0, 99).prompts]
+
+
+def mixed(folder: Path, *bad: Any) -> PromptConfig:
+    """Twenty good rows with others among them."""
+    good = [{"prompt": str(number)} for number in range(20)]
+    return PromptConfig(origin="file", path=str(write_lines(folder, *good[:3], *bad, *good[3:])))
+
+
+def test_bad_rows_are_skipped_counted_and_named(tmp_path: Path) -> None:
+    config = mixed(tmp_path, {"prompt": 3}, {"prompt": 4})
+    source = ReadPrompts(config, 0)
+    found = source.skipped()
+    assert [(one.row, one.kind) for one in found] == [
+        (f"prompts.jsonl:{line}", "prompt must be text or a list of messages") for line in (4, 5)]
+    assert found[0].reason == ("prompt must be text or a list of messages, got 3; give each message as an object with "
+                               "its role and its content")
+    taken = source.take(0, 22)
+    numbers = [number for number, _ in taken.prompts]
+    assert (taken.read, numbers) == (22, [0, 1, 2, *range(5, 22)]), "a skipped row keeps its number"
+    assert source.take(3, 2).prompts == []
+
+
+def test_a_prompt_that_cannot_be_used_is_skipped_like_a_row_that_cannot_be_read(tmp_path: Path) -> None:
+    def check(number: int, prompt: Prompt) -> None:
+        if prompt.question == "7":
+            raise UserError(f"the template refuses {number}")
+
+    source = ReadPrompts(mixed(tmp_path, "{"), 0, check)
+    assert [(one.row, one.reason[:11]) for one in source.skipped()] == [("prompts.jsonl:4", "not JSON (E"),
+                                                                        ("prompts.jsonl:9", "the templat")]
+    assert "7" not in [prompt.question for _, prompt in source.take(0, 21).prompts]
+
+
+def test_too_many_bad_rows_end_with_the_commonest_reasons(tmp_path: Path) -> None:
+    config = mixed(tmp_path, {"prompt": 3}, {"words": "a"}, {"prompt": 4})
+    with pytest.raises(UserError, match=r"^3 of 23 rows of \S+ cannot be used, and prompts.most_skipped 0.1 allows "
+                                        r"fewer: 2 like prompts.jsonl:4: prompt must be .*; 1 like prompts.jsonl:5"):
+        ReadPrompts(config, 0).skipped()
+    assert len(ReadPrompts(replace(config, most_skipped=0.2), 0).skipped()) == 3
+    with pytest.raises(UserError, match=r"^prompts.jsonl:4: prompt must be text"):
+        ReadPrompts(replace(config, strict=True), 0).skipped()
+
+
+def test_a_limit_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, original = [], sources.decoded
+    monkeypatch.setattr(sources, "decoded", lambda row: read.append(row) or original(row))
+    config = replace(mixed(tmp_path, *["{"] * 9), limit=3)
+    source = ReadPrompts(config, 0)
+    assert (source.total, source.skipped(), source.take(0, 9).read, len(read)) == (3, [], 3, 6)
 
 
 # Written by the target -----------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The tiny recipe from end to end, as a user runs it."""
 
+import gzip
 import html
 import json
 import re
@@ -158,6 +159,39 @@ def test_a_second_call_skips_every_stage(copied_run: Path, capsys: pytest.Captur
     run(copied_run)
     assert capsys.readouterr().out.count("already complete, skipped") == STAGES
     assert {file: file.stat().st_mtime_ns for file in copied_run.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["UltraChat", "ShareGPT", "agents"])
+def test_files_as_people_have_them_are_trained_on_without_an_edit(kind: str, tmp_path: Path) -> None:
+    turns = [(f"Question {number}?", f"Answer {number}.") for number in range(60)]
+    call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "sea"}'}}
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+    files: dict[str, tuple[str, list[dict[str, object]]]] = {
+        "UltraChat": ("u.jsonl.gz", [{"prompt": asked, "prompt_id": str(number), "messages": [
+            {"role": "user", "content": asked}, {"role": "assistant", "content": said},
+            {"role": "user", "content": "And then?"}, {"role": "assistant", "content": "Nothing."}]}
+            for number, (asked, said) in enumerate(turns)]),
+        "ShareGPT": ("s.json", [{"id": f"x_{number}", "conversations": [
+            *([{"from": "gpt", "value": "cut off"}] * (number % 3 == 0)), {"from": "human", "value": asked},
+            {"from": "gpt", "value": said}]} for number, (asked, said) in enumerate(turns)]),
+        "agents": ("a.jsonl", [{"tools": [tool], "messages": [
+            {"role": "system", "content": "Look words up."}, {"role": "user", "content": asked},
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "I look it up."},
+            {"role": "tool", "tool_call_id": "c1", "content": "water"}, {"role": "assistant", "content": said}]}
+            for asked, said in turns])}
+    name, rows = files[kind]
+    picture = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}
+    content = [rows[0], *rows[:40], picture, *rows[40:]]
+    text = json.dumps(content) if name == "s.json" else "".join(json.dumps(row) + "\n" for row in content)
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    assert main(["run", "--config", str(TINY), "--out", str(tmp_path / "out"), "--prompts.origin", "file",
+                 "--prompts.path", str(tmp_path / name), "--evaluate.limit", "2", "--train.max_steps", "4"]) == 0
+    [line] = (tmp_path / "out" / "data" / "skipped.jsonl").read_text().splitlines()
+    assert json.loads(line)["row"] == f"{name}:42"
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert "rows were skipped, which data/skipped.jsonl lists: 1 × a message has a part of the kind image_url" in report
+    assert re.search(r"prompts: 1 of \d+ repeat others and were left out", report) is not None
 
 
 @pytest.mark.long

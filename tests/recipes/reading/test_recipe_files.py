@@ -106,7 +106,7 @@ def repeated(own: dict[str, object], shared: dict[str, object]) -> list[str]:
 
 @pytest.mark.parametrize("words", [
     ["--prompts.origin", "file", "--prompts.path", "prompts.jsonl"],
-    ["--prompts.origin", "dataset", "--prompts.name", "some/dataset"],
+    ["--prompts.origin", "dataset", "--prompts.path", "some/dataset"],
 ])
 def test_a_recipe_whose_target_writes_its_prompts_takes_others_too(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

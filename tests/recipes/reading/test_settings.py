@@ -16,11 +16,10 @@ MOST_KEYS = 140
 OWN = {
     "the user's target": ("target.device", "target.pack", "target.chat_template", "target.revision",
                           "template.system", "template.tools", "template.enable_thinking"),
-    "the user's prompts": ("prompts.path", "prompts.subset", "prompts.split", "prompts.revision", "prompts.streaming",
-                           "prompts.column", "prompts.limit"),
+    "the user's prompts": ("prompts.subset", "prompts.split", "prompts.revision", "prompts.streaming",
+                           "prompts.column", "prompts.limit", "prompts.most_skipped", "prompts.strict"),
     "answers sampled, written or drafted otherwise": (
-        "distill.top_k", "distill.top_p", "distill.seed", "distill.answered_by", "distill.draft", "distill.engine",
-        "distill.server"),
+        "distill.top_k", "distill.top_p", "distill.seed", "distill.answered_by", "distill.draft", "distill.engine"),
     "data and reference answers of other runs": ("data", "references"),
     "a small disk": ("batch.states_format",),
     "the sampling of the user's application": (

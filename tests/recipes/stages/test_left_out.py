@@ -21,7 +21,7 @@ def workspace(run: Path, *words: str) -> Workspace:
 
 def manifest(tokens: int, origin: str = "own", **distill: Any) -> Any:
     return SimpleNamespace(recipe={"distill": distill, "prompts": {"origin": origin}},
-                           split=lambda _split: [],
+                           split=lambda _split: [], skipped={}, repeated=0, candidates=50,
                            total=lambda split, count: tokens if (split, count) == ("train", "supervised") else -1)
 
 
@@ -49,6 +49,15 @@ def test_without_a_budget_nothing_is_missing(tiny_run: Path, monkeypatch: pytest
     for settings in ({"budget_tokens": 1200, "budget_minutes": None}, {"budget_tokens": None, "budget_minutes": 1.0}):
         monkeypatch.setattr(here, "manifest", lambda settings=settings: manifest(900, **settings))
         assert left_out(here) == ()
+
+
+def test_rows_that_were_skipped_or_repeat_others_are_counted(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, found = workspace(tiny_run), manifest(900)
+    found.skipped, found.repeated = {"not JSON": 1, "no user message": 2}, 3
+    monkeypatch.setattr(here, "manifest", lambda: found)
+    assert left_out(here) == (
+        "prompts: rows were skipped, which data/skipped.jsonl lists: 1 × not JSON; 2 × no user message",
+        "prompts: 3 of 50 repeat others and were left out")
 
 
 @pytest.mark.long
