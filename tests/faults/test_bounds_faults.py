@@ -158,7 +158,7 @@ FAULTS = [
         "r.yaml", 'extends: tiny\n"a\\u202eb": 1\n')),
     Fault("an escape in an artifact", GENERATE, rf"folder or file {SHOWN}, .*give --target\.name",
           edited(lambda content: content["target"].update(name=ESCAPE))),
-    Fault("an escape in a prompt", EVALUATE + " --prompts p.jsonl", rf"none of prompt, .*{SHOWN}",
+    Fault("an escape in a prompt", EVALUATE + " --prompts p.jsonl", rf"none of messages, .*{SHOWN}",
           written("p.jsonl", json.dumps({ESCAPE: 1}))),
 ]
 
