@@ -112,7 +112,8 @@ def read_standing(name: str, folder: Path) -> Standing | None:
         precision=training.get("precision"),
         peak_memory_bytes=training.get("peak_memory_bytes"),
         data_wait=training.get("data_wait"),
-        untrained_accepted_length=training["curve"][0]["accepted_length"] if training else None,
+        # Acceptance heads have a training without a curve.
+        untrained_accepted_length=training["curve"][0]["accepted_length"] if "curve" in training else None,
         accepted_length=lengths,
         best_tree={name: max(sizes.values()) for name, sizes in content["accepted_length_by_tree_size"].items()},
         nodes=content["nodes"],

@@ -143,7 +143,6 @@ def test_the_gradient_of_zero_in_mixed_precision_is_that_of_one_process(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [
     pytest.param(("fsdp2", 2, 2), ("auto", 4, 1), marks=pytest.mark.long),
-    pytest.param(("auto", 4, 1), ("fsdp2", 2, 2), marks=pytest.mark.long),
     pytest.param(("deepspeed_stage_3", 2, 2), ("deepspeed_stage_2", 1, 4), marks=pytest.mark.long),
 ], ids=lambda given: given[0])
 def test_a_run_is_resumed_by_another_strategy_and_number_of_processes(
