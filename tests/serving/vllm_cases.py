@@ -42,7 +42,7 @@ SHIFTED = "layers shifted by one"
 DRAFT, FIRST, THIRD = (("method", "draft_model"),), (("method", "eagle"),), (("method", "eagle3"),)
 MEDUSA = (("method", "medusa"),)
 VLLM_CASES = (
-    Case(name="draft_lm", layout="huggingface", asked=DRAFT, printed=True),
+    Case(name="draft_lm", layout="huggingface", asked=DRAFT),
     Case(name="draft_lm", layout="huggingface", weights="int8", asked=DRAFT, least=ROUNDED),
     Case(name="draft_lm", layout="huggingface", weights="int8", asked=DRAFT, wrong="scales of other rows",
          change=rolled, least=ROUNDED),
@@ -69,7 +69,7 @@ VLLM_CASES = (
     Case(name="medusa", layout="medusa", asked=MEDUSA),
     Case(name="medusa", layout="medusa-vllm", asked=(*MEDUSA, (LOADER, {"enable_weights_track": False})), printed=True),
 )
-"""A case without a method is served as the model itself. A printed server compiles its layers for a minute: three stand
+"""A case without a method is served as the model itself. A printed server compiles its layers for a minute: two stand
 for all, whose commands differ in the configuration that the other cases give the same engine."""
 
 
