@@ -47,7 +47,7 @@ class AnswerShape:
     after: str
     """After the answer."""
     closing: str
-    """What the target writes in place of `after`: up to the token that ends its turn."""
+    """End of the answer as the target writes it, in place of `after`: up to the token that ends its turn."""
     end: str | None
     """This token; None where the template has none."""
 
@@ -141,7 +141,7 @@ class GivenAnswers:
                   **({"tool_calls": [{"type": "function", "id": CALL, "function": function}]} if calls else {})}
         asked = {"role": "user", "content": "a"}
         prompt, rest, lost = self._added([asked], answer)
-        kept, begun = THOUGHT in rest, self.template.thought_at_end.search(prompt)
+        kept, opened = THOUGHT in rest, self.template.thought_at_end.search(prompt)
         if PROBE not in rest or (calls and kept and lost is not None):
             raise UserError(f"the chat template does not write {'tool calls' if calls else 'answers'}; {REMEDY}")
         first = rest.index(THOUGHT if kept else PROBE)
@@ -166,7 +166,7 @@ class GivenAnswers:
             after = "" if calls or end else after
         self._shapes[thinking, calls] = AnswerShape(
             lead=lead, given=given[0] if given and self.template.thought[1] else "", between=between if kept else None,
-            thinks=kept or bool(self.template.thought[1] and not (begun and begun["closed"])), after=after,
+            thinks=kept or bool(self.template.thought[1] and not (opened and opened["closed"])), after=after,
             closing=closing, end=end)
         return self._shapes[thinking, calls]
 

@@ -23,8 +23,8 @@ PIECE = 2**20
 MARK, GZIP, PARQUET = b"\xef\xbb\xbf", b"\x1f\x8b", b"PAR1"
 """First bytes: the byte order mark of UTF-8, and those of two kinds of file."""
 TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+("?)|[\[\]{},]', re.DOTALL)
-"""What decides where an element of a JSON array ends: texts, whose group is empty where they go on, and brackets and
-commas outside of them."""
+"""Tokens that decide where an element of a JSON array ends: texts, whose group is empty where they go on, and brackets
+and commas outside of them."""
 
 
 def file_rows(file: Path, seed: int | None = None) -> Iterator[tuple[str, Any]]:

@@ -218,8 +218,8 @@ def say_commands(given: ExportArguments, chosen: ExportFormat[Any], artifact: Ar
     name = named or artifact.identity.name
     there = name if Path(name).is_dir() else hub_name(name)
     # Not the folder of the export itself, which it would replace.
-    beside = str(given.out.parent / ("target" if given.out.name != "target" else "whole-target"))
-    places = Places(folder=str(given.out), target=there or beside, gguf=str(gguf or Places.gguf))
+    neighbour = str(given.out.parent / ("target" if given.out.name != "target" else "whole-target"))
+    places = Places(folder=str(given.out), target=there or neighbour, gguf=str(gguf or Places.gguf))
     commands = chosen.commands(artifact.drafter, places)
     if there is None and (writing := target_command(artifact, commands, places, str(given.artifact), named)):
         commands = {"the target as a folder": writing, **commands}

@@ -93,7 +93,7 @@ def medusa(read: Read, _after: Tensor, final_LD: Tensor, _taps: Tensor) -> Tenso
 
 
 def medusa_of_vllm(read: Read, _after: Tensor, final_LD: Tensor, _taps: Tensor) -> Tensor:
-    """The same by vLLM's names, over the tokens of `token_map`."""
+    """Logits of vLLM's Medusa head, whose names are others, over the tokens of `token_map`."""
     for layer in range(read.config["num_hidden_layers"]):
         final_LD = final_LD + torch.nn.functional.silu(read.linear(f"blocks.0.layers.{layer}", final_LD))
     logits_LQ = read.linear("lm_head", final_LD)
