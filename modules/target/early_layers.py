@@ -49,7 +49,8 @@ class EarlyLayers:
     @classmethod
     def alone(cls, target: "Target", rows: int, capacity: int, num_layers: int) -> "EarlyLayers":
         """The layers with a cache of their own, for sequences of `capacity` tokens that they read themselves."""
-        return cls(target, RowCache(num_layers, rows, capacity, target.device, target.layer_devices), num_layers)
+        cache = RowCache(num_layers, rows, capacity, target.device, target.layer_devices, target.cache_groups)
+        return cls(target, cache, num_layers)
 
     # While drafting --------------------------------------------------------------------------------------------------
 

@@ -1,22 +1,20 @@
-"""The key-value cache of the target: one storage for neighbouring layers, a length per row, commit in place.
+"""The key-value cache of the target: one storage for layers alike, a length per row, commit in place.
 
-Shapes: B rows, H key-value heads, S slots of a row, W slots in use, N new tokens, K nodes of a path, E head dimension.
+Shapes: B rows, H key-value heads, S slots of a row, W slots in use, N new tokens, K nodes of a path, E width of a key
+or of a value.
 A tree pass writes node n of row b at slot lengths[b] + n; `commit` moves the accepted ones to the front of the free
 part. Slots and position ids are different things: a node's position is its row's length plus its depth.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
-
-from ..errors import UserError
 
 FIRST_SLOTS = 256
 """Slots of a row that are allocated at once; rows that need more grow."""
@@ -94,17 +92,29 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 @dataclass
 class Block:
-    """Neighbouring layers on one device, whose keys and values are one tensor."""
+    """Layers on one device whose keys are of one shape, and whose values are."""
 
-    first: int
-    """The first of these layers."""
-    layers: int
-    """Their number."""
-    home: torch.device | None = None
-    """Device of these layers; None where all layers are on one."""
+    layers: list[int]
+    """These layers, ascending."""
+    kind: Hashable
+    """What they have in common: their device and their group."""
     storage: Tensor | None = None
-    """Keys and values of layer `first` + n in entries 2n and 2n + 1, [2 * layers, B, H, S, E]; None before the first
-    keys are written."""
+    """Keys and values of layer layers[n] in entries 2n and 2n + 1, [2 * layers, B, H, S, E]; None before the first keys
+    are written. Keys alone in entries n, where the values have another shape."""
+    values: Tensor | None = None
+    """These other values, [layers, B, H, S, E]; None where they are next to the keys."""
+
+    @property
+    def parts(self) -> list[tuple[Tensor, int]]:
+        """Its tensors, and how many entries of each are one layer's; empty before the first keys are written."""
+        if self.storage is None:
+            return []
+        return [(self.storage, 2)] if self.values is None else [(self.storage, 1), (self.values, 1)]
+
+    def entries(self, place: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of layer layers[place], [B, H, S, E] each; there must be memory."""
+        (keys, each), (values, _) = self.parts[0], self.parts[-1]
+        return keys[each * place], values[each * place + each - 1]
 
 
 class RowCache(Cache):
@@ -119,19 +129,25 @@ class RowCache(Cache):
         device: where the lengths live.
         layer_devices: device of each layer; only where they differ does it matter. Each layer's keys and values are
             kept where the first ones are written.
+        groups: of each layer, what layers with keys and values of equal shapes have in common; None for a layer that
+            holds none. All layers are alike by default.
     """
 
     def __init__(self, num_layers: int, rows: int, capacity: int, device: torch.device,
-                 layer_devices: Sequence[torch.device] = ()) -> None:
+                 layer_devices: Sequence[torch.device] = (), groups: Sequence[Hashable] = ()) -> None:
         super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
         self.num_layers, self.rows, self.capacity = num_layers, rows, capacity
         self.blocks: list[Block] = []
         parts = PARTS if rows * capacity >= MANY_SLOTS else 1
-        for home, places in groupby(range(num_layers), lambda layer: layer_devices[layer] if layer_devices else None):
-            layers = list(places)
+        kinds: dict[Hashable, list[int]] = {}
+        for layer in range(num_layers):
+            group = groups[layer] if groups else 0
+            if group is not None:
+                kinds.setdefault((layer_devices[layer] if layer_devices else None, group), []).append(layer)
+        for kind, layers in kinds.items():
             size = max(FEWEST_LAYERS, -(-len(layers) // parts))
-            self.blocks += [Block(first=first, layers=min(size, layers[-1] + 1 - first), home=home)
-                            for first in layers[::size]]
+            self.blocks += [Block(layers[first : first + size], kind) for first in range(0, len(layers), size)]
+        self._block_of = {layer: block for block in self.blocks for layer in block.layers}
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
         self._order_B = torch.arange(rows, device=device)
         self.host_lengths = [0] * rows
@@ -156,9 +172,18 @@ class RowCache(Cache):
         return self.blocks[0].storage
 
     @property
-    def _written(self) -> list[tuple[Block, Tensor]]:
-        """The blocks that hold something, and what they hold."""
-        return [(block, block.storage) for block in self.blocks if block.storage is not None]
+    def _written(self) -> list[Tensor]:
+        """What the blocks hold."""
+        return [part for block in self.blocks for part, _ in block.parts]
+
+    @property
+    def shapes(self) -> list[Hashable]:
+        """Heads and widths of the keys and values of each layer; None where none were written."""
+        found: list[Hashable] = []
+        for layer in range(self.num_layers):
+            parts = self._block_of[layer].parts if layer in self._block_of else []
+            found.append(tuple((part.shape[2], part.shape[4]) for part, _ in parts) or None)
+        return found
 
     @property
     def width(self) -> int:
@@ -217,31 +242,23 @@ class RowCache(Cache):
             self._make_room(block, self.capacity)
 
     def write(self, layer: int, keys_BHNE: Tensor, values_BHNE: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values of a layer and return all those in use, [B, H, W, E] each."""
+        """Store the new keys and values of a layer and return all those in use, [B, H, W, E] each.
+
+        Raises:
+            ValueError: outside a pass.
+        """
         if self.window is None:
             raise ValueError("the cache was written outside a pass; call open first")
-        if values_BHNE.shape != keys_BHNE.shape:
-            raise UserError(
-                f"this target has values of shape {tuple(values_BHNE.shape[1:])} and keys of "
-                f"{tuple(keys_BHNE.shape[1:])}; choose a target with keys and values of one shape"
-            )
-        block = next(block for block in self.blocks if layer < block.first + block.layers)
-        window, heads, dim = self.window.on(keys_BHNE.device), keys_BHNE.shape[1], keys_BHNE.shape[3]
+        block, window = self._block_of[layer], self.window.on(keys_BHNE.device)
         if block.storage is None:
-            # All blocks of a device get their memory with the first keys there: which layers a drafter has run before
+            # All blocks of a kind get their memory with the first keys there: which layers a drafter has run before
             # must not matter to records of passes.
             for other in self.blocks:
-                if other.home == block.home:
-                    other.storage = keys_BHNE.new_zeros(2 * other.layers, self.rows, heads, 0, dim)
-                    self._make_room(other, self.width)
+                if other.kind == block.kind:
+                    self._take(other, keys_BHNE, values_BHNE)
         self._make_room(block, self.width)
-        storage: Any = block.storage
-        if (storage.shape[2], storage.shape[4]) != (heads, dim):
-            raise UserError(f"all layers must have keys of one shape; got {heads} heads of {dim} after "
-                            f"{storage.shape[2]} heads of {storage.shape[4]}; choose another target")
-        answer, first = [], 2 * (layer - block.first)
-        for place, states_BHNE in ((first, keys_BHNE), (first + 1, values_BHNE)):
-            held, new = storage[place], states_BHNE
+        answer, place = [], block.layers.index(layer)
+        for held, new in zip(block.entries(place), (keys_BHNE, values_BHNE), strict=True):
             if window.virtual_BN is not None:
                 # Through a mask, a NaN or an infinity of a virtual node would reach every node of the row, though it is
                 # a drafter's and no virtual node is accepted.
@@ -253,6 +270,15 @@ class RowCache(Cache):
             answer.append(held[window.rows, :, : window.width])
         return answer[0], answer[1]
 
+    def _take(self, block: Block, keys_BHNE: Tensor, values_BHNE: Tensor) -> None:
+        """Give a block its first memory, for keys and values of these shapes."""
+        (_, heads, _, width), each = keys_BHNE.shape, len(block.layers)
+        alike = keys_BHNE.shape == values_BHNE.shape
+        block.storage = keys_BHNE.new_zeros(2 * each if alike else each, self.rows, heads, 0, width)
+        if not alike:
+            block.values = values_BHNE.new_zeros(each, self.rows, values_BHNE.shape[1], 0, values_BHNE.shape[3])
+        self._make_room(block, self.width)
+
     def _make_room(self, block: Block, width: int) -> None:
         """Let a block that has memory have at least `width` slots of a row."""
         if block.storage is None or width <= (held := block.storage.shape[3]):
@@ -261,6 +287,8 @@ class RowCache(Cache):
         slots = min(self.capacity, max(width, held + held // 2, FIRST_SLOTS)) if self._grows else self.capacity
         # Zeros, not empty: a NaN in a masked slot leaks through the attention kernel.
         block.storage = pad(block.storage, (0, 0, 0, slots - held))
+        if block.values is not None:
+            block.values = pad(block.values, (0, 0, 0, slots - held))
 
     def arrange(self, layers: int, columns_BN: Tensor) -> None:
         """Let slot lengths[b] + n of the first `layers` layers hold what is in slot lengths[b] + columns_BN[b, n].
@@ -277,8 +305,10 @@ class RowCache(Cache):
         rows_B1 = torch.arange(len(columns_BN), device=columns_BN.device)[:, None]
         base_B1 = self.lengths_B[: len(columns_BN), None]
         target_BN = base_B1 + torch.arange(columns_BN.shape[1], device=columns_BN.device)
-        for block, storage in self._written:
-            _move(storage[: 2 * max(0, layers - block.first)], rows_B1, target_BN, base_B1 + columns_BN)
+        for block in self.blocks:
+            count = sum(layer < layers for layer in block.layers)
+            for part, each in block.parts:
+                _move(part[: each * count], rows_B1, target_BN, base_B1 + columns_BN)
 
     def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
         """Keep the path of each row of the last pass: its nodes become the row's next tokens, the rest is forgotten.
@@ -298,8 +328,8 @@ class RowCache(Cache):
             for block in self.blocks:
                 # Layers that this pass left out have not grown with the others.
                 self._make_room(block, window.width)
-            for _, storage in self._written:
-                _move(storage, window.rows_B1, target_BK, base_B1 + path_BK)
+            for part in self._written:
+                _move(part, window.rows_B1, target_BK, base_B1 + path_BK)
         self.lengths_B.index_add_(0, window.rows_B1[:, 0], counts_B)
         if self.bound is None:
             for row, count in zip(window.host_rows, host_counts, strict=True):
@@ -338,13 +368,13 @@ class RowCache(Cache):
     def wipe(self, row: int) -> None:
         """Forget a row and zero its slots: a NaN in a masked slot leaks through the attention kernel."""
         self.forget(row)
-        for _, storage in self._written:
-            storage[:, row] = 0
+        for part in self._written:
+            part[:, row] = 0
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Let a row start with the first `length` tokens of another."""
-        for _, storage in self._written:
-            storage[:, destination, :, :length] = storage[:, source, :, :length]
+        for part in self._written:
+            part[:, destination, :, :length] = part[:, source, :, :length]
         self.lengths_B[destination] = length
         self.host_lengths[destination] = length
 

@@ -3,7 +3,7 @@
 Shapes: B rows, N tokens of a pass, L positions, D hidden size, V vocabulary, W cache slots in use.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -83,6 +83,8 @@ class Target:
         self.defaults: GenerationDefaults = read_defaults(model.generation_config, tokenizer, name,
                                                           self.vocab_size)
         self.native_attention: str = self.config._attn_implementation
+        self.cache_groups: Sequence[Hashable] = range(self.num_layers)
+        """What the layers with keys and values of equal shapes have in common, see `RowCache`; the check finds out."""
         self.broken_V: Tensor | None = None
         """True at tokens whose embedding holds NaN or infinity; None when there is none."""
         self.compiler = Compiler()
@@ -113,10 +115,12 @@ class Target:
         with self_check.explained(name), torch.no_grad():
             expected_1LV = self.model(input_ids=text_1L, use_cache=False).logits
         self.linears = LinearForms(self.model, pack, shared)
+        rows = self.start(1, self_check.TEXT_LENGTH + 1)
         with self_check.explained(name), recording(self.model) as calls:
-            found_1LV = self_check.read_as_tree(self.start(1, self_check.TEXT_LENGTH + 1), text_1L)
+            found_1LV = self_check.read_as_tree(rows, text_1L)
+        self.cache_groups = rows.cache.shapes
         self.attention_calls = self_check.check_attention(
-            name, self.config, windows, calls, passes=2, context_length=self.context_length)
+            name, self.config, windows, calls, passes=self_check.PASSES, context_length=self.context_length)
         self_check.check_logits(name, self.dtype, found_1LV, expected_1LV)
         if small is not None:
             Target(small, None, name=self.identity.name, pack=0)

@@ -33,7 +33,8 @@ class TargetRows:
         self, target: "Target", rows: int, capacity: int, taps: tuple[int, ...], prefix: Sequence[int] = ()
     ) -> None:
         self.target, self.taps, self.active = target, taps, rows
-        self.cache = RowCache(target.num_layers, rows + bool(prefix), capacity, target.device, target.layer_devices)
+        self.cache = RowCache(target.num_layers, rows + bool(prefix), capacity, target.device, target.layer_devices,
+                              target.cache_groups)
         self.calls = 0
         self.drafted: EarlyLayers | None = None
         self.shared: PassOutput | None = None

@@ -26,9 +26,8 @@ TEXT_LENGTH = 8
 LIBRARY_ERRORS = (OSError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError,
                   ImportError, RuntimeError, MemoryError, SafetensorError, StrictDataclassError, struct.error)
 """The errors of transformers, tokenizers and a model's own code where a file of the model is not as they expect."""
-PARENTS = (-1, 0, 0, 1, 3)
-"""The tree after the first half of the text: a chain of the other half with one sibling."""
-_CHAIN = (0, 1, 3, 4)
+PASSES = 3
+"""Passes of the check: a prompt, a tree with a sibling in it, and a tree after a path of that was committed."""
 _PASS_ARGUMENTS = ("inputs_embeds", "attention_mask", "position_ids", "past_key_values")
 BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest difference of two logits as a share of the largest one, in number formats whose rounding hides no errors."""
@@ -148,20 +147,24 @@ def check_attention(
 
 
 def read_as_tree(rows: TargetRows, text_1L: Tensor) -> Tensor:
-    """Logits along the check's text, [1, L, V], from a prompt's pass and a branching tree's.
+    """Logits along the check's text, [1, L, V], from a prompt's pass and those of two trees after it.
 
     Args:
         rows: one empty row, with room for `TEXT_LENGTH` + 1 tokens.
         text_1L: the text.
     """
     device, half = text_1L.device, TEXT_LENGTH // 2
-    count_1 = torch.tensor([half], device=device)
-    prompt_1MV = rows.run(TokenTree.prompts(text_1L[:, :half], count_1)).logits_BMV
+    count_1, two_1 = torch.tensor([half], device=device), torch.tensor([2], device=device)
+    logits = [rows.run(TokenTree.prompts(text_1L[:, :half], count_1)).logits_BMV]
     rows.commit(torch.arange(half, device=device)[None], count_1, [half], moved=False)
-    # The sibling repeats the text's first token: a pass that sees it differs.
-    tokens = torch.cat([text_1L[:, half : half + 2], text_1L[:, :1], text_1L[:, half + 2 :]], dim=1)
-    tree = TokenTree.from_parents(tokens, torch.tensor([PARENTS], device=device))
-    return torch.cat([prompt_1MV, rows.run(tree).logits_BMV[:, list(_CHAIN)]], dim=1)
+    # The sibling repeats the text's first token: a pass that sees it differs, and so does one after it was committed.
+    path_12 = torch.tensor([[0, 2]], device=device)
+    for first in (half, half + 2):
+        tokens_13 = torch.cat([text_1L[:, first, None], text_1L[:, :1], text_1L[:, first + 1, None]], dim=1)
+        tree = TokenTree.from_parents(tokens_13, torch.tensor([[-1, 0, 0]], device=device))
+        logits.append(rows.run(tree).logits_BMV[:, path_12[0]])
+        rows.commit(path_12, two_1, [2])
+    return torch.cat(logits, dim=1)
 
 
 def check_logits(name: str, dtype: torch.dtype, found_1LV: Tensor, expected_1LV: Tensor) -> None:

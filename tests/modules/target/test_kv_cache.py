@@ -128,8 +128,34 @@ def test_memory_that_was_taken_later_keeps_what_was_written(tiny_target_f64: Tar
 
 def test_a_small_cache_is_one_block() -> None:
     few, many = (RowCache(30, 8, capacity, torch.device("cpu")).blocks for capacity in (1023, 1024))
-    assert [block.layers for block in few] == [30]
-    assert [block.layers for block in many] == [4] * 7 + [2]
+    assert [block.layers for block in few] == [list(range(30))]
+    assert [len(block.layers) for block in many] == [4] * 7 + [2]
+
+
+def test_layers_of_unlike_shapes_hold_what_they_hold_apart() -> None:
+    """Layers 0 and 3 are alike, layer 1 has wider keys than values, layer 2 holds nothing."""
+    generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
+    mixed, shapes = RowCache(4, 2, 16, cpu, groups=("a", "b", None, "a")), {0: (2, 5, 5), 1: (1, 6, 3), 3: (2, 5, 5)}
+    alone = {layer: RowCache(1, 2, 16, cpu) for layer in shapes}
+    for size, counts, path in ((3, [2, 3], [[0, 2, 2], [0, 1, 2]]), (4, [1, 2], [[0, 1], [0, 3]]), (1, [1, 1], [[0], [0]])):
+        held = {}
+        for cache in (mixed, *alone.values()):
+            cache.open(slice(0, 2), size)
+        for layer, (heads, wide, narrow) in shapes.items():
+            keys_BHNE = torch.randn(2, heads, size, wide, generator=generator)
+            held[layer] = mixed.write(layer, keys_BHNE, keys_BHNE[..., :narrow] + 1)
+            wanted = alone[layer].write(0, keys_BHNE, keys_BHNE[..., :narrow] + 1)
+            for found, expected in zip(held[layer], wanted, strict=True):
+                assert torch.equal(found, expected)
+        for cache in (mixed, *alone.values()):
+            cache.commit(torch.tensor(path), torch.tensor(counts), counts)
+        if size == 4:
+            for cache in (mixed, *alone.values()):
+                cache.move(1, 0)
+                cache.reserve(20)
+                cache.take_all()
+    assert mixed.shapes == [((2, 5),), ((1, 6), (1, 3)), None, ((2, 5),)]
+    assert [block.layers for block in mixed.blocks] == [[0, 3], [1]]
 
 
 def test_no_more_than_one_block_is_in_memory_twice_while_the_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,11 +182,11 @@ def test_no_more_than_one_block_is_in_memory_twice_while_the_cache_grows(monkeyp
             assert bytes_of[now] <= count.live <= bytes_of[now] + 4096
             assert count.peak <= bytes_of[now] + bytes_of[former] // 8 + given + 4096
             write(slots[former] + 1, slots[now])
-    assert [block.layers for block in cache.blocks] == [4] * 8
+    assert [len(block.layers) for block in cache.blocks] == [4] * 8
     for block in cache.blocks:
         assert block.storage is not None
         for layer in range(4):
-            expected = torch.tensor([float(block.first + layer + start) for start in (0, 256, 257, 384, 385)])
+            expected = torch.tensor([float(block.layers[layer] + start) for start in (0, 256, 257, 384, 385)])
             found = block.storage[2 * layer, 1, 0, [0, 256, 257, 384, 385], 3]
             assert torch.equal(found, expected)
 
