@@ -137,7 +137,8 @@ def test_layers_of_unlike_shapes_hold_what_they_hold_apart() -> None:
     generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
     mixed, shapes = RowCache(4, 2, 16, cpu, groups=("a", "b", None, "a")), {0: (2, 5, 5), 1: (1, 6, 3), 3: (2, 5, 5)}
     alone = {layer: RowCache(1, 2, 16, cpu) for layer in shapes}
-    for size, counts, path in ((3, [2, 3], [[0, 2, 2], [0, 1, 2]]), (4, [1, 2], [[0, 1], [0, 3]]), (1, [1, 1], [[0], [0]])):
+    passes = ((3, [2, 3], [[0, 2, 2], [0, 1, 2]]), (4, [1, 2], [[0, 1], [0, 3]]), (1, [1, 1], [[0], [0]]))
+    for size, counts, path in passes:
         held = {}
         for cache in (mixed, *alone.values()):
             cache.open(slice(0, 2), size)
