@@ -173,7 +173,7 @@ class RowCache(Cache):
 
     @property
     def _written(self) -> list[Tensor]:
-        """What the blocks hold."""
+        """The tensors of all blocks."""
         return [part for block in self.blocks for part, _ in block.parts]
 
     @property
