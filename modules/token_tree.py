@@ -207,6 +207,8 @@ class TokenTree:
     """Draws of the nodes; None when every node was proposed without chance: a point mass."""
     most_children: int | None = None
     """Largest number of children of any node, known on the host; None when nobody counted."""
+    prompt: bool = False
+    """Whether the rows are chains, padded at the end, of which a commit keeps every real node."""
     parts_BN: Tensor | None = None
     """Which drafter of an ensemble proposed each node first, from 0, int64; None for the tree of one drafter."""
 
@@ -395,4 +397,5 @@ class TokenTree:
             ancestors_BNN=(causal_NN & real_BN[:, None, :]) | itself_NN,
             real_BN=real_BN,
             max_depth=size - 1,
+            prompt=True,
         )

@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .recurrent.recurrent_passes import NodePass
+from .recurrent.recurrent_states import RecurrentStates
+
 FIRST_SLOTS = 256
 """Slots of a row that are allocated at once; rows that need more grow."""
 MANY_SLOTS = 8_192
@@ -131,10 +134,12 @@ class RowCache(Cache):
             kept where the first ones are written.
         groups: of each layer, what layers with keys and values of equal shapes have in common; None for a layer that
             holds none. All layers are alike by default.
+        recurrent: whether some layers have recurrent states.
     """
 
     def __init__(self, num_layers: int, rows: int, capacity: int, device: torch.device,
-                 layer_devices: Sequence[torch.device] = (), groups: Sequence[Hashable] = ()) -> None:
+                 layer_devices: Sequence[torch.device] = (), groups: Sequence[Hashable] = (),
+                 recurrent: bool = False) -> None:
         super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
         self.num_layers, self.rows, self.capacity = num_layers, rows, capacity
         self.blocks: list[Block] = []
@@ -148,6 +153,8 @@ class RowCache(Cache):
             size = max(FEWEST_LAYERS, -(-len(layers) // parts))
             self.blocks += [Block(layers[first : first + size], kind) for first in range(0, len(layers), size)]
         self._block_of = {layer: block for block in self.blocks for layer in block.layers}
+        self.states = RecurrentStates(rows) if recurrent else None
+        """The recurrent states of the rows; None where no layer has any."""
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
         self._order_B = torch.arange(rows, device=device)
         self.host_lengths = [0] * rows
@@ -165,6 +172,33 @@ class RowCache(Cache):
         """Store what a layer of transformers has computed, see `write`; several may share a layer of the cache."""
         layer: Any = self.layers[layer_idx]
         return self.write(layer.index, key_states, value_states)
+
+    # Recurrent layers ask for their states by these names. They are given none, and leave what they compute to the
+    # running pass, which knows the states of the rows.
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None, as for a layer that starts."""
+        self._work.layer = layer_idx
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None, as for a layer that starts."""
+        self._work.layer = layer_idx
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """The new inputs of a convolution alone."""
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0,
+                               **kwargs: Any) -> Tensor:
+        """What it was given."""
+        return recurrent_states
+
+    @property
+    def _work(self) -> NodePass:
+        """The running pass of the recurrent layers."""
+        if self.states is None or self.states.work is None:
+            raise ValueError("a recurrent layer runs outside a pass that knows its states")
+        return self.states.work
 
     @property
     def storage(self) -> Tensor | None:
@@ -320,8 +354,10 @@ class RowCache(Cache):
             moved: False when every path is the first nodes in order, so that nothing has to be copied.
         """
         window = self.window
-        if window is None or not self._written:
+        if window is None or not (self._written or self.states):
             raise ValueError("there is no pass to commit")
+        if self.states is not None:
+            self.states.commit(window.rows, path_BK, counts_B)
         if moved:
             base_B1 = self.lengths_B[window.rows_B1]
             target_BK = base_B1 + torch.arange(path_BK.shape[1], device=path_BK.device)
@@ -354,6 +390,8 @@ class RowCache(Cache):
 
     def forget(self, row: int) -> None:
         """Forget a row; another sequence may start there."""
+        if self.states is not None:
+            self.states.clear(row)
         self.lengths_B[row] = 0
         self.host_lengths[row] = 0
 
@@ -361,6 +399,8 @@ class RowCache(Cache):
         """Forget the rows from number `rows` to `until`, by default all: passes of one shape read rows that have left
         too, whose slots must stay within the cache."""
         until = self.rows if until is None else until
+        if self.states is not None:
+            self.states.clear(slice(rows, until))
         self.lengths_B[rows:until] = 0
         self.host_lengths[rows:until] = [0] * max(0, until - rows)
 
@@ -372,7 +412,9 @@ class RowCache(Cache):
             part[:, row] = 0
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Let a row start with the first `length` tokens of another."""
+        """Let a row start with the first `length` tokens of another; with all of them, if layers are recurrent."""
+        if self.states is not None:
+            self.states.copy(source, destination)
         for part in self._written:
             part[:, destination, :, :length] = part[:, source, :, :length]
         self.lengths_B[destination] = length

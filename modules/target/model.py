@@ -17,7 +17,7 @@ from ..compiler import Compiler
 from ..errors import UserError
 from ..features import Features
 from .adapter import Adapter
-from .attention.segment_attention import additive, mask_arguments, visible_text
+from .attention.segment_attention import Segments, additive, mask_arguments, visible_text
 from .attention.tree_attention import NAME, recording, register
 from .devices.compiled_layers import PACKED, CompiledLayers, of_transformers
 from .devices.placement import Placement
@@ -29,6 +29,7 @@ from .loading.generation_defaults import GenerationDefaults, read_defaults
 from .loading.identity import TargetIdentity, hash_weights
 from .loading.stored_weights import require_finite
 from .pass_layout import PassLayout
+from .recurrent.recurrent_passes import SegmentPass, install, running
 from .rope_parameters import rope_by_kind
 from .target_rows import TargetRows
 from .token_biases import TokenBiases
@@ -83,6 +84,8 @@ class Target:
         self.defaults: GenerationDefaults = read_defaults(model.generation_config, tokenizer, name,
                                                           self.vocab_size)
         self.native_attention: str = self.config._attn_implementation
+        self.recurrent = install(self.decoder)
+        """Whether some layers have recurrent states."""
         self.cache_groups: Sequence[Hashable] = range(self.num_layers)
         """What the layers with keys and values of equal shapes have in common, see `RowCache`; the check finds out."""
         self.broken_V: Tensor | None = None
@@ -119,9 +122,11 @@ class Target:
         with self_check.explained(name), recording(self.model) as calls:
             found_1LV = self_check.read_as_tree(rows, text_1L)
         self.cache_groups = rows.cache.shapes
+        attending = {layer: window for layer, window in enumerate(windows)
+                     if not self.recurrent or self.cache_groups[layer] is not None}
         self.attention_calls = self_check.check_attention(
-            name, self.config, windows, calls, passes=self_check.PASSES, context_length=self.context_length)
-        self_check.check_logits(name, self.dtype, found_1LV, expected_1LV)
+            name, self.config, attending, calls, passes=self_check.PASSES, context_length=self.context_length)
+        self_check.check_logits(name, self.dtype, found_1LV, expected_1LV, recurrent=self.recurrent)
         if small is not None:
             Target(small, None, name=self.identity.name, pack=0)
 
@@ -184,7 +189,9 @@ class Target:
 
     def compiled(self) -> AbstractContextManager[None]:
         """A block whose passes run compiled layers; where they cannot be compiled, `compiler.refusal` says why."""
-        if self.placement.spread:
+        if self.recurrent:
+            self.compiler.refusal = f"{self.identity.architecture} has recurrent layers"
+        elif self.placement.spread:
             self.compiler.refusal = "the target's layers are not whole on one device"
         elif self.linears.packed is not None:
             self.compiler.refusal = PACKED
@@ -316,7 +323,8 @@ class Target:
         batch = features.to(self.device)
         positions_BL = batch.positions_BL
         embedded_BLD = self.embed(batch.tokens_BL)
-        with self.tapping(self._checked(taps)) as states:
+        recurrent = running(SegmentPass(Segments.of(batch))) if self.recurrent else nullcontext()
+        with self.tapping(self._checked(taps)) as states, recurrent:
             final_BLD = self.decoder(
                 inputs_embeds=embedded_BLD,
                 position_ids=positions_BL,

@@ -4,6 +4,7 @@ Shapes: B rows, N nodes of a tree, M selected nodes, K nodes of a path, D hidden
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +35,7 @@ class TargetRows:
     ) -> None:
         self.target, self.taps, self.active = target, taps, rows
         self.cache = RowCache(target.num_layers, rows + bool(prefix), capacity, target.device, target.layer_devices,
-                              target.cache_groups)
+                              target.cache_groups, target.recurrent)
         self.calls = 0
         self.drafted: EarlyLayers | None = None
         self.shared: PassOutput | None = None
@@ -75,7 +76,8 @@ class TargetRows:
                                  virtual_BN=tree.virtual_BN)
         layout = PassLayout.of(tree, window.slots_BN[:, :1], window.width, target.context_length)
         later = later_layers(target.layers, first, early)
-        with target.tapping(self.taps) as states, later, injected(target.layers, tree.virtual):
+        recurrent = nullcontext() if self.cache.states is None else self.cache.states.reading(tree, window.rows)
+        with target.tapping(self.taps) as states, later, injected(target.layers, tree.virtual), recurrent:
             final_BND = target.read_nodes(embedded, layout, self.cache)
         self.calls += 1
         wanted_BMD = final_BND

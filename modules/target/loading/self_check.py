@@ -18,9 +18,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from ...errors import UserError
 from ...token_tree import TokenTree
 from ..attention.tree_attention import AttentionCall
+from ..recurrent.recurrent_passes import install
 from ..target_rows import TargetRows
 from .excerpt import layer_list
 
+_KINDS = {"full_attention", "sliding_attention", "attention", "linear_attention", "mamba", "conv", "hybrid",
+          "hybrid_sliding", "mlp", "moe"}
+"""Kinds of layers that a tree pass can be formed for."""
 TEXT_LENGTH = 8
 """Tokens of the check's text."""
 LIBRARY_ERRORS = (OSError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError,
@@ -52,26 +56,22 @@ def refuse_unverifiable(model: Any) -> None:
     """Refuse what a tree pass cannot be formed for, before any pass.
 
     Raises:
-        UserError: for a recurrent state (it cannot take back a token, nor branch), a kind of attention that has no mask
-            here, ALiBi (it counts cache slots, not positions), or a decoder without position ids or a cache.
+        UserError: for a recurrent state of an unknown kind, a kind of attention that has no mask here, ALiBi (it counts cache slots, not positions), or a decoder without position ids or a cache.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     if config.is_encoder_decoder or (type(config) in MODEL_FOR_MASKED_LM_MAPPING
                                      and not getattr(config, "is_decoder", False)):
         raise UserError(f"{name} is an encoder, whose tokens see those after them, and cannot continue text. Choose a "
                         "decoder-only target")
-    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "attention"}
-    if getattr(model, "_is_stateful", False):
-        found = f" ({', '.join(sorted(unknown))})" if unknown else ""
-        raise UserError(
-            f"{name} keeps a recurrent state{found}: rejected tokens could not be taken back, so "
-            "no draft can be verified exactly. Choose a target whose layers all use attention"
-        )
+    unknown = set(getattr(config, "layer_types", None) or ()) - _KINDS
     if unknown:
         raise UserError(
             f"{name} has layers of the kind {', '.join(sorted(unknown))}, which this version cannot "
-            "verify exactly. Choose a target with full or sliding attention"
+            "verify exactly. Choose a target with full, sliding or linear attention"
         )
+    if getattr(model, "_is_stateful", False) and not install(model.get_decoder()):
+        raise UserError(f"{name} keeps a recurrent state of a kind that this version cannot verify in trees. Choose a "
+                        "target with attention, gated delta rules, Mamba layers or short convolutions")
     layer_list(model.get_decoder(), config.num_hidden_layers)
     accepted = inspect.signature(model.get_decoder().forward).parameters
     if missing := [argument for argument in _PASS_ARGUMENTS if argument not in accepted]:
@@ -102,15 +102,15 @@ def layer_windows(config: Any, context_length: int) -> list[int | None]:
     window = getattr(config, "sliding_window", None) or None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     binding = window if window is not None and window < context_length else None
-    return [binding if kind == "sliding_attention" else None for kind in kinds]
+    return [binding if kind in ("sliding_attention", "hybrid_sliding") else None for kind in kinds]
 
 
 def check_attention(
-    name: str, config: Any, windows: Sequence[int | None], calls: Sequence[AttentionCall], passes: int,
+    name: str, config: Any, windows: dict[int, int | None], calls: Sequence[AttentionCall], passes: int,
     context_length: int,
 ) -> int:
-    """Compare what each layer handed to the attention function with what the config declares; returns how often a layer
-    calls it in a pass.
+    """Compare what each layer handed to the attention function with what the config declares, the windows of the layers
+    with attention; returns how often a layer calls it in a pass.
 
     A layer may call it several times a pass, all layers equally often. Models that never call it form their attention
     themselves: the logits show whether they read the mask, but a window would show in longer texts only.
@@ -121,14 +121,15 @@ def check_attention(
     fields = config.to_dict()
     if not calls and not any("window" in key and value for key, value in fields.items()):
         return 0
-    each, odd = divmod(len(calls), passes * len(windows))
+    layers = list(windows)
+    each, odd = divmod(len(calls), passes * len(layers))
     if odd or not each:
         raise UserError(
             f"{name} calls the attention function {len(calls)} times in {passes} passes of {len(windows)} layers, so "
             "its sliding windows cannot be checked. Choose another target"
         )
     for place, call in enumerate(calls):
-        layer = place // each % len(windows)
+        layer = layers[place // each % len(layers)]
         given = call.sliding_window
         if given is not None and given >= context_length:
             given = None
@@ -167,7 +168,9 @@ def read_as_tree(rows: TargetRows, text_1L: Tensor) -> Tensor:
     return torch.cat(logits, dim=1)
 
 
-def check_logits(name: str, dtype: torch.dtype, found_1LV: Tensor, expected_1LV: Tensor) -> None:
+def check_logits(
+    name: str, dtype: torch.dtype, found_1LV: Tensor, expected_1LV: Tensor, *, recurrent: bool
+) -> None:
     """Compare the logits of tree passes with those of the model's own forward pass.
 
     Args:
@@ -175,11 +178,13 @@ def check_logits(name: str, dtype: torch.dtype, found_1LV: Tensor, expected_1LV:
         dtype: of the model; some return wider logits, which are no more exact.
         found_1LV: along the check's text.
         expected_1LV: the model's own.
+        recurrent: whether some layers are; their own code computes in float32 at most.
 
     Raises:
         UserError: if they differ by more than rounding, or are not finite.
     """
-    bound = BOUNDS.get(dtype, _HALF_PRECISION_BOUND) * float(expected_1LV.abs().max())
+    share = BOUNDS.get(torch.float32 if recurrent and dtype is torch.float64 else dtype, _HALF_PRECISION_BOUND)
+    bound = share * float(expected_1LV.abs().max())
     gap = float((found_1LV - expected_1LV).abs().max())
     # Not "gap > bound", which is False for NaN.
     if not gap <= bound:

@@ -1,0 +1,239 @@
+"""Passes through transformers' recurrent layers whose rows are no plain texts: nodes of trees, and packed segments.
+
+The layers call their convolution and their recurrence by functions of their module. These are replaced once by ones
+that ask the running pass; outside a pass they are transformers' own.
+
+Shapes: B rows, N nodes, W taps of a convolution, D channels, X columns: those before the pass and those of its nodes.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import wraps
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ...token_tree import TokenTree
+from ..attention.segment_attention import Segments, Span
+from .scans import SCANS, Branches, Committed, Scan
+
+Function = Callable[..., Any]
+Place = tuple[int, str, int]
+"""A layer, the function that it calls, and the number of this call in the layer."""
+_CONVOLUTION = "causal_conv1d_fn"
+
+
+class RecurrentPass(Protocol):
+    """What the functions of recurrent layers ask while a pass runs."""
+
+    def convolve(self, function: Function, given: dict[str, Any]) -> Tensor:
+        """The outputs of a causal convolution, [B, D, N]."""
+
+    def scan(self, scan: Scan, function: Function, given: dict[str, Any]) -> Any:
+        """What the function of a recurrence returns."""
+
+
+_RUNNING: ContextVar[RecurrentPass | None] = ContextVar("recurrent pass", default=None)
+
+
+@contextmanager
+def running(work: RecurrentPass | None) -> Iterator[None]:
+    """A block whose recurrent layers ask this pass; without one they run as transformers made them."""
+    token = _RUNNING.set(work)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def install(decoder: nn.Module) -> bool:
+    """Let the recurrent layers of a decoder ask the running pass; False where it has none of a known kind."""
+    found = False
+    for name in {type(module).__module__ for module in decoder.modules()}:
+        functions = vars(sys.modules[name])
+        for known in (_CONVOLUTION, *SCANS):
+            if known in functions:
+                found = True
+                if not hasattr(functions[known], "asks_the_pass"):
+                    functions[known] = _asking(functions[known], SCANS.get(known))
+    return found
+
+
+def _asking(function: Function, scan: Scan | None) -> Function:
+    """A function of recurrent layers that leaves its work to the running pass, if there is one."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        if (work := _RUNNING.get()) is None:
+            return function(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        # What else the layer was given is for the fast kernels of rows in one piece.
+        given.pop("kwargs", None)
+        return work.convolve(function, given) if scan is None else work.scan(scan, function, given)
+
+    asking.asks_the_pass = True  # type: ignore[attr-defined]
+    return asking
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The inputs of a convolution in a pass: those before it and those of its nodes."""
+
+    columns_BDX: Tensor
+    windows_BNW: Tensor | None
+    """The column of each tap of each node; None along a prompt."""
+
+    def after(self, path_BP: Tensor, counts_B: Tensor) -> Tensor:
+        """The last W - 1 columns up to the end of the path, [B, D, W - 1]."""
+        if self.windows_BNW is None:
+            width = self.columns_BDX.shape[2] - path_BP.shape[1]
+            last_BW = counts_B[:, None] + torch.arange(width, device=counts_B.device)
+        else:
+            rows_B = torch.arange(len(path_BP), device=path_BP.device)
+            last_BW = self.windows_BNW[rows_B, path_BP[rows_B, (counts_B - 1).clamp(min=0)]][:, 1:]
+        return self.columns_BDX.gather(2, last_BW[:, None].expand(-1, self.columns_BDX.shape[1], -1))
+
+
+class NodePass:
+    """A pass of the nodes of trees, or of prompts, after the states of their rows.
+
+    Args:
+        tree: one tree a row.
+        former: the state of a place in these rows before the pass; None where none was committed.
+    """
+
+    def __init__(self, tree: TokenTree, former: Callable[[Place], Tensor | None]) -> None:
+        self.tree, self.former = tree, former
+        self.left: dict[Place, tuple[torch.device, Branches]] = {}
+        """What the nodes leave for the commit, and on which device."""
+        self.layer = -1
+        """The layer that runs."""
+        self._trees, self._windows = {tree.tokens_BN.device: tree}, dict[tuple[int, torch.device], Tensor]()
+
+    def _place(self, kind: str) -> Place:
+        calls = sum((layer, name) == (self.layer, kind) for layer, name, _ in self.left)
+        return self.layer, kind, calls
+
+    def convolve(self, function: Function, given: dict[str, Any]) -> Tensor:
+        """Each node's output, of its nearest ancestors and the committed columns before them."""
+        states_BDN, taps = given["hidden_states"], given["weight"].shape[-1]
+        place = self._place("convolution")
+        former_BDX = self.former(place)
+        if former_BDX is None:
+            former_BDX = states_BDN.new_zeros(*states_BDN.shape[:2], taps - 1)
+        columns_BDX = torch.cat([former_BDX.to(states_BDN.dtype), states_BDN], dim=2)
+        if self.tree.prompt:
+            self.left[place] = columns_BDX.device, Columns(columns_BDX, None)
+            out_BDX: Tensor = function(**{**given, "hidden_states": columns_BDX})
+            return out_BDX[:, :, taps - 1 :]
+        windows_BNW = self._nearest(taps, columns_BDX.device)
+        self.left[place] = columns_BDX.device, Columns(columns_BDX, windows_BNW)
+        # The layer's own function over the windows laid side by side; of each the last output has seen no other.
+        index_B1M = windows_BNW.flatten(1)[:, None].expand(-1, columns_BDX.shape[1], -1)
+        out_BDM: Tensor = function(**{**given, "hidden_states": columns_BDX.gather(2, index_B1M)})
+        return out_BDM[:, :, taps - 1 :: taps]
+
+    def _nearest(self, taps: int, device: torch.device) -> Tensor:
+        """The column of each tap of each node, [B, N, W]: its nearest ancestors and itself, the farthest first."""
+        if (taps, device) not in self._windows:
+            ancestors_BNN = self._tree_on(device).ancestors_BNN
+            depths_BN = ancestors_BNN.sum(-1) - 1
+            columns = []
+            for distance in reversed(range(taps)):
+                there_BNN = ancestors_BNN & (depths_BN[:, None] == (depths_BN - distance)[:, :, None])
+                before_BN = taps - 1 - distance + depths_BN
+                columns.append(torch.where(depths_BN >= distance, taps - 1 + there_BNN.byte().argmax(-1), before_BN))
+            self._windows[taps, device] = torch.stack(columns, dim=-1)
+        return self._windows[taps, device]
+
+    def _tree_on(self, device: torch.device) -> TokenTree:
+        """The tree where a layer is."""
+        if device not in self._trees:
+            tree = self.tree
+            self._trees[device] = replace(tree, ancestors_BNN=tree.ancestors_BNN.to(device),
+                                          parents_BN=tree.parents_BN.to(device), real_BN=tree.real_BN.to(device))
+        return self._trees[device]
+
+    def scan(self, scan: Scan, function: Function, given: dict[str, Any]) -> Any:
+        """The outputs of the nodes, and a state in the shape of the layer's that nobody reads."""
+        place = self._place(function.__name__)
+        former = self.former(place)
+        if self.tree.prompt and scan.initial is not None:
+            out, left = self._along(scan, function, given, former)
+        else:
+            out, left = scan.nodes(given, former, self._tree_on(given[scan.tokenwise[0]].device))
+        self.left[place] = out.device, left
+        return out, out.new_zeros(len(out))
+
+    def _along(
+        self, scan: Scan, function: Function, given: dict[str, Any], former: Tensor | None
+    ) -> tuple[Tensor, Committed]:
+        """Prompts by the layer's own code, those of one length at once: padding would be added to their states."""
+        counts = self.tree.real_BN.sum(-1).tolist()
+        whole, states = torch.empty(0), torch.empty(0)
+        for count in sorted(set(counts)):
+            rows = [row for row, other in enumerate(counts) if other == count]
+            pieces = {name: given[name][rows].narrow(scan.time, 0, count) for name in scan.tokenwise}
+            initial = {scan.initial: None if former is None else former[rows], scan.final: True}
+            out, state = function(**{**given, **pieces, **initial})
+            if not states.numel():
+                whole = out.new_zeros(len(counts), self.tree.size, *out.shape[2:])
+                states = state.new_zeros(len(counts), *state.shape[1:])
+            whole[rows, :count], states[rows] = out, state
+        return whole, Committed(states)
+
+
+class SegmentPass:
+    """A pass of training rows whose segments are texts of their own.
+
+    Args:
+        segments: of these rows.
+    """
+
+    def __init__(self, segments: Segments) -> None:
+        # Segments of about one length run side by side, padded to the longest: at most twice as many tokens.
+        spans = sorted(segments.spans, key=_tokens)
+        self._groups = [list(group) for _, group in groupby(spans, key=lambda span: _tokens(span).bit_length())]
+
+    def convolve(self, function: Function, given: dict[str, Any]) -> Tensor:
+        """The convolution of each segment from its own start."""
+        out: Tensor = self._apart(function, given, ("hidden_states",), 2)
+        return out
+
+    def scan(self, scan: Scan, function: Function, given: dict[str, Any]) -> Any:
+        """The recurrence of each segment from its own start."""
+        return self._apart(function, given, scan.tokenwise, scan.time)
+
+    def _apart(self, function: Function, given: dict[str, Any], tokenwise: tuple[str, ...], time: int) -> Any:
+        named = [name for name in tokenwise if given.get(name) is not None]
+        moved = {name: given[name].transpose(1, time) for name in named}
+        whole: Tensor | None = None
+        for group in self._groups:
+            longest = _tokens(group[-1])
+            pieces = {}
+            for name in named:
+                texts = [moved[name][row, span] for row, span in group]
+                texts = [pad(text, (0, 0) * (text.dim() - 1) + (0, longest - len(text))) for text in texts]
+                pieces[name] = torch.stack(texts).transpose(1, time)
+            out = function(**{**given, **pieces})
+            answer = (out[0] if isinstance(out, tuple) else out).transpose(1, time)
+            if whole is None:
+                whole = answer.new_zeros(*moved[named[0]].shape[:2], *answer.shape[2:])
+            for (row, span), text in zip(group, answer, strict=True):
+                whole[row, span] = text[: span.stop - span.start]
+        assert whole is not None
+        result = whole.transpose(1, time)
+        return (result, None) if isinstance(out, tuple) else result
+
+
+def _tokens(span: Span) -> int:
+    """The number of tokens of a segment."""
+    return int(span[1].stop - span[1].start)
