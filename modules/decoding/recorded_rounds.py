@@ -44,6 +44,8 @@ def recorder_of_rounds(rows: Rows) -> Recorder | str:
         return "stored text is read in place of a target"
     if rows.target.placement.spread:
         return "the target's layers are not whole on one device"
+    if rows.target.recurrent:
+        return "the target has recurrent layers"
     return recorder_for(rows.target.device)
 
 

@@ -56,6 +56,12 @@ class PromptTokens(LookaheadDrafter):
         super().__init__(config, sizes, config.copies)
         self.prompts = nn.Parameter(torch.full((self.virtual_nodes, sizes.hidden_size), torch.nan))
 
+    @classmethod
+    def fitted(cls, config: PromptTokensConfig, target: Target) -> tuple[PromptTokensConfig, None]:
+        """The settings. Raises UserError for a target with recurrent layers."""
+        target.require_attention_alone("prompt_tokens")
+        return config, None
+
     def initialise(self, target: Target) -> None:
         """Start as the embeddings of the first text, with some noise."""
         count, ids = self.virtual_nodes, []

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
-from .recurrent.recurrent_passes import NodePass
-from .recurrent.recurrent_states import RecurrentStates
+from .recurrent.recurrent_states import RecurrentCache, RecurrentStates
 
 FIRST_SLOTS = 256
 """Slots of a row that are allocated at once; rows that need more grow."""
@@ -120,7 +119,7 @@ class Block:
         return keys[each * place], values[each * place + each - 1]
 
 
-class RowCache(Cache):
+class RowCache(RecurrentCache):
     """Keys and values of a batch of rows that grow and finish at their own pace.
 
     Memory is taken as the rows grow: answers seldom reach the length that they may have.
@@ -154,7 +153,6 @@ class RowCache(Cache):
             self.blocks += [Block(layers[first : first + size], kind) for first in range(0, len(layers), size)]
         self._block_of = {layer: block for block in self.blocks for layer in block.layers}
         self.states = RecurrentStates(rows) if recurrent else None
-        """The recurrent states of the rows; None where no layer has any."""
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
         self._order_B = torch.arange(rows, device=device)
         self.host_lengths = [0] * rows
@@ -172,33 +170,6 @@ class RowCache(Cache):
         """Store what a layer of transformers has computed, see `write`; several may share a layer of the cache."""
         layer: Any = self.layers[layer_idx]
         return self.write(layer.index, key_states, value_states)
-
-    # Recurrent layers ask for their states by these names. They are given none, and leave what they compute to the
-    # running pass, which knows the states of the rows.
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None, as for a layer that starts."""
-        self._work.layer = layer_idx
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None, as for a layer that starts."""
-        self._work.layer = layer_idx
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """The new inputs of a convolution alone."""
-        return conv_states
-
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0,
-                               **kwargs: Any) -> Tensor:
-        """What it was given."""
-        return recurrent_states
-
-    @property
-    def _work(self) -> NodePass:
-        """The running pass of the recurrent layers."""
-        if self.states is None or self.states.work is None:
-            raise ValueError("a recurrent layer runs outside a pass that knows its states")
-        return self.states.work
 
     @property
     def storage(self) -> Tensor | None:

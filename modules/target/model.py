@@ -116,7 +116,7 @@ class Target:
         text_1L = self.readable_tokens(self_check.TEXT_LENGTH)[None]
         name = self.identity.architecture
         with self_check.explained(name), torch.no_grad():
-            expected_1LV = self.model(input_ids=text_1L, use_cache=False).logits
+            expected_1LV = self_check.own_logits(self.model, text_1L, steps=self.recurrent)
         self.linears = LinearForms(self.model, pack, shared)
         rows = self.start(1, self_check.TEXT_LENGTH + 1)
         with self_check.explained(name), recording(self.model) as calls:
@@ -162,6 +162,17 @@ class Target:
     def biases(self) -> TokenBiases:
         """Tokens that the generation config makes likelier or rules out."""
         return self.defaults.biases
+
+    def require_attention_alone(self, reader: str) -> None:
+        """Refuse what reads on after tokens that no commit keeps: recurrent layers have the state after the text alone.
+
+        Raises:
+            UserError: if some layers are recurrent.
+        """
+        if self.recurrent:
+            raise UserError(f"{reader} would need the states of {self.identity.architecture}'s recurrent layers after "
+                            "every token, and they keep the last one; choose a family of heads, such as medusa or "
+                            "hydra, or a drafter of features, such as eagle3")
 
     def to(self, device: torch.device | str) -> "Target":
         """Move the model; packed layers exist on the CPU only. One that is not whole on one device stays in place."""

@@ -24,7 +24,8 @@ _MACHINE_FIELDS = ("_name_or_path", "transformers_version", "architectures", "dt
 def smaller(target: Target, *, num_layers: int, hidden_size: int | None = None, num_heads: int | None = None) -> Any:
     """The target's configuration with fewer layers and another width; the rest keeps the target's proportions.
 
-    A configuration that is no plain causal language model's becomes a Llama's of the same numbers.
+    A configuration that is no plain causal language model's, or has recurrent layers, becomes a Llama's of the same
+    numbers: a draft model reads the nodes of a tree level by level.
 
     Raises:
         UserError: if the width and the heads do not divide.
@@ -47,15 +48,16 @@ def smaller(target: Target, *, num_layers: int, hidden_size: int | None = None, 
     fields = {"num_hidden_layers": num_layers, "hidden_size": width, "num_attention_heads": heads,
               "num_key_value_heads": shared, "head_dim": head_dim, "intermediate_size": wide,
               "vocab_size": target.vocab_size}
-    return _changed(own, fields, range(num_layers))
+    return _changed(own, fields, range(num_layers), plain=target.recurrent)
 
 
 def chosen(target: Target, layers: Sequence[int]) -> Any:
     """The target's configuration with some of its layers only.
 
     Raises:
-        UserError: if a layer is not one of the target's, or they are not ascending.
+        UserError: if a layer is not one of the target's, or recurrent, or they are not ascending.
     """
+    target.require_attention_alone("a draft model of the target's layers")
     last = target.num_layers - 1
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] > last:
         raise UserError(f"layers must be ascending numbers from 0 to {last}, the layers of {target.identity.name}, at "
@@ -66,11 +68,11 @@ def chosen(target: Target, layers: Sequence[int]) -> Any:
     return _changed(target.config, {"num_hidden_layers": len(layers), "vocab_size": target.vocab_size}, layers)
 
 
-def _changed(own: Any, fields: dict[str, Any], layers: Sequence[int]) -> Any:
+def _changed(own: Any, fields: dict[str, Any], layers: Sequence[int], *, plain: bool = False) -> Any:
     from transformers import LlamaConfig
 
     given = own.to_dict()
-    if not is_causal_lm(own):
+    if plain or not is_causal_lm(own):
         kept = {name: given[name] for name in _FALLBACK_FIELDS if given.get(name) is not None}
         return LlamaConfig(**{"tie_word_embeddings": bool(given.get("tie_word_embeddings")), **kept, **fields})
     # Some architectures have names of their own for common fields: GPT-2's n_layer is num_hidden_layers.

@@ -32,7 +32,7 @@ from draftsmith.modules import (
     baseline,
 )
 from draftsmith.modules.interfaces.optional_parts import VerifiedRows
-from support.campaign_targets import target_of
+from support.campaign_targets import RECURRENT_TARGETS, target_of
 from support.families import CASES, Case, cases_of, randomised
 from support.fixed_length import FixedLength
 from support.wrapped_drafter import Wrapped
@@ -106,6 +106,16 @@ def fitting(name: str) -> tuple[str, ...]:
 def _fits(growth: Growth, drafter: Proposer) -> bool:
     try:
         growth.policy().check(drafter)
+    except UserError:
+        return False
+    return True
+
+
+@cache
+def takes_recurrent(name: str) -> bool:
+    """False for guessers that would need a state of the target's recurrent layers after every token."""
+    try:
+        make(name, target_of(RECURRENT_TARGETS[0]))
     except UserError:
         return False
     return True

@@ -17,10 +17,11 @@ from support.campaign_drafters import (
     changes_target,
     fitting,
     make,
+    takes_recurrent,
     verifier,
 )
 from support.campaign_outcome import Outcome
-from support.campaign_targets import ARCHITECTURES, target_of
+from support.campaign_targets import ARCHITECTURES, RECURRENT_TARGETS, target_of
 from support.native_answers import native_greedy, requests_for
 
 REQUESTS, TOKENS = 10, 56
@@ -43,6 +44,8 @@ def tiny_cells() -> dict[str, Callable[[], Outcome]]:
         policies = cycle(fitting(drafter))
         names += [(target, drafter, next(policies)) for target in ARCHITECTURES
                   if not (changes_target(drafter) and target in OTHER_PROJECTIONS)]
+    names += [(target, drafter, policy) for target in RECURRENT_TARGETS for drafter in GUESSERS for policy in POLICIES
+              if takes_recurrent(drafter)]
     random.Random(0).shuffle(names)
     return {" ".join(name): partial(tiny, *name) for name in names}
 

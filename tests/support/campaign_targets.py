@@ -7,6 +7,7 @@ import torch
 import transformers
 from draftsmith.modules import Target
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
+from support.recurrent_models import recurrent_model
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -30,12 +31,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Starcoder2": {"sliding_window": None},
 }
 """Names in transformers, and what differs from a Llama's configuration."""
+RECURRENT_TARGETS = ("Qwen3_5Text", "NemotronH", "Lfm2", "KimiLinear")
+"""Those with recurrent layers, in float32: their own code takes no other number format that is as wide."""
 VOCABULARY = 8
 """Tokens of the target whose answers are enumerated."""
 
 
 def build(name: str, **changes: Any) -> Target:
     """A random target of an architecture."""
+    if name in RECURRENT_TARGETS:
+        with torch.random.fork_rng(devices=[]):
+            return Target(recurrent_model(name, max_position_embeddings=256), tiny_tokenizer(), name=name)
     config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
     fields = _COMMON | ARCHITECTURES[name] | changes
     if name == "GPTNeoX":

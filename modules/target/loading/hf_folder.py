@@ -12,6 +12,7 @@ from ...errors import UserError
 from ...files.fingerprints import files_digest
 from ..attention.tree_attention import NAME, register
 from ..model import Target
+from ..recurrent.recurrent_passes import install
 from ..submodel import is_causal_lm
 from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
 from .stored_weights import read_model_whole, require_finite
@@ -85,6 +86,9 @@ def read_model(folder: Path, target: Target) -> Any:
         raise
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
         raise _unreadable(folder, error) from error
+    if install(model.get_decoder()):
+        raise UserError(f"the model in {folder} has recurrent layers, and a draft model reads the nodes of a tree level "
+                        "by level; choose one with attention alone")
     register()
     model.set_attn_implementation(NAME)
     return model

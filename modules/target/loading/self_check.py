@@ -147,6 +147,27 @@ def check_attention(
     return each
 
 
+def own_logits(model: Any, text_1L: Tensor, *, steps: bool) -> Tensor:
+    """The model's own logits along the check's text, [1, L, V].
+
+    Args:
+        model: as transformers made it.
+        text_1L: the text.
+        steps: whether its second half is read token by token, as `generate` reads an answer: recurrent layers have
+            other code for that, which some models give other bounds.
+    """
+    if not steps:
+        whole_1LV: Tensor = model(input_ids=text_1L, use_cache=False).logits
+        return whole_1LV
+    order_1L, cache, logits, half = torch.arange(TEXT_LENGTH, device=text_1L.device)[None], None, [], TEXT_LENGTH // 2
+    for place in (slice(0, half), *(slice(token, token + 1) for token in range(half, TEXT_LENGTH))):
+        output = model(input_ids=text_1L[:, place], position_ids=order_1L[:, place], past_key_values=cache,
+                       use_cache=True)
+        cache = output.past_key_values
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)
+
+
 def read_as_tree(rows: TargetRows, text_1L: Tensor) -> Tensor:
     """Logits along the check's text, [1, L, V], from a prompt's pass and those of two trees after it.
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from ...token_tree import TokenTree
 from .recurrent_passes import NodePass, Place, running
@@ -62,3 +64,31 @@ class RecurrentStates:
 def _there(rows: slice | Tensor, held: Tensor) -> slice | Tensor:
     """Rows of a tensor, on its device."""
     return rows if isinstance(rows, slice) else rows.to(held.device)
+
+
+class RecurrentCache(Cache):
+    """A cache of transformers whose recurrent layers leave what they compute to the running pass.
+
+    They ask for their states by these names. They are given none, as at the start of a text, and so take the way of
+    several tokens; the pass knows the states of the rows.
+    """
+
+    states: RecurrentStates | None
+    """The recurrent states of the rows; None where no layer has any."""
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None; the layer runs from here on."""
+        if self.states is None or self.states.work is None:
+            raise ValueError("a recurrent layer runs outside a pass that knows its states")
+        self.states.work.layer = layer_idx
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None."""
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """The new inputs of a convolution alone."""
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """What it was given."""
+        return recurrent_states

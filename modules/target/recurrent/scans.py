@@ -150,8 +150,9 @@ def mamba2(given: dict[str, Any], state: Tensor | None, tree: TokenTree) -> tupl
         times = times + bias.to(times.dtype)
     if given.get("dt_softplus"):
         times = softplus(times)
-    least, most = given.get("dt_limit", (0.0, float("inf")))
-    inputs, times, keys, queries = _widened(given["hidden_states"], times.clamp(least, most), given["B"], given["C"])
+    # Without `dt_limit`: transformers bounds the times of a prompt alone (Nemotron-H, Zamba2), not those of its steps,
+    # in which `generate` reads an answer.
+    inputs, times, keys, queries = _widened(given["hidden_states"], times, given["B"], given["C"])
     keys, queries = (states.repeat_interleave(inputs.shape[1] // states.shape[1], dim=1) for states in (keys, queries))
     out_BHNV, additions = linear_attention(
         queries, keys, inputs * times[..., None], (given["A"].to(times.dtype)[:, None] * times)[..., None], None,

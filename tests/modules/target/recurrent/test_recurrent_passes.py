@@ -1,0 +1,157 @@
+"""Trees, commits, rows and packed texts of targets with recurrent layers, against the models' own code."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from draftsmith.modules import Features, Target, TokenTree, Topology
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.target_rows import TargetRows
+from support.recurrent_models import KINDS, RECURRENT, recurrent_model
+
+FAMILIES = [pytest.param(family, marks=[] if place < KINDS else [pytest.mark.long])
+            for place, family in enumerate(RECURRENT)]
+CLOSE = {"atol": 1e-3, "rtol": 1e-3}
+"""The models' own recurrences compute in float32, and norms over outputs near zero amplify what is rounded."""
+
+
+@cache
+def target_of(family: str) -> Target:
+    return Target(recurrent_model(family), tiny_tokenizer(), name=family)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def own_logits(target: Target, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Logits along the text as `generate` computes them: the prompt at once, the answer step by step."""
+    with target.native() as model:
+        output = model(input_ids=torch.tensor([prompt]), use_cache=True)
+        logits = [output.logits[0]]
+        for place, token in enumerate(answer, start=len(prompt)):
+            output = model(input_ids=torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True,
+                           position_ids=torch.tensor([[place]]))
+            logits.append(output.logits[0])
+    return torch.cat(logits)
+
+
+def random_trees(rows: int, size: int, generator: torch.Generator) -> TokenTree:
+    parents = [[-1] + [int(torch.randint(0, node, (), generator=generator)) for node in range(1, size)]
+               for _ in range(rows)]
+    return TokenTree.from_parents(torch.randint(3, 100, (rows, size), generator=generator), torch.tensor(parents))
+
+
+def commit_path(rows: TargetRows, tree: TokenTree, ends: list[int]) -> list[list[int]]:
+    """Commit the path to one node of each row; returns its tokens."""
+    paths = [tree.ancestors_BNN[row, end].nonzero()[:, 0].tolist() for row, end in enumerate(ends)]
+    counts, longest = [len(path) for path in paths], max(map(len, paths))
+    padded = torch.tensor([path + list(range(len(path), longest)) for path in paths])
+    rows.commit(padded, torch.tensor(counts), counts)
+    return [tree.tokens_BN[row, path].tolist() for row, path in enumerate(paths)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_node_is_read_as_the_model_reads_its_path(family: str) -> None:
+    """Prompts of unlike lengths in two pieces, then trees of unlike shapes and commits of their branches."""
+    target, generator = target_of(family), torch.Generator().manual_seed(1)
+    rows, lengths = target.start(3, 80), [7, 12, 1]
+    texts = [torch.randint(3, 100, (length,), generator=generator).tolist() for length in lengths]
+    for piece in (slice(0, 5), slice(5, 12)):
+        parts = [(row, text[piece]) for row, text in enumerate(texts) if text[piece]]
+        counts = [len(part) for _, part in parts]
+        tokens = torch.tensor([part + [0] * (max(counts) - len(part)) for _, part in parts])
+        output = rows.run(TokenTree.prompts(tokens, torch.tensor(counts)), [row for row, _ in parts])
+        for place, (row, part) in enumerate(parts):
+            wanted = own_logits(target, texts[row][: piece.start + len(part)], [])[piece.start :]
+            torch.testing.assert_close(output.logits_BMV[place, : len(part)], wanted, **CLOSE)
+        rows.commit(torch.arange(max(counts)).expand(len(parts), -1), torch.tensor(counts), counts, moved=False)
+    answers: list[list[int]] = [[], [], []]
+    for size in (9, 1, 6, 9):
+        tree = random_trees(3, size, generator)
+        found = rows.run(tree).logits_BMV
+        for row in range(3):
+            for node in range(size):
+                path = tree.tokens_BN[row, tree.ancestors_BNN[row, node]].tolist()
+                wanted = own_logits(target, texts[row], answers[row] + path)[-1]
+                torch.testing.assert_close(found[row, node], wanted, **CLOSE)
+        ends = torch.randint(0, size, (3,), generator=generator).tolist()
+        for answer, taken in zip(answers, commit_path(rows, tree, ends), strict=True):
+            answer += taken
+        assert_fresh(rows, texts, answers)
+
+
+def assert_fresh(rows: TargetRows, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """The states of the rows are those after a fresh reading of their texts, the answers in one chain."""
+    assert rows.cache.states is not None
+    assert rows.cache.states.held
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        fresh = rows.target.start(1, 80)
+        for tree in (TokenTree.prompts(torch.tensor([prompt]), torch.tensor([len(prompt)])),
+                     Topology.chain(len(answer) - 1).plant(torch.tensor([answer]))):
+            if tree.size:
+                fresh.run(tree)
+                fresh.commit(torch.arange(tree.size)[None], torch.tensor([tree.size]), [tree.size], moved=False)
+        assert fresh.cache.states is not None
+        assert fresh.cache.states.held.keys() == rows.cache.states.held.keys()
+        for place, state in fresh.cache.states.held.items():
+            torch.testing.assert_close(rows.cache.states.held[place][row], state[0], **CLOSE, msg=str(place))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_join_leave_and_shrink(family: str) -> None:
+    target, generator = target_of(family), torch.Generator().manual_seed(2)
+    rows = target.start(4, 80, prefix=[5, 6, 7])
+    prefix = [5, 6, 7]
+    assert [rows.open(row, row) for row in range(4)] == [3, 3, 3, 3]
+    answers: list[list[int]] = [[], [], [], []]
+    for _ in range(2):
+        tree = random_trees(4, 5, generator)
+        rows.run(tree)
+        for answer, taken in zip(answers, commit_path(rows, tree, [4, 3, 2, 1]), strict=True):
+            answer += taken
+    rows.open(1, 4)
+    rows.wipe(2)
+    rows.keep([1, 3])
+    answers = [[], answers[3]]
+    tree = random_trees(2, 6, generator)
+    found = rows.run(tree).logits_BMV
+    for row in range(2):
+        path = tree.tokens_BN[row, tree.ancestors_BNN[row, 5]].tolist()
+        torch.testing.assert_close(found[row, 5], own_logits(target, prefix, answers[row] + path)[-1], **CLOSE)
+    for answer, taken in zip(answers, commit_path(rows, tree, [5, 3]), strict=True):
+        answer += taken
+    assert_fresh(rows, [prefix] * 2, answers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_of_a_packed_row_are_read_apart(family: str) -> None:
+    target, generator = target_of(family), torch.Generator().manual_seed(6)
+    lengths = [[9, 1, 14], [24], [3, 17]]
+    tokens_BL = torch.randint(3, 100, (3, 24), generator=generator)
+    segments_BL, positions_BL = torch.full((3, 24), -1), torch.zeros(3, 24, dtype=torch.int64)
+    for row, sizes in enumerate(lengths):
+        for number, size in enumerate(sizes):
+            start = sum(sizes[:number])
+            segments_BL[row, start : start + size] = number
+            positions_BL[row, start : start + size] = torch.arange(size)
+    features = Features(tokens_BL=tokens_BL, supervised_BL=torch.ones_like(tokens_BL, dtype=torch.bool),
+                        segments_BL=segments_BL, positions_BL=positions_BL)
+    final_BLD = target.encode(features).final_BLD
+    assert final_BLD is not None
+    assert final_BLD.isfinite().all()
+    for row, sizes in enumerate(lengths):
+        for number, size in enumerate(sizes):
+            place = slice(sum(sizes[:number]), sum(sizes[: number + 1]))
+            wanted = own_logits(target, tokens_BL[row, place].tolist(), [])
+            torch.testing.assert_close(target.logits(final_BLD[row, place]), wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["kangaroo", "prompt-tokens", "hidden-transfer", "layer_skip", "first_layers",
+                                  "draft-lm-layers"])
+def test_what_reads_on_after_every_node_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=r"would need the states of Lfm2ForCausalLM's recurrent layers after every token"):
+        make(name, target_of("Lfm2"))
