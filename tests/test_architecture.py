@@ -204,7 +204,8 @@ HOOKS = {
     "on_load_checkpoint", "on_save_checkpoint", "on_train_batch_end", "on_train_batch_start", "train_dataloader",
     "block_backward_sync", "load_optimizer_state_dict", "optimizer_state", "_format_config",
     "_setup_model_and_optimizer", "get_mask_sizes", "get_max_cache_shape", "get_max_length", "get_seq_length",
-    "lazy_initialization", "reset_parameters", "_shaped",
+    "lazy_initialization", "reset_parameters", "_shaped", "get_conv_state", "get_recurrent_state",
+    "update_conv_state", "update_recurrent_state",
 }
 """Functions that Lightning, transformers or torch call."""
 IMPORTERS = {"import_eagle", "import_hydra", "import_kangaroo", "import_medusa", "import_ppd", "import_specdec"}

@@ -15,7 +15,8 @@ _MAMBA1 = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_r
 _SHORT = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}
 RECURRENT: dict[str, dict[str, Any]] = {
     "Qwen3Next": _LINEAR | _MIXTURE,
-    "NemotronH": _MAMBA2 | {"layer_types": ["mamba", "attention", "mlp"], "layers_block_type": ["mamba", "attention", "mlp"]},
+    "NemotronH": _MAMBA2 | {"layer_types": ["mamba", "attention", "mlp"],
+                            "layers_block_type": ["mamba", "attention", "mlp"]},
     "KimiLinear": {"linear_num_heads": 4, "linear_head_dim": 8, "linear_conv_kernel_dim": 4, "kv_lora_rank": 16,
                    "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": 12,
                    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,

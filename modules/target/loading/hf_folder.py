@@ -87,8 +87,8 @@ def read_model(folder: Path, target: Target) -> Any:
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
         raise _unreadable(folder, error) from error
     if install(model.get_decoder()):
-        raise UserError(f"the model in {folder} has recurrent layers, and a draft model reads the nodes of a tree level "
-                        "by level; choose one with attention alone")
+        raise UserError(f"the model in {folder} has recurrent layers, and a draft model reads the nodes of a tree one "
+                        "level at a time; choose one with attention alone")
     register()
     model.set_attn_implementation(NAME)
     return model

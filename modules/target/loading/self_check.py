@@ -56,7 +56,8 @@ def refuse_unverifiable(model: Any) -> None:
     """Refuse what a tree pass cannot be formed for, before any pass.
 
     Raises:
-        UserError: for a recurrent state of an unknown kind, a kind of attention that has no mask here, ALiBi (it counts cache slots, not positions), or a decoder without position ids or a cache.
+        UserError: for a recurrent state of an unknown kind, a kind of attention that has no mask here, ALiBi (it counts
+            cache slots, not positions), or a decoder without position ids or a cache.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     if config.is_encoder_decoder or (type(config) in MODEL_FOR_MASKED_LM_MAPPING
@@ -190,7 +191,7 @@ def read_as_tree(rows: TargetRows, text_1L: Tensor) -> Tensor:
 
 
 def check_logits(
-    name: str, dtype: torch.dtype, found_1LV: Tensor, expected_1LV: Tensor, *, recurrent: bool
+    name: str, dtype: torch.dtype, found_1LV: Tensor, expected_1LV: Tensor, *, recurrent: bool = False
 ) -> None:
     """Compare the logits of tree passes with those of the model's own forward pass.
 

@@ -31,13 +31,13 @@ _CONVOLUTION = "causal_conv1d_fn"
 
 
 class RecurrentPass(Protocol):
-    """What the functions of recurrent layers ask while a pass runs."""
+    """The pass that the functions of recurrent layers ask while it runs."""
 
     def convolve(self, function: Function, given: dict[str, Any]) -> Tensor:
         """The outputs of a causal convolution, [B, D, N]."""
 
     def scan(self, scan: Scan, function: Function, given: dict[str, Any]) -> Any:
-        """What the function of a recurrence returns."""
+        """The outputs of a recurrence, and the state after it if the function was asked for that."""
 
 
 _RUNNING: ContextVar[RecurrentPass | None] = ContextVar("recurrent pass", default=None)
@@ -175,15 +175,15 @@ class NodePass:
 
     def _along(
         self, scan: Scan, function: Function, given: dict[str, Any], former: Tensor | None
-    ) -> tuple[Tensor, Committed]:
+    ) -> tuple[Tensor, Branches]:
         """Prompts by the layer's own code, those of one length at once: padding would be added to their states."""
         counts = self.tree.real_BN.sum(-1).tolist()
         whole, states = torch.empty(0), torch.empty(0)
         for count in sorted(set(counts)):
             rows = [row for row, other in enumerate(counts) if other == count]
             pieces = {name: given[name][rows].narrow(scan.time, 0, count) for name in scan.tokenwise}
-            initial = {scan.initial: None if former is None else former[rows], scan.final: True}
-            out, state = function(**{**given, **pieces, **initial})
+            asked = {str(scan.initial): None if former is None else former[rows], scan.final: True}
+            out, state = function(**{**given, **pieces, **asked})
             if not states.numel():
                 whole = out.new_zeros(len(counts), self.tree.size, *out.shape[2:])
                 states = state.new_zeros(len(counts), *state.shape[1:])

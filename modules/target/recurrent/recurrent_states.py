@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from ...token_tree import TokenTree
 from .recurrent_passes import NodePass, Place, running
 
+
 class RecurrentStates:
     """The states of the target's recurrent layers, and the inputs that their convolutions still see, of each row.
 
@@ -90,5 +91,5 @@ class RecurrentCache(Cache):
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """What it was given."""
+        """The given state."""
         return recurrent_states

@@ -22,7 +22,7 @@ from ...token_tree import TokenTree
 
 
 class Branches(Protocol):
-    """What the nodes of a pass leave of a layer, for the commit of a path of them."""
+    """A layer's record of the nodes of a pass, for the commit of a path of them."""
 
     def after(self, path_BP: Tensor, counts_B: Tensor) -> Tensor:
         """The state after the first counts_B[b] nodes of each row's path."""
@@ -41,7 +41,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Additions:
-    """What nodes add to a state of keys and values: each an outer product, decayed by the nodes after it."""
+    """The additions of nodes to a state of keys and values: outer products, decayed by the nodes after them."""
 
     former_BHKV: Tensor
     """The state before the pass."""
@@ -79,8 +79,8 @@ class Steps:
     def at(self, state_BDS: Tensor, nodes_B: Tensor) -> Tensor:
         """The state after one node of each row, from that before it."""
         rows_B = torch.arange(len(nodes_B), device=nodes_B.device)
-        kept_BDS = (self.decays_DS * self.times_BND[rows_B, nodes_B][..., None]).exp()
-        return kept_BDS * state_BDS + self.inputs_BND[rows_B, nodes_B][..., None] * self.keys_BNS[rows_B, nodes_B][:, None]
+        times_BD1, inputs_BD1 = (each[rows_B, nodes_B][..., None] for each in (self.times_BND, self.inputs_BND))
+        return (self.decays_DS * times_BD1).exp() * state_BDS + inputs_BD1 * self.keys_BNS[rows_B, nodes_B][:, None]
 
     def after(self, path_BP: Tensor, counts_B: Tensor) -> Tensor:
         """The state after the steps of the path, taken again: states of all nodes would fill the memory."""
@@ -131,7 +131,7 @@ def _widened(*tensors: Tensor) -> list[Tensor]:
 
 
 def delta_rule(given: dict[str, Any], state: Tensor | None, tree: TokenTree) -> tuple[Tensor, Branches]:
-    """The gated delta rule of Qwen3-Next and OLMo hybrid, with a decay a head, and of Kimi Linear, with one a channel."""
+    """The gated delta rule with a decay a head (Qwen3-Next, OLMo hybrid) or a channel (Kimi Linear)."""
     query, key, value, decay, strength = _widened(*(given[name] for name in ("query", "key", "value", "g", "beta")))
     if (groups := value.shape[1] // key.shape[1]) > 1:
         query, key = (states.repeat_interleave(groups, dim=1) for states in (query, key))

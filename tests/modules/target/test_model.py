@@ -17,6 +17,7 @@ from draftsmith.modules import (
     load_target,
 )
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from support.architectures import random_model
 from support.virtual_nodes import unplaced
 
 pytestmark = pytest.mark.usefixtures("on_device")

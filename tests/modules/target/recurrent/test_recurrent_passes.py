@@ -1,13 +1,16 @@
 """Trees, commits, rows and packed texts of targets with recurrent layers, against the models' own code."""
 
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Features, Target, TokenTree, Topology
+from draftsmith.modules import Features, Target, TokenTree, Topology, UserError
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.submodel import chosen, smaller
 from draftsmith.modules.target.target_rows import TargetRows
+from support.campaign_drafters import make
 from support.recurrent_models import KINDS, RECURRENT, recurrent_model
 
 FAMILIES = [pytest.param(family, marks=[] if place < KINDS else [pytest.mark.long])
@@ -144,14 +147,17 @@ def test_texts_of_a_packed_row_are_read_apart(family: str) -> None:
     assert final_BLD is not None
     assert final_BLD.isfinite().all()
     for row, sizes in enumerate(lengths):
-        for number, size in enumerate(sizes):
+        for number in range(len(sizes)):
             place = slice(sum(sizes[:number]), sum(sizes[: number + 1]))
             wanted = own_logits(target, tokens_BL[row, place].tolist(), [])
             torch.testing.assert_close(target.logits(final_BLD[row, place]), wanted, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["kangaroo", "prompt-tokens", "hidden-transfer", "layer_skip", "first_layers",
-                                  "draft-lm-layers"])
-def test_what_reads_on_after_every_node_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match=r"would need the states of Lfm2ForCausalLM's recurrent layers after every token"):
-        make(name, target_of("Lfm2"))
+def test_what_reads_on_after_every_node_is_refused() -> None:
+    target = target_of("Lfm2")
+    readers: list[Callable[[], Any]] = [partial(make, name, target) for name in (
+        "kangaroo", "prompt-tokens", "hidden-transfer", "layer_skip", "first_layers")]
+    for reader in (*readers, partial(chosen, target, [0])):
+        with pytest.raises(UserError, match="states of Lfm2ForCausalLM's recurrent layers after every token"):
+            reader()
+    assert type(smaller(target, num_layers=2)).__name__ == "LlamaConfig"
