@@ -25,6 +25,8 @@ ANSWERS = ("chosen", "completion", "response", "output")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 WEIGHTS = ("weight", "train", "loss")
 """Keys of what an instruction is about, of answers (richer ones first), of their thoughts, and of what is no label."""
+PICTURES = ("images", "image", "videos", "video", "audios", "audio")
+"""Keys of what is not read: without it the text would mean something else."""
 
 
 def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
@@ -35,6 +37,8 @@ def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
         row = {key: value for key, value in row.items() if not _is_empty(value)}
         if left_out := [key for key in WEIGHTS if row.get(key) in (0, False)]:
             raise UserError(f"{left_out[0]} is {row[left_out[0]]!r}, which leaves the whole row out; nothing is to do")
+        if beside := [key for key in PICTURES if key in row]:
+            raise UserError(f"{beside[0]} stands next to the text, and only text is read; leave the row out")
         prompt = _prompt(row, where, column)
         # JSON can write what no file of prompts, answers or shards could hold as UTF-8.
         json.dumps([prompt.id, prompt.row], ensure_ascii=False).encode()

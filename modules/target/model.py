@@ -28,6 +28,7 @@ from .loading.excerpt import copy_modules, excerpt, layer_list
 from .loading.generation_defaults import GenerationDefaults, read_defaults
 from .loading.identity import TargetIdentity, hash_weights
 from .loading.stored_weights import require_finite
+from .loading.wrapped_text import text_of
 from .pass_layout import PassLayout
 from .recurrent.recurrent_passes import SegmentPass, install, running
 from .rope_parameters import rope_by_kind
@@ -41,7 +42,8 @@ class Target:
     It is no `nn.Module`: a trainer that holds it neither saves, moves, casts nor wraps it.
 
     Args:
-        model: any causal language model of transformers whose attention takes a mask.
+        model: any causal language model of transformers whose attention takes a mask. Of a model that reads pictures
+            or sound too it is the text alone, see `text_of`.
         tokenizer: its tokenizer.
         name: for reports. A model on torch's meta device has a shape and no values: it is not checked.
         pack: forms of the linear layers on a CPU, see `linear_forms`; packed ones double their memory.
@@ -57,10 +59,15 @@ class Target:
         self, model: Any, tokenizer: Any, *, name: str, pack: Pack | Packing = 1, shared_with: "Target | None" = None,
         placement: Placement | None = None,
     ) -> None:
+        self.tokenizer, self.placement = tokenizer, placement or Placement()
+        model = text_of(model, spread=self.placement.spread)
         self_check.refuse_unverifiable(model)
         register()
         model.eval().requires_grad_(False)
-        self.model, self.tokenizer, self.placement = model, tokenizer, placement or Placement()
+        if model.dtype == torch.float64:
+            # torch has no float64 product over grouped experts; one expert after the other computes the same.
+            model.set_experts_implementation("eager")
+        self.model = model
         self.config = model.config.get_text_config()
         self.decoder: nn.Module = model.get_decoder()
         self.head: nn.Module = model.get_output_embeddings()
@@ -119,7 +126,7 @@ class Target:
             expected_1LV = self_check.own_logits(self.model, text_1L, steps=self.recurrent)
         self.linears = LinearForms(self.model, pack, shared)
         rows = self.start(1, self_check.TEXT_LENGTH + 1)
-        with self_check.explained(name), recording(self.model) as calls:
+        with self_check.explained(name), recording(self.decoder) as calls:
             found_1LV = self_check.read_as_tree(rows, text_1L)
         self.cache_groups = rows.cache.shapes
         attending = {layer: window for layer, window in enumerate(windows)
@@ -187,12 +194,14 @@ class Target:
     @contextmanager
     def native(self) -> Iterator[Any]:
         """The model as transformers made it, own attention and plain linear layers: the reference for `generate`."""
-        self.model.set_attn_implementation(self.native_attention)
+        # The decoder's alone: nothing else of the model attends, whatever its configuration says.
+        decoder: Any = self.decoder
+        decoder.set_attn_implementation(self.native_attention)
         try:
             with self.linears.plain():
                 yield self.model
         finally:
-            self.model.set_attn_implementation(NAME)
+            decoder.set_attn_implementation(NAME)
 
     def reproducible(self) -> AbstractContextManager[None]:
         """A block for work whose bytes must come out the same again: see `linear_forms`."""

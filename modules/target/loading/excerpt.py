@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...errors import UserError
 from ..devices.split_weights import plain_class, whole
+from .wrapped_text import text_of
 
 SHORT_WINDOW = 4
 """Sliding window of an excerpt, in tokens: shorter than the text of the check at load."""
@@ -37,7 +38,7 @@ def excerpt(model: Any, *, short_windows: bool, spread: bool = False) -> Any:
     if spread:
         # Made anew: a copy would hold parts of weights, and the hooks that gather or move them.
         with torch.device("meta"):
-            small = plain_class(model)(copy.deepcopy(model.config)).eval()
+            small = text_of(plain_class(model)(copy.deepcopy(model.config)).eval(), spread=True)
     else:
         small = copy_modules(model)
     # An excerpt answers nothing: what the model's own asks for would be warned of or refused a second time.

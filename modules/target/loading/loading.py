@@ -27,6 +27,7 @@ from .hf_folder import without_bars
 from .self_check import LIBRARY_ERRORS
 from .stored_weights import read_model_whole, read_tokenizer, require_rows
 from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
+from .wrapped_text import auto_class
 
 DEFAULT_NAME = "smollm2-135m-instruct"
 """The embedded default target."""
@@ -216,11 +217,8 @@ def _shape_and_sketch(config: TargetConfig, source: str, options: dict[str, Any]
 
 def _sketch(shape: Any, dtype: torch.dtype, *, trust: bool = False) -> Any:
     """The model of a configuration on torch's meta device, which takes no memory for weights."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            shape, dtype=dtype, trust_remote_code=trust)
+        return auto_class(shape).from_config(shape, dtype=dtype, trust_remote_code=trust)
 
 
 def _read_stored(config: TargetConfig, source: str, options: dict[str, Any], dtype: torch.dtype, device: torch.device,
@@ -236,7 +234,8 @@ def _read_stored(config: TargetConfig, source: str, options: dict[str, Any], dty
         tokenizer = _with_template(config, read_tokenizer(source, name, options))
         require_rows(tokenizer, sketch.get_input_embeddings().weight.shape[0], name)
         with placement.reading(sketch, device, world) as places, without_bars():
-            model = read_model_whole(source, name, config=shape, dtype=dtype, **options, **places)
+            model = read_model_whole(source, name, spread=placement.spread, config=shape, dtype=dtype, **options,
+                                     **places)
     if "gguf_file" in options:
         # The weights were dequantised on reading; without this, saving the model would claim that they are not.
         model.hf_quantizer = None

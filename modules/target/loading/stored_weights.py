@@ -15,6 +15,7 @@ import torch
 from ...errors import UserError
 from ..devices.split_weights import whole
 from .self_check import LIBRARY_ERRORS
+from .wrapped_text import auto_class, text_of
 
 log = logging.getLogger(__name__)
 
@@ -24,41 +25,46 @@ _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.j
 _MARK = re.compile(r"<.*>|\[.*\]")
 
 
-def read_model_whole(source: Any, name: str, **options: Any) -> Any:
+def read_model_whole(source: Any, name: str, *, spread: bool = False, **options: Any) -> Any:
     """The causal language model of a folder, hub id or GGUF file, all of whose weights are those of its files.
 
     Args:
         source: for transformers.
         name: of the model, for sentences.
+        spread: its layers are split or spread, see `text_of`.
         options: of `from_pretrained`.
 
     Raises:
         UserError: naming tensors that are missing, that are of another shape, or that belong to modules of the model
             whose configuration has no place for them.
     """
-    from transformers import AutoModelForCausalLM
-
     # It would print a table of what is named here.
     _REPORT.disabled = True
     try:
-        read: Any = AutoModelForCausalLM.from_pretrained(
+        read: Any = auto_class(options.get("config")).from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     finally:
         _REPORT.disabled = False
     model, info = read
+    # Around a text there may be other parts, which are not used and may be left out of its files.
+    text = text_of(model, spread=spread)
+    held = {id(tensor) for tensor in (*text.parameters(), *text.buffers())}
+    weights, buffers = ({path for path, tensor in named if id(tensor) in held} for named in (
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)))
     # Tied weights, and those that an architecture may lack, are not among them.
-    missing, unexpected, mend = info["missing_keys"], info["unexpected_keys"], "save or copy the model again"
+    missing = (weights | buffers) & set(info["missing_keys"])
+    unexpected, mend = info["unexpected_keys"], "save or copy the model again"
     if missing:
         others = f", and holds {_listed(unexpected)}, which it does not have" if unexpected else ""
         raise UserError(f"the weights of {name} lack {_listed(missing)}, which its configuration asks for{others}; "
                         f"they would be drawn at random: {mend}, with the names of transformers")
-    for key, found, expected in sorted(info["mismatched_keys"])[:1]:
+    for key, found, expected in sorted(odd for odd in info["mismatched_keys"] if odd[0] in weights)[:1]:
         raise UserError(f"the weights of {name} hold {key} of shape {list(found)}, its configuration asks for "
                         f"{list(expected)}; correct it, or {mend}")
     # A bias of a layer that has none by the configuration is part of what the model computed. Other modules, such as
     # those for images or for further tokens, are not: many published checkpoints hold some. Quantised weights come with
     # tensors that transformers reads in ways of its own.
-    modules = {path.rpartition(".")[0] for path, _ in model.named_parameters()}
+    modules = {path.rpartition(".")[0] for path in weights}
     lost = [key for key in unexpected if key.rpartition(".")[0] in modules]
     if lost and getattr(model, "hf_quantizer", None) is None:
         raise UserError(f"the weights of {name} hold {_listed(lost)}, for which its configuration leaves no place; "
@@ -66,7 +72,7 @@ def read_model_whole(source: Any, name: str, **options: Any) -> Any:
     if unexpected:
         log.warning("the weights of %s hold %s, which its model does not have; they are left out", name,
                     _listed(unexpected))
-    return model
+    return text
 
 
 def _listed(names: Iterable[str]) -> str:

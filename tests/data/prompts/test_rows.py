@@ -114,6 +114,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("another role", {"messages": [{"role": "cat", "content": "a"}]}, "must be one of system, .* got 'cat'; rename"),
     ("a picture", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
      "a part of the kind image_url, and only text is read"),
+    ("pictures next to the text", {"image": "cat.png", "conversations": [{"from": "human", "value": "<image>\nWhat?"}]},
+     "image stands next to the text, and only text is read; leave the row out"),
     ("an empty user", {"messages": [*spoken("a", "b"), {"role": "user"}]},
      "a message of the user is empty"),
     ("no user", {"messages": [SYSTEM]}, "no user message; there is nothing to answer"),
