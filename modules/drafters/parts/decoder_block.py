@@ -7,6 +7,7 @@ on a CPU uses the segments of the rows in place of the mask (`fused_segments.py`
 Shapes: B rows, N tokens of a pass, W keys they may see, D hidden size, H heads, G key-value heads, E head dimension.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
@@ -66,15 +67,23 @@ class BlockConfig(CheckedSettings):
 
     @classmethod
     def like(cls, target: Target, *, rope_base: float = OFFICIAL_ROPE_BASE) -> "BlockConfig":
-        """The shape of the target's own layers; Llama's values where its configuration has none."""
-        given: dict[str, Any] = {**target.config.to_dict(), "num_heads": target.config.num_attention_heads}
-        heads = int(given["num_heads"])
+        """The shape of the target's own layers; Llama's values where its configuration has none.
+
+        The MLP is dense: next to a mixture of experts it is as wide as those that a token passes. Latent attention
+        becomes grouped attention with heads of 128 numbers, eight of them with keys.
+        """
+        given: dict[str, Any] = target.config.to_dict()
+        width, heads = target.hidden_size, int(target.config.num_attention_heads)
+        shared, head_dim = int(given.get("num_key_value_heads") or heads), int(given.get("head_dim") or width // heads)
+        if given.get("kv_lora_rank"):
+            heads, head_dim = (width // 128, 128) if width % 128 == 0 else (1, width)
+            shared = math.gcd(heads, 8)
         return cls(
-            hidden_size=target.hidden_size,
-            intermediate_size=int(given.get("intermediate_size") or 4 * target.hidden_size),
+            hidden_size=width,
+            intermediate_size=_active_width(target.config) or 4 * width,
             num_heads=heads,
-            num_kv_heads=int(given.get("num_key_value_heads") or heads),
-            head_dim=int(given.get("head_dim") or target.hidden_size // heads),
+            num_kv_heads=shared,
+            head_dim=head_dim,
             norm_eps=float(given.get("rms_norm_eps") or cls.norm_eps),
             rope_base=rope_base,
         )
@@ -90,6 +99,20 @@ class BlockConfig(CheckedSettings):
         except MistypedError as error:
             raise UserError(f"the description of a decoder block is damaged: {error}; copy or train the artifact "
                             "again") from error
+
+
+def _active_width(config: Any) -> int:
+    """Numbers inside the MLPs of a layer that a token passes, by a text config; 0 where it names none."""
+    def stated(*names: str) -> int:
+        """The first of these fields that is a number, each under the name that some architectures have for it."""
+        return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+
+    one = stated("moe_intermediate_size", "intermediate_size")
+    chosen = stated("num_experts_per_tok", "moe_topk", "top_k_experts")
+    if not (chosen and stated("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")):
+        return stated("intermediate_size")
+    shared = stated("shared_expert_intermediate_size", "shared_intermediate_size")
+    return chosen * one + (shared or one * stated("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"))
 
 
 @dataclass(frozen=True, kw_only=True)

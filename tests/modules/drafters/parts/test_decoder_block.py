@@ -1,6 +1,8 @@
 """Decoder blocks against a plain twin and transformers' own; their cache: chunks, trees, moved and failed rows."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from draftsmith.modules.drafters.parts.decoder_block import (
 )
 from draftsmith.modules.drafters.parts.rotary import rotate, rotation
 from references.decoder_block import block as plain_block
+from support.architectures import random_model
+from support.recurrent_models import RECURRENT
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -212,6 +216,25 @@ def test_a_block_like_the_target_has_its_shape(tiny_target: Target) -> None:
     assert (config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
             config.rope_base) == (32, 64, 4, 2, 8, 10_000.0)
     assert BlockConfig.from_dict({**vars(config)}) == config
+
+
+@pytest.mark.parametrize(("family", "changes", "expected"), [
+    ("Qwen3Moe", {"moe_intermediate_size": 20}, (40, 4, 2, 8)),
+    ("Mixtral", {}, (128, 4, 2, 8)),
+    ("Qwen3Next", {"shared_expert_intermediate_size": 12}, (44, 4, 2, 8)),
+    ("DeepseekV3", {"n_routed_experts": 4, "n_shared_experts": 1, "hidden_size": 256}, (48, 2, 2, 128)),
+    ("KimiLinear", {}, (48, 1, 1, 32)),
+    ("GraniteMoeHybrid", {}, (64, 4, 2, 8)),
+    ("Lfm2", {}, (64, 4, 2, 8)),
+])
+def test_a_block_next_to_experts_or_latent_attention_is_an_ordinary_one(
+    family: str, changes: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    """Dense, as wide as the experts that a token passes; heads with keys and values of their own."""
+    model: Any = random_model(family, **(RECURRENT.get(family, {}) | changes))
+    target: Any = SimpleNamespace(config=model.config, hidden_size=model.config.hidden_size)
+    config = BlockConfig.like(target)
+    assert (config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim) == expected
 
 
 @pytest.mark.parametrize(("change", "told"), [

@@ -1,0 +1,29 @@
+"""Folders of tiny random targets of the kinds that people serve."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
+from support.recurrent_models import recurrent_model
+
+
+def saved(model: Callable[..., Any], folder: Path) -> Path:
+    """Write a random model and the tests' tokenizer as a folder of Hugging Face.
+
+    Args:
+        model: makes it, given `vocab_size` and `max_position_embeddings`.
+        folder: to be written.
+    """
+    tokenizer = tiny_tokenizer()
+    model(vocab_size=len(tokenizer), max_position_embeddings=256).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+SERVED: dict[str, Callable[[Path], Path]] = {
+    "gated delta rule and experts": partial(saved, partial(recurrent_model, "Qwen3Next")),
+    "Mamba-2 and layers without either": partial(saved, partial(recurrent_model, "NemotronH")),
+}
+"""Functions that write one into a folder."""
