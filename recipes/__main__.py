@@ -3,6 +3,7 @@
 import difflib
 import errno
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -63,6 +64,9 @@ NO_MEMORY = ("can't allocate memory", "out of memory", "storage size calculation
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 2 for a mistake of the user, 128 + n after signal n."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # In a process of its own: one more Ctrl-C, on the way out, ends it at once instead of showing where Python was.
+    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview(), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else USER_MISTAKE

@@ -1,5 +1,6 @@
 """Chat settings that the commands share: the template, rendered prompts, an artifact's own target."""
 
+import datetime
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data import ChatTemplate, Prompt, read_prompts
+from ..data.prompts.chat import TODAY
 from ..data.prompts.given_answers import GivenAnswers
 from ..export import PromptSets, Question, read_description
 from ..modules import Target, TargetConfig, TargetIdentity, UserError, load_target
@@ -33,6 +35,17 @@ class TemplateConfig:
     enable_thinking: bool | tuple[bool, ...] | None = None
     """Passed to chat templates that have such a switch; [true, false] deals both to prompts in turn; None leaves it to
     the template."""
+    date: str = str(TODAY)
+    """Day for templates that ask for the date, whatever day it is; YYYY-MM-DD."""
+
+    def __post_init__(self) -> None:
+        # Python reads other forms of a date too, which would be other settings of the same day.
+        try:
+            known = str(datetime.date.fromisoformat(self.date)) == self.date
+        except ValueError:
+            known = False
+        if not known:
+            raise UserError(f"template.date must be a day such as {TODAY}, got {self.date!r}")
 
     def build(self, target: Target) -> ChatTemplate:
         """The template of `target` with these settings.
@@ -47,7 +60,7 @@ class TemplateConfig:
                 raise UserError(f"template.tools {self.tools} must hold a JSON list of objects, one for each tool")
         modes = self.enable_thinking if isinstance(self.enable_thinking, tuple) else (self.enable_thinking,)
         template = ChatTemplate(target.tokenizer, system=self.system, tools=tools, modes=modes or (None,),
-                                ends=target.eos_ids)
+                                ends=target.eos_ids, today=datetime.date.fromisoformat(self.date))
         end = GivenAnswers(template).end
         if end is not None and target.tokenizer.convert_tokens_to_ids(end) not in target.eos_ids:
             log.warning("the chat template ends an answer with %s, which is no end token of the target, so that it may "

@@ -14,7 +14,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -42,34 +41,6 @@ REMEDY = "set distill.engine: own, or use a server of the same model"
 
 class ServerError(Exception):
     """A request that may succeed when it is repeated."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Sampling that all requests of a run share."""
-
-    top_k: int
-    """Sample among this many best tokens; 0 is all of them."""
-    top_p: float
-    """Sample within this share of the probability."""
-    eos_ids: tuple[int, ...]
-    """Tokens that end an answer."""
-    vocab_size: int
-    """Bound of the token ids."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerAnswer:
-    """A server's response to one request."""
-
-    tokens: list[int]
-    """New token ids."""
-    finish: str | None
-    """Reason of its end: "stop" or "length"."""
-    stopped_by: object = None
-    """The token that ended it, where the server names it."""
-    prompt: list[int] | None = None
-    """The prompt as the server read it, where it says so."""
 
 
 class AnswerServer:
@@ -104,20 +75,21 @@ class AnswerServer:
             raise UserError(f"{self.address} serves no model; start it with the target")
         return str(models[0])
 
-    def answer(self, request: Request, sampling: Sampling, seed: int) -> list[int]:
+    def answer(self, request: Request, settings: DecodeSettings, target: Target, seed: int) -> list[int]:
         """New tokens of a request, the end token included.
 
         Args:
             request: what to continue.
-            sampling: filters.
+            settings: sampling filters.
+            target: the model that the server should have; its end tokens end the answer.
             seed: of a sampled answer.
 
         Raises:
             UserError: if the server cannot be reached, refuses, or gives an answer that is none.
         """
         # All that a server would otherwise take from the checkpoint's generation defaults is given.
-        common = {"temperature": request.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1,
-                  "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": list(sampling.eos_ids),
+        common = {"temperature": request.temperature, "top_p": settings.top_p, "top_k": settings.top_k or -1,
+                  "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": list(target.eos_ids),
                   "skip_special_tokens": False}
         if self.kind == "openai":
             content = self._repeated(f"{self.address}/completions", {
@@ -129,40 +101,38 @@ class AnswerServer:
         try:
             if self.kind == "openai":
                 [choice] = content["choices"]
-                prompt = choice.get("prompt_token_ids")
-                answer = ServerAnswer(tokens=typed(choice["token_ids"], list[int], "token_ids"),
-                                      finish=choice.get("finish_reason"), stopped_by=choice.get("stop_reason"),
-                                      prompt=None if prompt is None else typed(prompt, list[int], "prompt_token_ids"))
+                tokens, prompt = typed(choice["token_ids"], list[int], "token_ids"), choice.get("prompt_token_ids")
+                finish, stopped_by = choice.get("finish_reason"), choice.get("stop_reason")
             else:
                 reason = content.get("meta_info", {}).get("finish_reason") or {}
-                answer = ServerAnswer(tokens=typed(content["output_ids"], list[int], "output_ids"),
-                                      finish=reason.get("type"), stopped_by=reason.get("matched"))
+                tokens, prompt = typed(content["output_ids"], list[int], "output_ids"), None
+                finish, stopped_by = reason.get("type"), reason.get("matched")
         except (MistypedError, KeyError, TypeError, IndexError) as error:
             raise UserError(f"{self.address} returned no token ids ({shortened(content)}); use a server that does "
                             "(vLLM's return_token_ids, SGLang's /generate), or set distill.engine: own") from error
-        return self._checked(answer, request, sampling)
-
-    def _checked(self, answer: ServerAnswer, request: Request, sampling: Sampling) -> list[int]:
-        """The tokens of a sound answer, up to its end."""
         # A server that tokenizes again or adds a start token would answer another prompt.
-        if answer.prompt is not None and answer.prompt != list(request.tokens):
-            raise UserError(f"{self.address} read another prompt than it was given ({len(answer.prompt)} tokens for "
-                            f"{len(request.tokens)}); {REMEDY}")
-        if wrong := [token for token in answer.tokens if not 0 <= token < sampling.vocab_size]:
+        if prompt is not None and prompt != list(request.tokens):
+            raise UserError(f"{self.address} read another prompt than it was given, {shortened(prompt)}; {REMEDY}")
+        return self._ended(tokens, request, target, finish, stopped_by)
+
+    def _ended(self, tokens: list[int], request: Request, target: Target, finish: object, stopped_by: object
+               ) -> list[int]:
+        """The tokens of a sound answer, up to its end: the server names a reason, and perhaps the token."""
+        if wrong := [token for token in tokens if not 0 <= token < target.vocab_size]:
             raise UserError(f"{self.address} wrote token {wrong[0]}, and the target's ids are 0 to "
-                            f"{sampling.vocab_size - 1}; {REMEDY}")
-        tokens = answer.tokens[: request.max_new_tokens]
-        ends = [place for place, token in enumerate(tokens) if token in sampling.eos_ids]
+                            f"{target.vocab_size - 1}; {REMEDY}")
+        tokens = tokens[: request.max_new_tokens]
+        ends = [place for place, token in enumerate(tokens) if token in target.eos_ids]
         if ends:
             return tokens[: ends[0] + 1]
         if len(tokens) == request.max_new_tokens:
             return tokens
         # Some servers leave the end token out.
-        named: list[object] = [answer.stopped_by] if answer.stopped_by in sampling.eos_ids else list(sampling.eos_ids)
-        if answer.finish == "stop" and len(named) == 1 and isinstance(named[0], int):
+        named = [one for one in target.eos_ids if one == stopped_by] or target.eos_ids
+        if finish == "stop" and len(named) == 1:
             return [*tokens, named[0]]
         raise UserError(f"{self.address} ended an answer after {len(tokens)} of {request.max_new_tokens} tokens without"
-                        f" end token ({answer.finish}); raise its context length, or lower distill.max_new_tokens")
+                        f" end token ({finish}); raise its context length, or lower distill.max_new_tokens")
 
     def _repeated(self, where: str, sent: dict[str, Any] | None) -> Any:
         """The response to a request, which is repeated where the connection or the server fails."""
@@ -194,8 +164,6 @@ class ServerAnswerer(EngineAnswerer):
         super().__init__(target, template, settings, max_new_tokens, on_tokens)
         self.server, self.engine = server, server.address
         self.remedy = f"serve {target.identity.name}, or set distill.engine: own"
-        self.sampling = Sampling(top_k=settings.top_k, top_p=settings.top_p, eos_ids=target.eos_ids,
-                                 vocab_size=target.vocab_size)
 
     def check(self) -> None:
         """Ask the server for the name of its model, then compare its answers as every engine's are."""
@@ -220,7 +188,7 @@ class ServerAnswerer(EngineAnswerer):
                 outcome: Outcome = None
                 if deadline is None or time.monotonic() < deadline:
                     try:
-                        outcome = self.server.answer(request, self.sampling, self.seed_of(request))
+                        outcome = self.server.answer(request, self.settings, self.target, self.seed_of(request))
                     # Of any kind: one that ended this thread would leave the caller waiting, who raises it again.
                     except Exception as error:  # noqa: BLE001
                         outcome = error

@@ -3,16 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...modules import (
-    DecodeResult,
-    DecodeSettings,
-    DecodeStats,
-    Generation,
-    Request,
-    Target,
-    decode,
-    repeats_itself,
-)
+from ...modules import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, Target, decode
 from ...modules.decoding.state_recorder import RecordedStates, StateRecorder
 from ...modules.verification.acceptance_rules import AcceptAll
 from ..prompts.chat import ChatTemplate
@@ -46,6 +37,8 @@ class Conversation:
     """Each answer as the message that a server would make of it."""
     truncated: int = 0
     """Answers cut by the length limit."""
+    full: bool = False
+    """True if it ends early because the target's context does."""
     rows: list[Row] = field(default_factory=list)
     """Its training rows; filled when it is complete."""
     states: list[RecordedStates] = field(default_factory=list)
@@ -63,17 +56,8 @@ class Conversation:
 
     def lay_out(self, rows: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> None:
         """Complete the conversation with its (tokens, supervised) rows."""
-        self.rows = [
-            Row(
-                tokens=tuple(tokens),
-                supervised=tuple(supervised),
-                prompt=self.number,
-                temperature=self.temperature,
-                truncated=self.truncated > 0,
-                source=self.source,
-            )
-            for tokens, supervised in rows
-        ]
+        self.rows = [Row(tokens=tuple(tokens), supervised=tuple(supervised), prompt=self.number,
+                         temperature=self.temperature, source=self.source) for tokens, supervised in rows]
 
 
 class Answerer:
@@ -168,6 +152,7 @@ class Answerer:
                 tokens = tokens[: max(1, min(DOCUMENT_OPENING, len(tokens) // 2))]
             # A long conversation ends early where its history fills the context.
             room = min(self.limit, self.target.context_length - len(tokens))
+            one.full = room <= 0
             if room > 0:
                 index = one.number * TURNS + len(one.turns)
                 asked[index] = one
@@ -178,6 +163,7 @@ class Answerer:
         for generation in result.generations:
             request = generation.request
             one = asked[request.index]
+            one.full = generation.finish == "length" and request.max_new_tokens < self.limit
             one.take(list(request.tokens), generation, self.template.said(generation.tokens, one.thinking),
                      states.get(request.index))
 
@@ -239,7 +225,7 @@ def shard_of(
         supervised=int(shard.supervised_T.sum()),
         answers=len(turns),
         truncated=sum(one.truncated for one in conversations),
-        repetitive=sum(repeats_itself(turn.answer) for turn in turns),
+        full=sum(one.full for one in conversations),
     )
     return shard, record, data
 

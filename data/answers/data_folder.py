@@ -2,14 +2,15 @@
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ...modules import UserError
-from ...modules.files.json_records import read_json, read_record, record_of
+from ...modules.files.json_records import read_json, record_of
 from ..prompts.prompt import Prompt
-from ..prompts.sources import read_prompts
+from ..prompts.sources import Skipped, read_prompts
 from ..store.feature_store import WantedStates
 from ..store.token_store import MANIFEST, Manifest, TokenShard, corrupted, hash_bytes, read_bytes, write_bytes
 from .distill_config import DistillConfig, raised_limits
@@ -17,16 +18,10 @@ from .shard_queue import QUEUE
 
 STATS = "stats.json"
 """File of measurements of this machine: nothing in the data depends on them."""
+SKIPPED = "skipped.jsonl"
+"""File of the rows that are not used."""
 STATES = "states.json"
 """File of the queue with the states that all processes store."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgreedStates:
-    """Content of the file of states."""
-
-    wanted: tuple[WantedStates, ...]
-    """States of each training."""
 
 
 class DataFolder:
@@ -47,8 +42,10 @@ class DataFolder:
             raise UserError(f"{queue} is a link to {queue.readlink()}, and unfinished work is kept in a folder of its "
                             "own; remove the link")
         self.out, self.manifest, self.config = out, asked, config
+        self.held: set[int] = set()
+        """Keys of the held-out prompts (`Prompt.key`): none of them is in the train shards, with whatever answer."""
         self.seen: set[int] = set()
-        """Keys of the prompts in the manifest's shards and of the held-out ones: none of them is asked again."""
+        """Keys of the rows in the manifest's train shards (`DistillTask.key`), which are not repeated."""
         self.started, self.spent = time.monotonic(), 0.0
         self._counted: dict[str, float] = {}
 
@@ -77,9 +74,10 @@ class DataFolder:
             found = replace(found, recipe=asked.recipe, complete=False)
         self._require_same_settings(found)
         for shard in found.shards:
-            self.seen.update(TokenShard.read(self.out / shard.file, shard.sha256).keys_P.tolist())
+            keys = self.held if shard.split == "validation" else self.seen
+            keys.update(TokenShard.read(self.out / shard.file, shard.sha256).keys_P.tolist())
         if found.held_out is not None:
-            self.seen.update(prompt.key for prompt in read_held_out(self.out))
+            self.held.update(prompt.key for prompt in read_held_out(self.out))
         self.manifest, self.spent = found, read_stats(self.out).get("seconds", 0.0)
         if grows:
             config, tokens, reason = self.config, found.total("train", "supervised"), ""
@@ -120,11 +118,10 @@ class DataFolder:
         Raises:
             UserError: if their file is damaged, or the disk is full.
         """
-        file = self.out / QUEUE / STATES
-        if file.is_file():
-            return read_record(AgreedStates, file, "delete it, and the other processes' settings count").wanted
-        write_bytes(file, json.dumps(asdict(AgreedStates(wanted=tuple(wanted)))).encode())
-        return tuple(wanted)
+        file, remedy = self.out / QUEUE / STATES, "delete it, and the other processes' settings count"
+        if not file.is_file():
+            write_bytes(file, json.dumps([asdict(one) for one in wanted]).encode())
+        return record_of(tuple[WantedStates, ...], read_json(file, remedy), str(file), remedy)
 
     def is_complete(self) -> bool:
         """True once the manifest of the complete data is there, whoever wrote it.
@@ -144,6 +141,19 @@ class DataFolder:
         """Write a manifest that goes on from the one before. Raises UserError if the disk is full."""
         manifest.save(self.out)
         self.manifest = manifest
+
+    def list_skipped(self, found: Sequence[Skipped]) -> dict[str, int]:
+        """Add rows to the list of skipped ones; returns the counts of all by reason. Raises UserError if the disk is
+        full."""
+        if found:
+            file, lines = self.out / SKIPPED, list[str]()
+            # Before anything is held out, only a run with other settings can have left a list.
+            if self.manifest.held_out is not None and file.exists():
+                lines = file.read_text(encoding="utf-8").split("\n")[:-1]
+            lines += [json.dumps({"row": one.row, "reason": one.reason}, ensure_ascii=False) for one in found]
+            # A process may have been killed after it wrote these, and before the manifest.
+            write_bytes(file, "".join(f"{line}\n" for line in dict.fromkeys(lines)).encode())
+        return dict(sorted((Counter(self.manifest.skipped) + Counter(one.kind for one in found)).items()))
 
     # Time and measurements -------------------------------------------------------------------------------------------
 

@@ -13,12 +13,16 @@ from ...modules import Target, UserError
 from ...modules.files.fingerprints import files_digest
 from ..prompts.chat import ChatTemplate
 from ..prompts.given_answers import GivenAnswers
-from ..prompts.prompt import Message, Prompt, is_given
+from ..prompts.prompt import Message, Prompt
+from ..prompts.rows import LeftOutError
 from ..prompts.self_prompting import OwnPrompts, Source
 from ..prompts.sources import PromptConfig, ReadPrompts
 from ..store.token_store import Manifest
 from .distill_config import DistillConfig
 from .writers import Writer, source_of
+
+PACKAGES = ("draftsmith", "safetensors", "tokenizers", "torch", "transformers")
+"""Packages whose versions decide the bytes of a shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,10 @@ class DistillTask:
         """The candidates for prompts. Raises UserError if the target cannot write them as the recipe asks."""
         config = self.config
         if self.prompts.origin == "own":
-            return OwnPrompts(self.train_target, self.template, self.prompts, seed=config.seed, slots=config.slots)
+            # Written prompts that do not fit are left out in silence: here it shows that none can.
+            self.check(0, Prompt.from_turns("a", id="0"))
+            return OwnPrompts(self.train_target, self.template, self.prompts, seed=config.seed, slots=config.slots,
+                              check=self.check)
         return ReadPrompts(self.prompts, config.seed, self.check)
 
     @cached_property
@@ -76,47 +83,37 @@ class DistillTask:
         return GivenAnswers(self.template)
 
     def check(self, number: int, prompt: Prompt) -> None:
-        """Refuse a prompt that its writer cannot use: nobody answers documents, text brings answers, and the template
-        takes both. Raises UserError."""
+        """Refuse a prompt that its writer cannot use: nobody answers documents, text brings answers, the template takes
+        both, and all turns leave room for an answer. Raises UserError."""
         if source_of(number, self.config.shares, self.config.seed) == "text":
-            if prompt.document is None and not prompt.learned:
+            if prompt.document is not None:
+                # It is cut into pieces of any length.
+                return
+            if not prompt.learned:
                 raise UserError("the row has no answer of its own; give messages with assistant turns, or set "
                                 "distill.answered_by: target")
             for place in prompt.learned:
                 self.given.turn(prompt.messages[:place], prompt.messages[place], prompt.tools)
-            return
-        # Whatever is answered: the whole conversation, with the row's own answers where it has any. Without its tokens,
-        # since all rows are looked at before the first answer.
-        said: Message = {"role": "assistant", "content": "a"}
-        answers = [one if is_given(one := prompt.messages[place]) else said for place in prompt.asked[:-1]]
-        self.template.rendered(prompt.history(answers), self.template.mode(prompt, number), True, prompt.tools)
-
-    def fits(self, prompt: Prompt) -> bool:
-        """True if a prompt leaves room for an answer in all of its turns, False if it is longer than the recipe allows.
-
-        Raises:
-            UserError: if it leaves no room and the recipe sets no bound.
-        """
-        # Documents are cut into pieces of any length.
-        if prompt.document is not None:
-            return True
-        # The last question with all before it; the answers between them end where they fill the context.
-        before: list[Message] = [{"role": "assistant", "content": ""}] * (len(prompt.asked) - 1)
-        modes = {self.template.mode(prompt, number) for number in range(len(self.template.modes))}
-        size = max(len(self.template.prompt(prompt.history(before), tools=prompt.tools, thinking=mode))
-                   for mode in modes)
-        limit = self.prompts.max_prompt_tokens
-        room = self.target.context_length - self.config.max_new_tokens
-        if limit is not None:
-            return size <= limit
+        # Rows that bring answers may be held out, and are asked then. The last question with all before it; the answers
+        # between them are as short as they can be, since they end where they fill the context.
+        said: list[Message] = [{"role": "assistant", "content": "a"}] * (len(prompt.asked) - 1)
+        modes = {self.template.mode(prompt, one) for one in range(len(self.template.modes))}
+        size = max(len(self.template.prompt(prompt.history(said), tools=prompt.tools, thinking=mode))
+                   for mode in modes) - len(said)
+        limit, room = self.prompts.max_prompt_tokens, self.target.context_length - self.config.max_new_tokens
+        found = f"{size:,} tokens{' in all its turns' if said else ''}"
+        if limit is not None and size > limit:
+            raise LeftOutError(f"the prompt is longer than prompts.max_prompt_tokens, got {found}, more than "
+                               f"{limit:,}; nothing is to do")
         if size > room:
-            raise UserError(
-                f"prompt {prompt.id} has {size} tokens{' in all its turns' if before else ''}; the target's context of "
-                f"{self.target.context_length} "
-                f"less distill.max_new_tokens {self.config.max_new_tokens} leaves {room}. Shorten it, or set "
-                f"prompts.max_prompt_tokens to {room} to leave such prompts out"
-            )
-        return True
+            raise UserError(f"the prompt leaves no room for an answer, got {found}, and the target's context of "
+                            f"{self.target.context_length:,} less distill.max_new_tokens holds {room:,}; shorten it, "
+                            "or lower distill.max_new_tokens")
+
+    def key(self, number: int, prompt: Prompt) -> int:
+        """Hash of all that reaches the model of a train row: equal ones are duplicates."""
+        given = source_of(number, self.config.shares, self.config.seed) == "text"
+        return prompt.given_key if given else prompt.key
 
     def manifest(self) -> Manifest:
         """The manifest of these data before the first prompt."""
@@ -124,6 +121,8 @@ class DistillTask:
         # Files stand there by their content instead of their path, since folders may move.
         if source["path"] is not None and (place := Path(source["path"])).exists():
             source |= {"path": place.name, "sha256": files_digest(place, ("**/*",))}
+        # How much may be skipped decides no byte: data that were refused for it go on with another setting.
+        del source["most_skipped"], source["strict"]
         answers = {**asdict(self.config), "draft": None if self.writer is None else self.writer.digest}
         # Neither the number of processes nor a server's address decides a byte.
         del answers["workers"]
@@ -133,9 +132,4 @@ class DistillTask:
             answers["engine"] = "server"
         recipe: dict[str, Any] = json.loads(json.dumps({"prompts": source, "distill": answers}))
         return Manifest(target=self.target.identity, template_hash=self.template.hash, recipe=recipe,
-                        versions=package_versions())
-
-
-def package_versions() -> dict[str, str]:
-    """Versions of the packages that decide the bytes of a shard."""
-    return {name: version(name) for name in ("draftsmith", "safetensors", "tokenizers", "torch", "transformers")}
+                        versions={name: version(name) for name in PACKAGES})

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,15 +11,15 @@ from itertools import count
 from ...modules import SIZING_TEMPERATURE, DecodeSettings, DecodeStats, UserError
 from ..prompts.prompt import Prompt
 from ..prompts.self_prompting import OwnPrompts, Source
-from ..prompts.sources import ReadPrompts
+from ..prompts.sources import ReadPrompts, Skipped
 from ..store.shard_states import ShardStates
 from ..store.token_store import HeldOut, hash_bytes, write_bytes
 from .answering import Answerer, Conversation, shard_of, states_of
-from .data_folder import DataFolder
+from .data_folder import SKIPPED, DataFolder
 from .distill_task import DistillTask
 from .progress import Progress
 
-TEST, SKIPPED = "test.jsonl", "skipped.jsonl"
+TEST = "test.jsonl"
 TRAIN_SHARE = 0.5
 """Share of `distill.budget_minutes` that held-out text leaves to training text, without which it is of no use."""
 PROBED = 4
@@ -54,13 +53,12 @@ class HeldOutPrompts:
         config = self.task.config
         first, wanted = config.validation_prompts, config.validation_prompts + config.test_prompts
         skipped = self.source.skipped() if isinstance(self.source, ReadPrompts) else []
+        # They are known before the first answer, and are found again wherever rows are read.
+        counts = self.folder.list_skipped(skipped)
         if skipped:
-            # They are known before the first answer, and are found again wherever rows are read.
-            write_bytes(self.folder.out / SKIPPED, "".join(
-                json.dumps(vars(one), ensure_ascii=False) + "\n" for one in skipped).encode())
             log.warning("%d rows are skipped, most of them because of this: %s (%s lists them)", len(skipped),
-                        Counter(one.kind for one in skipped).most_common(1)[0][0], self.folder.out / SKIPPED)
-        held, candidates, repeated = self._chosen(wanted)
+                        max(counts, key=counts.__getitem__), self.folder.out / SKIPPED)
+        held, candidates, repeated = self._chosen(wanted, skipped)
         if len(held) < wanted:
             raise UserError(
                 f"only {len(held)} usable prompts among the first {candidates}, but {wanted} are to be held out; "
@@ -76,7 +74,7 @@ class HeldOutPrompts:
         data = "".join(lines).encode()
         write_bytes(out / TEST, data)
         manifest = replace(self.folder.manifest, candidates=candidates, repeated=repeated,
-                           skipped=dict(sorted(Counter(one.kind for one in skipped).items())),
+                           skipped=self.folder.list_skipped(skipped),
                            held_out=HeldOut(file=TEST, sha256=hash_bytes(data), prompts=len(held) - first))
         if first:
             conversations = self._answered(held[:first], states.taps)
@@ -85,12 +83,12 @@ class HeldOutPrompts:
             write_bytes(out / record.file, content)
             states.add(states.write(record, shard, states_of(conversations)))
             manifest = replace(manifest, shards=(record,))
-        self.folder.seen = {prompt.key for _, prompt in held}
+        self.folder.held = {prompt.key for _, prompt in held}
         self.folder.save(manifest)
 
-    def _chosen(self, wanted: int) -> tuple[list[tuple[int, Prompt]], int, int]:
+    def _chosen(self, wanted: int, skipped: list[Skipped]) -> tuple[list[tuple[int, Prompt]], int, int]:
         """(usable prompts without repetitions, at least as many as wanted where there are; candidates read; those of
-        them that repeat others)."""
+        them that repeat others). More rows may be skipped on the way."""
         held: dict[int, tuple[int, Prompt]] = {}
         position = repeated = 0
         with self.progress.stage("held-out prompts", wanted, "prompt"):
@@ -102,10 +100,10 @@ class HeldOutPrompts:
                 # A target that writes prompts fills its slots at no more cost.
                 wished = max(missing, self.task.config.slots) if own else missing
                 taken = self.source.take(position, wished)
+                skipped += taken.skipped
                 for number, prompt in taken.prompts:
                     repeated += prompt.key in held
-                    if prompt.key not in held and self.task.fits(prompt):
-                        held[prompt.key] = number, prompt
+                    held.setdefault(prompt.key, (number, prompt))
                 position += taken.read
                 self.progress.advance("prompt", len(held) - before)
                 if not own and taken.read < wished:

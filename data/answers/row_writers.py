@@ -85,8 +85,7 @@ def take_given(
             continue
         one.turns = [given.turn(prompt.messages[:place], prompt.messages[place], prompt.tools)
                      for place in prompt.learned]
-        rows = join_turns(one.turns)
-        one.truncated = sum(len(tokens) > context_length for tokens, _ in rows)
-        one.lay_out([(tokens[:context_length], flags[:context_length]) for tokens, flags in rows])
+        one.full = any(len(turn.prompt) + len(turn.answer) > context_length for turn in one.turns)
+        one.lay_out([(tokens[:context_length], flags[:context_length]) for tokens, flags in join_turns(one.turns)])
         found.append(one)
     return found

@@ -12,6 +12,7 @@ import torch
 from ...modules import DecodeStats, UserError
 from ...modules.files.folder_locks import FolderLocks
 from ..prompts.self_prompting import OwnPrompts, Source
+from ..prompts.sources import ReadPrompts
 from ..store.shard_states import ShardStates
 from ..store.token_store import ShardRecord, shard_file, write_bytes
 from .answering import shard_of, states_of
@@ -70,7 +71,7 @@ class ShardAnswering:
         queue = self.queue = ShardQueue(self.folder.out, locks, config.shard_prompts,
                                         None if budget is None else budget - done, first)
         prompts = ShardPrompts(self.source, self.folder.out, locks, start=manifest.candidates, size=queue.size,
-                               held=self.folder.seen, first=first)
+                               held=self.folder.held, seen=self.folder.seen, key=self.task.key, first=first)
         # Of several processes each has one thread, whatever its processor has: a result that depends on their number
         # is then the same in all. A process that answers alone keeps its threads, also where the recipe asks for
         # several and one shard is all there is.
@@ -119,7 +120,12 @@ class ShardAnswering:
               ) -> None:
         """Answer one shard, write it and its states, and add it to the finished ones."""
         out, taken = self.folder.out, prompts.fresh(number)
-        fresh = [(place, prompt) for place, prompt in taken.prompts if self.task.fits(prompt)]
+        fresh = taken.prompts
+        if taken.skipped and isinstance(self.source, ReadPrompts):
+            # Rows of a dataset that was too long to be looked at as a whole.
+            others = queue.finished().values()
+            self.source.require_few([one for shard in others for one in shard.skipped] + [*taken.skipped],
+                                    self.folder.manifest.candidates + sum(one.read for one in others) + taken.read)
         conversations = self.writers.conversations(fresh, self.folder.deadline, states.taps)
         if fresh and not conversations and self.folder.late:
             # The time ran out before the first answer: these prompts were not tried.
@@ -127,7 +133,7 @@ class ShardAnswering:
         record: ShardRecord | None = None
         files = {}
         if conversations:
-            keys = [prompt.key for _, prompt in fresh]
+            keys = [self.task.key(*one) for one in fresh]
             shard, record, data = shard_of("train", number, conversations, keys, taken.read)
             write_bytes(out / record.file, data)
             files = states.write(record, shard, states_of(conversations))
@@ -138,7 +144,7 @@ class ShardAnswering:
             written = set() if record is None else {record.file, *files}
             remove_shards(out, partial(eq, shard_file("train", number)), written)
             queue.publish(number, FinishedShard(read=taken.read, fresh=len(fresh), repeated=taken.repeated,
-                                                record=record, states=files))
+                                                record=record, states=files, skipped=taken.skipped))
             self.mine.add(number)
             self.folder.write_stats(self.amounts(states))
         self.progress.advance("prompt", taken.read)
@@ -152,7 +158,8 @@ class ShardAnswering:
             records = [one.record for one in ordered if one.record is not None]
             manifest = replace(before, shards=(*before.shards, *records), complete=True,
                                candidates=before.candidates + sum(one.read for one in ordered),
-                               repeated=before.repeated + sum(one.repeated for one in ordered))
+                               repeated=before.repeated + sum(one.repeated for one in ordered),
+                               skipped=self.folder.list_skipped([row for one in ordered for row in one.skipped]))
             if manifest.total("train", "supervised") == 0:
                 minutes = self.folder.config.budget_minutes
                 if self.folder.late and not records:

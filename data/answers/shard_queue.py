@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from ...modules.files.folder_locks import FolderLocks, remove_leftovers
 from ...modules.files.json_records import read_record
 from ..prompts.prompt import Prompt
 from ..prompts.self_prompting import OwnPrompts, Source
-from ..prompts.sources import Taken
+from ..prompts.sources import Skipped, Taken
 from ..store.feature_shards import StoredFile
 from ..store.token_store import Manifest, ShardRecord, write_bytes
 
@@ -46,6 +46,8 @@ class FinishedShard:
     """Its entry in the manifest; None where nothing was answered."""
     states: dict[str, StoredFile]
     """Its files of states."""
+    skipped: tuple[Skipped, ...] = ()
+    """Rows that were found unusable only now."""
 
     @property
     def supervised(self) -> int:
@@ -170,14 +172,16 @@ class ShardPrompts:
         locks: of that folder.
         start: number of the first candidate that was not tried, for the held-out prompts or earlier shards.
         size: candidates of a shard.
-        held: keys of the prompts that were tried.
+        held: keys of the held-out prompts, whatever their answers.
+        seen: keys of the rows of earlier shards.
+        key: of a row by its number and prompt.
         first: number of the queue's first shard.
     """
 
-    def __init__(self, source: Source, folder: Path, locks: FolderLocks, *, start: int, size: int,
-                 held: Set[int], first: int = 0) -> None:
+    def __init__(self, source: Source, folder: Path, locks: FolderLocks, *, start: int, size: int, held: Set[int],
+                 seen: Set[int], key: Callable[[int, Prompt], int], first: int = 0) -> None:
         self.source, self.folder, self.locks = source, folder / QUEUE, locks
-        self.start, self.size, self.held, self.first = start, size, held, first
+        self.start, self.size, self.first, self.held, self.seen, self.key = start, size, first, held, seen, key
         self._keys: dict[int, list[int]] = {}
 
     def fresh(self, number: int) -> Taken:
@@ -189,17 +193,17 @@ class ShardPrompts:
         if isinstance(self.source, OwnPrompts):
             # Its own first: while it waits for those of earlier shards, it would write nothing.
             self._candidates(number)
-        seen = set(self.held)
+        seen = set(self.seen)
         for earlier in range(self.first, number):
             if earlier not in self._keys:
                 self._candidates(earlier)
             seen.update(self._keys[earlier])
         taken, found = self._candidates(number), []
-        for place, prompt in taken.prompts:
-            if prompt.key not in seen:
-                seen.add(prompt.key)
-                found.append((place, prompt))
-        return Taken(prompts=found, read=taken.read, repeated=len(taken.prompts) - len(found))
+        for one, key in zip(taken.prompts, self._keys[number], strict=True):
+            if one[1].key not in self.held and key not in seen:
+                seen.add(key)
+                found.append(one)
+        return replace(taken, prompts=found, repeated=len(taken.prompts) - len(found))
 
     def _candidates(self, number: int) -> Taken:
         """All candidates of a shard; those that the target writes come from their file."""
@@ -220,7 +224,7 @@ class ShardPrompts:
             prompts = [(int(place), Prompt.from_turns(text, id=place, category="own"))
                        for place, text in written.texts.items()]
             taken = Taken(prompts=sorted(prompts, key=lambda one: one[0]), read=written.read)
-        self._keys[number] = [prompt.key for _, prompt in taken.prompts]
+        self._keys[number] = [self.key(*one) for one in taken.prompts]
         return taken
 
 

@@ -98,19 +98,3 @@ def answers(shard: TokenShard) -> Iterator[tuple[int, int, int]]:
         edges = torch.diff(flags_N, prepend=flags_N.new_zeros(1), append=flags_N.new_zeros(1)).nonzero()[:, 0].tolist()
         for first, end in zip(edges[::2], edges[1::2], strict=True):
             yield row, start + first, start + end
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepetitionCount:
-    """Repetitions among the train answers of a folder of data."""
-
-    answers: int
-    """Answers that repeat a phrase to their end."""
-    tokens: int
-    """Their repeated tokens."""
-
-
-def count_repetitions(shards: Sequence[TokenShard]) -> RepetitionCount:
-    """Repetitions of these shards."""
-    found = [stop - first for shard in shards for _, first, stop in repetitions(shard)]
-    return RepetitionCount(answers=len(found), tokens=sum(found))

@@ -16,7 +16,7 @@ from .bounded_template import bounded_rendering, check_length, refuse_powers
 from .prompt import Message, Prompt
 
 TODAY = date(2024, 7, 26)
-"""Day for templates that ask for it: a recipe must give the same tokens tomorrow."""
+"""Day for templates that ask for it, unless another is given: a recipe must give the same tokens tomorrow."""
 TEMPLATE_FAILS = "the chat template fails: {}; change the messages, or set target.chat_template"
 PROBE = "\ue000"
 """A private character, which stands in no template: a message in a trial."""
@@ -60,6 +60,7 @@ class ChatTemplate:
         modes: thinking or not, for templates that have such a switch, given to prompts in turn; None leaves it to the
             template.
         ends: the target's end tokens; None takes the tokenizer's.
+        today: day for templates that ask for the date.
 
     Raises:
         UserError: if the template is not valid Jinja, or writes the same prompt in several modes.
@@ -73,8 +74,9 @@ class ChatTemplate:
         tools: Sequence[dict[str, Any]] | None = None,
         modes: Sequence[bool | None] = (None,),
         ends: Sequence[int] | None = None,
+        today: date = TODAY,
     ) -> None:
-        self.tokenizer, self.system, self.modes = tokenizer, system, tuple(modes)
+        self.tokenizer, self.system, self.modes, self.today = tokenizer, system, tuple(modes), today
         self.tools = list(tools or ())
         own = tokenizer.eos_token_id
         self.ends = tuple(ends if ends is not None else () if own is None else (own,))
@@ -107,7 +109,7 @@ class ChatTemplate:
             "system": self.system,
             "tools": self.tools,
             "modes": self.modes,
-            "today": str(TODAY),
+            "today": str(self.today),
             "special": {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()},
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
@@ -221,10 +223,10 @@ class ChatTemplate:
             source = str(self.tokenizer.get_chat_template(None, every))
             # Llama 3 writes today's date unless it is given one.
             if "date_string" in source:
-                settings["date_string"] = f"{TODAY:%d %b %Y}"
+                settings["date_string"] = f"{self.today:%d %b %Y}"
             if "strftime_now" in source:
                 # Functions do not pass as settings. Compiled templates are kept, so that this is the one rendered.
-                _compile_jinja_template(source).globals["strftime_now"] = TODAY.strftime
+                _compile_jinja_template(source).globals["strftime_now"] = self.today.strftime
             return check_length(str(self.tokenizer.apply_chat_template(
                 own, tools=every, tokenize=False, add_generation_prompt=generation_prompt, **settings)))
 

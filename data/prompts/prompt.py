@@ -99,11 +99,18 @@ class Prompt:
 
     @property
     def key(self) -> int:
-        """Signed 64-bit hash of all that reaches the model before its answers: equal prompts are duplicates."""
+        """Signed 64-bit hash of all that reaches the model before the answers that it is asked for."""
         asked = self.asked
-        context = [{} if place in asked and not self._has_results(place) else message
-                   for place, message in enumerate(self.messages[: asked[-1]] if asked else ())]
-        text = json.dumps([context, self.tools, self.document, self.thinking], sort_keys=True, ensure_ascii=False)
+        return self._hash([{} if place in asked and not self._has_results(place) else message
+                           for place, message in enumerate(self.messages[: asked[-1]] if asked else ())])
+
+    @property
+    def given_key(self) -> int:
+        """Signed 64-bit hash of all that is read and learned where the source's own answers are."""
+        return self._hash([self.messages[: 1 + max(self.learned, default=-1)], self.learned])
+
+    def _hash(self, said: Sequence[Any]) -> int:
+        text = json.dumps([said, self.tools, self.document, self.thinking], sort_keys=True, ensure_ascii=False)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
     def _has_results(self, place: int) -> bool:

@@ -29,6 +29,10 @@ PICTURES = ("images", "image", "videos", "video", "audios", "audio")
 """Keys of what is not read: without it the text would mean something else."""
 
 
+class LeftOutError(UserError):
+    """A row that its source or the recipe leaves out on purpose: no fault of the data."""
+
+
 def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
     """The prompt of a row at a place of its source; `column` replaces known keys. Raises UserError with the place."""
     try:
@@ -36,7 +40,8 @@ def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
             raise UserError(f"expected a JSON object, got {type(row).__name__}; write one object a line")
         row = {key: value for key, value in row.items() if not _is_empty(value)}
         if left_out := [key for key in WEIGHTS if row.get(key) in (0, False)]:
-            raise UserError(f"{left_out[0]} is {row[left_out[0]]!r}, which leaves the whole row out; nothing is to do")
+            raise LeftOutError(f"{left_out[0]} is {row[left_out[0]]!r}, which leaves the whole row out; nothing is to "
+                               "do")
         if beside := [key for key in PICTURES if key in row]:
             raise UserError(f"{beside[0]} stands next to the text, and only text is read; leave the row out")
         prompt = _prompt(row, where, column)
@@ -46,7 +51,7 @@ def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
         raise UserError(f"{where}: the row holds half of a surrogate pair, which is no character; write the whole one"
                         ) from error
     except UserError as error:
-        raise UserError(f"{where}: {error}") from error
+        raise type(error)(f"{where}: {error}") from error
     return prompt
 
 

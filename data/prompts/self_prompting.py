@@ -6,6 +6,8 @@ message's first words can be given (`prompt_kinds`).
 """
 
 import hashlib
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from ...modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode, repeats_itself
@@ -29,13 +31,15 @@ class OwnPrompts:
         config: how they are written.
         seed: of the run.
         slots: prompts written at once.
+        check: raises UserError for the number and the prompt of one that cannot be used, which is left out.
 
     Raises:
         UserError: if kinds are asked for and the chat template cannot show them.
     """
 
-    def __init__(self, target: Target, template: ChatTemplate, config: PromptConfig, *, seed: int, slots: int) -> None:
-        self.target, self.template, self.config, self.seed = target, template, config, seed
+    def __init__(self, target: Target, template: ChatTemplate, config: PromptConfig, *, seed: int, slots: int,
+                 check: Callable[[int, Prompt], None] = lambda *_: None) -> None:
+        self.target, self.template, self.config, self.seed, self.check = target, template, config, seed, check
         self.total = config.limit
         """Largest number of candidates; None where there is no limit."""
         self.around = template.user_turn()
@@ -90,8 +94,10 @@ class OwnPrompts:
         for generation in result.generations:
             if text := self._text(generation):
                 number = generation.request.index
-                turn = f"{openings[number]}{text}".strip()
-                prompts.append((number, Prompt.from_turns(turn, id=str(number), category="own")))
+                prompt = Prompt.from_turns(f"{openings[number]}{text}".strip(), id=str(number), category="own")
+                with suppress(UserError):
+                    self.check(number, prompt)
+                    prompts.append((number, prompt))
         return Taken(prompts=prompts, read=count)
 
     def _text(self, generation: Generation) -> str:

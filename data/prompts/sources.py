@@ -1,7 +1,7 @@
 """Prompts of a file or a dataset: which rows are read, which are skipped, and why."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -14,7 +14,7 @@ from ...modules.verification.sampling import GREATEST_TEMPERATURE, LEAST_TEMPERA
 from .prompt import Prompt
 from .prompt_files import decoded, file_rows
 from .prompt_kinds import named_kinds
-from .rows import parse_prompt
+from .rows import LeftOutError, parse_prompt
 
 STREAM_BUFFER = 10_000
 """Rows a streamed dataset is shuffled among, and those of one without a limit that are looked at beforehand."""
@@ -45,13 +45,14 @@ class PromptConfig:
     shuffle: bool = False
     """Shuffle the prompts by the seed of the run (a streamed dataset: within a buffer of 10,000)."""
     most_skipped: float = 0.1
-    """Largest share of rows that cannot be read, or that the chat template refuses: they are skipped, counted and
-    listed in data/skipped.jsonl. With more of them nothing is answered."""
+    """Largest share of rows that cannot be read, that the chat template refuses, or that leave no room for an answer:
+    they are skipped, counted and listed in data/skipped.jsonl. With more of them nothing is answered. Of a streamed
+    dataset without a limit the first 10,000 rows are looked at before, the others when it is their turn."""
     strict: bool = False
     """Stop at the first row that would be skipped."""
     max_prompt_tokens: int | None = None
-    """Leave out prompts longer than this, in tokens, all their turns together and no answers; None stops at a prompt
-    that leaves no room for an answer."""
+    """Leave out prompts longer than this, in tokens, all their turns together and no answers: they are listed, and do
+    not count for `most_skipped`. None leaves out those without room for an answer."""
     own_max_tokens: int = 64
     """Longest prompt the target may write (origin own), in tokens; longer ones are dropped."""
     own_temperature: float = 1.0
@@ -94,6 +95,8 @@ class Skipped:
     """Its place: a file with the line or the number of the row, or a dataset with the number."""
     reason: str
     """The sentence that says what is wrong, and what to do."""
+    wanted: bool = False
+    """True where the source or the recipe leaves it out on purpose."""
 
     @property
     def kind(self) -> str:
@@ -111,14 +114,19 @@ class Taken:
     """Number of candidates; fewer than asked for when the source has no more."""
     repeated: int = 0
     """Usable ones that are left out of `prompts`, since the data have them."""
+    skipped: tuple[Skipped, ...] = ()
+    """Of an endless dataset, the unusable ones that `ReadPrompts.skipped` has not seen."""
 
 
 class ReadPrompts:
     """Candidates from a file or dataset: its rows, in an order that is a pure function of the settings and the seed.
     `check` raises UserError for the number and the prompt of one that cannot be used."""
 
-    def __init__(self, config: PromptConfig, seed: int, check: Callable[[int, Prompt], None] | None = None) -> None:
+    def __init__(self, config: PromptConfig, seed: int, check: Callable[[int, Prompt], None] = lambda *_: None) -> None:
         self.config, self.seed, self.check = config, seed, check
+        endless = config.origin == "dataset" and config.streaming and config.limit is None
+        self.looked = STREAM_BUFFER if endless else None
+        """Rows that are looked at before the first answer; None for all."""
         self.position = 0
         self.rest = self._rows()
         self.total = config.limit
@@ -136,10 +144,10 @@ class ReadPrompts:
     def _prompt(self, number: int, place: str, row: Any) -> Prompt | Skipped:
         try:
             prompt = read_row(row, place, self.config.column)
-            if self.check is not None:
-                self.check(number, prompt)
+            self.check(number, prompt)
         except UserError as error:
-            return Skipped(row=place, reason=str(error).removeprefix(f"{place}: "))
+            return Skipped(row=place, reason=str(error).removeprefix(f"{place}: "),
+                           wanted=isinstance(error, LeftOutError))
         return prompt
 
     def take(self, start: int, count: int) -> Taken:
@@ -152,31 +160,44 @@ class ReadPrompts:
         found = [self._prompt(start + place, *row) for place, row in enumerate(islice(self.rest, count))]
         self.position += len(found)
         prompts = [(start + place, one) for place, one in enumerate(found) if isinstance(one, Prompt)]
-        return Taken(prompts=prompts, read=len(found))
+        late = () if self.looked is None else tuple(
+            one for place, one in enumerate(found, start) if isinstance(one, Skipped) and place >= self.looked)
+        return Taken(prompts=prompts, read=len(found), skipped=late)
 
     def skipped(self) -> list[Skipped]:
         """The rows that are not used, of all rows; of a streamed dataset without a limit of the first 10,000.
 
         Raises:
-            UserError: if the source cannot be read or holds no row, or more are to be skipped than the recipe allows.
+            UserError: if the source cannot be read or holds no row, or as `require_few` does.
         """
-        most, found, number = self.config.most_skipped, list[Skipped](), 0
-        endless = self.config.streaming and self.config.limit is None
-        for number, row in enumerate(islice(self._rows(), STREAM_BUFFER if endless else None), 1):
+        found, number = list[Skipped](), 0
+        for number, row in enumerate(islice(self._rows(), self.looked), 1):
             if isinstance(one := self._prompt(number - 1, *row), Skipped):
                 found.append(one)
-                if self.config.strict:
-                    raise UserError(f"{one.row}: {one.reason}")
+                if self.config.strict and not one.wanted:
+                    break
         if not number:
             raise UserError(f'{self.config.path} holds no prompt; write one JSON object a line, such as '
                             '{"prompt": "..."}')
-        if len(found) > most * number:
-            kinds = Counter(one.kind for one in found).most_common(3)
-            first = {one.kind: one for one in reversed(found)}
-            reasons = "; ".join(f"{count:,} like {first[kind].row}: {first[kind].reason}" for kind, count in kinds)
-            raise UserError(f"{len(found):,} of {number:,} rows of {self.config.path} cannot be used, and "
-                            f"prompts.most_skipped {most:g} allows fewer: {reasons}")
+        self.require_few(found, number)
         return found
+
+    def require_few(self, found: Sequence[Skipped], rows: int) -> None:
+        """Refuse a source in which more is to be skipped than the recipe allows. Raises UserError.
+
+        Args:
+            found: rows that are not used.
+            rows: number of all rows among which they were found.
+        """
+        most, bad = self.config.most_skipped, [one for one in found if not one.wanted]
+        if bad and self.config.strict:
+            raise UserError(f"{bad[0].row}: {bad[0].reason}")
+        if len(bad) > most * rows:
+            kinds = Counter(one.kind for one in bad).most_common(3)
+            first = {one.kind: one for one in reversed(bad)}
+            reasons = "; ".join(f"{count:,} like {first[kind].row}: {first[kind].reason}" for kind, count in kinds)
+            raise UserError(f"{len(bad):,} of {rows:,} rows of {self.config.path} cannot be used, and "
+                            f"prompts.most_skipped {most:g} allows fewer: {reasons}")
 
 
 def read_row(row: Any, place: str, column: str | None = None) -> Prompt:

@@ -22,7 +22,7 @@ from ...modules.files.bounded_reading import require_ordinary
 from ...modules.files.folder_locks import sole_writer
 from ...modules.files.json_records import read_json, record_of, shortened
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Layout of shards and manifest."""
 MANIFEST = "manifest.json"
 T = TypeVar("T")
@@ -45,8 +45,6 @@ class Row:
     """Number of its prompt, also the key of its random stream."""
     temperature: float = 0.0
     """Sampling temperature of the answer; 0 is greedy."""
-    truncated: bool = False
-    """True if an answer was cut by the length limit."""
     source: SourceName = "target"
     """Writer of the supervised tokens."""
 
@@ -65,12 +63,10 @@ class TokenShard:
     """Number of each row's prompt, int64."""
     temperatures_R: Tensor
     """Temperature of each row, float32."""
-    truncated_R: Tensor
-    """True where an answer of the row was cut by the length limit, bool."""
     sources_R: Tensor
     """Writer of the row, as its index in `SOURCES`, uint8."""
     keys_P: Tensor
-    """Hash of each prompt of the shard (`Prompt.key`), int64; later shards must not repeat them."""
+    """Hash of each prompt of the shard (`DistillTask.key`), int64; later shards must not repeat them."""
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row], keys: Sequence[int]) -> "TokenShard":
@@ -82,7 +78,6 @@ class TokenShard:
             starts_S=lengths.cumsum(0),
             prompts_R=torch.tensor([row.prompt for row in rows], dtype=torch.int64),
             temperatures_R=torch.tensor([row.temperature for row in rows], dtype=torch.float32),
-            truncated_R=torch.tensor([row.truncated for row in rows], dtype=torch.bool),
             sources_R=torch.tensor([SOURCES.index(row.source) for row in rows], dtype=torch.uint8),
             keys_P=torch.tensor(list(keys), dtype=torch.int64),
         )
@@ -148,8 +143,8 @@ class ShardRecord:
     """Assistant turns."""
     truncated: int
     """Answers cut by the length limit."""
-    repetitive: int
-    """Answers with more than 30 % repeated 4-grams."""
+    full: int
+    """Conversations that end early because the target's context does."""
 
     @property
     def number(self) -> int:

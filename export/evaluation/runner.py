@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ...modules import Generation, Target, UserError
+from ...modules import Generation, Request, Target, UserError
 from ...modules.interfaces.optional_parts import Remembers
 from .budget import CLOSING_SHARE, Budget
 from .contention import ContentionProbe, rotated
 from .lossless import Judge, positions
-from .methods import Answered, Method
+from .methods import Method
 from .reference_answers import References
 from .results import Answer, Timing
 from .schedule import UNTIMED_ROWS, Entry, Schedule, by_prompt_set
@@ -77,9 +77,6 @@ class Runner:
         self.greedy: list[Exchange] = []
         """Their greedy exchanges, which replays read."""
         self._warm: set[tuple[int, float]] = set()
-        for entry in schedule.entries:
-            # A prompt that cannot be asked is refused before anything is decoded.
-            self._ask(entry, 1, schedule.config.degrees[0], [])
 
     def run(self, budget: Budget) -> list[MethodRecord]:
         """Decode as many questions as fit: one record for each temperature, batch size and method, the methods changing
@@ -153,8 +150,14 @@ class Runner:
         answers: dict[int, list[tuple[int, ...]]] = {entry.number: [] for entry in entries}
         found: list[Exchange] = []
         for turn in range(1, 1 + max(entry.question.turns for entry in entries)):
-            asked = [self._ask(entry, turn, temperature, answers[entry.number]) for entry in entries
-                     if entry.question.turns >= turn]
+            asked = [Exchange(entry=entry, turn=turn, temperature=temperature,
+                              prompt=tuple(entry.question.prompt(answers[entry.number])))
+                     for entry in entries if entry.question.turns >= turn]
+            for one in asked:
+                # An answer may take more tokens when a later turn reads it than when it was written.
+                request = Request(one.prompt, one.index, self.schedule.config.max_new_tokens, temperature)
+                if fault := request.fault(self.target.context_length, self.target.vocab_size):
+                    raise UserError(fault)
             known = {one.index: self.references.find(one.prompt, one.temperature, one.index) for one in asked}
             budget.answered(sum(answer is not None for answer in known.values()))
             for group in untimed_batches([one for one in asked if known[one.index] is None]):
@@ -170,18 +173,6 @@ class Runner:
                 found.append(replace(exchange, reference=reference))
             self.references.save()
         return sorted(found, key=lambda exchange: (exchange.entry.number, exchange.turn))
-
-    def _ask(self, entry: Entry, turn: int, temperature: float, answers: Answered) -> Exchange:
-        """A turn of a question after these answers. Raises UserError where the target cannot be asked it."""
-        prompt = tuple(entry.question.prompt(answers))
-        where = f"a prompt of the set {entry.prompt_set!r}" + (f" (turn {turn})" if turn > 1 else "")
-        if not prompt:
-            raise UserError(f"{where} has no tokens; remove it")
-        longest = self.schedule.config.max_new_tokens
-        if len(prompt) + longest > self.target.context_length:
-            raise UserError(f"{where} has {len(prompt)} tokens; with max_new_tokens {longest} it exceeds the target's "
-                            f"context of {self.target.context_length}; shorten the prompt or lower max_new_tokens")
-        return Exchange(entry=entry, turn=turn, temperature=temperature, prompt=prompt)
 
     # The methods -----------------------------------------------------------------------------------------------------
 

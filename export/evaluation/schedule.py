@@ -148,6 +148,8 @@ def require_context(prompt_sets: PromptSets, config: EvaluateConfig, context_len
     for name, questions in prompt_sets.items():
         for question in spread(questions, len(questions) if config.limit is None else config.limit):
             size = len(question.prompt([()] * (question.turns - 1)))
+            if not size:
+                raise UserError(f"a question of the set {name!r} has no tokens; leave it out")
             room = (context_length - size) // question.turns
             if room < config.max_new_tokens:
                 remedy = f"lower max_new_tokens to {room}" if room > 0 else "leave it out, or choose another target"

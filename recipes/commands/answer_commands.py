@@ -149,12 +149,14 @@ class Answers:
         print(flush=True)
         return stats, marked
 
-    def count(self, passes: list[list[int]], stats: DecodeStats) -> None:
-        """Say how many tokens each pass of an answer gave."""
+    def count(self, request: Request, passes: list[list[int]], stats: DecodeStats, limit: str = "") -> None:
+        """Say how many tokens each pass of an answer gave, and where a limit cut it off: max_new_tokens, or `limit`."""
         total, more = sum(map(len, passes)), len(passes) - 1
         drafted = total - len(passes[0])
         say(f"{total} tokens: the first by the prompt's pass, {drafted} by {more} more, {drafted / max(1, more):.2f} "
             f"tokens per pass; {total / stats.seconds:.1f} tokens/s", file=sys.stderr)
+        if total == request.max_new_tokens and passes[-1][-1] not in self.artifact.target.eos_ids:
+            say(f"the answer was cut off: {limit or f'--max-new-tokens is {total}'}", file=sys.stderr)
 
     def explain(self, stats: DecodeStats) -> None:
         """Say what was asked for and could not be done."""
@@ -175,10 +177,11 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     given, passes = parsed.values, list[list[int]]()
     answers = Answers(given, marks_for(sys.stdout.isatty(), os.environ) if given.show_drafts else None)
     tokens = answers.template.prompt([{"role": "user", "content": given.prompt}])
-    stats, marked = answers.print(Request(tuple(tokens), 0, given.max_new_tokens, given.temperature), passes)
+    request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
+    stats, marked = answers.print(request, passes)
     if marked is not None:
         print(f"\n{marked.summary()}", flush=True)
-    answers.count(passes, stats)
+    answers.count(request, passes, stats)
     answers.explain(stats)
 
 
@@ -210,11 +213,10 @@ def chat(parsed: Parsed[ChatArguments]) -> None:
             # Less than a whole answer is still an answer: only a conversation without any room is refused.
             if (room := min(given.max_new_tokens, context - len(tokens))) < 1:
                 raise UserError(full)
+            request = Request(tuple(tokens), place, room, given.temperature)
             with stopped_by_signals():
-                stats, _ = answers.print(Request(tuple(tokens), place, room, given.temperature), passes)
-            answers.count(passes, stats)
-            if room < given.max_new_tokens and sum(map(len, passes)) == room:
-                say(f"the answer was cut off: {full}", file=sys.stderr)
+                stats, _ = answers.print(request, passes)
+            answers.count(request, passes, stats, full if room < given.max_new_tokens else "")
             if not said:
                 answers.explain(stats)
         except UserError as error:

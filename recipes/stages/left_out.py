@@ -1,9 +1,8 @@
 """Work that the stages before the evaluation left out for lack of minutes, and loops that training leaves out."""
 
 from ...data import TokenShard
-from ...data.answers.data_folder import STATS
-from ...data.batches.learned_tokens import count_repetitions
-from ...modules.files.json_records import read_json, record_of
+from ...data.answers.data_folder import read_stats
+from ...data.batches.learned_tokens import repetitions
 from .training_folder import read_result
 from .workspace import Workspace
 
@@ -18,9 +17,7 @@ def left_out(workspace: Workspace) -> tuple[str, ...]:
         ran_out = manifest.recipe["prompts"].get("origin") == "own"
         if not ran_out:
             # The last prompt of a file may have ended distillation, and not the time.
-            file, remedy = workspace.data / STATS, "delete it, only times are lost"
-            stats = record_of(dict[str, float], read_json(file, remedy), str(file), remedy) if file.is_file() else {}
-            ran_out = stats.get("seconds", 0.0) >= 60 * minutes
+            ran_out = read_stats(workspace.data).get("seconds", 0.0) >= 60 * minutes
         if ran_out:
             sentences.append(f"answers: {found:,} of {wanted:,} tokens were distilled; the rest did not fit into "
                              f"distill.budget_minutes {minutes:g}")
@@ -29,12 +26,15 @@ def left_out(workspace: Workspace) -> tuple[str, ...]:
             f"{count:,} × {kind}" for kind, count in manifest.skipped.items()))
     if manifest.repeated:
         sentences.append(f"prompts: {manifest.repeated:,} of {manifest.candidates:,} repeat others and were left out")
-    repeated = count_repetitions([TokenShard.read(workspace.data / record.file, record.sha256)
-                                  for record in manifest.split("train")])
-    if repeated.answers:
+    if (full := manifest.total("train", "full")) > 0:
+        sentences.append(f"training text: {full:,} of {manifest.total('train', 'prompts'):,} conversations end early "
+                         "because the target's context does")
+    repeated = [stop - first for record in manifest.split("train") for _, first, stop in repetitions(
+        TokenShard.read(workspace.data / record.file, record.sha256))]
+    if repeated:
         answers = manifest.total("train", "answers")
-        sentences.append(f"training text: {repeated.answers:,} of {answers:,} answers end in a loop, whose "
-                         f"{repeated.tokens:,} repeated tokens of {found:,} in all are not learned")
+        sentences.append(f"training text: {len(repeated):,} of {answers:,} answers end in a loop, whose "
+                         f"{sum(repeated):,} repeated tokens of {found:,} in all are not learned")
     steps = read_result(workspace.training).steps
     if config.max_steps is not None and config.max_minutes is not None and steps < config.max_steps:
         sentences.append(f"training: {steps:,} of {config.max_steps:,} steps; the rest did not fit into "

@@ -90,11 +90,14 @@ class Workspace:
 
     @cached_property
     def target(self) -> Target:
-        """The target of the recipe."""
+        """The target of the recipe. Raises UserError if it is another one than answered complete data."""
         say(f"     loading the target {self.recipe.target.name}")
         target = load_target(replace(self.recipe.target, dtype=self.number_format))
         if target.linears.packing.times is not None:
             say(f"     {target.linears.packing.in_words}")
+        if (found := self.answered_data) is not None:
+            # An id of the hub without a revision may name other weights than it did.
+            found.target.require_same(target.identity)
         return target
 
     @cached_property
@@ -209,8 +212,7 @@ class Workspace:
             return None
         if prompts_learnable(self.manifest().recipe["prompts"]):
             return self.template.user_turn()
-        say("     batch.own_prompts has no effect: the target did not write these prompts after its chat template "
-            "alone; only answers are learned")
+        say("     only answers are learned: the target did not write these prompts after its chat template alone")
         return None
 
     @cached_property
@@ -276,9 +278,7 @@ class Workspace:
 
     def require_same_origin(self) -> None:
         """Refuse data of another target or another chat template. Raises UserError."""
-        manifest = self.manifest()
-        manifest.target.require_same(self.target.identity)
-        if manifest.template_hash != self.template.hash:
+        if self.manifest().template_hash != self.template.hash:
             raise UserError(f"the data in {self.data} was rendered with another chat template or other settings of it; "
                             "set template as the run that distilled it did, or leave data out to distil anew")
 

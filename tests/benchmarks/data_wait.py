@@ -79,7 +79,7 @@ def write_data(folder: Path, target: Target, count: int, longest: int) -> Manife
         counts = dict.fromkeys(("candidates", "prompts", "rows", "by_target", "answers"), len(here))
         records.append(ShardRecord(file=file.name, split="train", sha256=hash_file(file), by_text=0, by_draft=0,
                                    tokens=len(shard.tokens_T), supervised=int(shard.supervised_T.sum()), truncated=0,
-                                   repetitive=0, **counts))
+                                   full=0, **counts))
     manifest = Manifest(target=target.identity, template_hash="", recipe={"prompts": {}, "distill": {}}, versions={},
                         shards=tuple(records), complete=True)
     manifest.save(folder)

@@ -148,6 +148,18 @@ def test_other_commands_start_again(
         capfd.readouterr().err
 
 
+def test_one_more_ctrl_c_on_the_way_out_shows_no_traceback() -> None:
+    program = ("import os, signal, sys, time\n"
+               "from draftsmith.recipes.__main__ import main\n"
+               "sys.argv = ['draftsmith', '--version']\n"
+               "main()\n"
+               "os.kill(os.getpid(), signal.SIGINT)\n"
+               "time.sleep(60)\n")
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False,
+                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+
+
 def test_an_ignored_signal_stays_ignored(unhandled: list[int]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stopped_by_signals():

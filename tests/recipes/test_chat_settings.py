@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 from draftsmith.data import Prompt
+from draftsmith.modules import UserError
 from draftsmith.recipes.chat_settings import TemplateConfig, prompt_sets
+from draftsmith.recipes.commands.pipeline import COMMANDS
 from support import template_shapes as shapes
 from support.template_shapes import shaped_tokenizer
 
@@ -27,6 +29,18 @@ def test_a_template_whose_end_ends_no_answer_is_named_at_the_start(
     TemplateConfig().build(target_of(template, *ends))
     told = f"ends an answer with {warned}, which is no end token of the target"
     assert [told in message for message in caplog.messages] == [True] * (warned is not None)
+
+
+def test_templates_are_told_the_date_of_the_settings() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    settings = COMMANDS["run"].parse(["--config", "tiny", "--template.date", "2025-03-04"]).values.template
+    told, usual = (one.build(target_of(shapes.LLAMA3)) for one in (settings, TemplateConfig()))
+    assert "04 Mar 2025" in told.rendered(messages)
+    assert "26 Jul 2024" in usual.rendered(messages)
+    assert told.hash != usual.hash
+    for wrong in ("4 March 2025", "20250304", "2025-W10-2", "2025-02-30", ""):
+        with pytest.raises(UserError, match=f"template.date must be a day such as 2024-07-26, got '{wrong}'"):
+            TemplateConfig(date=wrong)
 
 
 def test_questions_have_the_modes_in_turn_and_their_history_is_a_servers() -> None:

@@ -36,8 +36,8 @@ def shards(out: Path, split: str = "train") -> list[TokenShard]:
     return [TokenShard.read(out / record.file, record.sha256) for record in Manifest.load(out).split(split)]
 
 
-def rows(out: Path, split: str = "train") -> Iterator[tuple[list[int], list[bool], int, float, bool]]:
-    """(tokens, supervised, prompt, temperature, truncated) of all rows of a split."""
+def rows(out: Path, split: str = "train") -> Iterator[tuple[list[int], list[bool], int, float]]:
+    """(tokens, supervised, prompt, temperature) of all rows of a split."""
     for shard in shards(out, split):
         for row in range(shard.num_rows):
             start, stop = shard.span(row)
@@ -46,7 +46,6 @@ def rows(out: Path, split: str = "train") -> Iterator[tuple[list[int], list[bool
                 shard.supervised_T[start:stop].tolist(),
                 int(shard.prompts_R[row]),
                 float(shard.temperatures_R[row]),
-                bool(shard.truncated_R[row]),
             )
 
 

@@ -23,8 +23,9 @@ from draftsmith.data import (
 )
 from draftsmith.data.answers import distill_task
 from draftsmith.data.answers.answering import Answerer
+from draftsmith.data.answers.data_folder import DataFolder
 from draftsmith.data.answers.row_writers import take_given
-from draftsmith.data.prompts import self_prompting
+from draftsmith.data.prompts import self_prompting, sources
 from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_model, tiny_tokenizer
 from support.chats import THINKING
@@ -56,8 +57,9 @@ def test_rows_are_prompts_with_the_targets_own_answers(tmp_path: Path, tiny_targ
     run(target, prompts, config, tmp_path / "out")
     template, given = ChatTemplate(target.tokenizer), read_prompts(str(prompts.path))
     found = list(rows(tmp_path / "out"))
-    assert [number for _, _, number, _, _ in found] == list(range(3, 15))
-    for tokens, supervised, number, temperature, truncated in found:
+    assert [number for _, _, number, _ in found] == list(range(3, 15))
+    ends = set()
+    for tokens, supervised, number, temperature in found:
         prompt = template.prompt(given[number].history())
         assert tokens[: len(prompt)] == prompt
         assert supervised == [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
@@ -65,9 +67,9 @@ def test_rows_are_prompts_with_the_targets_own_answers(tmp_path: Path, tiny_targ
         request = Request(tuple(prompt), number * 1024, 24, temperature)
         alone = decode(target, [request], DecodeSettings(seed=config.seed)).generations[0]
         assert tokens[len(prompt) :] == alone.tokens
-        assert truncated == (alone.finish == "length")
-        assert truncated != (tokens[-1] in target.eos_ids), "a cut answer has no end, a whole one has"
-    assert {truncated for *_, truncated in found} == {False, True}
+        assert (alone.finish == "length") != (tokens[-1] in target.eos_ids), "a cut answer has no end, a whole one has"
+        ends.add(alone.finish)
+    assert ends == {"length", "eos"}
 
 
 def test_validation_prompts_are_answered_greedily_and_drawn_without_filters(
@@ -76,8 +78,8 @@ def test_validation_prompts_are_answered_greedily_and_drawn_without_filters(
     target, config = tiny_target_f64, replace(SMALL, top_k=2, max_new_tokens=24)
     manifest = run(target, write_prompts(tmp_path, many(9)), config, tmp_path / "out")
     found = list(rows(tmp_path / "out", "validation"))
-    assert [(number, temperature) for _, _, number, temperature, _ in found] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    for tokens, supervised, number, temperature, _ in found:
+    assert [(number, temperature) for _, _, number, temperature in found] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    for tokens, supervised, number, temperature in found:
         start = supervised.index(True)
         request = Request(tuple(tokens[:start]), number * 1024, 24, temperature)
         assert tokens[start:] == decode(target, [request], DecodeSettings(seed=config.seed)).generations[0].tokens
@@ -131,10 +133,10 @@ def test_each_turn_is_answered_behind_the_answers_before_it(tmp_path: Path, tiny
     run(tiny_target, write_prompts(tmp_path, turns), replace(SMALL, test_prompts=0), tmp_path / "out")
     tokenizer, found = tiny_target.tokenizer, list(rows(tmp_path / "out"))
     # A random target also writes special tokens; its answer as text has none, so its next turn starts a row of its own.
-    numbers = [number for _, _, number, _, _ in found]
+    numbers = [number for _, _, number, _ in found]
     whole = [row for row in found if numbers.count(row[2]) == 1]
     assert len(whole) >= 4
-    for tokens, supervised, number, _, _ in whole:
+    for tokens, supervised, number, _ in whole:
         spoken = [tokenizer.decode([t]) + "^" * s for t, s in zip(tokens, supervised, strict=True)]
         asked = [f"{WORDS[number]} {word}<|im_end|>\n<|im_start|>assistant\n" for word in ("one", "two", "three")]
         places = ["".join(spoken).index(text) for text in asked]
@@ -173,8 +175,11 @@ def test_every_mode_comes_with_every_temperature(tiny_target: Target) -> None:
 def test_a_conversation_ends_where_the_context_does(tiny_target: Target) -> None:
     template = ChatTemplate(tiny_target.tokenizer)
     answerer = Answerer(tiny_target, template, DecodeSettings(), 10, lambda _: None)
-    [one] = answerer.answer([(0, Prompt.from_turns("a", "b" * 600, "c", id="0"))], (0.0,))
-    assert len(one.turns) == 1
+    asked = [Prompt.from_turns("a", "b" * 600, "c", id="0"), Prompt.from_turns("a", "b", id="1"),
+             Prompt.from_turns("c" * (512 - 5 - len(template.prompt([{"role": "user", "content": ""}]))), id="2")]
+    found = answerer.answer(list(enumerate(asked)), (0.0,))
+    assert [(len(one.turns), one.full) for one in found] == [(1, True), (2, False), (1, True)]
+    assert len(found[2].turns[0].answer) == 5
 
 
 def test_a_base_model_continues_plain_text(tmp_path: Path) -> None:
@@ -219,17 +224,35 @@ def test_given_answers_are_used_as_they_are_and_marked(tmp_path: Path, tiny_targ
     )
 
 
+def test_rows_that_differ_in_given_answers_are_no_duplicates_and_held_out_prompts_train_with_none(
+    tmp_path: Path, tiny_target: Target
+) -> None:
+    given, config = answered(8), replace(SMALL, answered_by="text")
+    others = [{"messages": [row["messages"][0], {"role": "assistant", "content": "another"}]} for row in given]
+    prompts = write_prompts(tmp_path, [*given, *given, *others])
+    manifest = run(tiny_target, prompts, config, tmp_path / "out")
+    texts = [tiny_target.tokenizer.decode(tokens) for tokens, *_ in rows(tmp_path / "out")]
+    said = [message for row in (*given[3:], *others[3:]) for message in row["messages"][1:]]
+    assert [message["content"] in text for message, text in zip(said, texts, strict=True)] == [True] * 10
+    assert not [text for text in texts for number in range(3) if f"ask {number}" in text]
+    assert manifest.repeated == 8 + 3
+    # Data that grow know the rows of their shards as well.
+    run(tiny_target, prompts, replace(config, budget_tokens=20), tmp_path / "grown")
+    run(tiny_target, prompts, config, tmp_path / "grown")
+    assert contents(tmp_path / "grown") == contents(tmp_path / "out")
+
+
 def test_given_answers_are_cut_and_must_be_exact(tiny_target: Target) -> None:
     long = Prompt(messages=spoken("a", "b" * 200), id="y")
     [one] = take_given([(0, long)], ChatTemplate(tiny_target.tokenizer), 100)
-    assert (len(one.rows[0].tokens), one.truncated) == (100, 1)
+    assert (len(one.rows[0].tokens), one.full) == (100, True)
     tokenizer = tiny_tokenizer()
     broken = (
         "{% for m in messages %}{{ 'X' if messages[-1]['content'] == 'bad' else 'Y' }}{{ m['content'] }}{% endfor %}"
     )
     tokenizer.chat_template = broken
     bad, good = (Prompt(messages=spoken("a", text), id=text) for text in ("bad", "good"))
-    assert len(take_given([(1, good)], ChatTemplate(tokenizer), 100)) == 1
+    assert [one.full for one in take_given([(1, good)], ChatTemplate(tokenizer), 100)] == [False]
     with pytest.raises(UserError, match="writes a prompt otherwise than without one"):
         take_given([(0, bad)], ChatTemplate(tokenizer), 100)
 
@@ -370,7 +393,7 @@ def test_data_that_may_not_grow_stay_complete(
     prompts, out, config = write_prompts(tmp_path, many(24)), tmp_path / "out", replace(SMALL, budget_tokens=20)
     run(tiny_target, prompts, config, out)
     before = contents(out)
-    monkeypatch.setattr(distill_task, "package_versions", lambda: {"torch": "another"})
+    monkeypatch.setattr(distill_task, "PACKAGES", ("torch",))
     with pytest.raises(UserError, match="the installed versions was"):
         run(tiny_target, prompts, replace(config, budget_tokens=60), out)
     assert contents(out) == before
@@ -570,7 +593,8 @@ def test_counts_and_the_warning_about_cut_answers(
     manifest = run(tiny_target, write_prompts(tmp_path, many(9)), replace(SMALL, max_new_tokens=4), tmp_path / "out")
     [first, *_] = manifest.split("train")
     assert (first.prompts, first.rows, first.answers) == (4, 4, 4)
-    assert first.truncated == sum(truncated for *_, truncated in list(rows(tmp_path / "out"))[:4])
+    assert first.truncated == sum(tokens[-1] not in tiny_target.eos_ids
+                                  for tokens, *_ in list(rows(tmp_path / "out"))[:4]) > 0
     assert first.supervised == int(shards(tmp_path / "out")[0].supervised_T.sum())
     assert "answers were cut at 4 tokens" in caplog.text
 
@@ -578,21 +602,70 @@ def test_counts_and_the_warning_about_cut_answers(
 def test_prompts_that_do_not_fit(tmp_path: Path, tiny_target: Target) -> None:
     rows_ = [*many(5), {"prompt": "x" * 600}, *many(8)[5:]]
     prompts = write_prompts(tmp_path, rows_)
-    with pytest.raises(
-        UserError, match=r"prompt prompts.jsonl:6 has 6\d\d tokens; .*set prompts.max_prompt_tokens to 504"
-    ):
+    told = (r"the prompt leaves no room for an answer, got 6\d\d tokens, and the target's context of 512 less "
+            r"distill.max_new_tokens holds 504; shorten it, or lower")
+    with pytest.raises(UserError, match=rf"^1 of 9 rows .* allows fewer: 1 like prompts.jsonl:6: {told}"):
         run(tiny_target, prompts, SMALL, tmp_path / "refused")
-    manifest = run(tiny_target, replace(prompts, max_prompt_tokens=504), SMALL, tmp_path / "out")
-    assert manifest.total("train", "prompts") == 5
+    manifest = run(tiny_target, replace(prompts, most_skipped=0.2), SMALL, tmp_path / "skipped")
+    assert (manifest.total("train", "prompts"), manifest.skipped) == (5, {"the prompt leaves no room for an answer": 1})
+    assert re.search(told, (tmp_path / "skipped" / "skipped.jsonl").read_text())
+    # What the recipe itself leaves out is no fault of the rows.
+    manifest = run(tiny_target, replace(prompts, max_prompt_tokens=504, strict=True), SMALL, tmp_path / "out")
+    assert (manifest.total("train", "prompts"), manifest.skipped) == (
+        5, {"the prompt is longer than prompts.max_prompt_tokens": 1})
 
 
 def test_a_later_turn_that_does_not_fit_is_found_as_well(tmp_path: Path, tiny_target: Target) -> None:
     later = {"turns": ["Say hi.", "x" * 300, "y" * 300]}
     prompts = write_prompts(tmp_path, [*many(5), later, *many(8)[5:]])
-    with pytest.raises(UserError, match=r"prompts.jsonl:6 has 6\d\d tokens in all its turns; .* leaves 504"):
+    with pytest.raises(UserError, match=r"prompts.jsonl:6: .*, got 6\d\d tokens in all its turns, and .* holds 504;"):
         run(tiny_target, prompts, SMALL, tmp_path / "refused")
-    manifest = run(tiny_target, replace(prompts, max_prompt_tokens=504), SMALL, tmp_path / "out")
-    assert manifest.total("train", "prompts") == 5
+    for words in ({"most_skipped": 0.2}, {"max_prompt_tokens": 504}):
+        manifest = run(tiny_target, replace(prompts, **words), SMALL, tmp_path / next(iter(words)))
+        assert manifest.total("train", "prompts") == 5
+
+
+def test_rows_of_an_endless_stream_are_skipped_and_counted_when_it_is_their_turn(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = many(40)
+    for place in (2, 13, 26):
+        rows[place] = {"prompt": place}
+    monkeypatch.setattr(sources, "STREAM_BUFFER", 10)
+    monkeypatch.setattr(sources, "_dataset_rows", lambda *_: ((f"x:{place}", row) for place, row in enumerate(rows)))
+    prompts = PromptConfig(origin="dataset", path="x", streaming=True, most_skipped=0.1)
+    listed = [f"x:{place}" for place in (2, 13, 26)]
+
+    def skipped(out: Path) -> list[str]:
+        return [json.loads(line)["row"] for line in (out / "skipped.jsonl").read_text().splitlines()]
+
+    manifest = run(tiny_target, prompts, SMALL, tmp_path / "calm")
+    assert skipped(tmp_path / "calm") == listed
+    assert manifest.skipped == {"prompt must be text or a list of messages": 3}
+    assert sum(shard.prompts for shard in manifest.shards) + SMALL.test_prompts == 40 - 3
+    # Killed after the list was written, and before the manifest.
+    save = DataFolder.save
+    with monkeypatch.context() as patch:
+        patch.setattr(DataFolder, "save", lambda self, found: kill() if found.complete else save(self, found))
+        with pytest.raises(Killed):
+            run(tiny_target, prompts, SMALL, tmp_path / "killed")
+    assert skipped(tmp_path / "killed") == listed
+    run(tiny_target, prompts, SMALL, tmp_path / "killed")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "calm")
+    # With too many the run ends before their answers, and goes on once more are allowed.
+    for place in range(14, 24):
+        rows[place] = {"prompt": place}
+    with pytest.raises(UserError, match=r"^3 of 16 rows of x cannot be used, and prompts.most_skipped 0.1 allows"):
+        run(tiny_target, prompts, SMALL, tmp_path / "out")
+    assert run(tiny_target, replace(prompts, most_skipped=0.9), SMALL, tmp_path / "out").complete
+    assert skipped(tmp_path / "out") == [f"x:{place}" for place in (2, *range(13, 24), 26)]
+    rows[2] = many(3)[2]
+    with pytest.raises(UserError, match=r"^x:13: prompt must be text"):
+        run(tiny_target, replace(prompts, strict=True), SMALL, tmp_path / "strict")
+
+
+def kill() -> None:
+    raise Killed
 
 
 @pytest.mark.parametrize(
@@ -605,6 +678,7 @@ def test_a_later_turn_that_does_not_fit_is_found_as_well(tmp_path: Path, tiny_ta
             replace(SMALL, max_new_tokens=512),
             "leaves no room for a prompt in the target's context of 512",
         ),
+        (PromptConfig(limit=9), replace(SMALL, max_new_tokens=505), "leaves no room for an answer, got .* holds 7;"),
         (PromptConfig(limit=9, max_prompt_tokens=505), SMALL, "exceed the target's context of 512 tokens; lower one"),
         (PromptConfig(limit=2), SMALL, "usable prompts among the first 2, but 3 are to be held out"),
     ],

@@ -131,7 +131,8 @@ def test_prompts_come_back_from_their_file_as_they_were_written(tmp_path: Path) 
 
     locks = FolderLocks(tmp_path / "locks")
     (tmp_path / QUEUE).mkdir()
-    queued = ShardPrompts(Written(), tmp_path, locks, start=5, size=4, held=set())
+    queued = ShardPrompts(Written(), tmp_path, locks, start=5, size=4, held=set(), seen=set(),
+                          key=lambda _, prompt: prompt.key)
     first, again = queued.fresh(0), queued.fresh(0)
     locks.close()
     assert first.prompts == again.prompts == Written().take(5, 4).prompts
@@ -194,7 +195,7 @@ def test_a_prompt_trains_once_and_a_held_out_one_never(tmp_path: Path, tiny_targ
     repeated = many(9) + [{"messages": spoken(row["prompt"], "An answer.")} for row in many(9)] + many(14)
     manifest = make(tiny_target, write_prompts(tmp_path, repeated), SMALL, tmp_path / "out")
     assert manifest.candidates == len(repeated)
-    assert [number for _, _, number, _, _ in rows(tmp_path / "out")] == [5, 6, 7, 8, *range(27, 32)]
+    assert [number for _, _, number, _ in rows(tmp_path / "out")] == [5, 6, 7, 8, *range(27, 32)]
     held = {key for shard in shards(tmp_path / "out", "validation") for key in shard.keys_P.tolist()}
     trained = [key for shard in shards(tmp_path / "out") for key in shard.keys_P.tolist()]
     assert not held & set(trained)
@@ -378,7 +379,7 @@ def test_no_shard_is_started_that_the_budget_will_hardly_need(tmp_path: Path) ->
 def shards_record(number: int, supervised: int) -> ShardRecord:
     """An entry of the manifest with some answer tokens."""
     counts = dict.fromkeys(("candidates", "prompts", "rows", "by_target", "by_text", "by_draft", "answers", "truncated",
-                            "repetitive"), 0)
+                            "full"), 0)
     return ShardRecord(file=f"train-{number:05d}.safetensors", split="train", sha256="", tokens=supervised,
                        supervised=supervised, **counts)
 

@@ -173,7 +173,7 @@ def looping(folder: Path, target: Target) -> Path:
         counts = dict.fromkeys(("candidates", "prompts", "rows", "by_target", "answers"), 3)
         records.append(ShardRecord(file=file.name, split=split, sha256=hash_file(file),  # type: ignore[arg-type]
                                    tokens=len(shard.tokens_T), supervised=int(shard.supervised_T.sum()), by_text=0,
-                                   by_draft=0, truncated=0, repetitive=0, **counts))
+                                   by_draft=0, truncated=0, full=0, **counts))
     Manifest(target=target.identity, template_hash="", recipe={"prompts": {"origin": "file"}, "distill": {}},
              versions={}, shards=tuple(records), complete=True).save(folder)
     return folder

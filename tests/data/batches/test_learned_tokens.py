@@ -6,9 +6,7 @@ from draftsmith.data.batches.learned_tokens import (
     LEAST_REPEATED,
     LONGEST_PERIOD,
     LearnedTokens,
-    RepetitionCount,
     answers,
-    count_repetitions,
     repetition_start,
     repetitions,
 )
@@ -74,7 +72,6 @@ def test_every_answer_of_a_row_is_looked_at() -> None:
     first, second = text.span(1)[0], text.span(2)[0]
     assert list(answers(text)) == [(0, 3, 27), (0, 30, 62), (1, first + 3, first + 35), (2, second + 3, second + 59)]
     assert list(repetitions(text)) == [(0, 5, 27), (2, second + 37, second + 59)]
-    assert count_repetitions([text, text]) == RepetitionCount(answers=4, tokens=88)
 
 
 def test_the_repeated_part_of_an_answer_is_not_learned() -> None:

@@ -101,17 +101,17 @@ def test_modes_are_dealt_to_prompts_in_turn_and_a_row_may_state_its_own(source: 
 
 
 @pytest.mark.parametrize(("source", "today"), [(shapes.GRANITE, "July 26, 2024"), (shapes.LLAMA3, "26 Jul 2024")])
-def test_templates_that_ask_the_clock_get_one_day(source: str, today: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_templates_that_ask_the_clock_get_one_day(source: str, today: str) -> None:
     tokenizer = shaped_tokenizer(source)
     template = ChatTemplate(tokenizer)
     assert today in template.rendered(conversation(["hi"]))
     # Others who render this template in between take the clock's.
     tokenizer.apply_chat_template(conversation(["hi"]), tokenize=False)
     assert today in template.rendered(conversation(["hi"]))
-    before = template.hash
-    monkeypatch.setattr("draftsmith.data.prompts.chat.TODAY", date(2025, 3, 4))
-    assert "2025" in template.rendered(conversation(["hi"]))
-    assert template.hash != before
+    other = ChatTemplate(tokenizer, today=date(2025, 3, 4))
+    assert "2025" in other.rendered(conversation(["hi"]))
+    assert today in template.rendered(conversation(["hi"]))
+    assert template.hash != other.hash
 
 
 def test_tools_of_a_conversation_reach_the_template_after_the_recipes() -> None:

@@ -72,6 +72,13 @@ def test_equal_keys_are_those_of_prompts_that_reach_the_model_as_the_same() -> N
               Prompt.from_turns("a", "b", id="5"), replace(plain, thinking=False), Prompt(document="a", id="6"),
               Prompt(messages=spoken("a", "b", "c"), unlearned=frozenset({1}), id="7")]
     assert len({one.key for one in [plain, *others]}) == 1 + len(others)
+    given = Prompt(messages=spoken("a", "b"), id="8")
+    assert given.given_key == Prompt(messages=spoken("a", "b", "c"), id="9", category="c").given_key, "nobody answers c"
+    others = [Prompt(messages=spoken("a", "c"), id="10"), replace(given, tools=tools),
+              Prompt(messages=spoken("a", "b", "c", "d"), id="11"),
+              Prompt(messages=spoken("a", "b", "c", "d"), unlearned=frozenset({1}), id="12"),
+              Prompt(document="a", id="13"), Prompt(document="b", id="14")]
+    assert len({one.given_key for one in [given, *others]}) == 1 + len(others)
 
 
 def test_candidates_are_the_same_however_often_they_are_asked_for(tmp_path: Path) -> None:
@@ -174,6 +181,12 @@ def test_too_many_bad_rows_end_with_the_commonest_reasons(tmp_path: Path) -> Non
         ReadPrompts(replace(config, strict=True), 0).skipped()
 
 
+def test_rows_that_are_left_out_on_purpose_are_listed_and_no_fault(tmp_path: Path) -> None:
+    config = replace(mixed(tmp_path, *[{"prompt": "a", "weight": 0}] * 9), strict=True)
+    found = ReadPrompts(config, 0).skipped()
+    assert [(one.wanted, one.kind) for one in found] == [(True, "weight is 0, which leaves the whole row out")] * 9
+
+
 def test_a_limit_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, original = [], sources.decoded
     monkeypatch.setattr(sources, "decoded", lambda row: read.append(row) or original(row))
@@ -204,6 +217,19 @@ def test_the_target_writes_prompts_that_depend_on_their_number_alone(tiny_target
     again = own(tiny_target_f64).take(8, 8)
     assert again.prompts == [(number, prompt) for number, prompt in written.prompts if number >= 8]
     assert all(prompt.question == prompt.question.strip() for _, prompt in written.prompts)
+
+
+@pytest.mark.usefixtures("all_tokens")
+def test_written_prompts_that_cannot_be_used_are_left_out(tiny_target_f64: Target) -> None:
+    def check(number: int, _prompt: Prompt) -> None:
+        if number in odd:
+            raise UserError("too long")
+
+    source = own(tiny_target_f64)
+    numbers = [number for number, _ in source.take(0, 16).prompts]
+    odd, source.check = numbers[::2], check
+    found = source.take(0, 16)
+    assert ([number for number, _ in found.prompts], found.read) == (numbers[1::2], 16)
 
 
 @pytest.mark.usefixtures("all_tokens")

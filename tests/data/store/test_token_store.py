@@ -29,14 +29,14 @@ from support.stored_states import encode
 
 ROWS = [
     Row(tokens=(5, 6, 7), supervised=(False, True, True), prompt=3, temperature=0.7),
-    Row(tokens=(8, 9), supervised=(False, True), prompt=-1, truncated=True),
+    Row(tokens=(8, 9), supervised=(False, True), prompt=-1),
 ]
 
 
 def record(**fields: object) -> ShardRecord:
     counts = dict.fromkeys(
         ("candidates", "prompts", "rows", "by_target", "by_text", "by_draft", "tokens", "supervised", "answers",
-         "truncated", "repetitive"), 2
+         "truncated", "full"), 2
     )
     return replace(ShardRecord(file="train-00000.safetensors", split="train", sha256="0", **counts), **fields)  # type: ignore[arg-type]
 
@@ -76,7 +76,6 @@ def test_a_shard_is_read_back_row_by_row(tmp_path: Path) -> None:
         assert tuple(found.tokens_T[start:stop].tolist()) == row.tokens
         assert tuple(found.supervised_T[start:stop].tolist()) == row.supervised
     assert found.prompts_R.tolist() == [3, -1]
-    assert found.truncated_R.tolist() == [False, True]
     assert found.keys_P.tolist() == [11, -12]
     torch.testing.assert_close(found.temperatures_R, torch.tensor([0.7, 0.0]))
     assert found.to_bytes() == shard.to_bytes()
@@ -127,13 +126,13 @@ def test_missing_damaged_and_foreign_manifests(tmp_path: Path, tiny_target: Targ
         Manifest.load(tmp_path)
     # Data of the version before hold no drawn answers.
     file.write_text('{"format_version": 3, "target": {}}')
-    with pytest.raises(UserError, match=r"format version 3, this version reads 5; delete the folder .* distil again"):
+    with pytest.raises(UserError, match=r"format version 3, this version reads 6; delete the folder .* distil again"):
         Manifest.load(tmp_path)
-    file.write_text('{"format_version": 5, "target": {}}')
+    file.write_text('{"format_version": 6, "target": {}}')
     with pytest.raises(UserError, match=r"manifest\.json is damaged: its content lacks candidates, complete"):
         Manifest.load(tmp_path)
     file.write_text('{"format_version": 99}')
-    with pytest.raises(UserError, match=r"format version 99, this version reads 5; delete the folder .* and distil"):
+    with pytest.raises(UserError, match=r"format version 99, this version reads 6; delete the folder .* and distil"):
         Manifest.load(tmp_path)
 
 

@@ -279,6 +279,10 @@ def test_mistakes_in_prompts_are_named(tiny_target: Target) -> None:
         evaluate(tiny_target, [method], {"own": [Question.single((5,) * 500)]}, CONFIG, progress=False)
     with pytest.raises(UserError, match="of the set 'own' has no tokens"):
         evaluate(tiny_target, [method], {"own": [Question.single(())]}, CONFIG, progress=False)
+    # What the target wrote may take more tokens when it is read again.
+    grown = Question(prompt=lambda answers: (5,) * (500 if any(answers) else 10), turns=2)
+    with pytest.raises(UserError, match=r"has 500 tokens and asks for 21 more, but the target's context holds 512"):
+        evaluate(tiny_target, [method], {"own": [grown] * 2}, CONFIG, progress=False)
 
 
 def test_baselines_are_methods_by_name(tiny_target_f64: Target) -> None:

@@ -83,6 +83,7 @@ def test_each_line_of_a_pipe_is_a_turn_of_one_conversation(
     found = re.findall(r"^(\d+) tokens: the first by the prompt's pass, (\d+) by (\d+) more, ([\d.]+) tokens per pass",
                        reported, flags=re.MULTILINE)
     assert [int(one[0]) for one in found] == [LENGTH] * 3
+    assert reported.count(f"the answer was cut off: --max-new-tokens is {LENGTH}\n") == 3
     assert all(f"{int(drafted) / int(passes):.2f}" == shown for _, drafted, passes, shown in found)
 
 
@@ -167,6 +168,7 @@ def test_the_end_of_the_context_is_explained(chat: Conversation, tiny_target: Ta
     assert re.match(remedy, lines[2])
     assert re.match(remedy, lines[3])
     assert lines[4].startswith(f"{LENGTH} tokens:")
+    assert lines[5] == f"the answer was cut off: --max-new-tokens is {LENGTH}"
     assert shown.endswith(f"> {answer_commands.visible(plain(tiny_target, ['hello'])[0])}\n\n> ")
     assert re.search(f"draftsmith: error: {remedy}", chat.piped(f"hello\n{long}\n", code=2)[1])
 

@@ -15,7 +15,7 @@ from draftsmith.trainers.families import family_configs, family_names
 MOST_KEYS = 140
 OWN = {
     "the user's target": ("target.device", "target.pack", "target.chat_template", "target.revision",
-                          "template.system", "template.tools", "template.enable_thinking"),
+                          "template.system", "template.tools", "template.enable_thinking", "template.date"),
     "the user's prompts": ("prompts.subset", "prompts.split", "prompts.revision", "prompts.streaming",
                            "prompts.column", "prompts.limit", "prompts.most_skipped", "prompts.strict"),
     "answers sampled, written or drafted otherwise": (

@@ -54,10 +54,12 @@ def test_without_a_budget_nothing_is_missing(tiny_run: Path, monkeypatch: pytest
 def test_rows_that_were_skipped_or_repeat_others_are_counted(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, found = workspace(tiny_run), manifest(900)
     found.skipped, found.repeated = {"not JSON": 1, "no user message": 2}, 3
+    found.total = lambda _split, count: {"full": 1, "prompts": 40}.get(count, 0)
     monkeypatch.setattr(here, "manifest", lambda: found)
     assert left_out(here) == (
         "prompts: rows were skipped, which data/skipped.jsonl lists: 1 × not JSON; 2 × no user message",
-        "prompts: 3 of 50 repeat others and were left out")
+        "prompts: 3 of 50 repeat others and were left out",
+        "training text: 1 of 40 conversations end early because the target's context does")
 
 
 @pytest.mark.long

@@ -12,6 +12,8 @@ import pytest
 from draftsmith.data import Manifest, TokenShard
 from draftsmith.data.batches.datamodule import DraftDataModule
 from draftsmith.data.store.token_store import HeldOut, hash_bytes
+from draftsmith.modules import Target, UserError
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import pipeline
 from draftsmith.recipes.commands.pipeline import ALL, COMMANDS
@@ -94,6 +96,17 @@ def test_a_command_for_one_process_is_refused_in_several(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_target_with_other_weights_than_answered_the_data_is_refused_wherever_it_is_loaded(
+    tiny_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An id of the hub may name another revision than it did."""
+    parsed = COMMANDS["train"].parse(["--config", "tiny", "--out", str(tiny_run)])
+    assert Workspace(parsed.values, parsed.settings).target.num_layers == 2
+    monkeypatch.setattr(workspace, "load_target", lambda _: Target(tiny_model(seed=1), tiny_tokenizer(), name="moved"))
+    with pytest.raises(UserError, match=r"this was made for the target tiny-random with weights_hash .* here, moved,"):
+        _ = Workspace(parsed.values, parsed.settings).target
+
+
 @pytest.mark.parametrize(("asked", "prompts", "says"), [
     ("true", {"origin": "file"}, True),
     ("true", {"origin": "own", "own_kinds": ["math"]}, True),
@@ -110,7 +123,7 @@ def test_prompts_that_cannot_be_learned_are_reported(
     monkeypatch.setattr(given, "template", SimpleNamespace(user_turn=lambda: "around"))
     assert given.around_prompts == ("around" if asked == "true" and not says else None)
     assert given.around_prompts == given.around_prompts
-    assert capsys.readouterr().out.count("batch.own_prompts has no effect") == says, "once"
+    assert capsys.readouterr().out.count("only answers are learned") == says, "once"
 
 
 @pytest.mark.long
