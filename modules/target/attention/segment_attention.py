@@ -9,6 +9,7 @@ Shapes: B rows, L positions, H query heads, G key-value heads, R query heads of 
 W keys of a block of queries, E head dimension.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,8 +98,12 @@ def visible_text(features: Features, decoder: Any = None) -> Sight:
 
 
 def takes_segments(decoder: Any) -> bool:
-    """True for a decoder of transformers whose attention is a function that can be replaced, by `tree_attention`."""
-    return bool(getattr(decoder, "_supports_attention_backend", False))
+    """True for a decoder of transformers whose attention is a function that can be replaced, by `tree_attention`.
+
+    Some do not say so, such as Nemotron-H's. A layer that then hands on no segments is refused by `tree_attention`.
+    """
+    return (bool(getattr(decoder, "_supports_attention_backend", False))
+            or "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(decoder).__module__]))
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

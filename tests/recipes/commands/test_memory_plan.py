@@ -13,7 +13,7 @@ from draftsmith.recipes.commands.pipeline import ALL, COMMANDS
 from draftsmith.recipes.planning.device_rates import Rates
 from draftsmith.recipes.planning.stage_plans import StagePlan, cache_bytes
 from support.tiers import others_long
-from transformers import LlamaConfig
+from transformers import LlamaConfig, NemotronHConfig
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 TRAINING = sorted(file.stem for file in RECIPES.glob("*.yaml") if "\nfamily:" in file.read_text())
@@ -22,6 +22,7 @@ RATES = Rates(flops=4e14, bandwidth=3e12, origin="as stated")
 LARGE = {"8b": (4096, 14336, 32, 32), "70b": (8192, 28672, 80, 64)}
 """Width, width inside, layers and heads of the models of Llama 3."""
 PARAMETERS = {"8b": r"8,030,261,248 parameters, 15\.0 GiB",
+              "hybrid_9b": r"8,888,227,328 parameters, 16\.6 GiB",
               "70b": r"70,553,706,496 parameters, 19\.9 GiB a process",
               "70b_zero3": r"70,553,706,496 parameters, 7\.1 GiB a process"}
 
@@ -32,13 +33,20 @@ PLANNED = [name for name in TRAINING if name.endswith(tuple(PARAMETERS)) or name
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders with the shapes of Llama 3 and no weights."""
+    """Folders with the shapes of Llama 3 and of Nemotron Nano 9B v2, and no weights."""
     folders = {}
     for name, (width, inside, layers, heads) in LARGE.items():
         folders[name] = tmp_path_factory.mktemp(f"llama-{name}")
         LlamaConfig(vocab_size=128256, hidden_size=width, intermediate_size=inside, num_hidden_layers=layers,
                     num_attention_heads=heads, num_key_value_heads=8, max_position_embeddings=131072,
                     architectures=["LlamaForCausalLM"]).save_pretrained(folders[name])
+    kinds = {"M": "mamba", "-": "mlp", "*": "attention"}
+    layers = [kinds[kind] for kind in "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"]
+    folders["hybrid"] = tmp_path_factory.mktemp("nemotron-9b")
+    NemotronHConfig(vocab_size=131072, hidden_size=4480, intermediate_size=15680, num_hidden_layers=len(layers),
+                    layers_block_type=layers, num_attention_heads=40, head_dim=128, num_key_value_heads=8,
+                    mamba_num_heads=128, mamba_head_dim=80, n_groups=8, ssm_state_size=128,
+                    architectures=["NemotronHForCausalLM"]).save_pretrained(folders["hybrid"])
     return folders
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import Features, Target, TokenTree, Topology, UserError
+from draftsmith.modules.target.attention import segment_attention
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.modules.target.submodel import chosen, smaller
 from draftsmith.modules.target.target_rows import TargetRows
@@ -130,8 +131,10 @@ def test_rows_join_leave_and_shrink(family: str) -> None:
     assert_fresh(rows, [prefix] * 2, answers)
 
 
+@pytest.mark.parametrize("longest", [segment_attention.DENSE_LENGTH, 8], ids=["masked", "by segments"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_texts_of_a_packed_row_are_read_apart(family: str) -> None:
+def test_texts_of_a_packed_row_are_read_apart(family: str, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_attention, "DENSE_LENGTH", longest)
     target, generator = target_of(family), torch.Generator().manual_seed(6)
     lengths = [[9, 1, 14], [24], [3, 17]]
     tokens_BL = torch.randint(3, 100, (3, 24), generator=generator)
