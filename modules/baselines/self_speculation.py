@@ -14,6 +14,7 @@ from ..drafters.parts.decoder_block import AttentionContext
 from ..errors import UserError
 from ..interfaces.proposer import Scores
 from ..target.attention.segment_attention import mask_arguments
+from ..target.attention.tree_attention import place_arguments
 from ..target.layer_skipping import skipping
 from ..target.model import Target
 
@@ -31,19 +32,21 @@ class LayerDraft(CausalDraft):
         kept: layers that are run, ascending.
 
     Raises:
-        UserError: if `kept` is empty, unordered or beyond the target.
+        UserError: if `kept` is empty, unordered or beyond the target, or its layers cannot be run apart.
     """
 
     family = "layers"
 
     def __init__(self, target: Target, kept: Sequence[int]) -> None:
         target.require_attention_alone("self-speculation")
+        target.require_own_keys("self-speculation")
         if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= target.num_layers:
             raise UserError(
                 f"the layers kept must be ascending numbers from 0 to {target.num_layers - 1}, at least one; "
                 f"got {tuple(kept)}"
             )
         self.target, self.kept, self.num_layers = target, tuple(kept), target.num_layers
+        self.cache_groups = target.cache_groups
 
     @property
     def device(self) -> torch.device:
@@ -57,10 +60,10 @@ class LayerDraft(CausalDraft):
             # Guesses may reach beyond the context, position ids may not; such guesses are cut off with the answer.
             return self.target.decoder(  # type: ignore[no-any-return]
                 inputs_embeds=embedded_BFD,
-                position_ids=attention.positions_BN.clamp(max=self.target.context_length - 1),
                 past_key_values=attention.cache,
                 use_cache=True,
-                key_positions=key_positions_BW,
+                **self.target.looked_up(tokens_BF),
+                **place_arguments(attention.positions_BN.clamp(max=self.target.context_length - 1), key_positions_BW),
                 **mask_arguments(attention.visible_BNW, self.target.decoder, embedded_BFD),
             ).last_hidden_state
 

@@ -24,11 +24,12 @@ from ..interfaces.family_card import FamilyCard
 from ..interfaces.optional_parts import GathersApart
 from ..interfaces.proposer import Scores
 from ..target.attention.segment_attention import Sight, mask_arguments, visible_text
+from ..target.attention.tree_attention import place_arguments
 from ..target.devices.compiled_layers import of_transformers
 from ..target.draft_vocabulary import over_all_tokens, require_ids
 from ..target.kv_cache import RowCache
 from ..target.linears.linear_forms import LinearForms
-from ..target.loading.excerpt import layer_list
+from ..target.loading.excerpt import decoder_of, layer_list
 from ..target.loading.hf_folder import read_model, require_vocabulary
 from ..target.loading.identity import TargetIdentity
 from ..target.model import Target, post_process
@@ -64,13 +65,14 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
     def __init__(self, config: DraftLMConfig, model: Any) -> None:
         super().__init__(config.vocabulary_size)
         self.config, self.architecture = config, model.config
-        self.decoder: nn.Module = model.get_decoder()
+        self.decoder: nn.Module = decoder_of(model)
         output = model.get_output_embeddings()
         self.vocab_size, self.state_size = output.weight.shape
         # A list, which registers nothing: the weights are named under `decoder` alone.
         self.layers = list(layer_list(self.decoder, self.architecture.num_hidden_layers))
         self.compiled_kinds = tuple({type(layer) for layer in self.layers})
         self.num_layers, size = len(self.layers), config.vocabulary_size
+        self.cache_groups = [tuple(weight.shape for weight in layer.parameters()) for layer in self.layers]
         check_mask_token(config, self.vocab_size)
         self.kept, self.slots = range(self.num_layers), config.depths - 1
         self.positions = int(getattr(self.architecture, "max_position_embeddings", 1 << 30))
@@ -225,8 +227,8 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
         if self._linears is None:
             raise RuntimeError("this draft language model is not bound to a target; call bind(target) first")
         return cast(Tensor, self.decoder(
-            inputs_embeds=embedded_BFD, position_ids=positions_BF, past_key_values=cache, use_cache=cache is not None,
-            key_positions=key_positions_BW, **mask_arguments(visible, self.decoder, embedded_BFD),
+            inputs_embeds=embedded_BFD, past_key_values=cache, use_cache=cache is not None,
+            **place_arguments(positions_BF, key_positions_BW), **mask_arguments(visible, self.decoder, embedded_BFD),
         ).last_hidden_state)
 
     def expand_bytes(self) -> int:
@@ -265,7 +267,7 @@ def as_model(drafter: DraftLM) -> Any:
     """
     given = fields_of(drafter.architecture) | {"tie_word_embeddings": drafter.head is None}
     model = new_model(config_of(given))
-    model.get_decoder().load_state_dict(drafter.decoder.state_dict())
+    decoder_of(model).load_state_dict(drafter.decoder.state_dict())
     if drafter.head is not None:
         for name, parameter in drafter.head.named_parameters():
             whole = over_all_tokens(parameter.detach(), drafter.token_ids, drafter.vocab_size)

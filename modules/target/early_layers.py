@@ -165,7 +165,9 @@ class EarlyLayers:
         # The last nodes alone run; the slots of the others, which they see, stay in use.
         layout = replace(layout, positions_BN=layout.positions_BN[:, first:], visible_BNW=layout.visible_BNW[:, first:])
         with first_layers(self.target.layers, self.num_layers) as outputs:
-            self.target.read_nodes(embedded_BFD, layout, self.cache)
+            tokens_BF = tree.tokens_BN[:, first:]
+            tokens_BF = tokens_BF if virtual_BF is None else tokens_BF.masked_fill(virtual_BF, -1)
+            self.target.read_nodes(embedded_BFD, tokens_BF, layout, self.cache)
         return outputs[0].to(self.target.device)
 
 

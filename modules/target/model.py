@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,13 +19,13 @@ from ..errors import UserError
 from ..features import Features
 from .adapter import Adapter
 from .attention.segment_attention import Segments, additive, mask_arguments, visible_text
-from .attention.tree_attention import NAME, recording, register
+from .attention.tree_attention import NAME, attend_by, place_arguments, recording, register, tuned
 from .devices.compiled_layers import PACKED, CompiledLayers, of_transformers
 from .devices.placement import Placement
 from .devices.split_weights import plain_class
 from .linears.linear_forms import LinearForms, Pack, Packing
 from .loading import self_check
-from .loading.excerpt import copy_modules, excerpt, layer_list
+from .loading.excerpt import copy_modules, decoder_of, excerpt, layer_list
 from .loading.generation_defaults import GenerationDefaults, read_defaults
 from .loading.identity import TargetIdentity, hash_weights
 from .loading.stored_weights import require_finite
@@ -69,7 +70,7 @@ class Target:
             model.set_experts_implementation("eager")
         self.model = model
         self.config = model.config.get_text_config()
-        self.decoder: nn.Module = model.get_decoder()
+        self.decoder: nn.Module = decoder_of(model)
         self.head: nn.Module = model.get_output_embeddings()
         self.layers = layer_list(self.decoder, self.config.num_hidden_layers)
         self.linears = LinearForms(model, 0)
@@ -113,10 +114,12 @@ class Target:
         Raises:
             UserError: if a token tree is not read as the model reads text.
         """
-        windows = self_check.layer_windows(self.config, self.context_length)
+        reaches = self_check.layer_reaches(self.config, self.context_length)
         # A window that the check's text does not leave shows nothing, and in half precision rounding hides errors: an
         # excerpt in float32 is checked too. It is copied while the model still has its own attention to compare with.
-        beyond = any(window is not None and window >= self_check.TEXT_LENGTH for window in windows)
+        bounds: list[Any] = [part.floor_scale for part in self.decoder.modules() if tuned(part)]
+        beyond = any(bound is not None and bound >= self_check.TEXT_LENGTH
+                     for bound in chain(bounds, *reaches))
         small = None
         if beyond or self.dtype not in self_check.BOUNDS:
             small = excerpt(self.model, short_windows=beyond, spread=self.placement.spread)
@@ -129,10 +132,16 @@ class Target:
         with self_check.explained(name), recording(self.decoder) as calls:
             found_1LV = self_check.read_as_tree(rows, text_1L)
         self.cache_groups = rows.cache.shapes
-        attending = {layer: window for layer, window in enumerate(windows)
+        attending = {layer: reach for layer, reach in enumerate(reaches)
                      if not self.recurrent or self.cache_groups[layer] is not None}
         self.attention_calls = self_check.check_attention(
             name, self.config, attending, calls, passes=self_check.PASSES, context_length=self.context_length)
+        self.head_shapes = {call.shape for call in calls}
+        """Heads of the layers' attention."""
+        # Latent attention stores what keys and values are made of, and some layers attend with keys of an earlier one.
+        read = [tuple(dict.fromkeys(((groups, width), (groups, wide))))
+                for _, groups, width, wide in (call.shape for call in calls[: len(attending)])]
+        self._stores_what_it_reads = read == [self.cache_groups[layer] for layer in attending]
         self_check.check_logits(name, self.dtype, found_1LV, expected_1LV, recurrent=self.recurrent)
         if small is not None:
             Target(small, None, name=self.identity.name, pack=0)
@@ -181,6 +190,17 @@ class Target:
                             "every token, and they keep the last one; choose a family of heads, such as medusa or "
                             "hydra, or a drafter of features, such as eagle3")
 
+    def require_own_keys(self, reader: str) -> None:
+        """Refuse what runs some layers apart from those before them, where a layer attends with the keys of an earlier
+        one.
+
+        Raises:
+            UserError: if one does.
+        """
+        if not self.recurrent and None in self.cache_groups:
+            raise UserError(f"{reader} would run layers of {self.identity.architecture} apart from earlier ones whose "
+                            "keys they read; choose another family, such as medusa or eagle3")
+
     def to(self, device: torch.device | str) -> "Target":
         """Move the model; packed layers exist on the CPU only. One that is not whole on one device stays in place."""
         if self.placement.spread:
@@ -195,13 +215,12 @@ class Target:
     def native(self) -> Iterator[Any]:
         """The model as transformers made it, own attention and plain linear layers: the reference for `generate`."""
         # The decoder's alone: nothing else of the model attends, whatever its configuration says.
-        decoder: Any = self.decoder
-        decoder.set_attn_implementation(self.native_attention)
+        attend_by(self.decoder, self.native_attention)
         try:
             with self.linears.plain():
                 yield self.model
         finally:
-            decoder.set_attn_implementation(NAME)
+            attend_by(self.decoder, NAME)
 
     def reproducible(self) -> AbstractContextManager[None]:
         """A block for work whose bytes must come out the same again: see `linear_forms`."""
@@ -218,6 +237,9 @@ class Target:
         elif self.attention_calls != 1:
             self.compiler.refusal = (f"a layer of {self.identity.architecture} calls the attention function "
                                      f"{self.attention_calls} times and not once")
+        elif not self._stores_what_it_reads:
+            self.compiler.refusal = (f"the cache of {self.identity.architecture} holds other keys and values than its "
+                                     "attention reads, and a compiled layer must store those")
         elif self.compiler.refusal == PACKED:
             # They no longer are.
             self.compiler.refusal = ""
@@ -312,17 +334,24 @@ class Target:
             prefix = prefix[: min(broken, default=len(prefix))]
         return TargetRows(self, rows, capacity, self._checked(taps), prefix)
 
-    def read_nodes(self, embedded_BND: Tensor, layout: PassLayout, cache: Cache) -> Tensor:
+    def looked_up(self, tokens: Tensor) -> dict[str, Tensor]:
+        """The arguments that a decoder looks up by token ids [...] besides embeddings, zero where an id is -1: Gemma 3n
+        and 4 would look for the tokens of given embeddings in all of their vocabulary, or go without."""
+        if not getattr(self.config, "hidden_size_per_layer_input", 0):
+            return {}
+        found = self.decoder.get_per_layer_inputs(tokens.clamp(min=0))  # type: ignore[operator]
+        return {"per_layer_inputs": found.masked_fill((tokens < 0)[..., None, None], 0.0)}
+
+    def read_nodes(self, embedded_BND: Tensor, tokens_BN: Tensor, layout: PassLayout, cache: Cache) -> Tensor:
         """Final states [B, N, D] of embedded nodes at the places of a layout; the open window of the cache gets their
-        keys and values."""
+        keys and values. The token of a virtual node is -1."""
         final_BND: Tensor = self.decoder(
             inputs_embeds=embedded_BND,
             attention_mask=additive(layout.visible_BNW[:, None], self.dtype),
-            position_ids=layout.positions_BN,
             past_key_values=cache,
             use_cache=True,
-            key_positions=layout.key_positions_BW,
-            window_masks={},
+            **self.looked_up(tokens_BN),
+            **place_arguments(layout.positions_BN, layout.key_positions_BW),
         ).last_hidden_state
         return final_BND
 
@@ -341,16 +370,14 @@ class Target:
     def trace(self, features: Features, taps: Sequence[int] = ()) -> Features:
         """`encode` with a graph for gradients, for a target of which something is trained."""
         batch = features.to(self.device)
-        positions_BL = batch.positions_BL
         embedded_BLD = self.embed(batch.tokens_BL)
         recurrent = running(SegmentPass(Segments.of(batch))) if self.recurrent else nullcontext()
         with self.tapping(self._checked(taps)) as states, recurrent:
             final_BLD = self.decoder(
                 inputs_embeds=embedded_BLD,
-                position_ids=positions_BL,
-                key_positions=positions_BL,
-                window_masks={},
                 use_cache=False,
+                **self.looked_up(batch.tokens_BL),
+                **place_arguments(batch.positions_BL, batch.positions_BL),
                 **mask_arguments(visible_text(batch, self.decoder), self.decoder, embedded_BLD),
             ).last_hidden_state
         return replace(batch, final_BLD=final_BLD, taps=dict(states))

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..features import Features
 from .attention.segment_attention import mask_arguments, visible_text
+from .attention.tree_attention import place_arguments
 from .layer_skipping import later_layers
 from .pass_layout import PassLayout
 
@@ -37,8 +38,8 @@ class ReadText:
         with torch.no_grad(), torch.autocast(target.device.type, enabled=False):
             embedded_BLD = target.embed_guesses(text.tokens_BL)
             self.final_BLD: Tensor = target.decoder(
-                inputs_embeds=embedded_BLD, position_ids=text.positions_BL,
-                key_positions=text.positions_BL, past_key_values=self.cache, use_cache=True,
+                inputs_embeds=embedded_BLD, past_key_values=self.cache, use_cache=True,
+                **target.looked_up(text.tokens_BL), **place_arguments(text.positions_BL, text.positions_BL),
                 **mask_arguments(visible_text(text, target.decoder), target.decoder, embedded_BLD),
             ).last_hidden_state
         self._layers = [layer for layer in self.cache.layers if isinstance(layer, DynamicLayer)]
@@ -71,7 +72,7 @@ class ReadText:
         # Plain linear layers: packed ones have no gradient.
         with (torch.autocast(target.device.type, enabled=False), target.linears.plain(),
               later_layers(target.layers, first, entering if first else None)):
-            final_BND = target.read_nodes(entering, layout, self.cache)
+            final_BND = target.read_nodes(entering, torch.full_like(positions_BN, -1), layout, self.cache)
         for layer, (keys, values) in zip(self._layers, self._read, strict=True):
             layer.keys, layer.values = keys, values
         return final_BND

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ..errors import UserError
-from .attention.tree_attention import NAME, register
+from .attention.tree_attention import NAME, attend_by, register
 from .devices.split_weights import whole
 from .loading.claimed_sizes import check_claims
-from .loading.excerpt import layer_list
+from .loading.excerpt import decoder_of, layer_list
 from .model import Target
 
 _FALLBACK_FIELDS = ("rms_norm_eps", "initializer_range", "rope_parameters", "bos_token_id", "eos_token_id",
@@ -24,16 +24,16 @@ _MACHINE_FIELDS = ("_name_or_path", "transformers_version", "architectures", "dt
 def smaller(target: Target, *, num_layers: int, hidden_size: int | None = None, num_heads: int | None = None) -> Any:
     """The target's configuration with fewer layers and another width; the rest keeps the target's proportions.
 
-    A configuration that is no plain causal language model's, or has recurrent layers, becomes a Llama's of the same
-    numbers: a draft model reads the nodes of a tree level by level.
+    A configuration that is no plain causal language model's, or has recurrent layers or layers of unlike shape, becomes
+    a Llama's of the same numbers: a draft model reads the nodes of a tree level by level.
 
     Raises:
         UserError: if the width and the heads do not divide.
     """
-    own = target.config
-    width = hidden_size or own.hidden_size
-    ratio = own.num_attention_heads / (getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
-    head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+    own, given = target.config, target.config.to_dict()
+    width, unlike = hidden_size or own.hidden_size, bool(given.get("per_layer_config"))
+    ratio = own.num_attention_heads / (given.get("num_key_value_heads") or own.num_attention_heads)
+    head_dim = given.get("head_dim") or own.hidden_size // own.num_attention_heads
     if num_heads is not None:
         if width % num_heads or (width // num_heads) % 2:
             raise UserError(f"hidden_size {width} does not divide into {num_heads} heads of an even width; choose "
@@ -48,7 +48,7 @@ def smaller(target: Target, *, num_layers: int, hidden_size: int | None = None, 
     fields = {"num_hidden_layers": num_layers, "hidden_size": width, "num_attention_heads": heads,
               "num_key_value_heads": shared, "head_dim": head_dim, "intermediate_size": wide,
               "vocab_size": target.vocab_size}
-    return _changed(own, fields, range(num_layers), plain=target.recurrent)
+    return _changed(own, fields, range(num_layers), plain=target.recurrent or unlike)
 
 
 def chosen(target: Target, layers: Sequence[int]) -> Any:
@@ -58,6 +58,7 @@ def chosen(target: Target, layers: Sequence[int]) -> Any:
         UserError: if a layer is not one of the target's, or recurrent, or they are not ascending.
     """
     target.require_attention_alone("a draft model of the target's layers")
+    target.require_own_keys("a draft model of the target's layers")
     last = target.num_layers - 1
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] > last:
         raise UserError(f"layers must be ascending numbers from 0 to {last}, the layers of {target.identity.name}, at "
@@ -78,8 +79,13 @@ def _changed(own: Any, fields: dict[str, Any], layers: Sequence[int], *, plain: 
     # Some architectures have names of their own for common fields: GPT-2's n_layer is num_hidden_layers.
     own_names = {own.attribute_map.get(name, name): value for name, value in fields.items()}
     known = {name: value for name, value in own_names.items() if name in given}
-    if given.get("layer_types"):
-        known["layer_types"] = [given["layer_types"][layer % len(given["layer_types"])] for layer in layers]
+    # What is said of each layer: its kind, its rotation, its MLP. Numbers of layers are no such list.
+    count = int(own.num_hidden_layers)
+    known |= {name: [value[layer % count] for layer in layers] for name, value in given.items()
+              if isinstance(value, list) and len(value) == count and value != list(range(count))}
+    if per_layer := given.get("per_layer_config"):
+        known["per_layer_config"] = {place: per_layer[str(layer)] for place, layer in enumerate(layers)
+                                     if str(layer) in per_layer}
     return config_of({**given, **known})
 
 
@@ -119,7 +125,7 @@ def new_model(config: Any) -> Any:
 
     register()
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    model.set_attn_implementation(NAME)
+    attend_by(model, NAME)
     return model
 
 
@@ -129,12 +135,13 @@ def copy_layers(model: Any, target: Target, layers: Sequence[int]) -> None:
 
     Processes that share the target must call it together.
     """
-    own = layer_list(model.get_decoder(), len(layers))
+    decoder = decoder_of(model)
+    own = layer_list(decoder, len(layers))
     numbers = {id(layer): place for place, layer in enumerate(own)}
     sources = dict(target.decoder.named_parameters())
-    prefix = next(name for name, module in model.get_decoder().named_modules() if id(module) in numbers)
+    prefix = next(name for name, module in decoder.named_modules() if id(module) in numbers)
     prefix = prefix.rsplit(".", 1)[0]
-    for name, parameter in model.get_decoder().named_parameters():
+    for name, parameter in decoder.named_parameters():
         # Layers are numbered anew in the smaller model, and everything else has the same name in both.
         if name.startswith(f"{prefix}."):
             place, rest = name.removeprefix(f"{prefix}.").split(".", 1)

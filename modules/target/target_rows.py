@@ -57,7 +57,7 @@ class TargetRows:
             select_BM: the nodes whose logits are wanted; all by default.
         """
         target = self.target
-        embedded = target.embed(tree.tokens_BN)
+        embedded, tokens_BN = target.embed(tree.tokens_BN), tree.tokens_BN
         lost_BN: Tensor | None = None
         if target.broken_V is not None:
             # Through a mask, a NaN would reach every other node of its row, though most guesses are rejected. A row
@@ -65,7 +65,8 @@ class TargetRows:
             broken_BN = target.broken_V[tree.tokens_BN]
             embedded.masked_fill_(broken_BN[..., None], 0.0)
             lost_BN = (tree.ancestors_BNN & (broken_BN & tree.real_BN)[:, None, :]).any(-1)
-        if tree.virtual is not None:
+        if tree.virtual is not None and tree.virtual_BN is not None:
+            tokens_BN = tokens_BN.masked_fill(tree.virtual_BN, -1)
             embedded[:, -tree.virtual.embedded_BMD.shape[1] :] = tree.virtual.embedded_BMD
         early: Tensor | None = None
         first = 0
@@ -78,7 +79,7 @@ class TargetRows:
         later = later_layers(target.layers, first, early)
         recurrent = nullcontext() if self.cache.states is None else self.cache.states.reading(tree, window.rows)
         with target.tapping(self.taps) as states, later, injected(target.layers, tree.virtual), recurrent:
-            final_BND = target.read_nodes(embedded, layout, self.cache)
+            final_BND = target.read_nodes(embedded, tokens_BN, layout, self.cache)
         self.calls += 1
         wanted_BMD = final_BND
         if select_BM is not None:

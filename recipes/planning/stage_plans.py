@@ -289,9 +289,13 @@ def parameters_of(module: torch.nn.Module) -> int:
 
 def cache_bytes(target: Target) -> int:
     """Bytes of keys and values that one token takes in the target."""
-    heads = getattr(target.config, "num_key_value_heads", None) or target.config.num_attention_heads
-    width = getattr(target.config, "head_dim", None) or target.hidden_size // target.config.num_attention_heads
-    return 2 * target.num_layers * int(heads) * int(width) * target.dtype.itemsize
+    given, heads = target.config.to_dict(), int(target.config.num_attention_heads)
+    width = int(given.get("head_dim") or target.hidden_size // heads)
+    each = 2 * int(given.get("num_key_value_heads") or heads) * width
+    if rank := given.get("kv_lora_rank"):
+        # Latent attention keeps what the keys and values of all heads are made of, and one rotated key.
+        each = int(rank) + int(given["qk_rope_head_dim"])
+    return each * target.num_layers * target.dtype.itemsize
 
 
 def moments(module: DraftModule) -> int:

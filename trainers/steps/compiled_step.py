@@ -55,13 +55,13 @@ class CompiledStep:
         apart = Compiler(self.compiler.backend)
         apart.watch = self.compiler.watch
         self.flex = FlexAttention(apart)
-        shapes = _head_shapes(target.config)
+        shapes = set(target.head_shapes)
         for part in drafter.modules():
             if isinstance(part, Attention):
-                shapes.add((part.config.num_heads, part.config.num_kv_heads, part.config.head_dim))
+                shapes.add((part.config.num_heads, part.config.num_kv_heads, *2 * (part.config.head_dim,)))
             elif {"layer_idx", "config"} <= vars(part).keys():
                 # The attention of a draft language model, which is transformers'.
-                shapes |= _head_shapes(part.config)
+                shapes.add(_head_shape(part.config))
         self.flex.probe(shapes, device, dtype)
         # The heads alone may work where a whole pass of this target does not.
         if not self.flex.refusal:
@@ -95,8 +95,9 @@ def _states(target: Target) -> Tensor:
         segments_BL=order_BL // PROBED, positions_BL=order_BL % PROBED)).final()[0]
 
 
-def _head_shapes(config: Any) -> set[HeadShape]:
-    """The heads of a target, by its configuration, in which some models have them under other names."""
-    heads = int(config.num_attention_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return {(heads, int(getattr(config, "num_key_value_heads", None) or heads), width)}
+def _head_shape(config: Any) -> HeadShape:
+    """The heads of a draft language model, by its configuration, in which some models have them under other names."""
+    # As a dictionary: a configuration whose layers differ refuses to tell of all of them at once.
+    given, heads = config.to_dict(), int(config.num_attention_heads)
+    width = int(given.get("head_dim") or config.hidden_size // heads)
+    return heads, int(given.get("num_key_value_heads") or heads), width, width

@@ -7,6 +7,8 @@ Shapes: B rows, N new positions, J repeated queries, F new nodes, P slots of a n
 in use.
 """
 
+from collections.abc import Hashable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -27,6 +29,7 @@ class BlockRows:
         rows: number of sequences.
         capacity: most tokens of one sequence, the largest tree included; more nodes only cause a larger copy.
         device: device of the cache.
+        groups: of the blocks, see `RowCache`.
     """
 
     nodes_BM: Tensor
@@ -34,8 +37,9 @@ class BlockRows:
     above_BMM: Tensor
     """True where a node in the cache sees another one: its ancestors and itself."""
 
-    def __init__(self, num_layers: int, rows: int, capacity: int, device: torch.device) -> None:
-        self.cache = RowCache(num_layers, rows, capacity, device)
+    def __init__(self, num_layers: int, rows: int, capacity: int, device: torch.device,
+                 groups: Sequence[Hashable] = ()) -> None:
+        self.cache = RowCache(num_layers, rows, capacity, device, groups=groups)
         self._no_nodes_B0 = torch.zeros(rows, 0, dtype=torch.long, device=device)
         self._no_nodes_B00 = torch.zeros(rows, 0, 0, dtype=torch.bool, device=device)
         self.root_B1 = torch.zeros(rows, 1, dtype=torch.long, device=device)

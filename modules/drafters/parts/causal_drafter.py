@@ -5,7 +5,7 @@ Q draft vocabulary, D hidden size.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -87,6 +87,8 @@ class CausalDraft(Proposer[CausalState]):
     """Layers that run, ascending."""
     num_layers: int
     """Number of layers of the whole model."""
+    cache_groups: Sequence[Hashable]
+    """What its layers with keys and values of equal shapes have in common, see `RowCache`."""
     slots: int = 0
     """Mask tokens after the root, one for each depth beyond the first; 0 when depths are drafted one by one."""
 
@@ -106,7 +108,8 @@ class CausalDraft(Proposer[CausalState]):
     def start(self, rows: int, capacity: int) -> CausalState:
         """An empty state."""
         # Rows are padded to the row with the most unread tokens.
-        read = BlockRows(len(self.kept), rows, capacity + WAITING + 1 + self.slots, self.device)
+        read = BlockRows(len(self.kept), rows, capacity + WAITING + 1 + self.slots, self.device,
+                         [self.cache_groups[layer] for layer in self.kept])
         # The storage holds the layers that run alone; the model numbers all of them, but the others never write.
         places = {layer: place for place, layer in enumerate(self.kept)}
         read.cache.layers = [read.cache.layers[places.get(layer, 0)] for layer in range(self.num_layers)]

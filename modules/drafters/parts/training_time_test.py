@@ -27,7 +27,8 @@ from torch.nn import functional
 
 from ...features import Features
 from ...target.attention.flex_segments import FlexSegments
-from ...target.attention.segment_attention import SegmentForm, Segments, Sight, additive, attend_inside
+from ...target.attention.scored_attention import AttentionForm
+from ...target.attention.segment_attention import Segments, Sight, additive, attend_inside
 from .decoder_block import AttentionContext
 from .fused_segments import attend_segments
 
@@ -189,7 +190,7 @@ def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
     if isinstance(held.visible, Segments):
         first = keys[:, :, -1:], values[:, :, -1:]
         mixed_BHLX = attend_inside(wide_BHLX, keys[:, :, :-1], values[:, :, :-1], held.visible,
-                                   SegmentForm(scaling=scale, first=first))
+                                   AttentionForm(scaling=scale), first)
     else:
         mixed_BHLX = functional.scaled_dot_product_attention(wide_BHLX, keys, values, attn_mask=held.visible,
                                                              scale=scale, enable_gqa=heads != keys.shape[1])

@@ -1,7 +1,8 @@
 """The attention of a compiled layer: one operation that the compiler does not look into, and that calls what the pass
 has set. The cache grows and the masks change from pass to pass, and no graph depends on them.
 
-Shapes: B rows, N tokens of a pass, H query heads, G key-value heads, E head dimension.
+Shapes: B rows, N tokens of a pass, H query heads, G key-value heads, E width of a key, X width
+of a value.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .scored_attention import AttentionForm
+
 
 class Asked(NamedTuple):
     """The arguments of the attention of a compiled layer."""
@@ -19,9 +22,7 @@ class Asked(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    scaling: float | None
-    window: int | None
-    softcap: float | None
+    form: AttentionForm
 
 
 _ATTEND: ContextVar[Callable[[Asked], Tensor]] = ContextVar("attention of the running layer")
@@ -30,19 +31,17 @@ _ATTEND: ContextVar[Callable[[Asked], Tensor]] = ContextVar("attention of the ru
 @torch.library.custom_op("draftsmith::attend", mutates_args=())
 def attend_apart(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None, window: int | None = None,
-    softcap: float | None = None,
+    chunk: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention output [B, N, H, E] of queries [B, H, N, E] by what the running layer's pass has set."""
-    return _ATTEND.get()(Asked(query, key, value, scaling, window, softcap))
+    """Attention output [B, N, H, X] of queries [B, H, N, E] by what the running layer's pass has set."""
+    form = AttentionForm(scaling=scaling, window=window, chunk=chunk, softcap=softcap, sinks_H=sinks)
+    return _ATTEND.get()(Asked(query, key, value, form))
 
 
 @attend_apart.register_fake
-def _shaped(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None, window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    rows, heads, tokens, width = query.shape
-    return query.new_empty(rows, tokens, heads, width)
+def _shaped(query: Tensor, key: Tensor, value: Tensor, *_form: Any) -> Tensor:
+    rows, heads, tokens, _ = query.shape
+    return query.new_empty(rows, tokens, heads, value.shape[-1])
 
 
 class PassedOn:

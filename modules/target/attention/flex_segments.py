@@ -6,7 +6,8 @@ blocks of a block mask follow from the bounds of the ranges in a block of querie
 (`create_block_mask` makes one of L x L), and the host does not wait for the bounds. Padding is a segment like the
 others, so that no softmax is over nothing.
 
-Shapes: B rows, L positions, H query heads, G key-value heads, E head dimension, Q blocks of queries, K blocks of keys.
+Shapes: B rows, L positions, H query heads, G key-value heads, E width of a key, X width of a value, Q blocks of
+queries, K blocks of keys.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,11 +23,12 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from ...compiler import Compiler, bounded
 from ...errors import UserError
 from ...features import Features
+from .scored_attention import PLAIN, AttentionForm
 
 BLOCK = 128
 """Queries and keys of a block."""
-HeadShape = tuple[int, int, int]
-"""Query heads, key-value heads, and width of a head."""
+HeadShape = tuple[int, int, int, int]
+"""Query heads, key-value heads, width of a key, and width of a value."""
 _PROBED, _MOST_GAP = 2 * BLOCK, 0.05
 """Tokens of the row on which it is tried out; the largest relative error there, in half precision too."""
 
@@ -83,10 +85,10 @@ class FlexAttention:
 
     def _gap(self, shape: HeadShape, device: torch.device, dtype: torch.dtype) -> float:
         """The largest relative error of output and gradients, in the Euclidean norm."""
-        heads, groups, width = shape
+        heads, groups, width, wide = shape
         generator = torch.Generator().manual_seed(0)
-        *given, outer = (torch.randn(1, count, _PROBED, width, generator=generator).to(device, dtype).requires_grad_()
-                         for count in (heads, groups, groups, heads))
+        *given, outer = (torch.randn(1, count, _PROBED, size, generator=generator).to(device, dtype).requires_grad_()
+                         for count, size in ((heads, width), (groups, width), (groups, wide), (heads, wide)))
         order_L = torch.arange(_PROBED, device=device)
         segments_BL = (order_L >= _PROBED // 3)[None].long()
         seen_BLL = (segments_BL[:, :, None] == segments_BL[:, None]) & (order_L[:, None] >= order_L)
@@ -136,7 +138,7 @@ class FlexSegments:
         starts_BL[:, 1:] = segments_BL[:, 1:] != segments_BL[:, :-1]
         self.first_BL = torch.where(starts_BL, self.order_L, 0).cummax(1).values
         """Place of the first token of each token's segment."""
-        self._masks: dict[int | None, BlockMask] = {}
+        self._masks: dict[tuple[int | None, int | None], BlockMask] = {}
 
     @classmethod
     def asked(cls, features: Features) -> "FlexSegments | None":
@@ -144,34 +146,44 @@ class FlexSegments:
         flex = _USED.get()
         return None if flex is None else cls(flex, features.segments_BL)
 
-    def attend(self, query_BHLE: Tensor, key_BGLE: Tensor, value_BGLE: Tensor, *, scaling: float | None = None,
-               window: int | None = None, softcap: float | None = None) -> Tensor:
-        """Attention output [B, H, L, E] inside the segments, with scores capped as in arXiv:2408.00118 (section 2)."""
-        bound = 0.0 if softcap is None else softcap
+    def attend(self, query_BHLE: Tensor, key_BGLE: Tensor, value_BGLX: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        """Attention output [B, H, L, X] inside the segments, with scores capped as in arXiv:2408.00118 (section 2)."""
+        bound = 0.0 if form.softcap is None else form.softcap
 
         def capped(score: Tensor, *_places: Tensor) -> Tensor:
             return bound * torch.tanh(score / bound)
 
         with bounded():
-            mixed_BHLE: Tensor = self.flex.run(
-                query_BHLE, key_BGLE, value_BGLE, score_mod=None if softcap is None else capped,
-                block_mask=self.mask(window), scale=scaling, enable_gqa=query_BHLE.shape[1] != key_BGLE.shape[1])
-        return mixed_BHLE
+            found = self.flex.run(
+                query_BHLE, key_BGLE, value_BGLX, score_mod=None if form.softcap is None else capped,
+                block_mask=self.mask(form.reach), scale=form.scaling,
+                enable_gqa=query_BHLE.shape[1] != key_BGLE.shape[1],
+                return_aux=None if form.sinks_H is None else AuxRequest(lse=True))
+        if form.sinks_H is None:
+            plain_BHLX: Tensor = found
+            return plain_BHLX
+        # With the log-sum-exp s of the scores and the sink z, the keys get exp(s) / (exp(s) + exp(z)) of all weight.
+        share_BHL = torch.sigmoid(found[1].lse - form.sinks_H.to(found[1].lse.dtype)[:, None])
+        shared_BHLX: Tensor = found[0] * share_BHL[..., None].to(query_BHLE.dtype)
+        return shared_BHLX
 
     def attend_with_sums(self, query_BHLE: Tensor, key_BGLE: Tensor, value_BGLE: Tensor) -> tuple[Tensor, Tensor]:
         """(attention output [B, H, L, E], the log-sum-exp of its scores [B, H, L] in float32 or wider)."""
         with bounded():
             mixed_BHLE, made = self.flex.run(
-                query_BHLE, key_BGLE, value_BGLE, block_mask=self.mask(None),
+                query_BHLE, key_BGLE, value_BGLE, block_mask=self.mask(PLAIN.reach),
                 enable_gqa=query_BHLE.shape[1] != key_BGLE.shape[1], return_aux=AuxRequest(lse=True))
         return mixed_BHLE, made.lse
 
-    def mask(self, window: int | None) -> BlockMask:
-        """The block mask of layers with this window; all layers of a pass share it."""
-        if window in self._masks:
-            return self._masks[window]
+    def mask(self, reach: tuple[int | None, int | None]) -> BlockMask:
+        """The block mask of layers with this window and this chunk; all layers of a pass share it."""
+        if reach in self._masks:
+            return self._masks[reach]
+        window, chunk = reach
         # Each token sees the range from its least place up to its own.
         least_BL = self.first_BL if window is None else torch.maximum(self.first_BL, self.order_L - window + 1)
+        if chunk is not None:
+            least_BL = torch.maximum(least_BL, self.order_L - (self.order_L - self.first_BL) % chunk)
         rows, length = least_BL.shape
         blocks = -(-length // self.block)
         beyond = blocks * self.block - length
@@ -188,10 +200,10 @@ class FlexSegments:
             return (key <= query) & (key >= least_BL[row, query])
 
         # Of a block that all of its queries see whole, the kernel computes no mask.
-        self._masks[window] = BlockMask.from_kv_blocks(
+        self._masks[reach] = BlockMask.from_kv_blocks(
             *_ordered(seen_BQK & ~whole_BQK), *_ordered(whole_BQK), BLOCK_SIZE=self.block, mask_mod=sees,
             seq_lengths=(length, length))
-        return self._masks[window]
+        return self._masks[reach]
 
 
 def _ordered(chosen_BQK: Tensor) -> tuple[Tensor, Tensor]:

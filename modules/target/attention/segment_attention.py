@@ -2,16 +2,16 @@
 
 A mask of L x L positions has a GiB at 32,768 tokens, four as numbers to be added to the scores, and where no fused
 kernel takes it the scores of every head are as large. A segment of a packed row is a text of its own: its attention is
-plain causal attention, which fused kernels compute without a mask and without the other segments. Layers with a window
-or with capped scores go through their queries in blocks, each with the keys that it can see.
+plain causal attention, which fused kernels compute without a mask and without the other segments. Layers of another
+form go through their queries in blocks, each with the keys that it can see.
 
 Shapes: B rows, L positions, H query heads, G key-value heads, R query heads of a key-value head, N tokens of a segment,
-W keys of a block of queries, E head dimension.
+W keys of a block of queries, E width of a key, X width of a value.
 """
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -24,14 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from ...errors import UserError
 from ...features import Features
 from .flex_segments import FlexSegments
-from .soft_capping import soft_capped
+from .scored_attention import PLAIN, QUERIES, AttentionForm, attend_by_scores
 
 Span = tuple[int, slice]
 """A row, and the places of one of its segments."""
 DENSE_LENGTH = 2048
 """Longest rows, in tokens, whose attention reads a mask of all positions: 4 MiB a row."""
-_QUERIES = 256
-"""Queries of a block where a layer has a window or caps its scores."""
 
 
 @dataclass(frozen=True)
@@ -129,82 +127,80 @@ def mask_arguments(visible: Sight, decoder: Any, like: Tensor) -> dict[str, Any]
     return {"attention_mask": mask if takes_segments(decoder) else additive(mask, like.dtype)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SegmentForm:
-    """Differences of one layer's attention from plain causal attention."""
-
-    scaling: float | None = None
-    """Factor of the scores; None takes one over the root of the head dimension."""
-    window: int | None = None
-    """Newest tokens that a token sees, itself included; None for all."""
-    softcap: float | None = None
-    """Bound of the scores; None for none."""
-    first: tuple[Tensor, Tensor] | None = None
-    """A key and a value before each segment that all of its tokens see, each [B, G, 1, E]; not with the other two."""
-
-
 def attend_inside(
-    query_BHLE: Tensor, key_BGLE: Tensor, value_BGLE: Tensor, segments: Segments, form: SegmentForm | None = None
+    query_BHLE: Tensor, key_BGLE: Tensor, value_BGLX: Tensor, segments: Segments, form: AttentionForm = PLAIN,
+    first: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attention output [B, H, L, E] inside each segment; zero at padding."""
-    form, rows = form or SegmentForm(), []
+    """Attention output [B, H, L, X] inside each segment; zero at padding.
+
+    Args:
+        query_BHLE: the queries.
+        key_BGLE: the keys.
+        value_BGLX: the values.
+        segments: of the rows.
+        form: of the layer.
+        first: a key [B, G, 1, E] and a value [B, G, 1, X] before each segment that all of its tokens see; with no form
+            but another scaling.
+    """
+    rows = []
     for row, sizes in enumerate(segments.lengths):
         # Split, not sliced: the gradient of a slice has the size of the whole row.
-        parts = zip(*(torch.split(states[row], list(sizes), dim=1) for states in (query_BHLE, key_BGLE, value_BGLE)),
+        parts = zip(*(torch.split(states[row], list(sizes), dim=1) for states in (query_BHLE, key_BGLE, value_BGLX)),
                     segments.padding[row], strict=True)
         # The key in front is one of each row, and a text has no rows any more.
-        first = None if form.first is None else (form.first[0][row], form.first[1][row])
-        attend = partial(_text, form=replace(form, first=first))
-        rows.append(torch.cat([torch.zeros_like(query) if blank else attend(query, key, value)
-                               for query, key, value, blank in parts], dim=1))
+        attend = partial(_text, form=form, first=None if first is None else (first[0][row], first[1][row]))
+        rows.append(torch.cat([query.new_zeros(*query.shape[:2], value.shape[-1]) if blank else
+                               attend(query, key, value) for query, key, value, blank in parts], dim=1))
     return torch.stack(rows)
 
 
-def _text(query_HNE: Tensor, key_GNE: Tensor, value_GNE: Tensor, form: SegmentForm) -> Tensor:
-    """Attention output of one text, [H, N, E]."""
-    windowed = form.window is not None and form.window < query_HNE.shape[1]
-    if form.first is None and (windowed or form.softcap is not None):
-        return _in_blocks(query_HNE, key_GNE, value_GNE, form)
-    if form.first is not None:
+def _text(query_HNE: Tensor, key_GNE: Tensor, value_GNX: Tensor, form: AttentionForm,
+          first: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Attention output of one text, [H, N, X]."""
+    least = min(size for size in (*form.reach, query_HNE.shape[1]) if size is not None)
+    scored = form.softcap is not None or form.sinks_H is not None or key_GNE.shape[-1] != value_GNX.shape[-1]
+    if first is None and (least < query_HNE.shape[1] or scored):
+        return _in_blocks(query_HNE, key_GNE, value_GNX, form)
+    if first is not None:
         # A query in front of the others makes room for the key in front: causal attention aligns their starts.
         query_HNE = pad(query_HNE, (0, 0, 1, 0))
-        key_GNE, value_GNE = torch.cat([form.first[0], key_GNE], 1), torch.cat([form.first[1], value_GNE], 1)
+        key_GNE, value_GNX = torch.cat([first[0], key_GNE], 1), torch.cat([first[1], value_GNX], 1)
     # The heads of a group are rows that share keys through a view: on a CPU the fused kernel takes no groups, and
     # without it the scores of all heads are in memory.
-    out_RGNE = scaled_dot_product_attention(*_grouped(query_HNE, key_GNE, value_GNE), is_causal=True,
+    out_RGNX = scaled_dot_product_attention(*_grouped(query_HNE, key_GNE, value_GNX), is_causal=True,
                                             scale=form.scaling)
-    out_HNE = out_RGNE.transpose(0, 1).flatten(0, 1)
-    return out_HNE if form.first is None else out_HNE[:, 1:]
+    out_HNX = out_RGNX.transpose(0, 1).flatten(0, 1)
+    return out_HNX if first is None else out_HNX[:, 1:]
 
 
-def _grouped(query_HNE: Tensor, key_GWE: Tensor, value_GWE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [R, G, N, E] with keys and values [R, G, W, E]: views."""
+def _grouped(query_HNE: Tensor, key_GWE: Tensor, value_GWX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [R, G, N, E] with keys [R, G, W, E] and values [R, G, W, X]: views."""
     query_RGNE = torch.unflatten(query_HNE, 0, (len(key_GWE), -1)).transpose(0, 1)
-    key, value = (states_GWE.expand(len(query_RGNE), -1, -1, -1) for states_GWE in (key_GWE, value_GWE))
+    key, value = (states.expand(len(query_RGNE), -1, -1, -1) for states in (key_GWE, value_GWX))
     return query_RGNE, key, value
 
 
-def _in_blocks(query_HNE: Tensor, key_GNE: Tensor, value_GNE: Tensor, form: SegmentForm) -> Tensor:
+def _in_blocks(query_HNE: Tensor, key_GNE: Tensor, value_GNX: Tensor, form: AttentionForm) -> Tensor:
     """The same in blocks of queries, whose masks and scores are computed again for a gradient, not kept."""
     attend: Callable[..., Tensor] = partial(_block, form=form)
-    if torch.is_grad_enabled() and any(states.requires_grad for states in (query_HNE, key_GNE, value_GNE)):
+    if torch.is_grad_enabled() and any(states.requires_grad for states in (query_HNE, key_GNE, value_GNX)):
         attend = partial(checkpoint, attend, use_reentrant=False)
     found, length = [], query_HNE.shape[1]
-    for start in range(0, length, _QUERIES):
-        stop = min(length, start + _QUERIES)
-        oldest = 0 if form.window is None else max(0, start + 1 - form.window)
-        found.append(attend(query_HNE[:, start:stop], key_GNE[:, oldest:stop], value_GNE[:, oldest:stop]))
+    for start in range(0, length, QUERIES):
+        stop = min(length, start + QUERIES)
+        oldest = max(0 if form.window is None else start + 1 - form.window,
+                     0 if form.chunk is None else start // form.chunk * form.chunk, 0)
+        found.append(attend(query_HNE[:, start:stop], key_GNE[:, oldest:stop], value_GNX[:, oldest:stop], oldest))
     return torch.cat(found, dim=1)
 
 
-def _block(query_HNE: Tensor, key_GWE: Tensor, value_GWE: Tensor, form: SegmentForm) -> Tensor:
-    """Attention output [H, N, E] of the last N of W tokens."""
-    queries, width = query_HNE.shape[1], key_GWE.shape[1]
-    places_W = torch.arange(width, device=query_HNE.device)
-    apart_NW = places_W[width - queries :, None] - places_W
-    seen_NW = (apart_NW >= 0) & (apart_NW < (form.window or width))
-    if form.softcap is not None:
-        return soft_capped(query_HNE[None], key_GWE[None], value_GWE[None], seen_NW, form.scaling, form.softcap)[0]
-    out_RGNE = scaled_dot_product_attention(*_grouped(query_HNE, key_GWE, value_GWE), attn_mask=seen_NW,
+def _block(query_HNE: Tensor, key_GWE: Tensor, value_GWX: Tensor, oldest: int, form: AttentionForm) -> Tensor:
+    """Attention output [H, N, X] of the last N of W tokens, the first of which is at the place `oldest` of its text."""
+    places_W = torch.arange(oldest, oldest + key_GWE.shape[1], device=query_HNE.device)
+    places_N = places_W[-query_HNE.shape[1] :]
+    seen_NW = (places_N[:, None] >= places_W) & form.near(places_N, places_W)
+    if form.softcap is not None or form.sinks_H is not None:
+        return attend_by_scores(query_HNE[None], key_GWE[None], value_GWX[None], seen_NW, form)[0]
+    out_RGNX = scaled_dot_product_attention(*_grouped(query_HNE, key_GWE, value_GWX), attn_mask=seen_NW,
                                             scale=form.scaling)
-    return out_RGNE.transpose(0, 1).flatten(0, 1)
+    return out_RGNX.transpose(0, 1).flatten(0, 1)

@@ -1,10 +1,10 @@
 """One attention function for every target: the same mask for all layers and families.
 
 transformers hands the mask over unchanged when it is four-dimensional, but each of its implementations reads it in
-another way and sliding windows need a second one. This function takes one mask for all layers and applies the window
-by position ids.
+another way, and sliding windows and chunks need further ones. This function takes one mask for all layers and applies
+windows and chunks by position ids.
 
-Shapes: B rows, H heads, N queries, W keys, E head dimension.
+Shapes: B rows, H heads, N queries, W keys, E width of a key, X width of a value.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,14 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ...errors import UserError
 from .apart_attention import attend_apart
-from .flex_segments import FlexSegments
-from .segment_attention import DENSE_LENGTH, SegmentForm, Segments, attend_inside
-from .soft_capping import soft_capped
+from .flex_segments import FlexSegments, HeadShape
+from .scored_attention import AttentionForm, attend_by_scores
+from .segment_attention import DENSE_LENGTH, Segments, attend_inside
 
 NAME = "draftsmith"
 """Name of the attention implementation in transformers' registry."""
+CHUNKED = "chunked_attention"
+"""The kind of layers whose tokens see those of their own chunk of positions."""
 _RECORDED = f"{NAME}-recorded"
 """The same with a record of its calls. It has a name of its own because a context variable cannot be compiled."""
 
@@ -35,17 +37,27 @@ _RECORDED = f"{NAME}-recorded"
 class AttentionCall:
     """The arguments of one call of the attention function, apart from queries, keys and values."""
 
-    sliding_window: int | None
-    """The layer's window in tokens; None for full attention."""
+    reach: tuple[int | None, int | None]
+    """The layer's window and its chunk in tokens; None for what does not bound it."""
     placed: bool
     """Whether it gave the positions of queries and keys."""
+    shape: HeadShape
+    """Of its queries, keys and values."""
 
 
 _CALLS: ContextVar[list[AttentionCall]] = ContextVar("attention calls")
 
 
+def place_arguments(positions_BN: Tensor, key_positions_BW: Tensor) -> dict[str, Any]:
+    """The arguments by which a decoder of transformers hands positions on to `tree_attention`, and an empty dictionary
+    for the masks that the layers of a pass share."""
+    # Once more under a name of our own: not every layer hands `position_ids` on to its attention.
+    return {"position_ids": positions_BN, "query_positions": positions_BN, "key_positions": key_positions_BW,
+            "near_masks": {}}
+
+
 def tree_attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -54,61 +66,83 @@ def tree_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    position_ids: Tensor | None = None,
+    query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
     s_aux: Tensor | None = None,
     segments: Segments | FlexSegments | None = None,
-    window_masks: dict[int, Tensor] | None = None,
+    near_masks: dict[tuple[int | None, int | None], Tensor] | None = None,
     apart: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with a mask [B, 1, N, W]; `key_positions` [B, W] lets a sliding window follow positions, not slots.
+    """Attend with a mask [B, 1, N, W]; `key_positions` [B, W] lets windows and chunks follow positions, not slots.
 
-    The mask is boolean or `additive`: a boolean one is made additive by every layer anew. With `segments` it is not
-    read: whole rows attend inside them. `window_masks` is an empty dictionary that the layers of a pass share: the
-    first one with a window puts the mask in it for the others. With `apart` the layer is compiled, and attention is the
-    operation that its pass has set. The signature is the one transformers' attention modules call.
+    With `segments` the mask is not read: whole rows attend inside them. With `apart` the layer is compiled, and
+    attention is the operation that its pass has set. The signature is the one transformers' attention modules call.
 
     Raises:
-        UserError: for attention sinks, which this function would silently leave out, for a window under a mask
-            without the positions to apply it by, and for a long row whose segments the model did not hand over.
+        UserError: for what follows positions where there are none, and for a long row whose segments the model did not
+            hand over.
     """
-    if s_aux is not None:
-        raise UserError("this target has attention sinks, which would be left out in silence; choose another target")
+    form = AttentionForm(scaling=scaling, window=sliding_window, chunk=chunk_of(module), softcap=softcap, sinks_H=s_aux)
+    if tuned(module):
+        # Llama 4 widens the scores of late queries by their slots, which are no positions in a tree or a packed row.
+        if query_positions is None:
+            raise UserError(f"{type(module).__name__} scales its queries by positions that it is not given; choose "
+                            "another target")
+        stage = torch.floor((query_positions.float() + 1.0) / module.floor_scale)
+        query = (query * (torch.log1p(stage) * module.attn_scale + 1.0)[:, None, :, None]).to(query.dtype)
     if apart:
-        attended: Tensor = attend_apart(query, key, value, scaling, sliding_window, softcap)
+        attended: Tensor = attend_apart(query, key, value, scaling, sliding_window, form.chunk, softcap, s_aux)
         return attended, None
     if isinstance(segments, FlexSegments):
-        out = segments.attend(query, key, value, scaling=scaling, window=sliding_window, softcap=softcap)
-        return out.transpose(1, 2).contiguous(), None
+        return segments.attend(query, key, value, form).transpose(1, 2).contiguous(), None
     if segments is not None:
-        form = SegmentForm(scaling=scaling, window=sliding_window, softcap=softcap)
         return attend_inside(query, key, value, segments, form).transpose(1, 2).contiguous(), None
-    mask, queries, grouped = attention_mask, query.shape[2], query.shape[1] != key.shape[1]
+    mask = attention_mask
     if mask is not None and mask.shape[-1] != key.shape[2]:
         raise UserError(f"{type(module).__name__} does not hand on the segments of a row of {key.shape[2]} tokens; "
                         f"set row_length to at most {DENSE_LENGTH}, or choose another target")
-    if sliding_window is not None and mask is not None:
-        if key_positions is None or position_ids is None:
-            raise UserError(f"{type(module).__name__} has a sliding window of {sliding_window} tokens and is not given "
-                            "the positions to apply it by; choose another target")
-        shared = {} if window_masks is None else window_masks
-        if sliding_window not in shared:
-            near = position_ids[:, None, :, None] - key_positions[:, None, None, :] < sliding_window
-            shared[sliding_window] = mask & near if mask.dtype is torch.bool else mask.masked_fill(~near, -torch.inf)
-        mask = shared[sliding_window]
+    return attend_masked(query, key, value, mask, form, query_positions, key_positions, near_masks), None
+
+
+def attend_masked(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form: AttentionForm, query_positions: Tensor | None,
+    key_positions: Tensor | None, near_masks: dict[tuple[int | None, int | None], Tensor] | None,
+) -> Tensor:
+    """Attention output [B, N, H, X] under a mask that is boolean or `additive`: a boolean one is made additive by every
+    layer anew.
+
+    Args:
+        near_masks: shared by the layers of a pass: the first one with a window or a chunk puts the mask in it for the
+            others.
+
+    Raises:
+        UserError: for a window or a chunk without positions.
+    """
+    queries, grouped = query.shape[2], query.shape[1] != key.shape[1]
+    if mask is not None and form.reach != (None, None):
+        if query_positions is None or key_positions is None:
+            raise UserError(f"an attention layer has {reach_words(form.reach)} and is not given the positions to apply "
+                            "that by; choose another target")
+        shared = {} if near_masks is None else near_masks
+        if form.reach not in shared:
+            near = form.near(query_positions, key_positions)[:, None]
+            shared[form.reach] = mask & near if mask.dtype is torch.bool else mask.masked_fill(~near, -torch.inf)
+        mask = shared[form.reach]
     if mask is not None and mask.dtype is not torch.bool:
         mask = mask.to(query.dtype)
-    if softcap is not None:
-        out = soft_capped(query, key, value, mask, scaling, softcap)
+    # On a CPU no fused kernel takes values of another width than keys: torch would write out all scores at once.
+    unlike = not query.is_cuda and key.shape[-1] != value.shape[-1]
+    if form.softcap is not None or form.sinks_H is not None or unlike:
+        out = attend_by_scores(query, key, value, mask, form)
     elif mask is not None and mask.shape[1] == 1 and grouped and (query.is_cuda or query.dtype.itemsize < 4):
         # There torch's own grouping under a mask is slow: in half precision on a CPU one query of a row takes four
         # times as long as folded, and on CUDA no fast kernel takes a mask together with groups.
-        out = _folded(query, key, value, mask, scaling)
+        out = _folded(query, key, value, mask, form.scaling)
     else:
-        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, is_causal=mask is None and
-                                           queries > 1, enable_gqa=grouped)
-    return out.transpose(1, 2).contiguous(), None
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=form.scaling, is_causal=mask is None
+                                           and queries > 1, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
 
 
 def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
@@ -118,7 +152,31 @@ def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
     folded_mask = mask[:, :, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
     out = scaled_dot_product_attention(query.reshape(rows, key.shape[1], groups * queries, width), key, value,
                                        attn_mask=folded_mask, scale=scaling)
-    return out.reshape(rows, heads, queries, width)
+    return out.reshape(rows, heads, queries, -1)
+
+
+def chunk_of(module: Any) -> int | None:
+    """Tokens of a chunk of an attention module of transformers, which says so in its configuration alone; None for one
+    without chunks."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    if CHUNKED not in kinds or kinds[module.layer_idx] != CHUNKED:
+        return None
+    size: int = module.config.attention_chunk_size
+    return size
+
+
+def tuned(module: Any) -> bool:
+    """True for an attention module that scales its queries by their place in the text."""
+    return (hasattr(module, "attn_temperature_tuning") and module.config.attn_temperature_tuning
+            and not module.use_rope)
+
+
+def reach_words(reach: tuple[int | None, int | None]) -> str:
+    """A window and a chunk in words."""
+    window, chunk = reach
+    if window is None and chunk is None:
+        return "no sliding window"
+    return f"a sliding window of {window} tokens" if chunk is None else f"chunks of {chunk} tokens"
 
 
 def register() -> None:
@@ -128,20 +186,31 @@ def register() -> None:
         AttentionMaskInterface.register(name, sdpa_mask)
 
 
+def attend_by(model: Any, name: str) -> None:
+    """Let a model attend by an implementation of transformers' registry."""
+    model.set_attn_implementation(name)
+    for module in model.modules():
+        if hasattr(module, "attn_temperature_tuning"):
+            # `tree_attention` scales the queries itself.
+            module.attn_temperature_tuning = module.config.attn_temperature_tuning and name not in (NAME, _RECORDED)
+
+
 @contextmanager
 def recording(model: Any) -> Iterator[list[AttentionCall]]:
     """Run `tree_attention` in a model and collect its calls, in order; after the block it runs without a record."""
     calls: list[AttentionCall] = []
     token = _CALLS.set(calls)
-    model.set_attn_implementation(_RECORDED)
+    attend_by(model, _RECORDED)
     try:
         yield calls
     finally:
-        model.set_attn_implementation(NAME)
+        attend_by(model, NAME)
         _CALLS.reset(token)
 
 
-def _recorded_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    placed = kwargs.get("position_ids") is not None and kwargs.get("key_positions") is not None
-    _CALLS.get().append(AttentionCall(kwargs.get("sliding_window"), placed))
-    return tree_attention(module, *args, **kwargs)
+def _recorded_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+                        ) -> tuple[Tensor, None]:
+    placed = kwargs.get("query_positions") is not None and kwargs.get("key_positions") is not None
+    shape = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+    _CALLS.get().append(AttentionCall((kwargs.get("sliding_window"), chunk_of(module)), placed, shape))
+    return tree_attention(module, query, key, value, *args, **kwargs)

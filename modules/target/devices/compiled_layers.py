@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from ...compiler import Compiler, bounded
 from ..attention.apart_attention import Asked, PassedOn, attending
-from ..attention.tree_attention import tree_attention
+from ..attention.tree_attention import attend_masked
 from ..layer_skipping import replaced
 
 Form = Callable[..., Any]
 """A compiled forward of a kind of layer, whose first argument is the layer."""
 Adapt = Callable[[Compiler, Form, nn.Module], Form]
 """Gives a layer of one kind its form."""
-_FOR_ATTENTION = {"past_key_values", "attention_mask", "key_positions", "window_masks"}
+_FOR_ATTENTION = {"past_key_values", "attention_mask", "key_positions", "near_masks"}
 """Arguments of a layer that its attention reads alone."""
 PACKED = "the linear layers are packed for oneDNN, which no graph can hold (set target.pack: 0)"
 """The reason that layers on a CPU are not compiled."""
@@ -78,10 +78,8 @@ def of_transformers(compiler: Compiler, form: Form, layer: nn.Module) -> Form:
             nonlocal attended
             attended = True
             keys, values = cache.update(asked.key, asked.value, number)
-            return tree_attention(layer, asked.query, keys, values, mask, scaling=asked.scaling,
-                                  sliding_window=asked.window, softcap=asked.softcap,
-                                  position_ids=given.get("position_ids"), key_positions=given.get("key_positions"),
-                                  window_masks=given.get("window_masks"))[0]
+            return attend_masked(asked.query, keys, values, mask, asked.form, given.get("query_positions"),
+                                 given.get("key_positions"), given.get("near_masks"))
 
         with attending(attend):
             found = form(layer, *args, past_key_values=passed_on, apart=True, **others)

@@ -21,7 +21,7 @@ from ...errors import UserError
 from ...features import Features
 from ...processes import local_rank
 from ..linears.linear_forms import Pack
-from ..loading.excerpt import layer_list
+from ..loading.excerpt import decoder_of, layer_list
 from .zero3_weights import DTYPES, gather_by_layer, read_divided, zero3_settings
 
 PlacementName = Literal["replicated", "tensor_parallel", "fully_sharded", "zero3", "layers"]
@@ -168,7 +168,7 @@ class TensorParallel(_Shared):
         super().require_fit(sketch, world, gguf=gguf)
         size, config = self.size(world), sketch.config.get_text_config()
         for field in ("num_attention_heads", "num_key_value_heads"):
-            heads = getattr(config, field, None)
+            heads = config.to_dict().get(config.attribute_map.get(field, field))
             if heads is not None and heads % size:
                 raise UserError(f"target.degree {size} does not divide {field} {heads} of the target; set it to a "
                                 "divisor of both, or set target.placement: fully_sharded")
@@ -337,7 +337,7 @@ def device_map(model: Any, devices: list[torch.device]) -> dict[str, torch.devic
 
 def _layers_name(model: Any) -> str:
     """Path of the decoder's list of layers inside a model."""
-    layers = layer_list(model.get_decoder(), model.config.get_text_config().num_hidden_layers)
+    layers = layer_list(decoder_of(model), model.config.get_text_config().num_hidden_layers)
     found: str = next(name for name, module in model.named_modules() if module is layers)
     return found
 

@@ -94,4 +94,5 @@ def gather_by_layer(model: Any, divided: str, settings: dict[str, Any]) -> None:
         max_live_parameters=2 * largest, max_reuse_distance=0, param_persistence_threshold=0,
         offload_param_config=chosen.offload_param)
     # It starts its record of the order of the layers anew with each pass; a list of layers has no pass of its own.
-    model.get_decoder().register_forward_pre_hook(lambda *_: gathering.get_param_coordinator().reset_step())
+    decoder = model.get_submodule(divided.rpartition(".")[0])
+    decoder.register_forward_pre_hook(lambda *_: gathering.get_param_coordinator().reset_step())

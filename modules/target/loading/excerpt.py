@@ -10,8 +10,9 @@ from ...errors import UserError
 from ..devices.split_weights import plain_class, whole
 from .wrapped_text import text_of
 
-SHORT_WINDOW = 4
-"""Sliding window of an excerpt, in tokens: shorter than the text of the check at load."""
+_SHORT = {"sliding_window": 4, "attention_chunk_size": 3, "floor_scale": 1}
+"""Most tokens of an excerpt's windows, chunks and stages of temperature, by their names in a configuration: the text of
+the check at load leaves them, chunks in both of its passes."""
 _EXCERPT_VOCABULARY = 64
 """Token ids that an excerpt keeps."""
 _FEWEST_LAYERS = 2
@@ -31,7 +32,7 @@ def excerpt(model: Any, *, short_windows: bool, spread: bool = False) -> Any:
     need no conversion are shared.
 
     Args:
-        short_windows: cut sliding windows to `SHORT_WINDOW` tokens, so that a short text leaves them.
+        short_windows: cut sliding windows and the like short, so that a short text leaves them.
         spread: the model's layers are split among processes or on several devices; those of the excerpt are gathered
             on the device of the embeddings. All processes that share the model must call it.
     """
@@ -43,7 +44,7 @@ def excerpt(model: Any, *, short_windows: bool, spread: bool = False) -> Any:
         small = copy_modules(model)
     # An excerpt answers nothing: what the model's own asks for would be warned of or refused a second time.
     small.generation_config = None
-    config, decoder = small.config.get_text_config(), small.get_decoder()
+    config, decoder = small.config.get_text_config(), decoder_of(small)
     layers = layer_list(decoder, config.num_hidden_layers)
     count = _first_of_every_kind(layers, getattr(config, "layer_types", None))
     del layers[count:]
@@ -66,13 +67,26 @@ def excerpt(model: Any, *, short_windows: bool, spread: bool = False) -> Any:
         head.weight = _frozen(head.weight[:_EXCERPT_VOCABULARY])
         if head.bias is not None:
             head.bias = _frozen(head.bias[:_EXCERPT_VOCABULARY])
+    # Inputs of each layer by token, in one table: what layers and ids that are left out would read goes as well.
+    if width := count * getattr(decoder, "hidden_size_per_layer_input", 0):
+        table, projection = decoder.embed_tokens_per_layer, decoder.per_layer_model_projection
+        table.padding_idx, table.weight = None, _frozen(table.weight[:_EXCERPT_VOCABULARY, :width])
+        projection.weight = _frozen(projection.weight[:width])
     # A layer may read the window from the configuration or keep a number of its own.
     for owner in (config, *small.modules()) if short_windows else ():
-        window = getattr(owner, "sliding_window", None)
-        if isinstance(window, int) and window > SHORT_WINDOW:
-            owner.sliding_window = SHORT_WINDOW
+        for name, least in _SHORT.items():
+            size = getattr(owner, name, None)
+            if isinstance(size, int) and size > least:
+                setattr(owner, name, least)
     _widen(small)
     return small
+
+
+def decoder_of(model: Any) -> Any:
+    """The decoder of a causal language model."""
+    # Llama 4 names a part that it does not have, and passes for its own decoder.
+    found = model.get_decoder()
+    return model.model if found is model else found
 
 
 def layer_list(decoder: nn.Module, num_layers: int) -> nn.ModuleList:

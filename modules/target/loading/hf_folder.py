@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from ...errors import UserError
 from ...files.fingerprints import files_digest
-from ..attention.tree_attention import NAME, register
+from ..attention.tree_attention import NAME, attend_by, register
 from ..model import Target
 from ..recurrent.recurrent_passes import install
 from ..submodel import is_causal_lm
@@ -90,7 +90,7 @@ def read_model(folder: Path, target: Target) -> Any:
         raise UserError(f"the model in {folder} has recurrent layers, and a draft model reads the nodes of a tree one "
                         "level at a time; choose one with attention alone")
     register()
-    model.set_attn_implementation(NAME)
+    attend_by(model, NAME)
     return model
 
 

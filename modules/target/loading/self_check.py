@@ -17,13 +17,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from ...errors import UserError
 from ...token_tree import TokenTree
-from ..attention.tree_attention import AttentionCall
+from ..attention.tree_attention import CHUNKED, AttentionCall, reach_words
 from ..recurrent.recurrent_passes import install
 from ..target_rows import TargetRows
-from .excerpt import layer_list
+from .excerpt import decoder_of, layer_list
 
 _KINDS = {"full_attention", "sliding_attention", "attention", "linear_attention", "mamba", "conv", "hybrid",
-          "hybrid_sliding", "mlp", "moe"}
+          "hybrid_sliding", "mlp", "moe", CHUNKED}
 """Kinds of layers that a tree pass can be formed for."""
 TEXT_LENGTH = 8
 """Tokens of the check's text."""
@@ -70,11 +70,11 @@ def refuse_unverifiable(model: Any) -> None:
             f"{name} has layers of the kind {', '.join(sorted(unknown))}, which this version cannot "
             "verify exactly. Choose a target with full, sliding or linear attention"
         )
-    if getattr(model, "_is_stateful", False) and not install(model.get_decoder()):
+    if getattr(model, "_is_stateful", False) and not install(decoder_of(model)):
         raise UserError(f"{name} keeps a recurrent state of a kind that this version cannot verify in trees. Choose a "
                         "target with attention, gated delta rules, Mamba layers or short convolutions")
-    layer_list(model.get_decoder(), config.num_hidden_layers)
-    accepted = inspect.signature(model.get_decoder().forward).parameters
+    layer_list(decoder_of(model), config.num_hidden_layers)
+    accepted = inspect.signature(decoder_of(model).forward).parameters
     if missing := [argument for argument in _PASS_ARGUMENTS if argument not in accepted]:
         raise UserError(
             f"{name} takes no {' and no '.join(missing)}, so its tokens cannot be placed in a tree. Choose a target "
@@ -98,17 +98,19 @@ def full_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(allowed)
 
 
-def layer_windows(config: Any, context_length: int) -> list[int | None]:
-    """The sliding window of each layer by a text config, in tokens; None where it never ends within the context."""
-    window = getattr(config, "sliding_window", None) or None
+def layer_reaches(config: Any, context_length: int) -> list[tuple[int | None, int | None]]:
+    """The sliding window and the chunk of each layer by a text config, in tokens; None where it never ends within the
+    context."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    binding = window if window is not None and window < context_length else None
-    return [binding if kind in ("sliding_attention", "hybrid_sliding") else None for kind in kinds]
+    window, chunk = (size if size and size < context_length else None for size in (
+        getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)))
+    return [(window if kind in ("sliding_attention", "hybrid_sliding") else None, chunk if kind == CHUNKED else None)
+            for kind in kinds]
 
 
 def check_attention(
-    name: str, config: Any, windows: dict[int, int | None], calls: Sequence[AttentionCall], passes: int,
-    context_length: int,
+    name: str, config: Any, reaches: dict[int, tuple[int | None, int | None]], calls: Sequence[AttentionCall],
+    passes: int, context_length: int,
 ) -> int:
     """Compare what each layer handed to the attention function with what the config declares, the windows of the layers
     with attention; returns how often a layer calls it in a pass.
@@ -117,32 +119,28 @@ def check_attention(
     themselves: the logits show whether they read the mask, but a window would show in longer texts only.
 
     Raises:
-        UserError: if the calls do not fit the layers, a window differs, or a windowed layer keeps positions back.
+        UserError: if the calls do not fit the layers, a window or chunk differs, or its layer keeps positions back.
     """
     fields = config.to_dict()
-    if not calls and not any("window" in key and value for key, value in fields.items()):
+    if not calls and not any(("window" in key or "chunk" in key) and value for key, value in fields.items()):
         return 0
-    layers = list(windows)
+    layers = list(reaches)
     each, odd = divmod(len(calls), passes * len(layers))
     if odd or not each:
         raise UserError(
-            f"{name} calls the attention function {len(calls)} times in {passes} passes of {len(windows)} layers, so "
+            f"{name} calls the attention function {len(calls)} times in {passes} passes of {len(reaches)} layers, so "
             "its sliding windows cannot be checked. Choose another target"
         )
     for place, call in enumerate(calls):
         layer = layers[place // each % len(layers)]
-        given = call.sliding_window
-        if given is not None and given >= context_length:
-            given = None
-        declared, found = ("no sliding window" if window is None else f"a sliding window of {window} tokens"
-                           for window in (windows[layer], given))
-        if given != windows[layer]:
+        window, chunk = (None if size is None or size >= context_length else size for size in call.reach)
+        declared, found = reach_words(reaches[layer]), reach_words((window, chunk))
+        if (window, chunk) != reaches[layer]:
             raise UserError(
-                f"layer {layer} of {name} has {declared} by its config, but its attention is given {found}: texts "
-                "longer than the window would be decoded wrongly. Choose another target, or a configuration without "
-                "sliding windows"
+                f"layer {layer} of {name} has {declared} by its config, but its attention is given {found}: longer "
+                "texts would be decoded wrongly. Choose another target, or a configuration without sliding windows"
             )
-        if given is not None and not call.placed:
+        if (window, chunk) != (None, None) and not call.placed:
             raise UserError(f"layer {layer} of {name} has {found}, but its attention is not given the positions to "
                             "apply it by. Choose another target")
     return each

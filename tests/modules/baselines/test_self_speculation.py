@@ -7,6 +7,8 @@ import torch
 from draftsmith.modules import (
     Chain,
     DecodeSettings,
+    DraftLM,
+    DraftLMConfig,
     LayerDraft,
     StaticTree,
     Target,
@@ -17,9 +19,12 @@ from draftsmith.modules import (
 from draftsmith.modules.baselines.self_speculation import every_other_layer, first_layers
 from draftsmith.modules.interfaces.proposer import DraftState
 from draftsmith.modules.target.layer_skipping import skipping
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
+from support.architectures import random_trait
 from support.native_answers import native_greedy, requests_for
 from support.observations import frontier, observe
 from support.targets import random_target
+from support.tiers import others_long
 from torch import Tensor
 
 
@@ -146,3 +151,25 @@ def test_a_tree_over_the_layers_is_lossless(deep_target: Target) -> None:
 def test_impossible_layers_are_refused(tiny_target: Target, kept: tuple[int, ...]) -> None:
     with pytest.raises(UserError, match="ascending numbers from 0 to 1"):
         LayerDraft(tiny_target, kept)
+
+
+@pytest.mark.parametrize("name", others_long(["gpt-oss", "deepseek-v3", "llama4", "mimo-v2-flash"], ["mimo-v2-flash"]))
+def test_layers_of_unlike_shape_draft_in_their_places_or_as_a_model_of_their_own(name: str) -> None:
+    """Both draft alike: each layer has its own kind, shape and rotation in the smaller model too."""
+    target = Target(random_trait(name, torch.float32), tiny_tokenizer(), name=name)
+    requests, settings = requests_for(target, 2, 14), DecodeSettings(ignore_eos=True)
+    expected = [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
+    found = []
+    for drafter in (LayerDraft(target, (0, 2)), DraftLM.create(DraftLMConfig(layers=(0, 2)), target).eval()):
+        answers = decode(target, requests, settings, drafter=drafter, policy=Chain(3)).generations
+        assert [answer.tokens for answer in answers] == expected
+        found.append([answer.emitted for answer in answers])
+    assert found[0] == found[1]
+
+
+def test_layers_that_read_the_keys_of_earlier_ones_are_refused_apart() -> None:
+    target = Target(random_trait("gemma4-e2b", torch.float32), tiny_tokenizer(), name="e2b")
+    with pytest.raises(UserError, match="self-speculation would run layers of Gemma4ForCausalLM apart from"):
+        first_layers(target, 2)
+    with pytest.raises(UserError, match="a draft model of the target's layers would run layers of Gemma4ForCausalLM"):
+        DraftLM.create(DraftLMConfig(layers=(0, 1)), target)

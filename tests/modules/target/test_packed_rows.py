@@ -9,14 +9,16 @@ from draftsmith.modules.compiler import Compiler
 from draftsmith.modules.target.attention import segment_attention
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.trainers.steps.compiled_step import CompiledStep
-from support.architectures import MUST_LOAD, random_model
+from support.architectures import MUST_LOAD, TRAITS, random_model, random_trait
 from support.flex import unfused_flex
-from support.tiers import some_long
+from support.tiers import others_long, some_long
 
-LENGTHS = (12, 9)
+LENGTHS = (12, 21)
 OWN_ATTENTION = ("GPTJ", "CodeGen", "Falcon", "XGLM", "GPTBigCode", "Persimmon", "BioGpt")
 """Some architectures with attention that cannot be replaced, or once could not."""
 
+QUICK = ("gpt-oss", "deepseek-v3", "llama4")
+"""Those of `TRAITS` that `make test` runs."""
 REFUSED = ("Nemotron",)
 """Architectures that do not hand the segments on."""
 
@@ -29,7 +31,8 @@ def _fresh_graphs() -> Iterator[None]:
 
 
 def target_of(family: str) -> Target:
-    return Target(random_model(family), tiny_tokenizer(), name=family, pack=0)
+    model = random_trait(family, torch.float32) if family in TRAITS else random_model(family)
+    return Target(model, tiny_tokenizer(), name=family, pack=0)
 
 
 def check(target: Target) -> None:
@@ -45,7 +48,7 @@ def check(target: Target) -> None:
     torch.testing.assert_close(found_LD, torch.cat(alone), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", some_long(MUST_LOAD, 4))
+@pytest.mark.parametrize("family", [*some_long(MUST_LOAD, 4), *others_long(TRAITS, QUICK)])
 def test_conversations_of_a_row_do_not_see_each_other(family: str) -> None:
     target = target_of(family)
     check(target)
@@ -57,18 +60,18 @@ def test_conversations_of_a_row_do_not_see_each_other(family: str) -> None:
             check(target)
 
 
-@pytest.mark.parametrize("family", ["Llama", *OWN_ATTENTION])
+@pytest.mark.parametrize("family", ["Llama", *OWN_ATTENTION, *others_long(TRAITS, QUICK)])
 def test_a_long_row_is_read_by_segments_or_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_attention, "DENSE_LENGTH", 16)
     target = target_of(family)
     if segment_attention.takes_segments(target.decoder):
         check(target)
     else:
-        with pytest.raises(UserError, match="forms its attention itself, by a mask of all positions of a row of 21 "):
+        with pytest.raises(UserError, match="forms its attention itself, by a mask of all positions of a row of 33 "):
             check(target)
 
 
-@pytest.mark.parametrize("family", some_long(MUST_LOAD[::2], 4))
+@pytest.mark.parametrize("family", [*some_long(MUST_LOAD[::2], 4), *others_long(TRAITS, ("deepseek-v3",))])
 def test_compiled_layers_answer_the_same_or_are_refused(family: str) -> None:
     target = target_of(family)
     target.compiler = Compiler("eager")

@@ -134,8 +134,8 @@ def test_heads_of_target_and_drafter_are_tried_out(tiny_target: Target, monkeypa
     monkeypatch.setattr(FlexAttention, "probe", lambda _self, *given: tried.append(given))
     step = CompiledStep(Compiler("eager"))
     step.try_attention(tiny_target, module_of("eagle3-narrow", tiny_target).drafter, CPU, torch.bfloat16)
-    assert tried == [({(4, 2, 8), (3, 1, 8)}, CPU, torch.bfloat16)]
+    assert tried == [({(4, 2, 8, 8), (3, 1, 8, 8)}, CPU, torch.bfloat16)]
     step.try_attention(tiny_target, module_of("draft-lm", tiny_target).drafter, CPU, torch.float32)
-    assert (4, 2, 8) in tried.pop()[0]
+    assert (4, 2, 8, 8) in tried.pop()[0]
     CompiledStep(None).try_attention(tiny_target, module_of("medusa", tiny_target).drafter, CPU, torch.float32)
     assert len(tried) == 1

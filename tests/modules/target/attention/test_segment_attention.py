@@ -1,12 +1,11 @@
-"""Attention inside segments against the mask of all positions: windows, capped scores, groups, a key in front."""
-
-from dataclasses import replace
+"""Attention inside segments against the mask of all positions: windows, chunks, capped scores, sinks, groups, values of
+their own width, a key in front."""
 
 import pytest
 import torch
 from draftsmith.modules import Features, UserError
+from draftsmith.modules.target.attention.scored_attention import AttentionForm
 from draftsmith.modules.target.attention.segment_attention import (
-    SegmentForm,
     Segments,
     attend_inside,
     mask_arguments,
@@ -30,38 +29,52 @@ def rows(lengths: tuple[tuple[int, ...], ...] = ((9, 14), (19, 4))) -> Features:
     return Features(tokens_BL=tokens, supervised_BL=segments >= 0, segments_BL=segments, positions_BL=positions)
 
 
-def masked(form: SegmentForm, features: Features, *states: Tensor) -> Tensor:
+def masked(form: AttentionForm, first: tuple[Tensor, ...], features: Features, *states: Tensor) -> Tensor:
     """The plain twin: one softmax over written-out scores."""
     query, key, value = (one.repeat_interleave(4 // one.shape[1], 1) for one in states)
     visible, place = features.visible(), torch.arange(features.tokens_BL.shape[1])
     if form.window is not None:
         visible = visible & (place[:, None] - place < form.window)
-    if form.first is not None:
-        extra = [one.repeat_interleave(2, 1) for one in form.first]
+    if form.chunk is not None:
+        chunk = features.positions_BL // form.chunk
+        visible = visible & (chunk[:, :, None] == chunk[:, None])
+    if first:
+        extra = [one.repeat_interleave(2, 1) for one in first]
         key, value = torch.cat([extra[0], key], 2), torch.cat([extra[1], value], 2)
         visible = torch.nn.functional.pad(visible, (1, 0), value=True)
     scores = query @ key.mT * (form.scaling or query.shape[-1] ** -0.5)
     scores = scores if form.softcap is None else form.softcap * torch.tanh(scores / form.softcap)
-    return scores.masked_fill(~visible[:, None], -1e30).softmax(-1) @ value
+    scores = scores.masked_fill(~visible[:, None], -1e30)
+    if form.sinks_H is not None:
+        scores = torch.cat([scores, form.sinks_H[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., : key.shape[2]] @ value
 
 
-@pytest.mark.parametrize("form", [
-    SegmentForm(), SegmentForm(scaling=0.7), SegmentForm(window=4), SegmentForm(window=300), SegmentForm(softcap=2.0),
-    SegmentForm(window=5, softcap=1.5, scaling=0.4), SegmentForm(first=(torch.ones(1), torch.ones(1))),
-], ids=["plain", "scaled", "window", "wide window", "capped", "capped window", "first key"])
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("form", "before", "wide"), [
+    (AttentionForm(), 0, 8), (AttentionForm(scaling=0.7), 0, 8), (AttentionForm(window=4), 0, 8),
+    (AttentionForm(window=300), 0, 8), (AttentionForm(softcap=2.0), 0, 8),
+    (AttentionForm(window=5, softcap=1.5, scaling=0.4), 0, 8), (AttentionForm(), 1, 8), (AttentionForm(chunk=4), 0, 8),
+    (AttentionForm(sinks_H=SINKS), 0, 8), (AttentionForm(window=5, sinks_H=SINKS), 0, 5), (AttentionForm(), 0, 5),
+], ids=["plain", "scaled", "window", "wide window", "capped", "capped window", "first key", "chunk", "sinks",
+        "window, sinks, narrow values", "narrow values"])
 @pytest.mark.parametrize("block", [3, 256])
 def test_values_and_gradients_equal_those_of_a_mask(
-    form: SegmentForm, block: int, monkeypatch: pytest.MonkeyPatch
+    form: AttentionForm, before: int, wide: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftsmith.modules.target.attention.segment_attention._QUERIES", block)
-    if form.first is not None:
-        form = replace(form, first=(torch.randn(2, 2, 1, 8).double(), torch.randn(2, 2, 1, 8).double()))
-    features, shape = rows(), (2, -1, rows().tokens_BL.shape[1], 8)
-    states = [torch.randn(2, heads, shape[2], 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    for name in ("segment_attention", "scored_attention"):
+        monkeypatch.setattr(f"draftsmith.modules.target.attention.{name}.QUERIES", block)
+    first = (torch.randn(2, 2, 1, 8).double(), torch.randn(2, 2, 1, 8).double()) if before else None
+    features = rows()
+    length = features.tokens_BL.shape[1]
+    states = [torch.randn(2, heads, length, size, dtype=torch.float64, requires_grad=True)
+              for heads, size in ((4, 8), (2, 8), (2, wide))]
     real = (features.segments_BL >= 0)[:, None, :, None]
-    weight = torch.randn(2, 4, shape[2], 8, dtype=torch.float64)
-    found = attend_inside(*states, Segments.of(features), form)
-    expected = masked(form, features, *states)
+    weight = torch.randn(2, 4, length, wide, dtype=torch.float64)
+    found = attend_inside(*states, Segments.of(features), form, first)
+    expected = masked(form, first or (), features, *states)
     torch.testing.assert_close(found * real, expected * real, atol=1e-12, rtol=1e-12)
     assert not found[~real.expand_as(found)].any()
     ours, theirs = (torch.autograd.grad((one * weight * real).sum(), states) for one in (found, expected))

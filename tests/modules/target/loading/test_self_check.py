@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,16 @@ import pytest
 import torch
 import transformers
 from draftsmith.modules import DecodeSettings, Request, Target, TokenTree, UserError, decode
+from draftsmith.modules.target import kv_cache
+from draftsmith.modules.target import model as model_module
+from draftsmith.modules.target.attention import tree_attention
 from draftsmith.modules.target.loading.excerpt import excerpt
 from draftsmith.modules.target.loading.generation_defaults import GenerationDefaults, read_defaults
 from draftsmith.modules.target.loading.self_check import check_logits
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.target.pass_layout import PassLayout
-from support.architectures import MUST_LOAD, SLIDING, random_model
+from support.architectures import MUST_LOAD, SLIDING, TRAITS, random_model, random_trait
+from support.tiers import others_long
 
 WINDOWED = ("Qwen2", "Qwen3", "Mistral", "Mixtral", "Gemma2", "Phi3", "Cohere2", "Olmo3", "Starcoder2", "Exaone4",
             "Ministral")
@@ -46,6 +51,67 @@ def test_the_bound_is_that_of_the_model_even_where_its_logits_are_wider() -> Non
     check_logits("half", torch.bfloat16, expected_1LV + 0.02, expected_1LV)
     with pytest.raises(UserError, match=r"its logits differ by 0\.02 from its own forward pass"):
         check_logits("single", torch.float32, expected_1LV + 0.02, expected_1LV)
+
+
+@pytest.mark.parametrize("name", others_long(TRAITS, ("gpt-oss", "gemma4-e2b", "llama4")))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_models_with_traits_of_their_own_load_in_every_number_type(name: str, dtype: torch.dtype) -> None:
+    Target(random_trait(name, dtype), tiny_tokenizer(), name=name)
+
+
+def _without_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = tree_attention.AttentionForm
+    monkeypatch.setattr(tree_attention, "AttentionForm", lambda **given: form(**{**given, "sinks_H": None}))
+
+
+def _one_kind_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit moves the first tensor alone: not the values of another width, nor layers of another shape."""
+    monkeypatch.setattr(kv_cache.RowCache, "_written", property(lambda cache: [cache.blocks[0].storage]))
+
+
+def _window_for_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_attention.AttentionForm, "near", lambda form, queries, keys: (
+        queries[..., :, None] - keys[..., None, :] < (form.chunk or form.window)))
+
+
+def _chunks_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    near = tree_attention.AttentionForm.near
+    monkeypatch.setattr(tree_attention.AttentionForm, "near", lambda form, queries, keys: near(
+        form, keys[:, -queries.shape[-1] :] * 0 + torch.arange(keys.shape[-1])[-queries.shape[-1] :], keys))
+
+
+def _no_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_attention, "tuned", lambda module: False)
+
+
+def _temperature_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the model's own attention has it."""
+    monkeypatch.setattr(tree_attention, "tuned", lambda module: False)
+    monkeypatch.setattr(model_module, "attend_by", lambda model, name: model.set_attn_implementation(name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "broken"), [
+    ("gpt-oss", _without_sinks), ("mimo-v2-flash", _without_sinks), ("deepseek-v3", _one_kind_left_behind),
+    ("gemma4", _one_kind_left_behind), ("llama4", _window_for_chunk), ("llama4", _chunks_of_slots),
+    ("llama4", _no_temperature), ("llama4", _temperature_of_slots),
+])
+def test_each_trait_is_refused_where_it_is_read_wrongly(
+    name: str, broken: Callable[[pytest.MonkeyPatch], None], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Chunks and stages of temperature that only an excerpt with shorter ones leaves.
+    longer = {"attention_chunk_size": 32, "floor_scale": 64} if name == "llama4" else {}
+    model = random_trait(name, dtype, **longer)
+    broken(monkeypatch)
+    with pytest.raises(UserError, match="does not decode token trees exactly here"):
+        Target(model, tiny_tokenizer(), name=name)
+
+
+def test_chunks_that_attention_does_not_know_of_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_attention, "chunk_of", lambda module: None)
+    with pytest.raises(UserError, match="layer 0 of Llama4ForCausalLM has chunks of 32 tokens by its config, but its "
+                                        "attention is given no sliding window"):
+        Target(random_trait("llama4", torch.float32, attention_chunk_size=32), tiny_tokenizer(), name="llama4")
 
 
 @pytest.mark.parametrize("family", WINDOWED)
