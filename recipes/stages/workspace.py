@@ -324,7 +324,8 @@ def target_files(target: TargetConfig, template: TemplateConfig) -> dict[str, li
     if (gguf := gguf_of(target)) is not None:
         model = [gguf]
     else:
-        # Not what lies deeper, such as a run's own folder.
-        model = sorted(file for file in Path(target.name).glob("*") if file.is_file()) if is_local(target.name) else []
+        # Of what lies deeper, such as a run's own folder, only templates.
+        folders = (Path(target.name), Path(target.name, "additional_chat_templates")) if is_local(target.name) else ()
+        model = sorted(file for folder in folders for file in folder.glob("*") if file.is_file())
     others = {"target.chat_template": target.chat_template, "template.tools": template.tools}
     return {"target.name": model, **{name: [] if file is None else [Path(file)] for name, file in others.items()}}

@@ -46,6 +46,13 @@ def read_model_whole(source: Any, name: str, *, spread: bool = False, **options:
     finally:
         _REPORT.disabled = False
     model, info = read
+    # transformers ties no weights that differ, whatever the configuration says. What is made by that configuration,
+    # such as a draft model of the same layers, would be tied.
+    if apart := model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys():
+        model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+        log.warning("the weights of %s hold %s with values of its own, which its configuration ties to the embedding; "
+                    "they are used, but an engine that goes by the configuration runs another model: set "
+                    "tie_word_embeddings to false in its config.json", name, _listed(apart))
     # Around a text there may be other parts, which are not used and may be left out of its files.
     text = text_of(model, spread=spread)
     held = {id(tensor) for tensor in (*text.parameters(), *text.buffers())}
@@ -100,8 +107,12 @@ def require_finite(model: Any, name: str) -> None:
         # Tokens without a finite embedding end an answer and hurt no other one, unless the output layer has the row.
         rows = weight.isfinite().all(-1) if parameter is embedding else torch.zeros(1)
         if not bool(rows.any()) or model.get_output_embeddings().weight is embedding:
+            # Larger numbers became infinite when they were read in this format, unless they were before.
+            narrow = weight.dtype is torch.float16 and not bool(weight.isnan().any())
+            remedy = "set target.dtype to bfloat16 or float32, which hold larger ones" if narrow else \
+                "save or copy the model again"
             raise UserError(f"the tensor {path} of {name} holds values that are not finite (nan or inf) in "
-                            f"{str(weight.dtype).removeprefix('torch.')}; save or copy the model again")
+                            f"{str(weight.dtype).removeprefix('torch.')}; {remedy}")
         log.warning("%d tokens of %s have an embedding that holds nan or inf; answers end at them", int((~rows).sum()),
                     name)
 

@@ -75,12 +75,17 @@ def test_a_changed_file_is_noticed_and_named(
     (lambda folder: (folder / "data" / "c.parquet").write_text("more"), True),
     (lambda folder: (folder / "data" / "b.parquet").rename(folder / "data" / "a.parquet"), True),
     (lambda folder: (folder / "data" / "cache-1f.arrow").write_text("of datasets itself"), False),
+    (lambda folder: (folder / "data" / "cache-1f_00000_of_00002.arrow").write_text("of datasets itself"), False),
+    (lambda folder: (folder / "data" / "cache-questions.jsonl").write_text("{}"), True),
     (lambda folder: (folder / ".lock").write_text(""), False),
+    (lambda folder: (folder / ".cache" / "x.metadata").write_text("downloaded again"), False),
 ])
 def test_a_changed_folder_is_noticed(change: Callable[[Path], object], again: bool, out: Path, tmp_path: Path) -> None:
     folder = tmp_path / "set"
     (folder / "data").mkdir(parents=True)
     (folder / "data" / "b.parquet").write_text("rows.")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "x.metadata").write_text("downloaded")
     finished(out, [folder])
     change(folder)
     assert finished(out, [folder]) == (["first"] if again else [])
@@ -115,13 +120,16 @@ def test_each_stage_names_the_files_that_it_reads(tmp_path: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "out").mkdir()
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     prompts.write_text('{"prompt": "hi"}\n')
     words = ["--target.name", str(model), "--target.chat_template", str(template), "--template.tools", str(tools),
              "--prompts.origin", "file", "--prompts.path", str(prompts), "--distill.answered_by", "draft",
              "--distill.draft", str(draft), "--distill.budget_tokens", "5"]
     parsed = COMMANDS["run"].parse(["--config", "tiny", "--out", str(tmp_path / "out"), *words])
     found = {stage.name: dict(stage.reads) for stage in stages(Workspace(parsed.values, parsed.settings))}
-    target = {"target.name": [model / "config.json"], "target.chat_template": [template], "template.tools": [tools]}
+    target = {"target.name": [model / "additional_chat_templates" / "tool_use.jinja", model / "config.json"],
+              "target.chat_template": [template], "template.tools": [tools]}
     assert found["distill"] == {**target, "prompts": [prompts], "distill.draft": [draft / "config.json"]}
     assert found["encode"] == target
     assert [path.name for paths in found["evaluate"].values() for path in paths] == [

@@ -3,14 +3,18 @@
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from draftsmith.export.layouts.llama_cpp import write_model
 from draftsmith.modules import DraftLM, DraftLMConfig, Target, TargetConfig, UserError, load_target
+from draftsmith.modules.drafters.draft_lm import as_model
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from support.architectures import MUST_LOAD, random_model
+from support.gguf_vocabulary import write_vocabulary
 from support.tiers import others_long
 from torch import Tensor
 
@@ -61,6 +65,9 @@ FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "a bias for which there is no place": (
         with_tensor(f"{Q}.bias", torch.ones(32)),
         r"hold model\.layers\.0\.self_attn\.q_proj\.bias, for which its configuration leaves no place; .*correct"),
+    "a bias of the output layer": (
+        with_tensor("lm_head.bias", torch.ones(100)),
+        r"hold lm_head\.bias, for which its configuration leaves no place; .*correct"),
     "nan in a norm": (with_tensor("model.norm.weight", torch.full((32,), NAN)),
                       r"the tensor model\.norm\.weight of .* not finite \(nan or inf\) in float32; save or copy"),
     "infinity in a layer": (with_tensor(f"{Q}.weight", torch.full((32, 32), -INF)),
@@ -102,6 +109,40 @@ def test_tied_weights_are_stored_once_and_missing_where_both_are(tmp_path: Path)
     folder = written(tmp_path / "none", without("model.embed_tokens.weight", "lm_head.weight"), **tied)
     with pytest.raises(UserError, match=r"lack lm_head\.weight, model\.embed_tokens\.weight, which"):
         load_target(settings(folder))
+
+
+def test_an_output_layer_of_its_own_is_used_and_said_whatever_the_configuration_ties(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = written(tmp_path, with_tensor("lm_head.weight", torch.randn(100, 32)), tie_word_embeddings=True)
+    with caplog.at_level(logging.WARNING):
+        target = load_target(settings(folder))
+    stored = load_file(folder / "model.safetensors")
+    assert torch.equal(target.output_weight(), stored["lm_head.weight"])
+    assert torch.equal(target.model.get_input_embeddings().weight, stored["model.embed_tokens.weight"])
+    assert [record.getMessage().split(" hold ")[1] for record in caplog.records] == [
+        "lm_head.weight with values of its own, which its configuration ties to the embedding; they are used, but an "
+        "engine that goes by the configuration runs another model: set tie_word_embeddings to false in its config.json"]
+    # All layers of the target are the target, in the file of an export too.
+    text, copy = torch.arange(4, 60, 5)[None], as_model(DraftLM.create(DraftLMConfig(layers=(0, 1)), target))
+    assert torch.equal(copy(text).logits, target.model(text).logits)
+    assert "output.weight" in write_model(tmp_path / "d.gguf", copy, write_vocabulary(tmp_path / "v.gguf", 100))
+
+
+def test_a_bias_of_a_tied_output_layer_is_refused_as_of_any_other(tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        return without("lm_head.weight")(tensors) | {"lm_head.bias": torch.ones(100)}
+
+    folder = written(tmp_path, change, tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"hold lm_head\.bias, for which its configuration leaves no place"):
+        load_target(settings(folder))
+
+
+@pytest.mark.parametrize(("value", "remedy"), [(1e5, "set target.dtype to bfloat16 or float32"), (NAN, "save or copy")])
+def test_numbers_too_large_for_a_format_name_the_setting(value: float, remedy: str, tmp_path: Path) -> None:
+    folder = written(tmp_path, with_tensor(UP, torch.full((64, 32), value)))
+    with pytest.raises(UserError, match=rf"{UP} of .* not finite \(nan or inf\) in float16; {remedy}"):
+        load_target(replace(settings(folder), dtype="float16"))
 
 
 def test_nan_in_tied_weights_is_refused(tmp_path: Path) -> None:
