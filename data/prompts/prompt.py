@@ -55,9 +55,9 @@ class Prompt:
     def learned(self) -> tuple[int, ...]:
         """Places of the source's own answers that are labels where the source writes the rows (answered_by: text)."""
         # After an answer that the source does not have, nobody knows what the next one was said to.
-        places = [place for place, message in enumerate(self.messages) if message["role"] == "assistant"]
+        places = [place for place in self.asked if place < len(self.messages)]
         missing = next((place for place in places if not is_given(self.messages[place])), len(self.messages))
-        return tuple(place for place in places if place < missing and place not in self.unlearned)
+        return tuple(place for place in places if place < missing)
 
     @property
     def question(self) -> str:

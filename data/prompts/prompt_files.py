@@ -22,39 +22,44 @@ PIECE = 2**20
 """Bytes of a JSON array that are looked at together, at least."""
 MARK, GZIP, PARQUET = b"\xef\xbb\xbf", b"\x1f\x8b", b"PAR1"
 """First bytes: the byte order mark of UTF-8, and those of two kinds of file."""
+OBJECT = re.compile(rb"^\s*[{\[]", re.MULTILINE)
+"""A line that may be a row, or the start of an array."""
 TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+("?)|[\[\]{},]', re.DOTALL)
 """Tokens that decide where an element of a JSON array ends: texts, whose group is empty where they go on, and brackets
 and commas outside of them."""
 
 
-def file_rows(file: Path, seed: int | None = None) -> Iterator[tuple[str, Any]]:
-    """(place, row) of every row: the file's name with the line, or in arrays and Parquet with the number of the row.
+def file_rows(file: Path, seed: int | None = None) -> Iterator[tuple[str, bytes]]:
+    """(place, row) of every row as JSON, which `decoded` reads. The place is the file's name with the line in which the
+    row starts, in arrays with its number too, and in Parquet with its number alone.
 
-    A row of JSON is text that `decoded` reads. Memory holds one row (of Parquet one group of rows), and where rows are
-    shuffled three numbers of each.
+    Memory holds one row (of Parquet one group of rows), and where rows are shuffled four numbers of each.
     Without a seed the order is the file's. Raises UserError if it cannot be read, or has more than `PROMPT_BYTES`.
     """
     with _explained(file), _opened(file) as stream, tempfile.TemporaryFile() as copy:
-        kind, rows = _rows(stream)
+        kind, rows = _rows(file, stream)
         if seed is None:
-            for number, _, row in rows:
-                yield f"{file.name}:{number}", row
+            for line, number, _, row in rows:
+                yield _place(file, kind, line, number), row
             return
         # In packed files no row can be found by its place: they are unpacked into a file without a name.
         source = copy if isinstance(stream.raw, gzip.GzipFile) or kind == "Parquet" else stream
-        numbers, starts, lengths = array("Q"), array("Q"), array("Q")
-        for number, start, row in rows:
-            data = row if isinstance(row, bytes) else json.dumps(row, default=str).encode()
+        columns = lines, numbers, starts, lengths = array("Q"), array("Q"), array("Q"), array("Q")
+        for line, number, start, row in rows:
             if source is copy:
                 start = copy.tell()
-                copy.write(data)
-            for column, value in ((numbers, number), (starts, start), (lengths, len(data))):
+                copy.write(row)
+            for column, value in zip(columns, (line, number, start, len(row)), strict=True):
                 column.append(value)
         order = array("Q", range(len(numbers)))
         random.Random(seed).shuffle(order)
-        for place in order:
-            source.seek(starts[place])
-            yield f"{file.name}:{numbers[place]}", source.read(lengths[place])
+        for one in order:
+            source.seek(starts[one])
+            yield _place(file, kind, lines[one], numbers[one]), source.read(lengths[one])
+
+
+def _place(file: Path, kind: str, line: int, number: int) -> str:
+    return f"{file.name}:{line}" + (f" (row {number})" if kind == "array" else "")
 
 
 def decoded(row: Any) -> Any:
@@ -106,25 +111,31 @@ def _opened(file: Path) -> Iterator[BufferedReader]:
             yield unpacked
 
 
-def _rows(stream: BufferedReader) -> tuple[str, Iterator[tuple[int, int, Any]]]:
-    """(the kind of file, (line or number, first byte, row) of every row)."""
+def _rows(file: Path, stream: BufferedReader) -> tuple[str, Iterator[tuple[int, int, int, bytes]]]:
+    """(the kind of file, (line, number, first byte, JSON) of every row)."""
     if stream.peek(4)[:4] == PARQUET:
         try:
             import pyarrow.parquet
         except ImportError as error:
             raise UserError("Parquet files need the package datasets; pip install 'draftsmith[train]'") from error
         batches = pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=64)
-        rows = (row for batch in batches for row in batch.to_pylist())
-        return "Parquet", ((number, 0, row) for number, row in enumerate(rows, 1))
+        # As JSON, so that a table reads alike in any order. Bytes are pictures or sounds, which are not read.
+        rows = (json.dumps(_without_null(row), default=lambda one: None if isinstance(one, bytes) else str(one))
+                for batch in batches for row in batch.to_pylist())
+        return "Parquet", ((number, number, 0, row.encode()) for number, row in enumerate(rows, 1))
     start = stream.tell()
     if stream.peek(3)[:3] == MARK:
         start += len(stream.read(len(MARK)))
-    if stream.peek(PIECE).lstrip()[:1] == b"[":
-        return "an array", _elements(stream, start)
+    first = stream.peek(PIECE)
+    if first.strip() and not OBJECT.search(first):
+        raise UserError(f"{file} is neither JSON Lines nor a JSON array in UTF-8, nor Parquet, and CSV and plain text "
+                        "are not read; write each row as a JSON object on a line of its own")
+    if first.lstrip()[:1] == b"[":
+        return "array", _elements(stream, start)
     return "lines", _lines(stream, start)
 
 
-def _lines(stream: BufferedReader, start: int) -> Iterator[tuple[int, int, bytes]]:
+def _lines(stream: BufferedReader, start: int) -> Iterator[tuple[int, int, int, bytes]]:
     number = 0
     # Only "\n" ends a line: JSON texts may hold U+2028.
     while line := stream.readline(ROW_BYTES + 1):
@@ -136,12 +147,12 @@ def _lines(stream: BufferedReader, start: int) -> Iterator[tuple[int, int, bytes
         if start > PROMPT_BYTES:
             raise UserError(f"line {number} of the prompts ends after more than {PROMPT_BYTES:,} bytes; split the file")
         if line.strip():
-            yield number, first, line
+            yield number, number, first, line
 
 
-def _elements(stream: BufferedReader, start: int) -> Iterator[tuple[int, int, bytes]]:
+def _elements(stream: BufferedReader, start: int) -> Iterator[tuple[int, int, int, bytes]]:
     """The elements of an array, by counting brackets: memory holds the one that is being read."""
-    number, depth, held, scanned, first, size = 0, 0, b"", 0, 0, PIECE
+    line, number, depth, held, scanned, first, size = 1, 0, 0, b"", 0, 0, PIECE
     while piece := stream.read(size):
         held, size = held + piece, 2 * size
         for token in TOKEN.finditer(held, scanned):
@@ -150,18 +161,20 @@ def _elements(stream: BufferedReader, start: int) -> Iterator[tuple[int, int, by
                 break
             scanned, sign = token.end(), token[0]
             if depth == 1 and sign in (b",", b"]"):
-                number += 1
-                if held[first : token.start()].strip() or sign == b",":
-                    yield number, start + first, held[first : token.start()]
-                first = scanned
-            elif depth == 0 and sign == b"[":
-                first = scanned
+                number, row = number + 1, held[first : token.start()]
+                if row.strip() or sign == b",":
+                    yield line + row[: len(row) - len(row.lstrip())].count(b"\n"), number, start + first, row
+                line, first = line + row.count(b"\n"), scanned
+            elif depth == 0 and number:
+                raise ValueError("there is text after its list")
+            elif depth == 0:
+                line, first = line + held[:scanned].count(b"\n"), scanned
             depth += (sign in (b"[", b"{")) - (sign in (b"]", b"}"))
         if first:
             start, held, scanned, first, size = start + first, held[first:], scanned - first, 0, PIECE
         if len(held) > ROW_BYTES or start > PROMPT_BYTES:
             raise UserError(f"row {number + 1} of the prompts ends after more than {ROW_BYTES:,} bytes of its own or "
                             f"{PROMPT_BYTES:,} of the file; split it")
-    # What stands after the list, or in a list that does not end, is no row.
-    if held.strip():
-        yield number + 1, start, held
+    # A cut file has lost rows, perhaps most of them.
+    if depth or held.strip():
+        raise ValueError("its list has no end" if depth else "there is text after its list")

@@ -1,10 +1,12 @@
-"""Rows of every usual shape, read into prompts. What cannot be kept is refused by name: nothing is lost silently.
+"""Rows of every usual shape, read into prompts. A value under a key that is read and cannot be kept is refused by name;
+other keys are not read.
 
-Keys of a row, richer ones first: messages, conversations, conversation, turns, prompt, instruction (with input), text.
+Keys of a row, richer ones first: messages, conversations, conversation, turns, prompt, instruction or question (with
+input), chosen, text. In rows, messages and calls null is no value.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...modules import UserError
@@ -18,10 +20,12 @@ ROLES = {
     "function": "tool", "observation": "tool", "function_call": "assistant",
 }
 """Roles by the names that data sets give them, in any case."""
-CONVERSATIONS = ("messages", "conversations", "conversation", "turns", "prompt", "instruction")
-"""Keys of a conversation or of its first message, richer ones first."""
+WHOLE = ("messages", "conversations", "conversation")
+QUESTIONS = ("prompt", "instruction", "question")
+CONVERSATIONS = (*WHOLE, "turns", *QUESTIONS, "chosen")
+"""Keys of a conversation, of what is asked in one, and of both, richer ones first."""
 INPUTS = ("input", "context")
-ANSWERS = ("chosen", "completion", "response", "output")
+ANSWERS = ("chosen", "completion", "response", "output", "answer")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 WEIGHTS = ("weight", "train", "loss")
 """Keys of what an instruction is about, of answers (richer ones first), of their thoughts, and of what is no label."""
@@ -37,14 +41,14 @@ def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
     """The prompt of a row at a place of its source; `column` replaces known keys. Raises UserError with the place."""
     try:
         if not isinstance(row, Mapping):
-            raise UserError(f"expected a JSON object, got {type(row).__name__}; write one object a line")
+            raise UserError(f"expected a JSON object, got {_short(row)}; write one object a line")
+        key = _key(row, column)
         row = {key: value for key, value in row.items() if not _is_empty(value)}
-        if left_out := [key for key in WEIGHTS if row.get(key) in (0, False)]:
-            raise LeftOutError(f"{left_out[0]} is {row[left_out[0]]!r}, which leaves the whole row out; nothing is to "
-                               "do")
+        if not _is_learned(row, "a row"):
+            raise LeftOutError(f"{' or '.join(WEIGHTS)} leaves the whole row out; nothing is to do")
         if beside := [key for key in PICTURES if key in row]:
             raise UserError(f"{beside[0]} stands next to the text, and only text is read; leave the row out")
-        prompt = _prompt(row, where, column)
+        prompt = _prompt(row, where, key, key == column)
         # JSON can write what no file of prompts, answers or shards could hold as UTF-8.
         json.dumps([prompt.id, prompt.row], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -55,23 +59,23 @@ def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
     return prompt
 
 
-def _prompt(row: dict[str, Any], where: str, column: str | None) -> Prompt:
+def _key(row: Mapping[str, Any], column: str | None) -> str:
+    """The key of a row's conversation, prompt or text."""
+    known = (column,) if column else (*CONVERSATIONS, "text")
+    key = next((key for key in known if not _is_empty(row.get(key))), None)
+    if key is None and (empty := [key for key in known if row.get(key) is not None]):
+        raise UserError(f"{empty[0]} is empty; write its text, or leave the row out")
+    if key is None:
+        raise UserError(f"the row has none of the keys {', '.join(known)}, got {_short(sorted(map(str, row)))}; rename "
+                        "one, or set prompts.column")
+    return key
+
+
+def _prompt(row: dict[str, Any], where: str, key: str, chosen: bool) -> Prompt:
     identifier, category = str(row.get("question_id", where)), str(row["category"]) if "category" in row else None
-    key = column or next((key for key in CONVERSATIONS if key in row), None)
-    if key is None and "text" in row:
-        return Prompt(document=_text(row, "text"), id=identifier, category=category)
-    if key is None or key not in row:
-        raise UserError(f"none of {column or ', '.join((*CONVERSATIONS, 'text'))} holds anything among the keys "
-                        f"{_short(sorted(map(str, row)))}; rename one or set prompts.column")
-    spoken = _spoken(row[key], key)
-    if key == "instruction" and (name := next((name for name in INPUTS if name in row), None)):
-        spoken = [{"role": "user", "content": f"{_text(row, key)}\n\n{_text(row, name)}"}]
-    answer = next((name for name in ANSWERS if name in row), None)
-    if answer is not None and (column or key in ("prompt", "instruction")):
-        given = _spoken(row[answer], answer)
-        # A chosen conversation may repeat its prompt.
-        spoken = given if ROLES[_role(given[0])] in ("system", "user") else [*spoken, *given]
-    read = [one for message in spoken if (one := _message(message))[0] is not None]
+    if key == "text" and not chosen:
+        return Prompt(document=_text(row, key), id=identifier, category=category)
+    read = _conversation(row, key, chosen or key in QUESTIONS)
     if "system" in row and (not read or read[0][0]["role"] != "system"):
         read.insert(0, ({"role": "system", "content": _text(row, "system")}, True))
     # ShareGPT cut long conversations anywhere: a part may start with an answer whose question is lost.
@@ -87,9 +91,45 @@ def _prompt(row: dict[str, Any], where: str, column: str | None) -> Prompt:
     return prompt
 
 
+def _conversation(row: dict[str, Any], key: str, question: bool) -> list[tuple[Message, bool]]:
+    """Messages of a row, each with whether it may be a label; where none answers the last one, an answer of the row."""
+    if key == "chosen" and isinstance(row[key], str):
+        raise UserError("chosen is one text without a prompt, such as a transcript, which is not read; give messages")
+    spoken = _spoken(row[key], key)
+    if key in QUESTIONS[1:] and (name := next((name for name in INPUTS if name in row), None)):
+        spoken = [{"role": "user", "content": f"{_text(row, key)}\n\n{_text(row, name)}"}]
+    if question and "history" in row:
+        spoken = [*_history(row["history"]), *spoken]
+    read = _messages(spoken)
+    answer = next((name for name in ANSWERS if name in row and name != key), None)
+    answered = bool(read) and read[-1][0]["role"] == "assistant"
+    if answer is None or (answered and is_given(read[-1][0]) and not question):
+        return read
+    read = read[:-1] if answered and not is_given(read[-1][0]) else read
+    given = _messages(_spoken(row[answer], answer))
+    if not given or given[0][0]["role"] not in ("system", "user"):
+        return [*read, *given]
+    # A chosen conversation may repeat its prompt or the end of it. One that starts otherwise stands for itself.
+    systems = next((place for place, (message, _) in enumerate(read) if message["role"] != "system"), len(read))
+    new = next((place for place in range(len(read)) if read[place:] == given[: len(read) - place]),
+               systems if given[0][0]["role"] == "user" else 0)
+    return [*read[:new], *given]
+
+
+def _history(value: Any) -> list[Any]:
+    """Messages before a question, from pairs of a question and its answer."""
+    value = _from_json(value, "history")
+    if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
+        return value
+    if not isinstance(value, list) or not all(isinstance(one, list | tuple) and len(one) == 2 for one in value):
+        raise UserError(f"history must be a list of pairs, a question and its answer, got {_short(value)}; write it so")
+    return [{"role": role, "content": text} for pair in value
+            for role, text in zip(("user", "assistant"), pair, strict=True)]
+
+
 def _spoken(value: Any, key: str) -> list[Any]:
     """Messages as a row has them; texts are those of the user, with an answer asked for after each but the last."""
-    whole = key in CONVERSATIONS[:3]
+    whole = key in WHOLE
     if whole:
         value = _from_json(value, key)
     if isinstance(value, str | Mapping):
@@ -102,53 +142,79 @@ def _spoken(value: Any, key: str) -> list[Any]:
     return [message for text in value for message in ({"role": "assistant"}, {"role": "user", "content": text})][1:]
 
 
-def _role(message: Any) -> str:
+def _role(message: Mapping[str, Any]) -> str:
     """The name of a message's speaker, which is one of `ROLES`."""
-    if not isinstance(message, Mapping):
-        raise UserError(f"a message must be an object, got {_short(message)}; give its role and its content")
     name = message.get("role", message.get("from"))
     if not isinstance(name, str) or name.strip().lower() not in ROLES:
         raise UserError(f"the role of a message must be one of {', '.join(ROLES)}, got {_short(name)}; rename it")
     return name.strip().lower()
 
 
-def _message(message: Any) -> tuple[Any, bool]:
-    """(one message as templates take it, or None for an empty system prompt; whether it may be a label)."""
-    name = _role(message)
-    role, value = ROLES[name], message.get("content", message.get("value"))
-    if role == "tool" and isinstance(value, Mapping):
-        value = json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list):
-        # Parts of a message: a picture cannot be learned, and without it the text would mean something else.
-        for part in value:
-            kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-            if not isinstance(part, str) and (kind != "text" or not isinstance(part.get("text"), str)):
-                raise UserError(f"a message has a part of the kind {kind}, and only text is read; leave the row out")
-        value = "".join(part if isinstance(part, str) else part["text"] for part in value)
-    if not isinstance(value, str | None):
-        raise UserError(f"the content of a message must be text, got {_short(value)}; write it as text")
-    found: dict[str, Any] = {"role": role, "content": value or ""}
-    found |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
-    empty = not (value or "").strip()
-    if role != "assistant":
-        if empty and role == "user":
+def _messages(spoken: Sequence[Any]) -> list[tuple[Message, bool]]:
+    """Messages as templates take them, without empty system prompts, each with whether it may be a label."""
+    found = list[tuple[Message, bool]]()
+    for message in spoken:
+        if not isinstance(message, Mapping):
+            raise UserError(f"a message must be an object, got {_short(message)}; give its role and its content")
+        message = _present(message)
+        name = _role(message)
+        role, value = ROLES[name], message.get("content", message.get("value"))
+        if role == "assistant":
+            found.append(_answer(message, value, name == "function_call"))
+            continue
+        content = _content(value, role)
+        if role == "user" and not content.strip():
             raise UserError("a message of the user is empty; write its text, or leave the row out")
-        return (None if empty and role == "system" else found), True
-    if calls := value if name == "function_call" else message.get("tool_calls") or message.get("function_call"):
-        found |= {"content": "" if calls is value else found["content"], "tool_calls": _calls(calls)}
-    elif empty:
+        if role != "system" or content.strip():
+            found.append(({"role": role, "content": content, **_names(message)}, True))
+    return found
+
+
+def _answer(message: Mapping[str, Any], value: Any, call: bool) -> tuple[Message, bool]:
+    """(one message of the assistant as templates take it, without content where it has none; whether it is learned)."""
+    content = "" if call else _content(value, "assistant")
+    found: dict[str, Any] = {"role": "assistant", "content": content, **_names(message)}
+    if calls := value if call else message.get("tool_calls") or message.get("function_call"):
+        found["tool_calls"] = _calls(calls)
+    elif not content.strip():
         # An answer that is empty is none: it is asked for.
-        found = {"role": role}
+        found = {"role": "assistant"}
     if thought := next((message[key] for key in THOUGHTS if not _is_empty(message.get(key))), None):
         if not isinstance(thought, str):
             raise UserError(f"the thought of an answer must be text, got {_short(thought)}; write it as text")
-        found |= {"reasoning_content": thought} if is_given(found) else {}
-    marks = [(key, message[key]) for key in WEIGHTS if message.get(key) is not None]
-    if wrong := [(key, mark) for key, mark in marks if mark not in (0, 1)]:
-        raise UserError(f"the {wrong[0][0]} of an answer must be 0 or 1, false or true, got {_short(wrong[0][1])}; an "
-                        "answer is learned or it is not")
-    learned = all(mark == 1 for _, mark in marks)
+        found["reasoning_content"] = thought
+    learned = _is_learned(message, "an answer")
     return (found if learned else {"content": "", **found}), learned
+
+
+def _names(message: Mapping[str, Any]) -> dict[str, str]:
+    return {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
+
+
+def _content(value: Any, role: str) -> str:
+    """The text of a message: a text, its parts joined, or what a tool returns as JSON."""
+    if isinstance(value, str | None):
+        return value or ""
+    parts = [_present(part) for part in value] if isinstance(value, list) else []
+    if role == "tool" and not (parts and all(isinstance(part, dict) and part.get("type") == "text" for part in parts)):
+        return json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, list):
+        raise UserError(f"the content of a message must be text, got {_short(value)}; write it as text")
+    # A picture cannot be learned, and without it the text would mean something else.
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if not isinstance(part, str) and (kind != "text" or not isinstance(part.get("text"), str)):
+            raise UserError(f"only text is read of a message, got a part of the kind {kind}; leave the row out")
+    return "".join(part if isinstance(part, str) else part["text"] for part in parts)
+
+
+def _is_learned(record: Mapping[str, Any], what: str) -> bool:
+    """False of a row or an answer that is no label. Raises UserError if it shall be one in part."""
+    marks = [(key, record[key]) for key in WEIGHTS if record.get(key) is not None]
+    if wrong := [(key, mark) for key, mark in marks if mark not in (0, 1)]:
+        raise UserError(f"the {wrong[0][0]} of {what} must be 0 or 1, false or true, got {_short(wrong[0][1])}; {what} "
+                        "is learned or it is not, so rename a key that says something else")
+    return all(mark == 1 for _, mark in marks)
 
 
 def _calls(value: Any) -> list[Message]:
@@ -156,7 +222,7 @@ def _calls(value: Any) -> list[Message]:
     value = _from_json(value, "tool_calls")
     found = list[Message]()
     for call in value if isinstance(value, list) else [value]:
-        call = _from_json(call, "tool_calls")
+        call = _present(_from_json(call, "tool_calls"))
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise UserError(f"a tool call must name its function, got {_short(call)}; give name and arguments")
@@ -209,6 +275,11 @@ def _is_empty(value: Any) -> bool:
         isinstance(value, list | tuple | dict) and not value)
 
 
+def _present(value: Any) -> Any:
+    """An object without the keys whose value is null; anything else as it is."""
+    return {key: one for key, one in value.items() if one is not None} if isinstance(value, Mapping) else value
+
+
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = json.dumps(value) if isinstance(value, bool | None) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

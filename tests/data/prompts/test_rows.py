@@ -5,6 +5,7 @@ import gzip
 import json
 import random
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,26 @@ READ: list[tuple[str, dict[str, Any], tuple[Any, ...], dict[str, Any]]] = [
     ("a chosen conversation", {"prompt": "a", "chosen": list(spoken("a", "b")), "rejected": []}, spoken("a", "b"), {}),
     ("a chosen conversation alone of its prompt", {"prompt": list(spoken("z")), "chosen": list(spoken("a", "b"))},
      spoken("a", "b"), {}),
+    ("a chosen answer as a message", share(("human", "a"), chosen={"from": "gpt", "value": "b"}), spoken("a", "b"), {}),
+    ("messages with a response", {**one("a"), "response": "b"}, spoken("a", "b"), {}),
+    ("in place of an empty answer", {**one("a", ""), "response": "b"}, spoken("a", "b"), {}),
+    ("next to an answer of the messages", {**one("a", "b"), "response": "c"}, spoken("a", "b"), {}),
+    ("an answer after the prompt's own", {"prompt": list(spoken("a", "b")), "completion": "c"},
+     (*spoken("a", "b"), *spoken("", "c")[1:]), {}),
+    ("chosen alone", {"chosen": list(spoken("a", "b")), "rejected": list(spoken("a", "c"))}, spoken("a", "b"), {}),
+    ("chosen after the prompt's system", {"prompt": [SYSTEM, *spoken("a")], "chosen": list(spoken("a", "b"))},
+     (SYSTEM, *spoken("a", "b")), {}),
+    ("chosen after another question", {"prompt": [SYSTEM, *spoken("z")], "chosen": list(spoken("a", "b"))},
+     (SYSTEM, *spoken("a", "b")), {}),
+    ("chosen repeats the system", {"prompt": [SYSTEM, *spoken("a")], "chosen": [SYSTEM, *spoken("a", "b")]},
+     (SYSTEM, *spoken("a", "b")), {}),
+    ("chosen repeats the end", {"prompt": list(spoken("a", "b", "c")), "chosen": list(spoken("c", "d"))},
+     spoken("a", "b", "c", "d"), {}),
+    ("a question with an answer", {"question": "a", "answer": "b"}, spoken("a", "b"), {}),
+    ("a question about a text", {"question": "a", "context": "b", "answers": {"text": ["c"]}}, spoken("a\n\nb"), {}),
+    ("turns before an instruction", {"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]]},
+     spoken("a", "b", "c", "d"), {}),
+    ("messages before a prompt", {"prompt": "c", "history": list(spoken("a", "b"))}, spoken("a", "b", "c"), {}),
     ("messages are richer than a prompt", {"prompt": "a", **one("a", "b", "c", "d")}, spoken("a", "b", "c", "d"), {}),
     ("messages are richer than text", {"text": "all", **one("a", "b")}, spoken("a", "b"), {}),
     ("a null is no key", {"messages": None, "prompt": "a"}, spoken("a"), {}),
@@ -82,6 +103,21 @@ READ: list[tuple[str, dict[str, Any], tuple[Any, ...], dict[str, Any]]] = [
     ("a category of a number", {"prompt": "a", "category": 3}, spoken("a"), {"category": "3"}),
     *((f"a thought under {key}", said({"content": "b", key: "t"}), ended(content="b", reasoning_content="t"), {})
       for key in ("reasoning_content", "thinking", "reasoning")),
+    ("a thought without an answer", said({"content": "", "reasoning": "t"}),
+     (*spoken("a"), {"role": "assistant", "reasoning_content": "t"}), {}),
+    ("an empty answer as context", said({"content": "", "weight": 0}, *spoken("c", "d")), (*spoken("a"), {
+        "role": "assistant", "content": ""}, *spoken("c", "d")), {"unlearned": frozenset({1})}),
+    ("nulls of a table", share(("human", "a"), ("gpt", "b")) | {"conversations": [
+        {"role": None, "from": "human", "content": None, "value": "a"},
+        {"role": "assistant", "content": [{"type": None, "text": "b"}], "tool_calls": None, "weight": None}]},
+     spoken("a", "b"), {}),
+    ("a null in a call is kept", said({"tool_calls": [{"function": None, "name": "f", "arguments": {"x": None}}]}),
+     ended(content="", tool_calls=[{**CALL, "function": {"name": "f", "arguments": {"x": None}}}]), {}),
+    *((f"a result of {value}", {"messages": [*TOOLED[:2], {"role": "tool", "content": value}]},
+       (*TOOLED[:2], {"role": "tool", "content": json.dumps(value)}), {})
+      for value in ([{"temp": 3}], ["a", "b"], [], {}, 7, False)),
+    ("a result in parts", {"messages": [*TOOLED[:2], {"role": "tool", "content": [{"type": "text", "text": "7"}]}]},
+     (*TOOLED[:2], RESULT), {}),
     ("an empty thought", said({"content": "b", "reasoning": ""}), spoken("a", "b"), {}),
     *((f"{key} leaves an answer out", said({"content": "b", key: no}, *spoken("c", "d")), spoken("a", "b", "c", "d"),
        {"unlearned": frozenset({1})}) for key, no in (("weight", 0), ("train", False), ("loss", False))),
@@ -104,16 +140,25 @@ READ: list[tuple[str, dict[str, Any], tuple[Any, ...], dict[str, Any]]] = [
      {"thinking": True}),
 ]
 REFUSED: list[tuple[str, Any, str]] = [
-    ("a list", [1], "expected a JSON object, got list; write one object a line"),
-    ("no known key", {"words": "a"}, r"none of messages, .* text holds anything among .*\['words'\]; rename one"),
-    ("nothing under the keys", {"prompt": " ", "messages": []}, "none of messages"),
+    ("a list", [1], r"expected a JSON object, got \[1\]; write one object a line"),
+    ("a null", None, "expected a JSON object, got null; write"),
+    ("no known key", {"words": "a"}, r"the row has none of the keys messages, .* text, got \['words'\]; rename one"),
+    ("nothing under the keys", {"prompt": None}, r"has none of the keys messages, .*, got \['prompt'\]; rename one"),
+    ("an empty prompt", {"prompt": " ", "words": "a"}, "prompt is empty; write its text, or leave the row out"),
+    ("an empty instruction", {"instruction": "", "input": "a", "output": "b"}, "instruction is empty; write its text"),
+    ("an empty list", {"messages": [], "id": 3}, "messages is empty; write"),
+    ("a transcript", {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"},
+     "chosen is one text without a prompt, such as a transcript, which is not read; give messages"),
+    ("an answer of an object", {"instruction": "a", "output": {"b": 1}}, "the role of a message must be one of"),
+    ("a history of text", {"prompt": "a", "history": "b"}, "history must be JSON, got 'b'"),
+    ("a history of triples", {"prompt": "a", "history": [["b", "c", "d"]]}, "history must be a list of pairs"),
     ("a prompt of a number", {"prompt": 3}, "prompt must be text or a list of messages, got 3"),
     ("messages of text", {"messages": ["a"]}, r"messages must be a list of messages, got \['a'\]"),
     ("messages of numbers", {"messages": [1]}, "a message must be an object, got 1; give its role"),
-    ("no role", {"messages": [{"content": "a"}]}, "the role of a message must be one of system.*got None"),
+    ("no role", {"messages": [{"content": "a"}]}, "the role of a message must be one of system.*got null"),
     ("another role", {"messages": [{"role": "cat", "content": "a"}]}, "must be one of system, .* got 'cat'; rename"),
     ("a picture", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-     "a part of the kind image_url, and only text is read"),
+     "only text is read of a message, got a part of the kind image_url; leave"),
     ("pictures next to the text", {"image": "cat.png", "conversations": [{"from": "human", "value": "<image>\nWhat?"}]},
      "image stands next to the text, and only text is read; leave the row out"),
     ("an empty user", {"messages": [*spoken("a", "b"), {"role": "user"}]},
@@ -123,7 +168,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("half a pair", {"prompt": "a\ud800b"}, "holds half of a surrogate pair.*write the whole"),
     ("half a pair in a name", {"prompt": "a", "question_id": "\udcff"}, "holds half of a surrogate pair"),
     ("half a weight", said({"content": "b", "weight": 0.5}), "weight of an answer must be 0 or 1, .*got 0.5"),
-    ("a row left out", {"prompt": "a", "weight": 0}, "weight is 0, which leaves the whole row out"),
+    ("a row of half a weight", {**one("a", "b"), "weight": 0.5}, "weight of a row must be 0 or 1, .*got 0.5; .*rename"),
+    ("a row of a word", {**one("a", "b"), "train": "false"}, "train of a row must be 0 or 1, .*got 'false'"),
+    ("a row left out", {"prompt": "a", "weight": 0}, "weight or train or loss leaves the whole row out"),
     ("no answer to learn", said({"content": "b", "train": False}), "every answer is left out of the labels"),
     ("a thought of a list", said({"content": "b", "thinking": [1]}), "the thought of an answer must be text"),
     ("tools that are names", {"prompt": "a", "tools": ["search"]}, "tools must be JSON, got 'search'"),
@@ -159,7 +206,7 @@ def test_a_document_and_a_column() -> None:
     assert parse_prompt({"text": "all"}, "p:1") == Prompt(document="all", id="p:1")
     for words in ("a", list(spoken("a"))):
         assert parse_prompt({"question": words, "prompt": "b"}, "p:1", "question").messages == spoken("a")
-    with pytest.raises(UserError, match=r"p:1: none of question holds anything among the keys \['prompt'\]"):
+    with pytest.raises(UserError, match=r"p:1: the row has none of the keys question, got \['prompt'\]; rename"):
         parse_prompt({"prompt": "b"}, "p:1", "question")
 
 
@@ -204,6 +251,28 @@ def test_files_of_every_form_hold_the_same_rows(form: str, piece: int, tmp_path:
     assert sorted(shuffled, key=str) == sorted(((place, decoded(row)) for place, row in file_rows(file)), key=str)
 
 
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_rows_of_an_array_are_named_by_the_line_in_which_they_start(tmp_path: Path, shuffled: bool) -> None:
+    for text, places in (('\n[\n {"prompt": "a"},\n\n {\n"prompt": "b"}, {"prompt": "c"}\n]\n', [3, 5, 6]),
+                         ('[{"prompt": "a"}, {"prompt": "b"}]', [1, 1])):
+        (tmp_path / "p{}").write_text(text)
+        found = dict(file_rows(tmp_path / "p{}", 3 if shuffled else None))
+        assert {place: decoded(row)["prompt"] for place, row in found.items()} == {
+            f"p{{}}:{line} (row {number})": "abc"[number - 1] for number, line in enumerate(places, 1)}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_table_reads_alike_in_any_order(tmp_path: Path, shuffle: bool) -> None:
+    calls = [{"name": "f", "arguments": {"city": "Paris", "unit": None}},
+             {"name": "f", "arguments": {"city": None, "unit": "C"}}]
+    rows = [said({"content": None, "tool_calls": [call]}) | {"made": date(2024, 7, 26), "raw": b"a"} for call in calls]
+    (tmp_path / "p").write_bytes(parquet(rows))
+    config = PromptConfig(origin="file", path=str(tmp_path / "p"), shuffle=shuffle)
+    found = {prompt.id: prompt for _, prompt in ReadPrompts(config, 0).take(0, 9).prompts}
+    assert {key: one.messages[1]["tool_calls"][0]["function"]["arguments"] for key, one in found.items()} == {
+        "p:1": {"city": "Paris"}, "p:2": {"unit": "C"}}
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_table_of_parquet(tmp_path: Path, packed: bool) -> None:
     rows = [{"prompt": "a", **said({"content": "", "tool_calls": [CALL]}, RESULT, tools=[SCHEMA])}, {"prompt": "b"},
@@ -216,8 +285,15 @@ def test_a_table_of_parquet(tmp_path: Path, packed: bool) -> None:
 
 
 @pytest.mark.parametrize(("content", "says"), [
-    (b'[{"prompt": "a"}, {"prom', "p:2: not JSON"), (b'[{"prompt": "a"}] 3', "p:2: expected a JSON object"),
-    (b'[{"prompt": "a"},, {"prompt": "b"}]', "p:2: not JSON"), (b"[" * 50_000, "p:1: not JSON .nested more than 100"),
+    (b'[{"prompt": "a"}, {"prom', "p is damaged .its list has no end.; write it anew"),
+    (b'[{"prompt": "a"}, {"prompt": "b', "its list has no end"), (b'[{"prompt": "a"},', "its list has no end"),
+    (b'[{"prompt": "a"}] 3', "p is damaged .there is text after its list.; write"), (b"[" * 50_000, "has no end"),
+    (b'[{"prompt": "a"}]\n[{"prompt": "b"}]', "there is text after its list"),
+    (b'[\n{"prompt": "a"},, {"prompt": "b"}]', r"p:2 \(row 2\): not JSON"),
+    (b"[" * 500 + b"]" * 500, r"p:1 \(row 1\): not JSON .nested more than 100"),
+    *((content, "p is neither JSON Lines nor a JSON array in UTF-8, nor Parquet, and CSV and plain text are not read; "
+       "write each row as a JSON object on a line of its own")
+      for content in (b"prompt,response\na,b\n", b"Once upon a time\n\nthere was", '{"prompt": "a"}'.encode("utf-16"))),
     (gzip.compress(b'{"prompt": "a"}\n' * 99)[:40], "is damaged .*; write it anew"), (b"PAR1 and more", "is damaged"),
     (b'{"prompt": "caf\xe9"}', "p:1: the row is not UTF-8 text .*; save it as UTF-8"), (b"\n\n", "holds no prompt"),
 ])
@@ -235,7 +311,7 @@ def test_no_row_and_no_unpacked_file_is_without_bounds(tmp_path: Path, monkeypat
     with pytest.raises(UserError, match="the row has more than 100 bytes"):
         decoded(first)
     monkeypatch.setattr(prompt_files, "PROMPT_BYTES", 300)
-    for content in (b'{"prompt": "a"}\n' * 99, b"[" + b'{"prompt": "a"},' * 99, b"a" * 900):
+    for content in (b'{"prompt": "a"}\n' * 99, b"[" + b'{"prompt": "a"},' * 99, b"{" * 900):
         (tmp_path / "p").write_bytes(gzip.compress(content))
         with pytest.raises(UserError, match=r"more than .*; split"):
             list(file_rows(tmp_path / "p"))

@@ -57,6 +57,8 @@ def test_messages_carry_the_answers_given_so_far() -> None:
     assert [message["content"] for message in prompt.history(answers[:1])] == ["s", "a", "b", "c"]
     assert prompt.history(answers)[-1] == answers[1]
     called = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    empty = Prompt(messages=spoken("a", "", "b", "c"), id="3", unlearned=frozenset({1}))
+    assert (empty.asked, empty.learned) == ((3,), (3,)), "what is context alone may be empty"
     result, words = {"role": "tool", "content": "1"}, {"role": "assistant", "content": "one"}
     tooled = Prompt(messages=(*spoken("a"), called, result, words, *spoken("b", "c", "d")), id="2",
                     unlearned=frozenset({5}))
@@ -129,7 +131,7 @@ def test_a_broken_dataset_is_one_sentence(tmp_path: Path, streaming: bool) -> No
     with pytest.raises(UserError, match=r"cannot load the dataset .*check prompts.path"):
         all_of(config)
     (tmp_path / "set" / "rows.jsonl").write_text('{"words": "a"}\n')
-    with pytest.raises(UserError, match=r"set\[train\]:0: none of messages"):
+    with pytest.raises(UserError, match=r"set\[train\]:0: the row has none of the keys messages"):
         ReadPrompts(config, 0).skipped()
 
 
@@ -184,7 +186,7 @@ def test_too_many_bad_rows_end_with_the_commonest_reasons(tmp_path: Path) -> Non
 def test_rows_that_are_left_out_on_purpose_are_listed_and_no_fault(tmp_path: Path) -> None:
     config = replace(mixed(tmp_path, *[{"prompt": "a", "weight": 0}] * 9), strict=True)
     found = ReadPrompts(config, 0).skipped()
-    assert [(one.wanted, one.kind) for one in found] == [(True, "weight is 0, which leaves the whole row out")] * 9
+    assert [(one.wanted, one.kind) for one in found] == [(True, "weight or train or loss leaves the whole row out")] * 9
 
 
 def test_a_limit_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
