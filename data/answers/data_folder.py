@@ -145,10 +145,12 @@ class DataFolder:
     def list_skipped(self, found: Sequence[Skipped]) -> dict[str, int]:
         """Add rows to the list of skipped ones; returns the counts of all by reason. Raises UserError if the disk is
         full."""
+        file, lines = self.out / SKIPPED, list[str]()
+        # Before anything is held out, only a run that ended can have left a list.
+        if self.manifest.held_out is None:
+            file.unlink(missing_ok=True)
         if found:
-            file, lines = self.out / SKIPPED, list[str]()
-            # Before anything is held out, only a run with other settings can have left a list.
-            if self.manifest.held_out is not None and file.exists():
+            if file.exists():
                 lines = file.read_text(encoding="utf-8").split("\n")[:-1]
             lines += [json.dumps({"row": one.row, "reason": one.reason}, ensure_ascii=False) for one in found]
             # A process may have been killed after it wrote these, and before the manifest.

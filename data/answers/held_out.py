@@ -56,8 +56,9 @@ class HeldOutPrompts:
         # They are known before the first answer, and are found again wherever rows are read.
         counts = self.folder.list_skipped(skipped)
         if skipped:
-            log.warning("%d rows are skipped, most of them because of this: %s (%s lists them)", len(skipped),
-                        max(counts, key=counts.__getitem__), self.folder.out / SKIPPED)
+            commonest = sorted(counts.items(), key=lambda one: -one[1])[:3]
+            log.warning("%d rows are skipped, which %s lists: %s%s", len(skipped), self.folder.out / SKIPPED, "; ".join(
+                f"{number} × {kind}" for kind, number in commonest), "; ..." if len(counts) > len(commonest) else "")
         held, candidates, repeated = self._chosen(wanted, skipped)
         if len(held) < wanted:
             raise UserError(

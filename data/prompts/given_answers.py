@@ -95,7 +95,7 @@ class GivenAnswers:
             starts = [shape.lead + one + shape.between for one in (thought, thought.strip(), thought.strip("\n"))]
         start = next((one for one in starts if rest.startswith(one) and rest[len(one) :].endswith(shape.after)), None)
         if start is None or not (calls or rest[len(start) : len(rest) - len(shape.after)].strip() == words.strip()):
-            raise UserError(f"the chat template writes the answer {_short(words)} otherwise than others; {REMEDY}")
+            raise UserError(f"the chat template writes an answer otherwise than others, got {_short(words)}; {REMEDY}")
         written, opened = rest[: len(rest) - len(shape.after)] + shape.closing, lost is not None and not lost["closed"]
         gap = "" if lost is not None and "\n" not in lost["gap"] else "\n"
         if not thought:

@@ -1,5 +1,6 @@
 """Prompts of a file or a dataset: which rows are read, which are skipped, and why."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,10 +68,14 @@ class PromptConfig:
 
     def __post_init__(self) -> None:
         if (self.origin == "own") != (not self.path):
-            raise UserError(f"prompts.origin is {self.origin} and prompts.path is {self.path!r}; give the path of a "
-                            "file or the name of a dataset with origin file or dataset, and only there")
+            found = "null" if self.path is None else repr(self.path)
+            raise UserError(f"prompts.origin is {self.origin} and prompts.path is {found}; give the path of a file or "
+                            "the name of a dataset with origin file or dataset, and only there")
         if self.origin == "file":
             require_ordinary(Path(self.path or ""))
+            if Path(self.path or "").is_dir():
+                raise UserError(f"prompts.path {self.path} is a folder; name a file in it, or read all its files with "
+                                "--prompts.origin dataset")
         if self.own_kinds is not None:
             named_kinds(self.own_kinds)
         elif self.own_openings:
@@ -100,8 +105,8 @@ class Skipped:
 
     @property
     def kind(self) -> str:
-        """The reason without the values of this row: rows of one kind are counted together."""
-        return self.reason.split(", got ")[0].split(" (")[0].split(";")[0].strip()
+        """The reason up to the values of this row and the remedy: rows of one kind are counted together."""
+        return re.split(r", got | \(|;|: ", self.reason)[0].strip()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,7 +121,7 @@ FAULTS = [
           r"workers\.lock is no ordinary file, .*; move it away", lambda place: os.mkfifo(place.run / "workers.lock")),
     Fault("a recipe from a pipe", "plan --config p", r"there is no recipe 'p'; give the path", pipe("p")),
     Fault("deep prompts", EVALUATE + " --prompts p.jsonl", r"p\.jsonl:1: not JSON \(nested more than 100 levels.*write",
-          written("p.jsonl", DEEP)),
+          written("p.jsonl", '{"prompt": ' + DEEP)),
     Fault("prompts that are deep by a little", EVALUATE + " --prompts p.jsonl", r"nested more than 100 levels deep",
           written("p.jsonl", '{"prompt": ' + "[" * 200 + "]" * 200 + "}")),
     Fault("prompts of many digits", EVALUATE + " --prompts p.jsonl", r"not JSON \(a number of too many digits.*write",
@@ -158,7 +158,7 @@ FAULTS = [
         "r.yaml", 'extends: tiny\n"a\\u202eb": 1\n')),
     Fault("an escape in an artifact", GENERATE, rf"folder or file {SHOWN}, .*give --target\.name",
           edited(lambda content: content["target"].update(name=ESCAPE))),
-    Fault("an escape in a prompt", EVALUATE + " --prompts p.jsonl", rf"none of messages, .*{SHOWN}",
+    Fault("an escape in a prompt", EVALUATE + " --prompts p.jsonl", rf"the row has none of the keys .*{SHOWN}",
           written("p.jsonl", json.dumps({ESCAPE: 1}))),
 ]
 

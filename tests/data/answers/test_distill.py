@@ -257,7 +257,9 @@ def test_given_answers_are_cut_and_must_be_exact(tiny_target: Target) -> None:
         take_given([(0, bad)], ChatTemplate(tokenizer), 100)
 
 
-def test_rows_that_cannot_be_used_are_skipped_before_the_first_answer(tmp_path: Path, tiny_target: Target) -> None:
+def test_rows_that_cannot_be_used_are_skipped_before_the_first_answer(
+    tmp_path: Path, tiny_target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = ("{% if messages[0]['content'] == 'Why 2' %}{{ raise_exception('no') }}{% endif %}"
                                + CHATML)
@@ -273,13 +275,25 @@ def test_rows_that_cannot_be_used_are_skipped_before_the_first_answer(tmp_path: 
                                              "text, or give messages"},
         {"row": "prompts.jsonl:8", "reason": refused}]
     assert manifest.skipped == {"a plain document is not answered": 1, "prompt must be text or a list of messages": 1,
-                                "the chat template fails: no": 2}
+                                "the chat template fails": 2}
+    assert caplog.messages[0] == (
+        f"4 rows are skipped, which {out / 'skipped.jsonl'} lists: 2 × the chat template fails; 1 × a plain document "
+        "is not answered; 1 × prompt must be text or a list of messages")
     assert (manifest.candidates, manifest.repeated) == (22, 2)
     assert sum(shard.prompts for shard in manifest.shards) + SMALL.test_prompts == 22 - 4 - 2
     with pytest.raises(UserError, match=r"^prompts.jsonl:3: the chat template fails: no"):
         distill(tiny_target, replace(prompts, strict=True), SMALL, ChatTemplate(tokenizer), tmp_path / "b",
                 progress=False)
     assert not list((tmp_path / "b").glob("*.safetensors"))
+
+
+def test_the_list_of_skipped_rows_is_that_of_the_corrected_file(tmp_path: Path, tiny_target: Target) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="usable prompts among the first 3, but 3 are to be held out"):
+        run(tiny_target, replace(write_prompts(tmp_path, [*many(2), {"prompt": 3}]), most_skipped=0.5), SMALL, out)
+    assert (out / "skipped.jsonl").exists()
+    assert run(tiny_target, replace(write_prompts(tmp_path, many(9)), most_skipped=0.5), SMALL, out).skipped == {}
+    assert not (out / "skipped.jsonl").exists()
 
 
 # Interrupted runs ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Prompts are read in every shape people keep them in, and a bad line is named."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ def test_missing_empty_and_undecodable_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"origin": "file"}, "prompts.origin is file and prompts.path is None; give the path of a file or the name of"),
-        ({"origin": "dataset"}, "prompts.origin is dataset and prompts.path is None; give"),
+        ({"origin": "file"}, "prompts.origin is file and prompts.path is null; give the path of a file or the name of"),
+        ({"origin": "dataset"}, "prompts.origin is dataset and prompts.path is null; give"),
         ({"path": "a/b"}, "prompts.origin is own and prompts.path is 'a/b'; .*only there"),
         ({"limit": 0}, "prompts.limit must be at least 1, got 0"),
         ({"most_skipped": 1.5}, "prompts.most_skipped must lie between 0 and 1, got 1.5"),
@@ -160,6 +161,26 @@ def test_bad_rows_are_skipped_counted_and_named(tmp_path: Path) -> None:
     numbers = [number for number, _ in taken.prompts]
     assert (taken.read, numbers) == (22, [0, 1, 2, *range(5, 22)]), "a skipped row keeps its number"
     assert source.take(3, 2).prompts == []
+
+
+ODD: list[Callable[[int], Any]] = [
+    lambda place: {f"words {place}": place},
+    lambda place: {"prompt": place},
+    lambda place: {"prompt": "a", "weight": place + 2},
+    lambda place: {"prompt": "a", "history": [str(place)]},
+    lambda place: {"prompt": "a", "tools": f"tool {place}"},
+    lambda place: {"prompt": "a", "enable_thinking": f"mode {place}"},
+    lambda place: {"messages": [{"role": f"role {place}", "content": "a"}]},
+    lambda place: {"messages": [{"role": "user", "content": [{"type": f"kind {place}"}]}]},
+    lambda place: {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [f"{place}"]}]},
+    lambda place: '{"prompt": ' + " " * place + "no",
+]
+
+
+@pytest.mark.parametrize("row", ODD)
+def test_rows_of_one_fault_are_counted_together_whatever_they_hold(tmp_path: Path, row: Callable[[int], Any]) -> None:
+    found = ReadPrompts(replace(mixed(tmp_path, *map(row, range(9))), most_skipped=0.5), 0).skipped()
+    assert (len(found), len({one.kind for one in found}), len({one.reason for one in found}) > 1) == (9, 1, True)
 
 
 def test_a_prompt_that_cannot_be_used_is_skipped_like_a_row_that_cannot_be_read(tmp_path: Path) -> None:

@@ -188,9 +188,9 @@ def test_files_as_people_have_them_are_trained_on_without_an_edit(kind: str, tmp
     assert main(["run", "--config", str(TINY), "--out", str(tmp_path / "out"), "--prompts.origin", "file",
                  "--prompts.path", str(tmp_path / name), "--evaluate.limit", "2", "--train.max_steps", "4"]) == 0
     [line] = (tmp_path / "out" / "data" / "skipped.jsonl").read_text().splitlines()
-    assert json.loads(line)["row"] == f"{name}:42"
+    assert json.loads(line)["row"] == (f"{name}:1 (row 42)" if name == "s.json" else f"{name}:42")
     report = (tmp_path / "out" / "report.html").read_text()
-    assert "rows were skipped, which data/skipped.jsonl lists: 1 × a message has a part of the kind image_url" in report
+    assert "rows were skipped, which data/skipped.jsonl lists: 1 × only text is read of a message" in report
     assert re.search(r"prompts: 1 of \d+ repeat others and were left out", report) is not None
 
 
