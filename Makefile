@@ -8,6 +8,7 @@
 # make test-openvino OpenVINO GenAI, in an environment of its own, loads overfitted drafters
 # make gpu          measure everything on a CUDA device, part by part: runs/gpu/gpu.md; ARGS='--device cpu --small' tries it
 # make faults       set up, then kill, signal and damage every family's tiny run (an hour); STATE=FILE keeps finished cases
+# make architectures the table of targets in modules/README.md anew, after an update of transformers
 # make check        set up, then run ruff and mypy --strict
 
 SHELL := /bin/bash
@@ -53,7 +54,7 @@ OPENVINO_STAMP := $(if $(filter .venv-openvino,$(OPENVINO_VENV)),.venv-openvino/
 # A machine that is lent without a network has no .venv: its own interpreter is taken then.
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
 
-.PHONY: help setup quickstart families test test-long test-serving test-llamacpp test-openvino gpu faults check
+.PHONY: help setup quickstart families test test-long test-serving test-llamacpp test-openvino gpu faults architectures check
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -137,6 +138,9 @@ test-openvino: $(STAMP) $(OPENVINO_STAMP)
 
 faults: $(STAMP)
 	@$(VENV)/bin/python tests/benchmarks/fault_campaign.py --state $(STATE)
+
+architectures: $(STAMP)
+	@PYTHONPATH=tests $(VENV)/bin/python -m support.architecture_table
 
 check: $(STAMP)
 	@echo "== ruff"
