@@ -104,7 +104,7 @@ def verdict(name: str) -> str | None:
 
 
 def read_own(target: Target, prompt_1L: torch.Tensor, path_1N: torch.Tensor) -> torch.Tensor:
-    """The model's own logits after a path: in one pass, or with recurrent layers step by step as `generate` reads it."""
+    """The model's own logits after a path: in one pass, or with recurrent layers step by step, as `generate` reads."""
     with target.native() as model:
         if not target.recurrent:
             whole: torch.Tensor = model(input_ids=torch.cat([prompt_1L, path_1N], dim=1), use_cache=False).logits

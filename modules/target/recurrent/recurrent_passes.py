@@ -30,13 +30,30 @@ Place = tuple[int, str, int]
 _CONVOLUTION = "causal_conv1d_fn"
 
 
+@dataclass(frozen=True)
+class LayerCall:
+    """A call of a function by a recurrent layer."""
+
+    function: Function
+    positional: tuple[str, ...]
+    """The arguments that are given by their place: fast kernels have other names for these."""
+    given: dict[str, Any]
+    """All arguments by transformers' names."""
+
+    def again(self, **changes: Any) -> Any:
+        """What the function returns for other arguments."""
+        given = {**self.given, **changes}
+        placed = [given.pop(name) for name in self.positional]
+        return self.function(*placed, **given)
+
+
 class RecurrentPass(Protocol):
     """The pass that the functions of recurrent layers ask while it runs."""
 
-    def convolve(self, function: Function, given: dict[str, Any]) -> Tensor:
+    def convolve(self, call: LayerCall) -> Tensor:
         """The outputs of a causal convolution, [B, D, N]."""
 
-    def scan(self, scan: Scan, function: Function, given: dict[str, Any]) -> Any:
+    def scan(self, scan: Scan, call: LayerCall) -> Any:
         """The outputs of a recurrence, and the state after it if the function was asked for that."""
 
 
@@ -68,16 +85,14 @@ def install(decoder: nn.Module) -> bool:
 
 def _asking(function: Function, scan: Scan | None) -> Function:
     """A function of recurrent layers that leaves its work to the running pass, if there is one."""
-    signature = inspect.signature(function)
+    names = tuple(inspect.signature(function).parameters)
 
     @wraps(function)
     def asking(*args: Any, **kwargs: Any) -> Any:
         if (work := _RUNNING.get()) is None:
             return function(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        # What else the layer was given is for the fast kernels of rows in one piece.
-        given.pop("kwargs", None)
-        return work.convolve(function, given) if scan is None else work.scan(scan, function, given)
+        call = LayerCall(function, names[: len(args)], {**dict(zip(names, args, strict=False)), **kwargs})
+        return work.convolve(call) if scan is None else work.scan(scan, call)
 
     asking.asks_the_pass = True  # type: ignore[attr-defined]
     return asking
@@ -122,9 +137,9 @@ class NodePass:
         calls = sum((layer, name) == (self.layer, kind) for layer, name, _ in self.left)
         return self.layer, kind, calls
 
-    def convolve(self, function: Function, given: dict[str, Any]) -> Tensor:
+    def convolve(self, call: LayerCall) -> Tensor:
         """Each node's output, of its nearest ancestors and the committed columns before them."""
-        states_BDN, taps = given["hidden_states"], given["weight"].shape[-1]
+        states_BDN, taps = call.given["hidden_states"], call.given["weight"].shape[-1]
         place = self._place("convolution")
         former_BDX = self.former(place)
         if former_BDX is None:
@@ -132,13 +147,13 @@ class NodePass:
         columns_BDX = torch.cat([former_BDX.to(states_BDN.dtype), states_BDN], dim=2)
         if self.tree.prompt:
             self.left[place] = columns_BDX.device, Columns(columns_BDX, None)
-            out_BDX: Tensor = function(**{**given, "hidden_states": columns_BDX})
+            out_BDX: Tensor = call.again(hidden_states=columns_BDX)
             return out_BDX[:, :, taps - 1 :]
         windows_BNW = self._nearest(taps, columns_BDX.device)
         self.left[place] = columns_BDX.device, Columns(columns_BDX, windows_BNW)
         # The layer's own function over the windows laid side by side; of each the last output has seen no other.
         index_B1M = windows_BNW.flatten(1)[:, None].expand(-1, columns_BDX.shape[1], -1)
-        out_BDM: Tensor = function(**{**given, "hidden_states": columns_BDX.gather(2, index_B1M)})
+        out_BDM: Tensor = call.again(hidden_states=columns_BDX.gather(2, index_B1M))
         return out_BDM[:, :, taps - 1 :: taps]
 
     def _nearest(self, taps: int, device: torch.device) -> Tensor:
@@ -162,28 +177,26 @@ class NodePass:
                                           parents_BN=tree.parents_BN.to(device), real_BN=tree.real_BN.to(device))
         return self._trees[device]
 
-    def scan(self, scan: Scan, function: Function, given: dict[str, Any]) -> Any:
-        """The outputs of the nodes, and a state in the shape of the layer's that nobody reads."""
-        place = self._place(function.__name__)
+    def scan(self, scan: Scan, call: LayerCall) -> Any:
+        """The outputs of the nodes, and a state that nobody reads."""
+        place = self._place(call.function.__name__)
         former = self.former(place)
         if self.tree.prompt and scan.initial is not None:
-            out, left = self._along(scan, function, given, former)
+            out, left = self._along(scan, call, former)
         else:
-            out, left = scan.nodes(given, former, self._tree_on(given[scan.tokenwise[0]].device))
+            out, left = scan.nodes(call.given, former, self._tree_on(call.given[scan.tokenwise[0]].device))
         self.left[place] = out.device, left
         return out, out.new_zeros(len(out))
 
-    def _along(
-        self, scan: Scan, function: Function, given: dict[str, Any], former: Tensor | None
-    ) -> tuple[Tensor, Branches]:
+    def _along(self, scan: Scan, call: LayerCall, former: Tensor | None) -> tuple[Tensor, Branches]:
         """Prompts by the layer's own code, those of one length at once: padding would be added to their states."""
         counts = self.tree.real_BN.sum(-1).tolist()
         whole, states = torch.empty(0), torch.empty(0)
         for count in sorted(set(counts)):
             rows = [row for row, other in enumerate(counts) if other == count]
-            pieces = {name: given[name][rows].narrow(scan.time, 0, count) for name in scan.tokenwise}
+            pieces = {name: call.given[name][rows].narrow(scan.time, 0, count) for name in scan.tokenwise}
             asked = {str(scan.initial): None if former is None else former[rows], scan.final: True}
-            out, state = function(**{**given, **pieces, **asked})
+            out, state = call.again(**pieces, **asked)
             if not states.numel():
                 whole = out.new_zeros(len(counts), self.tree.size, *out.shape[2:])
                 states = state.new_zeros(len(counts), *state.shape[1:])
@@ -203,18 +216,18 @@ class SegmentPass:
         spans = sorted(segments.spans, key=_tokens)
         self._groups = [list(group) for _, group in groupby(spans, key=lambda span: _tokens(span).bit_length())]
 
-    def convolve(self, function: Function, given: dict[str, Any]) -> Tensor:
+    def convolve(self, call: LayerCall) -> Tensor:
         """The convolution of each segment from its own start."""
-        out: Tensor = self._apart(function, given, ("hidden_states",), 2)
+        out: Tensor = self._apart(call, ("hidden_states",), 2)
         return out
 
-    def scan(self, scan: Scan, function: Function, given: dict[str, Any]) -> Any:
+    def scan(self, scan: Scan, call: LayerCall) -> Any:
         """The recurrence of each segment from its own start."""
-        return self._apart(function, given, scan.tokenwise, scan.time)
+        return self._apart(call, scan.tokenwise, scan.time)
 
-    def _apart(self, function: Function, given: dict[str, Any], tokenwise: tuple[str, ...], time: int) -> Any:
-        named = [name for name in tokenwise if given.get(name) is not None]
-        moved = {name: given[name].transpose(1, time) for name in named}
+    def _apart(self, call: LayerCall, tokenwise: tuple[str, ...], time: int) -> Any:
+        named = [name for name in tokenwise if call.given.get(name) is not None]
+        moved = {name: call.given[name].transpose(1, time) for name in named}
         whole: Tensor | None = None
         for group in self._groups:
             longest = _tokens(group[-1])
@@ -223,7 +236,7 @@ class SegmentPass:
                 texts = [moved[name][row, span] for row, span in group]
                 texts = [pad(text, (0, 0) * (text.dim() - 1) + (0, longest - len(text))) for text in texts]
                 pieces[name] = torch.stack(texts).transpose(1, time)
-            out = function(**{**given, **pieces})
+            out = call.again(**pieces)
             answer = (out[0] if isinstance(out, tuple) else out).transpose(1, time)
             if whole is None:
                 whole = answer.new_zeros(*moved[named[0]].shape[:2], *answer.shape[2:])

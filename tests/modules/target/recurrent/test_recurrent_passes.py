@@ -9,6 +9,7 @@ import torch
 from draftsmith.modules import Features, Target, TokenTree, Topology, UserError
 from draftsmith.modules.target.attention import segment_attention
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.recurrent.recurrent_passes import LayerCall
 from draftsmith.modules.target.submodel import chosen, smaller
 from draftsmith.modules.target.target_rows import TargetRows
 from support.campaign_drafters import make
@@ -164,3 +165,14 @@ def test_what_reads_on_after_every_node_is_refused() -> None:
         with pytest.raises(UserError, match="states of Lfm2ForCausalLM's recurrent layers after every token"):
             reader()
     assert type(smaller(target, num_layers=2)).__name__ == "LlamaConfig"
+
+
+def test_a_fast_kernel_gets_by_place_what_the_layer_gave_by_place() -> None:
+    """Its names are its own, as those of causal-conv1d are."""
+    def kernel(x: torch.Tensor, weight: torch.Tensor, activation: str = "") -> tuple[torch.Tensor, str]:
+        return x * weight, activation
+
+    call = LayerCall(kernel, ("hidden_states", "weight"),
+                     {"hidden_states": torch.ones(2), "weight": torch.full((2,), 3.0), "activation": "silu"})
+    found, activation = call.again(hidden_states=torch.full((2,), 2.0))
+    assert (found.tolist(), activation) == ([6.0, 6.0], "silu")
