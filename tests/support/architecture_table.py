@@ -120,8 +120,8 @@ def read_own(target: Target, prompt_1L: torch.Tensor, path_1N: torch.Tensor) -> 
 def reason(words: str) -> str:
     """A refusal without what belongs to one architecture: its names and numbers."""
     sentence = re.split(r"\. | \(|; |: ", words)[0]
-    sentence = re.sub(r"^[A-Z]\w+ ", "it ", sentence)
-    return re.sub(r" of \d+ (layers|tokens)", "", sentence)
+    sentence = re.sub(r"^(?!this )\w+ ", "it ", sentence)
+    return re.sub(r"list of \d+ layers", "list of its layers", sentence)
 
 
 def table() -> str:

@@ -132,6 +132,24 @@ def test_rows_join_leave_and_shrink(family: str) -> None:
     assert_fresh(rows, [prefix] * 2, answers)
 
 
+def test_a_row_starts_anew_and_keeps_its_state_in_a_pass_that_accepts_none_of_it() -> None:
+    target, generator = target_of("Qwen3Next"), torch.Generator().manual_seed(6)
+    rows, prompts = target.start(2, 40), torch.randint(3, 100, (3, 6), generator=generator)
+    counts = torch.tensor([6, 6])
+    rows.run(TokenTree.prompts(prompts[:2], counts))
+    rows.commit(torch.arange(6).expand(2, -1), counts, [6, 6], moved=False)
+    rows.open(0, 2)
+    rows.run(TokenTree.prompts(prompts[2:], counts[:1]), [0])
+    rows.commit(torch.arange(6)[None], counts[:1], [6], moved=False)
+    tree = random_trees(2, 5, generator)
+    rows.run(tree)
+    rows.commit(torch.zeros(2, 1, dtype=torch.int64), torch.tensor([0, 1]), [0, 1])
+    found = rows.run(tree).logits_BMV
+    for row, (prompt, answer) in enumerate(((prompts[2], []), (prompts[1], [int(tree.tokens_BN[1, 0])]))):
+        path = tree.tokens_BN[row, tree.ancestors_BNN[row, 4]].tolist()
+        torch.testing.assert_close(found[row, 4], own_logits(target, prompt.tolist(), answer + path)[-1], **CLOSE)
+
+
 @pytest.mark.parametrize("longest", [segment_attention.DENSE_LENGTH, 8], ids=["masked", "by segments"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_of_a_packed_row_are_read_apart(family: str, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
