@@ -41,7 +41,7 @@ class LayerCall:
     """All arguments by transformers' names."""
 
     def again(self, **changes: Any) -> Any:
-        """What the function returns for other arguments."""
+        """The answer of the function to other arguments."""
         given = {**self.given, **changes}
         placed = [given.pop(name) for name in self.positional]
         return self.function(*placed, **given)
