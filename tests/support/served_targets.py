@@ -5,8 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
+from support.architectures import random_trait
 from support.recurrent_models import recurrent_model
+from support.wrappers import random_wrapper
 
 
 def saved(model: Callable[..., Any], folder: Path) -> Path:
@@ -25,5 +28,9 @@ def saved(model: Callable[..., Any], folder: Path) -> Path:
 SERVED: dict[str, Callable[[Path], Path]] = {
     "gated delta rule and experts": partial(saved, partial(recurrent_model, "Qwen3Next")),
     "Mamba-2 and layers without either": partial(saved, partial(recurrent_model, "NemotronH")),
+    "sinks": partial(saved, partial(random_trait, "gpt-oss", torch.float32)),
+    "latent attention": partial(saved, partial(random_trait, "deepseek-v3", torch.float32)),
+    "layers of unlike shape": partial(saved, partial(random_trait, "gemma4", torch.float32)),
+    "pictures": partial(saved, partial(random_wrapper, "qwen3_vl")),
 }
 """Functions that write one into a folder."""

@@ -27,12 +27,12 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 """Types in transformers with what their texts have of their own. That of Qwen3-VL has no class without a wrapper."""
 
 
-def random_wrapper(name: str) -> Any:
-    """The model with random weights, whose towers are there as well."""
+def random_wrapper(name: str, **changes: Any) -> Any:
+    """The model with random weights, whose towers are there as well, and changes of its text's configuration."""
     kind = CONFIG_MAPPING[name]
     text, pictures = kind().text_config, kind().vision_config
     config = kind(
-        text_config={"model_type": text.model_type} | _known(text, _TEXT | WRAPPERS[name]),
+        text_config={"model_type": text.model_type} | _known(text, _TEXT | WRAPPERS[name] | changes),
         vision_config={"model_type": pictures.model_type} | _known(pictures, _PICTURES),
         tie_word_embeddings=False, image_token_id=98, image_token_index=98, video_token_id=97)
     with torch.random.fork_rng(devices=[]):
