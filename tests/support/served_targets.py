@@ -31,6 +31,8 @@ SERVED: dict[str, Callable[[Path], Path]] = {
     "sinks": partial(saved, partial(random_trait, "gpt-oss", torch.float32)),
     "latent attention": partial(saved, partial(random_trait, "deepseek-v3", torch.float32)),
     "layers of unlike shape": partial(saved, partial(random_trait, "gemma4", torch.float32)),
+    "keys of earlier layers": partial(saved, partial(random_trait, "gemma4-e2b", torch.float32)),
+    "chunks": partial(saved, partial(random_trait, "llama4", torch.float32)),
     "pictures": partial(saved, partial(random_wrapper, "qwen3_vl")),
 }
 """Functions that write one into a folder."""

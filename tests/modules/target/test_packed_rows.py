@@ -19,7 +19,7 @@ OWN_ATTENTION = ("GPTJ", "CodeGen", "Falcon", "XGLM", "GPTBigCode", "Persimmon",
 
 QUICK = ("gpt-oss", "deepseek-v3", "llama4")
 """Those of `TRAITS` that `make test` runs."""
-REFUSED = ("Nemotron",)
+REFUSED = ("Nemotron", "StableLm")
 """Architectures that do not hand the segments on."""
 
 
