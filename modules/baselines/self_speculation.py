@@ -38,8 +38,7 @@ class LayerDraft(CausalDraft):
     family = "layers"
 
     def __init__(self, target: Target, kept: Sequence[int]) -> None:
-        target.require_attention_alone("self-speculation")
-        target.require_own_keys("self-speculation")
+        target.require_plain_layers("self-speculation")
         if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= target.num_layers:
             raise UserError(
                 f"the layers kept must be ascending numbers from 0 to {target.num_layers - 1}, at least one; "

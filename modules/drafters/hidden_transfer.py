@@ -56,8 +56,7 @@ class HiddenTransfer(LookaheadDrafter):
     @classmethod
     def fitted(cls, config: HiddenTransferConfig, target: Target) -> tuple[HiddenTransferConfig, None]:
         """The settings with the layer chosen. Raises UserError when it does not fit."""
-        target.require_attention_alone("hidden_transfer")
-        target.require_own_keys("hidden_transfer")
+        target.require_plain_layers("hidden_transfer")
         layers = target.num_layers
         layer = max(1, layers // 2) if config.layer is None else config.layer
         if layer >= layers:

@@ -123,8 +123,7 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows, LimitsChains):
     @classmethod
     def fitted(cls, config: KangarooConfig, target: Target) -> tuple[KangarooConfig, BlockConfig]:
         """(settings with the exit chosen, shape of the attention). Raises UserError when the exit does not fit."""
-        target.require_attention_alone("kangaroo")
-        target.require_own_keys("kangaroo")
+        target.require_plain_layers("kangaroo")
         layers = target.num_layers
         chosen = max(1, layers // 16) if config.exit_layer is None else config.exit_layer
         if chosen >= layers:

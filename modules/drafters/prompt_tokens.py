@@ -59,7 +59,7 @@ class PromptTokens(LookaheadDrafter):
     @classmethod
     def fitted(cls, config: PromptTokensConfig, target: Target) -> tuple[PromptTokensConfig, None]:
         """The settings. Raises UserError for a target with recurrent layers."""
-        target.require_attention_alone("prompt_tokens")
+        target.require_plain_layers("prompt_tokens", apart=False)
         return config, None
 
     def initialise(self, target: Target) -> None:

@@ -179,27 +179,20 @@ class Target:
         """Tokens that the generation config makes likelier or rules out."""
         return self.defaults.biases
 
-    def require_attention_alone(self, reader: str) -> None:
-        """Refuse what reads on after tokens that no commit keeps: recurrent layers have the state after the text alone.
+    def require_plain_layers(self, reader: str, *, apart: bool = True) -> None:
+        """Refuse what reads on after tokens that no commit keeps, or runs some layers apart from those before them.
 
         Raises:
-            UserError: if some layers are recurrent.
+            UserError: if layers are recurrent and have the state after the committed text alone, or for some that run
+                apart, if one reads the keys of an earlier one.
         """
+        name, others = self.identity.architecture, "choose another family, such as medusa, hydra or eagle3"
         if self.recurrent:
-            raise UserError(f"{reader} would need the states of {self.identity.architecture}'s recurrent layers after "
-                            "every token, and they keep the last one; choose a family of heads, such as medusa or "
-                            "hydra, or a drafter of features, such as eagle3")
-
-    def require_own_keys(self, reader: str) -> None:
-        """Refuse what runs some layers apart from those before them, where a layer attends with the keys of an earlier
-        one.
-
-        Raises:
-            UserError: if one does.
-        """
-        if not self.recurrent and None in self.cache_groups:
-            raise UserError(f"{reader} would run layers of {self.identity.architecture} apart from earlier ones whose "
-                            "keys they read; choose another family, such as medusa or eagle3")
+            raise UserError(f"{reader} would need the states of {name}'s recurrent layers after every token, and they "
+                            f"keep the last one; {others}")
+        if apart and None in self.cache_groups:
+            raise UserError(f"{reader} would run layers of {name} apart from earlier ones whose keys they read; "
+                            f"{others}")
 
     def to(self, device: torch.device | str) -> "Target":
         """Move the model; packed layers exist on the CPU only. One that is not whole on one device stays in place."""

@@ -57,8 +57,7 @@ def chosen(target: Target, layers: Sequence[int]) -> Any:
     Raises:
         UserError: if a layer is not one of the target's, or recurrent, or they are not ascending.
     """
-    target.require_attention_alone("a draft model of the target's layers")
-    target.require_own_keys("a draft model of the target's layers")
+    target.require_plain_layers("a draft model of the target's layers")
     last = target.num_layers - 1
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] > last:
         raise UserError(f"layers must be ascending numbers from 0 to {last}, the layers of {target.identity.name}, at "
