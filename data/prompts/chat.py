@@ -20,8 +20,11 @@ PROBE = "\ue000"
 """A private character, which stands in no template: a message in a trial."""
 REASONING = "reasoning_content"
 """Key of a message: the thought of the assistant before its words."""
-THOUGHT_END = re.compile(r"</((?:\w+:)?think\w*|thought|reasoning)>")
+_MARK = r"((?:\w+:)?think\w*|thought|reasoning)"
+THOUGHT_END = re.compile(rf"</{_MARK}>")
 """In the source of a template whose model thinks."""
+EMPTY_THOUGHT = re.compile(rf"\A\s*<{_MARK}>\s*</\1>\s*")
+"""At the start of an answer, also of one by another model than the target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,7 @@ class ChatTemplate:
     Args:
         tokenizer: of the target.
         system: system prompt of every conversation that brings none; None leaves it to the template.
-        tools: JSON schemas of tools that the template may show, besides those of a conversation.
+        tools: JSON schemas of tools that the template may show in conversations that bring none.
         modes: thinking or not, for templates that have such a switch, given to prompts in turn; None leaves it to the
             template.
         ends: the target's end tokens; None takes the tokenizer's.
@@ -89,6 +92,7 @@ class ChatTemplate:
         start, stop = map(re.escape, self.thought)
         self.thought_at_end = re.compile(rf"{start}(?P<gap>\s*)(?P<closed>{stop}\s*)?\Z" if tag else "(?!)")
         """A thought that a generation prompt ends with: opened, or opened and closed again."""
+        self._opens: dict[bool | None, bool] = {}
         known = tokenizer.chat_template or ""
         for source in known.values() if isinstance(known, dict) else (known,):
             refuse_powers(source)
@@ -144,14 +148,10 @@ class ChatTemplate:
         text = str(self.tokenizer.decode(list(answer), skip_special_tokens=not special & {*self.thought}))
         for name in special - {*self.thought} if special & {*self.thought} else ():
             text = text.replace(name, "")
-        message = self.own({"role": "assistant", "content": text})
-        if self.thought[1] and self.thought[1] not in text:
+        if self.thought[1] not in text and self._thinks(text, thinking):
             # An answer that was cut inside its thought has no words yet.
-            opened = self.thought_at_end.search(self.rendered([{"role": "user", "content": "a"}], thinking, True))
-            if text.lstrip().startswith(self.thought[0]) or (opened is not None and not opened["closed"]):
-                thought = text.split(self.thought[0])[-1].strip("\n")
-                message = {**message, "content": "", REASONING: thought}
-        return message
+            text += self.thought[1]
+        return self.own({"role": "assistant", "content": text}, thinking)
 
     def document(self, text: str) -> tuple[list[int], list[bool]]:
         """(tokens, supervised) of plain text outside the template: all of it but the start token is supervised."""
@@ -199,20 +199,20 @@ class ChatTemplate:
             messages: of a conversation.
             thinking: mode of the template; None is the first of the recipe's.
             generation_prompt: whether the start of the assistant's next answer follows.
-            tools: of this conversation.
+            tools: of this conversation; None takes the recipe's.
 
         Raises:
             UserError: if the template refuses the messages.
         """
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        own = list(map(self.own, messages))
+        own = [self.own(message, thinking) for message in messages]
         if self.system is not None and not (own and own[0]["role"] in ("system", "developer")):
             own.insert(0, {"role": "system", "content": self.system})
         if self.source is None:
             return "".join(("\n\n" if place and message["role"] != "assistant" else "") + message["content"]
                            for place, message in enumerate(own))
-        every = [*self.tools, *map(dict, tools or ())] or None
+        every = list(map(dict, self.tools if tools is None else tools)) or None
         thinking = self.modes[0] if thinking is None else thinking
         # DeepSeek's and Granite's templates call the switch thinking.
         settings: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
@@ -227,18 +227,29 @@ class ChatTemplate:
             return check_length(str(self.tokenizer.apply_chat_template(
                 own, tools=every, tokenize=False, add_generation_prompt=generation_prompt, **settings)))
 
-    def own(self, message: Message) -> dict[str, Any]:
-        """A message as templates take it: with content, and an assistant's thought apart from its words."""
+    def own(self, message: Message, thinking: bool | None = None) -> dict[str, Any]:
+        """A message as templates take it: with content, and an assistant's thought apart from its words, if they start
+        inside one in this mode."""
         found = {**message, "content": message.get("content") or ""}
         if found["role"] != "assistant":
             return found
         thought, words = found.pop(REASONING, None) or "", found["content"]
-        if self.thought[1] in words and self.thought[1] and not thought:
+        if not thought and self.thought[1] in words and self._thinks(words, thinking):
             thought, _, words = words.partition(self.thought[1])
-            thought, words = thought.split(self.thought[0])[-1].strip("\n"), words.lstrip("\n")
+            thought = re.sub(rf"^\s*{re.escape(self.thought[0])}", "", thought).strip("\n")
+            words = words.lstrip("\n")
         # Templates have several names for it; transformers fills in `thinking` itself.
         named = {REASONING: thought, "reasoning": thought} if thought.strip() else {}
         return {**found, "content": words, **named}
+
+    def _thinks(self, words: str, thinking: bool | None) -> bool:
+        """True if an answer starts inside a thought, by its own first mark or by that at the end of the prompt."""
+        if not self.thought[1]:
+            return False
+        if thinking not in self._opens:
+            found = self.thought_at_end.search(self.rendered([{"role": "user", "content": "a"}], thinking, True))
+            self._opens[thinking] = found is not None and not found["closed"]
+        return self._opens[thinking] or words.lstrip().startswith(self.thought[0])
 
     def encode(self, text: str) -> list[int]:
         """Tokens of what `rendered` gives."""

@@ -2,7 +2,8 @@
 
 There is one way for all templates: a given answer is what rendering it adds to the rendering of its prompt, up to the
 token that ends the turn. What a template puts around an answer is learned from an answer of characters that no template
-has, and compared with every row; the text of a conversation is never searched.
+has, and compared with every row. Of the text of a conversation only the two ends of an answer are looked at: data sets
+hold answers with their thoughts before the words, and with end tokens after them.
 """
 
 import re
@@ -11,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ...modules import UserError
-from .chat import PROBE, REASONING, ChatTemplate
+from ...modules.files.json_records import shortened
+from .chat import EMPTY_THOUGHT, PROBE, REASONING, ChatTemplate
 from .prompt import Message
 
 THOUGHT = "\ue001"
@@ -67,6 +69,8 @@ class GivenAnswers:
         names = sorted((name for name in added if name.strip()), key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self._ends = {*tokenizer.convert_ids_to_tokens(list(template.ends))}
+        last = "|".join(re.escape(name) for name in names if name in self._ends)
+        self._ending = re.compile(rf"((?:{last})\s*)+\Z" if last else "(?!)")
         self._shapes: dict[tuple[bool, bool], AnswerShape] = {}
 
     def turn(self, before: Sequence[Message], answer: Message, tools: Sequence[Message] | None = None) -> Turn:
@@ -81,11 +85,11 @@ class GivenAnswers:
         Raises:
             UserError: if the template does not write the answer as it writes others.
         """
-        message = self.template.own(answer)
+        before, message = [self._bare(one) for one in before], self._bare(answer)
         words, thought, calls = message["content"], message.get(REASONING, ""), bool(message.get("tool_calls"))
         shape, (opening, end) = self._shape(bool(thought), calls), self.template.thought
         if thought and not shape.thinks:
-            without = {key: value for key, value in answer.items() if key != REASONING}
+            without = {key: value for key, value in message.items() if key not in (REASONING, "reasoning")}
             return self.turn(before, without, tools)
         asked, rest, lost = self._added(before, message, tools)
         # A template may trim what it is given, and nothing else. Around calls, whose form is the template's, only the
@@ -95,7 +99,8 @@ class GivenAnswers:
             starts = [shape.lead + one + shape.between for one in (thought, thought.strip(), thought.strip("\n"))]
         start = next((one for one in starts if rest.startswith(one) and rest[len(one) :].endswith(shape.after)), None)
         if start is None or not (calls or rest[len(start) : len(rest) - len(shape.after)].strip() == words.strip()):
-            raise UserError(f"the chat template writes an answer otherwise than others, got {_short(words)}; {REMEDY}")
+            raise UserError("the chat template writes an answer otherwise than others, got "
+                            f"{shortened(words)}; {REMEDY}")
         written, opened = rest[: len(rest) - len(shape.after)] + shape.closing, lost is not None and not lost["closed"]
         gap = "" if lost is not None and "\n" not in lost["gap"] else "\n"
         if not thought:
@@ -106,6 +111,10 @@ class GivenAnswers:
             written = written[len(shape.given if shape.between is None else start) :]
             written = f"{'' if opened else opening + gap}{thought}{gap}{end}{2 * gap}{written}"
         tokens = self.template.encode_after(asked, written)
+        if early := [one for one in tokens[:-1] if one in self.template.ends]:
+            name = self.template.tokenizer.convert_ids_to_tokens(early[0])
+            raise UserError(f"an answer goes on after an end token of the target, got {name} in {shortened(words)}; "
+                            "cut it there, or leave the row out")
         if shape.end is None and self.template.ends:
             own = self.template.tokenizer.eos_token_id
             tokens.append(own if own in self.template.ends else self.template.ends[0])
@@ -118,6 +127,14 @@ class GivenAnswers:
             return self._shape(False, False).end
         except UserError:
             return None
+
+    def _bare(self, message: Message) -> Message:
+        """A message as templates take it: an answer without an empty thought before it and end tokens after it."""
+        if message["role"] != "assistant":
+            return message
+        words = EMPTY_THOUGHT.sub("", self._ending.sub("", message.get("content") or ""))
+        # A thought stands after the prompt of thinking, whatever the mode of the recipe.
+        return self.template.own({**message, "content": words}, True)
 
     def _added(self, before: Sequence[Message], answer: Message, tools: Sequence[Message] | None = None
                ) -> tuple[str, str, re.Match[str] | None]:
@@ -143,27 +160,34 @@ class GivenAnswers:
         prompt, rest, lost = self._added([asked], answer)
         kept, opened = THOUGHT in rest, self.template.thought_at_end.search(prompt)
         if PROBE not in rest or (calls and kept and lost is not None):
-            raise UserError(f"the chat template does not write {'tool calls' if calls else 'answers'}; {REMEDY}")
+            raise UserError("the chat template does not write tool calls; set target.chat_template to one that does, "
+                            "or leave such rows out" if calls else
+                            f"the chat template does not write answers; {REMEDY}")
         first = rest.index(THOUGHT if kept else PROBE)
         lead, after = rest[:first], rest[rest.rindex(PROBE) + 1 :]
         given = re.match(rf".*{re.escape(self.template.thought[1])}\s*", lead, re.DOTALL)
         # Words may come before calls.
         between = "" if calls else rest[first + 1 : rest.index(PROBE)]
-        # Tokens of calls may come before the one that ends the turn; after words the first one does.
-        ends = {*self._ends, self.end or ""} if calls else self._ends
+        # A token that ends answers ends the turn, also after others such as those of calls; but not one that stands at
+        # the end of a whole text alone. GLM writes none: the first token of the next message is the end.
+        ends, more = {*self._ends, *([self.end or ""] if calls else [])}, ""
+        following = {"role": "tool", "content": "a", "tool_call_id": CALL} if calls else asked
+        with suppress(UserError, ValueError):
+            whole = self.template.rendered([asked, answer, following], thinking)
+            more = whole[whole.rindex(PROBE) + 1 :]
         names = [one for one in self._names.finditer(after) if not calls or one[0] in ends]
-        closing, end = (after[: names[0].end()], names[0][0]) if names else ("", None)
-        if names and calls:
-            after, closing = after[names[0].start() :], names[0][0]
-        elif not names:
-            # GLM writes no end: the first token of the next message is one.
-            following = {"role": "tool", "content": "a", "tool_call_id": CALL} if calls else asked
-            with suppress(UserError, ValueError):
-                whole = self.template.rendered([asked, answer, following], thinking)
-                found = re.match(rf"{re.escape(after)}(\s*({self._names.pattern}))", whole[whole.rindex(PROBE) + 1 :])
-                if found is not None and found[2] in ends:
-                    closing, end = found[1], found[2]
-            after = "" if calls or end else after
+        within = [one for one in names if one[0] in ends and (more or after).startswith(after[: one.end()])]
+        later = re.match(rf"{re.escape(after)}(\s*({self._names.pattern}))", more)
+        closing, end = "", None
+        if not within and later is not None and later[2] in ends:
+            after, closing, end = "", later[1], later[2]
+        elif names:
+            found = (within or names)[0]
+            closing, end = after[: found.end()], found[0]
+            if calls:
+                after, closing = after[found.start() :], end
+        elif calls:
+            after = ""
         self._shapes[thinking, calls] = AnswerShape(
             lead=lead, given=given[0] if given and self.template.thought[1] else "", between=between if kept else None,
             thinks=kept or bool(self.template.thought[1] and not (opened and opened["closed"])), after=after,
@@ -187,7 +211,3 @@ def join_turns(turns: Sequence[Turn]) -> list[tuple[list[int], list[bool]]]:
         tokens += context + turn.answer
         supervised += [False] * len(context) + [True] * len(turn.answer)
     return rows
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:37] + "...")

@@ -116,19 +116,22 @@ def test_templates_that_ask_the_clock_get_one_day(source: str, today: str) -> No
     assert template.hash != other.hash
 
 
-def test_tools_of_a_conversation_reach_the_template_after_the_recipes() -> None:
+def test_tools_of_a_conversation_stand_in_place_of_the_recipes() -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("first", "second")]
     template = ChatTemplate(shaped_tokenizer(shapes.CHATML_CALLS), tools=tools[:1])
-    text = template.rendered(conversation(["hi"]), tools=tools[1:])
-    assert text.index("first") < text.index("second")
-    assert "second" not in template.rendered(conversation(["hi"]))
+    for own, shown in ((tools[1:], ["second"]), (None, ["first"]), ((), [])):
+        text = template.rendered(conversation(["hi"]), tools=own)
+        assert [name for name in ("first", "second") if name in text] == shown
 
 
 @pytest.mark.parametrize(("source", "text", "thinking", "message"), [
     (shapes.QWEN3, "<think>\nme\n</think>\n\nfine<|im_end|>", True, ("fine", "me")),
     (shapes.QWEN3, "fine<|im_end|>", False, ("fine", None)),
     (shapes.QWEN3, "<think>\nme and", True, ("", "me and")),
+    (shapes.QWEN3, "use <think> and </think> so<|im_end|>", True, ("use <think> and </think> so", None)),
+    (shapes.V31, "use </think> so<|im_end|>", False, ("use </think> so", None)),
     (shapes.R1, "me\n</think>\n\nfine<|im_end|>", None, ("fine", "me")),
+    (shapes.R1, "me, <think> too\n</think>\n\nfine<|im_end|>", None, ("fine", "me, <think> too")),
     (shapes.R1, "me and", None, ("", "me and")),
     (shapes.V31, "me and", True, ("", "me and")), (shapes.V31, "me and", False, ("me and", None)),
     (CHATML, "<think>\nme\n</think>\n\nfine<|im_end|>", None, ("<think>\nme\n</think>\n\nfine", None)),

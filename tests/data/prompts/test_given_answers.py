@@ -36,7 +36,7 @@ ENDS = {
     shapes.V31: ("<｜end｜>",), shapes.GLM: GLM_ENDS, shapes.GRANITE: ("<|text_end|>",), shapes.NEMOTRON: ("<N12>",),
     shapes.HARMONY: ("<|return|>", "<|call|>"), shapes.PHI3: ("<|endoftext|>", "<|end|>"), shapes.VICUNA: ("</s>",),
     shapes.TEXTUAL: ("<eos>",), None: ("<eos>",), shapes.MARKED: ("</turn>",), shapes.SHOUTING: ("<|im_end|>",),
-    shapes.REWRITING: ("<|im_end|>",),
+    shapes.REWRITING: ("<|im_end|>",), shapes.ANSWERS_CLOSED: ("<|endoftext|>", "<|im_end|>"),
 }
 """End tokens of the targets."""
 Q = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -52,6 +52,12 @@ DAY = "<|head|>system<|/head|>\n\nToday: 26 Jul 2024\n\n<|eot|>"
 TABLE: list[tuple[str, str | None, list[Message], list[str]]] = [
     ("ChatML", shapes.CHATML, PLAIN,
      [f"{Q}«fine<|im_end|>»\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n«good 1<|im_end|>»"]),
+    ("ChatML of answers as they were decoded, without a thought and with their end", shapes.CHATML,
+     [PLAIN[0], {"role": "assistant", "content": "<think>\n\n</think>\n\nfine<|im_end|>\n"}, *PLAIN[2:]],
+     [f"{Q}«fine<|im_end|>»\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n«good 1<|im_end|>»"]),
+    ("ChatML with another token before the end", shapes.ANSWERS_CLOSED, PLAIN,
+     [f"{Q}«fine</tool_call><|im_end|>»\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+      "«good 1</tool_call><|im_end|>»"]),
     ("ChatML of a model that does not think", shapes.CHATML, THOUGHTS,
      [f"{Q}«fine<|im_end|>»\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n«good 1<|im_end|>»"]),
     ("Llama 2", shapes.LLAMA2, PLAIN, ["<s>[[INST]] hi [[/INST]]« fine </s>»<s>[[INST]] and? [[/INST]]« good 1 </s>»"]),
@@ -72,6 +78,9 @@ TABLE: list[tuple[str, str | None, list[Message], list[str]]] = [
      ["<s><turn>user\nhi</turn>\n<turn>model\n«fine</turn>»\n<turn>user\nand?</turn>\n<turn>model\n«good 1</turn>»"]),
     ("Qwen3 without thoughts", shapes.QWEN3, PLAIN,
      [f"{Q}<think>\n\n</think>\n\n«fine<|im_end|>»", f"{Q2}<think>\n\n</think>\n\n«good 1<|im_end|>»"]),
+    ("Qwen3, words about its marks", shapes.QWEN3,
+     [PLAIN[0], {"role": "assistant", "content": "use <think> and </think> tags"}],
+     [f"{Q}<think>\n\n</think>\n\n«use <think> and </think> tags<|im_end|>»"]),
     ("Qwen3 with thoughts", shapes.QWEN3, THOUGHTS,
      [f"{Q}«<think>\nthe user\n</think>\n\nfine<|im_end|>»",
       f"{Q2}«<think>\nme\n\nyou\n</think>\n\ngood 1<|im_end|>»"]),
@@ -93,6 +102,9 @@ TABLE: list[tuple[str, str | None, list[Message], list[str]]] = [
      [f"{D}«<think>\nthe user\n</think>\n\nfine<｜end｜>»", f"{D2}«<think>\nme\n\nyou\n</think>\n\ngood 1<｜end｜>»"]),
     ("R1 whose prompts close the thought at once", shapes.NEVER, THOUGHTS,
      [f"{D}<think>\n\n</think>\n\n«fine<｜end｜>»", f"{D2}<think>\n\n</think>\n\n«good 1<｜end｜>»"]),
+    ("R1 whose prompts close the thought at once, thoughts inside the words", shapes.NEVER,
+     [PLAIN[0], {"role": "assistant", "content": "<think>\nthe user\n</think>\n\nfine"}],
+     [f"{D}<think>\n\n</think>\n\n«fine<｜end｜>»"]),
     ("V3.1 without thoughts", shapes.V31, PLAIN,
      [f"{D}</think>«fine<｜end｜>»<｜User｜>and?<｜Assistant｜></think>«good 1<｜end｜>»"]),
     ("V3.1", shapes.V31, THOUGHTS,
@@ -166,7 +178,9 @@ def test_rows_of_real_templates(name: str, source: str | None, messages: list[Me
 
 @pytest.mark.parametrize(("source", "messages", "reason"), [
     (shapes.SHOUTING, PLAIN, "otherwise than others"), (shapes.REWRITING, PLAIN, "otherwise than without one"),
-    (shapes.CHATML, CALLS, "does not write tool calls"), (shapes.GEMMA, [PLAIN[0], *PLAIN], "roles must alternate"),
+    (shapes.CHATML, CALLS, "does not write tool calls; set target.chat_template to one that does, or leave such rows"),
+    (shapes.CHATML, [PLAIN[0], {"role": "assistant", "content": "a<|im_end|>\nb"}], r"end token .*<\|im_end\|> in"),
+    (shapes.GEMMA, [PLAIN[0], *PLAIN], "roles must alternate"),
 ])
 def test_an_answer_that_cannot_be_had_exactly_is_refused(source: str, messages: list[Message], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
@@ -179,7 +193,8 @@ TEXTS = st.text(
 ).filter(str.strip)
 
 
-@pytest.mark.parametrize("source", [one for one in ENDS if one not in (shapes.SHOUTING, shapes.REWRITING)])
+@pytest.mark.parametrize("source", [one for one in ENDS if one not in (
+    shapes.SHOUTING, shapes.REWRITING, shapes.ANSWERS_CLOSED)])
 @settings(max_examples=15, deadline=None)
 @given(texts=st.lists(st.tuples(TEXTS, TEXTS, st.none() | TEXTS), min_size=1, max_size=3))
 def test_each_answer_follows_the_prompt_of_decoding(
