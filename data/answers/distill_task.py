@@ -97,18 +97,22 @@ class DistillTask:
         # Rows that bring answers may be held out, and are asked then. The last question with all before it; the answers
         # between them are as short as they can be, since they end where they fill the context.
         said: list[Message] = [{"role": "assistant", "content": "a"}] * (len(prompt.asked) - 1)
-        modes = {self.template.mode(prompt, one) for one in range(len(self.template.modes))}
-        size = max(len(self.template.prompt(prompt.history(said), tools=prompt.tools, thinking=mode))
-                   for mode in modes) - len(said)
         limit, room = self.prompts.max_prompt_tokens, self.target.context_length - self.config.max_new_tokens
-        found = f"{size:,} tokens{' in all its turns' if said else ''}"
-        if limit is not None and size > limit:
-            raise LeftOutError(f"the prompt is longer than prompts.max_prompt_tokens, got {found}, more than "
-                               f"{limit:,}; nothing is to do")
-        if size > room:
-            raise UserError(f"the prompt leaves no room for an answer, got {found}, and the target's context of "
-                            f"{self.target.context_length:,} less distill.max_new_tokens holds {room:,}; shorten it, "
-                            "or lower distill.max_new_tokens")
+        for mode in {self.template.mode(prompt, one) for one in range(len(self.template.modes))}:
+            text = self.template.rendered(history := prompt.history(said), mode, True, prompt.tools)
+            # No token is shorter than a byte. To count them takes ten times as long as to render them, and of all rows
+            # of a large file only a few may be too long.
+            if 0 < len(text.encode(errors="replace")) < (limit or room):
+                continue
+            size = len(self.template.prompt(history, tools=prompt.tools, thinking=mode)) - len(said)
+            found = f"{size:,} tokens{' in all its turns' if said else ''}"
+            if limit is not None and size > limit:
+                raise LeftOutError(f"the prompt is longer than prompts.max_prompt_tokens, got {found}, more than "
+                                   f"{limit:,}; nothing is to do")
+            if size > room:
+                raise UserError(f"the prompt leaves no room for an answer, got {found}, and the target's context of "
+                                f"{self.target.context_length:,} less distill.max_new_tokens holds {room:,}; shorten "
+                                "it, or lower distill.max_new_tokens")
 
     def key(self, number: int, prompt: Prompt) -> int:
         """Hash of all that reaches the model of a train row: equal ones are duplicates."""

@@ -17,6 +17,7 @@ from draftsmith.data import (
     Manifest,
     Prompt,
     PromptConfig,
+    ReadPrompts,
     TokenShard,
     distill,
     read_prompts,
@@ -24,6 +25,7 @@ from draftsmith.data import (
 from draftsmith.data.answers import distill_task
 from draftsmith.data.answers.answering import Answerer
 from draftsmith.data.answers.data_folder import DataFolder
+from draftsmith.data.answers.distill_task import DistillTask
 from draftsmith.data.answers.row_writers import take_given
 from draftsmith.data.prompts import self_prompting, sources
 from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
@@ -627,6 +629,22 @@ def test_prompts_that_do_not_fit(tmp_path: Path, tiny_target: Target) -> None:
     manifest = run(tiny_target, replace(prompts, max_prompt_tokens=504, strict=True), SMALL, tmp_path / "out")
     assert (manifest.total("train", "prompts"), manifest.skipped) == (
         5, {"the prompt is longer than prompts.max_prompt_tokens": 1})
+
+
+def test_only_prompts_that_may_be_too_long_are_counted_in_tokens(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are looked at before the first answer, all those of a large file too."""
+    prompts = write_prompts(tmp_path, [*many(5), {"prompt": "x" * 480}, {"prompt": "\u00e9" * 240}])
+    template, counted = ChatTemplate(tiny_target.tokenizer), list[str]()
+    task = DistillTask(target=tiny_target, train_target=tiny_target, prompts=prompts, config=SMALL, template=template,
+                       writer=None)
+    encode = template.encode
+    monkeypatch.setattr(template, "encode", lambda text: counted.append(text) or encode(text))
+    source = task.source()
+    assert isinstance(source, ReadPrompts)
+    assert [one.row for one in source.skipped()] == []
+    assert [text.count("x") + text.count("\u00e9") for text in counted] == [480, 240]
 
 
 def test_a_later_turn_that_does_not_fit_is_found_as_well(tmp_path: Path, tiny_target: Target) -> None:

@@ -240,8 +240,8 @@ def test_loops_are_left_out_by_default_and_reported(
     def last_five(shard: TokenShard) -> Iterator[tuple[int, int, int]]:
         return ((row, stop - 5, stop) for row, start, stop in answers(shard) if stop - start > 40)
 
-    for module in ("learned_tokens", "datamodule"):
-        monkeypatch.setattr(f"draftsmith.data.batches.{module}.repetitions", last_five)
+    for module in ("data.batches.learned_tokens", "data.batches.datamodule", "recipes.stages.left_out"):
+        monkeypatch.setattr(f"draftsmith.{module}.repetitions", last_five)
     learned: list[int] = []
     original = pipeline.proposed_text
     monkeypatch.setattr(pipeline, "proposed_text", lambda drafter, rows: (
