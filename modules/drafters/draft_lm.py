@@ -159,6 +159,9 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
         """Compare the vocabularies, which must be done before it runs; it borrows nothing."""
         require_vocabulary(self.vocab_size, target, "at hand")
         self._linears = target.linears
+        if target.dtype == torch.float64:
+            # As the target's own: torch has no float64 product over grouped experts.
+            self.decoder.set_experts_implementation("eager")  # type: ignore[operator]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move or cast the weights. Rotary frequencies are only moved: rounded ones would change positions."""

@@ -21,7 +21,7 @@ from support.campaign_drafters import (
     verifier,
 )
 from support.campaign_outcome import Outcome
-from support.campaign_targets import ARCHITECTURES, RECURRENT_TARGETS, target_of
+from support.campaign_targets import ARCHITECTURES, RECURRENT_TARGETS, TRAIT_TARGETS, target_of
 from support.native_answers import native_greedy, requests_for
 
 REQUESTS, TOKENS = 10, 56
@@ -39,10 +39,11 @@ def tiny_cells() -> dict[str, Callable[[], Outcome]]:
 
     Shuffled, so that a part of them covers all.
     """
-    names = [(target, drafter, policy) for target in ARCHITECTURES for drafter in GUESSERS for policy in POLICIES]
+    targets = (*ARCHITECTURES, *TRAIT_TARGETS)
+    names = [(target, drafter, policy) for target in targets for drafter in GUESSERS for policy in POLICIES]
     for drafter in VARIANTS:
         policies = cycle(fitting(drafter))
-        names += [(target, drafter, next(policies)) for target in ARCHITECTURES
+        names += [(target, drafter, next(policies)) for target in targets
                   if not (changes_target(drafter) and target in OTHER_PROJECTIONS)]
     names += [(target, drafter, policy) for target in RECURRENT_TARGETS for drafter in GUESSERS for policy in POLICIES
               if takes_recurrent(drafter)]

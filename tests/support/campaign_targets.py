@@ -7,6 +7,7 @@ import torch
 import transformers
 from draftsmith.modules import Target
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
+from support.architectures import random_trait
 from support.recurrent_models import recurrent_model
 
 _COMMON: dict[str, Any] = {
@@ -33,6 +34,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 """Names in transformers, and what differs from a Llama's configuration."""
 RECURRENT_TARGETS = ("Qwen3_5Text", "NemotronH", "Lfm2", "KimiLinear")
 """Those with recurrent layers, in float32: their own code takes no other number format that is as wide."""
+TRAIT_TARGETS = ("gpt-oss", "deepseek-v3", "gemma4", "llama4")
+"""Those with sinks, latent attention, layers of unlike shape, and chunks."""
 VOCABULARY = 8
 """Tokens of the target whose answers are enumerated."""
 
@@ -42,6 +45,9 @@ def build(name: str, **changes: Any) -> Target:
     if name in RECURRENT_TARGETS:
         with torch.random.fork_rng(devices=[]):
             return Target(recurrent_model(name, max_position_embeddings=256), tiny_tokenizer(), name=name)
+    if name in TRAIT_TARGETS:
+        with torch.random.fork_rng(devices=[]):
+            return Target(random_trait(name, torch.float64, max_position_embeddings=256), tiny_tokenizer(), name=name)
     config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
     fields = _COMMON | ARCHITECTURES[name] | changes
     if name == "GPTNeoX":

@@ -156,7 +156,7 @@ def test_impossible_layers_are_refused(tiny_target: Target, kept: tuple[int, ...
 @pytest.mark.parametrize("name", others_long(["gpt-oss", "deepseek-v3", "llama4", "mimo-v2-flash"], ["mimo-v2-flash"]))
 def test_layers_of_unlike_shape_draft_in_their_places_or_as_a_model_of_their_own(name: str) -> None:
     """Both draft alike: each layer has its own kind, shape and rotation in the smaller model too."""
-    target = Target(random_trait(name, torch.float32), tiny_tokenizer(), name=name)
+    target = Target(random_trait(name, torch.float64), tiny_tokenizer(), name=name)
     requests, settings = requests_for(target, 2, 14), DecodeSettings(ignore_eos=True)
     expected = [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
     found = []
