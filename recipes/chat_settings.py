@@ -66,6 +66,9 @@ class TemplateConfig:
             log.warning("the chat template ends an answer with %s, which is no end token of the target, so that it may "
                         "run on; add it to eos_token_id in the target's generation_config.json, or set "
                         "target.chat_template to the target's own", end)
+        if template.unwritten([{"role": "user", "content": "a"}], tools):
+            log.warning("the chat template does not show the tools of template.tools %s; set target.chat_template to "
+                        "one that does, or leave template.tools out", self.tools)
         return template
 
 

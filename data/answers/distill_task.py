@@ -1,6 +1,7 @@
 """One distillation as it is asked for: the models, the prompts, the settings, and their record in the manifest."""
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -12,7 +13,7 @@ import torch
 from ...modules import Target, UserError
 from ...modules.files.fingerprints import files_digest
 from ..prompts.chat import ChatTemplate
-from ..prompts.given_answers import GivenAnswers
+from ..prompts.given_answers import GivenAnswers, Turn
 from ..prompts.prompt import Message, Prompt
 from ..prompts.rows import LeftOutError
 from ..prompts.self_prompting import OwnPrompts, Source
@@ -82,9 +83,16 @@ class DistillTask:
         """Turns of the answers that rows bring."""
         return GivenAnswers(self.template)
 
+    @cached_property
+    def unwritten(self) -> Counter[str]:
+        """Number of checks of rows of which the chat template leaves something out, by what: tools, tool calls,
+        thoughts."""
+        return Counter()
+
     def check(self, number: int, prompt: Prompt) -> None:
         """Refuse a prompt that its writer cannot use: nobody answers documents, text brings answers, the template takes
         both, and all turns leave room for an answer. Raises UserError."""
+        turns = list[Turn]()
         if source_of(number, self.config.shares, self.config.seed) == "text":
             if prompt.document is not None:
                 # It is cut into pieces of any length.
@@ -92,14 +100,15 @@ class DistillTask:
             if not prompt.learned:
                 raise UserError("the row has no answer of its own; give messages with assistant turns, or set "
                                 "distill.answered_by: target")
-            for place in prompt.learned:
-                self.given.turn(prompt.messages[:place], prompt.messages[place], prompt.tools)
+            turns = [self.given.turn(prompt.messages[:place], prompt.messages[place], prompt.tools)
+                     for place in prompt.learned]
         # Rows that bring answers may be held out, and are asked then. The last question with all before it; the answers
         # between them are as short as they can be, since they end where they fill the context.
         said: list[Message] = [{"role": "assistant", "content": "a"}] * (len(prompt.asked) - 1)
         limit, room = self.prompts.max_prompt_tokens, self.target.context_length - self.config.max_new_tokens
+        history = prompt.history(said)
         for mode in {self.template.mode(prompt, one) for one in range(len(self.template.modes))}:
-            text = self.template.rendered(history := prompt.history(said), mode, True, prompt.tools)
+            text = self.template.rendered(history, mode, True, prompt.tools)
             # No token is shorter than a byte. To count them takes ten times as long as to render them, and of all rows
             # of a large file only a few may be too long.
             if 0 < len(text.encode(errors="replace")) < (limit or room):
@@ -113,6 +122,8 @@ class DistillTask:
                 raise UserError(f"the prompt leaves no room for an answer, got {found}, and the target's context of "
                                 f"{self.target.context_length:,} less distill.max_new_tokens holds {room:,}; shorten "
                                 "it, or lower distill.max_new_tokens")
+        self.unwritten.update(self.template.unwritten(history, prompt.tools))
+        self.unwritten.update(["thoughts"] * any(turn.thoughtless for turn in turns))
 
     def key(self, number: int, prompt: Prompt) -> int:
         """Hash of all that reaches the model of a train row: equal ones are duplicates."""

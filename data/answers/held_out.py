@@ -59,6 +59,11 @@ class HeldOutPrompts:
             commonest = sorted(counts.items(), key=lambda one: -one[1])[:3]
             log.warning("%d rows are skipped, which %s lists: %s%s", len(skipped), self.folder.out / SKIPPED, "; ".join(
                 f"{number} × {kind}" for kind, number in commonest), "; ..." if len(counts) > len(commonest) else "")
+        # Rows are looked at again when it is their turn.
+        unwritten = dict(self.task.unwritten)
+        for part, rows in unwritten.items():
+            log.warning("the chat template leaves out the %s of %d rows; set target.chat_template to one that writes "
+                        "them, or leave such rows out", part, rows)
         held, candidates, repeated = self._chosen(wanted, skipped)
         if len(held) < wanted:
             raise UserError(
@@ -75,7 +80,7 @@ class HeldOutPrompts:
         data = "".join(lines).encode()
         write_bytes(out / TEST, data)
         manifest = replace(self.folder.manifest, candidates=candidates, repeated=repeated,
-                           skipped=self.folder.list_skipped(skipped),
+                           skipped=self.folder.list_skipped(skipped), unwritten=unwritten,
                            held_out=HeldOut(file=TEST, sha256=hash_bytes(data), prompts=len(held) - first))
         if first:
             conversations = self._answered(held[:first], states.taps)

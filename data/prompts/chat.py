@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -226,6 +226,19 @@ class ChatTemplate:
                 _compile_jinja_template(source).globals["strftime_now"] = self.today.strftime
             return check_length(str(self.tokenizer.apply_chat_template(
                 own, tools=every, tokenize=False, add_generation_prompt=generation_prompt, **settings)))
+
+    def unwritten(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> list[str]:
+        """Parts of a conversation without which its rendering is the same: tools, tool calls."""
+        bare = [{key: value for key, value in one.items() if key != "tool_calls"} for one in messages]
+        trials: list[tuple[str, Sequence[Message], Sequence[Message] | None]] = [
+            *[("tools", messages, ())] * bool(tools), *[("tool calls", bare, tools)] * (bare != [*messages])]
+        found = list[str]()
+        for part, less, fewer in trials:
+            # Less may be what the template refuses.
+            with suppress(UserError):
+                if self.rendered(less, None, True, fewer) == self.rendered(messages, None, True, tools):
+                    found.append(part)
+        return found
 
     def own(self, message: Message, thinking: bool | None = None) -> dict[str, Any]:
         """A message as templates take it: with content, and an assistant's thought apart from its words, if they start

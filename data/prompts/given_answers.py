@@ -9,7 +9,7 @@ hold answers with their thoughts before the words, and with end tokens after the
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...modules import UserError
 from ...modules.files.json_records import shortened
@@ -31,6 +31,8 @@ class Turn:
     """Everything before the answer, the generation prompt included."""
     answer: list[int]
     """Tokens of the assistant, the token that ends its turn included."""
+    thoughtless: bool = False
+    """True where the template has no place for the thought that the source gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,7 @@ class GivenAnswers:
         shape, (opening, end) = self._shape(bool(thought), calls), self.template.thought
         if thought and not shape.thinks:
             without = {key: value for key, value in message.items() if key not in (REASONING, "reasoning")}
-            return self.turn(before, without, tools)
+            return replace(self.turn(before, without, tools), thoughtless=True)
         asked, rest, lost = self._added(before, message, tools)
         # A template may trim what it is given, and nothing else. Around calls, whose form is the template's, only the
         # ends are compared.

@@ -22,7 +22,7 @@ from ...modules.files.bounded_reading import require_ordinary
 from ...modules.files.folder_locks import sole_writer
 from ...modules.files.json_records import read_json, record_of, shortened
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 """Layout of shards and manifest."""
 MANIFEST = "manifest.json"
 T = TypeVar("T")
@@ -206,6 +206,8 @@ class Manifest:
     """Candidates left out because the data have them already."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Rows of the source that cannot be used, by reason."""
+    unwritten: dict[str, int] = field(default_factory=dict)
+    """Rows of which the chat template leaves something out, by what."""
     complete: bool = False
     """True once the budget is spent or the prompts are used up."""
 

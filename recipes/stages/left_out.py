@@ -24,6 +24,8 @@ def left_out(workspace: Workspace) -> tuple[str, ...]:
     if manifest.skipped:
         sentences.append("prompts: rows were skipped, which data/skipped.jsonl lists: " + "; ".join(
             f"{count:,} × {kind}" for kind, count in manifest.skipped.items()))
+    sentences += [f"prompts: the chat template leaves out the {part} of {count:,} rows"
+                  for part, count in manifest.unwritten.items()]
     if manifest.repeated:
         sentences.append(f"prompts: {manifest.repeated:,} of {manifest.candidates:,} repeat others and were left out")
     if (full := manifest.total("train", "full")) > 0:

@@ -1,5 +1,6 @@
 """Settings of the chat template: modes, its end against the target's, questions of an evaluation."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,17 @@ def test_a_template_whose_end_ends_no_answer_is_named_at_the_start(
     TemplateConfig().build(target_of(template, *ends))
     told = f"ends an answer with {warned}, which is no end token of the target"
     assert [told in message for message in caplog.messages] == [True] * (warned is not None)
+
+
+@pytest.mark.parametrize(("template", "warned"), [
+    (shapes.CHATML, True), (None, True), (shapes.CHATML_CALLS, False), (shapes.MISTRAL, False)])
+def test_tools_that_the_template_does_not_show_are_named_at_the_start(
+    template: str | None, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tools.json").write_text('[{"type": "function", "function": {"name": "add"}}]')
+    TemplateConfig(tools=str(tmp_path / "tools.json")).build(target_of(template, "<|im_end|>", "</s>", eos="</s>"))
+    assert [message.partition(" ")[0] for message in caplog.messages if "does not show the tools" in message] == [
+        "the"] * warned
 
 
 def test_templates_are_told_the_date_of_the_settings() -> None:

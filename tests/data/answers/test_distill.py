@@ -289,6 +289,30 @@ def test_rows_that_cannot_be_used_are_skipped_before_the_first_answer(
     assert not list((tmp_path / "b").glob("*.safetensors"))
 
 
+def test_what_the_template_leaves_out_of_rows_is_said_and_counted(
+    tmp_path: Path, tiny_target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    function = {"name": "add", "arguments": {"a": 1}}
+    agents = [{"tools": [{"type": "function", "function": {"name": "add"}}], "messages": [
+        {"role": "user", "content": f"add {number}"}, {"role": "assistant", "tool_calls": [{"function": function}]},
+        {"role": "tool", "content": "3"}]} for number in range(3)]
+    prompts = write_prompts(tmp_path / "agents", [*many(6), *agents])
+    manifest = run(tiny_target, prompts, SMALL, tmp_path / "a")
+    assert (manifest.unwritten, manifest.skipped) == ({"tools": 3, "tool calls": 3}, {})
+    assert caplog.messages[:2] == [
+        f"the chat template leaves out the {part} of 3 rows; set target.chat_template to one that writes them, or "
+        "leave such rows out" for part in ("tools", "tool calls")]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ tools }}{% for m in messages %}{{ m.tool_calls }}{% endfor %}" + CHATML
+    manifest = distill(tiny_target, prompts, SMALL, ChatTemplate(tokenizer), tmp_path / "b", progress=False)
+    assert manifest.unwritten == {}
+    given = answered(12)
+    for row in given[:8]:
+        row["messages"][1]["reasoning_content"] = "hm"
+    manifest = run(tiny_target, write_prompts(tmp_path, given), replace(SMALL, answered_by="text"), tmp_path / "c")
+    assert manifest.unwritten == {"thoughts": 8}
+
+
 def test_the_list_of_skipped_rows_is_that_of_the_corrected_file(tmp_path: Path, tiny_target: Target) -> None:
     out = tmp_path / "out"
     with pytest.raises(UserError, match="usable prompts among the first 3, but 3 are to be held out"):

@@ -126,13 +126,13 @@ def test_missing_damaged_and_foreign_manifests(tmp_path: Path, tiny_target: Targ
         Manifest.load(tmp_path)
     # Data of the version before hold no drawn answers.
     file.write_text('{"format_version": 3, "target": {}}')
-    with pytest.raises(UserError, match=r"format version 3, this version reads 6; delete the folder .* distil again"):
+    with pytest.raises(UserError, match=r"format version 3, this version reads 7; delete the folder .* distil again"):
         Manifest.load(tmp_path)
-    file.write_text('{"format_version": 6, "target": {}}')
+    file.write_text('{"format_version": 7, "target": {}}')
     with pytest.raises(UserError, match=r"manifest\.json is damaged: its content lacks candidates, complete"):
         Manifest.load(tmp_path)
     file.write_text('{"format_version": 99}')
-    with pytest.raises(UserError, match=r"format version 99, this version reads 6; delete the folder .* and distil"):
+    with pytest.raises(UserError, match=r"format version 99, this version reads 7; delete the folder .* and distil"):
         Manifest.load(tmp_path)
 
 

@@ -21,7 +21,7 @@ def workspace(run: Path, *words: str) -> Workspace:
 
 def manifest(tokens: int, origin: str = "own", **distill: Any) -> Any:
     return SimpleNamespace(recipe={"distill": distill, "prompts": {"origin": origin}},
-                           split=lambda _split: [], skipped={}, repeated=0, candidates=50,
+                           split=lambda _split: [], skipped={}, unwritten={}, repeated=0, candidates=50,
                            total=lambda split, count: tokens if (split, count) == ("train", "supervised") else -1)
 
 
@@ -53,11 +53,12 @@ def test_without_a_budget_nothing_is_missing(tiny_run: Path, monkeypatch: pytest
 
 def test_rows_that_were_skipped_or_repeat_others_are_counted(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, found = workspace(tiny_run), manifest(900)
-    found.skipped, found.repeated = {"not JSON": 1, "no user message": 2}, 3
+    found.skipped, found.unwritten, found.repeated = {"not JSON": 1, "no user message": 2}, {"tools": 9}, 3
     found.total = lambda _split, count: {"full": 1, "prompts": 40}.get(count, 0)
     monkeypatch.setattr(here, "manifest", lambda: found)
     assert left_out(here) == (
         "prompts: rows were skipped, which data/skipped.jsonl lists: 1 × not JSON; 2 × no user message",
+        "prompts: the chat template leaves out the tools of 9 rows",
         "prompts: 3 of 50 repeat others and were left out",
         "training text: 1 of 40 conversations end early because the target's context does")
 
