@@ -381,7 +381,12 @@ class Target:
         states: dict[int, Tensor] = {}
 
         def keep(layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
-            states[layer] = (output[0] if isinstance(output, tuple) else output).to(self.device)
+            stream: Tensor = output[0] if isinstance(output, tuple) else output
+            if stream.dim() != 3:
+                raise UserError(f"layer {layer} of {self.identity.architecture} hands on several streams of states "
+                                f"{tuple(stream.shape)}, which no drafter reads; choose a family of heads, such as "
+                                "medusa or hydra")
+            states[layer] = stream.to(self.device)
 
         handles = [self.layers[layer].register_forward_hook(partial(keep, layer)) for layer in taps]
         try:

@@ -21,6 +21,7 @@ from draftsmith.modules import (
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.architectures import TRAITS, random_model, random_trait
 from support.drafters import ScriptedDrafter
+from support.native_answers import native_greedy
 from support.tiers import others_long
 from support.tree_shapes import branching
 from support.virtual_nodes import unplaced
@@ -216,6 +217,18 @@ def test_the_weights_hash_sees_a_change_and_not_the_dtype() -> None:
 def test_recurrent_targets_of_unknown_kinds_are_refused(family: str, reason: str) -> None:
     with pytest.raises(UserError, match=rf"{reason}.*Choose a target"):
         Target(random_model(family), tiny_tokenizer(), name=family)
+
+
+def test_several_streams_of_states_are_no_taps() -> None:
+    model = random_model("Gemma3n", layer_types=["sliding_attention", "full_attention"] * 3, num_hidden_layers=6,
+                         num_kv_shared_layers=2, sliding_window=8, hidden_size_per_layer_input=8, laurel_rank=4,
+                         vocab_size_per_layer_input=100, activation_sparsity_pattern=None)
+    target = Target(model, tiny_tokenizer(), name="gemma3n")
+    requests = [Request((5, 9, 33, 71, 8, 20), 0, 12)]
+    assert decode(target, requests, DecodeSettings(ignore_eos=True)).generations[0].tokens == native_greedy(
+        target, requests[0].tokens, 12)
+    with pytest.raises(UserError, match=r"layer 1 of Gemma3nForCausalLM hands on several streams of states"):
+        target.encode(Features.from_rows([([5, 6, 7], [True] * 3)]), taps=(1,))
 
 
 @pytest.mark.parametrize("family", ["DeepseekV32", "GlmMoeDsa", "HYV4"])
