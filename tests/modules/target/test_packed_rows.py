@@ -17,7 +17,7 @@ LENGTHS = (12, 21)
 OWN_ATTENTION = ("GPTJ", "CodeGen", "Falcon", "XGLM", "GPTBigCode", "Persimmon", "BioGpt")
 """Some architectures with attention that cannot be replaced, or once could not."""
 
-QUICK = ("gpt-oss", "deepseek-v3", "llama4")
+QUICK = ("llama4",)
 """Those of `TRAITS` that `make test` runs."""
 REFUSED = ("Nemotron", "StableLm")
 """Architectures that do not hand the segments on."""
