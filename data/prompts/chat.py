@@ -228,10 +228,12 @@ class ChatTemplate:
                 own, tools=every, tokenize=False, add_generation_prompt=generation_prompt, **settings)))
 
     def unwritten(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> list[str]:
-        """Parts of a conversation without which its rendering is the same: tools, tool calls."""
+        """Parts of a conversation without which its rendering is the same: tools, tool calls, words before these."""
         bare = [{key: value for key, value in one.items() if key != "tool_calls"} for one in messages]
+        wordless = [{**one, "content": ""} if one.get("content") and one.get("tool_calls") else one for one in messages]
         trials: list[tuple[str, Sequence[Message], Sequence[Message] | None]] = [
-            *[("tools", messages, ())] * bool(tools), *[("tool calls", bare, tools)] * (bare != [*messages])]
+            *[("tools", messages, ())] * bool(tools), *[("tool calls", bare, tools)] * (bare != [*messages]),
+            *[("words before tool calls", wordless, tools)] * (wordless != [*messages])]
         found = list[str]()
         for part, less, fewer in trials:
             # Less may be what the template refuses.

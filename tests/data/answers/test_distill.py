@@ -409,6 +409,14 @@ def test_changed_settings_are_refused(
         run(tiny_target, prompts, replace(config, **change), tmp_path / "out")
 
 
+def test_settings_that_change_no_byte_leave_complete_data_as_they_are(tmp_path: Path, tiny_target: Target) -> None:
+    prompts, out = write_prompts(tmp_path, [*many(12), {"prompt": 3}]), tmp_path / "out"
+    manifest = run(tiny_target, prompts, SMALL, out)
+    before = {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in out.iterdir()}
+    assert run(tiny_target, replace(prompts, most_skipped=0.0, strict=True), SMALL, out) == manifest
+    assert {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in out.iterdir()} == before
+
+
 @pytest.mark.parametrize("limit", [60, None])
 def test_a_higher_limit_adds_answers_to_a_complete_folder(
     tmp_path: Path, tiny_target: Target, limit: int | None

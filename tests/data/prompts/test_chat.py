@@ -124,6 +124,19 @@ def test_tools_of_a_conversation_stand_in_place_of_the_recipes() -> None:
         assert [name for name in ("first", "second") if name in text] == shown
 
 
+CALL = {"id": "abcdefghi", "function": {"name": "add", "arguments": {}}}
+CALLED = [{"role": "assistant", "content": "let me", "tool_calls": [CALL]}, {"role": "tool", "content": "3"}]
+
+
+@pytest.mark.parametrize(("source", "left_out"), [
+    (shapes.CHATML_CALLS, []), (shapes.MISTRAL, ["words before tool calls"]), (shapes.CHATML, ["tools", "tool calls"]),
+    (None, ["tools", "tool calls"])])
+def test_what_a_template_does_not_write_is_known(source: str | None, left_out: list[str]) -> None:
+    template, asked = ChatTemplate(shaped_tokenizer(source)), conversation(["hi"])
+    assert template.unwritten([*asked, *CALLED], [{"type": "function", "function": {"name": "add"}}]) == left_out
+    assert template.unwritten(asked) == []
+
+
 @pytest.mark.parametrize(("source", "text", "thinking", "message"), [
     (shapes.QWEN3, "<think>\nme\n</think>\n\nfine<|im_end|>", True, ("fine", "me")),
     (shapes.QWEN3, "fine<|im_end|>", False, ("fine", None)),
