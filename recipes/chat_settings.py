@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ..data import ChatTemplate, Prompt, read_prompts
 from ..data.prompts.chat import TODAY
@@ -15,6 +15,7 @@ from ..export import PromptSets, Question, read_description
 from ..modules import Target, TargetConfig, TargetIdentity, UserError, load_target
 from ..modules.files.json_records import read_json
 from ..modules.target.loading.loading import is_local
+from ..modules.target.loading.quantisation import Quantization
 
 ARTIFACT_TARGET = "artifact"
 """Stands for the target that the artifact names."""
@@ -85,7 +86,10 @@ def named_target(folder: Path, config: TargetConfig) -> TargetConfig:
     Raises:
         UserError: if the folder holds no artifact, or the user has to name the target.
     """
-    name = TargetIdentity.from_dict(read_description(folder)["target"]).name
+    identity = TargetIdentity.from_dict(read_description(folder)["target"])
+    name, rounded = identity.name, {form: form for form in get_args(Quantization)}.get(identity.quantization)
+    # Its weights are rounded on reading as they were in training.
+    config = replace(config, quantization=config.quantization or rounded)
     if config.name != ARTIFACT_TARGET:
         return config
     if is_local(name):

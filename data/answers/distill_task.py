@@ -137,7 +137,7 @@ class DistillTask:
         if source["path"] is not None and (place := Path(source["path"])).exists():
             source |= {"path": place.name, "sha256": files_digest(place, ("**/*",))}
         # How much may be skipped decides no byte: data that were refused for it go on with another setting.
-        del source["most_skipped"], source["strict"]
+        del source["most_skipped"]
         answers = {**asdict(self.config), "draft": None if self.writer is None else self.writer.digest}
         # Neither the number of processes nor a server's address decides a byte.
         del answers["workers"]

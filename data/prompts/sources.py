@@ -48,9 +48,8 @@ class PromptConfig:
     most_skipped: float = 0.1
     """Largest share of rows that cannot be read, that the chat template refuses, or that leave no room for an answer:
     they are skipped, counted and listed in data/skipped.jsonl. With more of them nothing is answered. Of a streamed
-    dataset without a limit the first 10,000 rows are looked at before, the others when it is their turn."""
-    strict: bool = False
-    """Stop at the first row that would be skipped."""
+    dataset without a limit the first 10,000 rows are looked at before, the others when it is their turn. 0 stops at the
+    first such row."""
     max_prompt_tokens: int | None = None
     """Leave out prompts longer than this, in tokens, all their turns together and no answers: they are listed, and do
     not count for `most_skipped`. None leaves out those without room for an answer."""
@@ -179,7 +178,7 @@ class ReadPrompts:
         for number, row in enumerate(islice(self._rows(), self.looked), 1):
             if isinstance(one := self._prompt(number - 1, *row), Skipped):
                 found.append(one)
-                if self.config.strict and not one.wanted:
+                if not self.config.most_skipped and not one.wanted:
                     break
         if not number:
             raise UserError(f'{self.config.path} holds no prompt; write one JSON object a line, such as '
@@ -195,8 +194,6 @@ class ReadPrompts:
             rows: number of all rows among which they were found.
         """
         most, bad = self.config.most_skipped, [one for one in found if not one.wanted]
-        if bad and self.config.strict:
-            raise UserError(f"{bad[0].row}: {bad[0].reason}")
         if len(bad) > most * rows:
             kinds = Counter(one.kind for one in bad).most_common(3)
             first = {one.kind: one for one in reversed(bad)}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..files.json_records import typed_fields
+from .linears.quantised_weights import is_quantised
 
 PREFIX = "adapter."
 """Prefix of an adapter's tensors wherever they are stored with others."""
@@ -106,9 +107,11 @@ def choose_layers(model: nn.Module, wanted: Sequence[str], *, without: nn.Module
         without: the output layer, which has to be named to be changed.
 
     Raises:
-        UserError: if one of them stands for no layer; it lists the kinds of linear layers that there are.
+        UserError: if one stands for no layer, with the kinds that there are, or weights are quantised.
     """
     linears = linear_layers(model)
+    if any(is_quantised(layer.weight) for layer in linears.values()):
+        raise UserError("an adapter changes plain weights, and the target's are quantised; choose unquantised ones")
     if not wanted:
         return [name for name, module in linears.items() if module is not without]
     meant = {word: {name for name in linears if name == word or name.endswith(f".{word}")} for word in wanted}

@@ -88,7 +88,7 @@ class Target:
         self.identity = TargetIdentity(
             name=name, architecture=plain_class(model).__name__, vocab_size=self.vocab_size,
             hidden_size=self.hidden_size, num_layers=self.num_layers,
-            weights_hash="" if sketched else hash_weights(model))
+            weights_hash="" if sketched else hash_weights(model), quantization=getattr(model, "quantised_as", ""))
         self.defaults: GenerationDefaults = read_defaults(model.generation_config, tokenizer, name,
                                                           self.vocab_size)
         self.native_attention: str = self.config._attn_implementation

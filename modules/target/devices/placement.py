@@ -69,15 +69,10 @@ class Placement:
         Raises:
             UserError: naming what does not fit.
         """
-        settings = getattr(sketch.config, "quantization_config", None)
-        # A GGUF file is dequantised as it is read, whatever its configuration says.
-        if not self.spread or gguf or settings is None:
-            return
-        # A dictionary as config.json has it, or the object that transformers has made of it.
-        named = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
-        raise UserError(f"the target's weights are quantised ({named or 'quantization_config'}), and target.placement "
-                        f"{self.name} {'splits' if self.shared else 'spreads'} plain ones only; choose the model's "
-                        "unquantised weights, or set target.placement: replicated")
+        if self.spread and (form := getattr(sketch, "quantised_as", "")):
+            raise UserError(f"the target's weights are quantised ({form}), and target.placement {self.name} "
+                            f"{'splits' if self.shared else 'spreads'} plain ones only; choose the model's unquantised "
+                            "weights, or set target.placement: replicated")
 
     def require_processes(self, world: int) -> None:
         """Refuse several processes where each would spread its own copy over the same devices. Raises UserError."""

@@ -6,12 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..linears.quantised_weights import dequantised
 from .zero3_weights import whole_in_zero3
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a weight of which this process holds a part; its processes must call it together. Others as they are,
-    without a gradient."""
+    """All of a weight of which this process holds a part; its processes must call it together. The values of a
+    quantised one; others as they are, without a gradient."""
     if hasattr(tensor, "ds_id"):
         return whole_in_zero3(tensor)
     if dist.is_available():
@@ -20,7 +21,7 @@ def whole(tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):
             with torch.no_grad():
                 return tensor.full_tensor()
-    return tensor.detach()
+    return dequantised(tensor).detach()
 
 
 def plain_class(model: nn.Module) -> type[Any]:

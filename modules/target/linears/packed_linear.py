@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .quantised_weights import is_quantised
+
 Form = Callable[[Tensor], Tensor]
 """A linear layer's product, plain or packed."""
 # The op wants a token count to choose a layout for; one layout serves every count.
@@ -38,9 +40,9 @@ def has_packed_product(dtype: torch.dtype) -> bool:
 
 def linear_layers(model: nn.Module) -> list[nn.Linear]:
     """The linear layers of a model that run torch's own product."""
-    # Not the class but its forward: subclasses that quantise or adapt a layer compute something else.
-    return [module for module in model.modules()
-            if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward]
+    # Not the class but its forward: subclasses that quantise or adapt a layer compute something else. So do weights.
+    return [module for module in model.modules() if isinstance(module, nn.Linear)
+            and type(module).forward is nn.Linear.forward and not is_quantised(module.weight)]
 
 
 def _packed_forward(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:

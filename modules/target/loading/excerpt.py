@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...errors import UserError
 from ..devices.split_weights import plain_class, whole
+from ..linears.quantised_weights import dequantise
 from .wrapped_text import text_of
 
 _SHORT = {"sliding_window": 4, "attention_chunk_size": 3, "floor_scale": 1}
@@ -42,6 +43,7 @@ def excerpt(model: Any, *, short_windows: bool, spread: bool = False) -> Any:
             small = text_of(plain_class(model)(copy.deepcopy(model.config)).eval(), spread=True)
     else:
         small = copy_modules(model)
+        dequantise(small)
     # An excerpt answers nothing: what the model's own asks for would be warned of or refused a second time.
     small.generation_config = None
     config, decoder = small.config.get_text_config(), decoder_of(small)

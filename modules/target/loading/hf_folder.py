@@ -15,7 +15,8 @@ from ..model import Target
 from ..recurrent.recurrent_passes import install
 from ..submodel import is_causal_lm
 from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
-from .stored_weights import read_model_whole, require_finite
+from .quantisation import quantisation_of, read_quantised
+from .stored_weights import require_finite
 
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 """Files that define the model in a Hugging Face folder; the tokenizer only decides whether it fits."""
@@ -73,15 +74,16 @@ def read_model(folder: Path, target: Target) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    config = read_config(folder, target)
+    config, name = read_config(folder, target), f"the model in {folder}"
     check_layers(config.num_hidden_layers, folder, str(folder))
     try:
         with torch.device("meta"):
             sketch = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
         check_parameters(sketch, stored_bytes(folder), str(folder))
         with without_bars():
-            model = read_model_whole(folder, f"the model in {folder}", dtype=torch.float32, trust_remote_code=False)
-            require_finite(model, f"the model in {folder}")
+            model = read_quantised(folder, name, quantisation_of(config, None, name), torch.device("cpu"),
+                                   dtype=torch.float32, config=config, trust_remote_code=False)
+            require_finite(model, name)
     except UserError:
         raise
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:

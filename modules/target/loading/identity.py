@@ -31,6 +31,8 @@ class TargetIdentity:
     """Number of decoder layers."""
     weights_hash: str
     """Hash of the weights, see `hash_weights`."""
+    quantization: str = ""
+    """Format of quantised weights, as files or `target.quantization` name it; empty for plain ones. Not compared."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers"):

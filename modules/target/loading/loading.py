@@ -20,12 +20,14 @@ from ...processes import Processes, destroy_group_at_exit, local_rank
 from ..devices.placement import Placement, PlacementName, placement_named
 from ..linears.linear_forms import Pack
 from ..linears.linear_times import fastest_dtype
+from ..linears.quantised_weights import is_quantised
 from ..model import Target
 from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
 from .gguf_reading import gguf_config, parsed_once
 from .hf_folder import without_bars
+from .quantisation import Quantization, quantisation_of, read_quantised
 from .self_check import LIBRARY_ERRORS
-from .stored_weights import read_model_whole, read_tokenizer, require_rows
+from .stored_weights import read_tokenizer, require_rows
 from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
 from .wrapped_text import auto_class
 
@@ -69,6 +71,9 @@ class TargetConfig:
     """File with a chat template that replaces the tokenizer's own."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
+    quantization: Quantization | None = None
+    """Round the weights of linear layers on reading, to draft for a model that is served so: int8 and float8 by
+    torchao, with a scale for each row, nf4 by bitsandbytes. None takes them as they are stored."""
     trust_remote_code: bool = False
     """Run the code that the target's folder or hub page brings along (`auto_map` in its config.json). Given on the
     command line, never in a recipe."""
@@ -98,12 +103,12 @@ def load_target(config: TargetConfig) -> Target:
     pack = placement.pack(config.pack)
     if config.name != TINY_NAME:
         model, tokenizer = _read_stored(config, *_source(config), dtype, device, placement)
-    elif not placement.spread:
+    elif not placement.spread and config.quantization is None:
         model, tokenizer = tiny_model(dtype=dtype), _with_template(config, tiny_tokenizer())
     else:
-        # Only transformers divides or spreads a model, and only while it reads one from files.
-        with TemporaryDirectory() as folder:
-            tiny_model(dtype=dtype).save_pretrained(folder)
+        # Only transformers divides, spreads or quantises a model, and only while it reads one from files.
+        with TemporaryDirectory() as folder, without_bars():
+            tiny_model().save_pretrained(folder)
             tiny_tokenizer().save_pretrained(folder)
             model, tokenizer = _read_stored(config, folder, {}, dtype, device, placement)
     with _one_sentence(config):
@@ -138,6 +143,8 @@ def load_in_format(config: TargetConfig, loaded: Target, dtype: torch.dtype) -> 
 
 def _has_one_format(model: Any) -> bool:
     """True for a model whose weights all have one number format, whatever that is, and which saves no other values."""
+    if any(map(is_quantised, model.parameters())):
+        return False
     kept = any(getattr(module, name, None) for module in model.modules()
                for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
     values = [value for value in model.state_dict().values() if value.is_floating_point()]
@@ -180,7 +187,9 @@ def _sketched(config: TargetConfig) -> Any:
     """The model without values."""
     dtype = _dtype("auto" if config.dtype == FASTEST else config.dtype, _device(config.device))
     if config.name == TINY_NAME:
-        return _sketch(tiny_model().config, dtype)
+        sketch = _sketch(tiny_model().config, dtype)
+        sketch.quantised_as = quantisation_of(sketch.config, config.quantization, repr(config.name))
+        return sketch
     source, options = _source(config)
     with _one_sentence(config):
         return _shape_and_sketch(config, source, options, dtype)[1]
@@ -212,6 +221,7 @@ def _shape_and_sketch(config: TargetConfig, source: str, options: dict[str, Any]
         stored = stored_bytes(folder)
     sketch = _sketch(shape, dtype, trust=config.trust_remote_code)
     check_parameters(sketch, stored, name)
+    sketch.quantised_as = quantisation_of(None if "gguf_file" in options else shape, config.quantization, name)
     return shape, sketch
 
 
@@ -234,14 +244,11 @@ def _read_stored(config: TargetConfig, source: str, options: dict[str, Any], dty
         tokenizer = _with_template(config, read_tokenizer(source, name, options))
         require_rows(tokenizer, sketch.get_input_embeddings().weight.shape[0], name)
         with placement.reading(sketch, device, world) as places, without_bars():
-            model = read_model_whole(source, name, spread=placement.spread, config=shape, dtype=dtype, **options,
-                                     **places)
+            model = read_quantised(source, name, sketch.quantised_as, device, spread=placement.spread, config=shape,
+                                   dtype=dtype, **options, **places)
     if "gguf_file" in options:
         # The weights were dequantised on reading; without this, saving the model would claim that they are not.
-        model.hf_quantizer = None
-        model.is_quantized = False
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
+        model.hf_quantizer.remove_quantization_config(model)
     return model, tokenizer
 
 
@@ -270,13 +277,10 @@ def _one_sentence(config: TargetConfig) -> Iterator[None]:
                             "is not run; choose another target, or if you trust that code, add "
                             "--target.trust_remote_code true to the command line") from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"the target {config.name!r} could not be loaded: no such folder is here ({Path.cwd()}), and as a hub id: "
-            f"{reason}; set target.name to a hub id, a folder with config.json, a .gguf file or {DEFAULT_NAME!r}"
-            if not Path(config.name).exists() else
-            f"the target {config.name!r} could not be loaded ({reason}); set target.name to a hub id, a folder with "
-            f"config.json, a .gguf file or {DEFAULT_NAME!r}"
-        ) from error
+        if not Path(config.name).exists():
+            reason = f"no such folder is here ({Path.cwd()}), and as a hub id: {reason}"
+        raise UserError(f"the target {config.name!r} could not be loaded ({reason}); set target.name to a hub id, a "
+                        f"folder with config.json, a .gguf file or {DEFAULT_NAME!r}") from error
 
 
 def _source(config: TargetConfig) -> tuple[str, dict[str, Any]]:

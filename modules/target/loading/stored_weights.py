@@ -38,6 +38,7 @@ def read_model_whole(source: Any, name: str, *, spread: bool = False, **options:
         UserError: naming tensors that are missing, that are of another shape, or that belong to modules of the model
             whose configuration has no place for them.
     """
+    quantised = getattr(options.get("config"), "quantization_config", None) is not None
     # It would print a table of what is named here.
     _REPORT.disabled = True
     try:
@@ -73,10 +74,11 @@ def read_model_whole(source: Any, name: str, *, spread: bool = False, **options:
     # tensors that transformers reads in ways of its own.
     modules = {path.rpartition(".")[0] for path in weights}
     lost = [key for key in unexpected if key.rpartition(".")[0] in modules]
-    if lost and getattr(model, "hf_quantizer", None) is None:
+    if lost and not quantised:
         raise UserError(f"the weights of {name} hold {_listed(lost)}, for which its configuration leaves no place; "
                         f"without them it is another model: correct the configuration, or {mend}")
-    if unexpected:
+    # Scales of what an engine rounds while it runs.
+    if unexpected := [key for key in unexpected if not quantised or key not in lost]:
         log.warning("the weights of %s hold %s, which its model does not have; they are left out", name,
                     _listed(unexpected))
     return text

@@ -17,13 +17,8 @@ def auto_class(config: Any) -> Any:
 def text_of(model: Any, *, spread: bool = False) -> Any:
     """The language model inside a model, around the very same weights; itself where nothing is wrapped around it.
 
-    It is of the class that transformers has for such a text alone. Where there is none, or the layers are split or
-    spread and so belong to the model that was read, the model loses all modules but its decoder and output layer; it
-    still forms the positions of its text, which several axes may share.
-
-    Args:
-        model: the causal language model, or the wrapper, which is not used any more.
-        spread: its layers are split among processes or on several devices.
+    It is of the class that transformers has for such a text. Where there is none, or layers that are `spread` over
+    processes or devices belong to the model that was read, that loses all but its decoder and output layer.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -40,7 +35,7 @@ def text_of(model: Any, *, spread: bool = False) -> Any:
             setattr(text, inside, decoder)
             text.set_output_embeddings(head)
             text.generation_config = model.generation_config
-            for name in ("is_quantized", "hf_quantizer"):
+            for name in ("is_quantized", "hf_quantizer", "quantised_as"):
                 if hasattr(model, name):
                     setattr(text, name, getattr(model, name))
             return text.train(model.training)

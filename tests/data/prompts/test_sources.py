@@ -200,12 +200,13 @@ def test_too_many_bad_rows_end_with_the_commonest_reasons(tmp_path: Path) -> Non
                                         r"fewer: 2 like prompts.jsonl:4: prompt must be .*; 1 like prompts.jsonl:5"):
         ReadPrompts(config, 0).skipped()
     assert len(ReadPrompts(replace(config, most_skipped=0.2), 0).skipped()) == 3
-    with pytest.raises(UserError, match=r"^prompts.jsonl:4: prompt must be text"):
-        ReadPrompts(replace(config, strict=True), 0).skipped()
+    with pytest.raises(UserError, match=r"^1 of 4 rows of \S+ cannot be used, and prompts.most_skipped 0 allows fewer: "
+                                        r"1 like prompts.jsonl:4: prompt must be text"):
+        ReadPrompts(replace(config, most_skipped=0), 0).skipped()
 
 
 def test_rows_that_are_left_out_on_purpose_are_listed_and_no_fault(tmp_path: Path) -> None:
-    config = replace(mixed(tmp_path, *[{"prompt": "a", "weight": 0}] * 9), strict=True)
+    config = replace(mixed(tmp_path, *[{"prompt": "a", "weight": 0}] * 9), most_skipped=0)
     found = ReadPrompts(config, 0).skipped()
     assert [(one.wanted, one.kind) for one in found] == [(True, "weight or train or loss leaves the whole row out")] * 9
 

@@ -15,9 +15,10 @@ from draftsmith.trainers.families import family_configs, family_names
 MOST_KEYS = 140
 OWN = {
     "the user's target": ("target.device", "target.pack", "target.chat_template", "target.revision",
-                          "template.system", "template.tools", "template.enable_thinking", "template.date"),
+                          "target.quantization", "template.system", "template.tools", "template.enable_thinking",
+                          "template.date"),
     "the user's prompts": ("prompts.subset", "prompts.split", "prompts.revision", "prompts.streaming",
-                           "prompts.column", "prompts.limit", "prompts.most_skipped", "prompts.strict"),
+                           "prompts.column", "prompts.limit", "prompts.most_skipped"),
     "answers sampled, written or drafted otherwise": (
         "distill.top_k", "distill.top_p", "distill.seed", "distill.answered_by", "distill.draft", "distill.engine"),
     "data and reference answers of other runs": ("data", "references"),

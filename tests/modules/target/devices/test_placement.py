@@ -50,7 +50,7 @@ def test_targets_that_cannot_be_divided_are_refused() -> None:
     for placement in divided:
         with pytest.raises(UserError, match=r"a GGUF file is dequantised as a whole .* save the model as a Hugging"):
             placement.require_fit(sketch, 2, gguf=True)
-    sketch.config.quantization_config = {"quant_method": "fp8"}
+    sketch.quantised_as = "fp8"
     for placement in [*divided, placement_named("layers", None)]:
         with pytest.raises(UserError, match=r"weights are quantised \(fp8\), and target\.placement \w+ s.*unquantised"):
             placement.require_fit(sketch, 2, gguf=False)

@@ -1,0 +1,92 @@
+"""Quantised weights: those of published files, and those that are rounded on reading.
+
+Layers that keep 4 or 8 bits stay so on accelerators. Others are dequantised once they are read: on a CPU plain ones are
+faster, drafters borrow rows of embedding and output layer, and decoding is not exact where activations are rounded.
+"""
+
+import logging
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+
+from ...errors import UserError
+from ..linears.quantised_weights import dequantise, is_quantised
+from .stored_weights import read_model_whole
+
+log = logging.getLogger(__name__)
+
+Quantization = Literal["int8", "float8", "nf4"]
+"""Formats that weights can be rounded to on reading."""
+_STORED = {"compressed-tensors": ("compressed_tensors",), "fp8": (), "mxfp4": (), "torchao": ("torchao",),
+           "bitsandbytes": ("bitsandbytes", "accelerate")}
+_PACKAGES = _STORED | {"int8": ("torchao",), "float8": ("torchao",), "nf4": ("bitsandbytes", "accelerate")}
+"""Packages that read a format: the names of quant_method in config.json, and those of `Quantization`."""
+
+
+def quantisation_of(config: Any, wanted: Quantization | None, name: str) -> str:
+    """The format of a model's weights, that of its files or the wanted one; empty for plain weights. The configuration
+    then has transformers dequantise what it can. Raises UserError if the format or its package is not known here."""
+    # A GGUF file, which has no configuration, is dequantised by another reader.
+    settings = {"quant_method": ""} if config is None else getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None) or {}
+    # Files of bitsandbytes once named no method.
+    form = wanted or (str(settings.get("quant_method", "bitsandbytes")) if settings else "")
+    if settings and wanted is not None:
+        raise UserError(f"the weights of {name} are already quantised, and target.quantization {wanted} would round "
+                        "them again; leave it out, or choose the model's unquantised weights")
+    if form and form not in _PACKAGES:
+        raise UserError(f"the weights of {name} are quantised by {form!r}, and this version reads "
+                        f"{', '.join(_STORED)}; choose another checkpoint, or unquantised weights")
+    if missing := [package for package in _PACKAGES.get(form, ()) if find_spec(package) is None]:
+        packages = " ".join(missing).replace("_", "-")
+        raise UserError(f"{name} has weights in the format {form}, for which {packages} is not installed; install it "
+                        f"(pip install {packages}), or choose the model's unquantised weights")
+    if form in ("compressed-tensors", "fp8", "mxfp4"):
+        config.quantization_config = {**settings, "dequantize": True}
+    return form
+
+
+@torch.no_grad()
+def read_quantised(source: Any, name: str, form: str, device: torch.device, *, dtype: torch.dtype,
+                   **options: Any) -> Any:
+    """`read_model_whole` for weights of a format, kept or dequantised by the rule of this file."""
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    given, bitsandbytes = {"dtype": dtype, **options}, "bitsandbytes" in _PACKAGES.get(form, ())
+    cpu, rounded = device.type == "cpu", form in ("int8", "float8")
+    if bitsandbytes:
+        # Without a place it would take the first accelerator, whatever was asked for.
+        given["device_map"] = {"": device}
+    if form == "nf4":
+        given["quantization_config"] = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    elif rounded:
+        from torchao import quantization
+
+        given["quantization_config"] = TorchAoConfig(getattr(quantization, f"{form.capitalize()}WeightOnlyConfig")())
+    if rounded or (form == "nf4" and cpu):
+        # Rounded from the target's own number format, the weights would be others in each.
+        given["dtype"] = torch.float32
+    model = read_model_whole(source, name, **given)
+    model.quantised_as, weights = form, [weight for weight in model.parameters() if is_quantised(weight)]
+    borrowed = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    # By either package, what the weight of a layer has that rounds activations.
+    marks = ("SCB", "act_quant_kwargs", "activation_quantization")
+    plain = cpu or rounded or any(map(is_quantised, borrowed)) or any(
+        getattr(weight, mark, None) is not None for weight in weights for mark in marks)
+    if not form or (weights and not plain):
+        return model
+    # bitsandbytes reads blocks row by row on a CPU, and has rounded them one after the other.
+    if cpu and any(hasattr(one, "quant_state") and one.quant_state.shape[-1] % one.blocksize for one in weights):
+        raise UserError(f"{name} has 4-bit blocks that cross rows, which bitsandbytes does not read on a CPU; choose "
+                        "the model's unquantised weights, or set target.device: cuda")
+    if bitsandbytes:
+        logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)
+        model = model.dequantize(dtype=dtype)
+    elif weights:
+        dequantise(model)
+        model.hf_quantizer.remove_quantization_config(model)
+    log.warning("the weights of %s are quantised (%s) and dequantised on reading; what an engine rounds besides, such "
+                "as activations, is not rounded here", name, form)
+    return model.to(dtype)
