@@ -50,11 +50,13 @@ class LearningTarget(nn.Module):
         super().__init__()
         chosen = choose_layers(original.model, (), without=original.head)
         model = original.copy_model()
-        # An expression matches whole names; peft would match a list against the ends of names.
+        # An expression matches whole names; peft would match a list against the ends of names. In a module without a
+        # configuration, since peft would add the experts of some models, and refuse layers of Mamba that it fears are
+        # read past their modules, as they are in no pass here.
         inject_adapter_in_model(
             PeftConfig(r=config.rank, lora_alpha=ALPHA, lora_dropout=DROPOUT,  # type: ignore[arg-type]
-                       target_modules="|".join(name.replace(".", r"\.") for name in chosen)),
-            model,
+                       target_modules="|".join(f"model.{name}".replace(".", r"\.") for name in chosen)),
+            nn.ModuleDict({"model": model}),
         )
         self.names, self.scale = tuple(chosen), ALPHA / config.rank
         self.target = Target(model, original.tokenizer, name=original.identity.name, pack=0)

@@ -12,14 +12,17 @@ import yaml
 from draftsmith.export.report.family_comparison import markdown, read_standing
 from draftsmith.modules import Features, Target, UserError, rank_table
 from draftsmith.modules.drafters.medusa import MedusaConfig
+from draftsmith.modules.target.adapter import choose_layers
 from draftsmith.modules.target.loading.identity import hash_weights
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.modules.tuning.replay_acceptance import answered_anew
 from draftsmith.trainers import FitResult, Medusa2Module, Medusa2TrainConfig, fit
 from draftsmith.trainers.drafters import lora, medusa2
-from draftsmith.trainers.drafters.lora import LoraConfig
+from draftsmith.trainers.drafters.lora import LearningTarget, LoraConfig
 from references.medusa2 import joint_loss
 from safetensors.torch import load_file
 from support.cycle import CYCLE, CycleData, cycle_rows, cycle_target
+from support.recurrent_models import recurrent_model
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only", "ignore:.*is_gradient_checkpointing",
@@ -292,3 +295,13 @@ def test_a_run_from_prompts_to_the_report_tells_how_far_the_target_moved(tmp_pat
     merged = out / "merged"
     assert main(["export", "--artifact", str(out / "artifact"), "--format", "merged", "--out", str(merged)]) == 0
     assert (merged / "config.json").is_file()
+
+
+@pytest.mark.parametrize("family", ["NemotronH", "Qwen3Next"])
+def test_all_linear_layers_of_a_hybrid_learn_and_nothing_else(family: str) -> None:
+    """peft alone would refuse the layers of Mamba and change the experts too."""
+    target = Target(recurrent_model(family), tiny_tokenizer(), name=family)
+    learning = LearningTarget(target, LoraConfig(rank=2))
+    assert list(learning.names) == choose_layers(target.model, (), without=target.head)
+    changed = {name.partition(".lora_")[0] for name, _ in learning.target.model.named_parameters() if ".lora_" in name}
+    assert changed == set(learning.names)
