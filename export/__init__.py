@@ -8,14 +8,8 @@ from .evaluation.evaluate import evaluate
 from .evaluation.methods import EvaluateConfig, MeasuredHead, Method, PromptSets, Question, measured_heads
 from .evaluation.results import Evaluation, EvaluationRun, Lossless, Measures, TrainingRecord
 from .evaluation.target_drift import Drift, measure_drift, with_drift
-from .layouts.eagle import import_eagle
-from .layouts.hydra import import_hydra
-from .layouts.kangaroo import import_kangaroo
-from .layouts.medusa import import_medusa
-from .layouts.parts.export_format import ExportSettings
-from .layouts.ppd import import_ppd
-from .layouts.registry import EVERY_FORMAT, export_artifact
-from .layouts.specdec import import_specdec
+from .layouts.parts.export_format import ExportSettings, ImportSettings
+from .layouts.registry import EVERY_FORMAT, export_artifact, import_drafter
 from .report.markdown import terminal_table, write_report
 from .tuning import SampledTuning, Tuning, save_tuning
 
@@ -30,6 +24,7 @@ __all__ = [
     "EvaluationRun",
     "ExportSettings",
     "HeadMeasurements",
+    "ImportSettings",
     "Lossless",
     "MeasuredHead",
     "Measures",
@@ -45,12 +40,7 @@ __all__ = [
     "busy_warning",
     "evaluate",
     "export_artifact",
-    "import_eagle",
-    "import_hydra",
-    "import_kangaroo",
-    "import_medusa",
-    "import_ppd",
-    "import_specdec",
+    "import_drafter",
     "load_artifact",
     "measure_drift",
     "measured_heads",

@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": ("memory_plan", "recipe -> its parameters and memory, without running anything"),
     "evaluate": ("artifact_commands", "artifact and prompts -> acceptance, speed, losslessness: JSON, Markdown, HTML"),
     "export": ("artifact_commands", "artifact -> files in the layout of another project or a serving engine"),
+    "import": ("importing", "published checkpoint -> artifact, which the other commands take like a trained one"),
     "push": ("publishing", "artifact or exported folder -> a model on the Hugging Face Hub, with its card"),
     "generate": ("answer_commands", "prompt -> answer, drafted and verified, printed as it grows"),
     "chat": ("answer_commands", "messages -> answers in one conversation, with the model loaded once"),

@@ -41,6 +41,7 @@ from .parts.eagle_folder import (
     LOST_BIAS,
     MIDLAYER,
     NORMS,
+    ROPE_BASE,
     TAPS,
     eagle_config,
     eagle_contents,
@@ -50,18 +51,20 @@ from .parts.eagle_folder import (
     third_table,
     twin,
 )
-from .parts.export_format import PLAIN, ExportFormat, ExportSettings, Places, Served
+from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Places, Served
 from .parts.head_blocks import output_bias
 from .parts.layout_folder import Contents, stored, write_layout
-from .parts.safetensors_reader import check_embedding, loaded, read_checkpoint
+from .parts.safetensors_reader import Checkpoint, check_embedding
 
 EAGLE_FILE = "model.safetensors"
 """Official checkpoints hold the same tensors in pytorch_model.bin or here."""
-_KNOWN: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",), "attention_bias": (None, False),
-    "mlp_bias": (None, False),
+KNOWN: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",), "attention_bias": (None, False), "mlp_bias": (None, False),
+    "speculators_model_type": (None, "eagle3"), "dflash_config": (None,),
 }
 """Settings that are fixed in this implementation, with the values that a configuration may give them."""
+OPENS = ("taps", "rope_base")
+"""Values that a checkpoint may leave open."""
 
 
 def export_eagle(drafter: Eagle | Eagle3, target: Target, folder: Path, settings: ExportSettings = PLAIN) -> Contents:
@@ -147,33 +150,15 @@ def borrows_output(drafter: Eagle3) -> bool:
     return not drafter.output_parameters(0) and drafter.token_ids_Q is None
 
 
-def import_eagle(
-    folder: Path, target: Target, *, taps: tuple[int, ...] | None = None, rope_base: float | None = None
-) -> Eagle | Eagle3:
-    """Read an EAGLE-1 or EAGLE-3 drafter in the official layout, or EAGLE-3 in that of the speculators library
-    (safetensors only), and bind it to `target`.
-
-    Args:
-        folder: holds the weights and config.json.
-        target: the model it drafts for.
-        taps: layers from 0 whose outputs EAGLE-3 reads; None for those in the configuration, or the official ones.
-        rope_base: base of the rotary embedding; None for the one in the configuration, or 10000. The official trainers
-            use 10000 whatever the configuration says, so that their checkpoints may need it given here.
+def read_eagle(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Eagle | Eagle3, dict[str, Tensor]]:
+    """EAGLE-1 or EAGLE-3 in the official layout, or EAGLE-3 in that of the speculators library.
 
     Raises:
-        UserError: if a file, a tensor or a key is missing, a setting cannot be imported, the stored embedding is not
-            the target's, or the taps are ambiguous.
+        UserError: if a key is missing, the stored embedding is not the target's, or the taps or the base of the rotary
+            embedding are ambiguous.
     """
-    path = folder / "config.json"
-    tensors, said = read_checkpoint(folder, EAGLE_FILE)
-    if isinstance(layers := said.get("transformer_layer_config"), dict):
-        # The layout of the speculators library.
-        said = layers | said
-    for key, known in _KNOWN.items():
-        if key in said and said[key] not in known:
-            raise UserError(f"{path} says {key}: {json.dumps(said[key])}; only {json.dumps(known[-1])} can be "
-                            "imported, choose such a checkpoint")
-    block, depth = _block(said, target, rope_base), said.get("num_hidden_layers") or 1
+    tensors, said, folder = given.tensors(), given.said, given.folder
+    block, depth = _block(given, target, settings.rope_base), said.get("num_hidden_layers") or 1
     if block.hidden_size == target.hidden_size:
         check_embedding(tensors.pop(EMBEDDING, None), target, folder)
     # EAGLE-1 has no norm before the output layer; not every configuration names the generation.
@@ -181,20 +166,19 @@ def import_eagle(
         for layer in range(1, depth):
             tensors.pop(twin(layer), None)
         tensors = {renamed(name, FIRST, MIDLAYER): tensor for name, tensor in tensors.items()}
-        drafter: Eagle | Eagle3 = _third(tensors, said, block, target, taps, folder)
-    else:
-        if depth != 1:
-            raise UserError(f"{path} says num_hidden_layers: {depth}; EAGLE-1 has 1, choose such a checkpoint")
-        if block.hidden_size != target.hidden_size:
-            raise UserError(f"{path} says target_hidden_size: {said['target_hidden_size']} and hidden_size: "
-                            f"{block.hidden_size}; EAGLE-1 is as wide as its target, choose such a checkpoint")
-        drafter = Eagle(EagleConfig(bias="fc.bias" in tensors), target, block)
-    return loaded(drafter, tensors, target, f"the EAGLE drafter in {folder} does not fit its configuration or")
+        return _third(tensors, given, block, target, settings.taps), tensors
+    if depth != 1:
+        raise UserError(f"{given.config} says num_hidden_layers: {depth}; EAGLE-1 has 1, choose such a checkpoint")
+    if block.hidden_size != target.hidden_size:
+        raise UserError(f"{given.config} says target_hidden_size: {said['target_hidden_size']} and hidden_size: "
+                        f"{block.hidden_size}; EAGLE-1 is as wide as its target, choose such a checkpoint")
+    return Eagle(EagleConfig(bias="fc.bias" in tensors), target, block), tensors
 
 
-def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig, target: Target,
-           taps: tuple[int, ...] | None, folder: Path) -> Eagle3:
+def _third(tensors: dict[str, Tensor], given: Checkpoint, block: BlockConfig, target: Target,
+           taps: tuple[int, ...] | None) -> Eagle3:
     """An EAGLE-3 drafter of these shapes; the draft vocabulary among its tensors becomes ids."""
+    said, folder = given.said, given.folder
     offsets_Q, inside_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
     # Without d2t the entries are the target's tokens.
     if offsets_Q is not None:
@@ -202,16 +186,19 @@ def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
         if int(ids_Q.min()) < 0 or int(ids_Q.max()) >= target.vocab_size:
             raise UserError(f"d2t in {folder} names the token {int(ids_Q.max())}, but {target.identity.name} has "
                             f"{target.vocab_size}; load the target it was trained for")
+        if inside_V is not None and len(inside_V) != target.vocab_size:
+            raise UserError(f"t2d in {folder} marks {len(inside_V)} tokens, but {target.identity.name} has "
+                            f"{target.vocab_size}; load the target it was trained for")
         if inside_V is not None and not torch.equal(inside_V.nonzero()[:, 0], ids_Q.sort().values):
             raise UserError(f"d2t and t2d in {folder} name different tokens; d2t[i] must be an offset, the token of "
                             "entry i being i + d2t[i]")
         tensors["token_ids"] = ids_Q
-    read = chosen_taps(_taps(said, folder) if taps is None else taps, target)
+    read = chosen_taps(_taps(given, target) if taps is None else taps, target)
     # Checked before the drafter is made, whose message would name a shape and not the layers.
     width, wanted = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else 0, len(read) * target.hidden_size
     if width != wanted:
         raise UserError(f"fc in {folder} reads {width} numbers, but the {len(read)} taps {list(read)} of "
-                        f"{target.identity.name} are {wanted}; give the layers that are read as taps")
+                        f"{target.identity.name} are {wanted}; give the layers that are read with --taps")
     norms: dict[str, Any] = {name: bool(said.get(name)) for name in NORMS}
     config = Eagle3Config(taps=read, **norms, num_layers=said.get("num_hidden_layers") or 1,
                           hidden_size=said["hidden_size"],
@@ -220,44 +207,56 @@ def _third(tensors: dict[str, Tensor], said: dict[str, Any], block: BlockConfig,
     return Eagle3(config, target, block)
 
 
-def _taps(said: dict[str, Any], folder: Path) -> tuple[int, ...] | None:
+def _taps(given: Checkpoint, target: Target) -> tuple[int, ...]:
     """The layers whose outputs are read. Published lists start with 2 and mean inputs, or with 1 and mean outputs."""
-    if TAPS in said:
-        return tuple(said[TAPS])
-    if LAYERS in said:
-        return tuple(layer - 1 for layer in said[LAYERS])
-    ids = (said.get("eagle_config") or {}).get(LAYERS)
+    if TAPS in given.said:
+        return tuple(given.said[TAPS])
+    if LAYERS in given.said:
+        return tuple(layer - 1 for layer in given.said[LAYERS])
+    ids, usual = (given.said.get("eagle_config") or {}).get(LAYERS), json.dumps(chosen_taps(None, target))
     if ids is None:
-        return None
+        raise UserError(f"{given.config} does not say which layers' outputs EAGLE-3 reads; give them, from 0, with "
+                        f"--taps: '{usual}' in the official code and in vLLM for the {target.num_layers} layers of "
+                        f"{target.identity.name}")
     if not ids or ids[0] not in (1, 2):
-        raise UserError(f"{folder} reads the layers {ids}, but does not say whether their inputs or outputs; "
-                        "give the layers whose outputs are read, from 0, as taps")
+        raise UserError(f"{given.config} names the layers {ids}, but does not say whether their inputs or outputs are "
+                        f"read; give the layers whose outputs are read, from 0, with --taps: '{json.dumps(ids)}' for "
+                        f"outputs, '{json.dumps([layer - 1 for layer in ids])}' for inputs")
     return tuple(layer - ids[0] + 1 for layer in ids)
 
 
-def _block(said: dict[str, Any], target: Target, rope_base: float | None) -> BlockConfig:
+def _block(given: Checkpoint, target: Target, rope_base: float | None) -> BlockConfig:
     """The shape of the layers, from the configuration.
 
     Raises:
-        UserError: if a key is missing, or the states that the drafter reads are not as wide as the target's.
+        UserError: if a key is missing, the base of the rotary embedding is ambiguous, or the states that the drafter
+            reads are not as wide as the target's.
     """
+    said = given.said
     missing = [key for key in ("hidden_size", "intermediate_size", "num_attention_heads") if key not in said]
     if missing:
-        raise UserError(f"config.json lacks {', '.join(missing)}; copy it again")
+        raise UserError(f"{given.config} lacks {', '.join(missing)}; copy it again")
     states = said.get("target_hidden_size") or said["hidden_size"]
     if states != target.hidden_size:
         key = "target_hidden_size" if said.get("target_hidden_size") else "hidden_size, without a target_hidden_size"
         raise UserError(f"the EAGLE drafter reads states {states} wide ({key}), but those of {target.identity.name} "
                         f"are {target.hidden_size} wide; load the target it was trained for")
     heads = said["num_attention_heads"]
-    named = said.get("rope_theta") or (said.get("rope_parameters") or {}).get("rope_theta")
+    named = said.get("rope_theta") or (said.get("rope_parameters") or {}).get("rope_theta") or OFFICIAL_ROPE_BASE
+    # The official trainers rotate with their own base, whatever the configuration says; engines follow it. Files of
+    # the speculators library and of this project mean what they say.
+    if rope_base is None and named != OFFICIAL_ROPE_BASE and not given.by_speculators and ROPE_BASE not in said:
+        raise UserError(f"{given.config} says rope_theta: {named:g}, which the official trainers of EAGLE pass over; "
+                        f"give --rope_base {OFFICIAL_ROPE_BASE:g} for a checkpoint of theirs, or --rope_base {named:g} "
+                        "for one of another trainer, such as SpecForge")
     return BlockConfig(
         hidden_size=said["hidden_size"], intermediate_size=said["intermediate_size"], num_heads=heads,
         num_kv_heads=said.get("num_key_value_heads") or heads,
         head_dim=said.get("head_dim") or said["hidden_size"] // heads,
         norm_eps=said.get("rms_norm_eps", BlockConfig.norm_eps),
-        rope_base=float(rope_base or named or OFFICIAL_ROPE_BASE),
-        rope_scaling=_scaling(said, target) if rope_base is None else None,
+        rope_base=float(rope_base or named),
+        # A trainer that passes over the base passes over its scaling too.
+        rope_scaling=_scaling(said, target) if rope_base in (None, named) else None,
     )
 
 
@@ -289,7 +288,8 @@ def _commands(drafter: Eagle | Eagle3, places: Places) -> dict[str, str]:
 
 EAGLE = ExportFormat[Eagle | Eagle3](
     name="eagle", content="EAGLE drafters", readers="the official code, vLLM; of EAGLE-3 also SGLang and TensorRT-LLM",
-    families=(Eagle, Eagle3), refusal=refusal, write=export_eagle, file=EAGLE_FILE, weights=COMPRESSED,
+    families=(Eagle, Eagle3), refusal=refusal, write=export_eagle, read=read_eagle, opens=OPENS, known=KNOWN,
+    file=EAGLE_FILE, weights=COMPRESSED,
     as_read=as_compressed, vllm=served_by_vllm, others=_commands,
     lost=lambda drafter: LOST_BIAS if isinstance(drafter, Eagle) and drafter.config.bias else "",
 )

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ...modules import DraftLM, Target
+from ...modules import DraftLM, DraftLMConfig, Target, UserError
 from ...modules.drafters.draft_lm import as_model
 from ...modules.files.atomic_files import write_file
+from ...modules.files.json_records import read_json, record_of
 from .parts.compressed_tensors import (
     COMPRESSED,
     as_compressed,
@@ -22,16 +23,19 @@ from .parts.compressed_tensors import (
     compressed_note,
     compressed_table,
 )
-from .parts.export_format import PLAIN, ExportFormat, ExportSettings, Places, Served
+from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Places, Served
 from .parts.folder_readme import hub_name
 from .parts.gguf_file import BFLOAT16, FLOAT32
 from .parts.layout_folder import Contents
+from .parts.safetensors_reader import Checkpoint
 from .parts.tensor_table import Table, TensorForm, require_forms
 
 WEIGHTS = "model.safetensors"
 """The file of weights, by the name that transformers gives it."""
 TRAINED = "draft_token_ids.json"
 """The ids of a reduced vocabulary, ascending."""
+_MASK, _DEPTHS = "pard_token", "draftsmith_depths"
+"""Keys of the mask token, as engines read it, and of the tokens that are guessed in a pass, which they are told."""
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
            "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
 """Number formats by their names in safetensors."""
@@ -74,7 +78,8 @@ def export_huggingface(drafter: DraftLM, target: Target, folder: Path, settings:
     config["torch_dtype"] = config.get("dtype") or config.get("torch_dtype")
     rope = config.get("rope_parameters") or {}
     config |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-    config |= {} if drafter.config.mask_token_id is None else {"pard_token": drafter.config.mask_token_id}
+    config |= {} if drafter.config.mask_token_id is None else {_MASK: drafter.config.mask_token_id,
+                                                               _DEPTHS: drafter.config.depths}
     embedding = model.get_input_embeddings().weight
     linear = {f"{name}.weight" for name, module in model.named_modules()
               if isinstance(module, nn.Linear) and module.weight is not embedding}
@@ -93,6 +98,31 @@ def export_huggingface(drafter: DraftLM, target: Target, folder: Path, settings:
     if drafter.token_ids is not None:
         write_file(folder / TRAINED, json.dumps(drafter.token_ids.tolist()) + "\n")
     return _contents(drafter, target, table, *compressed_note(weights, linear))
+
+
+def read_huggingface(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[DraftLM, dict[str, Tensor]]:
+    """A draft language model in an ordinary folder, with the vocabulary that it was trained for where it says so.
+
+    Raises:
+        UserError: if it is none that fits the target, or the tokens that it guesses in a pass are unknown.
+    """
+    mask, depths = given.said.get(_MASK), settings.depths or given.said.get(_DEPTHS)
+    if mask is None and settings.depths is not None:
+        raise UserError(f"depths {settings.depths} counts the guesses of a draft with mask tokens, and {given.config} "
+                        f"names none ({_MASK}); leave --depths out")
+    if mask is not None and depths is None:
+        raise UserError(f"{given.config} names the mask token {mask} ({_MASK}), and not how many tokens the draft "
+                        "guesses in a pass; give the number with --depths (PARD was trained with 8)")
+    ids, file = None, given.folder / TRAINED
+    if file.is_file():
+        ids = record_of(list[int], read_json(file, "copy it again"), str(file), "copy it again")
+        if not ids or not 0 <= min(ids) <= max(ids) < target.vocab_size:
+            raise UserError(f"{file} must hold tokens from 0 to {target.vocab_size - 1}, those of "
+                            f"{target.identity.name}; choose a draft made for this target")
+    config = DraftLMConfig(folder=str(given.folder), vocabulary_size=None if ids is None else len(ids),
+                           depths=depths or 1, mask_token_id=mask)
+    drafter = DraftLM.create(config, target, None if ids is None else torch.tensor(ids))
+    return drafter, drafter.state_dict()
 
 
 def _table(folder: Path) -> Table:
@@ -129,5 +159,6 @@ def _served(drafter: DraftLM) -> Served:
 
 HUGGINGFACE = ExportFormat(
     name="huggingface", content="draft language models", readers="transformers, vLLM, SGLang", families=(DraftLM,),
-    write=export_huggingface, file=WEIGHTS, weights=COMPRESSED, as_read=as_compressed, vllm=_served,
+    write=export_huggingface, read=read_huggingface, opens=("depths",),
+    file=WEIGHTS, weights=COMPRESSED, as_read=as_compressed, vllm=_served,
 )

@@ -7,9 +7,9 @@ is added. The blocks after the first are copies of one block. Head h at position
 Shapes: D hidden size, V target vocabulary, E head dimension.
 """
 
-import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from ...modules import Hydra, HydraConfig, Target, UserError
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.target.draft_vocabulary import over_all_tokens
 from ..artifact import portable
-from .parts.export_format import ExportFormat, ExportSettings
+from .parts.export_format import ExportFormat, ExportSettings, ImportSettings
 from .parts.head_blocks import head_width, tied
 from .parts.layout_folder import Contents, as_pickle, stored, write_layout
-from .parts.safetensors_reader import check_embedding, loaded, read_checkpoint
+from .parts.safetensors_reader import Checkpoint, check_embedding
 from .parts.tensor_table import Table, TensorForm, layer_table
 
 HYDRA_FILE = "hydra_lm_head.safetensors"
@@ -32,6 +32,8 @@ _PREFIX = "prefix_embeding_layer"
 _EMBEDDING = "input_embed_fn.weight"
 _UNUSED = (f"{_PREFIX}.embed_tokens.weight", f"{_PREFIX}.layers.0.self_attn.rotary_emb.inv_freq")
 """Stored by the official code, and not read by it."""
+_KNOWN: dict[str, tuple[Any, ...]] = {"hidden_state_offset": (0,), "grounded_heads": (True,)}
+"""Heads that read the final state and the true tokens: the weights do not show which ones they were trained on."""
 
 
 def export_hydra(drafter: Hydra, target: Target, folder: Path, settings: ExportSettings) -> Contents:
@@ -118,22 +120,15 @@ def _slot(config: HydraConfig, layer: int) -> int:
     return 2 * layer + 1 if config.prefix else layer
 
 
-def import_hydra(folder: Path, target: Target) -> Hydra:
-    """Read Hydra or Hydra++ heads in the official layout (safetensors only) and bind them to `target`.
+def read_hydra(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Hydra, dict[str, Tensor]]:
+    """Hydra or Hydra++ heads in the official layout.
 
     Heads and blocks are counted in the weights. Equal blocks after the first become one block (`tie_blocks`).
 
     Raises:
-        UserError: if there is no safetensors file, a tensor is missing, unknown or of another shape, the embedding
-            stored with the heads is not the target's, or the heads read the state of another layer than the last.
+        UserError: if a tensor is unknown, or the embedding stored with the heads is not the target's.
     """
-    path = folder / "config.json"
-    tensors, said = read_checkpoint(folder, HYDRA_FILE, path.name if path.is_file() else None)
-    # The weights do not show on which layer's state the heads were trained.
-    for key, known in (("hidden_state_offset", 0), ("grounded_heads", True)):
-        if said.get(key, known) != known:
-            raise UserError(f"{path} says {key}: {said[key]}; only heads with {key}: {json.dumps(known)}, which read "
-                            "the final state and the true tokens, can be imported: choose such a checkpoint")
+    tensors, folder = given.tensors(), given.folder
     check_embedding(tensors.pop(_EMBEDDING, None), target, folder)
     for name in _UNUSED:
         tensors.pop(name, None)
@@ -144,8 +139,7 @@ def import_hydra(folder: Path, target: Target) -> Hydra:
              for (head, layer, part), tensor in blocks.items() if layer < 2 or not shared}
     config = HydraConfig(num_heads=1 + max(head for head, _, _ in blocks), num_layers=depth, tie_blocks=shared,
                          prefix=bool(prefix), output="copy" if outputs else "shared")
-    drafter = Hydra(config, target, _block(prefix, target) if prefix else None)
-    return loaded(drafter, outputs | state | prefix, target, f"the Hydra heads in {folder} do not fit")
+    return Hydra(config, target, _block(prefix, target) if prefix else None), outputs | state | prefix
 
 
 def _own_names(
@@ -186,4 +180,4 @@ def _block(prefix: dict[str, Tensor], target: Target) -> BlockConfig:
 
 
 HYDRA = ExportFormat(name="hydra", content="Hydra heads", readers="the official code", families=(Hydra,),
-                     refusal=_refusal, write=export_hydra, file=HYDRA_FILE)
+                     refusal=_refusal, write=export_hydra, read=read_hydra, known=_KNOWN, file=HYDRA_FILE, bare=True)

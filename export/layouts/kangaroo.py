@@ -7,12 +7,14 @@ The state at position p predicts token p + 1.
 
 from pathlib import Path
 
+from torch import Tensor
+
 from ...modules import Kangaroo, KangarooConfig, Target, UserError
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
-from .parts.export_format import ExportFormat, ExportSettings
+from .parts.export_format import ExportFormat, ExportSettings, ImportSettings
 from .parts.head_blocks import head_width, output_bias
 from .parts.layout_folder import Contents, as_pickle, stored, write_layout
-from .parts.safetensors_reader import loaded, read_checkpoint
+from .parts.safetensors_reader import Checkpoint
 from .parts.tensor_table import TensorForm, attention_table
 
 KANGAROO_FILE = "model.safetensors"
@@ -62,22 +64,17 @@ def _refusal(drafter: Kangaroo, target: Target) -> str:
     return head_width(block) or output_bias(target)
 
 
-def import_kangaroo(folder: Path, target: Target, *, exit_layer: int | None = None) -> Kangaroo:
-    """Read a Kangaroo adapter in the official layout (safetensors and config.json) and bind it to `target`.
-
-    Args:
-        exit_layer: number of the target's layers before the adapter; None takes it from config.json, where the official
-            code writes none.
+def read_kangaroo(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Kangaroo, dict[str, Tensor]]:
+    """A Kangaroo adapter in the official layout.
 
     Raises:
-        UserError: if a file is missing or damaged, the exit layer is unknown or too deep, or a tensor is missing,
-            unknown or of another shape.
+        UserError: if the exit layer is unknown or too deep.
     """
-    tensors, config = read_checkpoint(folder, KANGAROO_FILE)
-    exit_layer = config.get(_EXIT) if exit_layer is None else exit_layer
+    config = given.said
+    exit_layer = config.get(_EXIT) if settings.exit_layer is None else settings.exit_layer
     if exit_layer is None:
-        raise UserError(f"{folder / 'config.json'} does not say after which layer of the target the adapter comes; "
-                        "give exit_layer (the official checkpoints have 2 for 7B and 3 for 13B targets)")
+        raise UserError(f"{given.config} does not say after which layer of the target the adapter comes; give it with "
+                        "--exit_layer (the official checkpoints have 2 for 7B and 3 for 13B targets)")
     heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
     block = BlockConfig(
         hidden_size=width, intermediate_size=int(config["intermediate_size"]), num_heads=heads,
@@ -85,10 +82,10 @@ def import_kangaroo(folder: Path, target: Target, *, exit_layer: int | None = No
         norm_eps=float(config["rms_norm_eps"]),
     )
     limits = {name: config[key] for name, key in (("gamma", _GAMMA), ("eta", _ETA)) if key in config}
-    settings, _ = Kangaroo.fitted(KangarooConfig(exit_layer=exit_layer, **limits), target)
-    drafter = Kangaroo(settings, target, block)
-    return loaded(drafter, tensors, target, f"the Kangaroo adapter in {folder} does not fit")
+    fitted, _ = Kangaroo.fitted(KangarooConfig(exit_layer=exit_layer, **limits), target)
+    return Kangaroo(fitted, target, block), given.tensors()
 
 
 KANGAROO = ExportFormat(name="kangaroo", content="Kangaroo adapters", readers="the official code", families=(Kangaroo,),
-                        refusal=_refusal, write=export_kangaroo, file=KANGAROO_FILE)
+                        refusal=_refusal, write=export_kangaroo, read=read_kangaroo, opens=("exit_layer",),
+                        file=KANGAROO_FILE)

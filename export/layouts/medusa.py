@@ -19,10 +19,10 @@ from ...modules import Medusa, MedusaConfig, Target, UserError
 from ...modules.target.draft_vocabulary import over_all_tokens
 from ..artifact import portable
 from .medusa_vllm import BLOCK, OUTPUT_OF_HEAD, take_output
-from .parts.export_format import ExportFormat, ExportSettings, Served
+from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Served
 from .parts.head_blocks import medusa_blocks, output_bias, tied
 from .parts.layout_folder import Contents, stored, write_layout
-from .parts.safetensors_reader import loaded, read_checkpoint
+from .parts.safetensors_reader import Checkpoint
 from .parts.tensor_table import TensorForm
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
@@ -74,18 +74,17 @@ def medusa_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
     return stored(tensors)
 
 
-def import_medusa(folder: Path, target: Target) -> Medusa:
-    """Read Medusa heads in the layout of FasterDecoding or of vLLM (safetensors only) and bind them to `target`.
+def read_medusa(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Medusa, dict[str, Tensor]]:
+    """Medusa heads in the layout of FasterDecoding or of vLLM.
 
     The number of heads and blocks is counted in the weights: some official configs state it wrongly. Where all blocks
     of every head are equal they were one block in the official code, and stay one (`tie_blocks`); so do equal output
     layers (`output: one_copy`). Heads without output layers share the target's.
 
     Raises:
-        UserError: if there is no safetensors file, a tensor is missing, unknown, or of another shape than the target's.
+        UserError: if a tensor is unknown, or the draft vocabulary is not one of the target's.
     """
-    # Counted in the weights: some official configurations state other numbers.
-    tensors, _ = read_checkpoint(folder, MEDUSA_FILE, None)
+    tensors, folder = given.tensors(), given.folder
     one_QD, ids_Q = take_output(tensors, target, folder)
     blocks: dict[tuple[int, int, str], Tensor] = {}
     outputs: dict[int, Tensor] = {}
@@ -113,12 +112,13 @@ def import_medusa(folder: Path, target: Target) -> Medusa:
     state |= {f"outputs.{head}.weight": tensor for head, tensor in outputs.items()}
     state |= {f"heads.{head}.{layer}.{part}": tensor for (head, layer, part), tensor in blocks.items()
               if layer == 0 or not shared}
-    return loaded(Medusa.create(config, target, ids_Q), state, target, f"the Medusa heads in {folder} do not fit")
+    return Medusa.create(config, target, ids_Q), state
 
 
 MEDUSA_HEADS = ExportFormat(
     name="medusa", content="Medusa heads", readers="Text Generation Inference, vLLM up to 0.32", families=(Medusa,),
-    refusal=lambda drafter, target: output_bias(target), write=export_medusa, file=MEDUSA_FILE,
+    refusal=lambda drafter, target: output_bias(target), write=export_medusa, read=read_medusa,
+    file=MEDUSA_FILE, bare=True,
     vllm=lambda drafter: Served(method={"method": "medusa"}, loader={}, tokens=drafter.config.num_heads),
     others=lambda drafter, places: {"Text Generation Inference": shlex.join([
         "text-generation-launcher", "--model-id", places.folder, "--speculate", str(drafter.config.num_heads)])},

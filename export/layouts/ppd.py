@@ -6,11 +6,13 @@ adapter_config.json. Trees are not part of the layout: in the official code they
 
 from pathlib import Path
 
+from torch import Tensor
+
 from ...modules import PromptTokens, PromptTokensConfig, Target, UserError
 from ..artifact import portable
-from .parts.export_format import ExportFormat, ExportSettings
+from .parts.export_format import ExportFormat, ExportSettings, ImportSettings
 from .parts.layout_folder import Contents, stored, write_layout
-from .parts.safetensors_reader import loaded, read_checkpoint
+from .parts.safetensors_reader import Checkpoint
 from .parts.tensor_table import TensorForm
 
 PPD_FILE, PPD_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -43,29 +45,18 @@ def export_ppd(drafter: PromptTokens, target: Target, folder: Path, settings: Ex
         "layout.",))
 
 
-def import_ppd(folder: Path, target: Target) -> PromptTokens:
-    """Read prompt tokens in the official layout (safetensors and adapter_config.json) and bind them to `target`.
-
-    Raises:
-        UserError: if a file is missing or damaged, a setting has no counterpart here, or the tensor is missing or of
-            another shape.
-    """
-    tensors, config = read_checkpoint(folder, PPD_FILE, PPD_CONFIG)
-    for name, plain in _PLAIN.items():
-        if config.get(name, plain) != plain:
-            raise UserError(f"{folder / PPD_CONFIG} has {name}: {config[name]}; only {plain} can be decoded here, "
-                            "choose another checkpoint")
-    steps, copies = config.get("num_special_tokens"), config.get("virtual_tokens_per_special_token")
+def read_ppd(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[PromptTokens, dict[str, Tensor]]:
+    """Prompt tokens in the official layout. Raises UserError if their number is missing."""
+    steps, copies = given.said.get("num_special_tokens"), given.said.get("virtual_tokens_per_special_token")
     if not (isinstance(steps, int) and isinstance(copies, int) and min(steps, copies) > 0):
-        raise UserError(f"{folder / PPD_CONFIG} must hold num_special_tokens and virtual_tokens_per_special_token, "
-                        f"whole numbers of at least 1, got {steps} and {copies}; copy it again")
-    settings = PromptTokensConfig(num_tokens=steps, copies=copies)
-    drafter = PromptTokens(settings, target)
-    own = {("prompts" if name == _PROMPTS else name): tensor for name, tensor in tensors.items()}
+        raise UserError(f"{given.config} must hold num_special_tokens and virtual_tokens_per_special_token, whole "
+                        f"numbers of at least 1, got {steps} and {copies}; copy it again")
+    drafter = PromptTokens(PromptTokensConfig(num_tokens=steps, copies=copies), target)
+    own = {("prompts" if name == _PROMPTS else name): tensor for name, tensor in given.tensors().items()}
     # The layout counts no guesses.
-    own["rank_chances_KR"] = drafter.rank_chances_KR
-    return loaded(drafter, own, target, f"the prompt tokens in {folder} do not fit")
+    return drafter, {**own, "rank_chances_KR": drafter.rank_chances_KR}
 
 
 PPD = ExportFormat(name="ppd", content="prompt tokens", readers="the official code", families=(PromptTokens,),
-                   write=export_ppd, file=PPD_FILE)
+                   write=export_ppd, read=read_ppd, known={name: (value,) for name, value in _PLAIN.items()},
+                   file=PPD_FILE, config_file=PPD_CONFIG)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...modules import Target, UserError
+from ...modules import Drafter, Target, UserError
 from ...modules.files.atomic_files import write_file
 from ...modules.files.owned_folders import whole_folder
 from ..artifact import Artifact, portable
@@ -17,10 +17,11 @@ from .llama_cpp import GGUF
 from .medusa_vllm import MEDUSA_VLLM
 from .merged_target import MEDUSA, MERGED, TARGET
 from .openvino import OPENVINO
-from .parts.export_format import PLAIN, ExportFormat, ExportSettings
+from .parts.export_format import PLAIN, READ, ExportFormat, ExportSettings, ImportSettings
 from .parts.folder_readme import folder_readme
 from .parts.gguf_file import FLOAT32
 from .parts.layout_folder import EXPORT, ORIGIN, Contents
+from .parts.safetensors_reader import loaded
 from .ppd import PPD
 from .specdec import SPECDEC
 from .speculators import SPECULATORS
@@ -32,6 +33,8 @@ EXPORT_FORMATS: tuple[ExportFormat[Any], ...] = (
 """All layouts, in the order of the tables."""
 EVERY_FORMAT: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS))
 """Their names."""
+IMPORTED: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS if one.imported))
+"""Names of those whose checkpoints are read."""
 
 
 def format_named(name: str) -> ExportFormat[Any]:
@@ -39,6 +42,43 @@ def format_named(name: str) -> ExportFormat[Any]:
     found = next((one for one in EXPORT_FORMATS if one.name == name), None)
     if found is None:
         raise UserError(f"unknown export format {name!r}; choose one of {', '.join(EVERY_FORMAT)}")
+    return found
+
+
+def importable(name: str) -> ExportFormat[Any]:
+    """A layout whose checkpoints are read, by its name. Raises UserError for any other."""
+    if name not in IMPORTED:
+        raise UserError(f"checkpoints of the format {name!r} are not imported; choose one of {', '.join(IMPORTED)}")
+    return format_named(name)
+
+
+def import_drafter(format_name: str, folder: Path, target: Target, settings: ImportSettings = READ) -> Drafter[Any]:
+    """The drafter of a published checkpoint, bound to `target`.
+
+    Args:
+        format_name: one of `IMPORTED`, but for acceptance heads.
+        folder: of the checkpoint, with its weights in safetensors files.
+        target: the model it drafts for.
+        settings: values that the checkpoint leaves open.
+
+    Raises:
+        UserError: if a file, a tensor or a key is missing or damaged, the checkpoint is of another target or has
+            settings that are not implemented, or leaves a value open that is not given.
+    """
+    chosen = importable(format_name)
+    if chosen.read is None:
+        raise UserError(f"the format {format_name} holds {chosen.content} and no drafter; choose another one")
+    given = chosen.checkpoint(folder)
+    given.require(chosen.known, target)
+    try:
+        drafter, tensors = chosen.read(given, target, settings)
+    except UserError:
+        raise
+    except KeyError as error:
+        raise UserError(f"{given.config} lacks {error}; copy it again") from error
+    except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{given.config} is damaged ({' '.join(str(error).split())}); copy it again") from error
+    found: Drafter[Any] = loaded(drafter, tensors, target, folder)
     return found
 
 

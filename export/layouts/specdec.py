@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ...modules import AcceptanceHead, AcceptanceHeadConfig, Drafter, UserError
 from ..artifact import Artifact
+from ..weight_checks import require_weights
 from .parts.export_format import ExportFormat, ExportSettings
 from .parts.layout_folder import Contents, as_pickle, stored, write_layout
-from .parts.safetensors_reader import read_checkpoint
+from .parts.safetensors_reader import Checkpoint
 from .parts.tensor_table import Table, TensorForm
 
 HEAD_FILE = "model.safetensors"
@@ -70,13 +71,14 @@ def export_specdec(head: AcceptanceHead, folder: Path) -> Table:
     return table
 
 
-def import_specdec(folder: Path) -> AcceptanceHead:
-    """Read a head in the official layout (safetensors only). Equal blocks become one.
+def read_specdec(given: Checkpoint) -> AcceptanceHead:
+    """A head in the official layout. Equal blocks become one.
 
     Raises:
-        UserError: if a file is missing, or a tensor is missing, unknown or of another shape than config.json says.
+        UserError: if a tensor is missing, unknown, not finite or of another shape than config.json says.
     """
-    tensors, config = read_checkpoint(folder, HEAD_FILE)
+    tensors, config = given.tensors(), given.said
+    require_weights(tensors, {}, str(given.folder))
     try:
         width, layers = int(config["hidden_size"]), int(config["num_layers"])
         blocks = [{part: tensors[f"model.{layer}.linear.{part}"] for part in ("weight", "bias")}
@@ -92,9 +94,11 @@ def import_specdec(folder: Path) -> AcceptanceHead:
         head.load_state_dict(state | {f"blocks.{layer}.linear.{part}": tensor for layer, block in enumerate(kept)
                                       for part, tensor in block.items()})
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{folder} is no acceptance head of SpecDec++ ({' '.join(str(error).split())}); give the "
+        raise UserError(f"{given.folder} is no acceptance head of SpecDec++ ({' '.join(str(error).split())}); give the "
                         "folder that its training wrote") from error
     return head.eval()
 
 
-SPECDEC: ExportFormat[Drafter] = ExportFormat(name="specdec", write_head=export_head)
+SPECDEC: ExportFormat[Drafter] = ExportFormat(
+    name="specdec", content="acceptance heads", write_head=export_head, read_head=read_specdec, opens=("temperature",),
+    file=HEAD_FILE)

@@ -173,6 +173,5 @@ def kind_in_words(kind: Any) -> str:
     if get_origin(kind) in (types.UnionType, typing.Union):
         return " or ".join(kind_in_words(one) for one in get_args(kind))
     if get_origin(kind) in (tuple, list):
-        inner = PLAIN_NAMES.get(get_args(kind)[0], str(get_args(kind)[0]))
-        return f"a list, each {inner}"
+        return f"a list, each {kind_in_words(get_args(kind)[0])}"
     return PLAIN_NAMES.get(get_origin(kind) or kind, getattr(kind, "__name__", str(kind)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...data import ChatTemplate, read_prompts
+from ...data import ChatTemplate, Prompt, read_prompts
 from ...export import (
     Artifact,
     EvaluateConfig,
@@ -27,8 +27,8 @@ from ...export.engines.trial import rounding_loss
 from ...export.layouts.parts.export_format import ExportFormat, Places
 from ...export.layouts.parts.folder_readme import hub_name, target_command
 from ...export.layouts.parts.gguf_file import FLOAT32
-from ...export.layouts.registry import EXPORT_FORMATS, format_named, in_fewer_bits, require_number_format
-from ...modules import TargetConfig, UserError, load_target
+from ...export.layouts.registry import EVERY_FORMAT, EXPORT_FORMATS, format_named, in_fewer_bits, require_number_format
+from ...modules import Target, TargetConfig, UserError, load_target
 from ...modules.files.bounded_reading import require_ordinary
 from ...modules.files.folder_locks import sole_writer
 from ...modules.target.loading.loading import gguf_of
@@ -91,6 +91,12 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
         changing = [str(folder) for folder, artifact in zip(folders, artifacts, strict=True) if artifact.adapter]
         raise UserError(f"{', '.join(changing)} changes the target, so that it has no baseline in common with the "
                         "others; evaluate each such artifact by itself")
+    measure(given, target, folders, artifacts, sets)
+
+
+def measure(given: EvaluateArguments, target: Target, folders: Sequence[Path], artifacts: Sequence[Artifact],
+            sets: dict[str, list[Prompt]]) -> None:
+    """Evaluate artifacts, loaded from these folders, next to the target alone; write and show the report."""
     methods = [method for artifact, name in zip(artifacts, names(folders), strict=True)
                for method in Method.each(artifact, given.evaluate, name=name, say=say)]
     questions = prompt_sets(given.template.build(target), sets)
@@ -125,10 +131,9 @@ class ExportArguments:
 
     artifact: Path
     """Folder of the artifact."""
-    format: str
-    """Name of the layout: eagle, eagle-sglang, gguf, huggingface, hydra, kangaroo, medusa, medusa-vllm, openvino,
-    ppd or speculators; target: the artifact's target as a folder that engines load; merged, for an artifact that
-    changes its target: the changed one likewise; or specdec: an acceptance head of the artifact."""
+    format: str = field(metadata={"choices": EVERY_FORMAT})
+    """Name of the layout; target is the artifact's target as a folder that engines load, merged that of an artifact
+    that changes its target, specdec an acceptance head of the artifact."""
     out: Path
     """New or empty folder for it."""
     try_with: Path | None = None

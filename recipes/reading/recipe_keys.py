@@ -46,7 +46,9 @@ def keys_of(config: type[Any], prefix: str = "", skip: tuple[str, ...] = ()) -> 
             found |= keys_of(kind, f"{name}.")
         else:
             default = field.default if field.default_factory is MISSING else field.default_factory()
-            found[name] = Key(name=name, kind=kind, default=default, meaning=meanings.get(field.name, ""))
+            # Names that a table of the code holds are read from it.
+            choices = f" One of {', '.join(field.metadata['choices'])}." if "choices" in field.metadata else ""
+            found[name] = Key(name=name, kind=kind, default=default, meaning=meanings.get(field.name, "") + choices)
     return found
 
 

@@ -20,6 +20,8 @@ that of the output of layer t, from 0, is t + 1. Inside `eagle_config` it is t (
 falls back to `eagle_config` and takes its ids for the other kind, so that a file needs both."""
 TAPS = "draftsmith_taps"
 """The tapped layers by their outputs, from 0, whoever reads the file."""
+ROPE_BASE = "draftsmith_rope_base"
+"""The base of the rotary embedding, which in files of the official trainers is not the one of `rope_theta`."""
 NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 """Settings of EAGLE-3's norms, under the names that vLLM, SGLang and the speculators library read."""
 EMBEDDING = "embed_tokens.weight"
@@ -97,7 +99,7 @@ def layer_config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
 
 def eagle_config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
     """config.json of a drafter in the official layout."""
-    said = layer_config(drafter, target)
+    said = {**layer_config(drafter, target), ROPE_BASE: drafter.block.rope_base}
     if isinstance(drafter, Eagle):
         return {**said, "bias": drafter.config.bias}
     # TensorRT-LLM looks for this norm in eagle_config alone.

@@ -6,16 +6,17 @@ A layout's file defines its object next to its writer; `registry.py` lists the o
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from ....modules import Drafter, Target
+from ....modules import AcceptanceHead, Drafter, Target
 from ...artifact import Artifact
 from .gguf_file import FLOAT32
 from .layout_folder import Contents
+from .safetensors_reader import Checkpoint
 
 D = TypeVar("D", bound=Drafter)
 
@@ -36,6 +37,26 @@ class ExportSettings:
 
 PLAIN = ExportSettings()
 """The weights as they were trained, and nothing that single formats ask for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportSettings:
+    """Values that a checkpoint may leave open; None takes the checkpoint's own, and is refused where it has none."""
+
+    taps: tuple[int, ...] | None = None
+    """With eagle and speculators, the layers of the target, from 0, whose outputs EAGLE-3 reads."""
+    rope_base: float | None = None
+    """With eagle and speculators, the base of the rotary embedding."""
+    exit_layer: int | None = None
+    """With kangaroo, the number of the target's layers before the adapter."""
+    depths: int | None = None
+    """With huggingface, the tokens that a draft with mask tokens guesses in a pass."""
+    temperature: float | None = None
+    """With specdec, the temperature of the answers that the head judges."""
+
+
+READ = ImportSettings()
+"""Every value as the checkpoint has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +105,13 @@ Writer = Callable[[D, Target, Path, ExportSettings], Contents]
 ArtifactWriter = Callable[[Artifact, Path, ExportSettings], Contents]
 """Writer of another part of an artifact."""
 
+Reader = Callable[[Checkpoint, Target, ImportSettings], tuple[D, dict[str, Tensor]]]
+"""Reader of a checkpoint: a drafter of its shape, and the weights for it. Raises UserError for what is left open."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExportFormat(Generic[D]):
-    """A layout: the drafters it takes, its writers, and the way that engines read it."""
+    """A layout: the drafters it takes, its writers and its reader, and the way that engines read it."""
 
     name: str
     """Name on the command line."""
@@ -107,6 +131,18 @@ class ExportFormat(Generic[D]):
     """Writer of the target of an artifact that leaves it unchanged; None where it holds none."""
     write_head: ArtifactWriter | None = None
     """Writer of an acceptance head; None where it holds none. Raises UserError for an artifact without that head."""
+    read: Reader[D] | None = None
+    """Reader of a drafter; None where nothing is imported."""
+    read_head: Callable[[Checkpoint], AcceptanceHead] | None = None
+    """Reader of an acceptance head."""
+    opens: tuple[str, ...] = ()
+    """The fields of `ImportSettings` that its checkpoints may leave open."""
+    known: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Settings that are fixed in the implementation, with the values that a configuration may give them."""
+    config_file: str = "config.json"
+    """The file of the configuration."""
+    bare: bool = False
+    """Whether the tensors say everything, so that a checkpoint without a configuration is read too."""
     option: str = ""
     """The field of `ExportSettings` that is for this format alone."""
     file: str = "model.safetensors"
@@ -122,6 +158,15 @@ class ExportFormat(Generic[D]):
     """Commands of other engines that serve the folder, by engine."""
     lost: Callable[[D], str] = lambda drafter: ""
     """A sentence on the part of the drafter that an engine leaves out; empty where there is none."""
+
+    @property
+    def imported(self) -> bool:
+        """True if checkpoints of it are read."""
+        return self.read is not None or self.read_head is not None
+
+    def checkpoint(self, folder: Path) -> Checkpoint:
+        """The checkpoint in a folder. Raises UserError if a file is missing or damaged."""
+        return Checkpoint(folder, self.file, self.config_file, bare=self.bare)
 
     def warning(self, drafter: Drafter) -> str:
         """The sentence of `lost` for a drafter of any family."""

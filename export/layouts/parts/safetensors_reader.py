@@ -1,5 +1,7 @@
 """Reader of drafters in other projects' layouts: safetensors files only, since a pickle can run code."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,48 +11,99 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ....modules import Drafter, Target, UserError
+from ....modules.files.atomic_files import file_sha256
 from ....modules.files.json_records import read_object
 from ....modules.target.draft_vocabulary import require_distinct
+from ....modules.target.loading.claimed_sizes import check_claims
 from ...weight_checks import require_weights
 
 _ROUNDING = 1e-2
 """Largest difference of an embedding from the target's, relative to its largest element: half precision is closer."""
+_SINGLE = "model.safetensors"
+_LAYERS = "transformer_layer_config"
+"""The section of the speculators library with the shape of the layers."""
+_EVERYWHERE: dict[str, tuple[Any, ...]] = {
+    "is_causal": (None, True), "use_bidirectional_attention": (None, False), "quantization_config": (None,)}
+"""Settings of all layouts, with the values that can be read: every drafter here sees the text before a token alone, and
+weights of fewer bits are for serving."""
 D = TypeVar("D", bound=Drafter)
 
 
-def read_checkpoint(folder: Path, file: str, config_file: str | None = "config.json"
-                    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(the tensors, the configuration) of a published checkpoint.
+class Checkpoint:
+    """A published checkpoint: its configuration and its files of weights, which are not read yet.
 
     Args:
         folder: of the checkpoint.
-        file: of the weights; model.safetensors is read where there is no such file.
-        config_file: of the configuration; None for a layout whose tensors say everything.
+        file: of the weights; model.safetensors, or its shards, are read where there is no such file.
+        config_file: of the configuration.
+        bare: whether the tensors say everything, so that there need be no configuration.
 
     Raises:
-        UserError: if a file is missing or damaged, or there is no tensor.
+        UserError: if a file is missing or damaged.
     """
-    path = next((folder / name for name in (file, "model.safetensors") if (folder / name).is_file()), None)
-    if path is None:
-        stem = Path(file).stem
-        raise UserError(
-            f"{folder} holds neither {file} nor model.safetensors; a .pt or .bin file is a pickle, which is never "
-            "read: if you trust it, convert it first with safetensors.torch.save_file({name: tensor.clone() for "
-            f"name, tensor in torch.load('{stem}.pt', weights_only=True).items()}}, '{file}')")
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} is not a readable safetensors file ({error}); copy it again") from error
-    if not tensors:
-        raise UserError(f"{path} holds no tensor; give a folder with a drafter's weights")
-    return tensors, {} if config_file is None else read_object(folder / config_file, "copy it again")
+
+    def __init__(self, folder: Path, file: str, config_file: str, *, bare: bool = False) -> None:
+        if not folder.is_dir():
+            raise UserError(f"there is no folder {folder}; give the one that holds the checkpoint")
+        self.folder, self.config = folder, folder / config_file
+        whole = next((folder / name for name in (file, _SINGLE) if (folder / name).is_file()), None)
+        self.files = sorted(folder.glob("model-*.safetensors")) if whole is None else [whole]
+        """Its files of weights."""
+        if not self.files:
+            found = sorted(path.name for path in folder.iterdir() if path.suffix in (".pt", ".pth", ".bin"))
+            raise UserError(
+                f"{folder} holds neither {file} nor {_SINGLE}; a .pt or .bin file is a pickle, which is never "
+                "read: if you trust it, convert it first with safetensors.torch.save_file({name: tensor.clone() for "
+                f"name, tensor in torch.load('{(found or [f'{Path(file).stem}.pt'])[0]}', weights_only=True)"
+                f".items()}}, '{file}')")
+        said = {} if bare and not self.config.is_file() else read_object(self.config, "copy it again")
+        check_claims(said, str(folder))
+        self.said: dict[str, Any] = (layers if isinstance(layers := said.get(_LAYERS), dict) else {}) | said
+        """Its configuration."""
+
+    @property
+    def by_speculators(self) -> bool:
+        """True for the layout of the speculators library."""
+        return _LAYERS in self.said
+
+    def require(self, known: Mapping[str, tuple[Any, ...]], target: Target) -> None:
+        """Refuse settings that are not implemented, and a checkpoint for another vocabulary than the target's.
+
+        Args:
+            known: settings that are fixed here, with the values that a configuration may give them.
+            target: the model it is to draft for.
+
+        Raises:
+            UserError: naming the first one.
+        """
+        for key, values in {**_EVERYWHERE, **known}.items():
+            if key in self.said and self.said[key] not in values:
+                raise UserError(f"{self.config} says {key}: {json.dumps(self.said[key])}; only "
+                                f"{json.dumps(values[-1])} can be imported, choose such a checkpoint")
+        if (tokens := self.said.get("vocab_size")) not in (None, target.vocab_size):
+            raise UserError(f"{self.config} says vocab_size: {json.dumps(tokens)}, but {target.identity.name} has "
+                            f"{target.vocab_size} tokens; load the target it was trained for with --target.name")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name. Raises UserError if a file is damaged, or there is no tensor."""
+        found: dict[str, Tensor] = {}
+        for path in self.files:
+            try:
+                found |= load_file(path)
+            except SafetensorError as error:
+                raise UserError(f"{path} is not a readable safetensors file ({error}); copy it again") from error
+        if not found:
+            raise UserError(f"{self.files[0]} holds no tensor; give a folder with a drafter's weights")
+        return found
+
+    def origin(self, format_name: str) -> dict[str, Any]:
+        """Provenance of an import: its layout, the last part of the folder's path, the hash of each file of weights."""
+        return {"format": format_name, "folder": self.folder.absolute().name,
+                "files": {path.name: file_sha256(path) for path in self.files}}
 
 
-def loaded(drafter: D, tensors: dict[str, Tensor], target: Target, mismatch: str) -> D:
+def loaded(drafter: D, tensors: dict[str, Tensor], target: Target, folder: Path) -> D:
     """The drafter with these weights, on the target's device in at least float32, bound to the target.
-
-    Args:
-        mismatch: start of the error message, up to the name of the target.
 
     Raises:
         UserError: if a tensor is missing, unknown, of another shape or not finite, or the draft vocabulary holds an id
@@ -59,7 +112,8 @@ def loaded(drafter: D, tensors: dict[str, Tensor], target: Target, mismatch: str
     try:
         drafter.load_state_dict(tensors)
     except RuntimeError as error:
-        raise UserError(f"{mismatch} {target.identity.name} (width {target.hidden_size}, {target.vocab_size} tokens): "
+        raise UserError(f"the {drafter.family} drafter in {folder} does not fit its configuration or "
+                        f"{target.identity.name} (width {target.hidden_size}, {target.vocab_size} tokens): "
                         f"{' '.join(str(error).split())}; choose a checkpoint made for this target") from error
     # Loading accepts whole numbers, nan and an id that occurs twice without a word.
     require_weights(tensors, drafter.state_dict(), "the imported drafter")

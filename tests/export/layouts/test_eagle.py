@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.export import Artifact, export_artifact, import_eagle
+from draftsmith.export import Artifact, ImportSettings, export_artifact, import_drafter
 from draftsmith.export.layouts.registry import format_named
 from draftsmith.modules import (
     Eagle,
@@ -104,7 +104,7 @@ def check_steps(drafter: EagleDrafter, features: Features, tensors: dict[str, Te
 
 def test_the_first_eagle_gives_the_recorded_outputs(tmp_path: Path) -> None:
     tensors, _, target = official("eagle1", tmp_path / "official")
-    drafter, features = import_eagle(tmp_path / "official", target), features_of(tensors)
+    drafter, features = import_drafter("eagle", tmp_path / "official", target), features_of(tensors)
     assert isinstance(drafter, Eagle)
     with torch.no_grad():
         hidden = drafter(features).hidden_BLKD[:, :6, 0]
@@ -115,7 +115,7 @@ def test_the_first_eagle_gives_the_recorded_outputs(tmp_path: Path) -> None:
 
 def test_the_first_eagle_expands_the_recorded_tree(tmp_path: Path) -> None:
     tensors, _, target = official("eagle1", tmp_path / "official")
-    drafter, features = import_eagle(tmp_path / "official", target), features_of(tensors)
+    drafter, features = import_drafter("eagle", tmp_path / "official", target), features_of(tensors)
     state = drafter.start(1, 32)
     drafter.observe(state, torch.tensor([0]), observation(features, 0, 6))
     best = drafter.expand(state, level([0], [-1], [0])).best(10).tokens_BFHR[0, :, 0]
@@ -132,7 +132,7 @@ def test_the_first_eagle_expands_the_recorded_tree(tmp_path: Path) -> None:
 
 def test_the_third_eagle_gives_the_recorded_outputs(tmp_path: Path) -> None:
     tensors, weights, target = official("eagle3", tmp_path / "official")
-    drafter, features = import_eagle(tmp_path / "official", target), features_of(tensors)
+    drafter, features = import_drafter("eagle", tmp_path / "official", target), features_of(tensors)
     assert isinstance(drafter, Eagle3)
     assert (drafter.taps, drafter.block.rope_base, drafter.block.norm_eps) == ((1, 3, 4), 5e5, 1e-5)
     assert torch.equal(drafter.token_ids_Q, torch.arange(48) + weights["d2t"])
@@ -148,7 +148,7 @@ def test_the_third_eagle_gives_the_recorded_outputs(tmp_path: Path) -> None:
 
 def test_the_third_eagle_grows_the_recorded_tree(tmp_path: Path) -> None:
     tensors, _, target = official("eagle3", tmp_path / "official")
-    drafter, features = import_eagle(tmp_path / "official", target), features_of(tensors)
+    drafter, features = import_drafter("eagle", tmp_path / "official", target), features_of(tensors)
     state = drafter.start(1, 32)
     drafter.observe(state, torch.tensor([0]), observation(features, 0, 6))
     tree = Eagle2Tree(12, 4, 4).grow(drafter, state, features.tokens_BL[:, 6])
@@ -175,7 +175,7 @@ def test_the_official_trainer_gives_the_same_steps() -> None:
 @pytest.mark.parametrize("name", ["eagle1", "eagle3"])
 def test_official_drafters_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     _, weights, target = official(name, tmp_path / "official")
-    drafter = import_eagle(tmp_path / "official", target)
+    drafter = import_drafter("eagle", tmp_path / "official", target)
     again = load_file(written(drafter, target, tmp_path / "again") / "model.safetensors")
     # Official checkpoints of EAGLE-3 hold no embedding: its code takes the target's.
     stored = {key: value for key, value in weights.items() if name == "eagle1" or key != "embed_tokens.weight"}
@@ -214,7 +214,7 @@ MADE = {
 @pytest.mark.parametrize("name", MADE)
 def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, name: str) -> None:
     drafter = randomised(MADE[name](tiny_target))
-    back = import_eagle(written(drafter, tiny_target, tmp_path / "out"), tiny_target)
+    back = import_drafter("eagle", written(drafter, tiny_target, tmp_path / "out"), tiny_target)
     assert back.block == drafter.block
     features = tiny_target.encode(Features.from_rows([([9, 8, 7, 30, 31, 32], [True] * 6)]), drafter.taps)
     with torch.no_grad():
@@ -250,7 +250,7 @@ def test_the_taps_come_back_by_the_keys_of_engines_alone(tmp_path: Path, tiny_ta
     assert config["num_aux_hidden_states"] == len(drafter.taps)
     without = {key: value for key, value in config.items() if key != "draftsmith_taps"}
     (folder / "config.json").write_text(json.dumps(without))
-    assert import_eagle(folder, tiny_target).taps == drafter.taps
+    assert import_drafter("eagle", folder, tiny_target).taps == drafter.taps
 
 
 def test_the_embedding_of_the_target_is_stored_where_a_reader_asks_for_it(tmp_path: Path, tiny_target: Target) -> None:
@@ -273,7 +273,7 @@ def test_sglang_gets_a_bias_of_zeros_for_none(tmp_path: Path, tiny_target: Targe
     assert torch.equal(bias, drafter.fc.bias.detach() if drafter.config.bias else torch.zeros(32))
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle"]
     assert "--speculative-algorithm EAGLE " in (folder / "README.md").read_text()
-    assert import_eagle(folder, tiny_target).block == drafter.block
+    assert import_drafter("eagle", folder, tiny_target).block == drafter.block
 
 
 def test_sglang_reads_other_drafters_in_the_format_eagle(tmp_path: Path, tiny_target: Target) -> None:
@@ -316,7 +316,7 @@ def test_another_width_is_written_and_checked(tmp_path: Path, tiny_target: Targe
     def refused(match: str, **keys: object) -> None:
         (folder / "config.json").write_text(json.dumps(config | keys))
         with pytest.raises(UserError, match=match):
-            import_eagle(folder, tiny_target)
+            import_drafter("eagle", folder, tiny_target)
 
     refused(r"reads states 48 wide \(hidden_size, without a target_hidden_size\), but those of tiny-random are 32 wide",
             target_hidden_size=None)
@@ -325,7 +325,7 @@ def test_another_width_is_written_and_checked(tmp_path: Path, tiny_target: Targe
     said = json.loads((first / "config.json").read_text()) | {"hidden_size": 48, "target_hidden_size": 32}
     (first / "config.json").write_text(json.dumps(said))
     with pytest.raises(UserError, match="target_hidden_size: 32 and hidden_size: 48; EAGLE-1 is as wide as its"):
-        import_eagle(first, tiny_target)
+        import_drafter("eagle", first, tiny_target)
 
 
 def test_the_first_has_one_layer(tmp_path: Path, tiny_target: Target) -> None:
@@ -333,7 +333,7 @@ def test_the_first_has_one_layer(tmp_path: Path, tiny_target: Target) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     with pytest.raises(UserError, match="says num_hidden_layers: 2; EAGLE-1 has 1"):
-        import_eagle(folder, tiny_target)
+        import_drafter("eagle", folder, tiny_target)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
@@ -360,12 +360,12 @@ def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> N
         save_file(tensors | (tensor or {}), path)
         (folder / "config.json").write_text(json.dumps(config | keys))
         with pytest.raises(UserError, match=match):
-            import_eagle(folder, tiny_target)
+            import_drafter("eagle", folder, tiny_target)
 
     refused(r"says rope_scaling: \{\"factor\": 8\}; only the rope_type linear, .* can be imported",
             rope_scaling={"factor": 8})
     refused(r"does not fit its configuration .*Missing key.*layers\.1\.self_attn", num_hidden_layers=2)
-    refused("fc in .* reads 32 numbers, but the 2 taps .* are 64; give the layers that are", draftsmith_taps=[0, 1])
+    refused("fc in .* reads 32 numbers, but the 2 taps .* are 64; .* with --taps", draftsmith_taps=[0, 1])
     refused("tap 2 would be the state after the last norm of tiny-random", draftsmith_taps=[2])
     refused("names the token 200, but tiny-random has 100", {"d2t": tensors["d2t"] + 140})
     refused("d2t and t2d in .* name different tokens", {"d2t": tensors["d2t"] + 1})
@@ -378,14 +378,15 @@ def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> N
     (folder / "config.json").write_text(json.dumps(foreign | {"eagle_config": {
         "eagle_aux_hidden_state_layer_ids": [5]}}))
     save_file(tensors, path)
-    with pytest.raises(UserError, match=r"reads the layers \[5\], but does not say whether their inputs or outputs"):
-        import_eagle(folder, tiny_target)
-    assert import_eagle(folder, tiny_target, taps=(1,), rope_base=7.0).block.rope_base == 7.0
+    with pytest.raises(UserError, match=r"the layers \[5\], but does not say .*--taps: '\[5\]' for outputs, '\[4\]"):
+        import_drafter("eagle", folder, tiny_target)
+    given = ImportSettings(taps=(1,), rope_base=7.0)
+    assert import_drafter("eagle", folder, tiny_target, given).block.rope_base == 7.0
     (folder / "config.json").write_text("{}")
     with pytest.raises(UserError, match="lacks hidden_size, intermediate_size, num_attention_heads"):
-        import_eagle(folder, tiny_target)
+        import_drafter("eagle", folder, tiny_target)
     (folder / "config.json").unlink()
     with pytest.raises(UserError, match=r"cannot read .*config\.json: No such file.*copy it again"):
-        import_eagle(folder, tiny_target)
+        import_drafter("eagle", folder, tiny_target)
     with pytest.raises(UserError, match="the format eagle holds EAGLE drafters, this artifact is medusa"):
         written(Medusa.create(MedusaConfig(), tiny_target), tiny_target, tmp_path / "medusa")

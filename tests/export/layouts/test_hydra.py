@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.export import Artifact, export_artifact, import_hydra
+from draftsmith.export import Artifact, export_artifact, import_drafter
 from draftsmith.modules import Features, Hydra, HydraConfig, Observation, StaticTree, Target, Topology, UserError
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors import safe_open
@@ -55,7 +55,8 @@ def features_of(tensors: dict[str, Tensor]) -> Features:
 @pytest.mark.parametrize("name", NAMES)
 def test_official_heads_give_the_recorded_outputs(tmp_path: Path, name: str) -> None:
     tensors, said = fixture(name)
-    drafter = import_hydra(official_folder(tmp_path / "official", tensors, said["config"])[0], official_target(tensors))
+    folder, _ = official_folder(tmp_path / "official", tensors, said["config"])
+    drafter = import_drafter("hydra", folder, official_target(tensors))
     official = json.loads(said["config"])
     assert drafter.config == HydraConfig(
         num_heads=official["hydra_num_heads"], num_layers=official["hydra_num_layers"], output="copy",
@@ -78,7 +79,8 @@ def test_official_heads_give_the_recorded_outputs(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize("name", NAMES)
 def test_official_heads_propose_the_recorded_tree(tmp_path: Path, name: str) -> None:
     tensors, said = fixture(name)
-    drafter = import_hydra(official_folder(tmp_path / "official", tensors, said["config"])[0], official_target(tensors))
+    folder, _ = official_folder(tmp_path / "official", tensors, said["config"])
+    drafter = import_drafter("hydra", folder, official_target(tensors))
     tree = StaticTree(Topology.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)]))
     state, read = drafter.start(1, 16), 0
     for end, suffix in ((4, "_after_4"), (6, "_after_6")) if name == "hydra_plus_plus" else ((6, ""),):
@@ -99,7 +101,7 @@ def test_official_heads_come_back_as_they_were(tmp_path: Path, name: str) -> Non
     tensors, said = fixture(name)
     target = official_target(tensors)
     folder, weights = official_folder(tmp_path / "official", tensors, said["config"])
-    drafter = import_hydra(folder, target)
+    drafter = import_drafter("hydra", folder, target)
     artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(1), identity=target.identity,
                         provenance={})
     export_artifact(artifact, target, "hydra", tmp_path / "again")
@@ -134,7 +136,7 @@ def written(drafter: Hydra, target: Target, out: Path) -> Path:
 ])
 def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, settings: dict[str, object]) -> None:
     drafter = heads(tiny_target, **settings)
-    back = import_hydra(written(drafter, tiny_target, tmp_path / "out"), tiny_target)
+    back = import_drafter("hydra", written(drafter, tiny_target, tmp_path / "out"), tiny_target)
     features = tiny_target.encode(Features.from_rows([([9, 8, 7, 30, 31, 32], [True] * 6)]))
     with torch.no_grad():
         ours, theirs = drafter(features).hidden_BLKD, back(features).hidden_BLKD
@@ -149,11 +151,11 @@ def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, s
 def test_blocks_that_differ_are_read_and_not_written(tmp_path: Path, tiny_target: Target) -> None:
     tied = heads(tiny_target, num_layers=3)
     folder = written(tied, tiny_target, tmp_path / "tied")
-    assert import_hydra(folder, tiny_target).config.tie_blocks
+    assert import_drafter("hydra", folder, tiny_target).config.tie_blocks
     tensors = load_file(folder / "hydra_lm_head.safetensors")
     tensors["hydra_mlp.1.2.linear.bias"] += 1
     save_file(tensors, folder / "hydra_lm_head.safetensors")
-    free = import_hydra(folder, tiny_target)
+    free = import_drafter("hydra", folder, tiny_target)
     assert not free.config.tie_blocks
     torch.testing.assert_close(free.heads[1].blocks[1].linear.bias, tensors["hydra_mlp.1.2.linear.bias"])
     with pytest.raises(UserError, match=r"these heads have 2: train with tie_blocks: true"):
@@ -168,7 +170,7 @@ def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> N
     def refused(changed: dict[str, Tensor], message: str) -> None:
         save_file(changed, path)
         with pytest.raises(UserError, match=message):
-            import_hydra(folder, tiny_target)
+            import_drafter("hydra", folder, tiny_target)
 
     refused({**tensors, "lm_head.weight": torch.zeros(2)}, "holds 'lm_head.weight', no tensor of Hydra heads")
     refused({**tensors, "input_embed_fn.weight": torch.randn(3, 32)}, "is not that of tiny-random")
@@ -179,17 +181,17 @@ def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> N
     refused({**tensors, "hydra_mlp.1.0.linear.bias": torch.zeros(5)}, "do not fit tiny-random.*size mismatch")
     half = {**tensors, "input_embed_fn.weight": embedding.to(torch.float16)}
     save_file(half, path)
-    assert import_hydra(folder, tiny_target).config.num_heads == 2
+    assert import_drafter("hydra", folder, tiny_target).config.num_heads == 2
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_state_offset": 1}))
     with pytest.raises(UserError, match="hidden_state_offset: 1; only heads with hidden_state_offset: 0"):
-        import_hydra(folder, tiny_target)
+        import_drafter("hydra", folder, tiny_target)
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read as JSON"):
-        import_hydra(folder, tiny_target)
+        import_drafter("hydra", folder, tiny_target)
     path.write_bytes(b"nothing")
     with pytest.raises(UserError, match="not a readable safetensors file"):
-        import_hydra(folder, tiny_target)
+        import_drafter("hydra", folder, tiny_target)
     path.unlink()
     with pytest.raises(UserError, match=r"is a pickle, which is never read: if you trust it, convert.*torch.load"):
-        import_hydra(folder, tiny_target)
+        import_drafter("hydra", folder, tiny_target)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.export import Artifact, export_artifact, import_kangaroo
+from draftsmith.export import Artifact, ImportSettings, export_artifact, import_drafter
 from draftsmith.modules import Drafter, Features, Kangaroo, KangarooConfig, MedusaConfig, Target, Topology, UserError
 from draftsmith.modules.drafters.medusa import Medusa
 from draftsmith.modules.drafters.parts.block_cache import BlockRows
@@ -61,7 +61,8 @@ def exported(drafter: Drafter, target: Target, out: Path) -> Path:
 @torch.no_grad()
 def test_an_official_adapter_gives_the_recorded_outputs(tmp_path: Path) -> None:
     folder, _, tensors = official(tmp_path / "official")
-    drafter = import_kangaroo(folder, small_target(tensors["input/target_lm_head"]), exit_layer=2)
+    target = small_target(tensors["input/target_lm_head"])
+    drafter = import_drafter("kangaroo", folder, target, ImportSettings(exit_layer=2))
     exits = tensors["input/exit_hidden"]
     rows = Features.from_rows([(list(range(3, 11)), [True] * 8)])
     drafts = drafter(Features(**{**vars(rows), "taps": {1: exits}}))
@@ -83,7 +84,7 @@ def test_an_official_adapter_gives_the_recorded_outputs(tmp_path: Path) -> None:
 def test_an_official_adapter_comes_back_as_it_was(tmp_path: Path) -> None:
     folder, weights, tensors = official(tmp_path / "official")
     target = small_target(tensors["input/target_lm_head"])
-    drafter = import_kangaroo(folder, target, exit_layer=2)
+    drafter = import_drafter("kangaroo", folder, target, ImportSettings(exit_layer=2))
     again = exported(drafter, target, tmp_path / "again")
     found = load_file(again / "model.safetensors")
     assert found.keys() == weights.keys()
@@ -98,7 +99,7 @@ def test_exit_gamma_and_eta_come_back_with_a_reduced_vocabulary_made_whole(tmp_p
     target = small_target()
     config = KangarooConfig(exit_layer=2, gamma=3, eta=0.25, vocabulary_size=4)
     drafter = randomised(Kangaroo.create(config, target, torch.tensor([1, 5, 9, 30])))
-    again = import_kangaroo(exported(drafter, target, tmp_path / "out"), target)
+    again = import_drafter("kangaroo", exported(drafter, target, tmp_path / "out"), target)
     assert again.config == KangarooConfig(exit_layer=2, gamma=3, eta=0.25)
     own = drafter.state_dict()
     assert all(torch.equal(tensor, own[name]) for name, tensor in again.state_dict().items())
@@ -107,18 +108,18 @@ def test_exit_gamma_and_eta_come_back_with_a_reduced_vocabulary_made_whole(tmp_p
 
 def test_a_layout_without_an_exit_layer_asks_for_it(tmp_path: Path) -> None:
     folder, _, tensors = official(tmp_path / "official")
-    with pytest.raises(UserError, match=r"does not say after which layer .* the adapter comes; give exit_layer"):
-        import_kangaroo(folder, small_target(tensors["input/target_lm_head"]))
+    with pytest.raises(UserError, match=r"after which layer .* the adapter comes; give it with --exit_layer"):
+        import_drafter("kangaroo", folder, small_target(tensors["input/target_lm_head"]))
 
 
 def test_an_adapter_for_another_target_is_refused(tmp_path: Path) -> None:
     folder, weights, tensors = official(tmp_path / "official", draftsmith_exit_layer=3)
     target = small_target(tensors["input/target_lm_head"])
     with pytest.raises(UserError, match="exit_layer must be below the 3 layers of tiny-target, got 3"):
-        import_kangaroo(folder, target)
+        import_drafter("kangaroo", folder, target)
     save_file({**weights, "norm.weight": torch.ones(31)}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"the Kangaroo adapter in .* does not fit tiny-target"):
-        import_kangaroo(folder, target, exit_layer=1)
+    with pytest.raises(UserError, match=r"the kangaroo drafter in .* does not fit .* tiny-target"):
+        import_drafter("kangaroo", folder, target, ImportSettings(exit_layer=1))
 
 
 def test_what_the_official_code_cannot_run_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.export import EVERY_FORMAT, Artifact, export_artifact, import_medusa
+from draftsmith.export import EVERY_FORMAT, Artifact, export_artifact, import_drafter
 from draftsmith.modules import Features, Target, UserError
 from draftsmith.modules.drafters.medusa import Medusa
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
@@ -57,7 +57,7 @@ def test_official_heads_give_official_logits_and_come_back_as_they_were(tmp_path
     (tmp_path / "official" / "config.json").write_text(config)
     save_file(weights, tmp_path / "official" / "medusa_lm_head.safetensors")
     target = target_with(tensors["input/target_lm_head"])
-    drafter = import_medusa(tmp_path / "official", target)
+    drafter = import_drafter("medusa", tmp_path / "official", target)
     assert drafter.config.tie_blocks == name.endswith("_tied")
     with torch.no_grad():
         logits_KBLV = head_logits(drafter, tensors["input/hidden_states"])
@@ -74,7 +74,7 @@ def test_official_heads_give_official_logits_and_come_back_as_they_were(tmp_path
 def test_imported_tied_blocks_stay_tied_in_further_training(tmp_path: Path, tiny_target: Target) -> None:
     drafter = heads(tiny_target, num_layers=2, tie_blocks=True)
     folder = export_artifact(as_artifact(drafter, tiny_target), tiny_target, "medusa", tmp_path / "out")
-    back = import_medusa(folder, tiny_target)
+    back = import_drafter("medusa", folder, tiny_target)
     assert back.config.tie_blocks
     assert len(list(back.heads.parameters())) == 3 * 2
     before = back.heads[0][0].linear.weight.detach().clone()
@@ -86,8 +86,9 @@ def test_imported_tied_blocks_stay_tied_in_further_training(tmp_path: Path, tiny
     written = load_file(tmp_path / "again" / "medusa_lm_head.safetensors")
     assert all(torch.equal(written[f"{head}.0.linear.weight"], written[f"{head}.1.linear.weight"])
                for head in range(3))
-    assert not import_medusa(export_artifact(as_artifact(heads(tiny_target, num_layers=2), tiny_target), tiny_target,
-                                             "medusa", tmp_path / "free"), tiny_target).config.tie_blocks
+    free = export_artifact(as_artifact(heads(tiny_target, num_layers=2), tiny_target), tiny_target, "medusa",
+                           tmp_path / "free")
+    assert not import_drafter("medusa", free, tiny_target).config.tie_blocks
 
 
 def test_the_layout_that_engines_expect(tmp_path: Path, tiny_target: Target) -> None:
@@ -110,7 +111,7 @@ def test_the_layout_that_engines_expect(tmp_path: Path, tiny_target: Target) -> 
 def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, settings: dict[str, object]) -> None:
     drafter = heads(tiny_target, **settings)
     export_artifact(as_artifact(drafter, tiny_target), tiny_target, "medusa", tmp_path / "out")
-    back = import_medusa(tmp_path / "out", tiny_target)
+    back = import_drafter("medusa", tmp_path / "out", tiny_target)
     final_BLD = torch.randn(1, 5, 32)
     with torch.no_grad():
         ours, theirs = head_logits(drafter, final_BLD), head_logits(back, final_BLD)
@@ -126,7 +127,7 @@ def test_no_token_outside_a_reduced_vocabulary_is_ever_the_best(
 ) -> None:
     drafter = heads(tiny_target, output=output, vocabulary_size=3)
     export_artifact(as_artifact(drafter, tiny_target), tiny_target, "medusa", tmp_path / "out")
-    back, final_BLD = import_medusa(tmp_path / "out", tiny_target), 3 * torch.randn(1, 2000, 32)
+    back, final_BLD = import_drafter("medusa", tmp_path / "out", tiny_target), 3 * torch.randn(1, 2000, 32)
     with torch.no_grad():
         ours, theirs = head_logits(drafter, final_BLD), head_logits(back, final_BLD)
     # In some of these states all logits of the vocabulary are negative: rows of zeros would win there.
@@ -145,7 +146,7 @@ def write_heads(folder: Path, tensors: dict[str, torch.Tensor], name: str = "med
 
 def test_heads_without_output_layers_share_the_targets(tmp_path: Path, tiny_target: Target) -> None:
     tensors = {"medusa_head.0.0.linear.weight": torch.randn(32, 32), "medusa_head.0.0.linear.bias": torch.randn(32)}
-    drafter = import_medusa(write_heads(tmp_path / "v2", tensors, "model.safetensors"), tiny_target)
+    drafter = import_drafter("medusa", write_heads(tmp_path / "v2", tensors, "model.safetensors"), tiny_target)
     assert (drafter.config.output, drafter.config.num_heads, drafter.config.num_layers) == ("shared", 1, 1)
 
 
@@ -153,20 +154,20 @@ def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> N
     (tmp_path / "pickle").mkdir()
     (tmp_path / "pickle" / "medusa_lm_head.pt").write_bytes(b"\x80\x04.")
     with pytest.raises(UserError, match="is a pickle, which is never read"):
-        import_medusa(tmp_path / "pickle", tiny_target)
+        import_drafter("medusa", tmp_path / "pickle", tiny_target)
     strange = write_heads(tmp_path / "strange", {"model.embed_tokens.weight": torch.zeros(2)})
     with pytest.raises(UserError, match=r"'model\.embed_tokens\.weight', no tensor of Medusa heads"):
-        import_medusa(strange, tiny_target)
+        import_drafter("medusa", strange, tiny_target)
     gap = write_heads(tmp_path / "gap", {"1.0.linear.weight": torch.zeros(32, 32), "1.0.linear.bias": torch.zeros(32)})
-    with pytest.raises(UserError, match=r"do not fit tiny-random .*heads\.0\.0\.linear"):
-        import_medusa(gap, tiny_target)
+    with pytest.raises(UserError, match=r"does not fit .* tiny-random .*heads\.0\.0\.linear"):
+        import_drafter("medusa", gap, tiny_target)
     wide = {"0.0.linear.weight": torch.zeros(8, 8), "0.0.linear.bias": torch.zeros(8)}
     with pytest.raises(UserError, match="size mismatch"):
-        import_medusa(write_heads(tmp_path / "wide", wide), tiny_target)
+        import_drafter("medusa", write_heads(tmp_path / "wide", wide), tiny_target)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(UserError, match="not a readable safetensors file"):
-        import_medusa(tmp_path / "broken", tiny_target)
+        import_drafter("medusa", tmp_path / "broken", tiny_target)
 
 
 def test_heads_that_the_layout_cannot_hold_are_refused(tmp_path: Path, tiny_target: Target) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.export import export_artifact, import_medusa
+from draftsmith.export import export_artifact, import_drafter
 from draftsmith.modules import MedusaConfig, Target, UserError
 from draftsmith.modules.drafters.medusa import Medusa
 from safetensors.torch import load_file, save_file
@@ -68,7 +68,7 @@ def test_vllm_computes_the_heads_logits(tmp_path: Path, tiny_target: Target, set
 @pytest.mark.parametrize("settings", EVERY)
 def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, settings: dict[str, object]) -> None:
     drafter, final_BLD = heads(tiny_target, **settings), torch.randn(1, 5, 32)
-    back = import_medusa(written(drafter, tiny_target, tmp_path / "out"), tiny_target)
+    back = import_drafter("medusa", written(drafter, tiny_target, tmp_path / "out"), tiny_target)
     assert (back.config.output, back.config.tie_blocks) == ("one_copy", drafter.config.tie_blocks)
     assert back.config.vocabulary_size == drafter.config.vocabulary_size
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_a_map_selects_rows_of_a_longer_layer(tmp_path: Path, tiny_target: Targe
     drafter = heads(tiny_target, vocabulary_size=20)
     folder = written(drafter, tiny_target, tmp_path / "out")
     altered(folder, **{"lm_head.weight": tiny_target.output_weight().clone()})
-    back = import_medusa(folder, tiny_target)
+    back = import_drafter("medusa", folder, tiny_target)
     assert torch.equal(back.output_parameters(0)[0], tiny_target.output_weight()[drafter.token_ids_Q])
 
 
@@ -123,7 +123,7 @@ def test_layers_of_single_heads_are_read_too(tmp_path: Path, tiny_target: Target
     drafter = heads(tiny_target, output="one_copy")
     folder, weight_VD = written(drafter, tiny_target, tmp_path / "out"), drafter.output_parameters(0)[0].detach()
     each = {f"lm_heads.{head}.weight": weight_VD + head for head in range(3)}
-    back = import_medusa(altered(folder, **{"lm_head.weight": None}, **each), tiny_target)
+    back = import_drafter("medusa", altered(folder, **{"lm_head.weight": None}, **each), tiny_target)
     assert back.config.output == "copy"
     assert torch.equal(back.output_parameters(2)[0], weight_VD + 2)
 
@@ -134,9 +134,9 @@ def test_layers_of_single_heads_are_read_too(tmp_path: Path, tiny_target: Target
     ({"token_map": torch.arange(-1, 19)}, "must hold tokens from 0 to 99"),
     ({"token_map": torch.arange(20.0)}, "must hold tokens from 0 to 99"),
     ({"token_map": torch.zeros(20, dtype=torch.int64)}, "token 0 occurs 20 times in the draft vocabulary"),
-    ({"lm_head.weight": torch.zeros(19, 32)}, r"do not fit tiny-random .*outputs\.0\.weight"),
+    ({"lm_head.weight": torch.zeros(19, 32)}, r"does not fit .* tiny-random .*outputs\.0\.weight"),
     ({"lm_head.weight": torch.full((20, 32), torch.nan)}, "not finite"),
-    ({"blocks.1.layers.0.bias": None}, r"do not fit tiny-random .*heads\.1\.0\.linear\.bias"),
+    ({"blocks.1.layers.0.bias": None}, r"does not fit .* tiny-random .*heads\.1\.0\.linear\.bias"),
     ({f"blocks.{head}.layers.0.{part}": None for head in range(3) for part in ("weight", "bias")},
      "num_heads must be a whole number of at least 1, got 0"),
     ({"blocks.0.norm.weight": torch.zeros(32)}, r"'blocks\.0\.norm\.weight', no tensor of Medusa heads"),
@@ -146,4 +146,4 @@ def test_damaged_folders_are_named(
 ) -> None:
     folder = written(heads(tiny_target, **REDUCED), tiny_target, tmp_path / "out")
     with pytest.raises(UserError, match=told):
-        import_medusa(altered(folder, **changes), tiny_target)
+        import_drafter("medusa", altered(folder, **changes), tiny_target)

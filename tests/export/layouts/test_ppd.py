@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.export import Artifact, export_artifact, import_ppd
+from draftsmith.export import Artifact, export_artifact, import_drafter
 from draftsmith.modules import (
     Features,
     MedusaConfig,
@@ -68,7 +68,7 @@ def exported(drafter: Any, target: Target, out: Path) -> Path:
 def test_official_prompts_give_the_recorded_outputs(tmp_path: Path) -> None:
     """Both ways: all positions at once as in training, and virtual nodes of a pass."""
     folder, target, tensors = official(tmp_path / "official")
-    drafter = import_ppd(folder, target)
+    drafter = import_drafter("ppd", folder, target)
     tokens_1N = tensors["input/input_ids"]
     features = target.encode(Features.from_rows([(tokens_1N[0].tolist(), [True] * tokens_1N.shape[1])]))
     states_1KD = drafter(features).hidden_BLKD[:, -1]
@@ -89,7 +89,7 @@ def test_official_prompts_give_the_recorded_outputs(tmp_path: Path) -> None:
 
 def test_official_prompts_come_back_as_they_were(tmp_path: Path) -> None:
     folder, target, tensors = official(tmp_path / "official")
-    again = exported(import_ppd(folder, target), target, tmp_path / "again")
+    again = exported(import_drafter("ppd", folder, target), target, tmp_path / "again")
     found = load_file(again / "adapter_model.safetensors")
     assert found.keys() == {"prompt_embeddings"}
     assert torch.equal(found["prompt_embeddings"], tensors["weight/prompt_encoder.default.embedding.weight"])
@@ -103,22 +103,22 @@ def test_a_reduced_vocabulary_is_made_whole(tmp_path: Path) -> None:
     target = small_target()
     config = PromptTokensConfig(num_tokens=2, vocabulary_size=4)
     drafter = randomised(PromptTokens.create(config, target, torch.tensor([1, 5, 9, 30])))
-    again = import_ppd(exported(drafter, target, tmp_path / "out"), target)
+    again = import_drafter("ppd", exported(drafter, target, tmp_path / "out"), target)
     assert (again.config.num_tokens, again.config.copies, again.token_ids_Q) == (2, 1, None)
     assert torch.equal(again.prompts, drafter.prompts)
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"vt_attention_type": "decoder"}, "vt_attention_type: decoder; only ensemble can be decoded"),
-    ({"aggregation_type": "weighted"}, "aggregation_type: weighted; only mean"),
-    ({"use_prefix_tuning": True}, "use_prefix_tuning: True; only False"),
+    ({"vt_attention_type": "decoder"}, 'vt_attention_type: "decoder"; only "ensemble" can be imported'),
+    ({"aggregation_type": "weighted"}, 'aggregation_type: "weighted"; only "mean"'),
+    ({"use_prefix_tuning": True}, "use_prefix_tuning: true; only false"),
     ({"num_special_tokens": "3"}, "must hold num_special_tokens and .* at least 1, got 3 and 2"),
-    ({"num_special_tokens": 4}, "the prompt tokens in .* do not fit tiny-target"),
+    ({"num_special_tokens": 4}, "the prompt_tokens drafter in .* does not fit .* tiny-target"),
 ])
 def test_settings_without_a_counterpart_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     folder, target, _ = official(tmp_path / "official", **changes)
     with pytest.raises(UserError, match=words):
-        import_ppd(folder, target)
+        import_drafter("ppd", folder, target)
 
 
 def test_another_family_is_refused(tmp_path: Path) -> None:

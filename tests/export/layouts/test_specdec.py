@@ -7,12 +7,11 @@ import pytest
 import torch
 from draftsmith.export import (
     StoredHead,
-    import_specdec,
     load_artifact,
     save_artifact,
     save_head,
 )
-from draftsmith.export.layouts.specdec import export_specdec
+from draftsmith.export.layouts.specdec import SPECDEC, export_specdec, read_specdec
 from draftsmith.modules import (
     AcceptanceHead,
     AcceptanceHeadConfig,
@@ -47,7 +46,7 @@ def test_the_official_head_gives_the_official_chances_and_comes_back_as_it_was(t
     (tmp_path / "official").mkdir()
     (tmp_path / "official" / "config.json").write_text(config)
     save_file(weights, tmp_path / "official" / "model.safetensors")
-    head = import_specdec(tmp_path / "official")
+    head = imported(tmp_path / "official")
     assert head.config == AcceptanceHeadConfig(num_layers=3, tie_blocks=True)
     with torch.no_grad():
         logits = head(tensors["input/draft_hidden"])
@@ -59,6 +58,10 @@ def test_the_official_head_gives_the_official_chances_and_comes_back_as_it_was(t
     assert again.keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in again.items())
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == json.loads(config)
+
+
+def imported(folder: Path) -> AcceptanceHead:
+    return read_specdec(SPECDEC.checkpoint(folder))
 
 
 def folder_of(head: AcceptanceHead, folder: Path) -> Path:
@@ -78,7 +81,7 @@ def head_with(**settings: object) -> AcceptanceHead:
 @pytest.mark.parametrize("settings", [{"num_layers": 1}, {"num_layers": 3, "tie_blocks": True}])
 def test_export_and_import_judge_the_same(tmp_path: Path, settings: dict[str, object]) -> None:
     head, states = head_with(**settings), torch.randn(5, 8)
-    back = import_specdec(folder_of(head, tmp_path / "out"))
+    back = imported(folder_of(head, tmp_path / "out"))
     assert back.config == head.config
     torch.testing.assert_close(back.log_acceptance(states), head.log_acceptance(states))
 
@@ -104,7 +107,7 @@ def test_the_command_writes_the_head_of_a_temperature(tmp_path: Path, tiny: Targ
     both = with_heads(tmp_path / "both", tiny, 0.0, 1.0)
     for temperature in (1.0, 0.0):
         assert main([*words, str(both), "--temperature", f"{temperature:g}"]) == 0
-        back, own = import_specdec(tmp_path / "out"), load_artifact(both, tiny).heads[temperature].head
+        back, own = imported(tmp_path / "out"), load_artifact(both, tiny).heads[temperature].head
         assert back.config == own.config
         assert all(torch.equal(tensor, own.state_dict()[name]) for name, tensor in back.state_dict().items())
         assert back.output.bias[0].item() == temperature
@@ -148,7 +151,7 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, "extra": torch.zeros(1)}, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"is no acceptance head of SpecDec.*5 tensors where 1 blocks have 4"):
-        import_specdec(folder)
+        imported(folder)
     (folder / "config.json").write_text('{"hidden_size": 9, "num_layers": 1}')
     with pytest.raises(UserError, match="is no acceptance head of SpecDec"):
-        import_specdec(folder)
+        imported(folder)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.export import import_eagle
+from draftsmith.export import import_drafter
 from draftsmith.modules import Eagle3, Features, Target, UserError
 from draftsmith.modules.drafters.eagle_base import EagleDrafter
 from safetensors.torch import load_file
@@ -25,7 +25,7 @@ def speculators(name: str, target: Target, out: Path) -> tuple[EagleDrafter, Pat
 @pytest.mark.parametrize("name", THIRD)
 def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, name: str) -> None:
     drafter, folder = speculators(name, tiny_target, tmp_path / "out")
-    back = import_eagle(folder, tiny_target)
+    back = import_drafter("speculators", folder, tiny_target)
     assert isinstance(back, Eagle3)
     assert (back.block, back.taps) == (drafter.block, drafter.taps)
     features = tiny_target.encode(Features.from_rows([([9, 8, 7, 30, 31, 32], [True] * 6)]), drafter.taps)

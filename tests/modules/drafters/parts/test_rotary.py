@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.export.layouts.eagle import export_eagle, import_eagle
+from draftsmith.export import import_drafter
+from draftsmith.export.layouts.eagle import export_eagle
 from draftsmith.export.layouts.kangaroo import KANGAROO
 from draftsmith.modules import Eagle, Eagle3, Eagle3Config, EagleConfig, Kangaroo, KangarooConfig, Target, UserError
 from draftsmith.modules.drafters.parts.decoder_block import BlockConfig
@@ -73,7 +74,7 @@ def test_scaling_is_exported_and_imported(kind: str, tmp_path: Path) -> None:
     drafter = Eagle3.create(Eagle3Config(taps=(0, 1)), target)
     (tmp_path / "out").mkdir()
     export_eagle(drafter, target, tmp_path / "out")
-    assert import_eagle(tmp_path / "out", target).block == drafter.block
+    assert import_drafter("eagle", tmp_path / "out", target).block == drafter.block
     described = drafter.describe()
     assert Eagle3.rebuild(described, target.identity).block == drafter.block
     described["block"].pop("rope_scaling")

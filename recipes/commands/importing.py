@@ -1,0 +1,121 @@
+"""The command `draftsmith import`: an artifact of a published checkpoint, or its acceptance head in an artifact."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...export import ImportSettings, StoredHead, import_drafter, load_artifact, save_artifact, save_head
+from ...export.layouts.registry import EXPORT_FORMATS, IMPORTED, importable
+from ...modules import Drafter, SamplingSetting, StaticTree, TargetConfig, Topology, UserError, load_target, rollouts
+from ...modules.files.folder_locks import sole_writer
+from ...modules.policies.registry import MOST
+from ...modules.verification.sampling import TEMPERATURES, is_temperature
+from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts
+from ..reading.parsing import Command, Parsed
+from ..stages.records import STAGES_FILE
+from ..terminal.terminal_text import say
+from .artifact_commands import EvaluateArguments, measure, own_target, trial_prompts
+
+TREE = ("give --tree N for a chain of N tokens, as engines draft (3 is usual), or the rank paths of its nodes as the "
+        "official code of Medusa and EAGLE lists them, such as --tree '[[0],[1],[0,0]]'")
+"""Remedy for a draft tree that is missing or none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportFolders:
+    """Folders of `draftsmith import`, and the target."""
+
+    folder: Path
+    """Folder of the checkpoint: its weights in safetensors files, and its configuration."""
+    format: str = field(metadata={"choices": IMPORTED})
+    """Name of its layout."""
+    out: Path
+    """New or empty folder for the artifact; with specdec, the artifact whose drafts the head judges."""
+    target: TargetConfig = field(default_factory=own_target)
+    """The target that the checkpoint was trained for, to be named; with specdec that of the artifact by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportArguments(ImportSettings, ImportFolders):
+    """Arguments of `draftsmith import`."""
+
+    tree: int | tuple[tuple[int, ...], ...] | None = None
+    """Draft tree, which no checkpoint holds: N for a chain of N tokens, or the rank paths of its nodes, each after the
+    one that it extends: '[[0],[1],[0,0]]'. --policy drafts with others."""
+    evaluate: bool = False
+    """Measure the artifact as draftsmith evaluate does with its defaults, in the folder OUT-evaluation."""
+    template: TemplateConfig = field(default_factory=TemplateConfig)
+    """Settings of the target's chat template, for the prompts that are measured."""
+
+    def __post_init__(self) -> None:
+        chosen = importable(self.format)
+        for name in ImportSettings.__dataclass_fields__:
+            value, takers = getattr(self, name), [one.name for one in EXPORT_FORMATS if name in one.opens]
+            if value is not None and name not in chosen.opens:
+                raise UserError(f"{name} {json.dumps(value)} is for the formats {' and '.join(takers)} alone; leave it out")
+        if self.rope_base is not None and not (self.rope_base > 0 and math.isfinite(self.rope_base)):
+            raise UserError(f"rope_base must be above 0, got {self.rope_base:g}; 10000 and 500000 are usual")
+        if self.depths is not None and not 2 <= self.depths <= MOST:
+            raise UserError(f"depths must lie between 2 and {MOST}, got {self.depths}; 8 is usual")
+        if chosen.read_head is not None:
+            if self.temperature is None or not is_temperature(self.temperature):
+                raise UserError(f"a head is for answers of one temperature, which its checkpoint does not name; give "
+                                f"--temperature, {TEMPERATURES}, got {self.temperature}; 0 and 1 are usual")
+        elif self.target.name == ARTIFACT_TARGET:
+            raise UserError(f"import needs the model that {self.folder} was trained for; give it with --target.name")
+        if (self.tree is None) != (chosen.read is None):
+            raise UserError(f"no checkpoint says with which tree it drafts; {TREE}" if chosen.read else
+                            f"tree {self.tree} is that of an artifact, and {self.format} holds a head for one that has "
+                            "its own; leave --tree out")
+
+    def topology(self, drafter: Drafter[Any]) -> Topology:
+        """The draft tree of an imported drafter. Raises UserError for none, or one that is too deep for it."""
+        count = self.tree if isinstance(self.tree, int) else len(self.tree or ())
+        if not 1 <= count < MOST:
+            raise UserError(f"tree must have 1 to {MOST - 1} nodes below its root, got {count}; {TREE}")
+        paths = self.tree if isinstance(self.tree, tuple) else tuple((0,) * (depth + 1) for depth in range(count))
+        try:
+            found = Topology.from_paths(paths)
+        except ValueError as error:
+            raise UserError(f"tree is none: {error}; {TREE}") from error
+        StaticTree(found).check(drafter)
+        return found
+
+
+def import_checkpoint(parsed: Parsed[ImportArguments]) -> None:
+    """Make an artifact of a published checkpoint, or put an acceptance head into one."""
+    given, chosen = parsed.values, importable(parsed.values.format)
+    # Before a large target is loaded: a file that is missing or a pickle is refused at once.
+    checkpoint = chosen.checkpoint(given.folder)
+    known = {name: getattr(given, name) for name in chosen.opens if getattr(given, name) is not None}
+    origin = {"imported": {**checkpoint.origin(given.format), **known}}
+    if chosen.read_head is not None:
+        head, target = chosen.read_head(checkpoint), artifact_target(given.out, given.target)
+        artifact = load_artifact(given.out, target)
+        setting = SamplingSetting(temperature=given.temperature or 0.0)
+        states = rollouts(artifact.target, artifact.drafter, trial_prompts(given.template.build(artifact.target)),
+                          setting, length=1, max_new_tokens=4, most=1).states_CTD
+        if states.shape[-1] != head.width:
+            raise UserError(f"the head in {given.folder} judges states {head.width} wide, those of the "
+                            f"{artifact.drafter.family} drafter in {given.out} are {states.shape[-1]}; give the "
+                            "artifact of the drafter that it was trained with")
+        with sole_writer(given.out.absolute().parent / STAGES_FILE, wait=False):
+            save_head(given.out, StoredHead(head=head, setting=setting, provenance=origin))
+        say(f"{given.out} holds the head; draft with --policy specdec --temperature {given.temperature:g}")
+    else:
+        target = load_target(given.target)
+        drafter = import_drafter(given.format, given.folder, target, given)
+        save_artifact(given.out, drafter, target.identity, origin, given.topology(drafter))
+        say(f"{given.out} holds the {drafter.family} drafter of {given.folder}; draftsmith generate, chat, evaluate "
+            "and export take it like a trained one")
+    if given.evaluate:
+        beside = given.out.with_name(f"{given.out.name}-evaluation")
+        measure(EvaluateArguments(out=beside, template=given.template), target,
+                [given.out], [load_artifact(given.out, target)], {"handwritten": handwritten_prompts()})
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    "import": Command(name="import", arguments=ImportArguments, run=import_checkpoint),
+}
