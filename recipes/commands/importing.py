@@ -54,7 +54,8 @@ class ImportArguments(ImportSettings, ImportFolders):
         for name in ImportSettings.__dataclass_fields__:
             value, takers = getattr(self, name), [one.name for one in EXPORT_FORMATS if name in one.opens]
             if value is not None and name not in chosen.opens:
-                raise UserError(f"{name} {json.dumps(value)} is for the formats {' and '.join(takers)} alone; leave it out")
+                raise UserError(f"{name} {json.dumps(value)} is for the formats {' and '.join(takers)} alone; leave "
+                                "it out")
         if self.rope_base is not None and not (self.rope_base > 0 and math.isfinite(self.rope_base)):
             raise UserError(f"rope_base must be above 0, got {self.rope_base:g}; 10000 and 500000 are usual")
         if self.depths is not None and not 2 <= self.depths <= MOST:

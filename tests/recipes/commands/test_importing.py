@@ -1,0 +1,265 @@
+"""`draftsmith import`: every family comes back from its layouts as it was; what a checkpoint leaves open is asked."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.export import (
+    Artifact,
+    StoredHead,
+    export_artifact,
+    load_artifact,
+    read_description,
+    save_artifact,
+    save_head,
+)
+from draftsmith.export.layouts.registry import EXPORT_FORMATS, IMPORTED
+from draftsmith.modules import (
+    AcceptanceHead,
+    AcceptanceHeadConfig,
+    DecodeSettings,
+    Drafter,
+    DraftLM,
+    DraftLMConfig,
+    Request,
+    SamplingSetting,
+    Target,
+    TargetConfig,
+    Topology,
+    decode,
+    load_target,
+)
+from draftsmith.modules.decoding.pass_recorder import PassRecorder
+from draftsmith.modules.files.atomic_files import file_sha256
+from draftsmith.recipes.__main__ import main
+from safetensors.torch import load_file, save_file
+from support.families import CASES, randomised
+
+TREE = "[[0],[1],[0,0]]"
+LAYOUTS = [
+    ("medusa", "medusa", TREE), ("medusa-one-copy", "medusa", "2"), ("medusa-copy-reduced", "medusa", "2"),
+    ("hydra", "hydra", TREE), ("hydra-one-copy", "hydra", "2"), ("hydra++", "hydra", TREE),
+    ("eagle", "eagle", TREE), ("eagle3", "eagle", TREE), ("eagle3-reduced", "eagle", TREE),
+    ("eagle3-narrow", "eagle", TREE), ("eagle3-reduced", "speculators", TREE), ("eagle3.1", "speculators", TREE),
+    ("eagle3-norms", "speculators", TREE), ("eagle3-layers", "speculators", TREE), ("kangaroo", "kangaroo", TREE),
+    ("prompt-tokens", "ppd", TREE), ("draft-lm", "huggingface", TREE), ("draft-lm-reduced", "huggingface", TREE),
+    ("masks", "huggingface", TREE),
+]
+"""(case, layout, tree): of a reduced vocabulary that becomes a whole one the likeliest guess alone is the same."""
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Target:
+    """The target that the command line knows by name."""
+    return load_target(TargetConfig(name="tiny-random"))
+
+
+@cache
+def made(name: str, target: Target) -> Drafter[Any]:
+    """The drafter of a case, the same for each call."""
+    if name == "masks":
+        config = DraftLMConfig(num_layers=2, hidden_size=32, depths=3, mask_token_id=7)
+        drafter: Drafter[Any] = randomised(DraftLM.create(config, target))
+        assert isinstance(drafter, DraftLM)
+        assert drafter.mask_embedding is not None
+        # An export has one place for both.
+        drafter.mask_embedding.data.copy_(drafter._embedding().weight[7])
+        return drafter
+    return randomised(CASES[name].make(target))
+
+
+def exported(name: str, target: Target, layout: str, out: Path) -> Path:
+    drafter = made(name, target)
+    return export_artifact(Artifact(drafter=drafter, target=target, topology=Topology.chain(1), provenance={},
+                                    identity=target.identity), target, layout, out)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, Path], Path]:
+    """A copy of an export, which is made once, to a folder."""
+    @cache
+    def once(name: str, layout: str) -> Path:
+        return exported(name, tiny, layout, tmp_path_factory.mktemp("made") / "out")
+
+    return lambda name, layout, out: Path(copytree(once(name, layout), out))
+
+
+def words(layout: str, folder: Path, out: Path, *more: str) -> list[str]:
+    return ["import", "--format", layout, "--folder", str(folder), "--out", str(out), *more]
+
+
+def passes(drafter: Drafter[Any], target: Target, topology: Topology) -> tuple[list[Any], dict[int, list[Any]]]:
+    """(answers, guesses of every pass) of two prompts."""
+    recorder, artifact = PassRecorder(), Artifact(drafter=drafter, target=target, topology=topology, provenance={},
+                                                  identity=target.identity)
+    requests = [Request((1, 9, 8, 30, 31), 0, 24), Request((1, 40, 5), 1, 24)]
+    found = decode(target, requests, DecodeSettings(), drafter=drafter, policy=artifact.policy("static"),
+                   observer=recorder)
+    return [one.tokens for one in found.generations], recorder.passes
+
+
+@pytest.mark.parametrize(("name", "layout", "tree"), LAYOUTS)
+def test_an_imported_drafter_makes_the_same_passes(
+    tmp_path: Path, tiny: Target, checkpoint: Callable[[str, str, Path], Path], name: str, layout: str, tree: str
+) -> None:
+    folder = checkpoint(name, layout, tmp_path / "out")
+    assert main(words(layout, folder, tmp_path / "back", "--target.name", "tiny-random", "--tree", tree)) == 0
+    back = load_artifact(tmp_path / "back", tiny)
+    own = made(name, tiny)
+    assert type(back.drafter) is type(own)
+    assert any(one.rejected for one in passes(own, tiny, back.topology)[1][0])
+    assert passes(back.drafter, tiny, back.topology) == passes(own, tiny, back.topology)
+    # Once more in the same layout, it is the same checkpoint.
+    again = export_artifact(back, tiny, layout, tmp_path / "again")
+    file = next(one.file for one in EXPORT_FORMATS if one.name == layout)
+    first, second = load_file(folder / file), load_file(again / file)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    facts = read_description(tmp_path / "back")["provenance"]["imported"]
+    assert facts == {"format": layout, "folder": "out", "files": {file: file_sha256(folder / file)}}
+    assert f"format {layout}, folder out: {file} `{facts['files'][file]}`" in (
+        tmp_path / "back" / "README.md").read_text()
+
+
+def test_every_layout_that_is_read_is_tried_and_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {layout for _, layout, _ in LAYOUTS} | {"specdec"} == set(IMPORTED)
+    with pytest.raises(SystemExit):
+        main(["import", "--help"])
+    assert f"One of {', '.join(IMPORTED)}." in " ".join(capsys.readouterr().out.split())
+
+
+FOREIGN = {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": None, "draftsmith_taps": None,
+           "draftsmith_rope_base": None}
+"""Keys that checkpoints of other programs lack."""
+
+
+@pytest.mark.parametrize(("name", "layout", "config", "more", "message"), [
+    ("eagle3", "eagle", FOREIGN, "", "does not say which layers' outputs EAGLE-3 reads; give them, from 0, with --taps:"
+                                     " '[0, 1]' in the official code and in vLLM for the 2 layers of tiny-random"),
+    ("eagle3", "eagle", {**FOREIGN, "rope_theta": 500000.0}, "--taps [0,1]",
+     "says rope_theta: 500000, which the official trainers of EAGLE pass over; give --rope_base 10000 for a checkpoint "
+     "of theirs, or --rope_base 500000 for one of another trainer"),
+    ("eagle3", "speculators", {"eagle_aux_hidden_state_layer_ids": None}, "", "does not say which layers' outputs"),
+    ("eagle", "eagle", {**FOREIGN, "rope_theta": 7.5}, "", "says rope_theta: 7.5, which the official trainers"),
+    ("eagle3", "eagle", {}, "--taps [1]", "fc in"),
+    ("eagle3", "eagle", {"hidden_size": 64}, "", "reads states 64 wide"),
+    ("eagle3", "eagle", {"vocab_size": 99}, "", "says vocab_size: 99, but tiny-random has 100 tokens; load the target"),
+    ("eagle3", "eagle", {"is_causal": False}, "", "says is_causal: false; only true can be imported"),
+    ("eagle3", "eagle", {"dflash_config": {}}, "", "says dflash_config: {}; only null can be imported"),
+    ("eagle3", "speculators", {"speculators_model_type": "dflash"}, "", 'says speculators_model_type: "dflash"; only'),
+    ("eagle3", "eagle", {"quantization_config": {"bits": 4}}, "", "says quantization_config"),
+    ("eagle3", "eagle", {"hidden_size": 10**12}, "", "has hidden_size 1000000000000, more than any model"),
+    ("eagle3", "eagle", {"eagle_aux_hidden_state_layer_ids": 5, "draftsmith_taps": None}, "", "is damaged ("),
+    ("eagle3", "eagle", {}, "--format speculators", "holds no EAGLE-3 drafter in the layout of the"),
+    ("eagle3", "eagle", {}, "--exit_layer 1", "exit_layer 1 is for the formats kangaroo alone; leave it out"),
+    ("eagle3", "eagle", {}, "--rope_base 0", "rope_base must be above 0, got 0"),
+    ("kangaroo", "kangaroo", {"draftsmith_exit_layer": None}, "", "give it with --exit_layer (the official"),
+    ("kangaroo", "kangaroo", {"rms_norm_eps": None}, "", "lacks 'rms_norm_eps'; copy it again"),
+    ("masks", "huggingface", {"draftsmith_depths": None}, "", "names the mask token 7 (pard_token), and not how many"),
+    ("draft-lm", "huggingface", {}, "--depths 3", "names none (pard_token); leave --depths out"),
+    ("medusa", "medusa", {}, "--tree 9", "the tree is 9 tokens deep, but this medusa drafter answers 3"),
+    ("medusa", "medusa", {}, "--tree [[1,0]]", "the path (1, 0) comes before its parent (1,); give --tree N"),
+    ("medusa", "medusa", {}, "--tree 0", "tree must have 1 to 1023 nodes below its root, got 0; give --tree N"),
+    ("medusa", "medusa", {}, "--tree null", "no checkpoint says with which tree it drafts; give --tree N"),
+    ("medusa", "medusa", {}, "--target.name artifact", "give it with --target.name"),
+    ("medusa", "medusa", {}, "--format medusa-vllm", "the format 'medusa-vllm' are not imported; choose one of eagle"),
+    ("medusa", "medusa", {}, "--format specdec", "give --temperature"),
+])
+def test_what_is_open_or_does_not_fit_is_refused(
+    tmp_path: Path, checkpoint: Callable[[str, str, Path], Path], capsys: pytest.CaptureFixture[str], name: str,
+    layout: str, config: dict[str, Any], more: str, message: str,
+) -> None:
+    folder = checkpoint(name, layout, tmp_path / "out")
+    said = json.loads((folder / "config.json").read_text())
+    changed = {key: value for key, value in (said | config).items() if key not in config or value is not None}
+    (folder / "config.json").write_text(json.dumps(changed))
+    line = words(layout, folder, tmp_path / "back", "--target.name", "tiny-random", "--tree", "2", *more.split())
+    assert main(line) == 2
+    assert message in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+@pytest.mark.parametrize(("name", "layout", "change", "message"), [
+    ("eagle3-reduced", "eagle", {"t2d": torch.ones(90, dtype=torch.bool)}, "marks 90 tokens, but tiny-random has 100"),
+    ("eagle3-reduced", "speculators", {"d2t": torch.full((26,), 90)}, "names the token 115, but tiny-random has 100"),
+    ("eagle3", "eagle", {"norm.weight": torch.full((32,), torch.nan)}, "values that are not finite"),
+    ("hydra", "hydra", {"hydra_mlp.1.0.linear.bias": None}, "does not fit its configuration or tiny-random"),
+    ("prompt-tokens", "ppd", {"prompt_embeddings": torch.zeros(3, 8)}, "does not fit its configuration or tiny-random"),
+])
+def test_tensors_of_another_target_are_refused(
+    tmp_path: Path, checkpoint: Callable[[str, str, Path], Path], capsys: pytest.CaptureFixture[str], name: str,
+    layout: str, change: dict[str, torch.Tensor | None], message: str,
+) -> None:
+    folder = checkpoint(name, layout, tmp_path / "out")
+    file = folder / next(one.file for one in EXPORT_FORMATS if one.name == layout)
+    save_file({key: value for key, value in (load_file(file) | change).items() if value is not None}, file)
+    assert main(words(layout, folder, tmp_path / "back", "--target.name", "tiny-random", "--tree", "2")) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("layout", sorted(IMPORTED))
+def test_a_pickle_is_refused_with_the_line_that_converts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
+) -> None:
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "weights.bin").write_bytes(b"\x80\x04.")
+    more = ("--temperature", "0") if layout == "specdec" else ("--target.name", "no such model", "--tree", "2")
+    # Before the target is loaded, which may take minutes.
+    assert main(words(layout, tmp_path / "pickled", tmp_path / "back", *more)) == 2
+    assert "torch.load('weights.bin', weights_only=True)" in capsys.readouterr().err
+    assert main(words(layout, tmp_path / "nowhere", tmp_path / "back", *more)) == 2
+    assert "nowhere; give the one that holds the checkpoint" in capsys.readouterr().err
+
+
+def test_values_that_are_given_are_kept(tmp_path: Path, tiny: Target) -> None:
+    folder = exported("eagle3", tiny, "eagle", tmp_path / "out")
+    said = json.loads((folder / "config.json").read_text())
+    foreign = {key: value for key, value in said.items() if key not in FOREIGN} | {"rope_theta": 500000.0}
+    (folder / "config.json").write_text(json.dumps(foreign))
+    more = ("--target.name", "tiny-random", "--tree", "2", "--taps", "[0,1]", "--rope_base")
+    for base in (10000.0, 500000.0):
+        assert main(words("eagle", folder, tmp_path / "back", *more, f"{base:g}")) == 0
+        description = read_description(tmp_path / "back")
+        assert description["drafter"]["block"]["rope_base"] == base
+        assert description["provenance"]["imported"]["rope_base"] == base
+        assert description["provenance"]["imported"]["taps"] == [0, 1]
+
+
+def test_a_head_comes_into_the_artifact_of_its_drafter(
+    tmp_path: Path, tiny: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def artifact(name: str) -> Path:
+        return save_artifact(tmp_path / name, made(name, tiny), tiny.identity, {}, Topology.chain(2))
+
+    head = AcceptanceHead(AcceptanceHeadConfig(num_layers=2, tie_blocks=True), 24)
+    save_head(artifact("draft-lm"), StoredHead(head=head, setting=SamplingSetting()))
+    export_artifact(load_artifact(tmp_path / "draft-lm", tiny), tiny, "specdec", tmp_path / "head")
+    artifact("draft-lm")
+    line = words("specdec", tmp_path / "head", tmp_path / "draft-lm", "--temperature", "0.5")
+    assert main(line) == 0
+    (temperature, stored), = load_artifact(tmp_path / "draft-lm", tiny).heads.items()
+    assert temperature == 0.5
+    assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in stored.head.state_dict().items())
+    assert stored.provenance["imported"]["folder"] == "head"
+    assert main(["generate", "--artifact", str(tmp_path / "draft-lm"), "--prompt", "a horse", "--max_new_tokens", "4",
+                 "--policy", "specdec", "--temperature", "0.5"]) == 0
+    assert main(words("specdec", tmp_path / "head", artifact("eagle"), "--temperature", "0.5")) == 2
+    assert "judges states 24 wide, those of the eagle drafter" in capsys.readouterr().err
+    assert main([*line, "--tree", "2"]) == 2
+    assert "holds a head for one that has its own; leave --tree out" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_an_import_is_measured_next_to_it(tmp_path: Path, tiny: Target) -> None:
+    folder = exported("medusa", tiny, "medusa", tmp_path / "out")
+    assert main(words("medusa", folder, tmp_path / "back", "--target.name", "tiny-random", "--tree", "2",
+                      "--evaluate")) == 0
+    found = json.loads((tmp_path / "back-evaluation" / "evaluation.json").read_text())
+    assert list(found["header"]["artifacts"].values()) == [read_description(tmp_path / "back")["weights_sha256"]] * len(
+        found["header"]["artifacts"])
