@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.export import Artifact, ImportSettings, export_artifact, import_drafter
+from draftsmith.export.layouts.parts.export_format import READ
 from draftsmith.export.layouts.registry import format_named
 from draftsmith.modules import (
     Eagle,
@@ -37,6 +38,8 @@ FIXTURES = Path(__file__).resolve().parents[4] / "shared" / "fixtures"
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
 TREE = [(0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (0, 0, 0), (0, 0, 0, 0)]
 """The nodes of the official tree of EAGLE-1 that have children, the root left out."""
+THIRD = ImportSettings(taps=(1, 3, 4), rope_base=500000.0)
+"""Values that the recorded checkpoint of EAGLE-3 leaves open."""
 
 
 def fixture(name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -132,7 +135,7 @@ def test_the_first_eagle_expands_the_recorded_tree(tmp_path: Path) -> None:
 
 def test_the_third_eagle_gives_the_recorded_outputs(tmp_path: Path) -> None:
     tensors, weights, target = official("eagle3", tmp_path / "official")
-    drafter, features = import_drafter("eagle", tmp_path / "official", target), features_of(tensors)
+    drafter, features = import_drafter("eagle", tmp_path / "official", target, THIRD), features_of(tensors)
     assert isinstance(drafter, Eagle3)
     assert (drafter.taps, drafter.block.rope_base, drafter.block.norm_eps) == ((1, 3, 4), 5e5, 1e-5)
     assert torch.equal(drafter.token_ids_Q, torch.arange(48) + weights["d2t"])
@@ -148,7 +151,7 @@ def test_the_third_eagle_gives_the_recorded_outputs(tmp_path: Path) -> None:
 
 def test_the_third_eagle_grows_the_recorded_tree(tmp_path: Path) -> None:
     tensors, _, target = official("eagle3", tmp_path / "official")
-    drafter, features = import_drafter("eagle", tmp_path / "official", target), features_of(tensors)
+    drafter, features = import_drafter("eagle", tmp_path / "official", target, THIRD), features_of(tensors)
     state = drafter.start(1, 32)
     drafter.observe(state, torch.tensor([0]), observation(features, 0, 6))
     tree = Eagle2Tree(12, 4, 4).grow(drafter, state, features.tokens_BL[:, 6])
@@ -175,7 +178,7 @@ def test_the_official_trainer_gives_the_same_steps() -> None:
 @pytest.mark.parametrize("name", ["eagle1", "eagle3"])
 def test_official_drafters_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     _, weights, target = official(name, tmp_path / "official")
-    drafter = import_drafter("eagle", tmp_path / "official", target)
+    drafter = import_drafter("eagle", tmp_path / "official", target, THIRD if name == "eagle3" else READ)
     again = load_file(written(drafter, target, tmp_path / "again") / "model.safetensors")
     # Official checkpoints of EAGLE-3 hold no embedding: its code takes the target's.
     stored = {key: value for key, value in weights.items() if name == "eagle1" or key != "embed_tokens.weight"}

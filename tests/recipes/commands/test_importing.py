@@ -263,3 +263,11 @@ def test_an_import_is_measured_next_to_it(tmp_path: Path, tiny: Target) -> None:
     found = json.loads((tmp_path / "back-evaluation" / "evaluation.json").read_text())
     assert list(found["header"]["artifacts"].values()) == [read_description(tmp_path / "back")["weights_sha256"]] * len(
         found["header"]["artifacts"])
+
+
+def test_the_table_of_the_readme_is_that_of_the_layouts() -> None:
+    text = (Path(__file__).parents[3] / "export" / "README.md").read_text()
+    rows = text.partition("<!-- imports -->\n")[2].partition("<!-- /imports -->")[0].splitlines()[2:]
+    expected = [(f"`{one.name}`", one.content, f"`{one.file}`", ", ".join(f"`--{name}`" for name in one.opens))
+                for one in EXPORT_FORMATS if one.imported]
+    assert [tuple(cell.strip() for cell in row.split("|")[1:-1]) for row in rows] == expected
