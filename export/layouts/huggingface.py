@@ -35,7 +35,8 @@ WEIGHTS = "model.safetensors"
 TRAINED = "draft_token_ids.json"
 """The ids of a reduced vocabulary, ascending."""
 _MASK, _DEPTHS = "pard_token", "draftsmith_depths"
-"""Keys of the mask token, as engines read it, and of the tokens that are guessed in a pass, which they are told."""
+"""Keys of the mask token, as engines read it, and of the number of tokens that are guessed in a pass, which they ask
+for."""
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
            "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
 """Number formats by their names in safetensors."""

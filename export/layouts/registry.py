@@ -33,39 +33,25 @@ EXPORT_FORMATS: tuple[ExportFormat[Any], ...] = (
 """All layouts, in the order of the tables."""
 EVERY_FORMAT: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS))
 """Their names."""
-IMPORTED: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS if one.imported))
+IMPORTED: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS if one.read or one.read_head))
 """Names of those whose checkpoints are read."""
 
 
-def format_named(name: str) -> ExportFormat[Any]:
-    """A layout by its name. Raises UserError for an unknown one."""
-    found = next((one for one in EXPORT_FORMATS if one.name == name), None)
-    if found is None:
-        raise UserError(f"unknown export format {name!r}; choose one of {', '.join(EVERY_FORMAT)}")
-    return found
-
-
-def importable(name: str) -> ExportFormat[Any]:
-    """A layout whose checkpoints are read, by its name. Raises UserError for any other."""
-    if name not in IMPORTED:
-        raise UserError(f"checkpoints of the format {name!r} are not imported; choose one of {', '.join(IMPORTED)}")
-    return format_named(name)
+def format_named(name: str, known: tuple[str, ...] = EVERY_FORMAT) -> ExportFormat[Any]:
+    """A layout by its name, which is one of these. Raises UserError for another one."""
+    if name not in known:
+        raise UserError(f"the format {name!r} is none of {', '.join(known)}; choose one of these")
+    return next(one for one in EXPORT_FORMATS if one.name == name)
 
 
 def import_drafter(format_name: str, folder: Path, target: Target, settings: ImportSettings = READ) -> Drafter[Any]:
     """The drafter of a published checkpoint, bound to `target`.
 
-    Args:
-        format_name: one of `IMPORTED`, but for acceptance heads.
-        folder: of the checkpoint, with its weights in safetensors files.
-        target: the model it drafts for.
-        settings: values that the checkpoint leaves open.
-
     Raises:
         UserError: if a file, a tensor or a key is missing or damaged, the checkpoint is of another target or has
-            settings that are not implemented, or leaves a value open that is not given.
+            settings that are not implemented, or leaves a value open that `settings` do not give.
     """
-    chosen = importable(format_name)
+    chosen = format_named(format_name, IMPORTED)
     if chosen.read is None:
         raise UserError(f"the format {format_name} holds {chosen.content} and no drafter; choose another one")
     given = chosen.checkpoint(folder)
@@ -74,10 +60,9 @@ def import_drafter(format_name: str, folder: Path, target: Target, settings: Imp
         drafter, tensors = chosen.read(given, target, settings)
     except UserError:
         raise
-    except KeyError as error:
-        raise UserError(f"{given.config} lacks {error}; copy it again") from error
-    except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"{given.config} is damaged ({' '.join(str(error).split())}); copy it again") from error
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = "lacks " if isinstance(error, KeyError) else "is damaged: "
+        raise UserError(f"{given.config} {reason}{' '.join(str(error).split())}; copy it again") from error
     found: Drafter[Any] = loaded(drafter, tensors, target, folder)
     return found
 

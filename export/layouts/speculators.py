@@ -5,37 +5,23 @@ where the file has none, vLLM and the library take it from the target. config.js
 that vLLM finds it, and holds the shape of the layers as a Llama configuration of its own.
 """
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
-
-from ...modules import Eagle3, Target, UserError
+from ...modules import Eagle3, Target
 from ..artifact import portable
-from .eagle import (
-    EAGLE_FILE,
-    KNOWN,
-    OPENS,
-    borrows_output,
-    read_eagle,
-    refusal,
-    renamed,
-    served_by_vllm,
-    third_tensors,
-)
+from .eagle import EAGLE, EAGLE_FILE, borrows_output, renamed, third_tensors
 from .parts.compressed_tensors import (
-    COMPRESSED,
     OUTPUT,
-    as_compressed,
     compressed,
     compressed_config,
     compressed_note,
     compressed_table,
 )
 from .parts.eagle_folder import FIRST, MIDLAYER, NORMS, entries, layer_config, linear_names, tapped, third_table, twin
-from .parts.export_format import ExportFormat, ExportSettings, ImportSettings
+from .parts.export_format import ExportFormat, ExportSettings
 from .parts.layout_folder import Contents, write_layout
-from .parts.safetensors_reader import Checkpoint
 
 VERSION = "0.9.0"
 """The version of the library whose layout this is."""
@@ -93,19 +79,8 @@ def _config(drafter: Eagle3, target: Target) -> dict[str, Any]:
     }
 
 
-def read_speculators(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Eagle3, dict[str, Tensor]]:
-    """EAGLE-3 in this layout. Raises UserError as `read_eagle` does, and for another layout."""
-    if given.by_speculators:
-        drafter, tensors = read_eagle(given, target, settings)
-        if isinstance(drafter, Eagle3):
-            return drafter, tensors
-    raise UserError(f"{given.folder} holds no EAGLE-3 drafter in the layout of the speculators library; choose "
-                    "--format eagle for that of the official code")
-
-
-SPECULATORS = ExportFormat(
-    name="speculators", content="EAGLE-3 drafters", readers="vLLM, as a model of its own; the speculators library",
-    families=(Eagle3,), refusal=refusal, write=export_speculators, read=read_speculators,
-    opens=OPENS, known=KNOWN, file=EAGLE_FILE, weights=COMPRESSED, as_read=as_compressed,
-    vllm=served_by_vllm,
+SPECULATORS = replace(
+    cast(ExportFormat[Any], EAGLE), name="speculators", content="EAGLE-3 drafters", families=(Eagle3,),
+    readers="vLLM, as a model of its own; the speculators library", write=export_speculators,
+    others=lambda drafter, places: {},
 )

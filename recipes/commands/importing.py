@@ -1,14 +1,14 @@
 """The command `draftsmith import`: an artifact of a published checkpoint, or its acceptance head in an artifact."""
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...export import ImportSettings, StoredHead, import_drafter, load_artifact, save_artifact, save_head
-from ...export.layouts.registry import EXPORT_FORMATS, IMPORTED, importable
+from ...export.layouts.registry import EXPORT_FORMATS, IMPORTED, format_named
 from ...modules import Drafter, SamplingSetting, StaticTree, TargetConfig, Topology, UserError, load_target, rollouts
+from ...modules.config_checks import check_bounds
 from ...modules.files.folder_locks import sole_writer
 from ...modules.policies.registry import MOST
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
@@ -50,16 +50,13 @@ class ImportArguments(ImportSettings, ImportFolders):
     """Settings of the target's chat template, for the prompts that are measured."""
 
     def __post_init__(self) -> None:
-        chosen = importable(self.format)
+        chosen = format_named(self.format, IMPORTED)
         for name in ImportSettings.__dataclass_fields__:
             value, takers = getattr(self, name), [one.name for one in EXPORT_FORMATS if name in one.opens]
             if value is not None and name not in chosen.opens:
                 raise UserError(f"{name} {json.dumps(value)} is for the formats {' and '.join(takers)} alone; leave "
                                 "it out")
-        if self.rope_base is not None and not (self.rope_base > 0 and math.isfinite(self.rope_base)):
-            raise UserError(f"rope_base must be above 0, got {self.rope_base:g}; 10000 and 500000 are usual")
-        if self.depths is not None and not 2 <= self.depths <= MOST:
-            raise UserError(f"depths must lie between 2 and {MOST}, got {self.depths}; 8 is usual")
+        check_bounds(self, rope_base=(1, 1e9), depths=(2, MOST))
         if chosen.read_head is not None:
             if self.temperature is None or not is_temperature(self.temperature):
                 raise UserError(f"a head is for answers of one temperature, which its checkpoint does not name; give "
@@ -87,7 +84,7 @@ class ImportArguments(ImportSettings, ImportFolders):
 
 def import_checkpoint(parsed: Parsed[ImportArguments]) -> None:
     """Make an artifact of a published checkpoint, or put an acceptance head into one."""
-    given, chosen = parsed.values, importable(parsed.values.format)
+    given, chosen = parsed.values, format_named(parsed.values.format)
     # Before a large target is loaded: a file that is missing or a pickle is refused at once.
     checkpoint = chosen.checkpoint(given.folder)
     known = {name: getattr(given, name) for name in chosen.opens if getattr(given, name) is not None}

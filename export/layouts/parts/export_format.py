@@ -159,11 +159,6 @@ class ExportFormat(Generic[D]):
     lost: Callable[[D], str] = lambda drafter: ""
     """A sentence on the part of the drafter that an engine leaves out; empty where there is none."""
 
-    @property
-    def imported(self) -> bool:
-        """True if checkpoints of it are read."""
-        return self.read is not None or self.read_head is not None
-
     def checkpoint(self, folder: Path) -> Checkpoint:
         """The checkpoint in a folder. Raises UserError if a file is missing or damaged."""
         return Checkpoint(folder, self.file, self.config_file, bare=self.bare)

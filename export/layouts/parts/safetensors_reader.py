@@ -36,10 +36,7 @@ class Checkpoint:
         folder: of the checkpoint.
         file: of the weights; model.safetensors, or its shards, are read where there is no such file.
         config_file: of the configuration.
-        bare: whether the tensors say everything, so that there need be no configuration.
-
-    Raises:
-        UserError: if a file is missing or damaged.
+        bare: whether there need be no configuration.
     """
 
     def __init__(self, folder: Path, file: str, config_file: str, *, bare: bool = False) -> None:
@@ -48,7 +45,6 @@ class Checkpoint:
         self.folder, self.config = folder, folder / config_file
         whole = next((folder / name for name in (file, _SINGLE) if (folder / name).is_file()), None)
         self.files = sorted(folder.glob("model-*.safetensors")) if whole is None else [whole]
-        """Its files of weights."""
         if not self.files:
             found = sorted(path.name for path in folder.iterdir() if path.suffix in (".pt", ".pth", ".bin"))
             raise UserError(
@@ -60,22 +56,12 @@ class Checkpoint:
         check_claims(said, str(folder))
         self.said: dict[str, Any] = (layers if isinstance(layers := said.get(_LAYERS), dict) else {}) | said
         """Its configuration."""
-
-    @property
-    def by_speculators(self) -> bool:
-        """True for the layout of the speculators library."""
-        return _LAYERS in self.said
+        self.by_speculators = _LAYERS in said
+        """Whether it is in the layout of the speculators library."""
 
     def require(self, known: Mapping[str, tuple[Any, ...]], target: Target) -> None:
-        """Refuse settings that are not implemented, and a checkpoint for another vocabulary than the target's.
-
-        Args:
-            known: settings that are fixed here, with the values that a configuration may give them.
-            target: the model it is to draft for.
-
-        Raises:
-            UserError: naming the first one.
-        """
+        """Refuse a setting whose value is none of the known ones, and another vocabulary than the target's. Raises
+        UserError."""
         for key, values in {**_EVERYWHERE, **known}.items():
             if key in self.said and self.said[key] not in values:
                 raise UserError(f"{self.config} says {key}: {json.dumps(self.said[key])}; only "
