@@ -8,13 +8,16 @@ import yaml
 from draftsmith.recipes.__main__ import main
 from support.served_targets import SERVED
 
+LAYOUTS = {"medusa": "medusa", "eagle3": "eagle"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "layout"), [("medusa", "medusa"), ("eagle3", "eagle")])
-@pytest.mark.parametrize("kind", SERVED)
-def test_a_target_goes_from_a_run_to_an_export(kind: str, family: str, layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "family"), [
+    (kind, family) for kind in SERVED for family in LAYOUTS
+    # Heads are enough for these: what is of their own lies inside the target's layers.
+    if not (family == "eagle3" and kind in ("chunks", "keys of earlier layers"))])
+def test_a_target_goes_from_a_run_to_an_export(kind: str, family: str, tmp_path: Path) -> None:
     """Answers with a tree, greedy and sampled, are those of the target alone."""
     recipe = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text()) | {
         "family": family, "target": {"name": str(SERVED[kind](tmp_path / "target"))}, "out": str(tmp_path / "run")}
@@ -30,6 +33,6 @@ def test_a_target_goes_from_a_run_to_an_export(kind: str, family: str, layout: s
     for entry in content["measurements"]:
         assert entry["lossless"]["identical"] == entry["prompts"], entry["lossless"]
         assert entry["nodes"] > 2, entry["method"]
-    assert main(["export", "--artifact", str(tmp_path / "run" / "artifact"), "--format", layout, "--out",
+    assert main(["export", "--artifact", str(tmp_path / "run" / "artifact"), "--format", LAYOUTS[family], "--out",
                  str(tmp_path / "export"), "--target.name", str(tmp_path / "target")]) == 0
     assert list((tmp_path / "export").glob("*.safetensors"))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from support.architectures import random_trait
+from support.quantised_folders import write_quantised
 from support.recurrent_models import recurrent_model
 from support.wrappers import random_wrapper
 
@@ -25,6 +26,13 @@ def saved(model: Callable[..., Any], folder: Path) -> Path:
     return folder
 
 
+def quantised(folder: Path) -> Path:
+    """Write a random model whose linear layers are stored in float8."""
+    write_quantised(folder, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+                    torch.float8_e4m3fn, "weight_scale_inv", blocks=True)
+    return folder
+
+
 SERVED: dict[str, Callable[[Path], Path]] = {
     "gated delta rule and experts": partial(saved, partial(recurrent_model, "Qwen3Next")),
     "Mamba-2 and layers without either": partial(saved, partial(recurrent_model, "NemotronH")),
@@ -34,5 +42,6 @@ SERVED: dict[str, Callable[[Path], Path]] = {
     "keys of earlier layers": partial(saved, partial(random_trait, "gemma4-e2b", torch.float32)),
     "chunks": partial(saved, partial(random_trait, "llama4", torch.float32)),
     "pictures": partial(saved, partial(random_wrapper, "qwen3_vl")),
+    "quantised": quantised,
 }
 """Functions that write one into a folder."""
