@@ -283,8 +283,8 @@ def test_rows_that_cannot_be_used_are_skipped_before_the_first_answer(
         "is not answered; 1 × prompt must be text or a list of messages")
     assert (manifest.candidates, manifest.repeated) == (22, 2)
     assert sum(shard.prompts for shard in manifest.shards) + SMALL.test_prompts == 22 - 4 - 2
-    with pytest.raises(UserError, match=r"^prompts.jsonl:3: the chat template fails: no"):
-        distill(tiny_target, replace(prompts, strict=True), SMALL, ChatTemplate(tokenizer), tmp_path / "b",
+    with pytest.raises(UserError, match=r"allows fewer: 1 like prompts.jsonl:3: the chat template fails: no"):
+        distill(tiny_target, replace(prompts, most_skipped=0.0), SMALL, ChatTemplate(tokenizer), tmp_path / "b",
                 progress=False)
     assert not list((tmp_path / "b").glob("*.safetensors"))
 
@@ -413,7 +413,7 @@ def test_settings_that_change_no_byte_leave_complete_data_as_they_are(tmp_path: 
     prompts, out = write_prompts(tmp_path, [*many(12), {"prompt": 3}]), tmp_path / "out"
     manifest = run(tiny_target, prompts, SMALL, out)
     before = {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in out.iterdir()}
-    assert run(tiny_target, replace(prompts, most_skipped=0.0, strict=True), SMALL, out) == manifest
+    assert run(tiny_target, replace(prompts, most_skipped=0.0), SMALL, out) == manifest
     assert {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in out.iterdir()} == before
 
 
@@ -658,7 +658,7 @@ def test_prompts_that_do_not_fit(tmp_path: Path, tiny_target: Target) -> None:
     assert (manifest.total("train", "prompts"), manifest.skipped) == (5, {"the prompt leaves no room for an answer": 1})
     assert re.search(told, (tmp_path / "skipped" / "skipped.jsonl").read_text())
     # What the recipe itself leaves out is no fault of the rows.
-    manifest = run(tiny_target, replace(prompts, max_prompt_tokens=504, strict=True), SMALL, tmp_path / "out")
+    manifest = run(tiny_target, replace(prompts, max_prompt_tokens=504, most_skipped=0.0), SMALL, tmp_path / "out")
     assert (manifest.total("train", "prompts"), manifest.skipped) == (
         5, {"the prompt is longer than prompts.max_prompt_tokens": 1})
 
@@ -724,8 +724,8 @@ def test_rows_of_an_endless_stream_are_skipped_and_counted_when_it_is_their_turn
     assert run(tiny_target, replace(prompts, most_skipped=0.9), SMALL, tmp_path / "out").complete
     assert skipped(tmp_path / "out") == [f"x:{place}" for place in (2, *range(13, 24), 26)]
     rows[2] = many(3)[2]
-    with pytest.raises(UserError, match=r"^x:13: prompt must be text"):
-        run(tiny_target, replace(prompts, strict=True), SMALL, tmp_path / "strict")
+    with pytest.raises(UserError, match=r"allows fewer: 2 like x:13: prompt must be text"):
+        run(tiny_target, replace(prompts, most_skipped=0.0), SMALL, tmp_path / "strict")
 
 
 def kill() -> None:
