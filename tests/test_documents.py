@@ -132,7 +132,7 @@ class Reader:
             enter(command, words)
         elif words[0] in ("specdec", "evaluate") and is_missing_row(Path(option(words, "--artifact") or "")):
             parsed(command, words)
-        elif run and words[0] in QUICK | dict.fromkeys(("run", "distill", "train", "export")):
+        elif run and words[0] in QUICK | dict.fromkeys(("run", "distill", "train", "export", "import")):
             enter(command, [*words, *QUICK.get(words[0], ())])
         else:
             parsed(command, words)
