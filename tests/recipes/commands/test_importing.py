@@ -270,3 +270,17 @@ def test_the_table_of_the_readme_is_that_of_the_layouts() -> None:
     expected = [(f"`{one.name}`", one.content, f"`{one.file}`", ", ".join(f"`--{name}`" for name in one.opens))
                 for one in EXPORT_FORMATS if one.name in IMPORTED]
     assert [tuple(cell.strip() for cell in row.split("|")[1:-1]) for row in rows] == expected
+
+
+def test_weights_in_several_files_are_read(tmp_path: Path, tiny: Target, checkpoint: Callable[[str, str, Path], Path]
+                                           ) -> None:
+    folder = checkpoint("eagle3", "eagle", tmp_path / "out")
+    tensors = sorted(load_file(folder / "model.safetensors").items())
+    (folder / "model.safetensors").unlink()
+    for part, some in enumerate((tensors[:4], tensors[4:]), 1):
+        save_file(dict(some), folder / f"model-0000{part}-of-00002.safetensors")
+    assert main(words("eagle", folder, tmp_path / "back", "--target.name", "tiny-random", "--tree", "2")) == 0
+    back = load_artifact(tmp_path / "back", tiny).drafter.state_dict()
+    assert all(torch.equal(tensor, back[name]) for name, tensor in made("eagle3", tiny).state_dict().items())
+    assert list(read_description(tmp_path / "back")["provenance"]["imported"]["files"]) == [
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
