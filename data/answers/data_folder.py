@@ -3,7 +3,7 @@
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -43,18 +43,19 @@ class DataFolder:
                             "own; remove the link")
         self.out, self.manifest, self.config = out, asked, config
         self.held: set[int] = set()
-        """Keys of the held-out prompts (`Prompt.key`): none of them is in the train shards, with whatever answer."""
+        """Keys of the held-out prompts (`DistillTask.asked_key`): the train shards have none, with whatever answer."""
         self.seen: set[int] = set()
         """Keys of the rows in the manifest's train shards (`DistillTask.key`), which are not repeated."""
         self.started, self.spent = time.monotonic(), 0.0
         self._counted: dict[str, float] = {}
 
-    def resume(self, total: int | None, *, grow: bool) -> None:
+    def resume(self, total: int | None, key: Callable[[Prompt], int], *, grow: bool) -> None:
         """Take over what an earlier run has left: data of lower limits get the answers that they lack, complete ones
         after they are opened again.
 
         Args:
             total: prompts of the source; None where that is not known.
+            key: of a held-out prompt, as those of `held`.
             grow: whether complete data may grow.
 
         Raises:
@@ -77,7 +78,7 @@ class DataFolder:
             keys = self.held if shard.split == "validation" else self.seen
             keys.update(TokenShard.read(self.out / shard.file, shard.sha256).keys_P.tolist())
         if found.held_out is not None:
-            self.held.update(prompt.key for prompt in read_held_out(self.out))
+            self.held.update(map(key, read_held_out(self.out)))
         self.manifest, self.spent = found, read_stats(self.out).get("seconds", 0.0)
         if grows:
             config, tokens, reason = self.config, found.total("train", "supervised"), ""

@@ -82,7 +82,7 @@ def distill(
     # What pays on this machine decides no byte of the data.
     with target.reproducible(), trained.reproducible(), closing(FolderLocks(folder.out / LOCKS)) as locks:
         with locks.holding(HELD_OUT):
-            folder.resume(source.total, grow=grow)
+            folder.resume(source.total, task.asked_key, grow=grow)
             if not folder.manifest.complete:
                 stored = ShardStates(target, folder.out, folder.agreed_states(states))
                 with bar.stage("trial of the engine", None, "tok"):

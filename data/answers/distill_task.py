@@ -1,7 +1,9 @@
 """One distillation as it is asked for: the models, the prompts, the settings, and their record in the manifest."""
 
+import hashlib
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -13,8 +15,8 @@ import torch
 from ...modules import Target, UserError
 from ...modules.files.fingerprints import files_digest
 from ..prompts.chat import ChatTemplate
-from ..prompts.given_answers import GivenAnswers, Turn
-from ..prompts.prompt import Message, Prompt
+from ..prompts.given_answers import GivenAnswers, GivenText
+from ..prompts.prompt import Message, Prompt, is_given
 from ..prompts.rows import LeftOutError
 from ..prompts.self_prompting import OwnPrompts, Source
 from ..prompts.sources import PromptConfig, ReadPrompts
@@ -24,6 +26,10 @@ from .writers import Writer, source_of
 
 PACKAGES = ("draftsmith", "safetensors", "tokenizers", "torch", "transformers")
 """Packages whose versions decide the bytes of a shard."""
+STARTS = 16
+"""Tokens that a tokenizer may write before a text, at most."""
+SAID: Message = {"role": "assistant", "content": "a"}
+"""An answer in a trial, as short as can be: a conversation ends early where answers fill the context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +82,8 @@ class DistillTask:
             self.check(0, Prompt.from_turns("a", id="0"))
             return OwnPrompts(self.train_target, self.template, self.prompts, seed=config.seed, slots=config.slots,
                               check=self.check)
-        return ReadPrompts(self.prompts, config.seed, self.check)
+        return ReadPrompts(self.prompts, config.seed, self.check,
+                           whole=config.budget_tokens is None and config.budget_minutes is None)
 
     @cached_property
     def given(self) -> GivenAnswers:
@@ -92,29 +99,29 @@ class DistillTask:
     def check(self, number: int, prompt: Prompt) -> None:
         """Refuse a prompt that its writer cannot use: nobody answers documents, text brings answers, the template takes
         both, and all turns leave room for an answer. Raises UserError."""
-        turns = list[Turn]()
-        if source_of(number, self.config.shares, self.config.seed) == "text":
-            if prompt.document is not None:
-                # It is cut into pieces of any length.
-                return
-            if not prompt.learned:
-                raise UserError("the row has no answer of its own; give messages with assistant turns, or set "
-                                "distill.answered_by: target")
-            turns = [self.given.turn(prompt.messages[:place], prompt.messages[place], prompt.tools)
-                     for place in prompt.learned]
-        # Rows that bring answers may be held out, and are asked then. The last question with all before it; the answers
-        # between them are as short as they can be, since they end where they fill the context.
-        said: list[Message] = [{"role": "assistant", "content": "a"}] * (len(prompt.asked) - 1)
+        given = source_of(number, self.config.shares, self.config.seed) == "text"
+        if prompt.document is not None:
+            # As text it is cut into pieces of any length.
+            if not given:
+                prompt.history()
+            return
+        if given and not prompt.learned:
+            empty = any(is_given(prompt.messages[place]) for place in prompt.asked if place < len(prompt.messages))
+            raise UserError(("one of its answers is empty, and what follows it cannot be learned" if empty else
+                             "the row has no answer of its own") + "; give messages with assistant turns, or set "
+                            "distill.answered_by: target")
+        thoughtless = given and any(one.thoughtless for one in self.given_texts(prompt))
+        # Rows that bring answers may be held out, and are asked then.
+        texts, between = self.asked_texts(prompt), len(prompt.asked) - 1
+        if not all(texts):
+            raise UserError("the chat template writes nothing of the prompt; give some text")
+        last = texts[-len(texts) // len(prompt.asked) :]
         limit, room = self.prompts.max_prompt_tokens, self.target.context_length - self.config.max_new_tokens
-        history = prompt.history(said)
-        for mode in {self.template.mode(prompt, one) for one in range(len(self.template.modes))}:
-            text = self.template.rendered(history, mode, True, prompt.tools)
-            # No token is shorter than a byte. To count them takes ten times as long as to render them, and of all rows
-            # of a large file only a few may be too long.
-            if 0 < len(text.encode(errors="replace")) < (limit or room):
-                continue
-            size = len(self.template.prompt(history, tools=prompt.tools, thinking=mode)) - len(said)
-            found = f"{size:,} tokens{' in all its turns' if said else ''}"
+        # No token is shorter than a byte, and NFKC writes at most 33 bytes for 3. To count them takes ten times as long
+        # as to render them, and of all rows of a large file only a few may be too long.
+        if max(len(text.encode()) * (1 if text.isascii() else 11) for text in last) + STARTS > min(room, limit or room):
+            size = max(len(self.template.encode(text)) for text in last) - between
+            found = f"{size:,} tokens{' in all its turns' if between else ''}"
             if limit is not None and size > limit:
                 raise LeftOutError(f"the prompt is longer than prompts.max_prompt_tokens, got {found}, more than "
                                    f"{limit:,}; nothing is to do")
@@ -122,13 +129,30 @@ class DistillTask:
                 raise UserError(f"the prompt leaves no room for an answer, got {found}, and the target's context of "
                                 f"{self.target.context_length:,} less distill.max_new_tokens holds {room:,}; shorten "
                                 "it, or lower distill.max_new_tokens")
-        self.unwritten.update(self.template.unwritten(history, prompt.tools))
-        self.unwritten.update(["thoughts"] * any(turn.thoughtless for turn in turns))
+        self.unwritten.update(self.template.unwritten(prompt.history([SAID] * between), prompt.tools))
+        self.unwritten.update(["thoughts"] * thoughtless)
+
+    def asked_texts(self, prompt: Prompt) -> list[str]:
+        """Texts that the target reads of a conversation, turn by turn, in each mode that it may get."""
+        modes = dict.fromkeys(self.template.mode(prompt, number) for number in range(len(self.template.modes)))
+        return [self.template.rendered(prompt.history([SAID] * turn), mode, True, prompt.tools)
+                for turn in range(len(prompt.asked)) for mode in modes]
+
+    def given_texts(self, prompt: Prompt) -> list[GivenText]:
+        """Texts of the source's own answers that are learned."""
+        return [self.given.text(prompt.messages[:place], prompt.messages[place], prompt.tools)
+                for place in prompt.learned]
+
+    def asked_key(self, prompt: Prompt) -> int:
+        """Signed 64-bit hash of all that reaches the model before the answers that it is asked for."""
+        return _hash([prompt.document, self.asked_texts(prompt)])
 
     def key(self, number: int, prompt: Prompt) -> int:
-        """Hash of all that reaches the model of a train row: equal ones are duplicates."""
-        given = source_of(number, self.config.shares, self.config.seed) == "text"
-        return prompt.given_key if given else prompt.key
+        """Signed 64-bit hash of all that reaches the model of a train row: equal ones are duplicates."""
+        given = source_of(number, self.config.shares, self.config.seed) == "text" and prompt.document is None
+        if not given:
+            return self.asked_key(prompt)
+        return _hash([(one.prompt, one.answer) for one in self.given_texts(prompt)])
 
     def manifest(self) -> Manifest:
         """The manifest of these data before the first prompt."""
@@ -148,3 +172,7 @@ class DistillTask:
         recipe: dict[str, Any] = json.loads(json.dumps({"prompts": source, "distill": answers}))
         return Manifest(target=self.target.identity, template_hash=self.template.hash, recipe=recipe,
                         versions={name: version(name) for name in PACKAGES})
+
+
+def _hash(said: Sequence[Any]) -> int:
+    return int.from_bytes(hashlib.sha256(json.dumps(said).encode()).digest()[:8], "little", signed=True)

@@ -84,12 +84,12 @@ class HeldOutPrompts:
                            held_out=HeldOut(file=TEST, sha256=hash_bytes(data), prompts=len(held) - first))
         if first:
             conversations = self._answered(held[:first], states.taps)
-            keys = [prompt.key for _, prompt in held[:first]]
+            keys = [self.task.asked_key(prompt) for _, prompt in held[:first]]
             shard, record, content = shard_of("validation", 0, conversations, keys, candidates)
             write_bytes(out / record.file, content)
             states.add(states.write(record, shard, states_of(conversations)))
             manifest = replace(manifest, shards=(record,))
-        self.folder.held = {prompt.key for _, prompt in held}
+        self.folder.held = {self.task.asked_key(prompt) for _, prompt in held}
         self.folder.save(manifest)
 
     def _chosen(self, wanted: int, skipped: list[Skipped]) -> tuple[list[tuple[int, Prompt]], int, int]:
@@ -108,8 +108,8 @@ class HeldOutPrompts:
                 taken = self.source.take(position, wished)
                 skipped += taken.skipped
                 for number, prompt in taken.prompts:
-                    repeated += prompt.key in held
-                    held.setdefault(prompt.key, (number, prompt))
+                    repeated += (key := self.task.asked_key(prompt)) in held
+                    held.setdefault(key, (number, prompt))
                 position += taken.read
                 self.progress.advance("prompt", len(held) - before)
                 if not own and taken.read < wished:

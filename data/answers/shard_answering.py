@@ -71,7 +71,8 @@ class ShardAnswering:
         queue = self.queue = ShardQueue(self.folder.out, locks, config.shard_prompts,
                                         None if budget is None else budget - done, first)
         prompts = ShardPrompts(self.source, self.folder.out, locks, start=manifest.candidates, size=queue.size,
-                               held=self.folder.held, seen=self.folder.seen, key=self.task.key, first=first)
+                               held=self.folder.held, seen=self.folder.seen, asked_key=self.task.asked_key,
+                               key=self.task.key, first=first)
         # Of several processes each has one thread, whatever its processor has: a result that depends on their number
         # is then the same in all. A process that answers alone keeps its threads, also where the recipe asks for
         # several and one shard is all there is.

@@ -174,14 +174,16 @@ class ShardPrompts:
         size: candidates of a shard.
         held: keys of the held-out prompts, whatever their answers.
         seen: keys of the rows of earlier shards.
-        key: of a row by its number and prompt.
+        asked_key: of a prompt, as those of `held`.
+        key: of a row by its number and prompt, as those of `seen`.
         first: number of the queue's first shard.
     """
 
     def __init__(self, source: Source, folder: Path, locks: FolderLocks, *, start: int, size: int, held: Set[int],
-                 seen: Set[int], key: Callable[[int, Prompt], int], first: int = 0) -> None:
-        self.source, self.folder, self.locks = source, folder / QUEUE, locks
-        self.start, self.size, self.first, self.held, self.seen, self.key = start, size, first, held, seen, key
+                 seen: Set[int], asked_key: Callable[[Prompt], int], key: Callable[[int, Prompt], int], first: int = 0
+                 ) -> None:
+        self.source, self.folder, self.locks, self.start, self.size = source, folder / QUEUE, locks, start, size
+        self.first, self.held, self.seen, self.asked_key, self.key = first, held, seen, asked_key, key
         self._keys: dict[int, list[int]] = {}
 
     def fresh(self, number: int) -> Taken:
@@ -200,7 +202,7 @@ class ShardPrompts:
             seen.update(self._keys[earlier])
         taken, found = self._candidates(number), []
         for one, key in zip(taken.prompts, self._keys[number], strict=True):
-            if one[1].key not in self.held and key not in seen:
+            if key not in seen and self.asked_key(one[1]) not in self.held:
                 seen.add(key)
                 found.append(one)
         return replace(taken, prompts=found, repeated=len(taken.prompts) - len(found))

@@ -93,11 +93,17 @@ class ChatTemplate:
         self.thought_at_end = re.compile(rf"{start}(?P<gap>\s*)(?P<closed>{stop}\s*)?\Z" if tag else "(?!)")
         """A thought that a generation prompt ends with: opened, or opened and closed again."""
         self._opens: dict[bool | None, bool] = {}
+        self.nothing = ""
+        """Words of an answer that has none, which some templates refuse."""
         known = tokenizer.chat_template or ""
         for source in known.values() if isinstance(known, dict) else (known,):
             refuse_powers(source)
         # A template that is no valid Jinja is refused now, not after the target has been loaded and asked.
         shown = {self.rendered([{"role": "user", "content": "a"}], mode, True) for mode in self.modes}
+        try:
+            self.rendered([{"role": role, "content": "a" * (role == "user")} for role in ("user", "assistant", "user")])
+        except UserError:
+            self.nothing = "…"
         if len(shown) < len(self.modes):
             raise UserError("template.enable_thinking gives several modes, and this chat template writes the same "
                             "prompt in them; give one, or leave it out")
@@ -255,7 +261,7 @@ class ChatTemplate:
             words = words.lstrip("\n")
         # Templates have several names for it; transformers fills in `thinking` itself.
         named = {REASONING: thought, "reasoning": thought} if thought.strip() else {}
-        return {**found, "content": words, **named}
+        return {**found, "content": words or ("" if found.get("tool_calls") else self.nothing), **named}
 
     def _thinks(self, words: str, thinking: bool | None) -> bool:
         """True if an answer starts inside a thought, by its own first mark or by that at the end of the prompt."""

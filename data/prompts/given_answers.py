@@ -31,6 +31,18 @@ class Turn:
     """Everything before the answer, the generation prompt included."""
     answer: list[int]
     """Tokens of the assistant, the token that ends its turn included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenText:
+    """The text of one answer and all before it."""
+
+    prompt: str
+    """Everything before the answer, the generation prompt included."""
+    answer: str
+    """The answer as the target would write it."""
+    ended: bool
+    """True if the token that ends its turn is there."""
     thoughtless: bool = False
     """True where the template has no place for the thought that the source gives."""
 
@@ -76,6 +88,15 @@ class GivenAnswers:
         self._shapes: dict[tuple[bool, bool], AnswerShape] = {}
 
     def turn(self, before: Sequence[Message], answer: Message, tools: Sequence[Message] | None = None) -> Turn:
+        """The tokens of an answer and its prompt. Raises UserError as `text` does."""
+        text = self.text(before, answer, tools)
+        tokens = self.template.encode_after(text.prompt, text.answer)
+        if not text.ended and self.template.ends:
+            own = self.template.tokenizer.eos_token_id
+            tokens.append(own if own in self.template.ends else self.template.ends[0])
+        return Turn(prompt=self.template.encode(text.prompt), answer=tokens)
+
+    def text(self, before: Sequence[Message], answer: Message, tools: Sequence[Message] | None = None) -> GivenText:
         """An answer as the target would write it: after the prompt of thinking if it has a thought, of not thinking
         otherwise. What the template puts there in place of a thought is part of the prompt.
 
@@ -92,7 +113,7 @@ class GivenAnswers:
         shape, (opening, end) = self._shape(bool(thought), calls), self.template.thought
         if thought and not shape.thinks:
             without = {key: value for key, value in message.items() if key not in (REASONING, "reasoning")}
-            return replace(self.turn(before, without, tools), thoughtless=True)
+            return replace(self.text(before, without, tools), thoughtless=True)
         asked, rest, lost = self._added(before, message, tools)
         # A template may trim what it is given, and nothing else. Around calls, whose form is the template's, only the
         # ends are compared.
@@ -101,8 +122,8 @@ class GivenAnswers:
             starts = [shape.lead + one + shape.between for one in (thought, thought.strip(), thought.strip("\n"))]
         start = next((one for one in starts if rest.startswith(one) and rest[len(one) :].endswith(shape.after)), None)
         if start is None or not (calls or rest[len(start) : len(rest) - len(shape.after)].strip() == words.strip()):
-            raise UserError("the chat template writes an answer otherwise than others, got "
-                            f"{shortened(words)}; {REMEDY}")
+            raise UserError(f"the chat template writes an answer otherwise than others, got {shortened(words)}; "
+                            f"{REMEDY}")
         written, opened = rest[: len(rest) - len(shape.after)] + shape.closing, lost is not None and not lost["closed"]
         gap = "" if lost is not None and "\n" not in lost["gap"] else "\n"
         if not thought:
@@ -112,15 +133,11 @@ class GivenAnswers:
             # The template loses the thought that the model writes all the same.
             written = written[len(shape.given if shape.between is None else start) :]
             written = f"{'' if opened else opening + gap}{thought}{gap}{end}{2 * gap}{written}"
-        tokens = self.template.encode_after(asked, written)
-        if early := [one for one in tokens[:-1] if one in self.template.ends]:
-            name = self.template.tokenizer.convert_ids_to_tokens(early[0])
-            raise UserError(f"an answer goes on after an end token of the target, got {name} in {shortened(words)}; "
-                            "cut it there, or leave the row out")
-        if shape.end is None and self.template.ends:
-            own = self.template.tokenizer.eos_token_id
-            tokens.append(own if own in self.template.ends else self.template.ends[0])
-        return Turn(prompt=self.template.encode(asked), answer=tokens)
+        if early := [one[0] for one in self._names.finditer(written)
+                     if one[0] in self._ends and not (one.end() == len(written) and shape.end)]:
+            raise UserError(f"an answer goes on after an end token of the target, got {early[0]} in "
+                            f"{shortened(words)}; cut it there, or leave the row out")
+        return GivenText(prompt=asked, answer=written, ended=shape.end is not None)
 
     @property
     def end(self) -> str | None:

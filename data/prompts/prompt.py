@@ -1,7 +1,5 @@
 """A row of a source once it is read: a conversation with the places of its answers, or a plain document."""
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,22 +94,6 @@ class Prompt:
         row = {"question_id": self.id, "category": self.category, "messages": messages or None, "text": self.document,
                "tools": self.tools, "enable_thinking": self.thinking}
         return {key: value for key, value in row.items() if value is not None}
-
-    @property
-    def key(self) -> int:
-        """Signed 64-bit hash of all that reaches the model before the answers that it is asked for."""
-        asked = self.asked
-        return self._hash([{} if place in asked and not self._has_results(place) else message
-                           for place, message in enumerate(self.messages[: asked[-1]] if asked else ())])
-
-    @property
-    def given_key(self) -> int:
-        """Signed 64-bit hash of all that is read and learned where the source's own answers are."""
-        return self._hash([self.messages[: 1 + max(self.learned, default=-1)], self.learned])
-
-    def _hash(self, said: Sequence[Any]) -> int:
-        text = json.dumps([said, self.tools, self.document, self.thinking], sort_keys=True, ensure_ascii=False)
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
     def _has_results(self, place: int) -> bool:
         """True if a message holds tool calls whose results follow."""

@@ -47,9 +47,9 @@ class PromptConfig:
     """Shuffle the prompts by the seed of the run (a streamed dataset: within a buffer of 10,000)."""
     most_skipped: float = 0.1
     """Largest share of rows that cannot be read, that the chat template refuses, or that leave no room for an answer:
-    they are skipped, counted and listed in data/skipped.jsonl. With more of them nothing is answered. Of a streamed
-    dataset without a limit the first 10,000 rows are looked at before, the others when it is their turn. 0 stops at the
-    first such row."""
+    they are skipped, counted and listed in data/skipped.jsonl. With more of them nothing is answered. Where a budget
+    may end the work, or a stream has no limit, the first 10,000 rows are looked at before, others in their turn. 0
+    stops at the first such row."""
     max_prompt_tokens: int | None = None
     """Leave out prompts longer than this, in tokens, all their turns together and no answers: they are listed, and do
     not count for `most_skipped`. None leaves out those without room for an answer."""
@@ -119,18 +119,22 @@ class Taken:
     repeated: int = 0
     """Usable ones that are left out of `prompts`, since the data have them."""
     skipped: tuple[Skipped, ...] = ()
-    """Of an endless dataset, the unusable ones that `ReadPrompts.skipped` has not seen."""
+    """Unusable ones that `ReadPrompts.skipped` has not looked at."""
 
 
 class ReadPrompts:
     """Candidates from a file or dataset: its rows, in an order that is a pure function of the settings and the seed.
-    `check` raises UserError for the number and the prompt of one that cannot be used."""
+    `check` raises UserError for the number and the prompt of one that cannot be used; `whole` is True where all rows
+    are used, and False where a budget may end the work before."""
 
-    def __init__(self, config: PromptConfig, seed: int, check: Callable[[int, Prompt], None] = lambda *_: None) -> None:
+    def __init__(self, config: PromptConfig, seed: int, check: Callable[[int, Prompt], None] = lambda *_: None,
+                 whole: bool = True) -> None:
         self.config, self.seed, self.check = config, seed, check
         endless = config.origin == "dataset" and config.streaming and config.limit is None
-        self.looked = STREAM_BUFFER if endless else None
+        self.looked = STREAM_BUFFER if endless or not whole else None
         """Rows that are looked at before the first answer; None for all."""
+        self.checked, self.bad = 0, dict[int, Skipped]()
+        """Number of rows that `skipped` has looked at, and those of them that are unusable."""
         self.position = 0
         self.rest = self._rows()
         self.total = config.limit
@@ -146,9 +150,12 @@ class ReadPrompts:
         return islice(rows, config.limit)
 
     def _prompt(self, number: int, place: str, row: Any) -> Prompt | Skipped:
+        if number in self.bad:
+            return self.bad[number]
         try:
             prompt = read_row(row, place, self.config.column)
-            self.check(number, prompt)
+            if number >= self.checked:
+                self.check(number, prompt)
         except UserError as error:
             return Skipped(row=place, reason=str(error).removeprefix(f"{place}: "),
                            wanted=isinstance(error, LeftOutError))
@@ -169,22 +176,23 @@ class ReadPrompts:
         return Taken(prompts=prompts, read=len(found), skipped=late)
 
     def skipped(self) -> list[Skipped]:
-        """The rows that are not used, of all rows; of a streamed dataset without a limit of the first 10,000.
+        """The rows that are not used, of all rows, or of the first 10,000 where it is open how many are read.
 
         Raises:
             UserError: if the source cannot be read or holds no row, or as `require_few` does.
         """
-        found, number = list[Skipped](), 0
+        found, number = dict[int, Skipped](), 0
         for number, row in enumerate(islice(self._rows(), self.looked), 1):
             if isinstance(one := self._prompt(number - 1, *row), Skipped):
-                found.append(one)
+                found[number - 1] = one
                 if not self.config.most_skipped and not one.wanted:
                     break
         if not number:
             raise UserError(f'{self.config.path} holds no prompt; write one JSON object a line, such as '
                             '{"prompt": "..."}')
-        self.require_few(found, number)
-        return found
+        self.require_few([*found.values()], number)
+        self.checked, self.bad = number, found
+        return [*found.values()]
 
     def require_few(self, found: Sequence[Skipped], rows: int) -> None:
         """Refuse a source in which more is to be skipped than the recipe allows. Raises UserError.

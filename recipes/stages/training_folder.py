@@ -99,7 +99,11 @@ def outcome(workspace: Workspace, result: FitResult) -> str:
     text = int(workspace.label_weights.sum())
     times = curve[-1].labels / max(1, text)
     seen = f"{text:,} tokens seen {times:.0f} times" if times >= 1.5 else f"{text:,} tokens, not seen twice"
-    answers = "prompts" if workspace.recipe.distill.budget_tokens is None else "answers (distill.budget_tokens)"
+    distill, answers = workspace.recipe.distill, "answers (distill.budget_tokens)"
+    # Prompts may run out before the budget, also since rows were skipped.
+    if distill.budget_tokens is None or (distill.budget_minutes is None and workspace.manifest().total(
+            "train", "supervised") < distill.budget_tokens):
+        answers = "prompts"
     by_steps = config.max_steps is not None and result.steps >= config.max_steps
     longer = "steps (train.max_steps)" if by_steps else "minutes (train.max_minutes)"
     if result.step == curve[-1].step and best >= RISING * earlier[-1].accepted_length:

@@ -217,7 +217,7 @@ class Trials:
         """The same as tokens, from the file that keeps them, or decoded now."""
         prompts = handwritten_prompts()[: self.options.prompts]
         decisive = [self.target.identity.weights_hash, str(self.target.dtype), self.template.hash, self.options.longest,
-                    [prompt.key for prompt in prompts]]
+                    [prompt.row for prompt in prompts]]
         digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
         file = self.out / f"handwritten-{digest[:16]}.safetensors"
         if not file.is_file():
@@ -229,7 +229,7 @@ class Trials:
             answerer = Answerer(self.target, self.template, DecodeSettings(batch_size=16), self.options.longest,
                                 bar.update)
             answered = answerer.answer(list(enumerate(prompts)), (0.0,))
-        return TokenShard.from_rows([row for one in answered for row in one.rows], [prompt.key for prompt in prompts])
+        return TokenShard.from_rows([row for one in answered for row in one.rows], range(len(prompts)))
 
     def _table(self, finished: Sequence[Outcome]) -> str:
         wanted = {(trial.name, seed) for trial, seed in self.turns}

@@ -43,6 +43,17 @@ def run(target: Target, prompts: PromptConfig, config: DistillConfig, out: Path,
     return distill(target, prompts, config, ChatTemplate(target.tokenizer, **settings), out, progress=False)
 
 
+def task_of(target: Target, config: DistillConfig = SMALL, **settings: Any) -> DistillTask:
+    return DistillTask(target=target, train_target=target, prompts=PromptConfig(limit=9, origin="file", path="p"),
+                       config=config, template=ChatTemplate(target.tokenizer, **settings), writer=None)
+
+
+def with_template(source: str) -> Target:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = source
+    return Target(tiny_model(), tokenizer, name="tiny")
+
+
 def base_target() -> Target:
     """The tiny target without a chat template."""
     tokenizer = tiny_tokenizer()
@@ -106,7 +117,8 @@ def test_held_out_prompts_and_duplicates_never_train(tmp_path: Path, tiny_target
     assert manifest.total("train", "prompts") == 6
     assert manifest.candidates == len(repeated)
     held = {key for shard in shards(tmp_path / "out", "validation") for key in shard.keys_P.tolist()}
-    held |= {prompt.key for prompt in read_prompts(tmp_path / "out" / "test.jsonl")}
+    task = task_of(tiny_target)
+    held |= {task.asked_key(prompt) for prompt in read_prompts(tmp_path / "out" / "test.jsonl")}
     trained = [key for shard in shards(tmp_path / "out") for key in shard.keys_P.tolist()]
     assert len(held) == 3
     assert not held & set(trained)
@@ -242,6 +254,84 @@ def test_rows_that_differ_in_given_answers_are_no_duplicates_and_held_out_prompt
     run(tiny_target, prompts, replace(config, budget_tokens=20), tmp_path / "grown")
     run(tiny_target, prompts, config, tmp_path / "grown")
     assert contents(tmp_path / "grown") == contents(tmp_path / "out")
+
+
+def test_equal_keys_are_those_of_rows_that_reach_the_model_as_the_same() -> None:
+    target = with_template("{% if tools %}T{{ tools | length }}{% endif %}{% if enable_thinking is defined and not "
+                           "enable_thinking %}no{% endif %}" + CHATML)
+    task, plain, tools = task_of(target, system="s"), Prompt(messages=spoken("a"), id="1"), ({"name": "f"},)
+    same = [Prompt(messages=spoken("a", "b"), id="2", category="c"), replace(plain, thinking=True),
+            Prompt.from_turns("a", id="3", system="s")]
+    assert {task.key(0, one) for one in [plain, *same]} == {task.asked_key(plain)}, "the answer is asked for"
+    others = [Prompt.from_turns("a", id="3", system="S"), Prompt.from_turns("A", id="4"), replace(plain, tools=tools),
+              Prompt.from_turns("a", "b", id="5"), replace(plain, thinking=False), Prompt(document="a", id="6"),
+              Prompt(messages=spoken("a", "b", "c"), unlearned=frozenset({1}), id="7")]
+    assert len({task.key(0, one) for one in [plain, *others]}) == 1 + len(others)
+    task, given = task_of(target, replace(SMALL, answered_by="text")), Prompt(messages=spoken("a", "b"), id="8")
+    more = Prompt(messages=spoken("a", "b", "c"), id="9", category="c")
+    assert task.key(0, given) == task.key(0, more), "nobody answers c"
+    others = [Prompt(messages=spoken("a", "c"), id="10"), replace(given, tools=tools),
+              Prompt(messages=spoken("a", "b", "c", "d"), id="11"), Prompt(document="a", id="13"),
+              Prompt(messages=spoken("a", "b", "c", "d"), unlearned=frozenset({1}), id="12")]
+    assert len({task.key(0, one) for one in [given, *others]}) == 1 + len(others)
+
+
+def test_a_row_with_the_recipes_own_system_prompt_is_held_out_like_one_without(tmp_path: Path, tiny_target: Target
+                                                                              ) -> None:
+    rows_ = [*many(9), *[{"system": "S", **row} for row in many(3)]]
+    manifest = run(tiny_target, write_prompts(tmp_path, rows_), SMALL, tmp_path / "out", system="S")
+    assert (manifest.total("train", "prompts"), manifest.repeated) == (6, 3)
+
+
+ALTERNATING = ("{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles "
+               "must alternate') }}{% endif %}{% endfor %}" + CHATML)
+LAST = ("{% if add_generation_prompt and messages[-1].role == 'assistant' %}{{ raise_exception('nobody asked') }}"
+        "{% endif %}" + CHATML)
+WORDY = ("{% for m in messages %}{% if not m.content %}{{ raise_exception('no words') }}{% endif %}{% endfor %}"
+         + CHATML)
+
+
+@pytest.mark.parametrize("writer", ["target", "text"])
+@pytest.mark.parametrize(("source", "row"), [
+    (ALTERNATING, {"messages": [*spoken("a", "b", "c"), *spoken("d")]}),
+    (LAST, {"messages": [*spoken("a", "b"), *spoken("", "c", "d", "e")[1:]]}),
+    (CHATML, {"messages": spoken("a " * 300, "b")}), (CHATML, {"messages": spoken("a", "b", "a " * 300, "b")}),
+])
+def test_what_would_be_refused_later_is_skipped_before_the_first_answer(
+    tmp_path: Path, writer: Any, source: str, row: dict[str, Any]
+) -> None:
+    config, whole = replace(SMALL, answered_by=writer), {"messages": spoken("a", "b")}
+    prompts = replace(write_prompts(tmp_path, [*answered(6), row, *answered(9)[6:], whole]), most_skipped=0.2)
+    manifest = run(with_template(source), prompts, config, tmp_path / "out")
+    assert (sum(manifest.skipped.values()), manifest.total("train", "prompts")) == (1, 7)
+
+
+def test_short_rows_are_checked_without_their_tokens(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = [task_of(tiny_target, replace(SMALL, answered_by=writer)) for writer in ("target", "text")]
+    monkeypatch.setattr(ChatTemplate, "_encode", lambda *_: pytest.fail("a row was tokenized"))
+    for task in tasks:
+        task.check(0, Prompt(messages=spoken("a", "b", "c", "d"), id="1"))
+    long = Prompt(messages=spoken("é" * 40), id="2")
+    with pytest.raises(pytest.fail.Exception, match="a row was tokenized"):
+        tasks[0].check(0, long)
+
+
+def test_an_answer_without_a_word_does_not_end_a_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = with_template(WORDY)
+    monkeypatch.setattr(ChatTemplate, "said", lambda self, *_: self.own({"role": "assistant", "content": ""}))
+    prompts = write_prompts(tmp_path, [{"turns": [f"a{number}", "b"]} for number in range(9)])
+    manifest = run(target, prompts, SMALL, tmp_path / "out")
+    assert (manifest.total("train", "answers"), manifest.skipped) == (12, {})
+    for source, words in ((WORDY, "…"), (CHATML, "")):
+        shown = ChatTemplate(with_template(source).tokenizer).rendered(spoken("a", "", "b"))
+        assert f"<|im_start|>assistant\n{words}<|im_end|>" in shown
+
+
+@pytest.mark.parametrize(("texts", "says"), [(("a",), "the row has no answer of its own"),
+                                             (("a", "", "c", "d"), "one of its answers is empty, and what follows")])
+def test_a_row_without_a_given_answer_says_why(tiny_target: Target, texts: tuple[str, ...], says: str) -> None:
+    with pytest.raises(UserError, match=f"^{says}"):
+        task_of(tiny_target, replace(SMALL, answered_by="text")).check(0, Prompt(messages=spoken(*texts), id="1"))
 
 
 def test_given_answers_are_cut_and_must_be_exact(tiny_target: Target) -> None:

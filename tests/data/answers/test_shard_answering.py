@@ -132,7 +132,7 @@ def test_prompts_come_back_from_their_file_as_they_were_written(tmp_path: Path) 
     locks = FolderLocks(tmp_path / "locks")
     (tmp_path / QUEUE).mkdir()
     queued = ShardPrompts(Written(), tmp_path, locks, start=5, size=4, held=set(), seen=set(),
-                          key=lambda _, prompt: prompt.key)
+                          asked_key=lambda prompt: int(prompt.id), key=lambda number, _: number)
     first, again = queued.fresh(0), queued.fresh(0)
     locks.close()
     assert first.prompts == again.prompts == Written().take(5, 4).prompts

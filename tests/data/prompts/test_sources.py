@@ -68,22 +68,6 @@ def test_messages_carry_the_answers_given_so_far() -> None:
     assert tooled.history(answers[:2]) == [*spoken("a"), called, result, answers[1], *spoken("b", "c", "d")]
 
 
-def test_equal_keys_are_those_of_prompts_that_reach_the_model_as_the_same() -> None:
-    plain, tools = Prompt(messages=spoken("a"), id="1"), ({"name": "f"},)
-    assert plain.key == Prompt(messages=spoken("a", "b"), id="2", category="c").key, "the answer is asked for"
-    others = [Prompt.from_turns("a", id="3", system="s"), Prompt.from_turns("A", id="4"), replace(plain, tools=tools),
-              Prompt.from_turns("a", "b", id="5"), replace(plain, thinking=False), Prompt(document="a", id="6"),
-              Prompt(messages=spoken("a", "b", "c"), unlearned=frozenset({1}), id="7")]
-    assert len({one.key for one in [plain, *others]}) == 1 + len(others)
-    given = Prompt(messages=spoken("a", "b"), id="8")
-    assert given.given_key == Prompt(messages=spoken("a", "b", "c"), id="9", category="c").given_key, "nobody answers c"
-    others = [Prompt(messages=spoken("a", "c"), id="10"), replace(given, tools=tools),
-              Prompt(messages=spoken("a", "b", "c", "d"), id="11"),
-              Prompt(messages=spoken("a", "b", "c", "d"), unlearned=frozenset({1}), id="12"),
-              Prompt(document="a", id="13"), Prompt(document="b", id="14")]
-    assert len({one.given_key for one in [given, *others]}) == 1 + len(others)
-
-
 def test_candidates_are_the_same_however_often_they_are_asked_for(tmp_path: Path) -> None:
     file = write_lines(tmp_path, *({"prompt": str(number)} for number in range(9)))
     config = PromptConfig(origin="file", path=str(file), shuffle=True, limit=7)
@@ -209,6 +193,28 @@ def test_rows_that_are_left_out_on_purpose_are_listed_and_no_fault(tmp_path: Pat
     config = replace(mixed(tmp_path, *[{"prompt": "a", "weight": 0}] * 9), most_skipped=0)
     found = ReadPrompts(config, 0).skipped()
     assert [(one.wanted, one.kind) for one in found] == [(True, "weight or train or loss leaves the whole row out")] * 9
+
+
+def test_rows_are_checked_once_and_only_as_many_as_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = list[int]()
+
+    def check(number: int, _prompt: Prompt) -> None:
+        checked.append(number)
+        if number in (2, 15):
+            raise UserError("no")
+
+    monkeypatch.setattr(sources, "STREAM_BUFFER", 10)
+    config = PromptConfig(origin="file", path=str(write_lines(tmp_path, *({"prompt": str(one)} for one in range(20)))),
+                          most_skipped=0.5)
+    for whole, looked in ((True, 20), (False, 10)):
+        checked.clear()
+        source = ReadPrompts(config, 0, check, whole=whole)
+        assert ([one.row for one in source.skipped()], checked) == (
+            [f"prompts.jsonl:{place + 1}" for place in (2, 15) if place < looked], list(range(looked)))
+        taken = source.take(0, 20)
+        assert [number for number, _ in taken.prompts] == [one for one in range(20) if one not in (2, 15)]
+        assert [one.row for one in taken.skipped] == ([] if whole else ["prompts.jsonl:16"])
+        assert checked == list(range(20)), "no row twice"
 
 
 def test_a_limit_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ def found(lengths: list[float], labels: int, *, max_steps: int | None = 400, ste
     workspace: Any = SimpleNamespace(
         label_weights=torch.tensor([10_000, 4_000]),
         recipe=SimpleNamespace(train=SimpleNamespace(max_steps=max_steps),
-                               distill=SimpleNamespace(budget_tokens=budget)))
+                               distill=SimpleNamespace(budget_tokens=budget, budget_minutes=None)),
+        manifest=lambda: SimpleNamespace(total=lambda *_: 14_000))
     result: Any = SimpleNamespace(curve=curve, step=best.step, steps=steps, accepted_length=best.accepted_length)
     return outcome(workspace, result)
 
@@ -27,6 +28,9 @@ def found(lengths: list[float], labels: int, *, max_steps: int | None = 400, ste
     ([1.0, 1.5, 1.7, 1.71, 1.7], 210_000, {},
      "Short of data: 14,000 tokens seen 15 times; more answers (distill.budget_tokens) will help. Best at step 300 of "
      "400: 1.71 tokens per pass of held-out text."),
+    ([1.0, 1.5, 1.7, 1.71, 1.72], 210_000, {"budget": 20_000},
+     "Short of data: 14,000 tokens seen 15 times; more prompts will help. Best at step 400 of 400: 1.72 tokens per "
+     "pass of held-out text."),
     ([1.0, 1.5, 1.7, 1.71, 1.72], 210_000, {"budget": None},
      "Short of data: 14,000 tokens seen 15 times; more prompts will help. Best at step 400 of 400: 1.72 tokens per "
      "pass of held-out text."),
