@@ -39,6 +39,7 @@ from draftsmith.modules.files.atomic_files import file_sha256
 from draftsmith.recipes.__main__ import main
 from safetensors.torch import load_file, save_file
 from support.families import CASES, randomised
+from support.tiers import others_long
 
 TREE = "[[0],[1],[0,0]]"
 LAYOUTS = [
@@ -103,7 +104,11 @@ def passes(drafter: Drafter[Any], target: Target, topology: Topology) -> tuple[l
     return [one.tokens for one in found.generations], recorder.passes
 
 
-@pytest.mark.parametrize(("name", "layout", "tree"), LAYOUTS)
+FIRST = list({case[1]: case for case in reversed(LAYOUTS)}.values())
+"""The first case of each layout."""
+
+
+@pytest.mark.parametrize(("name", "layout", "tree"), others_long(LAYOUTS, FIRST))
 def test_an_imported_drafter_makes_the_same_passes(
     tmp_path: Path, tiny: Target, checkpoint: Callable[[str, str, Path], Path], name: str, layout: str, tree: str
 ) -> None:
