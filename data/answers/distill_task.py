@@ -26,8 +26,6 @@ from .writers import Writer, source_of
 
 PACKAGES = ("draftsmith", "safetensors", "tokenizers", "torch", "transformers")
 """Packages whose versions decide the bytes of a shard."""
-STARTS = 16
-"""Tokens that a tokenizer may write before a text, at most."""
 SAID: Message = {"role": "assistant", "content": "a"}
 """An answer in a trial, as short as can be: a conversation ends early where answers fill the context."""
 
@@ -117,9 +115,9 @@ class DistillTask:
             raise UserError("the chat template writes nothing of the prompt; give some text")
         last = texts[-len(texts) // len(prompt.asked) :]
         limit, room = self.prompts.max_prompt_tokens, self.target.context_length - self.config.max_new_tokens
-        # No token is shorter than a byte, and NFKC writes at most 33 bytes for 3. To count them takes ten times as long
-        # as to render them, and of all rows of a large file only a few may be too long.
-        if max(len(text.encode()) * (1 if text.isascii() else 11) for text in last) + STARTS > min(room, limit or room):
+        # No token is shorter than a byte; NFKC writes at most 33 bytes for 3, and a few tokens may stand before a text.
+        # To count them takes ten times as long as to render them, and of a large file only a few rows may be too long.
+        if 16 + max(len(text.encode()) * (1 if text.isascii() else 11) for text in last) > min(room, limit or room):
             size = max(len(self.template.encode(text)) for text in last) - between
             found = f"{size:,} tokens{' in all its turns' if between else ''}"
             if limit is not None and size > limit:

@@ -119,12 +119,11 @@ def _conversation(row: dict[str, Any], key: str, question: bool) -> list[tuple[M
 def _history(value: Any) -> list[Any]:
     """Messages before a question, from pairs of a question and its answer."""
     value = _from_json(value, "history")
-    if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
-        return value
-    if not isinstance(value, list) or not all(isinstance(one, list | tuple) and len(one) == 2 for one in value):
+    if not isinstance(value, list) or not all(
+            isinstance(one, Mapping) or (isinstance(one, list | tuple) and len(one) == 2) for one in value):
         raise UserError(f"history must be a list of pairs, a question and its answer, got {_short(value)}; write it so")
-    return [{"role": role, "content": text} for pair in value
-            for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return [message for one in value for message in ([one] if isinstance(one, Mapping) else [
+        {"role": "user", "content": one[0]}, {"role": "assistant", "content": one[1]}])]
 
 
 def _spoken(value: Any, key: str) -> list[Any]:
@@ -142,14 +141,6 @@ def _spoken(value: Any, key: str) -> list[Any]:
     return [message for text in value for message in ({"role": "assistant"}, {"role": "user", "content": text})][1:]
 
 
-def _role(message: Mapping[str, Any]) -> str:
-    """The name of a message's speaker, which is one of `ROLES`."""
-    name = message.get("role", message.get("from"))
-    if not isinstance(name, str) or name.strip().lower() not in ROLES:
-        raise UserError(f"the role of a message must be one of {', '.join(ROLES)}, got {_short(name)}; rename it")
-    return name.strip().lower()
-
-
 def _messages(spoken: Sequence[Any]) -> list[tuple[Message, bool]]:
     """Messages as templates take them, without empty system prompts, each with whether it may be a label."""
     found = list[tuple[Message, bool]]()
@@ -157,10 +148,11 @@ def _messages(spoken: Sequence[Any]) -> list[tuple[Message, bool]]:
         if not isinstance(message, Mapping):
             raise UserError(f"a message must be an object, got {_short(message)}; give its role and its content")
         message = _present(message)
-        name = _role(message)
-        role, value = ROLES[name], message.get("content", message.get("value"))
+        name, value = message.get("role", message.get("from")), message.get("content", message.get("value"))
+        if not isinstance(name, str) or (role := ROLES.get(name.strip().lower())) is None:
+            raise UserError(f"the role of a message must be one of {', '.join(ROLES)}, got {_short(name)}; rename it")
         if role == "assistant":
-            found.append(_answer(message, value, name == "function_call"))
+            found.append(_answer(message, value, name.strip().lower() == "function_call"))
             continue
         content = _content(value, role)
         if role == "user" and not content.strip():

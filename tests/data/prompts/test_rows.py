@@ -151,7 +151,8 @@ REFUSED: list[tuple[str, Any, str]] = [
      "chosen is one text without a prompt, such as a transcript, which is not read; give messages"),
     ("an answer of an object", {"instruction": "a", "output": {"b": 1}}, "the role of a message must be one of"),
     ("a history of text", {"prompt": "a", "history": "b"}, "history must be JSON, got 'b'"),
-    ("a history of triples", {"prompt": "a", "history": [["b", "c", "d"]]}, "history must be a list of pairs"),
+    *(("a history of no pairs", {"prompt": "a", "history": [one]}, "history must be a list of pairs")
+      for one in (["b", "c", "d"], "bc", 3)),
     ("a prompt of a number", {"prompt": 3}, "prompt must be text or a list of messages, got 3"),
     ("messages of text", {"messages": ["a"]}, r"messages must be a list of messages, got \['a'\]"),
     ("messages of numbers", {"messages": [1]}, "a message must be an object, got 1; give its role"),
