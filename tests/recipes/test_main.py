@@ -280,7 +280,7 @@ def test_a_missing_recipe_file_names_the_shipped_ones(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(("content", "message"), [
     ('{"prompt": "hi"}\n{"prompt": \n', "mine.jsonl:2"),
     ('{"prompt": "hi"}\n{"prompt": " "}\n', "mine.jsonl:2"),
-    ('{"question": "hi"}\n', "mine.jsonl:1"),
+    ('{"inquiry": "hi"}\n', "mine.jsonl:1"),
     ("", "mine.jsonl holds no prompt"),
     (('{"prompt": "' + "long " * 400 + '"}\n') * 30, "context"),
 ])
