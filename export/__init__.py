@@ -1,7 +1,7 @@
 """Artifacts, checkpoint layouts of other projects, evaluation and its report."""
 
 from .acceptance_heads import HeadMeasurements, StoredHead, save_head
-from .artifact import FORMAT_VERSION, Artifact, Drafting, load_artifact, read_description, save_artifact
+from .artifact import Artifact, Drafting, load_artifact, save_artifact
 from .engines.trial import Trial, TrialSettings, served, try_export
 from .evaluation.contention import busy_warning
 from .evaluation.evaluate import evaluate
@@ -11,6 +11,7 @@ from .evaluation.target_drift import Drift, measure_drift, with_drift
 from .layouts.parts.export_format import ExportSettings, ImportSettings
 from .layouts.registry import EVERY_FORMAT, export_artifact, import_drafter
 from .report.markdown import terminal_table, write_report
+from .stored_drafter import FORMAT_VERSION, read_description
 from .tuning import SampledTuning, Tuning, save_tuning
 
 __all__ = [

@@ -8,10 +8,12 @@ from torch import Tensor
 from ..data import DistillConfig, PromptConfig
 from ..data.batches.datamodule import BatchConfig
 from ..export import EvaluateConfig
+from ..export.stored_drafter import load_drafter
 from ..modules import Target, TargetConfig, UserError
 from ..modules.policies.registry import MOST
 from ..trainers import DraftModule, TrainConfig
 from ..trainers.families import family_module
+from ..trainers.start import Start
 from .chat_settings import TemplateConfig
 
 MOST_NODES = 4096
@@ -73,6 +75,12 @@ class Recipe:
         """A new LightningModule of the recipe's family, its drafter not built yet.
 
         Raises:
-            UserError: if the family or its settings do not fit the target.
+            UserError: if the family, its settings or the start do not fit the target.
         """
-        return family_module(self.family, trust=self.trust)(target, self.train, token_counts=label_weights)
+        module = family_module(self.family, trust=self.trust)(target, self.train, token_counts=label_weights)
+        if self.train.start is not None:
+            # Of this target alone: a draft for another one, whose embedding it borrowed, would be fitted to it here.
+            stored = load_drafter(Path(self.train.start), target, trust=self.trust)
+            module.continue_from(Start(drafter=stored.drafter, adapter=stored.adapter,
+                                       weights_sha256=stored.config["weights_sha256"]))
+        return module

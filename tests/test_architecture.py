@@ -35,7 +35,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "data": (("prompts",), ("store",), ("answers", "batches")),
     "trainers": (
-        ("losses",), ("steps",), ("train_config",), ("processes",), ("acceptance_head",), ("base",),
+        ("losses",), ("steps",), ("train_config",), ("start", "processes"), ("acceptance_head",), ("base",),
         ("callbacks", "drafters", "families"), ("interruption",), ("fitting",),
     ),
     "export": (("",), ("layouts.parts",), ("layouts",), ("engines", "evaluation"), ("report",)),

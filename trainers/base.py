@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, ClassVar, NamedTuple, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import lightning as L
 import torch
@@ -28,11 +28,13 @@ from ..modules.interfaces.family_card import FamilyCard
 from ..modules.target.adapter import Adapter
 from ..modules.target.draft_vocabulary import choose, draft_index
 from ..modules.target.model import Target
+from .losses.batch_loss import BatchLoss
 from .losses.chunked_losses import VocabularyLoss
 from .losses.metrics import describe, weighted_mean_loss
 from .losses.objectives import NEEDS_MASS, Teacher
 from .processes.split_drafter import SplitDrafter, shard_fully, whole_state
 from .processes.zero_strategy import ZeroDrafter
+from .start import WARMUP_SHARE, Start, continued
 from .steps.checkpoints import require_same_settings
 from .steps.compiled_step import CompiledStep
 from .steps.optimizers import optimizer_for
@@ -44,19 +46,6 @@ from .train_config import SPLITTING, TrainConfig, decisive_settings
 
 PATIENCE = 8
 """Optimizer steps without a supervised token after which a run stops: long prompts may fill one step, but not eight."""
-
-
-class BatchLoss(NamedTuple):
-    """Summed loss and counts of one micro-batch or several; to be divided once the count is complete."""
-
-    total: Tensor
-    """The weighted sum of losses, differentiable."""
-    sums_KC: Tensor
-    """Sums of `metrics.COLUMNS`."""
-    weights: tuple[float, ...]
-    """Weight of each draft step in the total."""
-    offsets: tuple[int, ...]
-    """Distance in tokens from a position to the token that each draft step predicts."""
 
 
 class DraftModule(L.LightningModule):
@@ -91,6 +80,8 @@ class DraftModule(L.LightningModule):
     then be whole on one device of each process."""
     validation_rows: int | None = None
     """Held-out conversations that are measured; None for all."""
+    start: Start | None = None
+    """The drafter that the training continues; None for a new one."""
 
     def __init__(
         self, target: Target, config: TrainConfig | None = None, *, token_counts: Tensor | None = None
@@ -124,16 +115,25 @@ class DraftModule(L.LightningModule):
         """Keeper of the drafter where its weights are split among processes."""
         self._pending: BatchLoss | None = None
         self._learned = 0.0
-        self._token_ids_Q: Tensor | None = None
+        self.draft_ids_Q: Tensor | None = None
+        """Ids of the reduced draft vocabulary."""
         if (size := config.drafter.vocabulary_size) is not None:
             if token_counts is None:
                 raise UserError(f"vocabulary_size is {size}, but the tokens of the training data were not counted; "
                                 "pass token_counts, or leave vocabulary_size out")
-            self._token_ids_Q = choose(token_counts, size, always=target.eos_ids)
+            self.draft_ids_Q = choose(token_counts, size, always=target.eos_ids)
+
+    def continue_from(self, start: Start) -> None:
+        """Let the drafter, which is still to be built, start as a trained one. Raises UserError if that cannot be."""
+        self.config = continued(self.config, start, self.drafter_class.family, adapts=self.changes_target)
+        self.start = start
+        if self.config.drafter.vocabulary_size == start.drafter.config.vocabulary_size:
+            self.draft_ids_Q = start.draft_ids_Q
 
     def build_drafter(self) -> Drafter:
-        """A new drafter, bound to the target."""
-        return self.drafter_class.create(self.config.drafter, self.target, self._token_ids_Q)
+        """A new drafter, or one that starts as a trained one, bound to the target."""
+        start = {} if self.start is None else {"start": self.start.drafter}
+        return self.drafter_class.create(self.config.drafter, self.target, self.draft_ids_Q, **start)
 
     def setup(self, stage: str) -> None:
         """Move the target, which is unknown to Lightning, and bind the drafter to it again."""
@@ -165,9 +165,14 @@ class DraftModule(L.LightningModule):
         """The chosen optimizer with warm-up and cosine."""
         optimizer = optimizer_for(self.drafter, self.config.optimizer, lr=self.config.lr,
                                   weight_decay=self.config.weight_decay)
-        factor = warmup_cosine(self.config.warmup_steps, self.config.max_steps, lambda: self.time_spent)
+        factor = warmup_cosine(self.warmup_steps, self.config.max_steps, lambda: self.time_spent)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @property
+    def warmup_steps(self) -> int:
+        """Optimizer steps over which the learning rate rises."""
+        return self.config.warmup_steps // (1 if self.start is None else WARMUP_SHARE)
 
     # The loss --------------------------------------------------------------------------------------------------------
 
@@ -380,7 +385,8 @@ class DraftModule(L.LightningModule):
         """Settings that must be equal to resume a run from a checkpoint."""
         ids_Q = self.drafter.token_ids_Q
         chosen = None if ids_Q is None else hashlib.sha256(json.dumps(ids_Q.tolist()).encode()).hexdigest()[:16]
-        return {"config": decisive_settings(asdict(self.config)), "family": self.drafter.family,
+        config = {**asdict(self.config), "start": None if self.start is None else self.start.weights_sha256}
+        return {"config": decisive_settings(config), "family": self.drafter.family,
                 "drafter": self.drafter.describe(), "draft_vocabulary": chosen,
                 "target": self.target.identity.to_dict()}
 

@@ -89,12 +89,16 @@ class DecodedAcceptance(EveryStep):
         self.best = state_dict["best"]
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Measure the untrained drafter, with which the trained one is compared."""
+        """Measure the drafter before training, with which the trained one is compared."""
         super().on_train_start(trainer, module)
         # A resumed run has measured it before.
         if not self.module.curve.steps:
             with self.module.clock.paused():
-                self.module.curve.measured(0, self._measured(trainer)["accepted_length"])
+                found = self._measured(trainer)
+                self.module.curve.measured(0, found["accepted_length"])
+                if self.module.start is not None:
+                    # A draft that training cannot better stays as it was.
+                    self._keep(trainer, 0, found)
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Measure at every `validate_every`-th step and save the weights if they are the best."""
@@ -106,10 +110,13 @@ class DecodedAcceptance(EveryStep):
             trainer.logger.log_metrics({"accepted_length": found["accepted_length"]}, step=step)
         # Greater, not equal: of equal lengths the earlier step wins, resumed or not.
         if not self.best or found["accepted_length"] > self.best["accepted_length"]:
-            # All processes gather the weights, the first one writes them, and all know the hash that they will read by.
-            weights = self.module.trained()
-            saved = save_weights(self.out / BEST, weights) if trainer.is_global_zero else ""
-            self.best = {**found, "step": step, "sha256": trainer.strategy.broadcast(saved)}
+            self._keep(trainer, step, found)
+
+    def _keep(self, trainer: L.Trainer, step: int, found: dict[str, Any]) -> None:
+        # All processes gather the weights, the first one writes them, and all know the hash that they will read by.
+        weights = self.module.trained()
+        saved = save_weights(self.out / BEST, weights) if trainer.is_global_zero else ""
+        self.best = {**found, "step": step, "sha256": trainer.strategy.broadcast(saved)}
 
     def _measured(self, trainer: L.Trainer) -> dict[str, Any]:
         # Only now: with a target shared among processes, states are computed by all of them together.

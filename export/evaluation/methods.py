@@ -48,8 +48,6 @@ class EvaluateConfig:
     """Sample among this many best tokens; 0 is all of them."""
     top_p: float = 1.0
     """Sample within this share of the probability."""
-    min_p: float = 0.0
-    """Sample among tokens with at least this share of the likeliest one's probability; 0 is all of them."""
     repetition_penalty: float = 1.0
     """Divides the logits of tokens that occurred, as in transformers, in greedy answers too; 1 changes nothing."""
     speed_prompts: int = 8
@@ -141,12 +139,12 @@ class EvaluateConfig:
 
     def sampling(self, temperature: float) -> SamplingSetting:
         """The sampling of the answers at one of the temperatures."""
-        return SamplingSetting(temperature=temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
+        return SamplingSetting(temperature=temperature, top_k=self.top_k, top_p=self.top_p,
                                repetition_penalty=self.repetition_penalty)
 
     def settings(self, batch_size: int) -> DecodeSettings:
         """The decoding loop's settings for a batch of this many rows."""
-        return DecodeSettings(batch_size=batch_size, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
+        return DecodeSettings(batch_size=batch_size, top_k=self.top_k, top_p=self.top_p,
                               repetition_penalty=self.repetition_penalty, seed=SEED, graphs=self.graphs,
                               compile=self.compile)
 

@@ -35,7 +35,7 @@ class References:
         where = machine(target)
         self._common = [target.identity.weights_hash, fields_of(target.config), target.eos_ids, vars(target.biases),
                         where, target.linears.packing.packed_from, config.max_new_tokens, config.top_k, config.top_p,
-                        config.min_p, config.repetition_penalty]
+                        config.repetition_penalty]
 
     def find(self, prompt: tuple[int, ...], temperature: float, index: int) -> tuple[int, ...] | None:
         """The known answer to a prompt; None if there is none yet.

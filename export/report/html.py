@@ -315,7 +315,7 @@ def _linear_layers(found: Mapping[str, Any]) -> str:
 def _settings(header: Mapping[str, Any]) -> str:
     """The settings of the evaluation in words; filters of sampling only where they are set."""
     found, usual = header["settings"], EvaluateConfig()
-    filters = [f"{name} {found[name]:g}" for name in ("top_k", "top_p", "min_p", "repetition_penalty")
+    filters = [f"{name} {found[name]:g}" for name in ("top_k", "top_p", "repetition_penalty")
                if found[name] != getattr(usual, name)]
     policies, baselines, sizes, degrees = (
         [found[name]] if isinstance(found[name], str | int | float) else list(found[name])

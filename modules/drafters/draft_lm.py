@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..config_checks import settings_of
+from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafter, Drafts
 from ..interfaces.family_card import FamilyCard
@@ -26,7 +27,7 @@ from ..interfaces.proposer import Scores
 from ..target.attention.segment_attention import Sight, mask_arguments, visible_text
 from ..target.attention.tree_attention import place_arguments
 from ..target.devices.compiled_layers import of_transformers
-from ..target.draft_vocabulary import over_all_tokens, require_ids
+from ..target.draft_vocabulary import carry_rows, over_all_tokens, require_ids
 from ..target.kv_cache import RowCache
 from ..target.linears.linear_forms import LinearForms
 from ..target.loading.excerpt import decoder_of, layer_list
@@ -58,6 +59,7 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
                 "several a pass through mask tokens",
         cost="needs no target states in training; one model run for each level of the tree",
     )
+    config: DraftLMConfig
     mask_embedding: nn.Parameter | None
     reads_states = False
     compiled_form = staticmethod(of_transformers)
@@ -101,20 +103,23 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
     # Making one ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, config: DraftLMConfig, target: Target, token_ids_Q: Tensor | None = None) -> Self:
+    def create(cls, config: DraftLMConfig, target: Target, token_ids_Q: Tensor | None = None,
+               start: Self | None = None) -> Self:
         """A new draft model for `target`, bound to it.
 
         Args:
             config: its shape and its first weights.
             target: the model it drafts for.
             token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
+            start: a draft model, not bound, whose weights it takes over.
 
         Raises:
-            UserError: if the layers, the folder or the ids do not fit.
+            UserError: if the layers, the folder, the ids or the start do not fit.
         """
         require_ids(config.vocabulary_size, token_ids_Q)
         # A target on the meta device, used for planning, has no values.
-        architecture, on_meta = planned(config, target), target.device.type == "meta"
+        architecture = planned(config, target) if start is None else start.architecture
+        on_meta = target.device.type == "meta"
         if config.folder is not None and not on_meta:
             model = read_model(Path(config.folder), target)
         else:
@@ -123,7 +128,7 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
         if config.layers is not None and not on_meta:
             copy_layers(model, target, config.layers)
         drafter = cls(config, model)
-        if not on_meta:
+        if start is None and not on_meta:
             with torch.no_grad():
                 embedding_VD, output = drafter._embedding().weight, model.get_output_embeddings()
                 # Embeddings that are not finite in the model they come from become zero: a guess reads other guesses'
@@ -137,8 +142,28 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
                     drafter.mask_embedding.copy_(embedding_VD[config.mask_token_id])
         # Half precision would lose small updates: trained weights stay in float32.
         drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
+        if start is not None and not on_meta:
+            drafter._take_over(start, token_ids_Q)
         drafter.bind(target)
         return drafter
+
+    @torch.no_grad()
+    def _take_over(self, start: Self, token_ids_Q: Tensor | None) -> None:
+        """Replace all weights by those of a start. Raises UserError for a token without an output row."""
+        apart = ("head.", "token_ids")
+        carried = {name: tensor for name, tensor in start.state_dict().items() if not name.startswith(apart)}
+        self.load_state_dict({**self.state_dict(), **carried})
+        if self.token_ids is not None and token_ids_Q is not None:
+            self.token_ids.copy_(token_ids_Q)
+        if self.head is None:
+            return
+        former = start._embedding() if start.head is None else start.head
+        there_Q = carry_rows(self.head, token_ids_Q, former, start.token_ids, self.vocab_size)
+        if not bool(there_Q.all()):
+            # Only a whole output layer has a row for each token: that of the model it came from is not kept.
+            raise UserError(f"drafter.vocabulary_size {self.config.vocabulary_size} would need output rows of "
+                            f"{int((~there_Q).sum())} tokens that the start of {start.config.vocabulary_size} tokens "
+                            "does not have; leave vocabulary_size out to keep those of the start")
 
     def describe(self) -> dict[str, Any]:
         """The settings and the model's configuration, JSON-ready, without the folder of its first weights."""

@@ -18,6 +18,7 @@ class DraftLMConfig(DrafterConfig):
     It has `num_layers` new layers, or a copy of some `layers` of the target, or it is the model in a `folder`.
     """
 
+    training_only = frozenset({"freeze_embedding"})
     layers: tuple[int, ...] | None = None
     """Layers of the target to copy, ascending; width, embedding and output layer are then the target's."""
     folder: str | None = None
@@ -35,6 +36,10 @@ class DraftLMConfig(DrafterConfig):
     """Tokens guessed in one pass of the draft: above 1, a learned mask token replaces each one not yet known."""
     mask_token_id: int | None = None
     """A reserved token whose embedding holds the mask token's in exports; None exports without mask tokens."""
+
+    def carries(self, name: str, former: Any) -> bool:
+        """The mask token names a row of exports alone."""
+        return super().carries(name, former) or name == "mask_token_id"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,6 +24,7 @@ from .parts.shared_embeddings import Sizes
 class EagleConfig(FeatureConfig):
     """The shape of an EAGLE-1 drafter."""
 
+    training_only = frozenset({"steps", "noise"})
     bias: bool = True
     """Whether the layer that combines token and state has a bias."""
     steps: int = 1

@@ -6,7 +6,7 @@ Shapes: B rows, N positions, D hidden size, V target vocabulary, Q entries of th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from .parts.shared_embeddings import Sizes
 class Eagle3Config(FeatureConfig):
     """The shape of an EAGLE-3 drafter."""
 
+    training_only = frozenset({"steps"})
     taps: tuple[int, ...] | None = None
     """Layers of the target, from 0, whose outputs are read, ascending; None takes a low, a middle and a high one as in
     the official code: 1, L/2 - 1 and L - 4 of L layers."""
@@ -65,6 +66,12 @@ class Eagle3Config(FeatureConfig):
             raise UserError(f"taps must be ascending numbers of layers, at least one, got {list(self.taps)}")
         if self.fc_norm and self.norm_before_fc:
             raise UserError("fc_norm and norm_before_fc are both true, and the states are normalised once; choose one")
+
+    def carries(self, name: str, former: Any) -> bool:
+        """Further layers pass the state on, and `fc` reads nothing of further taps; one norm over all of them would
+        change."""
+        taps = name == "taps" and not self.norm_before_fc and set(former) < set(self.taps or ())
+        return super().carries(name, former) or taps or (name == "num_layers" and former < self.num_layers)
 
 
 def chosen_taps(taps: Sequence[int] | None, target: Target) -> tuple[int, ...]:
@@ -202,6 +209,16 @@ class Eagle3(EagleDrafter):
             self.lm_head.weight.copy_(read_QD @ axes_DE)
         table_VD = target.model.get_input_embeddings().weight.to(norm_D.dtype)
         self.embed_tokens.weight.copy_(table_VD @ _principal(table_VD, width))
+
+    def carried(self, start: Self) -> dict[str, Tensor]:
+        """The start's tensors; `fc` has columns of zeros for further taps."""
+        places = [self.taps.index(tap) for tap in start.taps]
+        former_DTE = torch.unflatten(start.fc.weight.detach(), 1, (len(places), -1))
+        columns_DTE = former_DTE.new_zeros(len(former_DTE), len(self.taps), former_DTE.shape[-1])
+        columns_DTE[:, places] = former_DTE
+        renamed = {f"fc_norm.{place}.weight": f"fc_norm.{here}.weight" for place, here in enumerate(places)}
+        tensors = {renamed.get(name, name): tensor for name, tensor in super().carried(start).items()}
+        return {**tensors, "fc.weight": columns_DTE.flatten(1)}
 
     def fuse(self, final_BND: Tensor, taps: dict[int, Tensor]) -> Tensor:
         """One state from the concatenated tapped states, ascending by layer.

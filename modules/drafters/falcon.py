@@ -46,6 +46,7 @@ _RECURRENT_LAYERS = 2
 class FalconConfig(FeatureConfig):
     """The shape of a Falcon drafter."""
 
+    training_only = frozenset({"blocks", "noise", "dropout"})
     block_size: int = 2
     """Tokens drafted by one run of the decoder layer; the paper's best is 2 (its table of 2, 3 and 4)."""
     blocks: int = 1

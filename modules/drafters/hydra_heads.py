@@ -5,6 +5,7 @@ Shapes: B rows, N positions, D hidden size, Z width of what a head reads.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from .parts.heads import HeadConfig
 class HydraConfig(HeadConfig):
     """The shape of Hydra heads. Hydra++ is `prefix`, with `num_layers` 4."""
 
+    training_only = frozenset({"dropout", "noise"})
     num_layers: int = 1
     """Blocks of each head: the first reads the state and the tokens guessed so far, the others read its output."""
     tie_blocks: bool = True
@@ -30,6 +32,11 @@ class HydraConfig(HeadConfig):
     """Dropout of the inputs of blocks and output layers in training; the official Hydra++ has 0.2."""
     noise: float = 0.0
     """Scale of uniform noise on the states and embeddings in training (NEFTune, arXiv:2310.05914, eq. 1)."""
+
+    def carries(self, name: str, former: Any) -> bool:
+        """Further blocks pass the state on; a tied one, which stands after the first, would be applied more often."""
+        untied = not self.tie_blocks or former == 1
+        return super().carries(name, former) or (name == "num_layers" and untied and former < self.num_layers)
 
 
 class ConditionedBlock(nn.Module):

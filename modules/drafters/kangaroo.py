@@ -32,6 +32,7 @@ from .parts.shared_embeddings import Sizes
 class KangarooConfig(FeatureConfig):
     """The shape of a Kangaroo drafter, and where its chains end."""
 
+    training_only = frozenset({"gamma", "eta"})
     rope_base: float | None = OFFICIAL_ROPE_BASE
     """Base of the rotary embedding; the official code's, which its layout assumes. None takes the target's, with its
     scaling."""

@@ -5,6 +5,7 @@ vocabulary, R rows of a decoding state, F frontier nodes.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,11 @@ class MedusaConfig(HeadConfig):
     """Residual blocks in each head."""
     tie_blocks: bool = False
     """Whether the blocks of a head are one block applied `num_layers` times, as in the official code."""
+
+    def carries(self, name: str, former: Any) -> bool:
+        """Further blocks pass the state on; a tied one would be applied more often."""
+        further = name == "num_layers" and not self.tie_blocks and former < self.num_layers
+        return super().carries(name, former) or further
 
 
 class ResidualBlock(nn.Module):

@@ -30,8 +30,14 @@ from .proposer import Proposer, State
 class DrafterConfig(CheckedSettings):
     """Settings that the shape of every drafter has; each family adds its own."""
 
+    training_only: ClassVar[frozenset[str]] = frozenset()
+    """Settings that change neither weights nor the function that they compute: a continued draft may have others."""
     vocabulary_size: int | None = None
     """Entries of a reduced draft vocabulary, the most frequent tokens of the training data; None keeps them all."""
+
+    def carries(self, name: str, former: Any) -> bool:
+        """True if a drafter of these settings takes over the weights of one in which a setting is `former`."""
+        return name == "vocabulary_size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +111,8 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
     """Width of the output of `forward` at one position and step: the state that the output layer reads, plus the
     estimate of the target's state where that is a separate one."""
     token_ids: Tensor | None
+    config: DrafterConfig
+    """Its settings."""
 
     def __init__(self, vocabulary_size: int | None = None) -> None:
         super().__init__()
@@ -116,16 +124,18 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
 
     @classmethod
     @abstractmethod
-    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None) -> Self:
+    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None, start: Self | None = None) -> Self:
         """Make a new, initialised drafter for `target` and bind it.
 
         Args:
             config: the family's own settings.
             target: the model it drafts for.
             token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
+            start: a drafter of this family, not bound, of which it takes over the shape of the layers and all weights;
+                what it has besides changes nothing of what they compute.
 
         Raises:
-            UserError: if settings, target and ids do not agree.
+            UserError: if settings, target, ids and start do not agree.
         """
 
     @abstractmethod

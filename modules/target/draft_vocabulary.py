@@ -97,6 +97,28 @@ def draft_index(ids_Q: Tensor, vocab_size: int) -> Tensor:
     return index_V
 
 
+def carry_rows(layer: nn.Module, ids_Q: Tensor | None, former: nn.Module, former_ids_P: Tensor | None,
+               vocab_size: int) -> Tensor:
+    """Copy an output layer's rows of the tokens that a former one has too; the other rows stay.
+
+    Args:
+        layer: output layer over the tokens `ids_Q`; None stands for all.
+        former: output layer of the same width over `former_ids_P`.
+        vocab_size: number of all tokens.
+
+    Returns:
+        True at the rows that were copied, [Q].
+    """
+    every_V = torch.arange(vocab_size, device=next(layer.parameters()).device)
+    wanted_Q, known_P = (every_V if ids is None else ids.to(every_V) for ids in (ids_Q, former_ids_P))
+    entries_Q = draft_index(known_P, vocab_size)[wanted_Q]
+    there_Q = entries_Q >= 0
+    for name, parameter in layer.named_parameters():
+        rows = former.get_parameter(name).detach().to(parameter)
+        parameter.data[there_Q] = rows[entries_Q[there_Q]]
+    return there_Q
+
+
 class OwnOutput(nn.Linear):
     """A drafter's own output layer, NaN until it is loaded or copied, so that forgetting it shows at once.
 

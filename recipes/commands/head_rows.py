@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...export.artifact import read_description
 from ...export.artifact_files import CONFIG, HEAD, HEADS, TUNING
+from ...export.stored_drafter import read_description
 from ...modules import TargetConfig, UserError
 from ...modules.files.atomic_files import file_sha256, write_file
 from ...modules.files.json_records import read_object

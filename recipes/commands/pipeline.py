@@ -4,7 +4,7 @@ import copy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from ...export import (
     write_report,
 )
 from ...export.artifact_files import CONFIG, HEADS
+from ...export.stored_drafter import read_description
 from ...modules import (
     JOINED,
     SIZING_TEMPERATURE,
@@ -56,10 +57,10 @@ from ...modules import (
     try_pass_sizes,
 )
 from ...modules.files.folder_locks import sole_writer
+from ...modules.files.json_records import shortened
 from ...modules.interfaces.optional_parts import GuessesInPasses
 from ...modules.processes import ALONE, Processes, local_rank
 from ...modules.read_rows import ReadRows
-from ...modules.target.draft_vocabulary import choose
 from ...modules.tuning.replay_acceptance import held_out_acceptance
 from ...trainers import DraftModule, FitResult, TrainConfig, families, fit
 from ...trainers.train_config import UNDECISIVE
@@ -120,8 +121,10 @@ def encode_stage(workspace: Workspace) -> Sequence[Path]:
     workspace.require_same_origin()
     files = stored_states(workspace)
     # Once, before training starts further processes.
-    if (size := workspace.recipe.train.drafter.vocabulary_size) is not None:
-        ids_Q = choose(workspace.label_weights, size, always=workspace.target.eos_ids)
+    ids_Q = workspace.tried.draft_ids_Q
+    if ids_Q is not None:
+        ids_Q = workspace.recipe.module(workspace.target, workspace.label_weights).draft_ids_Q
+    if ids_Q is not None:
         say(f"     draft vocabulary of {len(ids_Q):,} tokens: {coverage(workspace.data, ids_Q):.1%} of the tokens of "
             "held-out answers")
     return files
@@ -153,6 +156,12 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
     module = workspace.module()
     if workspace.manifest().total("train", "by_draft"):
         require_teacher(module)
+    if module.start is not None:
+        # A recipe that sets a family's default and one that leaves it out are the same: the line shows what was kept.
+        asked = asdict(workspace.recipe.train.drafter)
+        kept = [f"{name} {shortened(value)}" for name, value in asdict(module.config.drafter).items()
+                if value != asked[name]]
+        say(f"     continues the drafter in {workspace.recipe.train.start}, with its {', '.join(kept) or 'settings'}")
     data = DraftDataModule(workspace.data, batch_config(workspace, module), module.drafter.taps,
                            workspace.around_prompts)
     result = fit(module, data, workspace.training)
@@ -280,7 +289,12 @@ def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, .
     """Origin of the artifact: nothing in it depends on the machine."""
     settings = {name: value for name, value in workspace.settings.items() if name not in NO_ORIGIN}
     trained = {name: value for name, value in settings["train"].items() if name not in UNDECISIVE}
+    continued: dict[str, Any] = {}
+    if workspace.recipe.train.start is not None:
+        weights = read_description(Path(workspace.recipe.train.start))["weights_sha256"]
+        continued["start"] = {"weights_sha256": weights, "accepted_length": result.curve[0].accepted_length}
     return {
+        **continued,
         "recipe": {**settings, "distill": workspace.decisive["distill"], "train": trained, "batch": workspace.batched},
         "data_manifest": trained_on(workspace.training),
         "acceptance": {"accepted_length": result.accepted_length, "by_position": list(result.by_position)},

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...export.artifact import read_description
 from ...export.artifact_files import CARD, CONFIG, HEAD, TUNING
 from ...export.layouts.parts.layout_folder import EXPORT, ORIGIN
 from ...export.model_card import hub_card
+from ...export.stored_drafter import read_description
 from ...modules import UserError
 from ...modules.files.json_records import read_object
 from ...modules.files.owned_folders import MARKER, own_files

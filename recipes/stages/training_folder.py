@@ -92,6 +92,10 @@ def outcome(workspace: Workspace, result: FitResult) -> str:
     """Sentences on the curve of a training, and on what would make its draft better."""
     config, curve, best = workspace.recipe.train, result.curve, result.accepted_length
     found = f"Best at step {result.step:,} of {result.steps:,}: {best:.2f} tokens per pass of held-out text"
+    if config.start is not None:
+        found += f", {curve[0].accepted_length:.2f} before this training"
+        if not result.step:
+            return f"{found}, which has not made the drafter of train.start better; lower train.lr, or take more data."
     # The last measurement before the last quarter, in which the learning rate falls to nearly nothing.
     earlier = [one for one in curve[1:] if 4 * one.step <= 3 * result.steps]
     if not earlier:

@@ -18,9 +18,11 @@ from ...data.batches.label_weights import count_labels
 from ...data.batches.learned_tokens import prompts_learnable
 from ...data.prompts.chat import Surroundings
 from ...data.store.token_store import MANIFEST
+from ...export.artifact_files import CONFIG
 from ...export.evaluation.schedule import require_context
+from ...export.stored_drafter import read_description
 from ...modules import Target, TargetConfig, UserError, load_target
-from ...modules.files.atomic_files import write_file
+from ...modules.files.atomic_files import file_sha256, write_file
 from ...modules.files.folder_locks import FolderLocks
 from ...modules.files.json_records import read_record
 from ...modules.processes import Processes
@@ -98,6 +100,9 @@ class Workspace:
         if (found := self.answered_data) is not None:
             # An id of the hub without a revision may name other weights than it did.
             found.target.require_same(target.identity)
+        if self.recipe.train.start is not None:
+            # A start that does not fit is reported before any prompt is answered; the sketch has compared shapes alone.
+            self.recipe.module(target, torch.ones(target.vocab_size))
         return target
 
     @cached_property
@@ -226,9 +231,14 @@ class Workspace:
 
         A limit of the batches that is not set decides nothing, nor does the place of the target's and the drafter's
         weights or the number of processes that answer or, as long as they read as many micro-batches together, train.
-        Where a draft starts from the model in a folder, that model decides: another one may have been put there since.
+        Where a draft starts from the model in a folder, or continues an artifact, these decide: others may have been
+        put there since.
+
+        Raises:
+            UserError: if the artifact to be continued is missing, or would be replaced by this run's own.
         """
-        target, answers, drafter = (dict(self.settings[name]) for name in ("target", "distill", "drafter"))
+        target, answers, drafter, train = (
+            dict(self.settings[name]) for name in ("target", "distill", "drafter", "train"))
         for name in ("placement", "degree", "offload"):
             target.pop(name)
         answers.pop("workers")
@@ -236,9 +246,15 @@ class Workspace:
         answers["engine"] = answers["engine"] if answers["engine"] in ENGINES else "server"
         if drafter.get("folder") is not None:
             drafter["model_in_folder"] = folder_digest(Path(drafter["folder"]))
+        if train["start"] is not None:
+            start = Path(train["start"])
+            if start.resolve() == self.artifact.resolve():
+                raise UserError(f"train.start is {start}, the artifact that this run would write; choose another --out")
+            read_description(start)
+            train["start"] = file_sha256(start / CONFIG)
         batch = {name: value for name, value in self.batched.items() if value is not None}
         return {**self.settings, "target": target, "distill": answers, "drafter": drafter, "batch": batch,
-                "train": decisive_settings(self.settings["train"])}
+                "train": decisive_settings(train)}
 
     @property
     def answered_data(self) -> Manifest | None:

@@ -17,6 +17,7 @@ from draftsmith.export import (
     read_description,
     save_artifact,
     save_tuning,
+    stored_drafter,
 )
 from draftsmith.modules import (
     CostModel,
@@ -162,7 +163,7 @@ def test_a_missing_key_is_named(tmp_path: Path, tiny_target: Target) -> None:
 def test_a_setting_that_is_fixed_now_may_stand_in_an_older_artifact(
     tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(artifact.FORMER, "medusa", {"residual": True, "exits": []})
+    monkeypatch.setitem(stored_drafter.FORMER, "medusa", {"residual": True, "exits": []})
     folder = save(tmp_path / "a", tiny_target)
     described = read_description(folder)["drafter"]
     edit(folder, drafter={**described, "residual": True, "exits": []})

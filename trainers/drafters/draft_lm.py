@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...modules.drafters.draft_lm import DraftLM
 from ...modules.drafters.draft_lm_config import DraftLMConfig, planned
+from ...modules.interfaces.drafter import Drafter
 from ...modules.target.loading.hf_folder import folder_digest
 from ...modules.target.model import Target
 from ..base import DraftModule
@@ -51,12 +52,12 @@ class DraftLMModule(DraftModule):
         super().__init__(target, config, token_counts=token_counts)
         planned(self.config.drafter, target)
 
-    def build_drafter(self) -> DraftLM:
+    def build_drafter(self) -> Drafter:
         """The initial model, bound to the target; the hash of the folder that it came from is noted."""
         # Hashed before it is read: a checkpoint of another model in this folder is refused.
         if self.config.drafter.folder is not None:
             self._folder_digest = folder_digest(Path(self.config.drafter.folder))
-        return DraftLM.create(self.config.drafter, self.target, self._token_ids_Q)
+        return super().build_drafter()
 
     def recipe(self) -> dict[str, Any]:
         """The shared settings and the hash of the model in the folder: a checkpoint of another model is refused."""

@@ -8,7 +8,7 @@ Shapes: B rows, L positions, K heads, C columns of sums.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -24,11 +24,12 @@ from ...modules.target.adapter import PREFIX, Adapter
 from ...modules.target.draft_vocabulary import draft_index
 from ...modules.target.model import Target
 from ...modules.tuning.replay_acceptance import answered_anew
-from ..base import BatchLoss
+from ..losses.batch_loss import BatchLoss
 from ..losses.chunked_losses import VocabularyLoss
 from ..losses.metrics import COLUMNS, weighted_mean_loss
 from ..losses.metrics import describe as describe_steps
 from ..losses.objectives import Teacher
+from ..start import Start
 from ..steps.optimizers import BETAS
 from ..steps.schedules import stage_factor
 from .lora import LearningTarget, LoraConfig
@@ -83,12 +84,31 @@ class Medusa2Module(MedusaModule):
     needs_whole_target: ClassVar[bool] = True
     validation_rows = 16  # the changed target rewrites them for each measurement
 
+    def continue_from(self, start: Start) -> None:
+        """Start as a trained drafter, and with its changes of the target where it has any."""
+        super().continue_from(start)
+        if start.adapter is None:
+            return
+        rank, wanted = len(next(iter(start.adapter.layers.values())).a_RI), self.config.lora.rank
+        if wanted not in (rank, LoraConfig().rank):
+            raise UserError(f"train.lora.rank is {wanted}, and the changes of the target in train.start have rank "
+                            f"{rank}; leave train.lora.rank out to keep {rank}, or train.start for a new drafter")
+        self.config = replace(self.config, lora=LoraConfig(rank=rank))
+
+    @property
+    def alone_until(self) -> float:
+        """Progress up to which the heads are trained alone: not at all where the start has changed the target."""
+        changed = self.start is not None and self.start.adapter is not None
+        return 0.0 if changed else ALONE_UNTIL[self.config.schedule]
+
     def configure_model(self) -> None:
         """Build the trained copy and the heads; equal seeds give equal weights."""
         if "learning" not in self._modules:
             with torch.random.fork_rng():
                 torch.manual_seed(self.config.seed)
                 self.learning = LearningTarget(self.target, self.config.lora)
+            if self.start is not None and self.start.adapter is not None:
+                self.learning.load(self.start.adapter)
         super().configure_model()
 
     def setup(self, stage: str) -> None:
@@ -99,7 +119,7 @@ class Medusa2Module(MedusaModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW with two learning rates; each stage has its own warm-up and cosine."""
-        config, alone = self.config, ALONE_UNTIL[self.config.schedule]
+        config, alone = self.config, self.alone_until
         heads = list(self.drafter.parameters())
         groups = [([*self.learning.parameters()], 1.0, config.weight_decay),
                   ([weight for weight in heads if weight.ndim > 1], config.heads_lr_factor, config.weight_decay),
@@ -117,7 +137,7 @@ class Medusa2Module(MedusaModule):
         # A run may end by time long before its last step: the finished steps show the progress of one. Before the first
         # step of a run without a limit in steps, any small share gives the first part of the rise.
         one = (progress / step if step else self.config.share_of_steps(1)) or 1e-6
-        return sum(stage_factor(progress, *stage, rise=self.config.warmup_steps * one, step=one) for stage in stages)
+        return sum(stage_factor(progress, *stage, rise=self.warmup_steps * one, step=one) for stage in stages)
 
     # The loss --------------------------------------------------------------------------------------------------------
 
@@ -125,7 +145,7 @@ class Medusa2Module(MedusaModule):
         """Weight of the target's own loss, then of each head."""
         heads = super().weights(steps - 1)
         progress = self.progress_at(self.global_step)
-        if progress < ALONE_UNTIL[self.config.schedule]:
+        if progress < self.alone_until:
             return (0.0, *heads)
         # Section 7.4 of arXiv:2401.10774; only the sine schedule lets the weight rise.
         lambda_0 = HEADS_WEIGHT[self.config.schedule]

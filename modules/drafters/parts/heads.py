@@ -4,7 +4,7 @@ Shapes: B rows, L positions, K heads, D hidden size, Q entries of the draft voca
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,10 @@ class HeadConfig(DrafterConfig):
     output: Literal["shared", "copy", "one_copy"] = "shared"
     """`shared` reads the target's output layer and adds no weights; `copy` trains a copy of it for each head,
     `one_copy` a single copy for all heads."""
+
+    def carries(self, name: str, former: Any) -> bool:
+        """Further heads start as those of a new drafter."""
+        return super().carries(name, former) or (name == "num_heads" and former < self.num_heads)
 
 
 class HeadDrafter(BorrowingDrafter[State]):

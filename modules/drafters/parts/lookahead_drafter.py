@@ -40,6 +40,7 @@ _NODES = 768
 class LookaheadConfig(DrafterConfig):
     """Settings that the drafters with virtual nodes share."""
 
+    training_only = frozenset({"insertions"})
     num_tokens: int = 3
     """Tokens guessed beyond the target's own next one: steps of virtual nodes after a node."""
     insertions: int = 64

@@ -16,7 +16,7 @@ from ...errors import UserError
 from ...features import Features
 from ...interfaces.drafter import Drafter, DrafterConfig
 from ...interfaces.proposer import State
-from ...target.draft_vocabulary import OutputRows, OwnOutput, require_ids
+from ...target.draft_vocabulary import OutputRows, OwnOutput, carry_rows, require_ids
 from ...target.loading.identity import TargetIdentity
 from ...target.model import Target
 from .compiled_blocks import of_block
@@ -66,18 +66,22 @@ class BorrowingDrafter(Drafter[State]):
     # Making one ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None) -> Self:
+    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None, start: Self | None = None) -> Self:
         """A new drafter for `target`, initialised and bound to it.
 
         Args:
             config: the family's settings.
             target: the model it drafts for.
             token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
+            start: a drafter of this family, not bound, whose weights it takes over.
 
         Raises:
-            UserError: if settings, target and ids do not agree.
+            UserError: if settings, target, ids and start do not agree.
         """
         config, block = cls.fitted(config, target)
+        if start is not None:
+            # A published drafter's layers may have another shape than the target's.
+            block = start.block
         with target.device:
             drafter = cls(config, target) if block is None else cls(config, target, block)
         require_ids(config.vocabulary_size, token_ids_Q)
@@ -90,6 +94,8 @@ class BorrowingDrafter(Drafter[State]):
         if target.device.type != "meta":
             with torch.no_grad():
                 drafter.initialise(target)
+                if start is not None:
+                    drafter.take_over(start)
         return drafter
 
     @classmethod
@@ -100,6 +106,21 @@ class BorrowingDrafter(Drafter[State]):
     @abstractmethod
     def initialise(self, target: Target) -> None:
         """Set the first weights of a new, bound drafter; called without gradients."""
+
+    def take_over(self, start: Self) -> None:
+        """Replace the first weights by those of a start; what it lacks keeps its own, output rows of other tokens too.
+        Called without gradients."""
+        # Output layers of its own are registered under one name or another.
+        own = {id(weight) for layer in self.outputs for weight in layer.parameters()}
+        apart = {name for name, weight in self.named_parameters() if id(weight) in own} | {"token_ids"}
+        carried = {name: tensor for name, tensor in self.carried(start).items() if name not in apart}
+        self.load_state_dict({**self.state_dict(), **carried})
+        for layer, former in zip(self.outputs, start.outputs, strict=False):
+            carry_rows(layer, self.token_ids, former, start.token_ids, self.vocab_size)
+
+    def carried(self, start: Self) -> dict[str, Tensor]:
+        """The start's tensors under the names, and in the shapes, that they have here."""
+        return start.state_dict()
 
     def describe(self) -> dict[str, Any]:
         """The settings and the shape of the decoder layers, JSON-ready."""

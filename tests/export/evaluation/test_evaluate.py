@@ -182,7 +182,7 @@ def test_one_policy_and_one_baseline_need_no_list() -> None:
 
 @pytest.mark.parametrize("temperature", some_long([0.8, 0.0], 9))
 def test_penalty_and_filters_of_the_settings_hold_for_both_sides(temperature: float, tiny_target_f64: Target) -> None:
-    config = replace(CONFIG, repetition_penalty=1.4, min_p=0.05, temperatures=temperature)
+    config = replace(CONFIG, repetition_penalty=1.4, top_p=0.95, temperatures=temperature)
     found = evaluate(tiny_target_f64, [scripted(tiny_target_f64, "mixed")], SETS, config, progress=False).evaluations[0]
     assert found.overall.lossless.identical == 11
     plain = run(tiny_target_f64, scripted(tiny_target_f64, "mixed"), replace(CONFIG, temperatures=temperature))
@@ -231,7 +231,7 @@ def test_one_changed_word_is_found_and_no_near_tie(tiny_target_f64: Target, monk
     assert found.by_prompt_set["written"].lossless.different == 0
 
 
-@pytest.mark.parametrize("filters", some_long([{"top_k": 12, "top_p": 0.95, "min_p": 0.01}, {}], 9))
+@pytest.mark.parametrize("filters", some_long([{"top_k": 12, "top_p": 0.95}, {}], 9))
 @pytest.mark.parametrize("policy", [None, SampledTree(Topology.from_paths([(0,), (1,), (0, 0)]))])
 def test_a_temperature_that_the_loop_reads_wrongly_is_seen(
     policy: Policy | None, filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -24,11 +24,12 @@ OWN = {
     "data and reference answers of other runs": ("data", "references"),
     "a small disk": ("batch.states_format",),
     "the sampling of the user's application": (
-        "evaluate.top_k", "evaluate.top_p", "evaluate.min_p", "evaluate.repetition_penalty"),
+        "evaluate.top_k", "evaluate.top_p", "evaluate.repetition_penalty"),
     "what an evaluation compares": ("evaluate.batch_sizes", "evaluate.baselines"),
     "the user's devices": ("evaluate.graphs", "evaluate.compile", "train.compile", "train.activation_checkpointing",
                            "train.num_nodes"),
     "another draw": ("train.seed",),
+    "a draft of the user's own or of others": ("train.start",),
     "checkpoints of other projects": ("drafter.tie_blocks", "drafter.rope_base", "drafter.bias", "drafter.taps",
                                       "head.tie_blocks"),
     "a draft model of the user's own shape or weights": (

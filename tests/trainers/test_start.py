@@ -1,0 +1,280 @@
+"""Trainings that continue a drafter: step 0 equals it, its settings are followed, further parts change nothing."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.export import load_artifact, save_artifact
+from draftsmith.export.stored_drafter import load_drafter
+from draftsmith.modules import (
+    Adapter,
+    Drafter,
+    DraftLMConfig,
+    Eagle3Config,
+    EagleConfig,
+    Features,
+    HydraConfig,
+    KangarooConfig,
+    MedusaConfig,
+    PromptTokensConfig,
+    Target,
+    Topology,
+    UserError,
+)
+from draftsmith.modules.target.draft_vocabulary import OwnOutput
+from draftsmith.modules.tuning.replay_acceptance import held_out_acceptance
+from draftsmith.trainers import DraftModule, MedusaModule, fit
+from draftsmith.trainers.drafters.lora import LoraConfig
+from draftsmith.trainers.families import family_module
+from draftsmith.trainers.start import Start
+from safetensors.torch import load_file
+from support.cycle import CYCLE, CycleData, cycle_rows
+from support.families import CASES, randomised
+from support.tiers import FIRST_CASES, others_long
+
+pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only", "ignore:.*is_gradient_checkpointing")
+TREE = Topology.from_paths([(0,), (1,), (0, 0)])
+IDS, OTHERS = torch.tensor([0, 1, 2, 5, 9, 30, 40]), torch.tensor([1, 2, 3, 9, 30, 31, 32, 40])
+"""Two reduced vocabularies, which share five tokens."""
+
+
+def stored(folder: Path, target: Target, drafter: Drafter, adapter: Adapter | None = None) -> Start:
+    """A start as the recipe reads it, from an artifact with this drafter."""
+    save_artifact(folder, drafter, target.identity, {}, TREE, adapter)
+    found = load_drafter(folder, target)
+    return Start(drafter=found.drafter, adapter=found.adapter, weights_sha256=found.config["weights_sha256"])
+
+
+def continuing(module: DraftModule, start: Start) -> DraftModule:
+    """The module with its drafter built from the start."""
+    module.continue_from(start)
+    module.configure_model()
+    module.drafter.eval()
+    return module
+
+
+@pytest.mark.parametrize("name", others_long(CASES, (*FIRST_CASES, "medusa-2", "eagle3-reduced")))
+def test_loss_and_acceptance_start_as_those_of_the_start(name: str, tiny_target: Target, tmp_path: Path) -> None:
+    made, drafter = CASES[name], randomised(CASES[name].make(tiny_target))
+    start = stored(tmp_path, tiny_target, drafter, made.change(tiny_target))
+    module = type(made.module(tiny_target))(tiny_target)
+    # The family's defaults: every setting that shapes the drafter follows the start.
+    same = {key: getattr(start.drafter.config, key) for key in module.config.drafter.training_only}
+    module.config = replace(module.config, drafter=replace(module.config.drafter, **same))
+    before = load_artifact(tmp_path, tiny_target)
+    assert continuing(module, start).drafter.describe() == before.drafter.describe()
+    text = cycle_rows(3)
+    torch.manual_seed(5)
+    mine = module.loss(text)
+    rows = [module.encoded(cycle_rows(number, rows=1)) for number in (1, 2)]
+    verifier, answers = module.verifier(rows)
+    accepted = held_out_acceptance(module.drafter, answers, 8)
+    module.drafter = before.drafter
+    torch.manual_seed(5)
+    theirs = module.loss(text)
+    assert torch.equal(mine.total, theirs.total)
+    assert torch.equal(mine.sums_KC, theirs.sums_KC)
+    assert accepted == held_out_acceptance(before.drafter, answers, 8)
+    for mine_weight, theirs_weight in zip(verifier.model.parameters(), before.target.model.parameters(), strict=True):
+        torch.testing.assert_close(mine_weight, theirs_weight)
+
+
+MEDUSA, HYDRA, EAGLE3 = MedusaConfig(num_heads=2), HydraConfig(num_heads=2), Eagle3Config(steps=2, taps=(1,))
+CARRIED: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "medusa, heads": ("medusa", replace(MEDUSA, output="copy"), {"num_heads": 5}),
+    "medusa, blocks": ("medusa", MEDUSA, {"num_layers": 3}),
+    "medusa, tokens": ("medusa", replace(MEDUSA, output="copy", vocabulary_size=7), {"vocabulary_size": 8}),
+    "medusa, fewer tokens": ("medusa", replace(MEDUSA, output="one_copy"), {"vocabulary_size": 8}),
+    "medusa2, heads": ("medusa2", MEDUSA, {"num_heads": 3}),
+    "hydra, heads": ("hydra", replace(HYDRA, output="copy", vocabulary_size=7), {"num_heads": 3}),
+    "hydra, a first tied block": ("hydra", HYDRA, {"num_layers": 3}),
+    "hydra, blocks": ("hydra", replace(HYDRA, tie_blocks=False, num_layers=2), {"num_layers": 3, "tie_blocks": False}),
+    "hydra, tokens": ("hydra", replace(HYDRA, output="copy", vocabulary_size=7), {"vocabulary_size": 8}),
+    "eagle, tokens": ("eagle", EagleConfig(vocabulary_size=7), {"vocabulary_size": 8, "noise": 0.2}),
+    "eagle3, taps": ("eagle3", EAGLE3, {"taps": (0, 1)}),
+    "eagle3, normed taps": ("eagle3", replace(EAGLE3, fc_norm=True, norm_output=True), {"taps": (0, 1)}),
+    "eagle3, layers": ("eagle3", EAGLE3, {"num_layers": 3, "steps": 4}),
+    "eagle3, tokens": ("eagle3", replace(EAGLE3, vocabulary_size=7), {"vocabulary_size": 8}),
+    "eagle3, everything": ("eagle3", replace(EAGLE3, vocabulary_size=7, fc_norm=True),
+                           {"vocabulary_size": 8, "taps": (0, 1), "num_layers": 2}),
+    "draft_lm, fewer tokens": ("draft_lm", DraftLMConfig(num_layers=1, hidden_size=24), {"vocabulary_size": 8}),
+    "draft_lm, mask token": ("draft_lm", DraftLMConfig(num_layers=1, hidden_size=24, depths=2),
+                             {"mask_token_id": 4, "depths": 2}),
+}
+"""A family, settings of the start, and what the recipe sets."""
+
+
+def wanted(family: str, target: Target, **settings: Any) -> DraftModule:
+    """A module of the family's defaults but for these settings of the drafter."""
+    kind, counts_V = family_module(family), torch.zeros(target.vocab_size)
+    counts_V[OTHERS] = 1.0
+    defaults = kind(target).config
+    config = replace(defaults, drafter=type(defaults.drafter)(**settings))  # type: ignore[arg-type]
+    return kind(target, config, token_counts=counts_V)
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_further_parts_change_nothing_of_what_the_start_computes(
+    name: str, tiny_target: Target, tmp_path: Path
+) -> None:
+    family, config, settings = CARRIED[name]
+    target, ids_Q = tiny_target, None if config.vocabulary_size is None else IDS
+    before = randomised(family_module(family).drafter_class.create(config, target, ids_Q))
+    module = continuing(wanted(family, target, **settings), stored(tmp_path, target, before))
+    after = module.drafter
+    for key, value in settings.items():
+        assert getattr(after.config, key) == value
+    old, new = (drafter(target.encode(cycle_rows(2), drafter.taps)) for drafter in (before, after))
+    steps = old.hidden_BLKD.shape[2]
+    torch.testing.assert_close(new.hidden_BLKD[:, :, :steps], old.hidden_BLKD)
+    every_V = torch.arange(target.vocab_size)
+    tokens_P, tokens_Q = (every_V if ids is None else ids for ids in (before.token_ids_Q, after.token_ids_Q))
+    shared = sorted(set(tokens_P.tolist()) & set(tokens_Q.tolist()))
+    for step in range(steps):
+        theirs, mine = (drafter.project(old.hidden_BLKD[:, :, step], step) for drafter in (before, after))
+        columns_P, columns_Q = ([tokens.tolist().index(token) for token in shared] for tokens in (tokens_P, tokens_Q))
+        torch.testing.assert_close(mine[..., columns_Q], theirs[..., columns_P])
+    assert all(bool(weight.isfinite().all()) for weight in after.parameters())
+    if settings.get("vocabulary_size"):
+        assert tokens_Q.equal(OTHERS)
+        new_Q = [place for place, token in enumerate(OTHERS.tolist()) if token not in tokens_P.tolist()]
+        for layer in (part for part in after.modules() if isinstance(part, OwnOutput)):
+            torch.testing.assert_close(layer.weight[new_Q], target.output_weight()[OTHERS[new_Q]])
+
+
+def test_a_vocabulary_of_the_same_size_keeps_the_starts_tokens(tiny_target: Target, tmp_path: Path) -> None:
+    before = randomised(family_module("eagle3").drafter_class.create(replace(EAGLE3, vocabulary_size=7), tiny_target,
+                                                                     IDS))
+    for number, settings in enumerate(({}, {"vocabulary_size": 7})):
+        module = continuing(wanted("eagle3", tiny_target, **settings),
+                            stored(tmp_path / str(number), tiny_target, before))
+        assert module.drafter.token_ids_Q is not None
+        assert module.drafter.token_ids_Q.equal(IDS)
+
+
+@pytest.mark.parametrize(("family", "config", "settings", "message"), [
+    ("medusa", MedusaConfig(num_heads=3), {"num_heads": 2}, r"drafter\.num_heads is 2, and .* has 3, whose weights"),
+    ("medusa", MedusaConfig(tie_blocks=True, num_layers=2), {"num_layers": 3, "tie_blocks": True},
+     r"drafter\.num_layers is 3, and the drafter of train\.start has 2"),
+    ("medusa", MEDUSA, {"output": "copy"}, r'drafter\.output is "copy", .* has "shared", whose .* to keep "shared"'),
+    ("hydra", replace(HYDRA, num_layers=2), {"num_layers": 3}, r"drafter\.num_layers is 3, .* has 2"),
+    ("hydra", HYDRA, {"prefix": True}, r"drafter\.prefix is true, .* has false"),
+    ("eagle", EagleConfig(), {"partial_alignment": True}, r"drafter\.partial_alignment is true, .* has false"),
+    ("eagle", EagleConfig(), {"rope_base": 500.0}, r"drafter\.rope_base is 500\.0, .* has null"),
+    ("eagle3", EAGLE3, {"taps": (0,)}, r"drafter\.taps is \[0\], .* has \[1\]"),
+    ("eagle3", replace(EAGLE3, norm_before_fc=True), {"taps": (0, 1)}, r"drafter\.taps is \[0, 1\], .* has \[1\]"),
+    ("eagle3", replace(EAGLE3, num_layers=3), {"num_layers": 2}, r"drafter\.num_layers is 2, .* has 3"),
+    ("eagle3", EAGLE3, {"norm_output": True}, r"drafter\.norm_output is true, .* has false"),
+    ("kangaroo", KangarooConfig(), {"rope_base": None}, r"drafter\.rope_base is null, .* has 10000\.0"),
+    ("prompt_tokens", PromptTokensConfig(num_tokens=2), {"num_tokens": 4}, r"drafter\.num_tokens is 4, .* has 2"),
+    ("draft_lm", DraftLMConfig(num_layers=1), {"num_layers": 3}, r"drafter\.num_layers is 3, .* has 1"),
+    ("draft_lm", DraftLMConfig(num_layers=1), {"folder": "x"}, r'drafter\.folder is "x", .* has null'),
+])
+def test_what_is_not_carried_over_is_refused_with_both_values(
+    family: str, config: Any, settings: dict[str, Any], message: str, tiny_target: Target, tmp_path: Path
+) -> None:
+    start = stored(tmp_path, tiny_target, family_module(family).drafter_class.create(config, tiny_target))
+    kind = family_module(family)
+    module = kind(tiny_target)
+    module.config = replace(module.config, drafter=type(config)(**settings))
+    with pytest.raises(UserError, match=message):
+        module.continue_from(start)
+
+
+def test_a_draft_model_has_no_rows_for_further_tokens(tiny_target: Target, tmp_path: Path) -> None:
+    small = DraftLMConfig(num_layers=1, vocabulary_size=7)
+    start = stored(tmp_path, tiny_target, family_module("draft_lm").drafter_class.create(small, tiny_target, IDS))
+    with pytest.raises(UserError, match=r"vocabulary_size 8 would need output rows of 3 tokens that the start of 7"):
+        continuing(wanted("draft_lm", tiny_target, vocabulary_size=8), start)
+
+
+def test_another_family_and_changes_of_the_target_are_refused(tiny_target: Target, tmp_path: Path) -> None:
+    start = stored(tmp_path / "a", tiny_target, CASES["hydra"].make(tiny_target))
+    with pytest.raises(UserError, match=r"train\.start holds a drafter of the family hydra, and this recipe"):
+        MedusaModule(tiny_target).continue_from(start)
+    both = CASES["medusa-2"]
+    start = stored(tmp_path / "b", tiny_target, both.make(tiny_target), both.change(tiny_target))
+    with pytest.raises(UserError, match="for a changed target, whose changes only medusa2 trains; set family to medu"):
+        MedusaModule(tiny_target).continue_from(start)
+    module = both.module(tiny_target, lora=LoraConfig(rank=8))
+    with pytest.raises(UserError, match=r"train\.lora\.rank is 8, and the changes of the target in .* have rank 4"):
+        module.continue_from(start)
+
+
+def test_heads_alone_continue_with_the_target(tiny_target: Target, tmp_path: Path) -> None:
+    heads = randomised(CASES["medusa"].make(tiny_target))
+    module = continuing(family_module("medusa2")(tiny_target), stored(tmp_path / "a", tiny_target, heads))
+    assert module.verifier([])[0] is tiny_target
+    assert module.weights(4)[0] == 0, "the heads are first trained alone, as the target is unchanged"
+    both = CASES["medusa-2"]
+    start = stored(tmp_path / "b", tiny_target, both.make(tiny_target), both.change(tiny_target))
+    module = family_module("medusa2")(tiny_target)
+    module.continue_from(start)
+    assert module.weights(4)[0] == 1, "a changed target is not trained as if it were the original"
+
+
+def test_the_warm_up_is_a_quarter(tiny_target: Target, tmp_path: Path) -> None:
+    start = stored(tmp_path, tiny_target, CASES["medusa"].make(tiny_target))
+    rates = []
+    for module in (MedusaModule(tiny_target), continuing(MedusaModule(tiny_target), start)):
+        module.configure_model()
+        made = module.configure_optimizers()
+        rates.append(made["lr_scheduler"]["scheduler"].lr_lambdas[0](1))  # type: ignore[index, typeddict-item]
+    assert rates == pytest.approx([2 / 20, 2 / 5])
+
+
+class InterruptionError(Exception):
+    """An interruption of the run."""
+
+
+class Interrupted(MedusaModule):
+    """A module that is interrupted in one micro-batch."""
+
+    at = -1
+
+    def training_step(self, batch: Features, batch_idx: int) -> torch.Tensor:
+        if batch_idx == self.at:
+            raise InterruptionError
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_interrupted_run_ends_in_the_same_bits_and_a_changed_start_is_refused(
+    tiny_target: Target, tmp_path: Path
+) -> None:
+    start = stored(tmp_path / "start", tiny_target, randomised(CASES["medusa"].make(tiny_target)))
+    defaults = MedusaModule(tiny_target).config
+    config = replace(defaults, max_steps=6, validate_every=3, checkpoint_every=2, validation_nodes=4, lr=1e-3,
+                     precision="32-true", accelerator="cpu", start="anywhere")
+
+    def run(out: str, at: int, first: Start = start, **more: Any) -> Any:
+        module = Interrupted(tiny_target, replace(config, **more))
+        module.continue_from(first)
+        module.at = at
+        return fit(module, CycleData(), tmp_path / out, progress=False)
+
+    whole = run("whole", -1)
+    with pytest.raises(InterruptionError):
+        run("parts", 5)
+    other = replace(start, weights_sha256="0" * 64)
+    with pytest.raises(UserError, match=r"config\.start is '0000.*', was '"):
+        run("parts", -1, other)
+    # The folder of the start may have moved.
+    parts = run("parts", -1, start="elsewhere")
+    assert whole.curve == parts.curve
+    assert load_file(whole.checkpoint).keys() == load_file(parts.checkpoint).keys()
+    assert whole.checkpoint.read_bytes() == parts.checkpoint.read_bytes()
+
+
+def test_a_training_that_helps_nothing_keeps_the_start(tiny_target: Target, tmp_path: Path) -> None:
+    before = randomised(CASES["medusa"].make(tiny_target))
+    start, defaults = stored(tmp_path / "start", tiny_target, before), MedusaModule(tiny_target).config
+    config = replace(defaults, max_steps=1, lr=1e-9, precision="32-true", accelerator="cpu", validation_nodes=4)
+    module = MedusaModule(tiny_target, config)
+    module.continue_from(start)
+    result = fit(module, CycleData(), tmp_path / "out", progress=False)
+    assert result.step == 0
+    assert result.accepted_length == result.curve[0].accepted_length
+    assert all(torch.equal(weight, before.state_dict()[name]) for name, weight in load_file(result.checkpoint).items())
+    assert len(CYCLE) > 1
