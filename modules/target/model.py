@@ -96,6 +96,8 @@ class Target:
         """Whether some layers have recurrent states."""
         self.cache_groups: Sequence[Hashable] = range(self.num_layers)
         """What the layers with keys and values of equal shapes have in common, see `RowCache`; the check finds out."""
+        self.is_native = False
+        """Whether a block of `native` runs, in which the model knows no trees."""
         self.broken_V: Tensor | None = None
         """True at tokens whose embedding holds NaN or infinity; None when there is none."""
         self.compiler = Compiler()
@@ -208,12 +210,15 @@ class Target:
     def native(self) -> Iterator[Any]:
         """The model as transformers made it, own attention and plain linear layers: the reference for `generate`."""
         # The decoder's alone: nothing else of the model attends, whatever its configuration says.
+        outer, self.is_native = self.is_native, True
         attend_by(self.decoder, self.native_attention)
         try:
             with self.linears.plain():
                 yield self.model
         finally:
-            attend_by(self.decoder, NAME)
+            self.is_native = outer
+            if not outer:
+                attend_by(self.decoder, NAME)
 
     def reproducible(self) -> AbstractContextManager[None]:
         """A block for work whose bytes must come out the same again: see `linear_forms`."""
@@ -290,8 +295,10 @@ class Target:
         return self.post_process(self.head(final))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Input embeddings [..., D] of token ids [...]."""
-        return self.model.get_input_embeddings()(tokens)  # type: ignore[no-any-return]
+        """Input embeddings [..., D] of token ids [...], as they enter the decoder."""
+        embedded: Tensor = self.model.get_input_embeddings()(tokens)
+        # Falcon-H1 alone scales what it looks up, and not what it is given.
+        return embedded * self.config.embedding_multiplier if self.config.model_type == "falcon_h1" else embedded
 
     def embed_guesses(self, tokens: Tensor) -> Tensor:
         """Input embeddings [..., D] of token ids [...] for a drafter: zero where a token has no finite one.
@@ -407,6 +414,8 @@ class Target:
 def post_process(logits: Tensor, model: Any, config: Any) -> Tensor:
     """The scaling and soft-capping that a model with this text config applies after its output layer."""
     if (scale := getattr(model, "logit_scale", None)) is not None:
+        logits = logits * scale
+    if (scale := getattr(config, "lm_head_multiplier", None)) is not None:
         logits = logits * scale
     if (divisor := getattr(config, "logits_scaling", None)) is not None:
         logits = logits / divisor

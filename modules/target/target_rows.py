@@ -55,8 +55,14 @@ class TargetRows:
             tree: one tree a row.
             rows: which rows; the active ones by default.
             select_BM: the nodes whose logits are wanted; all by default.
+
+        Raises:
+            ValueError: inside a block of `Target.native`.
         """
         target = self.target
+        if target.is_native:
+            raise ValueError("a tree was sent through the target inside its native() block, in which it knows none; "
+                             "leave the block first")
         embedded, tokens_BN = target.embed(tree.tokens_BN), tree.tokens_BN
         lost_BN: Tensor | None = None
         if target.broken_V is not None:

@@ -50,9 +50,11 @@ def excerpt(model: Any, *, short_windows: bool, spread: bool = False) -> Any:
     layers = layer_list(decoder, config.num_hidden_layers)
     count = _first_of_every_kind(layers, getattr(config, "layer_types", None))
     del layers[count:]
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:count]
+    kinds = getattr(config, "layer_types", None)
     config.num_hidden_layers = count
+    # Some configurations derive the kinds from the number of layers.
+    if kinds and len(config.layer_types) != count:
+        config.layer_types = kinds[:count]
     # Gathered only now, when the layers that are left out are gone.
     device = model.get_input_embeddings().weight.device
     for path, module in small.named_modules() if spread else ():

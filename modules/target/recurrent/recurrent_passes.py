@@ -226,6 +226,9 @@ class SegmentPass:
         return self._apart(call, scan.tokenwise, scan.time)
 
     def _apart(self, call: LayerCall, tokenwise: tuple[str, ...], time: int) -> Any:
+        if not self._groups:
+            # Padding alone: whatever is computed is read by nobody.
+            return call.again()
         named = [name for name in tokenwise if call.given.get(name) is not None]
         moved = {name: call.given[name].transpose(1, time) for name in named}
         whole: Tensor | None = None

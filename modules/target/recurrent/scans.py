@@ -46,7 +46,7 @@ class Additions:
     former_BHKV: Tensor
     """The state before the pass."""
     decay_BHNC: Tensor
-    """Sum of the log decays from the root to each node."""
+    """Sum of the log decays from the root to each node, float64."""
     keys_BHNK: Tensor
     values_BHNV: Tensor
     ancestors_BNN: Tensor
@@ -59,8 +59,9 @@ class Additions:
         end_B = path_BP[rows_B, (counts_B - 1).clamp(min=0)]
         total_BHC, seen_BN = self.decay_BHNC[rows_B, :, end_B], self.ancestors_BNN[rows_B, end_B]
         left_BHNC = (total_BHC[:, :, None] - self.decay_BHNC).masked_fill(~seen_BN[:, None, :, None], -torch.inf).exp()
-        state = total_BHC.exp()[..., None] * self.former_BHKV
-        state = state + (left_BHNC * self.keys_BHNK).transpose(-1, -2) @ self.values_BHNV
+        state = total_BHC.exp().to(self.former_BHKV.dtype)[..., None] * self.former_BHKV
+        left_BHNK = left_BHNC.to(self.keys_BHNK.dtype) * self.keys_BHNK
+        state = state + left_BHNK.transpose(-1, -2) @ self.values_BHNV
         return state.transpose(-1, -2) if self.transposed else state
 
 
@@ -103,17 +104,18 @@ def linear_attention(
     """
     if former_BHKV is None:
         former_BHKV = key_BHNK.new_zeros(*key_BHNK.shape[:2], key_BHNK.shape[3], value_BHNV.shape[3])
-    seen_B1NN = tree.ancestors_BNN[:, None]
-    decay_BHNC = seen_B1NN.to(key_BHNK.dtype) @ log_decay_BHNC
-    kept_BHNC = decay_BHNC.exp()
+    seen_B1NN, dtype = tree.ancestors_BNN[:, None], key_BHNK.dtype
+    # Sums over long paths with strong decays in them differ by less than float32 keeps of them.
+    decay_BHNC = seen_B1NN.double() @ log_decay_BHNC.double()
+    kept_BHNC = decay_BHNC.exp().to(dtype)
     if decay_BHNC.shape[-1] == 1:
         # Masked before the exponential: what is not above a node may have any decay, and infinity times 0 is no number.
-        between = (decay_BHNC - decay_BHNC.transpose(-1, -2)).masked_fill(~seen_B1NN, -torch.inf).exp()
+        between = (decay_BHNC - decay_BHNC.transpose(-1, -2)).masked_fill(~seen_B1NN, -torch.inf).exp().to(dtype)
         scores_BHNN, overlaps_BHNN = ((states @ key_BHNK.transpose(-1, -2)) * between
                                       for states in (query_BHNK, key_BHNK))
     else:
         between = decay_BHNC[:, :, :, None] - decay_BHNC[:, :, None]
-        between = between.masked_fill(~seen_B1NN[..., None], -torch.inf).exp()
+        between = between.masked_fill(~seen_B1NN[..., None], -torch.inf).exp().to(dtype)
         scores_BHNN, overlaps_BHNN = (torch.einsum("bhik,bhjk,bhijk->bhij", states, key_BHNK, between)
                                       for states in (query_BHNK, key_BHNK))
     added_BHNV = value_BHNV

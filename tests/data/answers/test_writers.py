@@ -253,7 +253,7 @@ def test_texts_that_are_all_refused_end_no_mix(
     def refuse(*_given: object) -> None:
         raise UserError("this conversation cannot be rendered")
 
-    monkeypatch.setattr(GivenAnswers, "turn", refuse)
+    monkeypatch.setattr(GivenAnswers, "text", refuse)
     prompts = replace(write_prompts(tmp_path, answered(26)), most_skipped=0.9)
     mixed = replace(SMALL, answered_by={"target": 0.5, "text": 0.5})
     manifest = make(tiny_target, prompts, mixed, tmp_path / "mix")

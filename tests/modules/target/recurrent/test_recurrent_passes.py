@@ -185,6 +185,33 @@ def test_what_reads_on_after_every_node_is_refused() -> None:
     assert type(smaller(target, num_layers=2)).__name__ == "LlamaConfig"
 
 
+@pytest.mark.parametrize("family", ["Jamba", "Bamba", "FalconH1"])
+def test_hybrids_load_in_half_precision(family: str) -> None:
+    """Their configurations derive the kinds of layers, which an excerpt has fewer of."""
+    Target(recurrent_model(family).bfloat16(), tiny_tokenizer(), name=family)
+
+
+def test_the_multipliers_of_falcon_h1_are_applied() -> None:
+    model = recurrent_model("FalconH1", embedding_multiplier=5.65, lm_head_multiplier=0.039)
+    Target(model, tiny_tokenizer(), name="FalconH1")
+
+
+def test_a_row_of_padding_alone_is_encoded() -> None:
+    blank = torch.zeros(1, 4, dtype=torch.int64)
+    features = Features(tokens_BL=blank, supervised_BL=blank > 0, segments_BL=blank - 1, positions_BL=blank)
+    assert target_of("Qwen3Next").encode(features).encoded
+
+
+def test_no_tree_is_sent_inside_a_native_block() -> None:
+    target = target_of("Lfm2")
+    with target.native():
+        with target.native():
+            pass
+        with pytest.raises(ValueError, match="inside its native"):
+            target.start(1, 8).run(TokenTree.prompts(torch.tensor([[5, 6]]), torch.tensor([2])))
+    target.start(1, 8).run(TokenTree.prompts(torch.tensor([[5, 6]]), torch.tensor([2])))
+
+
 def test_a_fast_kernel_gets_by_place_what_the_layer_gave_by_place() -> None:
     """Its names are its own, as those of causal-conv1d are."""
     def kernel(x: torch.Tensor, weight: torch.Tensor, activation: str = "") -> tuple[torch.Tensor, str]:

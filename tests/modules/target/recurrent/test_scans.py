@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import TokenTree
-from draftsmith.modules.target.recurrent.scans import delta_rule, mamba1, mamba2
+from draftsmith.modules import TokenTree, Topology
+from draftsmith.modules.target.recurrent.scans import delta_rule, linear_attention, mamba1, mamba2
 from torch import Tensor
 
 ROWS, NODES = 2, 12
@@ -93,3 +93,20 @@ def test_every_node_follows_its_path(kind: str, strong: bool) -> None:
         ends = [tree.ancestors_BNN[row, NODES - 1 - row].nonzero()[:, 0].tolist() for row in range(ROWS)]
         counts = torch.tensor([len(path) for path in ends])
         state = branches.after(torch.tensor([path + [0] * (NODES - len(path)) for path in ends]), counts)
+
+
+@pytest.mark.parametrize("strongest", [16.0, 1600.0, 1e6])
+def test_weak_decays_after_strong_ones_keep_their_digits(strongest: float) -> None:
+    """The sum of a long path's decays is large, and what counts is a difference of two such sums."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1, 64, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    query, key = (part / part.norm(dim=-1, keepdim=True) for part in (query, key))
+    decays = torch.full((1, 1, 64, 1), -0.05, dtype=torch.float64)
+    decays[:, :, ::4] = -strongest
+    given = (query, key, value, decays, torch.full_like(decays, 0.5))
+    tree = Topology.chain(63).plant(torch.zeros(1, 64, dtype=torch.int64))
+    expected, wide = linear_attention(*given, None, tree)
+    found, narrow = linear_attention(*(part.float() for part in given), None, tree)
+    path = torch.arange(64)[None], torch.tensor([64])
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(narrow.after(*path).double(), wide.after(*path), atol=2e-6, rtol=1e-5)
