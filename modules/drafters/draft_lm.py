@@ -34,6 +34,7 @@ from ..target.loading.excerpt import decoder_of, layer_list
 from ..target.loading.hf_folder import read_model, require_vocabulary
 from ..target.loading.identity import TargetIdentity
 from ..target.model import Target, post_process
+from ..target.recurrent.recurrent_passes import install
 from ..target.submodel import config_of, copy_layers, fields_of, new_model
 from .draft_lm_config import DraftLMConfig, check_mask_token, planned
 from .parts.causal_drafter import SLOT, CausalDraft, CausalState
@@ -50,6 +51,9 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
     Args:
         config: its settings.
         model: a causal language model of transformers with the attention function of this package.
+
+    Raises:
+        UserError: if it has recurrent layers.
     """
 
     family = "draft_lm"
@@ -68,6 +72,10 @@ class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
         super().__init__(config.vocabulary_size)
         self.config, self.architecture = config, model.config
         self.decoder: nn.Module = decoder_of(model)
+        if install(self.decoder):
+            raise UserError("a draft model reads the nodes of a tree one level at a time, and "
+                            f"{type(model).__name__} has recurrent layers; set drafter.folder to a model with "
+                            "attention alone")
         output = model.get_output_embeddings()
         self.vocab_size, self.state_size = output.weight.shape
         # A list, which registers nothing: the weights are named under `decoder` alone.

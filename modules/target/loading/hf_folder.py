@@ -12,7 +12,6 @@ from ...errors import UserError
 from ...files.fingerprints import files_digest
 from ..attention.tree_attention import NAME, attend_by, register
 from ..model import Target
-from ..recurrent.recurrent_passes import install
 from ..submodel import is_causal_lm
 from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
 from .quantisation import quantisation_of, read_quantised
@@ -57,8 +56,11 @@ def read_config(folder: Path, target: Target) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _unreadable(folder, error) from error
+    if config.get_text_config() is not config:
+        raise UserError(f"{folder} holds a {type(config).__name__}, which reads more than text, and a draft model "
+                        "reads text alone; give the folder of a language model")
     if not is_causal_lm(config):
         raise UserError(f"{folder} holds a {type(config).__name__}, no causal language model; give the folder of one")
     require_vocabulary(config.vocab_size, target, str(folder))
@@ -88,9 +90,6 @@ def read_model(folder: Path, target: Target) -> Any:
         raise
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
         raise _unreadable(folder, error) from error
-    if install(model.get_decoder()):
-        raise UserError(f"the model in {folder} has recurrent layers, and a draft model reads the nodes of a tree one "
-                        "level at a time; choose one with attention alone")
     register()
     attend_by(model, NAME)
     return model

@@ -6,9 +6,11 @@ faster, drafters borrow rows of embedding and output layer, and decoding is not 
 
 import logging
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 
 from ...errors import UserError
 from ..linears.quantised_weights import dequantise, is_quantised
@@ -30,6 +32,8 @@ def quantisation_of(config: Any, wanted: Quantization | None, name: str) -> str:
     # A GGUF file, which has no configuration, is dequantised by another reader.
     settings = {"quant_method": ""} if config is None else getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(), "quantization_config", None) or {}
+    if not isinstance(settings, dict):
+        raise UserError(f"quantization_config of {name} is {settings!r} and no mapping; correct its config.json")
     # Files of bitsandbytes once named no method.
     form = wanted or (str(settings.get("quant_method", "bitsandbytes")) if settings else "")
     if settings and wanted is not None:
@@ -55,6 +59,8 @@ def read_quantised(source: Any, name: str, form: str, device: torch.device, *, d
 
     given, bitsandbytes = {"dtype": dtype, **options}, "bitsandbytes" in _PACKAGES.get(form, ())
     cpu, rounded = device.type == "cpu", form in ("int8", "float8")
+    if form == "fp8" and Path(source).is_dir():
+        _require_scales(Path(source), name)
     if bitsandbytes:
         # Without a place it would take the first accelerator, whatever was asked for.
         given["device_map"] = {"": device}
@@ -90,3 +96,21 @@ def read_quantised(source: Any, name: str, form: str, device: torch.device, *, d
     log.warning("the weights of %s are quantised (%s) and dequantised on reading; what an engine rounds besides, such "
                 "as activations, is not rounded here", name, form)
     return model.to(dtype)
+
+
+def _require_scales(folder: Path, name: str) -> None:
+    """Refuse float8 weights without the scales of their blocks, and scales without such weights: transformers reads
+    either as other values. Raises UserError."""
+    kinds: dict[str, str] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            names: list[str] = list(opened.keys())
+            kinds |= {key: opened.get_slice(key).get_dtype() for key in names}
+    for key, kind in kinds.items():
+        weight, scale = key.removesuffix("_scale_inv"), f"{key}_scale_inv"
+        if kind.startswith("F8") and scale not in kinds:
+            raise UserError(f"the weights of {name} hold {key} in float8 and lack its scale, {scale}; save or copy the "
+                            "model again")
+        if weight != key and not kinds.get(weight, "").startswith("F8"):
+            raise UserError(f"the weights of {name} hold {key}, the scale of a float8 weight, and {weight} is none; "
+                            "save or copy the model again")

@@ -14,6 +14,7 @@ from draftsmith.modules.target.linears.linear_forms import Packing
 from draftsmith.modules.target.loading import quantisation
 from draftsmith.modules.target.loading.loading import load_in_format, sketch_target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from safetensors.torch import load_file, save_file
 from support.quantised_folders import compressed_tensors, write_quantised
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -173,3 +174,20 @@ def test_blocks_that_cross_rows_are_refused_where_their_package_misreads_them() 
     pytest.importorskip("bitsandbytes")
     with pytest.raises(UserError, match=r"has 4-bit blocks that cross rows, which bitsandbytes does not read on a"):
         load_target(settings("tiny-random", quantization="nf4"))
+
+
+@pytest.mark.parametrize(("plain", "kept", "told"), [
+    (False, False, r"hold model\.layers\.0\.self_attn\.q_proj\.weight in float8 and lack its scale"),
+    (True, True, r"q_proj\.weight_scale_inv, the scale of a float8 weight, and .*q_proj\.weight is none"),
+])
+def test_float8_weights_and_their_scales_come_together(plain: bool, kept: bool, told: str, tmp_path: Path) -> None:
+    """transformers reads one without the other as other values."""
+    fp8(tmp_path)
+    stored, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.self_attn.q_proj.weight"
+    if plain:
+        stored[name] = stored[name].float()
+    if not kept:
+        del stored[f"{name}_scale_inv"]
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=told):
+        load_target(TargetConfig(name=str(tmp_path)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Features, Target, TokenTree, Topology, UserError
+from draftsmith.modules import DraftLM, DraftLMConfig, Features, Target, TokenTree, Topology, UserError
 from draftsmith.modules.target.attention import segment_attention
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.modules.target.recurrent.recurrent_passes import LayerCall
@@ -182,6 +182,8 @@ def test_what_reads_on_after_every_node_is_refused() -> None:
     for reader in (*readers, partial(chosen, target, [0])):
         with pytest.raises(UserError, match="states of Lfm2ForCausalLM's recurrent layers after every token"):
             reader()
+    with pytest.raises(UserError, match=r"Lfm2ForCausalLM has recurrent layers; set drafter\.folder"):
+        DraftLM(DraftLMConfig(), recurrent_model("Lfm2"))
     assert type(smaller(target, num_layers=2)).__name__ == "LlamaConfig"
 
 
