@@ -46,8 +46,8 @@ def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
         row = {key: value for key, value in row.items() if not _is_empty(value)}
         if not _is_learned(row, "a row"):
             raise LeftOutError(f"{' or '.join(WEIGHTS)} leaves the whole row out; nothing is to do")
-        if beside := [key for key in PICTURES if key in row]:
-            raise UserError(f"{beside[0]} stands next to the text, and only text is read; leave the row out")
+        if pictures := [key for key in PICTURES if key in row]:
+            raise UserError(f"{pictures[0]} stands next to the text, and only text is read; leave the row out")
         prompt = _prompt(row, where, key, key == column)
         # JSON can write what no file of prompts, answers or shards could hold as UTF-8.
         json.dumps([prompt.id, prompt.row], ensure_ascii=False).encode()

@@ -99,7 +99,7 @@ class Block:
     layers: list[int]
     """These layers, ascending."""
     kind: Hashable
-    """What they have in common: their device and their group."""
+    """Their device and their group."""
     storage: Tensor | None = None
     """Keys and values of layer layers[n] in entries 2n and 2n + 1, [2 * layers, B, H, S, E]; None before the first keys
     are written. Keys alone in entries n, where the values have another shape."""

@@ -95,7 +95,7 @@ class Target:
         self.recurrent = install(self.decoder)
         """Whether some layers have recurrent states."""
         self.cache_groups: Sequence[Hashable] = range(self.num_layers)
-        """What the layers with keys and values of equal shapes have in common, see `RowCache`; the check finds out."""
+        """A mark of each layer, equal where keys and values have equal shapes, see `RowCache`; the check finds out."""
         self.is_native = False
         """Whether a block of `native` runs, in which the model knows no trees."""
         self.broken_V: Tensor | None = None
@@ -371,14 +371,17 @@ class Target:
         """`encode` with a graph for gradients, for a target of which something is trained."""
         batch = features.to(self.device)
         embedded_BLD = self.embed(batch.tokens_BL)
-        recurrent = running(SegmentPass(Segments.of(batch))) if self.recurrent else nullcontext()
+        visible = visible_text(batch, self.decoder)
+        recurrent: AbstractContextManager[None] = nullcontext()
+        if self.recurrent:
+            recurrent = running(SegmentPass(visible if isinstance(visible, Segments) else Segments.of(batch)))
         with self.tapping(self._checked(taps)) as states, recurrent:
             final_BLD = self.decoder(
                 inputs_embeds=embedded_BLD,
                 use_cache=False,
                 **self.looked_up(batch.tokens_BL),
                 **place_arguments(batch.positions_BL, batch.positions_BL),
-                **mask_arguments(visible_text(batch, self.decoder), self.decoder, embedded_BLD),
+                **mask_arguments(visible, self.decoder, embedded_BLD),
             ).last_hidden_state
         return replace(batch, final_BLD=final_BLD, taps=dict(states))
 

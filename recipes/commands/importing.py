@@ -109,8 +109,8 @@ def import_checkpoint(parsed: Parsed[ImportArguments]) -> None:
         say(f"{given.out} holds the {drafter.family} drafter of {given.folder}; draftsmith generate, chat, evaluate "
             "and export take it like a trained one")
     if given.evaluate:
-        beside = given.out.with_name(f"{given.out.name}-evaluation")
-        measure(EvaluateArguments(out=beside, template=given.template), target,
+        report = given.out.with_name(f"{given.out.name}-evaluation")
+        measure(EvaluateArguments(out=report, template=given.template), target,
                 [given.out], [load_artifact(given.out, target)], {"handwritten": handwritten_prompts()})
 
 

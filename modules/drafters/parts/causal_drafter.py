@@ -88,7 +88,7 @@ class CausalDraft(Proposer[CausalState]):
     num_layers: int
     """Number of layers of the whole model."""
     cache_groups: Sequence[Hashable]
-    """What its layers with keys and values of equal shapes have in common, see `RowCache`."""
+    """A mark of each layer, equal where keys and values have equal shapes, see `RowCache`."""
     slots: int = 0
     """Mask tokens after the root, one for each depth beyond the first; 0 when depths are drafted one by one."""
 

@@ -8,6 +8,7 @@ Shapes: B rows, N nodes, W taps of a convolution, D channels, X columns: those b
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -128,14 +129,15 @@ class NodePass:
     def __init__(self, tree: TokenTree, former: Callable[[Place], Tensor | None]) -> None:
         self.tree, self.former = tree, former
         self.left: dict[Place, tuple[torch.device, Branches]] = {}
-        """What the nodes leave for the commit, and on which device."""
+        """The record of each place for the commit, and its device."""
         self.layer = -1
         """The layer that runs."""
+        self._calls = Counter[tuple[int, str]]()
         self._trees, self._windows = {tree.tokens_BN.device: tree}, dict[tuple[int, torch.device], Tensor]()
 
     def _place(self, kind: str) -> Place:
-        calls = sum((layer, name) == (self.layer, kind) for layer, name, _ in self.left)
-        return self.layer, kind, calls
+        self._calls[self.layer, kind] += 1
+        return self.layer, kind, self._calls[self.layer, kind] - 1
 
     def convolve(self, call: LayerCall) -> Tensor:
         """Each node's output, of its nearest ancestors and the committed columns before them."""

@@ -210,7 +210,7 @@ class Scan:
     final: str
     """Its argument that asks for the state after."""
     nodes: Callable[[dict[str, Any], Tensor | None, TokenTree], tuple[Tensor, Branches]]
-    """The same over nodes of a tree, after the given state."""
+    """The recurrence over nodes of a tree, after a given state."""
 
 
 _DELTA = Scan(("query", "key", "value", "g", "beta"), 1, "initial_state", "output_final_state", delta_rule)
