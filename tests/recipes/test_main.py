@@ -222,7 +222,7 @@ def test_unknown_command(words: list[str], message: str, capsys: pytest.CaptureF
     (["--tree.searched_nodes", "1"], "tree.searched_nodes must lie between 2"),
     (["--family", "medusa2"], "batch.states is 'stored', but Medusa2Module trains the target"),
     (["--tree.used_nodes", "99"], "tree.used_nodes must lie between 1 and tree.searched_nodes 16, got 99"),
-    (["--prompts.origin", "file"], "prompts.origin is file and prompts.path is None; give the path of a file"),
+    (["--prompts.origin", "file"], "prompts.origin is file and prompts.path is null; give the path of a file"),
     (["--prompts.path", "mine.jsonl"], "prompts.origin is own and prompts.path is 'mine.jsonl'; give"),
     (["--target.name", "no/such-model"], "no/such-model"),
     (["--target.name", "gone.gguf"], "gone.gguf.*does not exist"),
