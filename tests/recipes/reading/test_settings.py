@@ -12,7 +12,7 @@ from draftsmith.recipes.recipe import Recipe
 from draftsmith.trainers import TrainConfig
 from draftsmith.trainers.families import family_configs, family_names
 
-MOST_KEYS = 140
+MOST_KEYS = 155
 OWN = {
     "the user's target": ("target.device", "target.pack", "target.chat_template", "target.revision",
                           "target.quantization", "template.system", "template.tools", "template.enable_thinking",
