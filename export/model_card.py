@@ -39,7 +39,9 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
             shares = ", ".join(f"{share:.0%}" for share in acceptance["by_position"])
             rows.append(f"| accepted by position | {shares} of passes in validation |")
     if start := provenance.get("start"):
-        rows.append(f"| continues | the drafter with weights `{start['weights_sha256']}`, "
+        former = start.get("target")
+        made = f" for {former['name']} (`{former['weights_hash'][:12]}`)" if former else ""
+        rows.append(f"| continues | the drafter with weights `{start['weights_sha256']}`{made}, "
                     f"{start['accepted_length']:.2f} tokens per target pass in this validation |")
     if expected := provenance.get("expected_accepted_length"):
         rows.append(f"| expected accepted length | {expected[-1]:.2f} tokens per target pass with a tree of "

@@ -3,7 +3,6 @@
 import importlib
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from ..modules.files.atomic_files import file_sha256
 from ..modules.files.json_records import read_object, shortened, typed_fields
 from ..modules.target.adapter import PREFIX
 from ..modules.target.draft_vocabulary import require_distinct
+from ..modules.target.loading.identity import SHAPE
 from .artifact_files import AGAIN, CONFIG, WEIGHTS
 from .weight_checks import check_shapes, require_weights
 
@@ -70,12 +70,13 @@ def read_description(folder: Path) -> dict[str, Any]:
     return config
 
 
-def load_drafter(folder: Path, target: Target, *, trust: bool = False) -> StoredDrafter:
+def load_drafter(folder: Path, target: Target, *, trust: bool = False, retarget: bool = False) -> StoredDrafter:
     """The drafter of an artifact for its target, as it was trained. For a sketch of the target no weight is read.
 
     Args:
         target: the one it was trained for.
         trust: as in `load_artifact`.
+        retarget: take a target of the same architecture and sizes with other weights too.
 
     Raises:
         UserError: as `load_artifact` does.
@@ -84,8 +85,15 @@ def load_drafter(folder: Path, target: Target, *, trust: bool = False) -> Stored
     try:
         # The target is compared before any weight is read: another one would show as a damaged artifact.
         identity = TargetIdentity.from_dict(config["target"])
-        known = replace(identity, weights_hash=target.identity.weights_hash) if sketched else identity
-        known.require_same(target.identity)
+        if retarget:
+            # Taps, exits and borrowed layers are numbers of layers, and rotate as the architecture does.
+            identity.require_same(target.identity, ("architecture", *SHAPE), "--retarget carries a draft over to a "
+                                  "target of the same architecture, sizes and vocabulary alone; choose such a one, or "
+                                  "leave train.start out")
+        else:
+            identity.require_same(target.identity, SHAPE if sketched else (*SHAPE, "weights_hash"), "load the target "
+                                  "it was made for, or, if this is another version of it, continue the draft by "
+                                  "draftsmith run with train.start and --retarget")
         family = drafter_class(config, trust=trust)
         with target.device if sketched else nullcontext():
             drafter = _rebuilt(family, config["drafter"], identity, folder / WEIGHTS)

@@ -70,6 +70,14 @@ class Recipe:
     trust: bool = False
     """Import the class that the recipe or an artifact names outside the package, which runs its code. Given on the
     command line, never in a recipe."""
+    retarget: bool = False
+    """Let `train.start` be an artifact of another target: an older version, a fine-tune or a quantised form of the same
+    architecture with the same sizes and vocabulary. The draft then borrows from the new one."""
+
+    def __post_init__(self) -> None:
+        if self.retarget and self.train.start is None:
+            raise UserError("retarget is true, and nothing is carried over to this target; name the artifact with "
+                            "train.start, or leave --retarget out")
 
     def module(self, target: Target, label_weights: Tensor) -> DraftModule:
         """A new LightningModule of the recipe's family, its drafter not built yet.
@@ -79,8 +87,7 @@ class Recipe:
         """
         module = family_module(self.family, trust=self.trust)(target, self.train, token_counts=label_weights)
         if self.train.start is not None:
-            # Of this target alone: a draft for another one, whose embedding it borrowed, would be fitted to it here.
-            stored = load_drafter(Path(self.train.start), target, trust=self.trust)
+            stored = load_drafter(Path(self.train.start), target, trust=self.trust, retarget=self.retarget)
             module.continue_from(Start(drafter=stored.drafter, adapter=stored.adapter,
                                        weights_sha256=stored.config["weights_sha256"]))
         return module

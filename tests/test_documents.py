@@ -140,8 +140,8 @@ class Reader:
     def plan(self, command: Command, words: list[str], run: bool) -> None:
         """Parse a recipe with its overrides; fill its folder; with prompts of the reader's own make a short run."""
         settings = parsed(command, words)
-        own = [word for pair in pairwise(words) for word in pair if pair[0].startswith("--prompts.")]
-        if run and words[0] != "families" and own:
+        own = [word for pair in pairwise(words) for word in pair if pair[0].startswith(("--prompts.", "--train.start"))]
+        if run and words[0] != "families" and any(word.startswith("--prompts.") for word in own):
             enter(command, ["run", *SHORT_RUN, *own, "--out", f"{settings['out']}-short"])
         self.fill(Path(str(settings["out"])), str(settings.get("family", "medusa")))
 

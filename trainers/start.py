@@ -77,6 +77,6 @@ def continued_settings(config: DrafterConfig, start: DrafterConfig) -> DrafterCo
         if wanted != former and not found.carries(name, former):
             said = shortened(former)
             raise UserError(f"drafter.{name} is {shortened(wanted)}, and the drafter of train.start has {said}, whose "
-                            f"weights do not fit; leave drafter.{name} out to keep {said}, or train.start for a new "
+                            f"weights do not fit; set drafter.{name} to {said}, or leave train.start out for a new "
                             "drafter")
     return replace(found)

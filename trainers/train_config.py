@@ -89,9 +89,9 @@ class TrainConfig:
     seed: int = 0
     """Seed of all random numbers of training."""
     start: str | None = None
-    """Folder of an artifact of this family and target whose drafter is trained further: it has the start's weights, and
-    the start's settings where the recipe leaves the family's default. The optimizer starts anew, after a quarter of
-    `warmup_steps`."""
+    """Folder of an artifact of this family and target (with `retarget` of another target) whose drafter is trained
+    further: it has the start's weights, and the start's settings where the recipe leaves the family's default. The
+    optimizer starts anew, after a quarter of `warmup_steps`."""
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     """Shape of the drafter; each family has its own settings."""
 

@@ -27,7 +27,7 @@ from .linears.linear_forms import LinearForms, Pack, Packing
 from .loading import self_check
 from .loading.excerpt import copy_modules, decoder_of, excerpt, layer_list
 from .loading.generation_defaults import GenerationDefaults, read_defaults
-from .loading.identity import TargetIdentity, hash_weights
+from .loading.identity import TargetIdentity, hash_tokens, hash_weights
 from .loading.stored_weights import require_finite
 from .loading.wrapped_text import text_of
 from .pass_layout import PassLayout
@@ -88,7 +88,8 @@ class Target:
         self.identity = TargetIdentity(
             name=name, architecture=plain_class(model).__name__, vocab_size=self.vocab_size,
             hidden_size=self.hidden_size, num_layers=self.num_layers,
-            weights_hash="" if sketched else hash_weights(model), quantization=getattr(model, "quantised_as", ""))
+            weights_hash="" if sketched else hash_weights(model), quantization=getattr(model, "quantised_as", ""),
+            tokens_hash=hash_tokens(tokenizer))
         self.defaults: GenerationDefaults = read_defaults(model.generation_config, tokenizer, name,
                                                           self.vocab_size)
         self.native_attention: str = self.config._attn_implementation

@@ -291,8 +291,10 @@ def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, .
     trained = {name: value for name, value in settings["train"].items() if name not in UNDECISIVE}
     continued: dict[str, Any] = {}
     if workspace.recipe.train.start is not None:
-        weights = read_description(Path(workspace.recipe.train.start))["weights_sha256"]
-        continued["start"] = {"weights_sha256": weights, "accepted_length": result.curve[0].accepted_length}
+        start, target = read_description(Path(workspace.recipe.train.start)), workspace.target.identity
+        former = {} if start["target"]["weights_hash"] == target.weights_hash else {"target": start["target"]}
+        continued["start"] = {"weights_sha256": start["weights_sha256"], **former,
+                              "accepted_length": result.curve[0].accepted_length}
     return {
         **continued,
         "recipe": {**settings, "distill": workspace.decisive["distill"], "train": trained, "batch": workspace.batched},

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SECTIONS = ("out", "family", "drafter", "train", "target", "template", "prompts", "distill", "data", "references",
-            "batch", "tree", "evaluate")
+            "batch", "tree", "evaluate", "retarget")
 """Top-level keys of a recipe. A command that has no use for one accepts it in a recipe all the same."""
 TRUST = "trust"
 LINE_ONLY = (TRUST, "target.trust_remote_code")

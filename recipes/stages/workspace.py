@@ -21,7 +21,7 @@ from ...data.store.token_store import MANIFEST
 from ...export.artifact_files import CONFIG
 from ...export.evaluation.schedule import require_context
 from ...export.stored_drafter import read_description
-from ...modules import Target, TargetConfig, UserError, load_target
+from ...modules import Target, TargetConfig, TargetIdentity, UserError, load_target
 from ...modules.files.atomic_files import file_sha256, write_file
 from ...modules.files.folder_locks import FolderLocks
 from ...modules.files.json_records import read_record
@@ -103,6 +103,12 @@ class Workspace:
         if self.recipe.train.start is not None:
             # A start that does not fit is reported before any prompt is answered; the sketch has compared shapes alone.
             self.recipe.module(target, torch.ones(target.vocab_size))
+            former = TargetIdentity.from_dict(read_description(Path(self.recipe.train.start))["target"])
+            if self.recipe.retarget:
+                say(f"     carries the draft for {former.name} over to {target.identity.name}")
+            if former.tokens_hash not in ("", target.identity.tokens_hash):
+                say(f"     the tokenizers of {former.name} and {target.identity.name} differ: what the draft knows of "
+                    "ids that mean other text now is of no use")
         return target
 
     @cached_property

@@ -13,8 +13,10 @@ training is resumed, a finished trial skipped.
 Each draft is measured with a tree of 64 nodes that is searched on held-out answers to own prompts. *own* is counted
 along the same answers, of two halves each with the tree searched on the other; *own, before loops* along these answers
 as far as they do not repeat themselves; *hand-written* along the target's greedy answers to the hand-written prompts,
-which are made once and kept in --out. All are exact counts of tokens per pass. The first trial is the one that others
-are compared with.
+which are made once and kept in --out. All are exact counts of tokens per pass. With --decoded N the answers to so many
+hand-written prompts are decoded too, with the first 16 nodes of that tree, and must be the target's. A drafter that
+trials continue (`train.start`) is measured as it is before the first of them. The first row is the one that others are
+compared with.
 """
 
 import argparse
@@ -27,13 +29,25 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from draftsmith.data import Prompt
 from draftsmith.data.answers.answering import Answerer
 from draftsmith.data.store.token_store import TokenShard, write_bytes
 from draftsmith.export import busy_warning
-from draftsmith.modules import DecodeSettings, Drafter, Features, Target, Topology, UserError, search_tree
+from draftsmith.modules import (
+    DecodeSettings,
+    Drafter,
+    Features,
+    Request,
+    StaticTree,
+    Target,
+    Topology,
+    UserError,
+    decode,
+    search_tree,
+)
 from draftsmith.modules.config_checks import MOST_STEPS
 from draftsmith.modules.files.atomic_files import write_file
 from draftsmith.modules.files.json_records import read_json, record_of
@@ -52,8 +66,10 @@ SECTIONS = ("family", "drafter", "train", "batch")
 """Sections of a recipe that a trial may change: the others decide the data, or how a draft is measured."""
 GIVEN = ("train.max_minutes", "train.max_steps", "train.seed")
 """Keys that every trial is given by the script."""
-NODES = 64
-"""Nodes of the tree that measures a draft, root included."""
+NODES, DECODED_NODES = 64, 16
+"""Nodes of the trees that measure a draft and decode with it, root included."""
+BEFORE = "start"
+"""Name of the outcome of a drafter that trials continue."""
 TEXTS = ("own", "before_loops", "handwritten")
 """Measured texts, by their fields in an outcome."""
 RESULTS, TABLE = "trials.json", "trials.md"
@@ -113,6 +129,8 @@ class Outcome:
     """The same, each answer only as far as its loop."""
     handwritten: float
     """Tokens per pass along the answers to the hand-written prompts."""
+    decoded: float | None = None
+    """Tokens per pass of the decoded answers to some of these prompts; None where none was decoded."""
 
 
 class Trials:
@@ -171,11 +189,16 @@ class Trials:
                 print(f"{label}: already finished, skipped", flush=True)
                 continue
             print(f"{label}: {' '.join(trial.overrides) or 'the recipe as it is'}", flush=True)
-            perform_stages(workspace, ["encode", "train"])
+            perform_stages(workspace, ["encode"])
+            if workspace.recipe.train.start is not None and not any(one.trial == BEFORE for one in finished):
+                finished.append(self._measured(BEFORE, seed, key, workspace, workspace.module()))
+                self._write(finished)
+            perform_stages(workspace, ["train"])
             finished = [one for one in finished if (one.trial, one.seed) != (trial.name, seed)]
-            finished.append(self._measured(trial, seed, key, workspace))
-            write_file(self.out / RESULTS, json.dumps([asdict(one) for one in finished], indent=2) + "\n")
-            write_file(self.out / TABLE, self._table(finished))
+            module = workspace.module()
+            module.restore(load_file(read_result(workspace.training).checkpoint))
+            finished.append(self._measured(trial.name, seed, key, workspace, module))
+            self._write(finished)
         print(f"\n{self._table(finished)}")
 
     def _key(self, workspace: Workspace) -> str:
@@ -183,21 +206,46 @@ class Trials:
         words = json.dumps([sections, workspace.data_identity()], sort_keys=True)
         return hashlib.sha256(words.encode()).hexdigest()
 
-    def _measured(self, trial: Trial, seed: int, key: str, workspace: Workspace) -> Outcome:
-        result, module = read_result(workspace.training), workspace.module()
-        module.restore(load_file(result.checkpoint))
+    def _write(self, finished: Sequence[Outcome]) -> None:
+        write_file(self.out / RESULTS, json.dumps([asdict(one) for one in finished], indent=2) + "\n")
+        write_file(self.out / TABLE, self._table(finished))
+
+    def _measured(self, trial: str, seed: int, key: str, workspace: Workspace, module: DraftModule) -> Outcome:
         with self.target.reproducible(), torch.no_grad():
             target, rows = module.verifier(encoded(workspace, module, held_out_rows(workspace, module).whole()))
             _, asked = module.verifier(self._answers(module.drafter.taps))
             drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
             drafter.bind(target)
             drafter.eval()
-            own, handwritten = accepted_lengths(drafter, rows, asked)
+            own, handwritten, tree = accepted_lengths(drafter, rows, asked)
             _, cut = module.verifier(encoded(workspace, module, self._before_loops(workspace, module)))
-            before_loops, _ = accepted_lengths(drafter, cut, asked[:1])
-        return Outcome(trial=trial.name, seed=seed, key=key, steps=result.steps, seconds=result.seconds,
-                       parameters=result.parameters, precision=result.precision, own=own, before_loops=before_loops,
-                       handwritten=handwritten)
+            before_loops, *_ = accepted_lengths(drafter, cut, asked[:1])
+            decoded = self._decoded(target, drafter, tree, lossless=target is self.target)
+        known: dict[str, Any] = {"steps": 0, "seconds": 0.0, "precision": "",
+                                 "parameters": sum(weight.numel() for weight in drafter.parameters())}
+        if trial != BEFORE:
+            result = read_result(workspace.training)
+            known = {name: getattr(result, name) for name in known}
+        return Outcome(trial=trial, seed=seed, key=key, own=own, before_loops=before_loops, handwritten=handwritten,
+                       decoded=decoded, **known)
+
+    def _decoded(self, target: Target, drafter: Drafter, tree: Topology, *, lossless: bool) -> float | None:
+        """Tokens per pass of decoded answers, which must be those that the target alone has written."""
+        shard, requests, expected = self._reference_answers(), list[Request](), list[tuple[int, ...]]()
+        for row in range(min(self.options.decoded, shard.num_rows)):
+            span = slice(*shard.span(row))
+            tokens, answered = shard.tokens_T[span], shard.supervised_T[span]
+            expected.append(tuple(tokens[answered].tolist()))
+            requests.append(Request(tuple(tokens[~answered].tolist()), row, len(expected[-1])))
+        if not requests:
+            return None
+        policy = StaticTree(tree.prefix(min(DECODED_NODES, tree.size)))
+        found = decode(target, requests, DecodeSettings(batch_size=8), drafter=drafter, policy=policy).generations
+        differing = [one.request.index for one, answer in zip(found, expected, strict=True)
+                     if tuple(one.tokens) != answer]
+        if lossless and differing:
+            print(f"     answers that differ from the target's: {differing}", flush=True)
+        return sum(len(one.tokens) for one in found) / sum(one.passes for one in found)
 
     def _before_loops(self, workspace: Workspace, module: DraftModule) -> ReadRows:
         """Held-out own answers as far as their loops, whatever the trial learns."""
@@ -233,11 +281,14 @@ class Trials:
 
     def _table(self, finished: Sequence[Outcome]) -> str:
         wanted = {(trial.name, seed) for trial, seed in self.turns}
-        return table(self.trials, [one for one in finished if (one.trial, one.seed) in wanted])
+        before = [one for one in finished if one.trial == BEFORE]
+        rows = [Trial(name=BEFORE, overrides=()) for _ in before[:1]] + self.trials
+        return table(rows, [*before, *(one for one in finished if (one.trial, one.seed) in wanted)])
 
 
-def accepted_lengths(drafter: Drafter, own: Sequence[Features], others: Sequence[Features]) -> tuple[float, float]:
-    """Tokens per greedy pass on two texts, with trees of NODES nodes searched on the first.
+def accepted_lengths(drafter: Drafter, own: Sequence[Features],
+                     others: Sequence[Features]) -> tuple[float, float, Topology]:
+    """Tokens per greedy pass on two texts, with trees of NODES nodes searched on the first, and the tree of all of it.
 
     Args:
         drafter: bound to the target, in evaluation mode.
@@ -247,7 +298,7 @@ def accepted_lengths(drafter: Drafter, own: Sequence[Features], others: Sequence
     halves = [proposed_text(drafter, own[start::2]).ranked for start in (0, 1)]
     crossed = [passes for here, there in (halves, halves[::-1]) for passes in walk(there, best_tree([here]))]
     tree = best_tree(halves)
-    return statistics.mean(crossed), statistics.mean(walk(proposed_text(drafter, others).ranked, tree))
+    return statistics.mean(crossed), statistics.mean(walk(proposed_text(drafter, others).ranked, tree)), tree
 
 
 def best_tree(texts: Sequence[RankedText]) -> Topology:
@@ -270,8 +321,9 @@ def read_outcomes(file: Path) -> list[Outcome]:
 
 def table(trials: Sequence[Trial], finished: Sequence[Outcome]) -> str:
     """Trials as a Markdown table: means over the seeds, with their range, and ratios to the first trial's means."""
-    head = ("| trial | settings | seeds | steps | seconds | own | own, before loops | hand-written | own, ratio | "
-            "own, before loops, ratio | hand-written, ratio |\n|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n")
+    head = ("| trial | settings | seeds | steps | seconds | own | own, before loops | hand-written | decoded | "
+            "own, ratio | own, before loops, ratio | hand-written, ratio |\n"
+            "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n")
     found = {trial.name: [one for one in finished if one.trial == trial.name] for trial in trials}
     return head + "".join(_line(trial, found[trial.name], found[trials[0].name]) for trial in trials)
 
@@ -279,9 +331,10 @@ def table(trials: Sequence[Trial], finished: Sequence[Outcome]) -> str:
 def _line(trial: Trial, rows: Sequence[Outcome], base: Sequence[Outcome]) -> str:
     settings = " ".join(f"`{word}`" for word in trial.overrides) or "as in the recipe"
     if not rows:
-        return f"| {trial.name} | {settings} | 0 | | | | | | | | |\n"
+        return f"| {trial.name} | {settings} | 0 | | | | | | | | | |\n"
     cells = [str(len(rows)), f"{_mean(rows, 'steps'):.0f}", f"{_mean(rows, 'seconds'):.0f}"]
     cells += [_range([getattr(row, text) for row in rows]) for text in TEXTS]
+    cells += [_range(decoded) if (decoded := [row.decoded for row in rows if row.decoded is not None]) else ""]
     cells += [_ratio(rows, base, text) for text in TEXTS]
     return f"| {trial.name} | {settings} | {' | '.join(cells)} |\n"
 
@@ -317,6 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--trial", action="append", required=True, metavar="'NAME: KEY=VALUE ...'",
                         help="a trial; the first one is what others are compared with")
     parser.add_argument("--prompts", type=int, default=None, help="hand-written prompts; all by default")
+    parser.add_argument("--decoded", type=int, default=0, help="of these, prompts whose answers are decoded too")
     parser.add_argument("--longest", type=int, default=96, help="tokens of their longest answers")
     try:
         if (warning := busy_warning()) is not None:

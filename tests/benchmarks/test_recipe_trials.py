@@ -98,8 +98,8 @@ def test_the_ratio_is_taken_over_the_seeds_that_both_have(benchmark: ModuleType)
     found = [outcome("one", 0, 2.0), outcome("one", 1, 3.0), outcome("two", 1, 1.5)]
     lines = benchmark.table(trials, found).splitlines()
     assert lines[2] == ("| one | as in the recipe | 2 | 10 | 1 | 2.500 (2.000 to 3.000) | 2.500 (2.000 to 3.000) | "
-                        "1.000 (1.000 to 1.000) | 1.000 | 1.000 | 1.000 |")
-    assert lines[3] == "| two | `train.lr=1` | 1 | 10 | 1 | 1.500 | 1.500 | 1.000 | 0.500 | 0.500 | 1.000 |"
+                        "1.000 (1.000 to 1.000) |  | 1.000 | 1.000 | 1.000 |")
+    assert lines[3] == "| two | `train.lr=1` | 1 | 10 | 1 | 1.500 | 1.500 | 1.000 |  | 0.500 | 0.500 | 1.000 |"
 
 
 @pytest.mark.parametrize(("trial", "said"), [

@@ -1,6 +1,8 @@
 """Identity of a target, so that a draft made for one is not used with another."""
 
 import hashlib
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +15,8 @@ from ..devices.split_weights import whole
 
 SAMPLES_PER_TENSOR = 4096
 """Evenly spaced elements of each tensor that enter the hash."""
+SHAPE = ("vocab_size", "hidden_size", "num_layers")
+"""Fields by which whatever a drafter reads of the target has its sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,9 @@ class TargetIdentity:
     """Hash of the weights, see `hash_weights`."""
     quantization: str = ""
     """Format of quantised weights, as files or `target.quantization` name it; empty for plain ones. Not compared."""
+    tokens_hash: str = ""
+    """Hash of the tokenizer's tokens with their ids; empty without a tokenizer. Compared where a draft changes its
+    target."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers"):
@@ -52,19 +59,23 @@ class TargetIdentity:
         """
         return record_of(cls, fields, "the identity of a target", "make the file again, or copy it again")
 
-    def require_same(self, other: "TargetIdentity") -> None:
+    def require_same(self, other: "TargetIdentity", compared: Sequence[str] = (*SHAPE, "weights_hash"),
+                     remedy: str = "load the target it was made for") -> None:
         """Refuse another target.
 
+        Args:
+            other: of the target here.
+            compared: names of fields.
+            remedy: end of the sentence.
+
         Raises:
-            UserError: naming the first field that differs.
+            UserError: naming the first of these fields that differs.
         """
-        for name in ("vocab_size", "hidden_size", "num_layers", "weights_hash"):
+        for name in compared:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                raise UserError(
-                    f"this was made for the target {self.name} with {name} {mine}, but the target here, "
-                    f"{other.name}, has {theirs}; load the target it was made for"
-                )
+                raise UserError(f"this was made for the target {self.name} with {name} {mine}, but the target here, "
+                                f"{other.name}, has {theirs}; {remedy}")
 
 
 def hash_weights(model: nn.Module) -> str:
@@ -84,3 +95,11 @@ def hash_weights(model: nn.Module) -> str:
         # The same bytes as whole numbers: numpy has no bfloat16.
         digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+def hash_tokens(tokenizer: Any) -> str:
+    """SHA-256 over a tokenizer's tokens in the order of their ids: equal ones mean the same text by an id."""
+    if tokenizer is None:
+        return ""
+    found = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32]

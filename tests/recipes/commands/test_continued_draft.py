@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from draftsmith.export import read_description
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.recipes.stages.workspace import Workspace
@@ -77,3 +78,51 @@ def test_a_continued_draft_is_reported_next_to_its_start(
     said = capsys.readouterr()
     assert "again: train.start changed since" in said.out
     assert re.search(r'train was started with "start": "[0-9a-f]{64}", now it is "start": "[0-9a-f]{64}"', said.err)
+
+
+@pytest.mark.long
+def test_a_draft_is_carried_over_to_another_version_of_its_target(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, out, name = tiny_run / "artifact", tmp_path / "out", str(tmp_path / "tuned")
+    tiny_model(seed=1).save_pretrained(name)
+    tiny_tokenizer().save_pretrained(name)
+    given = words(out, start, "--target.name", name)
+    assert main(["run", *given]) == 2
+    assert "continue the draft by draftsmith run with train.start and --retarget" in capsys.readouterr().err
+    assert not (out / "data" / "manifest.json").exists()
+    assert main(["run", *given, "--retarget"]) == 0
+    said = capsys.readouterr().out
+    assert f"carries the draft for tiny-random over to {name}" in said
+    assert "tokenizers" not in said
+    lossless = json.loads((out / "evaluation.json").read_text())["lossless"]
+    assert lossless["identical"] == lossless["prompts"] > 0
+    former, made = read_description(start), read_description(out / "artifact")
+    assert made["provenance"]["start"]["target"] == former["target"]
+    assert made["target"]["weights_hash"] != former["target"]["weights_hash"]
+    card = (out / "artifact" / "README.md").read_text()
+    assert f"`{former['weights_sha256']}` for tiny-random (`{former['target']['weights_hash'][:12]}`), " in card
+    assert main(["export", "--artifact", str(out / "artifact"), "--target.name", name, "--format", "medusa", "--out",
+                 str(tmp_path / "medusa")]) == 0
+    back = ["--folder", str(tmp_path / "medusa"), "--out", str(tmp_path / "back")]
+    assert main(["import", "--format", "medusa", *back, "--target.name", name, "--tree", "3"]) == 0
+    said = []
+    for artifact in (out / "artifact", tmp_path / "back"):
+        capsys.readouterr()
+        assert main(["generate", "--artifact", str(artifact), "--target.name", name, "--prompt", "hello",
+                     "--max_new_tokens", "16"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != ""
+
+
+def test_nothing_is_carried_over_without_a_start_and_another_tokenizer_is_named(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--config", str(TINY), "--out", str(tmp_path / "a"), "--retarget"]) == 2
+    assert "retarget is true, and nothing is carried over to this target; name the artifact with train.start" in (
+        capsys.readouterr().err)
+    start = Path(shutil.copytree(tiny_run / "artifact", tmp_path / "start"))
+    edit(start, target=read_description(start)["target"] | {"tokens_hash": "other"})
+    parsed = COMMANDS["run"].parse(words(tmp_path / "b", start, "--retarget"))
+    assert Workspace(parsed.values, parsed.settings).target.vocab_size > 0
+    assert "the tokenizers of tiny-random and tiny-random differ" in capsys.readouterr().out

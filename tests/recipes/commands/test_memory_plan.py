@@ -23,8 +23,8 @@ LARGE = {"8b": (4096, 14336, 32, 32), "70b": (8192, 28672, 80, 64)}
 """Width, width inside, layers and heads of the models of Llama 3."""
 PARAMETERS = {"8b": r"8,030,261,248 parameters, 15\.0 GiB",
               "hybrid_9b": r"8,888,227,328 parameters, 16\.6 GiB",
-              "70b": r"70,553,706,496 parameters, 19\.9 GiB a process",
-              "70b_zero3": r"70,553,706,496 parameters, 7\.1 GiB a process"}
+              "70b": r"70,553,706,496 parameters, 19\.9 GiB a device",
+              "70b_zero3": r"70,553,706,496 parameters, 7\.1 GiB a device"}
 
 
 # Those for the embedded model differ from those for large ones in sizes alone: three stand for them.
@@ -52,7 +52,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_a_sketch_has_the_shape_of_the_target_and_no_values() -> None:
     sketch, target = sketch_target(TargetConfig(name="tiny-random")), load_target(TargetConfig(name="tiny-random"))
-    same = {**target.identity.to_dict(), "weights_hash": ""}
+    same = {**target.identity.to_dict(), "weights_hash": "", "tokens_hash": ""}
     assert sketch.identity.to_dict() == same
     assert sketch.output_weight().device == torch.device("meta")
     assert sketch.eos_ids == () or set(sketch.eos_ids) <= set(target.eos_ids)

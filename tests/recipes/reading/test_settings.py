@@ -29,6 +29,7 @@ OWN = {
     "the user's devices": ("evaluate.graphs", "evaluate.compile", "train.compile", "train.activation_checkpointing",
                            "train.num_nodes"),
     "another draw": ("train.seed",),
+    "another version of the user's target": ("retarget",),
     "checkpoints of other projects": ("drafter.tie_blocks", "drafter.rope_base", "drafter.bias", "drafter.taps",
                                       "head.tie_blocks"),
     "a draft model of the user's own shape or weights": (
