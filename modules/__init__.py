@@ -22,6 +22,7 @@ from .drafters.hydra import Hydra
 from .drafters.hydra_heads import HydraConfig
 from .drafters.kangaroo import Kangaroo, KangarooConfig
 from .drafters.medusa import Medusa, MedusaConfig
+from .drafters.mtp import Mtp, MtpConfig
 from .drafters.prompt_tokens import PromptTokens, PromptTokensConfig
 from .errors import TreeError, UserError
 from .features import Features
@@ -67,7 +68,7 @@ from .verification.sampling import Sampling, SamplingSetting, choose
 from .verification.tree_walk import Accepted, follow
 
 DRAFTERS: tuple[type[Drafter], ...] = (
-    Medusa, Hydra, Eagle, Eagle3, Falcon, Kangaroo, PromptTokens, HiddenTransfer, DraftLM
+    Medusa, Hydra, Eagle, Eagle3, Falcon, Kangaroo, PromptTokens, HiddenTransfer, DraftLM, Mtp
 )
 """Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""
 
@@ -141,6 +142,8 @@ __all__ = [
     "MeasuredStep",
     "Medusa",
     "MedusaConfig",
+    "Mtp",
+    "MtpConfig",
     "NgramConfig",
     "Ngrams",
     "Observation",

@@ -22,6 +22,7 @@ from ...modules import (
     baseline,
     parse_joined,
 )
+from ...modules.baselines.registry import NATIVE
 from ...modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..acceptance_heads import HeadMeasurements
@@ -69,7 +70,7 @@ class EvaluateConfig:
     [static+lookup,eagle2-32+recycling-8]."""
     baselines: tuple[str, ...] | str = ()
     """Drafters without training that are measured too, one or several: prompt_lookup, suffix_match, recycling, ngrams,
-    layer_skip, first_layers."""
+    layer_skip, first_layers, and mtp, the head that some targets bring along."""
     graphs: bool = False
     """On a CUDA device, replay drafting, verification and commit as CUDA graphs, in plain decoding too; the report says
     what could not be."""
@@ -100,8 +101,8 @@ class EvaluateConfig:
             if name != FASTEST:
                 parse_joined(name)
         for name in self.baseline_names:
-            if name not in BASELINES:
-                raise UserError(f"there is no baseline {name!r}; choose from {', '.join(BASELINES)}")
+            if name not in (*BASELINES, NATIVE):
+                raise UserError(f"there is no baseline {name!r}; choose from {', '.join((*BASELINES, NATIVE))}")
         for temperature in self.degrees:
             if not is_temperature(temperature):
                 raise UserError(f"a temperature must be {TEMPERATURES}, got {temperature}")

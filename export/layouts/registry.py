@@ -16,19 +16,20 @@ from .kangaroo import KANGAROO
 from .llama_cpp import GGUF
 from .medusa_vllm import MEDUSA_VLLM
 from .merged_target import MEDUSA, MERGED, TARGET
+from .mtp import MTP
 from .openvino import OPENVINO
 from .parts.export_format import PLAIN, READ, ExportFormat, ExportSettings, ImportSettings
 from .parts.folder_readme import folder_readme
 from .parts.gguf_file import FLOAT32
 from .parts.layout_folder import EXPORT, ORIGIN, Contents
-from .parts.safetensors_reader import loaded
+from .parts.safetensors_reader import Checkpoint, loaded
 from .ppd import PPD
 from .specdec import SPECDEC
 from .speculators import SPECULATORS
 
 EXPORT_FORMATS: tuple[ExportFormat[Any], ...] = (
-    EAGLE, EAGLE_SGLANG, HUGGINGFACE, SPECULATORS, GGUF, OPENVINO, HYDRA, KANGAROO, MERGED, MEDUSA, MEDUSA_VLLM, PPD,
-    SPECDEC, TARGET,
+    EAGLE, EAGLE_SGLANG, HUGGINGFACE, SPECULATORS, GGUF, OPENVINO, HYDRA, KANGAROO, MERGED, MEDUSA, MEDUSA_VLLM, MTP,
+    PPD, SPECDEC, TARGET,
 )
 """All layouts, in the order of the tables."""
 EVERY_FORMAT: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS))
@@ -44,8 +45,9 @@ def format_named(name: str, known: tuple[str, ...] = EVERY_FORMAT) -> ExportForm
     return next(one for one in EXPORT_FORMATS if one.name == name)
 
 
-def import_drafter(format_name: str, folder: Path, target: Target, settings: ImportSettings = READ) -> Drafter[Any]:
-    """The drafter of a published checkpoint, bound to `target`.
+def import_drafter(format_name: str, folder: Path | Checkpoint, target: Target, settings: ImportSettings = READ
+                   ) -> Drafter[Any]:
+    """The drafter of a published checkpoint, given or in a folder, bound to `target`.
 
     Raises:
         UserError: if a file, a tensor or a key is missing or damaged, the checkpoint is of another target or has
@@ -54,7 +56,7 @@ def import_drafter(format_name: str, folder: Path, target: Target, settings: Imp
     chosen = format_named(format_name, IMPORTED)
     if chosen.read is None:
         raise UserError(f"the format {format_name} holds {chosen.content} and no drafter; choose another one")
-    given = chosen.checkpoint(folder)
+    given = chosen.checkpoint(folder) if isinstance(folder, Path) else folder
     given.require(chosen.known, target)
     try:
         drafter, tensors = chosen.read(given, target, settings)
@@ -63,7 +65,7 @@ def import_drafter(format_name: str, folder: Path, target: Target, settings: Imp
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = "lacks " if isinstance(error, KeyError) else "is damaged: "
         raise UserError(f"{given.config} {reason}{' '.join(str(error).split())}; copy it again") from error
-    found: Drafter[Any] = loaded(drafter, tensors, target, folder)
+    found: Drafter[Any] = loaded(drafter, tensors, target, given.folder)
     return found
 
 

@@ -3,6 +3,7 @@
 Their trees are small, since on a CPU the time of a pass grows with its tokens.
 """
 
+from ..drafters.mtp import Mtp, MtpConfig
 from ..errors import UserError
 from ..interfaces.proposer import Proposer
 from ..policies.base import Policy
@@ -20,18 +21,20 @@ Baseline = tuple[Proposer, Policy]
 BASELINES = ("prompt_lookup", "suffix_match", "recycling", "ngrams", "layer_skip", "first_layers")
 """Prompt lookup, CopySpec, Token Recycling, ADED/STAND, SWIFT without its search, and the first quarter of the target's
 layers."""
+NATIVE = "mtp"
+"""The baseline of targets with a head of their own."""
 
 
 def baseline(name: str, target: Target, size: int | None = None) -> Baseline:
     """A new baseline for `target`, with an empty memory.
 
     Args:
-        name: one of BASELINES.
+        name: one of BASELINES, or NATIVE.
         target: what verifies its drafts.
         size: tokens of its chain, or nodes of its tree with the root, at least 1; None for its own.
 
     Raises:
-        UserError: if there is none of that name.
+        UserError: if there is none of that name, or the target cannot draft so.
     """
     device, vocab_size = target.device, target.vocab_size
     match name:
@@ -51,4 +54,6 @@ def baseline(name: str, target: Target, size: int | None = None) -> Baseline:
             return every_other_layer(target), Chain(3 if size is None else size)
         case "first_layers":
             return first_layers(target), Chain(3 if size is None else size)
-    raise UserError(f"there is no baseline {name!r}; choose from {', '.join(BASELINES)}")
+        case "mtp":
+            return Mtp.create(MtpConfig(), target), Chain(3 if size is None else size)
+    raise UserError(f"there is no baseline {name!r}; choose from {', '.join((*BASELINES, NATIVE))}")

@@ -97,14 +97,18 @@ class EagleDrafter(FeatureDrafter[EagleState]):
         if self.training and length < steps + FIRST_OFFSET:
             raise UserError(f"{steps} draft steps need rows of at least {steps + FIRST_OFFSET} tokens, got {length}; "
                             "lower steps or raise row_length")
-        own, width = self.rollout(features, steps, Rollout(features)), self.block.hidden_size
+        own, width = self.rollout(features, steps, self.contexts(features)), self.hidden_size
         # A state of one half is estimate and input of the output layer in one: then None says that they are equal.
-        halves = [state[..., -width:] for state in own if self.state_size > width]
+        halves = [state[..., -width:] for state in own if self.estimates_states and self.state_size > width]
         # Step k at position p estimates the target's state one position before its token, at p + 1 + k.
         return Drafts(hidden_BLKD=torch.stack([self.finish(state) for state in own], dim=2),
                       offsets=tuple(range(FIRST_OFFSET, FIRST_OFFSET + steps)),
                       estimates=tuple(range(1, 1 + steps)) if self.estimates_states else None,
                       estimated_BLKD=torch.stack(halves, dim=2) if halves else None)
+
+    def contexts(self, features: Features) -> Callable[[int], AttentionContext]:
+        """Attention context of each step in training."""
+        return Rollout(features)
 
     def rollout(self, features: Features, steps: int, attentions: Callable[[int], AttentionContext]) -> list[Tensor]:
         """The layer's states of each step at all positions, [B, L, D] each.

@@ -81,7 +81,8 @@ def _replacing(folder: Path, kind: str, changing: frozenset[str], inside: str | 
         write_file(partial / MARKER, json.dumps({"written_by": "draftsmith", "kind": kind, "files": files}, indent=2,
                                                 sort_keys=True) + "\n")
         for path in (*partial.rglob("*"), partial):
-            if path.is_file():
+            # A file with another name elsewhere is somebody's, and so are its rights.
+            if path.is_file() and path.stat().st_nlink == 1:
                 share(path)
             to_disk(path)
         if _listing(folder) != before:

@@ -68,6 +68,25 @@ def chosen(target: Target, layers: Sequence[int]) -> Any:
     return _changed(target.config, {"num_hidden_layers": len(layers), "vocab_size": target.vocab_size}, layers)
 
 
+def one_layer(target: Target, *, sparse: bool) -> Any:
+    """The target's configuration with a vocabulary of one token and one layer of full attention, whose MLP is a mixture
+    of experts if `sparse` is true. Raises UserError if the target has no such layer."""
+    own, count = target.config, target.num_layers
+    kinds = getattr(own, "layer_types", None) or ["full_attention"] * count
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    if not full or not is_causal_lm(own):
+        raise UserError(f"{target.identity.architecture} has no layer of full attention of which a head could be made; "
+                        "choose another family, such as medusa or eagle3")
+    blank = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    one = {"num_hidden_layers": 1, "vocab_size": 1, "tie_word_embeddings": False, **blank}
+    fields = {name: value for name, value in fields_of(_changed(own, one, full[-1:])).items()
+              if name != "quantization_config"}
+    # Each line of models says in its own way which layers have experts.
+    kind = {"first_k_dense_replace": int(not sparse), "decoder_sparse_step": 1, "mlp_only_layers": [0] * (not sparse),
+            "mlp_layer_types": ["sparse" if sparse else "dense"]}
+    return config_of({**fields, **{name: value for name, value in kind.items() if fields.get(name) is not None}})
+
+
 def _changed(own: Any, fields: dict[str, Any], layers: Sequence[int], *, plain: bool = False) -> Any:
     from transformers import LlamaConfig
 

@@ -11,6 +11,7 @@ from ...modules import Drafter, SamplingSetting, StaticTree, TargetConfig, Topol
 from ...modules.config_checks import check_bounds
 from ...modules.files.folder_locks import sole_writer
 from ...modules.policies.registry import MOST
+from ...modules.target.loading.native_heads import own_folder
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts
 from ..reading.parsing import Command, Parsed
@@ -27,8 +28,9 @@ TREE = ("give --tree N for a chain of N tokens, as engines draft (3 is usual), o
 class ImportFolders:
     """Folders of `draftsmith import`, and the target."""
 
-    folder: Path
-    """Folder of the checkpoint: its weights in safetensors files, and its configuration."""
+    folder: Path | None = None
+    """Folder of the checkpoint: its weights in safetensors files, and its configuration; with mtp the target's own by
+    default."""
     format: str = field(metadata={"choices": IMPORTED})
     """Name of its layout."""
     out: Path
@@ -51,6 +53,9 @@ class ImportArguments(ImportSettings, ImportFolders):
 
     def __post_init__(self) -> None:
         chosen = format_named(self.format, IMPORTED)
+        if self.folder is None and not chosen.in_target:
+            raise UserError(f"import needs the folder of the checkpoint in the format {self.format}; give it with "
+                            "--folder")
         for name in ImportSettings.__dataclass_fields__:
             value, takers = getattr(self, name), [one.name for one in EXPORT_FORMATS if name in one.opens]
             if value is not None and name not in chosen.opens:
@@ -62,7 +67,8 @@ class ImportArguments(ImportSettings, ImportFolders):
                 raise UserError(f"a head is for answers of one temperature, which its checkpoint does not name; give "
                                 f"--temperature, {TEMPERATURES}, got {self.temperature}; 0 and 1 are usual")
         elif self.target.name == ARTIFACT_TARGET:
-            raise UserError(f"import needs the model that {self.folder} was trained for; give it with --target.name")
+            raise UserError(f"import needs the model that {self.folder or 'the head'} was trained for; give it with "
+                            "--target.name")
         if (self.tree is None) != (chosen.read is None):
             raise UserError(f"no checkpoint says with which tree it drafts; {TREE}" if chosen.read else
                             f"tree {self.tree} is that of an artifact, and {self.format} holds a head for one that has "
@@ -86,9 +92,13 @@ def import_checkpoint(parsed: Parsed[ImportArguments]) -> None:
     """Make an artifact of a published checkpoint, or put an acceptance head into one."""
     given, chosen = parsed.values, format_named(parsed.values.format)
     # Before a large target is loaded: a file that is missing or a pickle is refused at once.
-    checkpoint = chosen.checkpoint(given.folder)
+    loaded, folder = None, given.folder
+    if folder is None:
+        # Which folder is a target's own is known when it is loaded.
+        loaded = load_target(given.target)
+        folder = own_folder(loaded)
+    checkpoint = chosen.checkpoint(folder)
     known = {name: getattr(given, name) for name in chosen.opens if getattr(given, name) is not None}
-    origin = {"imported": {**checkpoint.origin(given.format), **known}}
     if chosen.read_head is not None:
         head, target = chosen.read_head(checkpoint), artifact_target(given.out, given.target)
         artifact = load_artifact(given.out, target)
@@ -96,17 +106,19 @@ def import_checkpoint(parsed: Parsed[ImportArguments]) -> None:
         states = rollouts(artifact.target, artifact.drafter, trial_prompts(given.template.build(artifact.target)),
                           setting, length=1, max_new_tokens=4, most=1).states_CTD
         if states.shape[-1] != head.width:
-            raise UserError(f"the head in {given.folder} judges states {head.width} wide, those of the "
+            raise UserError(f"the head in {folder} judges states {head.width} wide, those of the "
                             f"{artifact.drafter.family} drafter in {given.out} are {states.shape[-1]}; give the "
                             "artifact of the drafter that it was trained with")
+        origin = {"imported": {**checkpoint.origin(given.format), **known}}
         with sole_writer(given.out.absolute().parent / STAGES_FILE, wait=False):
             save_head(given.out, StoredHead(head=head, setting=setting, provenance=origin))
         say(f"{given.out} holds the head; draft with --policy specdec --temperature {given.temperature:g}")
     else:
-        target = load_target(given.target)
-        drafter = import_drafter(given.format, given.folder, target, given)
+        target = loaded or load_target(given.target)
+        drafter = import_drafter(given.format, checkpoint, target, given)
+        origin = {"imported": {**checkpoint.origin(given.format), **known}}
         save_artifact(given.out, drafter, target.identity, origin, given.topology(drafter))
-        say(f"{given.out} holds the {drafter.family} drafter of {given.folder}; draftsmith generate, chat, evaluate "
+        say(f"{given.out} holds the {drafter.family} drafter of {folder}; draftsmith generate, chat, evaluate "
             "and export take it like a trained one")
     if given.evaluate:
         report = given.out.with_name(f"{given.out.name}-evaluation")

@@ -19,7 +19,7 @@ READING = {"draft-lm-depths": {"modules/drafters/parts/mask_tokens.py": 1},
            **{name: {"modules/drafters/parts/segment_steps.py": 1} for name in CASES if name.startswith("falcon")}}
 """Reads of cases whose step waits: a pass is as wide as the most mask tokens that were drawn for a row, and a recurrent
 network takes as many steps as the longest segment has positions: many times the launches that the wait costs."""
-UPLOADING = {"modules/target/read_text.py"}
+UPLOADING = {"modules/target/read_text.py", "modules/drafters/mtp.py"}
 """Files whose uploads are empty: transformers makes a new cache of empty lists."""
 
 

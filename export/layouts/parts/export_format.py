@@ -141,6 +141,8 @@ class ExportFormat(Generic[D]):
     """Settings that are fixed in the implementation, with the values that a configuration may give them."""
     config_file: str = "config.json"
     """The file of the configuration."""
+    in_target: bool = False
+    """Whether its checkpoints are in the target's own folder, which is then the default of an import."""
     bare: bool = False
     """Whether the tensors say everything, so that a checkpoint without a configuration is read too."""
     option: str = ""

@@ -56,7 +56,8 @@ class BlockRows:
         window = self._open(rows, size, after=0)
         slots_W = torch.arange(window.width, device=window.slots_BN.device)
         return AttentionContext(
-            positions_BN=window.slots_BN, visible_BNW=slots_W <= window.slots_BN[..., None], cache=self.cache
+            positions_BN=window.slots_BN, visible_BNW=slots_W <= window.slots_BN[..., None], cache=self.cache,
+            key_positions=self.key_positions,
         )
 
     def reread(self, rows: list[int], size: int, counts_B: Tensor, again: int) -> AttentionContext:
@@ -114,7 +115,8 @@ class BlockRows:
         visible_BFW = (after_BW < 0)[:, None] | drafted_BFW
         above_BF = inherited_BFM.sum(-1)
         if places == 1:
-            return AttentionContext(positions_BN=lengths_B1 + above_BF, visible_BNW=visible_BFW, cache=self.cache)
+            return AttentionContext(positions_BN=lengths_B1 + above_BF, visible_BNW=visible_BFW, cache=self.cache,
+                                    key_positions=self.key_positions)
         order_P = torch.arange(places, device=lengths_B1.device)
         return AttentionContext(
             positions_BN=lengths_B1 + (above_BF[..., None] * places + order_P).flatten(1),

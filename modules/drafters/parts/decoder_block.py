@@ -8,6 +8,7 @@ Shapes: B rows, N tokens of a pass, W keys they may see, D hidden size, H heads,
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
@@ -126,6 +127,8 @@ class AttentionContext:
     for long ones or by flex attention elsewhere, the segments that see themselves causally."""
     cache: RowCache | None = None
     """The cache of keys and values; None when the tokens see each other alone."""
+    key_positions: Callable[[], Tensor] | None = field(default=None, compare=False)
+    """Position ids of the keys [B, W], where they are known, for layers of transformers with a window."""
     tables: dict[str, Rotation] = field(default_factory=dict, compare=False)
     """Rotations of the positions by kind, computed once for queries, keys and all layers."""
 

@@ -44,11 +44,13 @@ class BorrowingDrafter(Drafter[State]):
     """The family's own settings."""
     has_block: ClassVar[bool] = False
     """Whether drafters of the family may have decoder layers, whose shape an artifact then describes."""
+    block_class: ClassVar[Any] = BlockConfig
+    """The description of these layers."""
     compiled_form = staticmethod(of_block)
     former_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that older artifacts name and that follow from others now."""
 
-    def __init__(self, config: DrafterConfig, sizes: Sizes, block: BlockConfig | None = None) -> None:
+    def __init__(self, config: DrafterConfig, sizes: Sizes, block: Any = None) -> None:
         size = config.vocabulary_size
         if size is not None and size > sizes.vocab_size:
             raise UserError(f"vocabulary_size is {size}, but the target has {sizes.vocab_size} tokens; set it to at "
@@ -99,7 +101,7 @@ class BorrowingDrafter(Drafter[State]):
         return drafter
 
     @classmethod
-    def fitted(cls, config: Any, target: Target) -> tuple[Any, BlockConfig | None]:
+    def fitted(cls, config: Any, target: Target) -> tuple[Any, Any]:
         """(settings for this target, shape of the decoder layers). Raises UserError when they do not fit it."""
         return config, None
 
@@ -136,7 +138,7 @@ class BorrowingDrafter(Drafter[State]):
                             *["block"] * cls.has_block)
         block = given.pop("block", None)
         config = cls.config_class(**given)
-        return cls(config, identity) if block is None else cls(config, identity, BlockConfig.from_dict(block))
+        return cls(config, identity) if block is None else cls(config, identity, cls.block_class.from_dict(block))
 
     # Borrowed parts --------------------------------------------------------------------------------------------------
 

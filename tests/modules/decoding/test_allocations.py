@@ -7,6 +7,7 @@ from draftsmith.modules import (
     Chain,
     DecodeSettings,
     Loop,
+    Mtp,
     Policy,
     Proposer,
     Request,
@@ -109,4 +110,6 @@ def keys_of(drafter: Proposer, rows: int, length: int) -> int:
         return len(drafter.taps) * rows * length * drafter.hidden_size * 4
     if not isinstance(drafter, FeatureDrafter):
         return 0
-    return 2 * drafter.num_layers * drafter.block.num_kv_heads * drafter.block.head_dim * rows * length * 4
+    layer = drafter.decoder.config if isinstance(drafter, Mtp) else drafter.block
+    heads = layer.num_key_value_heads if isinstance(drafter, Mtp) else layer.num_kv_heads
+    return 2 * drafter.num_layers * heads * layer.head_dim * rows * length * 4

@@ -124,8 +124,9 @@ def test_other_segments_and_padding_change_nothing(name: str, left: int, tiny_ta
             drafts = drafter(features)
             for step, offset in enumerate(drafts.offsets):
                 places = features.labels(offset)[1][0].nonzero()[:, 0]
+                # Each step reads the rounding of the one before it.
                 torch.testing.assert_close(together[start + places, step], drafts.hidden_BLKD[0, places, step],
-                                           atol=1e-5, rtol=1e-5)
+                                           atol=2e-5 * (1 + step), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -132,7 +132,7 @@ def test_an_imported_drafter_makes_the_same_passes(
 
 
 def test_every_layout_that_is_read_is_tried_and_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {layout for _, layout, _ in LAYOUTS} | {"specdec"} == set(IMPORTED)
+    assert {layout for _, layout, _ in LAYOUTS} | {"specdec", "mtp"} == set(IMPORTED)
     with pytest.raises(SystemExit):
         main(["import", "--help"])
     assert f"One of {', '.join(IMPORTED)}." in " ".join(capsys.readouterr().out.split())

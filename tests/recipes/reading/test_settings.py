@@ -25,7 +25,7 @@ OWN = {
     "a small disk": ("batch.states_format",),
     "the sampling of the user's application": (
         "evaluate.top_k", "evaluate.top_p", "evaluate.repetition_penalty"),
-    "what an evaluation compares": ("evaluate.batch_sizes", "evaluate.baselines"),
+    "what an evaluation compares": ("evaluate.batch_sizes",),
     "the user's devices": ("evaluate.graphs", "evaluate.compile", "train.compile", "train.activation_checkpointing",
                            "train.num_nodes"),
     "another draw": ("train.seed",),

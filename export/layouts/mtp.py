@@ -1,0 +1,97 @@
+"""A target's own head (MTP) inside a folder of the whole target, under the names of its files, as engines read it.
+
+The files that hold the head are copied with other bytes at its places; every other file of the target is a link to it
+where both are on one disk, and else a copy. A head that nothing has changed leaves every byte as it was.
+"""
+
+import json
+import os
+import shlex
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...modules import Mtp, Target, UserError
+from ...modules.target.loading.native_heads import NativeHead
+from ...modules.target.submodel import config_of
+from .huggingface import FORMATS
+from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Places, vllm_command
+from .parts.layout_folder import ORIGIN, Contents
+from .parts.safetensors_reader import Checkpoint
+
+_LEFT_OUT = ("README.md", ORIGIN)
+_PICKLES = (".bin", ".pt", ".pth")
+_STEPS = 3
+"""Tokens of a draft in the printed commands."""
+
+
+def export_mtp(drafter: Mtp, target: Target, folder: Path, settings: ExportSettings) -> Contents:
+    """Write the target's files with this head in them."""
+    head = NativeHead.find(target)
+    tensors, changed = head.stored(drafter.state_dict(), config_of(drafter.block.model)), {*head.files.values()}
+    for file in sorted(head.folder.iterdir()):
+        if not file.is_file() or file.name.startswith(".") or file.name in _LEFT_OUT or file.suffix in _PICKLES:
+            continue
+        if file in changed:
+            shutil.copyfile(file, folder / file.name)
+            _replace(folder / file.name, {name: tensors[name] for name, held in head.files.items() if held == file})
+            continue
+        try:
+            # A file in the cache of the Hub is a link itself.
+            os.link(file.resolve(), folder / file.name)
+        except OSError:
+            shutil.copyfile(file, folder / file.name)
+    names = ", ".join(sorted(f"`{file.name}`" for file in changed))
+    return Contents(title="The target with its own head", paragraphs=(
+        f"All files of the target as they were, but for the {len(tensors)} tensors of its head for a token further "
+        f"ahead, in {names}, which hold what was trained. Files that are not changed are linked to the target's where "
+        "the disk is the same: change none of them in place.",))
+
+
+def read_mtp(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Mtp, dict[str, Tensor]]:
+    """The head in a target's folder. Raises UserError where there is none that fits the target."""
+    # The hashes of a target's other files would take minutes, and tell nothing of the head.
+    given.files = sorted({*NativeHead.find(target, given.folder).files.values()})
+    drafter = Mtp.native(target, given.folder)
+    return drafter, drafter.state_dict()
+
+
+def _replace(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors at their places in a safetensors file, in the number formats that they have there."""
+    with file.open("r+b") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+        for name, tensor in tensors.items():
+            entry = header[name]
+            if list(tensor.shape) != entry["shape"]:
+                raise ValueError(f"the export would hold {name} of shape {list(tensor.shape)}, not {entry['shape']}")
+            opened.seek(8 + size + entry["data_offsets"][0])
+            opened.write(tensor.detach().to("cpu", FORMATS[entry["dtype"]]).contiguous().flatten().view(torch.uint8)
+                         .numpy().tobytes())
+
+
+def _refusal(drafter: Mtp, target: Target) -> str:
+    """The reason that the target's files have no place for the head; empty where they have."""
+    try:
+        head = NativeHead.find(target)
+    except UserError as error:
+        return str(error)
+    if head.names.state_first != drafter.block.state_first:
+        return (f"the head in {head.folder} reads token and state in another order than this one, which was made for "
+                "another target; give that with --target.name")
+    return ""
+
+
+def _served(drafter: Mtp, places: Places) -> dict[str, str]:
+    drafts = json.dumps({"method": "mtp", "num_speculative_tokens": _STEPS})
+    return {"vLLM": vllm_command(places.folder, "--speculative-config", drafts),
+            "SGLang": shlex.join(["python", "-m", "sglang.launch_server", "--model-path", places.folder,
+                                  "--speculative-algorithm", "NEXTN", "--speculative-num-steps", f"{_STEPS}",
+                                  "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", f"{_STEPS + 1}"])}
+
+
+MTP: ExportFormat[Mtp] = ExportFormat(
+    name="mtp", content="heads of the target's own (MTP)", readers="vLLM, SGLang", families=(Mtp,), refusal=_refusal,
+    write=export_mtp, read=read_mtp, in_target=True, others=_served)

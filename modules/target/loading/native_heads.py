@@ -1,0 +1,189 @@
+"""A target's own head: tensors in its files that guess a token further ahead (multi-token prediction, DeepSeek-V3,
+arXiv:2412.19437, section 2.2), which transformers leaves out when it loads the target.
+
+Models with several such modules in a row have them numbered; the first one is read and the others are left alone, as
+vLLM does with MiMo-V2.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...errors import UserError
+from ..devices.split_weights import whole
+from ..model import Target
+from ..submodel import new_model
+from .excerpt import decoder_of
+from .hf_folder import without_bars
+from .stored_weights import read_model_whole, require_finite
+
+LAYER, NORM = "model.layers.0.", "model.norm.weight"
+"""Names that transformers gives the layer and the last norm of a model with one layer."""
+_FILES = ("model.safetensors.index.json", "model.safetensors")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadNames:
+    """Names of a head's tensors, as a line of models stores them."""
+
+    prefix: str
+    """Start of all of them; {layers} stands for the number of the target's layers."""
+    token_norm: str
+    state_norm: str
+    projection: str
+    last_norm: str
+    layer: str = ""
+    """Start of the names of the decoder layer, after the prefix."""
+    state_first: bool = False
+    """Whether the projection reads the state before the token's embedding."""
+
+
+NAMES = (
+    # Qwen3-Next and Qwen3.5; DeepSeek-V3 and GLM-4.5; MiMo; MiMo-V2.
+    HeadNames(prefix="mtp.", token_norm="pre_fc_norm_embedding", state_norm="pre_fc_norm_hidden", projection="fc",
+              last_norm="norm", layer="layers.0."),
+    HeadNames(prefix="model.layers.{layers}.", token_norm="enorm", state_norm="hnorm", projection="eh_proj",
+              last_norm="shared_head.norm"),
+    HeadNames(prefix="model.mtp_layers.0.", token_norm="token_layernorm", state_norm="hidden_layernorm",
+              projection="input_proj", last_norm="final_layernorm", state_first=True),
+    HeadNames(prefix="model.mtp.layers.0.", token_norm="enorm", state_norm="hnorm", projection="eh_proj",
+              last_norm="final_layernorm"),
+)
+"""The order of token and state is the one in which vLLM's model of each line concatenates them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeHead:
+    """The head in a folder, whose tensors are not read yet."""
+
+    folder: Path
+    names: HeadNames
+    files: dict[str, Path]
+    """File of each of its tensors."""
+    renamed: dict[str, str]
+    """Its tensors by their names here: those of a model with one layer, and `enorm`, `hnorm` and `eh_proj`."""
+    shared: dict[str, Path]
+    """Copies of the target's embedding and output layer that are stored next to it, and their files."""
+
+    @classmethod
+    def find(cls, target: Target, folder: Path | None = None) -> "NativeHead":
+        """The head of a target, in its own folder or in another one.
+
+        Raises:
+            UserError: if there is none, or a file is damaged.
+        """
+        folder, held = folder or own_folder(target), dict[str, Path]()
+        for file in sorted(folder.glob("*.safetensors")):
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    held |= dict.fromkeys(opened.keys(), file)
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{file} is no readable safetensors file ({error}); copy it again") from error
+        asked = []
+        for names in NAMES:
+            prefix = names.prefix.format(layers=target.num_layers)
+            asked.append(f"{prefix}{names.projection}.weight")
+            if asked[-1] not in held:
+                continue
+            renamed = {f"{prefix}{theirs}.weight": ours for theirs, ours in (
+                (names.token_norm, "enorm.weight"), (names.state_norm, "hnorm.weight"),
+                (names.projection, "eh_proj.weight"), (names.last_norm, NORM))}
+            shared = {name: file for name, file in held.items() if name.startswith(prefix) and name.endswith(
+                ("embed_tokens.weight", "head.weight"))}
+            if lost := sorted(renamed.keys() - held.keys()):
+                raise UserError(f"the head in {folder} lacks {', '.join(lost)}; copy or save the target again")
+            start = prefix + names.layer
+            renamed |= {name: LAYER + name.removeprefix(start) for name in held
+                        if name.startswith(start) and name not in renamed and name not in shared}
+            return cls(folder=folder, names=names, files={name: held[name] for name in renamed}, renamed=renamed,
+                       shared=shared)
+        raise UserError(f"{target.identity.name} brings no head for a token further ahead: {folder} holds none of the "
+                        f"tensors {', '.join(asked)}; choose a target with one, or another family, such as eagle3")
+
+    @property
+    def sparse(self) -> bool:
+        """True if its layer has a mixture of experts."""
+        return any(".mlp.experts." in name for name in self.renamed.values())
+
+    def read(self, target: Target, config: Any) -> dict[str, Tensor]:
+        """Its tensors in float32: `enorm.weight`, `hnorm.weight`, `eh_proj.weight`, and `decoder.*` of one layer.
+
+        Args:
+            target: its own.
+            config: the configuration of a model with one such layer.
+
+        Raises:
+            UserError: if a tensor is missing, of another shape, in fewer bits or not finite, or the head has an
+                embedding or an output layer of its own.
+        """
+        for name, file in self.shared.items():
+            own_VD = whole(target.model.get_input_embeddings().weight if "embed" in name else target.output_weight())
+            with safe_open(file, framework="pt") as opened:
+                stored = opened.get_tensor(name)
+            if stored.shape != own_VD.shape or not torch.equal(stored.to(own_VD), own_VD):
+                raise UserError(f"{file} holds {name} with other values than {target.identity.name}, and engines let a "
+                                "head read the target's own; choose a head that shares them")
+        found = {}
+        for name, file in self.files.items():
+            with safe_open(file, framework="pt") as opened:
+                if (kind := opened.get_slice(name).get_dtype()) not in _FLOATS:
+                    raise UserError(f"{file} holds {name} in {kind}, and a head is read unquantised alone; choose the "
+                                    "target's unquantised weights")
+                found[self.renamed[name]] = opened.get_tensor(name).float()
+        width = target.hidden_size
+        expected = {"enorm.weight": (width,), "hnorm.weight": (width,), "eh_proj.weight": (width, 2 * width)}
+        for name, shape in expected.items():
+            if tuple(found[name].shape) != shape:
+                theirs = next(one for one, ours in self.renamed.items() if ours == name)
+                raise UserError(f"{self.files[theirs]} holds {theirs} of shape {list(found[name].shape)}, "
+                                f"{target.identity.name} is {width} wide and asks for {list(shape)}; choose the "
+                                "target of this head")
+        # Experts are stored one by one and read as one tensor: what transformers does with a model's files.
+        apart = {name: found.pop(name) for name in expected}
+        blank = torch.zeros(config.vocab_size, width)
+        with TemporaryDirectory() as folder, without_bars():
+            save_file({**found, "model.embed_tokens.weight": blank, "lm_head.weight": blank.clone()},
+                      Path(folder, _FILES[1]), metadata={"format": "pt"})
+            config.save_pretrained(folder)
+            where = f"the head in {self.folder}, read as {LAYER}*,"
+            try:
+                model = read_model_whole(folder, where, config=config, dtype=torch.float32, trust_remote_code=False)
+            except RuntimeError as error:
+                raise UserError(f"the experts of {where} lack a tensor, or one has another shape; copy or save the "
+                                "target again") from error
+            require_finite(model, where)
+        return apart | {f"decoder.{name}": tensor for name, tensor in decoder_of(model).state_dict().items()
+                        if name != "embed_tokens.weight"}
+
+    def stored(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+        """The inverse of `read`: tensors by the names that the target's files have."""
+        model = new_model(config)
+        decoder_of(model).load_state_dict({name.removeprefix("decoder."): tensor for name, tensor in tensors.items()
+                                           if name.startswith("decoder.")}, strict=False)
+        with TemporaryDirectory() as folder, without_bars():
+            model.save_pretrained(folder, max_shard_size="1TB")
+            with safe_open(Path(folder, _FILES[1]), framework="pt") as opened:
+                found = {name: opened.get_tensor(name) for name in opened.keys()} | tensors  # noqa: SIM118
+        return {theirs: found[ours] for theirs, ours in self.renamed.items()}
+
+
+def own_folder(target: Target) -> Path:
+    """The folder with a target's files. Raises UserError for one that was not read from safetensors files."""
+    folder = Path(target.identity.name)
+    if not folder.is_dir():
+        revision = getattr(target.model.config, "_commit_hash", None)
+        kept = [try_to_load_from_cache(target.identity.name, file, revision=revision) for file in _FILES] if \
+            target.identity.name.count("/") == 1 else []
+        folder = next((Path(path).parent for path in kept if isinstance(path, str)), folder)
+    if not folder.is_dir():
+        raise UserError(f"{target.identity.name} was not read from a folder of safetensors files, which alone can hold "
+                        "a head of its own; choose such a target, or another family, such as eagle3")
+    return folder

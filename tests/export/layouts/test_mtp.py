@@ -1,0 +1,92 @@
+"""A target's own head is imported, continued and written back; the folder is the target, byte by byte but for it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.export import Artifact, export_artifact, load_artifact, read_description
+from draftsmith.export.stored_drafter import load_drafter
+from draftsmith.modules import Mtp, MtpConfig, Target, Topology, UserError
+from draftsmith.modules.files.atomic_files import file_sha256
+from draftsmith.recipes.__main__ import main
+from draftsmith.trainers import fit
+from draftsmith.trainers.drafters.mtp import MtpModule, MtpTrainConfig
+from draftsmith.trainers.start import Start
+from safetensors.torch import load_file
+from support.cycle import CycleData
+from support.families.mtp import head
+from support.native_heads import LINES, load, with_head
+from support.tiers import others_long
+
+pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only", "ignore:.*is_gradient_checkpointing")
+
+
+def written(drafter: Mtp, target: Target, out: Path) -> Path:
+    return export_artifact(Artifact(drafter=drafter, target=target, topology=Topology.chain(2), provenance={},
+                                    identity=target.identity), target, "mtp", out)
+
+
+@pytest.mark.parametrize("line", others_long(LINES, ("qwen3-next",)))
+def test_import_continue_export(line: str, tmp_path: Path) -> None:
+    folder = with_head(line, tmp_path / "target", torch.bfloat16)
+    words = ["import", "--format", "mtp", "--target.name", str(folder), "--tree", "[[0],[1],[0,0]]", "--out"]
+    assert main([*words, str(tmp_path / "artifact")]) == 0
+    facts = read_description(tmp_path / "artifact")["provenance"]["imported"]
+    assert facts == {"format": "mtp", "folder": "target",
+                     "files": {"model.safetensors": file_sha256(folder / "model.safetensors")}}
+    target = load(folder)
+    artifact = load_artifact(tmp_path / "artifact", target)
+    # Untouched it gives the target's files back, to the byte.
+    out = written(artifact.drafter, target, tmp_path / "same")
+    names = {path.name for path in folder.iterdir()}
+    assert {path.name for path in out.iterdir()} == names | {"README.md", "origin.json", ".draftsmith.json"}
+    assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in names)
+    assert (out / "config.json").samefile(folder / "config.json")
+    text = (out / "README.md").read_text()
+    assert """--speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'""" in text
+    assert "--speculative-algorithm NEXTN" in text
+    # Continued it changes the head alone.
+    module = MtpModule(target, MtpTrainConfig(drafter=MtpConfig(steps=2), max_steps=3, lr=1e-2, checkpoint_every=3,
+                                              validate_every=3, precision="32-true"))
+    stored = load_drafter(tmp_path / "artifact", target)
+    module.continue_from(Start(drafter=stored.drafter, weights_sha256=stored.config["weights_sha256"]))
+    fit(module, CycleData(), tmp_path / "train", progress=False)
+    out = written(module.drafter, target, tmp_path / "continued")
+    before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    known = LINES[line].names
+    assert {f"{known[part]}.weight" for part in ("enorm", "hnorm", "eh_proj", "norm")} <= changed
+    assert all(name.startswith(tuple(known.values())) for name in changed)
+    assert {name: tensor.dtype for name, tensor in after.items()} == {name: tensor.dtype
+                                                                       for name, tensor in before.items()}
+    again = load(out)
+    assert again.identity.weights_hash == target.identity.weights_hash
+    for name, tensor in Mtp.create(MtpConfig(), again).state_dict().items():
+        torch.testing.assert_close(tensor, module.drafter.state_dict()[name].to(torch.bfloat16).float())
+
+
+@pytest.mark.long
+def test_the_head_is_a_baseline_of_an_evaluation(tmp_path: Path) -> None:
+    folder = with_head("qwen3-next", tmp_path / "target")
+    words = ["evaluate", "--target.name", str(folder), "--baselines", "[mtp]", "--out", str(tmp_path / "report"),
+             "--limit", "4", "--max_new_tokens", "8", "--speed_prompts", "0", "--batch_sizes", "2"]
+    assert main(words) == 0
+    found = json.loads((tmp_path / "report" / "evaluation.json").read_text())
+    assert found["header"]["settings"]["baselines"] == ["mtp"]
+    assert "mtp" in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_a_target_without_a_head_has_no_place_for_one(tiny_target: Target, tmp_path: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    drafter = Mtp.create(MtpConfig(), tiny_target, start=head(tiny_target))
+    with pytest.raises(UserError, match="was not read from a folder of safetensors files"):
+        written(drafter, tiny_target, tmp_path / "out")
+    assert main(["import", "--format", "mtp", "--target.name", "tiny-random", "--tree", "2", "--out",
+                 str(tmp_path / "out")]) == 2
+    assert "was not read from a folder of safetensors files" in capsys.readouterr().err
+    assert main(["import", "--format", "eagle", "--target.name", "tiny-random", "--tree", "2", "--out",
+                 str(tmp_path / "out")]) == 2
+    assert "import needs the folder of the checkpoint in the format eagle; give it with --folder" in \
+        capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
