@@ -22,6 +22,7 @@ def run(out: Path, accumulate: int, processes: int, *more: str) -> list[str]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_equal_one_that_accumulates(tmp_path: Path) -> None:
     """The micro-batches are the same, two at a time here and one after another there; their label counts differ."""
     alone = run(tmp_path / "one", 4, 1)

@@ -173,7 +173,7 @@ def test_every_policy_serves_drafters_that_name_candidates(
 ) -> None:
     """Few guesses, other ones at every node, sometimes none: greedy output is the target's, and no batch matters."""
     target = tiny_target_f64
-    requests = requests_for(target, 5, 30, temperature)
+    requests = requests_for(target, 4, 16, temperature)
     plain = [g.tokens for g in decode(target, requests, DecodeSettings(ignore_eos=True)).generations]
     policies = (
         Eagle2Tree(8, 3, 3),
@@ -384,7 +384,7 @@ PROMPT, TEMPERATURE, TOP_K = (20, 31, 7), 1.2, 5
 @pytest.mark.slow
 def test_sampled_output_passes_a_g_test(tiny_target_f64: Target) -> None:
     drafter = TargetDrafter(tiny_target_f64)
-    counts, exact = sampled_counts(tiny_target_f64, drafter, 20_000), exact_distribution(drafter)
+    counts, exact = sampled_counts(tiny_target_f64, drafter, 10_000), exact_distribution(drafter)
     assert g_test(counts, exact) > 1e-3
     firsts, first_exact = Counter[tuple[int, ...]](), dict[tuple[int, ...], float]()
     for outcome, probability in exact.items():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import time
 from contextlib import nullcontext
@@ -60,11 +61,28 @@ def workspace(*words: str) -> Workspace:
     return Workspace(parsed.values, parsed.settings)
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of one worker, `alone` and the `whole` of a higher budget, made once."""
+    folder, threads = tmp_path_factory.mktemp("finished"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    call(folder / "alone", 1)
+    call(folder / "whole", 1, *HIGHER)
+    torch.set_num_threads(threads)
+    return folder
+
+
 @pytest.fixture
-def alone(tmp_path: Path) -> dict[str, bytes]:
-    """The data of one worker."""
-    call(tmp_path / "alone", 1)
-    return contents(tmp_path / "alone" / "data")
+def alone(finished: Path, tmp_path: Path) -> dict[str, bytes]:
+    """The data of one worker, whose folder is copied next to that of the test."""
+    shutil.copytree(finished / "alone", tmp_path / "alone")
+    return contents(finished / "alone" / "data")
+
+
+@pytest.fixture
+def whole(finished: Path) -> dict[str, bytes]:
+    """The data of one worker with the higher budget."""
+    return contents(finished / "whole" / "data")
 
 
 @pytest.mark.long
@@ -81,25 +99,25 @@ def test_a_command_and_its_helpers_leave_the_data_of_one_process(tmp_path: Path,
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_helper_lets_data_grow_that_its_command_has_not_opened_yet(tmp_path: Path, alone: dict[str, bytes]) -> None:
-    out, whole = tmp_path / "alone", tmp_path / "whole"
-    call(whole, 1, *HIGHER)
+def test_a_helper_lets_data_grow_that_its_command_has_not_opened_yet(
+    tmp_path: Path, alone: dict[str, bytes], whole: dict[str, bytes]
+) -> None:
+    out = tmp_path / "alone"
     # It is faster than the command that started it.
     assert ended(start(partial(call, out, 2, *HIGHER, **{RANK: "1", HELPS: "1"}))) == 0
-    assert contents(out / "data") == contents(whole / "data") != alone
+    assert contents(out / "data") == whole != alone
     stages = (out / "stages.json").read_bytes()
     call(out, 1, *HIGHER)
-    assert contents(out / "data") == contents(whole / "data")
+    assert contents(out / "data") == whole
     assert (out / "stages.json").read_bytes() != stages
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_lower_and_a_higher_budget_are_never_mixed(
-    tmp_path: Path, alone: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, alone: dict[str, bytes], whole: dict[str, bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, whole = tmp_path / "out", tmp_path / "whole"
-    call(whole, 1, *HIGHER)
+    out = tmp_path / "out"
     assert ended(start(partial(call, out, 1), killed_at=14)) == -9
     leading = hold_lead(out)
     assert main([*TINY, "1", "--out", str(out), *HIGHER]) == 2
@@ -108,7 +126,7 @@ def test_a_lower_and_a_higher_budget_are_never_mixed(
     call(out, 1)
     assert contents(out / "data") == alone
     call(out, 1, *HIGHER)
-    assert contents(out / "data") == contents(whole / "data")
+    assert contents(out / "data") == whole
 
 
 @pytest.mark.long
