@@ -233,7 +233,7 @@ def test_a_program_that_was_started_gets_the_signal_once_and_is_waited_for(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", others_long([signal.SIGTERM, signal.SIGINT], kept=(signal.SIGTERM,)))
+@pytest.mark.parametrize("number", others_long([signal.SIGTERM, signal.SIGINT], kept=()))
 def test_a_signalled_process_ends_with_its_code_and_a_checkpoint(
     number: signal.Signals, tiny_run: Path, tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ def run(target: Target, prompts: PromptConfig, config: DistillConfig, out: Path,
 
 
 def test_the_data_are_those_of_the_target_itself(tmp_path: Path, tiny_target: Target) -> None:
-    prompts, states = write_prompts(tmp_path, many(16)), [WantedStates(taps=(1,))]
+    prompts, states = write_prompts(tmp_path, many(8)), [WantedStates(taps=(1,))]
     own = run(tiny_target, prompts, SMALL, tmp_path / "own", states=states)
     found = run(tiny_target, prompts, SERVED, tmp_path / "served", states=states)
     assert found.shards == own.shards

@@ -62,7 +62,7 @@ def without_end(response: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", some_long(PATHS, 9, 1))
-@pytest.mark.parametrize("workers", [None, 2])
+@pytest.mark.parametrize("workers", some_long([None, 2], 2))
 def test_the_data_are_those_of_the_target_itself(
     tmp_path: Path, tiny_target: Target, path: str, workers: int | None
 ) -> None:

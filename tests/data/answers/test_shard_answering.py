@@ -96,7 +96,8 @@ def test_two_and_three_processes_leave_the_bytes_of_one(make_from: Make, tmp_pat
         assert Manifest.load(out).hash == manifest.hash
 
 
-@pytest.mark.parametrize("last", some_long([3, 11], 9, 1))
+@pytest.mark.long
+@pytest.mark.parametrize("last", [3, 11])
 def test_a_process_that_is_killed_costs_no_byte(make_from: Make, tmp_path: Path, last: int) -> None:
     make_from(tmp_path / "calm")
     out = tmp_path / "killed"
@@ -413,7 +414,7 @@ def test_time_ends_the_queue(tmp_path: Path, tiny_target: Target, monkeypatch: p
         make(tiny_target, prompts, replace(SMALL, budget_minutes=1e-9), tmp_path / "none")
 
 
-@pytest.mark.parametrize("held", [1, None])
+@pytest.mark.parametrize("held", some_long([None, 1], 2))
 def test_data_whose_time_was_up_grow_to_the_bytes_of_data_made_at_once(
     tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, held: int | None
 ) -> None:

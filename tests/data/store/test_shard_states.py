@@ -31,7 +31,6 @@ from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.chats import THINKING
 from support.prompt_files import WORDS, contents, many, write_prompts
-from support.tiers import others_long
 
 SMALL = DistillConfig(
     shard_prompts=4, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2, test_prompts=1
@@ -171,7 +170,8 @@ class Killed(BaseException):
     """Stands for a process that ends here."""
 
 
-@pytest.mark.parametrize("source", others_long(["mix", "target"], kept=("mix",)))
+@pytest.mark.long
+@pytest.mark.parametrize("source", ["mix", "target"])
 def test_a_run_killed_at_any_write_ends_in_the_same_bytes(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,7 +232,7 @@ def test_one_changed_word_is_found_and_no_near_tie(tiny_target_f64: Target, monk
 
 
 @pytest.mark.parametrize("filters", some_long([{"top_k": 12, "top_p": 0.95}, {}], 9))
-@pytest.mark.parametrize("policy", [None, SampledTree(Topology.from_paths([(0,), (1,), (0, 0)]))])
+@pytest.mark.parametrize("policy", some_long([None, SampledTree(Topology.from_paths([(0,), (1,), (0, 0)]))], 2))
 def test_a_temperature_that_the_loop_reads_wrongly_is_seen(
     policy: Policy | None, filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

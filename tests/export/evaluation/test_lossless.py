@@ -74,7 +74,7 @@ def test_what_follows_a_near_tie_is_compared_too() -> None:
     assert not Judge(target).compare(request, answer[:-1], reference).near_tie
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", some_long([torch.bfloat16, torch.float32], 2))
 def test_a_right_loop_is_never_blamed(dtype: torch.dtype) -> None:
     """In half precision many of its answers differ: two tokens often have the same logit within rounding."""
     target = Target(tiny_model(dtype=dtype), tiny_tokenizer(), name="half")

@@ -40,7 +40,8 @@ def test_the_p_value_is_that_of_scipy() -> None:
     assert p_value(0.0, 10) == 1.0
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.1}, {"repetition_penalty": 1.4}])
+@pytest.mark.parametrize("filters", some_long(
+    [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.1}, {"repetition_penalty": 1.4}], 2))
 def test_positions_of_exact_answers_are_uniform(filters: dict[str, float], tiny_target_f64: Target) -> None:
     settings = DecodeSettings(batch_size=25, ignore_eos=True, **filters)  # type: ignore[arg-type]
     found = distribution_of(answers(tiny_target_f64, settings, TREE))

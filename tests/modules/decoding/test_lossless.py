@@ -317,7 +317,7 @@ def test_stop_text_and_length_inside_an_accepted_block(tiny_target_f64: Target) 
     assert stop not in target.tokenizer.decode(generation.tokens[:-1])
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 8, 1.0), (1.3, 0, 0.8)])
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), some_long([(0.7, 8, 0.9), (1.0, 0, 1.0), (1.3, 0, 0.8)], 3))
 def test_sampled_output_does_not_depend_on_drafter_or_batch(
     tiny_target_f64: Target, temperature: float, top_k: int, top_p: float
 ) -> None:

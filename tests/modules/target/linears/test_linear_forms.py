@@ -123,6 +123,7 @@ def killed_after(writes: int | None) -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 def test_a_run_measured_anew_after_a_kill_ends_in_the_same_bytes(tmp_path: Path,
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     forced = load_target(TargetConfig(name="tiny-random", pack=1))
