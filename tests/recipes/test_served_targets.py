@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from draftsmith.recipes.__main__ import main
+from support.prompt_files import many, write_prompts
 from support.served_targets import SERVED
 
 LAYOUTS = {"medusa": "medusa", "eagle3": "eagle"}
@@ -20,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_target_goes_from_a_run_to_an_export(kind: str, family: str, tmp_path: Path) -> None:
     """Answers with a tree, greedy and sampled, are those of the target alone."""
     recipe = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text()) | {
-        "family": family, "target": {"name": str(SERVED[kind](tmp_path / "target"))}, "out": str(tmp_path / "run")}
+        "family": family, "target": {"name": str(SERVED[kind](tmp_path / "target"))}, "out": str(tmp_path / "run"),
+        "prompts": {"origin": "file", "path": str(tmp_path / "prompts.jsonl")}}
+    write_prompts(tmp_path, many(24))
     recipe["distill"] |= {"budget_tokens": 400, "max_new_tokens": 24, "validation_prompts": 4}
     recipe["train"] |= {"max_steps": 6, "validate_every": 3, "warmup_steps": 1}
     recipe["evaluate"] |= {"temperatures": [0.0, 1.0], "speed_prompts": 0, "limit": 2, "max_new_tokens": 12}
