@@ -12,6 +12,7 @@ from .decoding.requests import DecodeResult, DecodeSettings, DecodeStats, Genera
 from .decoding.row_errors import DecodeError
 from .decoding.token_text import TokenText
 from .drafters.acceptance_head import AcceptanceHead, AcceptanceHeadConfig
+from .drafters.block import BlockDraft, BlockDraftConfig
 from .drafters.draft_lm import DraftLM
 from .drafters.draft_lm_config import DraftLMConfig
 from .drafters.eagle import Eagle, EagleConfig
@@ -68,7 +69,7 @@ from .verification.sampling import Sampling, SamplingSetting, choose
 from .verification.tree_walk import Accepted, follow
 
 DRAFTERS: tuple[type[Drafter], ...] = (
-    Medusa, Hydra, Eagle, Eagle3, Falcon, Kangaroo, PromptTokens, HiddenTransfer, DraftLM, Mtp
+    Medusa, Hydra, Eagle, Eagle3, BlockDraft, Falcon, Kangaroo, PromptTokens, HiddenTransfer, DraftLM, Mtp
 )
 """Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""
 
@@ -91,6 +92,8 @@ __all__ = [
     "AcceptanceHeadConfig",
     "Accepted",
     "Adapter",
+    "BlockDraft",
+    "BlockDraftConfig",
     "Chain",
     "ChainRejection",
     "Chances",

@@ -31,7 +31,7 @@ SHIPPED = (".py", ".yaml", ".jsonl", ".typed")
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "modules": (
         ("errors",), ("files",), ("",), ("target.*", "verification"), ("interfaces",), ("drafters.parts", "policies"),
-        ("drafters",), ("baselines", "decoding"), ("tuning",),
+        ("drafters.corrections",), ("drafters",), ("baselines", "decoding"), ("tuning",),
     ),
     "data": (("prompts",), ("store",), ("answers", "batches")),
     "trainers": (

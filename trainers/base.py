@@ -25,6 +25,7 @@ from ..modules.features import Features
 from ..modules.files.json_records import record_of
 from ..modules.interfaces.drafter import Drafter
 from ..modules.interfaces.family_card import FamilyCard
+from ..modules.interfaces.optional_parts import JudgesGuesses
 from ..modules.target.adapter import Adapter
 from ..modules.target.draft_vocabulary import choose, draft_index
 from ..modules.target.model import Target
@@ -98,7 +99,7 @@ class DraftModule(L.LightningModule):
             raise UserError(f"train.strategy {config.strategy} splits the drafter's weights or their optimizer, and "
                             f"{type(self).__name__} trains weights of the target too; set train.strategy: ddp")
         self.target = target
-        self.needs_teacher = config.objective != "hard"
+        self.needs_teacher = config.objective != "hard" or config.step_weights == "e2e"
         """Whether the objective reads the target's distribution."""
         self.figures: dict[str, float] = {}
         self.curve = TrainingCurve()
@@ -178,7 +179,10 @@ class DraftModule(L.LightningModule):
 
     def weights(self, steps: int) -> tuple[float, ...]:
         """Weight of each draft step in the loss; called once per optimizer step, so that its micro-batches agree."""
-        return tuple(self.decay**step for step in range(steps))
+        given = self.config.step_weights
+        # Weights of each place take the place of those of each step.
+        decay = self.decay if given is None else 1.0 if isinstance(given, str) else given
+        return tuple(decay**step for step in range(steps))
 
     @property
     def needs_states(self) -> bool:
@@ -208,8 +212,10 @@ class DraftModule(L.LightningModule):
         return BatchLoss(total, sums_KC, weights, drafts.offsets)
 
     def _vocabulary_loss(self, weights: tuple[float, ...], ids_Q: Tensor | None) -> VocabularyLoss:
-        objective = self.config.objective
-        teacher = Teacher(self.target, ids_Q, mass=objective in NEEDS_MASS) if self.needs_teacher else None
+        objective, paths = self.config.objective, self.config.step_weights
+        judge = self.drafter.judge if isinstance(self.drafter, JudgesGuesses) and self.drafter.judges else None
+        mass = objective in NEEDS_MASS or paths == "e2e" or judge is not None
+        teacher = Teacher(self.target, ids_Q, mass=mass) if self.needs_teacher else None
         entries = self.target.vocab_size if ids_Q is None else len(ids_Q)
         return VocabularyLoss(
             project=self.drafter.project,
@@ -219,6 +225,7 @@ class DraftModule(L.LightningModule):
             parameters=tuple(dict.fromkeys(weight for step in range(len(weights))
                                            for weight in self.drafter.output_parameters(step))),
             objective=objective, teacher=teacher, feature_weight=self.config.feature_weight,
+            paths=paths if isinstance(paths, str) else None, confidence=judge,
             measure=self.compiled_step.measure,
         )
 

@@ -55,8 +55,13 @@ class TrainConfig:
     """Micro-batches of an optimizer step, which equals that of one batch with all of them."""
     objective: ObjectiveName = "hard"
     """Loss of the draft's distribution. `hard`: cross entropy with the next token; the others compare it with the
-    target's whole distribution: `soft` (cross entropy, forward KL), `reverse_kl`, `jsd`, `tvd` (total variation),
-    `lk_alpha` (-log acceptance), `lk_hybrid` (from KL to acceptance as that grows)."""
+    target's whole distribution: `argmax` (cross entropy with its most probable token), `soft` (cross entropy, forward
+    KL), `reverse_kl`, `jsd`, `tvd` (total variation), `hard_tvd` (DSpark's mixture), `lk_alpha` (-log acceptance),
+    `lk_hybrid` (from KL to acceptance as that grows)."""
+    step_weights: float | Literal["d_pace", "e2e"] | None = None
+    """Weights of the draft steps after a token in the loss. A number: step k has its k-th power; null takes the
+    family's. `d_pace`: a step counts as far as the draft itself, by its probabilities of the text, gets to it;
+    `e2e`: as far as acceptance gets, so that `tvd` learns the accepted length. Both compute the logits twice."""
     feature_weight: float = 0.0
     """Weight, relative to the objective's 1, of a smooth L1 loss between draft states and the target states that they
     estimate, for families that estimate them. EAGLE's 1.0 with 0.1 is 10 here (arXiv:2401.15077, section 4.1)."""
@@ -113,6 +118,10 @@ class TrainConfig:
             raise UserError(f"lr must be above 0 and at most {MOST_LR:g}, got {self.lr}")
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise UserError(f"max_minutes must be above 0, got {self.max_minutes}; leave it out to end by max_steps")
+        if not (self.step_weights in (None, "d_pace", "e2e") or (
+                isinstance(self.step_weights, float | int) and 0 < self.step_weights <= 1)):
+            raise UserError("step_weights must be a number above 0 and at most 1, 'd_pace', 'e2e' or null, got "
+                            f"{self.step_weights!r}")
         if self.accelerator not in ACCELERATORS:
             raise UserError(f"accelerator must be one of {', '.join(ACCELERATORS)}, got {self.accelerator!r}")
         if self.objective not in OBJECTIVES:

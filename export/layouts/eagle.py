@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ...modules import Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
-from ...modules.drafters.eagle3 import chosen_taps
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from ...modules.drafters.parts.feature_drafter import chosen_taps
 from ...modules.drafters.parts.rotary import SCALINGS, carried_scaling
 from .parts.compressed_tensors import (
     COMPRESSED,

@@ -4,7 +4,6 @@
 Shapes: B rows, N positions, D hidden size, V target vocabulary, Q entries of the draft vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, cast
 
@@ -26,7 +25,7 @@ from .parts.decoder_block import (
     ResidualLayer,
     RMSNorm,
 )
-from .parts.feature_drafter import FeatureConfig, block_like, last_norm
+from .parts.feature_drafter import FeatureConfig, block_like, check_ascending, chosen_taps, columns_for, last_norm
 from .parts.shared_embeddings import Sizes
 
 
@@ -62,8 +61,7 @@ class Eagle3Config(FeatureConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.taps is not None and (not self.taps or list(self.taps) != sorted(set(self.taps))):
-            raise UserError(f"taps must be ascending numbers of layers, at least one, got {list(self.taps)}")
+        check_ascending(self.taps)
         if self.fc_norm and self.norm_before_fc:
             raise UserError("fc_norm and norm_before_fc are both true, and the states are normalised once; choose one")
 
@@ -72,24 +70,6 @@ class Eagle3Config(FeatureConfig):
         change."""
         taps = name == "taps" and not self.norm_before_fc and set(former) < set(self.taps or ())
         return super().carries(name, former) or taps or (name == "num_layers" and former < self.num_layers)
-
-
-def chosen_taps(taps: Sequence[int] | None, target: Target) -> tuple[int, ...]:
-    """The tapped layers of this target.
-
-    Raises:
-        UserError: if a tap is not a layer of the target.
-    """
-    layers, last = target.num_layers, target.num_layers - 1
-    if taps is None:
-        return tuple(sorted({min(1, last), max(0, layers // 2 - 1), max(0, layers - 4)}))
-    for tap in taps:
-        if tap == layers:
-            raise UserError(f"tap {tap} would be the state after the last norm of {target.identity.name}, which is no "
-                            f"layer's output; its last layer is {last}, choose from 0 to {last}")
-        if not 0 <= tap < layers:
-            raise UserError(f"tap {tap} is not a layer of {target.identity.name}; choose from 0 to {last}")
-    return tuple(taps)
 
 
 class WideBlock(ResidualLayer):
@@ -212,13 +192,10 @@ class Eagle3(EagleDrafter):
 
     def carried(self, start: Self) -> dict[str, Tensor]:
         """The start's tensors; `fc` has columns of zeros for further taps."""
-        places = [self.taps.index(tap) for tap in start.taps]
-        former_DTE = torch.unflatten(start.fc.weight.detach(), 1, (len(places), -1))
-        columns_DTE = former_DTE.new_zeros(len(former_DTE), len(self.taps), former_DTE.shape[-1])
-        columns_DTE[:, places] = former_DTE
-        renamed = {f"fc_norm.{place}.weight": f"fc_norm.{here}.weight" for place, here in enumerate(places)}
+        renamed = {f"fc_norm.{place}.weight": f"fc_norm.{self.taps.index(tap)}.weight"
+                   for place, tap in enumerate(start.taps)}
         tensors = {renamed.get(name, name): tensor for name, tensor in super().carried(start).items()}
-        return {**tensors, "fc.weight": columns_DTE.flatten(1)}
+        return {**tensors, "fc.weight": columns_for(self.taps, start.fc.weight, start.taps)}
 
     def fuse(self, final_BND: Tensor, taps: dict[int, Tensor]) -> Tensor:
         """One state from the concatenated tapped states, ascending by layer.
@@ -226,9 +203,7 @@ class Eagle3(EagleDrafter):
         Raises:
             ValueError: if a tap is missing.
         """
-        if missing := [layer for layer in self.taps if layer not in taps]:
-            raise ValueError(f"the outputs of the target's layers {missing} are missing; encode with drafter.taps")
-        read = [taps[layer].to(self.dtype) for layer in self.taps]
+        read = self.tapped(taps)
         if self.config.fc_norm:
             read = [norm(state_BND) for norm, state_BND in zip(self.fc_norm, read, strict=True)]
         joined_BND = torch.cat(read, dim=-1)

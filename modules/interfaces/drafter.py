@@ -60,6 +60,9 @@ class Drafts:
     estimated_BLKD: Tensor | None = None
     """The estimated target states, for families that keep them apart from the states that the output layer reads; None
     when they are `hidden_BLKD`."""
+    indices_BL: Tensor | None = None
+    """Index in its row of each of the L positions, where drafts start at a few sampled ones alone, as in training with
+    anchors; None when the positions are those of the whole row."""
 
     def __post_init__(self) -> None:
         shape = self.hidden_BLKD.shape
@@ -67,6 +70,9 @@ class Drafts:
         if self.valid_BLK is not None and self.valid_BLK.shape != shape[:3]:
             raise ValueError(f"valid_BLK must have the shape {tuple(shape[:3])} of the draft states, got "
                              f"{tuple(self.valid_BLK.shape)}")
+        if self.indices_BL is not None and self.indices_BL.shape != shape[:2]:
+            raise ValueError(f"indices_BL must have the shape {tuple(shape[:2])} of the draft states, got "
+                             f"{tuple(self.indices_BL.shape)}")
         if self.estimated_BLKD is not None and (self.estimates is None or self.estimated_BLKD.shape[:3] != shape[:3]):
             raise ValueError(f"estimated_BLKD needs estimates and the shape {tuple(shape[:3])} of the draft states, "
                              f"got {self.estimates} and {tuple(self.estimated_BLKD.shape)}")

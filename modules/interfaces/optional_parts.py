@@ -96,6 +96,19 @@ class LimitsChains:
     """Ends of a chain that stops at its first unsure token."""
 
 
+class JudgesGuesses(ABC):
+    """A drafter that estimates the chance of what it guesses next before the guess is chosen (arXiv:2607.05147)."""
+
+    judges: bool
+    """True if this drafter of the family does."""
+    judge_temperatures_K: Tensor
+    """Temperature of its judgement at each draft step; 1 before they are calibrated."""
+
+    @abstractmethod
+    def judge(self, states: Tensor, step: int) -> Tensor:
+        """Logit [...] of the acceptance of a guess made from states [..., D] that `project` reads at a step."""
+
+
 class Remembers(ABC):
     """A proposer that stores more than its weights from one sequence to the next."""
 

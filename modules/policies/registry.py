@@ -6,7 +6,7 @@ A name is a kind, with a number after a hyphen where it takes one: `static`, `st
 from collections import Counter
 
 from ..errors import UserError
-from ..interfaces.optional_parts import ChainLimits, GuessesInPasses, LimitsChains, virtual_nodes
+from ..interfaces.optional_parts import ChainLimits, GuessesInPasses, JudgesGuesses, LimitsChains, virtual_nodes
 from ..interfaces.proposer import Proposer
 from ..token_tree import Topology
 from .base import Policy
@@ -15,7 +15,7 @@ from .lookahead_trees import LookaheadTrees, ahead_trees
 from .sampled_tree import SampledTree
 from .static_tree import StaticTree
 from .stopping_chains import StoppedChain
-from .stopping_rules import EarlyExit, MaxProbability, PathProbability
+from .stopping_rules import EarlyExit, JudgedPath, MaxProbability, PathProbability
 
 FASTEST = "fastest"
 """The default: an artifact's static, static+lookup or none, by its measurements."""
@@ -27,6 +27,8 @@ SURE = "sure"
 """The kind that drafts on while the whole draft is likely enough by the drafter's own probabilities."""
 SPECDEC = "specdec"
 """The kind that needs an acceptance head, which an artifact holds."""
+CONFIDENT = "confident"
+"""The kind that drafts on while a drafter that judges its guesses expects the whole draft to be accepted."""
 SPARSE = "sparse"
 """The kind for drafters with virtual nodes."""
 DYNAMIC_DEPTH = 6
@@ -45,7 +47,7 @@ LONGEST_SURE = 20
 _LEAST = {STATIC: 1, "chain": 1, "sampled": 1, "sampled-chain": 1, "eagle2": 2, "dyspec": 2, "stopping": 1,
           "early-exit": 1, SPARSE: 2}
 """Kinds whose number counts nodes or tokens, with the smallest one."""
-_SHARES = {SURE: SURE_ENOUGH, SPECDEC: 0.7}
+_SHARES = {SURE: SURE_ENOUGH, SPECDEC: 0.7, CONFIDENT: 0.3}
 """Kinds whose number is a probability, with a usual one."""
 POLICIES = (*_LEAST, *_SHARES, NONE)
 """The artifact's tree, tuned for this machine or cut to N nodes (root included); its likeliest N tokens; the tree and
@@ -54,7 +56,8 @@ the chain with sampled tokens (RSD-C, arXiv:2402.14160); EAGLE-2's and DySpec's 
 drafter's own limits say so (Kangaroo, arXiv:2404.18911); trees of N nodes, virtual ones included, for each number of
 guesses that a row has (PPD, arXiv:2405.18628); chains that end after the token at which the product of their
 probabilities falls below the number, such as sure-0.3; chains that end once an acceptance head sees a risk of rejection
-above the number, such as specdec-0.7 (arXiv:2405.19715); no draft at all."""
+above the number, such as specdec-0.7 (arXiv:2405.19715); chains that end before the token with which a drafter that
+judges its guesses expects less than the number, such as confident-0.3 (arXiv:2607.05147); no draft at all."""
 
 
 def parse_policy(name: str) -> tuple[str, float | None]:
@@ -104,6 +107,12 @@ def policy_named(name: str, topology: Topology, drafter: Proposer) -> Policy:
                         "specdec, and draft with that artifact")
     if kind == SURE:
         return StoppedChain(LONGEST_SURE, PathProbability(SURE_ENOUGH if number is None else number))
+    if kind == CONFIDENT:
+        if not (isinstance(drafter, JudgesGuesses) and drafter.judges):
+            raise UserError(f"the policy {CONFIDENT} needs a drafter that judges its guesses, a block drafter trained "
+                            f"with confidence; this is {drafter.family}: choose another policy, such as {SURE}")
+        share = _SHARES[CONFIDENT] if number is None else number
+        return StoppedChain(drafter.reach or LONGEST_SURE, JudgedPath(drafter.judge, share))
     count = None if number is None else int(number)
     nodes, length = (count or max(_LEAST[kind], usual) for usual in (topology.size, topology.depth))
     depth = min(DYNAMIC_DEPTH, drafter.reach or DYNAMIC_DEPTH)

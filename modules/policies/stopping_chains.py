@@ -66,8 +66,8 @@ class StoppedChain(Policy):
             node_B1 = torch.full_like(roots_B, place)[:, None]
             frontier = Frontier(nodes_BF=node_B1, parents_BF=node_B1 - 1, tokens_BF=tokens[-1][:, None])
             log_probs_BQ = queries.ask(frontier, torch.zeros_like(node_B1) if place else None)[0][:, 0]
-            if place and self.stop.reads_states:
-                drafted = self._judged(drafted, queries)
+            if self.stop.reads_states and (place or self.stop.judges_root):
+                drafted = self._judged(drafted, queries, place)
             peak_B = log_probs_BQ.amax(-1)
             if draws is None:
                 log_q_BQ, entries_B = log_probs_BQ, log_probs_BQ.argmax(-1)
@@ -108,13 +108,13 @@ class StoppedChain(Policy):
     def check_sampling(self, setting: SamplingSetting) -> None:
         self.stop.check_sampling(setting)
 
-    def _judged(self, drafted: Drafted, queries: LevelQueries) -> Drafted:
+    def _judged(self, drafted: Drafted, queries: LevelQueries, step: int) -> Drafted:
         """The draft with the rule's judgement of the token that was read last."""
         if queries.states_BOD is None:
             raise UserError("an acceptance head reads the drafter's states at its tokens, of which "
                             f"{type(queries.drafter).__name__} shows none; choose another policy, such as sure, or a "
                             "drafter that reads each token before it drafts the next")
-        judged_B1 = self.stop.judge(queries.states_BOD[:, 0])[:, None]
+        judged_B1 = self.stop.judge(queries.states_BOD[:, 0], step)[:, None]
         before = [] if drafted.judged_BJ is None else [drafted.judged_BJ]
         return replace(drafted, judged_BJ=torch.cat([*before, judged_B1], dim=1))
 

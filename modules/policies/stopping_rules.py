@@ -13,6 +13,7 @@ from math import log
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from ..errors import UserError
 from ..verification.sampling import SamplingSetting
@@ -41,9 +42,15 @@ class StoppingRule:
 
     reads_states: bool = False
     """True if `judge` is asked."""
+    judges_root: bool = False
+    """True if `judge` is asked at the root too, from which the first token is guessed."""
 
-    def judge(self, state_BD: Tensor) -> Tensor:
+    def judge(self, state_BD: Tensor, step: int) -> Tensor:
         """A number for each row from the drafter's state at a drafted token, [B]: `Drafted.judged_BJ` collects them.
+
+        Args:
+            state_BD: the states.
+            step: tokens that were drafted before, that one included.
 
         Raises:
             NotImplementedError: for rules that read no states.
@@ -138,7 +145,7 @@ class RejectionRisk(StoppingRule):
         if self.least < 1:
             raise ValueError(f"least must be at least 1, got {self.least}")
 
-    def judge(self, state_BD: Tensor) -> Tensor:
+    def judge(self, state_BD: Tensor, step: int) -> Tensor:
         return self.log_acceptance(state_BD)
 
     def check_sampling(self, setting: SamplingSetting) -> None:
@@ -151,3 +158,31 @@ class RejectionRisk(StoppingRule):
             return None
         # 1 - exp(x) loses all digits of a small risk; expm1 keeps them.
         return -torch.expm1(drafted.judged_BJ.sum(-1)) > self.threshold
+
+
+@dataclass(frozen=True)
+class JudgedPath(StoppingRule):
+    """Draft nothing where the draft would hardly be accepted with one token more (DSpark, arXiv:2607.05147, alg. 1).
+
+    The chance is the product of the drafter's own judgements, each from the slot and the token before the guess: that
+    of the next token says nothing of which one will be drawn.
+    """
+
+    judgement: Callable[[Tensor, int], Tensor]
+    """Logit [B] of the acceptance of the guess made from the drafter's states [B, D] at a step."""
+    threshold: float
+    """Probability that the whole draft is accepted, the next token included."""
+
+    reads_states = True
+    judges_root = True
+
+    def __post_init__(self) -> None:
+        _check_share("threshold", self.threshold)
+
+    def judge(self, state_BD: Tensor, step: int) -> Tensor:
+        return logsigmoid(self.judgement(state_BD, step).float())
+
+    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor | None:
+        if drafted.judged_BJ is None:
+            raise ValueError("nothing was judged; the drafter's states at the root come first")
+        return drafted.judged_BJ.sum(-1) < log(self.threshold)

@@ -78,7 +78,7 @@ class _Recorder(StoppingRule, Rule):
         self.drafted: Drafted | None = None
         self.passes: list[Rollouts] = []
 
-    def judge(self, state_BD: Tensor) -> Tensor:
+    def judge(self, state_BD: Tensor, step: int) -> Tensor:
         self.states.append(state_BD.float())
         return state_BD.new_zeros(len(state_BD))
 

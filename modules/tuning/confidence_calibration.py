@@ -9,14 +9,17 @@ Shapes: N nodes of a tree, A tokens of an answer left to draft, C bins of confid
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import log
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from ..decoding.answers import decode
 from ..decoding.requests import DecodeSettings
 from ..features import Features
 from ..interfaces.drafter import Drafter
+from ..interfaces.optional_parts import JudgesGuesses
 from ..interfaces.proposer import DraftState, Proposals, Proposer
 from ..policies.static_tree import Span, StaticTree
 from ..random_streams import Draws
@@ -27,6 +30,10 @@ from .replay_target import Replay
 
 BINS = 10
 """Equal bins of confidence between 0 and 1."""
+TEMPERATURES = tuple(2.0 ** (quarter / 4) for quarter in range(-8, 13))
+"""Temperatures among which a drafter's judgement of its guesses is calibrated: from 1/4 to 8."""
+_CHUNK = 512
+"""Positions whose logits are computed at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +123,56 @@ class Confidence:
         """By what they are the confidence of; none when nothing was drafted."""
         found = {"token": self.token.curve(), "path": self.path.curve()}
         return {name: curve for name, curve in found.items() if curve is not None}
+
+
+@torch.no_grad()
+def calibrate_judgement(drafter: Drafter, features: Sequence[Features]) -> Tensor:
+    """Give the judgement of each draft step a temperature, [K], so that the product of the judged chances down to it is
+    calibrated on held-out answers (sequential temperature scaling, arXiv:2607.05147): those before it are fixed.
+
+    Args:
+        drafter: one that judges its guesses.
+        features: encoded rows of greedy answers.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    if not (isinstance(drafter, JudgesGuesses) and drafter.judges):
+        raise ValueError("this drafter does not judge its guesses")
+    drafter.judge_temperatures_K.fill_(1.0)
+    found: list[list[Tensor]] = []
+    for batch in features:
+        drafts = drafter(batch)
+        # Guesses after a wrong one, or beyond the answer, are not verified.
+        reached_BL = torch.ones_like(batch.supervised_BL)
+        for step, offset in enumerate(drafts.offsets):
+            labels_BL, there_BL = batch.labels(offset)
+            reached_BL = reached_BL & there_BL
+            rights, logits = [], []
+            for states_NX in torch.split(drafts.hidden_BLKD[:, :, step].flatten(0, 1), _CHUNK):
+                guesses_N = drafter.project(states_NX, step).argmax(-1)
+                rights.append(guesses_N if drafter.token_ids_Q is None else drafter.token_ids_Q[guesses_N])
+                logits.append(drafter.judge(states_NX, step))
+            right_BL = (torch.cat(rights) == labels_BL.flatten()).view_as(there_BL)
+            found += [[]] * (step == len(found))
+            found[step] = [*found[step], torch.stack([torch.cat(logits).double(), right_BL.flatten().double(),
+                                                      reached_BL.flatten().double()])]
+    before_P, right_P, chosen = torch.zeros(1), torch.ones(1), []
+    for parts in found:
+        logits_P, rights_P, reached_P = torch.cat(parts, dim=1).cpu()
+        right_P, best = right_P * rights_P, (torch.inf, 1.0, before_P)
+        for temperature in TEMPERATURES:
+            log_chance_P, tally = before_P + logsigmoid(logits_P / temperature), ConfidenceTally()
+            tally.add(log_chance_P[reached_P > 0], right_P[reached_P > 0])
+            curve = tally.curve()
+            error = 0.0 if curve is None else curve.expected_calibration_error
+            # Of equal errors the one nearest to no change.
+            best = min(best, (error, temperature, log_chance_P), key=lambda one: (one[0], abs(log(one[1]))))
+        chosen.append(best[1])
+        before_P = best[2]
+    chosen_K = torch.tensor(chosen).to(drafter.judge_temperatures_K)
+    drafter.judge_temperatures_K.copy_(chosen_K)
+    return chosen_K
 
 
 @dataclass(frozen=True)

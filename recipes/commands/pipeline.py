@@ -58,9 +58,10 @@ from ...modules import (
 )
 from ...modules.files.folder_locks import sole_writer
 from ...modules.files.json_records import shortened
-from ...modules.interfaces.optional_parts import GuessesInPasses
+from ...modules.interfaces.optional_parts import GuessesInPasses, JudgesGuesses
 from ...modules.processes import ALONE, Processes, local_rank
 from ...modules.read_rows import ReadRows
+from ...modules.tuning.confidence_calibration import calibrate_judgement
 from ...modules.tuning.replay_acceptance import held_out_acceptance
 from ...trainers import DraftModule, FitResult, TrainConfig, families, fit
 from ...trainers.train_config import UNDECISIVE
@@ -208,6 +209,8 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     for one in (module.drafter, drafter):
         if isinstance(one, GuessesInPasses):
             one.count_ranks(table_PK)
+    if isinstance(module.drafter, JudgesGuesses) and module.drafter.judges:
+        module.drafter.judge_temperatures_K.copy_(calibrate_judgement(drafter, held_out))
     topology, expected = search_tree(table_PK, config.searched_nodes)
     facts = {**provenance(workspace, result, expected), "loops": loops}
     if (ids_Q := module.drafter.token_ids_Q) is not None:

@@ -26,10 +26,12 @@ def loss(name, p, q, ids, label, beta=0.5, eta=3.0):
     share = (-eta * alpha(p, q, ids).detach()).exp()
     return {
         "hard": lambda: -q[label].log(),
+        "argmax": lambda: -q[max(range(len(ids)), key=lambda entry: own[entry])].log(),
         "soft": lambda: -sum(x * y.log() for x, y in zip(own, q, strict=True)),
         "reverse_kl": lambda: kl(q, own),
         "jsd": lambda: beta * kl(own, middle) + (1 - beta) * kl(q, middle),
         "tvd": lambda: sum((x - y).abs() for x, y in zip(own, q, strict=True)) / 2,
+        "hard_tvd": lambda: -0.1 * q[label].log() + 0.9 * sum((x - y).abs() for x, y in zip(own, q, strict=True)),
         "lk_alpha": lambda: -alpha(p, q, ids).log(),
         "lk_hybrid": lambda: share * kl(own, q) + (1 - share) * (1 - alpha(p, q, ids)),
     }[name]()

@@ -9,8 +9,8 @@ from ...modules.features import Features
 from ...modules.target.model import Target
 from ..base import DraftModule
 from ..losses.objectives import ObjectiveName
+from ..steps.position_offsets import PositionConfig, with_offsets
 from ..train_config import TrainConfig
-from .position_offsets import PositionConfig, with_offsets
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,32 +21,37 @@ from ...modules.errors import UserError
 from ...modules.features import Features
 from ...modules.interfaces.drafter import Drafts
 from .metrics import COLUMNS, rank_hits, weighted, weighted_mean_loss
-from .objectives import ObjectiveName, TeacherOutput, objective_loss, wide
+from .objectives import ObjectiveName, TeacherOutput, accepted, objective_loss, wide
+from .path_weights import PathWeights, path_weights
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Logits in memory at once, by kind of device: 32 MiB of float32 on a CPU, 256 MiB on a GPU, plus three to six tensors
 of that size, by objective. On a CPU smaller chunks read the output weight too often and larger ones gain nothing
 (`tests/benchmarks/vocabulary_loss.py --chunk`)."""
-ACCEPTANCE_ROWS = 32
-"""Tokens whose acceptance is computed at once."""
 TRAINED_FACTOR = 4
 """Larger chunks where the output weight is trained: each adds a gradient of the weight's size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supervision:
-    """The N labels of a batch and the draft steps that predict each of them. Positions are those of the flat batch."""
+    """The N labels of a batch and the draft steps that predict each of them. Positions are those of the flat batch.
+
+    Where drafts start at a few sampled positions, few steps predict the same token: then N counts these positions, each
+    with the K labels of its steps.
+    """
 
     sources_NK: Tensor
-    """Position at which draft step k predicts the token; any position with a finite state where it does not."""
+    """Row of the draft's states at which draft step k predicts the token; any with a finite state where it does not."""
     valid_NK: Tensor
     """True where draft step k predicts the token and learns from it."""
-    labels_N: Tensor
+    labels_NK: Tensor
     """The token's entry in the draft vocabulary; 0 where it has none, which no draft step learns."""
-    teachers_N: Tensor
+    teachers_NK: Tensor
     """Position of the final state from which the target predicts the token."""
     missed_K: Tensor
     """Number of labels of each draft step outside the draft vocabulary, which are not learned."""
+    by_token: bool = True
+    """True if all steps of an entry have one label, so that the target's distribution serves them all."""
 
     def sources(self, states_BLKD: Tensor) -> Tensor:
         """The draft steps' states at the positions that predict the tokens, [N, K, D]."""
@@ -55,7 +60,8 @@ class Supervision:
 
 
 def supervise(
-    features: Features, offsets: Sequence[int], index_V: Tensor | None = None, valid_BLK: Tensor | None = None
+    features: Features, offsets: Sequence[int], index_V: Tensor | None = None, valid_BLK: Tensor | None = None,
+    indices_BL: Tensor | None = None,
 ) -> Supervision:
     """The labels of a batch and the draft steps that predict them, by `Features.labels` alone.
 
@@ -64,10 +70,23 @@ def supervise(
         offsets: how far ahead each draft step predicts.
         index_V: entry of the draft vocabulary for each target token, -1 for none; None for the whole vocabulary.
         valid_BLK: True where a draft step has a state at a position; None for all positions.
+        indices_BL: index in its row of each position with states; None where these are all.
     """
     tokens_BL = features.tokens_BL
     entries_BL = tokens_BL if index_V is None else index_V[tokens_BL]
     predicts = [features.labels(offset)[1] for offset in offsets]
+    if indices_BL is not None:
+        length, rows_B1 = tokens_BL.shape[1], torch.arange(len(tokens_BL), device=tokens_BL.device)[:, None]
+        there_BLK = torch.stack([(indices_BL + offset).clamp(max=length - 1) for offset in offsets], dim=-1)
+        labelled_BLK = torch.stack([here_BL.gather(1, indices_BL) for here_BL in predicts], dim=-1)
+        labelled_BLK = labelled_BLK if valid_BLK is None else labelled_BLK & valid_BLK
+        entries_BLK = entries_BL[rows_B1[..., None], there_BLK]
+        each_N1 = torch.arange(indices_BL.numel(), device=indices_BL.device)[:, None]
+        return Supervision(
+            sources_NK=each_N1.expand(-1, len(offsets)), valid_NK=(labelled_BLK & (entries_BLK >= 0)).flatten(0, 1),
+            labels_NK=entries_BLK.clamp(min=0).flatten(0, 1), by_token=False,
+            teachers_NK=(rows_B1[..., None] * length + there_BLK - 1).flatten(0, 1).clamp(min=0),
+            missed_K=(labelled_BLK & (entries_BLK < 0)).sum((0, 1)))
     if valid_BLK is not None:
         predicts = [labelled_BL & valid_BLK[:, :, step] for step, labelled_BL in enumerate(predicts)]
     # Masks over predicting positions, moved to the positions of the predicted tokens.
@@ -85,8 +104,8 @@ def supervise(
         sources_NK=torch.where(valid_NK, sources_NK, chosen_N[:, None] - 1),
         valid_NK=valid_NK,
         # The first token may have no entry, and -1 is out of a cross entropy's bounds: on a GPU it ends the process.
-        labels_N=entries_BL.flatten()[chosen_N].clamp(min=0),
-        teachers_N=chosen_N - 1,
+        labels_NK=entries_BL.flatten()[chosen_N].clamp(min=0)[:, None].expand_as(valid_NK),
+        teachers_NK=(chosen_N - 1)[:, None].expand_as(valid_NK),
         missed_K=(labelled_BLK & ~(entries_BL >= 0)[..., None]).sum((0, 1)),
     )
 
@@ -109,6 +128,12 @@ class VocabularyLoss:
     """The target's distribution for its final states [..., D]; None when no objective reads it."""
     feature_weight: float = 0.0
     """Weight of the feature loss relative to the objective's 1."""
+    paths: PathWeights | None = None
+    """Weights of the steps after each place by the chances of those before, in place of one for each step. A pass
+    without gradients over all logits finds these chances first."""
+    confidence: Callable[[Tensor, int], Tensor] | None = None
+    """The drafter's logit, for its states [..., D] at a step, of the acceptance of what it guesses there; it learns the
+    acceptance, which it does not change (arXiv:2607.05147). None for a drafter that does not judge its guesses."""
     measure: "Measure" = field(default_factory=lambda: chunk_loss)
     """Loss and figures of a chunk's logits: `chunk_loss`, or its compiled form."""
     chunk_elements: int | None = None
@@ -121,10 +146,11 @@ class VocabularyLoss:
         micro-batches and ranks. A label outside the draft vocabulary is not learned with any objective: the right token
         cannot be drafted there, and the target's renormalised distribution prefers a wrong one.
         """
-        supervision = supervise(features, drafts.offsets, index_V, drafts.valid_BLK)
+        supervision = supervise(features, drafts.offsets, index_V, drafts.valid_BLK, drafts.indices_BL)
         hidden_NKD = supervision.sources(drafts.hidden_BLKD)
-        states_ND = None if self.teacher is None else features.final().flatten(0, 1)[supervision.teachers_N]
-        rows = _Rows(self, supervision, states_ND)
+        rows = _Rows(self, supervision, None if self.teacher is None else features.final().flatten(0, 1))
+        if self.paths is not None:
+            rows.weigh(hidden_NKD.detach(), drafts.hidden_BLKD.shape[:2].numel(), drafts.offsets)
         if torch.is_grad_enabled():
             total, sums_KC = _ChunkedSum.apply(rows, hidden_NKD, *self.parameters)  # type: ignore[no-untyped-call]
         else:
@@ -160,35 +186,68 @@ def feature_loss(estimated_NKD: Tensor, supervision: Supervision, drafts: Drafts
     return torch.where(supervision.valid_NK, apart_NKD.mean(-1), 0.0).sum(0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Rows:
     """The predicted tokens of a batch, divided into chunks."""
 
     loss: VocabularyLoss
     supervision: Supervision
-    states_ND: Tensor | None
-    """Final states from which the target predicts the tokens; None where nobody reads its distribution."""
+    final_MD: Tensor | None
+    """The target's final states; None where nobody reads its distribution."""
+    weights_NK2: Tensor | None = None
+    """Weight of each entry in the loss and its share in the divisor, where the steps of a place have their own."""
 
-    def chunks(self, device: torch.device) -> Iterator[tuple[slice, TeacherOutput | None]]:
-        """Consecutive ranges of the N tokens such that one step's logits stay within CHUNK_ELEMENTS, with the target's
-        distribution over the draft vocabulary there, computed once for all draft steps."""
+    @torch.no_grad()
+    def weigh(self, hidden_NKD: Tensor, places: int, offsets: Sequence[int]) -> None:
+        """Find the weights of all entries, for `path_weights`, from all steps of their places."""
+        supervision, name = self.supervision, self.loss.paths
+        if name is None:
+            raise ValueError("these entries have one weight for each step; set paths")
+        valid_NK, steps_K = supervision.valid_NK, torch.arange(len(offsets), device=hidden_NKD.device)
+        chances_NK = hidden_NKD.new_ones(valid_NK.shape, dtype=torch.promote_types(hidden_NKD.dtype, torch.float32))
+        for chunk, steps, teacher_output in self.chunks(hidden_NKD.device):
+            for step in steps:
+                logits_NQ = self.loss.project(hidden_NKD[chunk, step], step)
+                if name == "d_pace":
+                    labels_N1 = supervision.labels_NK[chunk, step, None]
+                    chances_NK[chunk, step] = wide(logits_NQ).log_softmax(-1).gather(1, labels_N1)[:, 0].exp()
+                elif teacher_output is not None:
+                    chances_NK[chunk, step] = accepted(logits_NQ, teacher_output)
+        # By place, with a place more for entries that no step learns there.
+        places_NK = torch.where(valid_NK, supervision.sources_NK, places)
+        chances_PK = chances_NK.new_ones(places + 1, len(offsets))
+        chances_PK[places_NK, steps_K] = chances_NK
+        valid_PK = torch.zeros_like(chances_PK, dtype=torch.bool)
+        valid_PK[places_NK, steps_K] = valid_NK
+        found = [part_PK[places_NK, steps_K] for part_PK in path_weights(name, chances_PK, valid_PK, offsets)]
+        self.weights_NK2 = torch.stack(found, dim=-1)
+
+    def chunks(self, device: torch.device) -> Iterator[tuple[slice, Sequence[int], TeacherOutput | None]]:
+        """Consecutive ranges of the N entries such that one step's logits stay within CHUNK_ELEMENTS, with draft steps
+        there, and the target's distribution over the draft vocabulary, computed once for these steps."""
         usual = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
         usual *= TRAINED_FACTOR if self.loss.parameters else 1
         size = max(1, (self.loss.chunk_elements or usual) // self.loss.entries)
-        for start in range(0, len(self.supervision.labels_N), size):
-            chunk, teacher_output = slice(start, start + size), None
-            if self.loss.teacher is not None and self.states_ND is not None:
-                with torch.no_grad():
-                    teacher_output = self.loss.teacher(self.states_ND[chunk])
-            yield chunk, teacher_output
+        every = range(len(self.loss.weights))
+        for steps in [every] if self.supervision.by_token else [(step,) for step in every]:
+            for start in range(0, len(self.supervision.valid_NK), size):
+                chunk, teacher_output = slice(start, start + size), None
+                if self.loss.teacher is not None and self.final_MD is not None:
+                    with torch.no_grad():
+                        states_ND = self.final_MD[self.supervision.teachers_NK[chunk, steps[0]]]
+                        teacher_output = self.loss.teacher(states_ND)
+                yield chunk, steps, teacher_output
 
     def step(
         self, states_ND: Tensor, step: int, chunk: slice, teacher_output: TeacherOutput | None
     ) -> tuple[Tensor, Tensor]:
         """Return (loss, sums_C) of one draft step at the tokens of the chunk; the loss is a sum, without the weight."""
-        valid_N, labels_N = self.supervision.valid_NK[chunk, step], self.supervision.labels_N[chunk]
+        valid_N, labels_N = self.supervision.valid_NK[chunk, step], self.supervision.labels_NK[chunk, step]
         logits_NQ = self.loss.project(states_ND, step)
-        return self.loss.measure(logits_NQ, labels_N, valid_N, teacher_output, self.loss.objective)
+        weights_N2 = None if self.weights_NK2 is None else self.weights_NK2[chunk, step]
+        judged_N = None if self.loss.confidence is None else self.loss.confidence(states_ND, step)
+        return self.loss.measure(logits_NQ, labels_N, valid_N, teacher_output, self.loss.objective, weights_N2,
+                                 judged_N)
 
     def empty(self, device: torch.device) -> Tensor:
         """Sums before the first chunk, [K, C]: zero but for the labels outside the draft vocabulary."""
@@ -203,19 +262,20 @@ class _Rows:
     def sums(self, hidden_NKD: Tensor) -> tuple[Tensor, Tensor]:
         """Return (total, sums_KC) without a gradient."""
         sums_KC = self.empty(hidden_NKD.device)
-        for chunk, teacher_output in self.chunks(hidden_NKD.device):
-            for step in range(len(sums_KC)):
+        for chunk, steps, teacher_output in self.chunks(hidden_NKD.device):
+            for step in steps:
                 sums_KC[step] += self.step(hidden_NKD[chunk, step], step, chunk, teacher_output)[1]
         return self.total(sums_KC, hidden_NKD), sums_KC
 
 
-Measure = Callable[[Tensor, Tensor, Tensor, TeacherOutput | None, ObjectiveName], tuple[Tensor, Tensor]]
+Measure = Callable[[Tensor, Tensor, Tensor, TeacherOutput | None, ObjectiveName, Tensor | None, Tensor | None],
+                   tuple[Tensor, Tensor]]
 """A function like `chunk_loss`."""
 
 
 def chunk_loss(
     logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
-    objective: ObjectiveName, *, whole: bool = False,
+    objective: ObjectiveName, weights_N2: Tensor | None = None, judged_N: Tensor | None = None, *, whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(loss, sums_C) of one draft step's logits at the tokens of a chunk; the loss is a sum, without the weight.
 
@@ -225,26 +285,25 @@ def chunk_loss(
         valid_N: True where the step learns from its label.
         teacher_output: the target's distribution; None for objectives that do not read it.
         objective: name of the loss.
+        weights_N2: weight of each row in the loss, and its share in the divisor; None for 1.
+        judged_N: the drafter's logit of the acceptance of its guess, which adds a loss of its own.
         whole: count the acceptance of all rows at once, for a compiler that keeps none of it in memory.
     """
-    loss = torch.where(valid_N, objective_loss(objective, logits_NQ, labels_N, teacher_output), 0.0).sum()
+    alpha_N = None
+    # Where the mass inside the draft vocabulary is unknown, so is the acceptance.
+    if teacher_output is not None and teacher_output.log_mass_N is not None:
+        alpha_N = accepted(logits_NQ, teacher_output, whole=whole)
+    losses_N = objective_loss(objective, logits_NQ, labels_N, teacher_output)
+    if judged_N is not None and alpha_N is not None:
+        losses_N = losses_N + functional.binary_cross_entropy_with_logits(wide(judged_N), alpha_N, reduction="none")
+    if weights_N2 is not None:
+        losses_N = losses_N * weights_N2[:, 0]
+    loss = torch.where(valid_N, losses_N, 0.0).sum()
     with torch.no_grad():
-        alpha = known = valid_N.new_zeros(())
-        # Where the mass inside the draft vocabulary is unknown, so is the acceptance.
-        if teacher_output is not None and teacher_output.log_mass_N is not None:
-            mass_N1, known = teacher_output.log_mass_N.exp()[:, None], valid_N.sum()
-            if whole:
-                alpha_N = torch.minimum(wide(logits_NQ).softmax(-1), teacher_output.p_NQ * mass_N1).sum(-1)
-            else:
-                # A figure for the log must be cheap compared with the loss: a few rows at a time, in their own memory.
-                pieces = []
-                for first in range(0, len(valid_N), ACCEPTANCE_ROWS):
-                    piece = slice(first, first + ACCEPTANCE_ROWS)
-                    q_NQ = wide(logits_NQ[piece]).softmax(-1)
-                    pieces.append(torch.minimum(q_NQ, teacher_output.p_NQ[piece] * mass_N1[piece], out=q_NQ).sum(-1))
-                alpha_N = torch.cat(pieces)
-            alpha = torch.where(valid_N, alpha_N, 0.0).sum()
-        sums = (valid_N.sum(), torch.zeros_like(loss), loss, alpha, known, torch.zeros_like(loss))
+        none, count = torch.zeros_like(loss), valid_N.sum()
+        share = count if weights_N2 is None else torch.where(valid_N, weights_N2[:, 1], 0.0).sum()
+        alpha, known = (none, none) if alpha_N is None else (torch.where(valid_N, alpha_N, 0.0).sum(), count)
+        sums = (count, none, loss, alpha, known, none, share)
         hits_R = rank_hits(logits_NQ, labels_N, valid_N)
         return loss, torch.cat([torch.stack([value.to(torch.float64) for value in sums]), hits_R])
 
@@ -265,18 +324,19 @@ def compiled_measure(compiler: Compiler) -> Measure:
     """
 
     def run(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, log_p_NQ: Tensor | None, log_mass_N: Tensor | None,
-            objective: ObjectiveName) -> tuple[Tensor, Tensor]:
+            objective: ObjectiveName, weights_N2: Tensor | None, judged_N: Tensor | None) -> tuple[Tensor, Tensor]:
         known = None if log_p_NQ is None else _FusedOutput(log_p_NQ=log_p_NQ, log_mass_N=log_mass_N)
-        return chunk_loss(logits_NQ, labels_N, valid_N, known, objective, whole=True)
+        return chunk_loss(logits_NQ, labels_N, valid_N, known, objective, weights_N2, judged_N, whole=True)
 
     # No class of ours crosses into the graph: only tensors and the name of the loss are arguments that it is made for.
     form = compiler.compiled(run, dynamic=None)
 
     def measure(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
-                objective: ObjectiveName) -> tuple[Tensor, Tensor]:
+                objective: ObjectiveName, weights_N2: Tensor | None = None, judged_N: Tensor | None = None
+                ) -> tuple[Tensor, Tensor]:
         given = (None, None) if teacher_output is None else (teacher_output.log_p_NQ, teacher_output.log_mass_N)
         with bounded():
-            found: tuple[Tensor, Tensor] = form(logits_NQ, labels_N, valid_N, *given, objective)
+            found: tuple[Tensor, Tensor] = form(logits_NQ, labels_N, valid_N, *given, objective, weights_N2, judged_N)
         return found
 
     return measure
@@ -295,12 +355,13 @@ class _ChunkedSum(torch.autograd.Function):
         gradient_NKD = torch.zeros_like(hidden_NKD)
         owned: list[Tensor | None] = [None] * len(parameters)
         sums_KC = rows.empty(hidden_NKD.device)
-        for chunk, teacher_output in rows.chunks(hidden_NKD.device):
-            for step, weight in enumerate(rows.loss.weights):
+        for chunk, steps, teacher_output in rows.chunks(hidden_NKD.device):
+            for step in steps:
                 with torch.enable_grad():
                     states_ND = hidden_NKD[chunk, step].detach().requires_grad_()
                     loss, sums_C = rows.step(states_ND, step, chunk, teacher_output)
-                    found = torch.autograd.grad(loss * weight, (states_ND, *parameters), allow_unused=True)
+                    loss = loss * rows.loss.weights[step]
+                    found = torch.autograd.grad(loss, (states_ND, *parameters), allow_unused=True)
                 gradient_NKD[chunk, step] = found[0]
                 # In the memory of the first one: a copy of the output weight is dear.
                 owned = [part if total is None else total if part is None else total.add_(part)

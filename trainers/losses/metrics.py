@@ -12,10 +12,10 @@ from torch import Tensor
 
 RANKS = (1, 2, 3, 5, 10)
 """Ranks r of reported hits: the label is among the r best guesses."""
-COLUMNS = ("count", "missed", "loss", "alpha", "alpha_count", "feature", *(f"top{rank}" for rank in RANKS))
+COLUMNS = ("count", "missed", "loss", "alpha", "alpha_count", "feature", "share", *(f"top{rank}" for rank in RANKS))
 """Sums of each draft step: labels learned, labels outside the draft vocabulary, the whole loss; the probability that
-rejection sampling accepts the draft's token, and the number of labels with it; the unweighted feature loss; hits by
-rank."""
+rejection sampling accepts the draft's token, and the number of labels with it; the unweighted feature loss; the divisor
+of the loss, the number of labels learned unless each has a weight of its own; hits by rank."""
 
 
 def rank_hits(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor) -> Tensor:
@@ -32,7 +32,8 @@ def rank_hits(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor) -> Tensor:
 
 def weighted_mean_loss(sums_KC: Tensor, weights_K: Sequence[float]) -> tuple[Tensor, Tensor]:
     """(sum, count) of the training loss: draft step k has weight `weights_K[k]` in both."""
-    return weighted(sums_KC[:, COLUMNS.index("loss")], weights_K), weighted(sums_KC[:, 0], weights_K)
+    loss_K, share_K = (sums_KC[:, COLUMNS.index(name)] for name in ("loss", "share"))
+    return weighted(loss_K, weights_K), weighted(share_K, weights_K)
 
 
 def weighted(values_K: Tensor, weights_K: Sequence[float]) -> Tensor:
@@ -57,7 +58,7 @@ def describe(sums_KC: Tensor, weights_K: Sequence[float], offsets: Sequence[int]
         sums = dict(zip(COLUMNS, row, strict=True))
         if not sums["count"]:
             return figures
-        own = {name: sums[name] / sums["count"] for name in ("loss", "top1", "top5")}
+        own = {"loss": sums["loss"] / sums["share"], **{name: sums[name] / sums["count"] for name in ("top1", "top5")}}
         own["coverage"] = sums["count"] / (sums["count"] + sums["missed"])
         if sums["alpha_count"]:
             own["alpha"] = sums["alpha"] / sums["alpha_count"]

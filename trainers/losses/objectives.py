@@ -22,12 +22,17 @@ from torch.nn import functional
 from ...modules.target.draft_vocabulary import OutputRows
 from ...modules.target.model import Target
 
-ObjectiveName = Literal["hard", "soft", "reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid"]
+ObjectiveName = Literal["hard", "argmax", "soft", "reverse_kl", "jsd", "tvd", "hard_tvd", "lk_alpha", "lk_hybrid"]
 """Names for recipes; each is a function in this file."""
+HARD_SHARE, TVD_SHARE = 0.1, 1.8
+"""Weights of `hard_tvd`: DSpark's 0.1 of cross entropy and 0.9 of |p - q|, twice the total variation
+(arXiv:2607.05147)."""
 JSD_BETA = 0.5
 """Weight of the target in the mixture of `jsd`: the symmetric divergence."""
 LK_ETA = 3.0
 """Rate at which `lk_hybrid` changes from KL to acceptance (arXiv:2602.23881)."""
+ACCEPTANCE_ROWS = 32
+"""Tokens whose acceptance is computed at once."""
 LEAST_LOG_P = -100.0
 """Lower bound of log p in nats, for tokens that the target excludes (minus infinity): divergences stay finite."""
 
@@ -94,6 +99,11 @@ def soft(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     return functional.cross_entropy(wide(logits_NQ), teacher_output.p_NQ, reduction="none")
 
 
+def argmax(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
+    """-log q(argmax p): cross entropy with the target's most probable token, which greedy decoding writes."""
+    return functional.cross_entropy(wide(logits_NQ), teacher_output.log_p_NQ.argmax(-1), reduction="none")
+
+
 def forward_kl(log_q_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """KL(p || q) = sum p (log p - log q)."""
     return (teacher_output.p_NQ * (teacher_output.log_p_NQ - log_q_NQ)).sum(-1)
@@ -130,6 +140,32 @@ def log_alpha(log_q_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     return torch.minimum(teacher_output.log_p_NQ + teacher_output.log_mass_N[:, None], log_q_NQ).logsumexp(-1)
 
 
+@torch.no_grad()
+def accepted(logits_NQ: Tensor, teacher_output: TeacherOutput, *, whole: bool = False) -> Tensor:
+    """The acceptance sum_v min(p_v, q_v) of each row, [N].
+
+    Args:
+        logits_NQ: the draft's logits.
+        teacher_output: the target's distribution, with the mass inside the draft vocabulary.
+        whole: all rows at once, for a compiler that keeps none of it in memory.
+
+    Raises:
+        ValueError: if that mass is unknown.
+    """
+    if teacher_output.log_mass_N is None:
+        raise ValueError("the acceptance over a reduced vocabulary needs the mass inside it; use Teacher(mass=True)")
+    mass_N1 = teacher_output.log_mass_N.exp()[:, None]
+    if whole:
+        return torch.minimum(wide(logits_NQ).softmax(-1), teacher_output.p_NQ * mass_N1).sum(-1)
+    # A figure for the log must be cheap compared with the loss: a few rows at a time, in their own memory.
+    pieces = [wide(logits_NQ[:0]).sum(-1)]
+    for first in range(0, len(logits_NQ), ACCEPTANCE_ROWS):
+        piece = slice(first, first + ACCEPTANCE_ROWS)
+        q_NQ = wide(logits_NQ[piece]).softmax(-1)
+        pieces.append(torch.minimum(q_NQ, teacher_output.p_NQ[piece] * mass_N1[piece], out=q_NQ).sum(-1))
+    return torch.cat(pieces)
+
+
 def lk_alpha(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """-log alpha (arXiv:2602.23881): the gradient of 1 - alpha, over alpha; cross entropy where p is one token."""
     return -log_alpha(wide(logits_NQ).log_softmax(-1), teacher_output)
@@ -148,9 +184,9 @@ def lk_hybrid(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
 
 
 OBJECTIVES: dict[ObjectiveName, Callable[[Tensor, TeacherOutput], Tensor] | None] = {
-    "hard": None, "soft": soft, "reverse_kl": reverse_kl, "jsd": jsd, "tvd": tvd, "lk_alpha": lk_alpha,
-    "lk_hybrid": lk_hybrid}
-"""The losses by name; `hard` alone reads no distribution of the target."""
+    "hard": None, "argmax": argmax, "soft": soft, "reverse_kl": reverse_kl, "jsd": jsd, "tvd": tvd, "hard_tvd": None,
+    "lk_alpha": lk_alpha, "lk_hybrid": lk_hybrid}
+"""The losses by name, None for those that read the label; `hard` alone reads no distribution of the target."""
 NEEDS_MASS: tuple[ObjectiveName, ...] = ("lk_alpha", "lk_hybrid")
 """Losses that read the acceptance and therefore the target's whole distribution."""
 
@@ -164,8 +200,10 @@ def objective_loss(
         ValueError: if the loss reads the target's distribution and there is none.
     """
     loss = OBJECTIVES[name]
-    if loss is None:
+    if name == "hard":
         return hard(logits_NQ, labels_N)
     if teacher_output is None:
         raise ValueError(f"the objective {name} needs the target's distribution; give a teacher")
+    if loss is None:
+        return HARD_SHARE * hard(logits_NQ, labels_N) + TVD_SHARE * tvd(logits_NQ, teacher_output)
     return loss(logits_NQ, teacher_output)

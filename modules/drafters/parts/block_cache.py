@@ -46,17 +46,19 @@ class BlockRows:
         self.root_B11 = torch.ones(rows, 1, 1, dtype=torch.bool, device=device)
         self.drop_tree()
 
-    def read(self, rows: list[int], size: int) -> AttentionContext:
-        """Attention context of `size` new positions of these rows: they see all committed ones and each other causally.
+    def read(self, rows: list[int], size: int, *, causal: bool = True) -> AttentionContext:
+        """Attention context of `size` new positions of these rows: they see all committed ones and each other, causally
+        or not.
 
-        Run the blocks with it, then call `commit`. Drafted nodes are discarded. Padding columns must be finite: no
-        token sees them and they are overwritten, but 0 * NaN is NaN.
+        Run the blocks with it, then call `commit`, or nothing if they are to be forgotten. Drafted nodes are discarded.
+        Padding columns must be finite: no token sees them and they are overwritten, but 0 * NaN is NaN.
         """
         self.drop_tree()
         window = self._open(rows, size, after=0)
         slots_W = torch.arange(window.width, device=window.slots_BN.device)
+        last_BN = window.slots_BN if causal else window.slots_BN[:, -1:].expand(-1, size)
         return AttentionContext(
-            positions_BN=window.slots_BN, visible_BNW=slots_W <= window.slots_BN[..., None], cache=self.cache,
+            positions_BN=window.slots_BN, visible_BNW=slots_W <= last_BN[..., None], cache=self.cache,
             key_positions=self.key_positions,
         )
 

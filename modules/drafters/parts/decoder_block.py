@@ -204,9 +204,11 @@ class Attention(nn.Module):
         config: the shape of its block.
         layer: number of its layer in the cache.
         input_size: width of its input when that is not the block's (EAGLE-3 concatenates two states).
+        qk_norm: whether every head's query and key have an RMSNorm before the rotation (Qwen3's).
     """
 
-    def __init__(self, config: BlockConfig, layer: int = 0, *, input_size: int | None = None) -> None:
+    def __init__(self, config: BlockConfig, layer: int = 0, *, input_size: int | None = None,
+                 qk_norm: bool = False) -> None:
         super().__init__()
         self.config, self.layer = config, layer
         width = config.hidden_size if input_size is None else input_size
@@ -214,19 +216,26 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if qk_norm else None
 
     def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The attention output, [B, N, D]."""
-        turns = attention.rotation(self.config)
-
-        def heads_of(layer: nn.Module) -> Tensor:
-            return torch.unflatten(layer(hidden_BND), -1, (-1, self.config.head_dim)).transpose(1, 2)
-
         # Each is rotated as it is made, so that what came before the rotation is freed: a long prompt feels it.
-        query, key = rotate(heads_of(self.q_proj), turns), rotate(heads_of(self.k_proj), turns)
-        mixed_BHNE = attention.attend(self.layer, query, key, heads_of(self.v_proj))
+        query = rotate(self._heads(hidden_BND, self.q_proj, self.q_norm), attention.rotation(self.config))
+        mixed_BHNE = attention.attend(self.layer, query, *self.keys(hidden_BND, attention))
         mixed_BND: Tensor = self.o_proj(mixed_BHNE.transpose(1, 2).flatten(2))
         return mixed_BND
+
+    def keys(self, hidden_BND: Tensor, attention: AttentionContext) -> tuple[Tensor, Tensor]:
+        """Keys and values of these states at the positions of the context, [B, G, N, E] each."""
+        key = rotate(self._heads(hidden_BND, self.k_proj, self.k_norm), attention.rotation(self.config))
+        return key, self._heads(hidden_BND, self.v_proj, None)
+
+    def _heads(self, hidden_BND: Tensor, layer: nn.Module, norm: nn.Module | None) -> Tensor:
+        """A projection of the states by heads, [B, heads, N, E]."""
+        heads_BHNE = torch.unflatten(layer(hidden_BND), -1, (-1, self.config.head_dim)).transpose(1, 2)
+        return heads_BHNE if norm is None else norm(heads_BHNE)
 
 
 class GatedMLP(nn.Module):
@@ -273,12 +282,12 @@ class ResidualLayer(nn.Module):
 
 
 class DecoderBlock(ResidualLayer):
-    """A Llama layer: normalisation, attention and the MLP on a residual stream."""
+    """A Llama layer, with `qk_norm` a Qwen3 one: normalisation, attention and the MLP on a residual stream."""
 
-    def __init__(self, config: BlockConfig, layer: int = 0) -> None:
+    def __init__(self, config: BlockConfig, layer: int = 0, *, qk_norm: bool = False) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config, layer, qk_norm=qk_norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 

@@ -3,6 +3,7 @@
 Shapes: B rows, N positions, D hidden size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...errors import UserError
 from ...features import Features
 from ...interfaces.drafter import DrafterConfig
 from ...interfaces.proposer import State
@@ -59,11 +61,55 @@ class FeatureDrafter(BorrowingDrafter[State]):
         """(settings, shape of the layers) for this target. Raises UserError when they do not fit it."""
         return config, block_like(target, config.rope_base)
 
+    def tapped(self, taps: dict[int, Tensor]) -> list[Tensor]:
+        """The tapped states in the weights' number format, ascending by layer. Raises ValueError if one is missing."""
+        if missing := [layer for layer in self.taps if layer not in taps]:
+            raise ValueError(f"the outputs of the target's layers {missing} are missing; encode with drafter.taps")
+        return [taps[layer].to(self.dtype) for layer in self.taps]
+
     def observe_bytes(self) -> int:
         """Bytes of all own weights but the output layer and an embedding, in which rows are looked up."""
         tables = [part.weight for part in self.modules() if isinstance(part, nn.Embedding)]
         unread = {id(weight) for weight in (*self.output_parameters(0), *tables)}
         return sum(parameter.nbytes for parameter in self.parameters() if id(parameter) not in unread)
+
+
+def chosen_taps(taps: Sequence[int] | None, target: Target) -> tuple[int, ...]:
+    """The tapped layers of this target.
+
+    Raises:
+        UserError: if a tap is not a layer of the target.
+    """
+    layers, last = target.num_layers, target.num_layers - 1
+    if taps is None:
+        return tuple(sorted({min(1, last), max(0, layers // 2 - 1), max(0, layers - 4)}))
+    for tap in taps:
+        if tap == layers:
+            raise UserError(f"tap {tap} would be the state after the last norm of {target.identity.name}, which is no "
+                            f"layer's output; its last layer is {last}, choose from 0 to {last}")
+        if not 0 <= tap < layers:
+            raise UserError(f"tap {tap} is not a layer of {target.identity.name}; choose from 0 to {last}")
+    return tuple(taps)
+
+
+def check_ascending(taps: Sequence[int] | None) -> None:
+    """Refuse tapped layers that are none, or out of order. Raises UserError."""
+    if taps is not None and (not taps or list(taps) != sorted(set(taps))):
+        raise UserError(f"taps must be ascending numbers of layers, at least one, got {list(taps)}")
+
+
+def columns_for(taps: Sequence[int], former_EF: Tensor, former_taps: Sequence[int]) -> Tensor:
+    """The weight of a layer that joins tapped states, with columns of zeros for further taps.
+
+    Args:
+        taps: that are joined now.
+        former_EF: the weight, with columns for each former tap.
+        former_taps: among the taps.
+    """
+    former_ETD = torch.unflatten(former_EF.detach(), 1, (len(former_taps), -1))
+    columns_ETD = former_ETD.new_zeros(len(former_ETD), len(taps), former_ETD.shape[-1])
+    columns_ETD[:, [taps.index(tap) for tap in former_taps]] = former_ETD
+    return columns_ETD.flatten(1)
 
 
 def block_like(target: Target, rope_base: float | None = None) -> BlockConfig:

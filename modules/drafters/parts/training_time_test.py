@@ -13,8 +13,12 @@ combined with the few diagonal scores by their log-sum-exp: memory grows with J,
 A drafter of blocks (Falcon, arXiv:2412.12639) has several positions in one step: those of a block see each other, the
 blocks before it and the text up to the start of the draft.
 
-Shapes: B rows, L positions, K positions of a block, H query heads, G key-value heads, R query heads of a key-value
-head, E head dimension, J steps, X head dimension with room for the diagonal.
+A drafter of blocks over the target's states (DFlash, arXiv:2602.06036) has keys of the text that are no layer's output:
+the S slots of a block see those up to the position p after which the block starts, and each other.
+
+Shapes: B rows, L positions, A of them after which blocks start, K positions of a block, S slots of one, H query heads,
+G key-value heads, R query heads of a key-value head, E head dimension, J steps, X head dimension with room for the
+diagonal.
 """
 
 from collections.abc import Iterator
@@ -135,6 +139,48 @@ def block_attentions(features: Features, size: int) -> Iterator[BlockAttention]:
         positions_BN = torch.cat([text.positions_BN + first + place for place in range(size)], dim=1)
         yield BlockAttention(positions_BN=positions_BN, visible_BNW=text.visible_BNW, block=block, size=size,
                              written=written, keys=keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotAttention(AttentionContext):
+    """Attention context of the slots of one block after each of A positions; the queries of the slots are concatenated,
+    [S * A]. Memory grows with A and with the text, not with their product but for the mask of sampled positions."""
+
+    slots: int
+    """Slots of a block, S."""
+    causal: bool
+    """Whether a slot sees those before it and itself alone, or all slots of its block."""
+    text: dict[int, tuple[Tensor, Tensor]]
+    """Keys and values of the text by layer, [B, G, L, E] each, to be filled before the slots run."""
+
+    @classmethod
+    def after(cls, text: AttentionContext, features: Features, indices_BA: Tensor | None, slots: int, *, causal: bool
+              ) -> "SlotAttention":
+        """The context of blocks whose first slot is one position after each index.
+
+        Args:
+            text: the context of the rows.
+            features: the rows.
+            indices_BA: the indices in their rows; None for all.
+        """
+        positions_BA, visible = text.positions_BN, text.visible_BNW
+        if indices_BA is not None:
+            order_L, positions_BA = torch.arange(positions_BA.shape[1], device=indices_BA.device), positions_BA.gather(
+                1, indices_BA)
+            own_BA1 = features.segments_BL.gather(1, indices_BA)[..., None]
+            visible = (features.segments_BL[:, None] == own_BA1) & (order_L <= indices_BA[..., None])
+        positions_BN = torch.cat([positions_BA + 1 + slot for slot in range(slots)], dim=1)
+        return cls(positions_BN=positions_BN, visible_BNW=visible, slots=slots, causal=causal, text={})
+
+    def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
+        """Attention output over the text and the slots of the heads' own block, [B, H, S * A, E]."""
+        past, visible = self.text[layer], self.visible_BNW
+        if not _needs_no_room(visible, query_BHNE):
+            past, visible = _with_room(*past), _with_column(visible, key_BGNE.dtype)
+        own = list(zip(key_BGNE.chunk(self.slots, dim=2), value_BGNE.chunk(self.slots, dim=2), strict=True))
+        read = [_joined(query_BHAE, _Keys(past, visible, own[: slot + 1] if self.causal else own))
+                for slot, query_BHAE in enumerate(query_BHNE.chunk(self.slots, dim=2))]
+        return torch.cat(read, dim=2)
 
 
 def _needs_no_room(visible: Sight, query_BHLE: Tensor) -> bool:

@@ -18,9 +18,9 @@ from draftsmith.modules import (
     Target,
     UserError,
 )
-from draftsmith.modules.drafters.eagle3 import chosen_taps
 from draftsmith.modules.drafters.eagle_base import EagleDrafter, EagleState
 from draftsmith.modules.drafters.parts.decoder_block import AttentionContext
+from draftsmith.modules.drafters.parts.feature_drafter import chosen_taps
 from draftsmith.modules.drafters.parts.training_time_test import Rollout
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.trainers.drafters.eagle import EagleModule, EagleTrainConfig

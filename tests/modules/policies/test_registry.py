@@ -56,6 +56,7 @@ def test_a_name_becomes_its_policy(tiny_target: Target, name: str, kind: type[Po
     ("chain-0", "'chain-0' ends in '0'; chain wants a whole number of at"),
     ("specdec-1", "'specdec-1' ends in '1'; specdec wants a number above 0 and below 1, such as specdec-0.7"),
     ("specdec-0.7.1", "specdec wants a number above 0"), ("specdec-", "specdec wants a number above 0"),
+    ("confident-1", "'confident-1' ends in '1'; confident wants a number above 0 and below 1"),
     ("sure-2", "'sure-2' ends in '2'; sure wants a number above 0 and below 1, such as sure-0.3"),
     ("none-3", "'none-3' ends in '3'; none drafts nothing: leave the number out"),
     ("eagle2-1", "eagle2 wants a whole number of at least 2"), ("static-x", "static wants a whole number"),
@@ -73,6 +74,8 @@ def test_no_policy_asks_for_more_than_there_is(tiny_target: Target) -> None:
         policy_named("static-7", TREE, medusa)
     with pytest.raises(UserError, match="the tree is 30 tokens deep, but this medusa drafter answers"):
         policy_named("chain-30", TREE, medusa)
+    with pytest.raises(UserError, match="the policy confident needs a drafter that judges its guesses, a block"):
+        policy_named("confident", TREE, CASES["block-markov"].make(tiny_target))
     grown = policy_named("eagle2-40", TREE, medusa)
     assert isinstance(grown, Eagle2Tree)
     assert grown.depth == medusa.reach
@@ -84,7 +87,8 @@ POINTS = ("static", "chain-2", "eagle2", "stopping", "early-exit", "sure-0.05")
 
 @pytest.mark.parametrize("family", ["medusa", "eagle"])
 @pytest.mark.parametrize(("name", "temperature"), some_long([
-    *((name, 0.0) for name in ("static", "chain-2", *(name for name in POLICIES[2:] if name not in (SPARSE, SPECDEC)))),
+    *((name, 0.0) for name in ("static", "chain-2", *(name for name in POLICIES[2:]
+                                                      if name not in (SPARSE, SPECDEC, "confident")))),
     *((name, 1.0) for name in POINTS)
 ], 3))
 def test_no_policy_changes_an_answer(tiny_target_f64: Target, name: str, family: str, temperature: float) -> None:

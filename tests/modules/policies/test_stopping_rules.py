@@ -18,6 +18,7 @@ from draftsmith.modules import (
     UserError,
     exact_rule,
 )
+from draftsmith.modules.policies.stopping_rules import JudgedPath
 from support.fixed_length import FixedLength
 from support.goodness_of_fit import chi2_bound, g_statistic
 from support.tables import DepthDrafter, TableDrafter, draws_for, random_log_probs
@@ -36,6 +37,7 @@ RULES: dict[str, StoppingRule] = {
     "product": PathProbability(0.2),
     "exit": EarlyExit(0.5),
     "risk": RejectionRisk(first_component, SamplingSetting(temperature=1.0), 0.6, 1),
+    "judged": JudgedPath(lambda state_BD, step: 2 + state_BD[:, 0] - step, 0.5),
 }
 
 

@@ -135,7 +135,7 @@ def test_scores_come_from_the_states_that_a_drafter_shows(tiny_target_f64: Targe
     class Watching(FixedLength):
         reads_states = True
 
-        def judge(self, state_BD):  # type: ignore[no-untyped-def]
+        def judge(self, state_BD, step):  # type: ignore[no-untyped-def]
             recorded.append(state_BD)
             return state_BD[:, 0]
 

@@ -30,12 +30,12 @@ OWN = {
                            "train.num_nodes"),
     "another draw": ("train.seed",),
     "another version of the user's target": ("retarget",),
-    "checkpoints of other projects": ("drafter.tie_blocks", "drafter.rope_base", "drafter.bias", "drafter.taps",
+    "checkpoints of other projects": ("drafter.tie_blocks", "drafter.rope_base", "drafter.bias",
                                       "head.tie_blocks"),
     "a draft model of the user's own shape or weights": (
         "drafter.hidden_size", "drafter.folder"),
     "drafts that decode through the target's layers or several tokens a pass": (
-        "drafter.copies", "drafter.mask_token_id"),
+        "drafter.copies",),
     "training on another device than the target's": ("train.accelerator",),
 }
 """Keys that no shipped recipe sets, by what they are for."""

@@ -26,7 +26,7 @@ SHARED = [HealthCheck.function_scoped_fixture]
 
 WEIGHTS = (1.0, 0.8, 0.64)
 IDS = torch.arange(5, 95, 3)
-NAMES = ("hard", "soft", "reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid")
+NAMES = ("hard", "argmax", "hard_tvd", "soft", "reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid")
 
 
 def ragged(target: Target, lengths: tuple[int, ...] = (9, 4, 12)) -> Features:
@@ -126,7 +126,7 @@ def test_a_known_number_of_labels_changes_nothing(more: int, name: str, tiny_tar
     found = run(drafter, tiny_target_f64, counted, name, 4 * len(IDS), feature_weight=3.0)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)
-    assert len(supervise(counted, (1, 2, 3)).labels_N) == counted.labels_at_most
+    assert len(supervise(counted, (1, 2, 3)).labels_NK) == counted.labels_at_most
 
 
 def test_a_number_of_labels_is_counted_where_rows_leave_the_host(tiny_target: Target) -> None:
@@ -258,7 +258,7 @@ def test_supervision_equals_the_token_by_token_twin(data: st.DataObject) -> None
     index = torch.tensor([0, -1, 1, 2, -1, 3])
     found = supervise(features, offsets, index)
     pairs = {(int(source), step, int(label)) for sources, valid, label
-             in zip(found.sources_NK, found.valid_NK, found.labels_N, strict=True)
+             in zip(found.sources_NK, found.valid_NK, found.labels_NK[:, 0], strict=True)
              for step, (source, real) in enumerate(zip(sources, valid, strict=True)) if real}
     asked = [(row, place, step) for row in range(rows) for place in range(length) for step in range(len(offsets))
              if supervised(features, row, place, offsets[step])]
@@ -353,7 +353,7 @@ def test_rank_hits_against_topk() -> None:
 
 
 def test_figures_are_means_and_the_estimate_is_a_chain() -> None:
-    columns = {"count": 10.0, "missed": 10.0, "loss": 20.0, "top1": 8.0, "top5": 9.0}
+    columns = {"count": 10.0, "missed": 10.0, "loss": 20.0, "share": 10.0, "top1": 8.0, "top5": 9.0}
     row = [columns.get(name, 0.0) for name in COLUMNS]
     figures = describe(torch.tensor([row, row], dtype=torch.float64), (1.0, 0.5), (2, 3))
     assert figures["loss"] == pytest.approx(2.0)

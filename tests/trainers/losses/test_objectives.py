@@ -120,5 +120,5 @@ def test_a_teacher_is_required(tiny_target_f64: Target) -> None:
 
 
 def test_an_unknown_objective_is_refused() -> None:
-    with pytest.raises(UserError, match=r"objective must be one of hard, soft, reverse_kl, .*got 'firm'"):
+    with pytest.raises(UserError, match=r"objective must be one of hard, argmax, soft, reverse_kl, .*got 'firm'"):
         TrainConfig(objective="firm")  # type: ignore[arg-type]

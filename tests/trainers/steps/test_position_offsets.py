@@ -9,11 +9,11 @@ import torch
 from draftsmith.modules import Eagle3Config, Features, Target, UserError
 from draftsmith.modules.drafters.falcon import FalconConfig
 from draftsmith.trainers import fit
-from draftsmith.trainers.drafters import position_offsets
 from draftsmith.trainers.drafters.eagle import EagleModule, EagleTrainConfig
 from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
 from draftsmith.trainers.drafters.falcon import FalconModule, FalconTrainConfig
-from draftsmith.trainers.drafters.position_offsets import PositionConfig, with_offsets
+from draftsmith.trainers.steps import position_offsets
+from draftsmith.trainers.steps.position_offsets import PositionConfig, with_offsets
 from support.cycle import CycleData, cycle_target
 from torch import Tensor
 

@@ -1,0 +1,357 @@
+"""Drafters of blocks over the target's states: one backbone scores all slots of a block in one run, and a correction
+lets each guess depend on those before it (DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147; JetSpec,
+arXiv:2606.18394).
+
+After a text that ends at its token p, whose next token x_{p+1} the target chose, the S slots of a block take the
+positions p + 1, p + 2, ...: the first reads the embedding of x_{p+1}, the others that of a mask. The tapped states of
+the text, fused, are keys and values of every layer: they have no query, so that each is read once, when it is observed.
+With `aligned: next` slot k predicts the token at p + 2 + k, with `aligned: same` that of its own position, p + 1 + k,
+which the first slot knows already.
+
+Shapes: B rows, L positions, A of them after which blocks start, S slots, K draft steps, D hidden size, X width of a
+state, N new positions, R rows of a decoding state, F frontier nodes, P numbers of a path, Q entries of the draft
+vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..features import Features
+from ..interfaces.drafter import Drafts
+from ..interfaces.family_card import FamilyCard
+from ..interfaces.optional_parts import JudgesGuesses
+from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
+from ..target.model import Target
+from .corrections.correction import Correction, CorrectionName
+from .corrections.markov import Markov
+from .parts.block_cache import BlockRows
+from .parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock, RMSNorm
+from .parts.feature_drafter import (
+    FIRST_OFFSET,
+    FeatureConfig,
+    FeatureDrafter,
+    block_like,
+    check_ascending,
+    chosen_taps,
+    columns_for,
+    last_norm,
+)
+from .parts.mask_tokens import useful
+from .parts.shared_embeddings import Sizes
+from .parts.training_time_test import SlotAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDraftConfig(FeatureConfig):
+    """The shape of a drafter of blocks."""
+
+    training_only = frozenset({"anchors"})
+    taps: tuple[int, ...] | None = None
+    """Layers of the target, from 0, whose outputs are read, ascending; None takes a low, a middle and a high one, as
+    for EAGLE-3. The papers have five, evenly spaced."""
+    num_layers: int = 2
+    """Decoder layers of the backbone; the papers have 5, DSpark's ablation 2."""
+    block_size: int = 5
+    """Slots of a block, S, that of the root's token included."""
+    aligned: Literal["next", "same"] = "next"
+    """What a slot predicts: `next`, the token after its own position (DSpark), or `same`, the one at it (DFlash), with
+    which a block drafts a token fewer."""
+    causal: bool = True
+    """Whether a slot sees the slots before it alone (JetSpec) or the whole block (DFlash, DSpark)."""
+    correction: CorrectionName = "none"
+    """Lets a guess depend on the tokens before it in its block. `markov`: a low-rank bigram table (DSpark), `gated` and
+    `rnn` its two other forms; `none`: each slot guesses alone, as in DFlash."""
+    rank: int = 64
+    """Rank of the correction; DSpark's is 256."""
+    confidence: bool = False
+    """Whether the drafter also learns the chance that each of its guesses is accepted, from the slot and the token
+    before (DSpark); the policy `confident` ends drafts by it."""
+    mask_token_id: int | None = None
+    """Token of the target that stands for a mask, whose embedding the slots after the first read; one that no text has.
+    None trains a row of the drafter's own, which serving engines cannot hold."""
+    anchors: int | None = None
+    """Most places of a row after which a block is trained, drawn anew in each step; None trains one after every token.
+    The papers draw 512."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ascending(self.taps)
+        if self.aligned == "same" and self.block_size == 1:
+            raise UserError("block_size is 1 and aligned 'same', and the only slot would predict the token that it "
+                            "reads; set block_size to at least 2, or aligned to next")
+
+        if self.confidence and self.correction == "none":
+            raise UserError("confidence judges a guess by the token before it, and correction is 'none', which reads "
+                            "none; set correction to markov, or confidence to false")
+
+    @property
+    def num_steps(self) -> int:
+        """Tokens that a block drafts."""
+        return self.block_size - (self.aligned == "same")
+
+    def carries(self, name: str, former: Any) -> bool:
+        """Further layers pass the state on, `fc` reads nothing of further taps, a new correction corrects nothing, and
+        causal slots do not depend on those after them."""
+        match name:
+            case "num_layers":
+                grown = former < self.num_layers
+            case "taps":
+                grown = set(former) < set(self.taps or ())
+            case "block_size":
+                grown = self.causal and former < self.block_size
+            case "correction":
+                grown = former == "none"
+            case _:
+                grown = name == "confidence" and not former
+        return super().carries(name, former) or bool(grown)
+
+
+class BlockState(DraftState):
+    """The layers' cache of each row's text, and the block and the paths of the tree that grows.
+
+    Args:
+        rows: the cache; the slots of a block take places after the text and are never committed.
+    """
+
+    slots_RKX: Tensor
+    """What the correction reads of each slot that guesses."""
+    nodes_RF: Tensor
+    """The nodes that were expanded last."""
+    paths_RFP: Tensor
+    """What the correction keeps of each node's path."""
+
+    def __init__(self, rows: BlockRows) -> None:
+        self.rows, self.held, self.caches = rows, (rows.cache,), (rows.cache,)
+        self.drop_tree()
+
+    def drop_tree(self) -> None:
+        """Discard the tree with its block."""
+        self.level = 0
+        self.rows.drop_tree()
+
+
+class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
+    """A backbone over the target's states, and a correction.
+
+    Own weights, named as in DFlash: `fc.weight` [D, taps D], `hidden_norm.weight`, `layers.{i}.*` of Qwen3's layers,
+    `norm.weight`; without a mask token `mask_embedding` [D]; with a correction `correction.markov_w1.weight` [V, rank],
+    `correction.markov_w2.weight` [Q, rank] and `correction.{gate_proj,joint_proj}.{weight,bias}`; with a confidence
+    `confidence.{weight,bias}` and `judge_temperatures_K`; with a reduced vocabulary its ids, `token_ids` [Q].
+    The target's embedding and output layer are borrowed. Make a new one with `BlockDraft.create`.
+
+    Args:
+        config: its settings, `taps` included.
+        sizes: of the target.
+        block: the shape of its layers.
+    """
+
+    family = "block"
+    card = FamilyCard(
+        name="DFlash, DSpark, JetSpec", papers=("2602.06036", "2607.05147", "2606.18394"),
+        guesses="decoder layers over several of the target's states guess a block of tokens in one run; a correction "
+                "reads those before each guess",
+        cost="one run of the layers for a tree, and one of the correction for each level; learns more slowly than "
+             "EAGLE-3",
+    )
+    export_refusal = "no layout of this family is written yet; decode the artifact with draftsmith"
+    config: BlockDraftConfig
+    config_class = BlockDraftConfig
+    mask_id: Tensor
+
+    def __init__(self, config: BlockDraftConfig, sizes: Sizes, block: BlockConfig) -> None:
+        super().__init__(config, sizes, block)
+        if config.taps is None:
+            raise UserError("the taps of a drafter of blocks must be set; use BlockDraft.create, which chooses them")
+        self.taps, self.num_layers, self.block_size = config.taps, config.num_layers, config.block_size
+        self.reach = self.trained_steps = config.num_steps
+        self.offsets = tuple(range(FIRST_OFFSET, FIRST_OFFSET + config.num_steps))
+        width, eps = block.hidden_size, block.norm_eps
+        self.fc = nn.Linear(len(config.taps) * sizes.hidden_size, width, bias=False)
+        self.hidden_norm = RMSNorm(width, eps=eps)
+        self.layers = nn.ModuleList(DecoderBlock(block, layer, qk_norm=True) for layer in range(config.num_layers))
+        self.norm = RMSNorm(width, eps=eps)
+        if config.mask_token_id is None:
+            self.mask_embedding = nn.Parameter(torch.full((width,), torch.nan))
+        else:
+            self.register_buffer("mask_id", torch.tensor(config.mask_token_id), persistent=False)
+        entries = config.vocabulary_size or sizes.vocab_size
+        self.correction = Correction(width) if config.correction == "none" else Markov(
+            width, config.rank, sizes.vocab_size, entries, config.correction)
+        self.state_size = self.correction.state_size
+        self.judges = config.confidence
+        self.confidence = nn.Linear(width + config.rank, 1) if config.confidence else None
+        if config.confidence:
+            self.register_buffer("judge_temperatures_K", torch.ones(config.num_steps))
+
+    @classmethod
+    def fitted(cls, config: BlockDraftConfig, target: Target) -> tuple[BlockDraftConfig, BlockConfig]:
+        """(settings with the taps chosen, shape of the layers). Raises UserError when taps or mask do not fit."""
+        if (mask := config.mask_token_id) is not None:
+            if not 0 <= mask < target.vocab_size:
+                raise UserError(f"mask_token_id must lie between 0 and {target.vocab_size - 1}, the rows of the "
+                                f"target's embedding, got {mask}")
+            # Rows after the tokenizer's last token, and tokens added for other purposes, stand in no text.
+            reserved = {*target.tokenizer.added_tokens_decoder} - {*target.tokenizer.all_special_ids, *target.eos_ids}
+            if mask < len(target.tokenizer) and mask not in reserved:
+                raise UserError(f"mask_token_id {mask} is {target.tokenizer.decode([mask])!r} to "
+                                f"{target.identity.name}, a token that its text has; choose the id of a reserved "
+                                "token, or leave mask_token_id out for a row of the drafter's own")
+        return replace(config, taps=chosen_taps(config.taps, target)), block_like(target, config.rope_base)
+
+    def initialise(self, target: Target) -> None:
+        """Let the context be the highest tap, and every slot pass on what it reads to the target's last norm."""
+        self.fc.weight.zero_()
+        self.fc.weight[:, -self.hidden_size :] = torch.eye(self.hidden_size, device=self.fc.weight.device)
+        for layer in self.layers:
+            cast(DecoderBlock, layer).zero_output()
+        self.norm.weight.copy_(last_norm(target, self.block.norm_eps))
+        table_VD = target.model.get_input_embeddings().weight
+        if self.config.mask_token_id is None:
+            self.mask_embedding.copy_(table_VD.mean(0))
+        self.correction.initialise(table_VD)
+        if self.confidence is not None:
+            nn.init.zeros_(self.confidence.weight)
+            nn.init.zeros_(self.confidence.bias)
+
+    def carried(self, start: Self) -> dict[str, Tensor]:
+        """The start's tensors; `fc` has columns of zeros for further taps."""
+        return {**super().carried(start), "fc.weight": columns_for(self.taps, start.fc.weight, start.taps)}
+
+    def project(self, hidden: Tensor, step: int) -> Tensor:
+        """Draft logits [..., Q] of states [..., X]: the target's output layer, corrected."""
+        return self.correction.correct(super().project(hidden[..., : self.hidden_size], step), hidden)
+
+    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
+        """The trained weights that `project` and `judge` read."""
+        judging = () if self.confidence is None else tuple(self.confidence.parameters())
+        return (*self.correction.output_parameters(), *judging)
+
+    def judge(self, states: Tensor, step: int) -> Tensor:
+        """Logit of the acceptance, from the slot's state and W1 of the token before."""
+        if self.confidence is None:
+            raise ValueError("this drafter does not judge its guesses: its setting confidence is false")
+        logit: Tensor = self.confidence(states[..., : self.hidden_size + self.config.rank])[..., 0]
+        return logit / self.judge_temperatures_K[step]
+
+    def context(self, taps: dict[int, Tensor]) -> Tensor:
+        """The states of the text that all layers read, [B, N, D]."""
+        fused_BND: Tensor = self.hidden_norm(self.fc(torch.cat(self.tapped(taps), dim=-1)))
+        return fused_BND
+
+    def slots(self, roots_BA: Tensor, attention: AttentionContext) -> Tensor:
+        """States of the slots that guess, [B, A, K, D], of blocks with these first tokens."""
+        mask_D = self.mask_embedding if self.config.mask_token_id is None else self.embed(self.mask_id)
+        first_BAD = self.embed(roots_BA)
+        # Slot by slot, so that each slot's states of all blocks are adjacent.
+        hidden_BND = torch.cat([first_BAD, *[mask_D.expand_as(first_BAD)] * (self.block_size - 1)], dim=1)
+        for layer in self.layers:
+            hidden_BND = layer(hidden_BND, attention)
+        guessing = hidden_BND.chunk(self.block_size, dim=1)[self.block_size - self.config.num_steps :]
+        states_BAKD: Tensor = self.norm(torch.stack(guessing, dim=2))
+        return states_BAKD
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def forward(self, features: Features) -> Drafts:
+        """States of all draft steps along the true tokens: in training after sampled places, if the settings say so,
+        otherwise after every position.
+
+        A step is learned where all tokens up to its label are supervised: a draft starts nowhere else, and reaches no
+        token beyond a gap.
+
+        Raises:
+            UserError: if the rows are too short for a block.
+        """
+        length, steps = features.tokens_BL.shape[1], self.config.num_steps
+        if self.training and length < steps + FIRST_OFFSET:
+            raise UserError(f"{steps} draft steps need rows of at least {steps + FIRST_OFFSET} tokens, got {length}; "
+                            "lower block_size, or raise row_length")
+        indices_BA: Tensor | None = None
+        valid_BAK = useful(features, 1 + steps)[..., 1:] if self.training else None
+        if valid_BAK is not None and self.config.anchors is not None and self.config.anchors < length:
+            chance_BL = torch.rand(valid_BAK.shape[:2], device=valid_BAK.device).masked_fill(~valid_BAK[..., 0], 2.0)
+            indices_BA = chance_BL.topk(self.config.anchors, largest=False).indices.sort().values
+            valid_BAK = valid_BAK.gather(1, indices_BA[..., None].expand(-1, -1, steps))
+        text = AttentionContext.training(features)
+        attention = SlotAttention.after(text, features, indices_BA, self.block_size, causal=self.config.causal)
+        context_BLD = self.context(features.taps)
+        for number, layer in enumerate(self.layers):
+            attention.text[number] = cast(DecoderBlock, layer).self_attn.keys(context_BLD, text)
+        order_L = torch.arange(length, device=features.tokens_BL.device)
+        places_BA = order_L.expand_as(features.tokens_BL) if indices_BA is None else indices_BA
+        # Beyond a row's end stands its last token; no step learns there.
+        before_BAK = torch.stack([features.tokens_BL.gather(1, (places_BA + 1 + step).clamp(max=length - 1))
+                                  for step in range(steps)], dim=-1)
+        slots_BAKX = self.correction.begin(self.slots(before_BAK[..., 0], attention))
+        path_BAP, states = slots_BAKX.new_zeros(*before_BAK.shape[:2], self.correction.path_size), []
+        for step in range(steps):
+            path_BAP, state_BAX = self.correction.extend(slots_BAKX[:, :, step], path_BAP, before_BAK[..., step])
+            states.append(state_BAX)
+        return Drafts(hidden_BLKD=torch.stack(states, dim=2), offsets=self.offsets, valid_BLK=valid_BAK,
+                      indices_BL=indices_BA)
+
+    # Decoding --------------------------------------------------------------------------------------------------------
+
+    def start(self, rows: int, capacity: int) -> BlockState:
+        """A state in which no row has been observed yet."""
+        self.pack_linears()
+        # The slots of a block take places after the text for one pass, whatever the tree.
+        return BlockState(BlockRows(self.num_layers, rows, capacity + self.block_size, self.fc.weight.device))
+
+    @torch.no_grad()
+    def observe(self, state: BlockState, rows_R: Tensor, observation: Observation) -> None:
+        """Add the keys and values of the new positions to every layer's cache."""
+        state.drop_tree()
+        padding_RN1 = ~observation.real_BN[..., None]
+        taps = {layer: states.masked_fill(padding_RN1, 0) for layer, states in observation.taps.items()}
+        rows, counts = observation.on_host(rows_R)
+        attention = state.rows.read(rows, observation.tokens_BN.shape[1])
+        with self.packing.installed():
+            context_RND = self.context(taps)
+            for number, layer in enumerate(self.layers):
+                state.rows.cache.write(number, *cast(DecoderBlock, layer).self_attn.keys(context_RND, attention))
+        state.rows.commit(observation.counts_B, counts)
+
+    @torch.no_grad()
+    def expand(self, state: BlockState, frontier: Frontier) -> Scores:
+        """Scores of the children of one level of the tree; without a correction of all levels at once. The backbone
+        runs for the root alone.
+
+        Raises:
+            ValueError: if the level is deeper than a block.
+        """
+        (rows, width), step, steps = frontier.nodes_BF.shape, state.level, self.config.num_steps
+        if step == (1 if self.config.correction == "none" else steps):
+            raise ValueError(f"a block of {self.block_size} slots drafts {steps} tokens, all of them asked for already")
+        with self.packing.installed():
+            if step == 0:
+                attention = state.rows.read(list(range(rows)), self.block_size, causal=self.config.causal)
+                state.slots_RKX = self.correction.begin(self.slots(frontier.tokens_BF, attention)[:, 0])
+                paths_RFP = state.slots_RKX.new_zeros(rows, width, self.correction.path_size)
+            else:
+                columns_RF = frontier.parents_among(state.nodes_RF)
+                paths_RFP = state.paths_RFP.gather(1, columns_RF[..., None].expand(-1, -1, self.correction.path_size))
+            state.level, state.nodes_RF = step + 1, frontier.nodes_BF
+            if self.config.correction == "none":
+                return Scores.from_logits(self.project(state.slots_RKX, 0)[:, None], self.token_ids)
+            slot_RFX = state.slots_RKX[:, step, None].expand(-1, width, -1)
+            state.paths_RFP, states_RFX = self.correction.extend(slot_RFX, paths_RFP, frontier.tokens_BF)
+            logits_RFQ = self.project(states_RFX, step)
+        return Scores.from_logits(logits_RFQ[:, :, None], self.token_ids, states_RFX[:, :, None])
+
+    def expand_bytes(self) -> int:
+        """Bytes of an average call: the layers, which run once for a tree, and the output layer with the correction."""
+        layers = sum(weight.nbytes for weight in self.layers.parameters())
+        calls = 1 if self.config.correction == "none" else self.config.num_steps
+        looked_up = {id(part.weight) for part in self.correction.modules() if isinstance(part, nn.Embedding)}
+        apart = sum(weight.nbytes for weight in self.correction.parameters() if id(weight) not in looked_up)
+        return layers // calls + apart + self.output_rows().weight_QD.nbytes
+
+    def observe_bytes(self) -> int:
+        """Bytes of `fc` and of the layers' projections to keys and values."""
+        read = [cast(DecoderBlock, layer).self_attn for layer in self.layers]
+        return self.fc.weight.nbytes + sum(part.k_proj.weight.nbytes + part.v_proj.weight.nbytes for part in read)

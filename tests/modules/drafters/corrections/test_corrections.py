@@ -1,0 +1,268 @@
+"""Corrections of a block's guesses: what they are at the start, that some text needs them, and that samples drawn with
+them leave the target's law exact."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.modules import (
+    BlockDraft,
+    BlockDraftConfig,
+    DecodeSettings,
+    Features,
+    Frontier,
+    Observation,
+    Request,
+    Target,
+    Topology,
+    UserError,
+    decode,
+    policy_named,
+)
+from draftsmith.modules.drafters.block import BlockState
+from draftsmith.modules.tuning.confidence_calibration import TEMPERATURES, calibrate_judgement
+from draftsmith.modules.verification.acceptance_rules import reject_siblings
+from draftsmith.trainers import BlockModule, BlockTrainConfig
+from references.rejection import level_law
+from support.families import randomised
+from torch import Tensor
+
+NAMES = ("markov", "gated", "rnn")
+IDS = torch.tensor([5, 9, 30, 31, 60, 61])
+
+
+def features_of(target: Target, drafter: BlockDraft) -> Features:
+    return target.encode(Features.from_rows([(list(range(20, 32)), [True] * 12)]), drafter.taps)
+
+
+def logits(drafter: BlockDraft, features: Features) -> Tensor:
+    hidden = drafter(features).hidden_BLKD
+    return torch.stack([drafter.project(hidden[:, :, step], step) for step in range(hidden.shape[2])], dim=2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_new_correction_corrects_nothing(name: Any, tiny_target: Target) -> None:
+    """Also one that is added to a trained drafter without one, and after an artifact's rebuilding."""
+    config = BlockDraftConfig(block_size=3, num_layers=1, rank=8)
+    plain = randomised(BlockDraft.create(config, tiny_target))
+    drafter = BlockDraft.create(replace(config, correction=name), tiny_target, start=plain).eval()
+    other = BlockDraft.rebuild(drafter.describe(), tiny_target.identity)
+    other.load_state_dict(drafter.state_dict())
+    other.bind(tiny_target)
+    features = features_of(tiny_target, plain)
+    with torch.no_grad():
+        wanted = logits(plain, features)
+        assert torch.equal(logits(drafter, features), wanted)
+        assert torch.equal(logits(other.eval(), features), wanted)
+        assert not torch.allclose(logits(randomised(drafter), features), wanted)
+
+
+@pytest.mark.parametrize("name", ["markov", pytest.param("rnn", marks=pytest.mark.long)])
+def test_the_token_after_an_unknown_one_needs_the_correction(name: Any, tiny_target: Target) -> None:
+    """Text of pairs (u, v(u)) with random u: after the end of a pair, u is unknown to every slot, and v follows it."""
+    torch.manual_seed(0)
+    firsts = torch.randint(20, 28, (20, 12))
+    rows = torch.stack([firsts, firsts + 30], dim=2).flatten(1).tolist()
+    shares = {}
+    for correction in ("none", name):
+        module = BlockModule(tiny_target, BlockTrainConfig(objective="hard", drafter=BlockDraftConfig(
+            block_size=2, num_layers=1, correction=correction, rank=16)))
+        module.configure_model()
+        drafter = module.drafter.train()
+        features, fresh = (tiny_target.encode(Features.from_rows([(row, [True] * 24) for row in some]), drafter.taps)
+                           for some in (rows[:14], rows[14:]))
+        optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-2)
+        for _ in range(60):
+            optimizer.zero_grad()
+            module.loss(features).total.div(100).backward()
+            optimizer.step()
+        with torch.no_grad():
+            # After index 2 i the root ends the pair; offset 2 is the next first token, offset 3 its second.
+            guesses = logits(drafter.eval(), fresh)[:, :20:2, 1].argmax(-1)
+        shares[correction] = float((guesses == fresh.tokens_BL[:, 3:23:2]).float().mean())
+    assert shares[name] > 0.9
+    assert shares["none"] < 0.5
+
+
+def read(drafter: BlockDraft, features: Features) -> BlockState:
+    """Six tokens of the text are read, the seventh is the root."""
+    state = drafter.start(1, 32)
+    drafter.observe(state, torch.tensor([0]), Observation(
+        tokens_BN=features.tokens_BL[:, :6], counts_B=torch.tensor([6]), final_BND=features.final()[:, :6],
+        taps={layer: states[:, :6] for layer, states in features.taps.items()}, roots_B=features.tokens_BL[:, 6]))
+    return state
+
+
+def drafts_of(drafter: BlockDraft, target: Target, temperature: float) -> Callable[[tuple[int, ...]], Tensor]:
+    """q [6] of the children of a path below the root, as decoding makes it."""
+    features = features_of(target, drafter)
+
+    def q_of(path: tuple[int, ...]) -> Tensor:
+        state = read(drafter, features)
+        tokens = [int(features.tokens_BL[0, 6]), *(int(IDS[token]) for token in path)]
+        for depth, token in enumerate(tokens):
+            scores = drafter.expand(state, Frontier(nodes_BF=torch.tensor([[depth]]), tokens_BF=torch.tensor([[token]]),
+                                                    parents_BF=torch.tensor([[depth - 1]])))
+        return (scores.log_probs_BFHQ[0, 0, 0] / temperature).softmax(-1)
+
+    return q_of
+
+
+Law = Callable[[tuple[int, ...]], Tensor]
+
+
+def pair_law(p_of: Law, drawn_of: Law, told_of: Law, keep: Callable[[Tensor], Tensor] | None = None,
+             stops: tuple[int, ...] = ()) -> Tensor:
+    """[V, V] law of two tokens after a tree of two levels with two children each.
+
+    Args:
+        p_of: the target's distribution after a path.
+        drawn_of: from which children are drawn.
+        told_of: by which they are tested.
+        keep: which children of a list [.., 2] stay in the tree.
+        stops: tokens after which nothing is drafted.
+    """
+    def level(path: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        told = told_of(path).log()
+
+        def reject(p: Tensor, log_q: Tensor, lists: Tensor, real: Tensor, marks: Tensor) -> Any:
+            return reject_siblings(p, told.expand_as(log_q), lists, real if keep is None else keep(lists), marks)
+
+        return level_law(reject, p_of(path), drawn_of(path), 2, True)
+
+    accepted, bonus = level(())
+    rows = []
+    for token in range(len(accepted)):
+        below = p_of((token,)) if token in stops else sum(level((token,)))
+        rows.append(accepted[token] * below + bonus[token] * p_of((token,)))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_samples_of_the_corrected_draft_leave_the_targets_law(name: Any, tiny_target_f64: Target) -> None:
+    """By enumeration at temperature 0.7. Tests by the draft without its correction, or at temperature 1, are seen; so
+    is a cut by a number of the drawn token, and not one by a number of the token before it."""
+    config = BlockDraftConfig(block_size=3, num_layers=1, correction=name, rank=4, vocabulary_size=6)
+    drafter = BlockDraft.create(config, tiny_target_f64, IDS)
+    drafter = randomised(drafter.to(torch.float64))
+    drafter.correction.markov_w2.weight.data *= 8
+    plain = BlockDraft.create(replace(config, correction="none"), tiny_target_f64, IDS).double().eval()
+    plain.load_state_dict({key: value for key, value in drafter.state_dict().items() if key in plain.state_dict()})
+    chance = torch.Generator().manual_seed(5)
+    table = torch.randn(7, 6, generator=chance, dtype=torch.float64).softmax(-1)
+
+    def p_of(path: tuple[int, ...]) -> Tensor:
+        return table[path[-1] if path else 6]
+
+    drawn, hot = drafts_of(drafter, tiny_target_f64, 0.7), drafts_of(drafter, tiny_target_f64, 1.0)
+
+    def uncorrected(path: tuple[int, ...]) -> Tensor:
+        features = features_of(tiny_target_f64, plain)
+        with torch.no_grad():
+            return (plain.project(plain(features).hidden_BLKD[0, 5, len(path)], 0) / 0.7).softmax(-1)
+
+    wanted = table[6][:, None] * table[:6]
+    torch.testing.assert_close(pair_law(p_of, drawn, drawn), wanted, atol=1e-12, rtol=0)
+    torch.testing.assert_close(pair_law(p_of, drawn, drawn, stops=(1, 4)), wanted, atol=1e-12, rtol=0)
+    for wrong in (pair_law(p_of, drawn, uncorrected), pair_law(p_of, drawn, hot),
+                  pair_law(p_of, drawn, drawn, keep=lambda lists: (lists != 1) & (lists != 4))):
+        assert float((wrong - wanted).abs().max()) > 1e-4
+
+
+# Judgement ------------------------------------------------------------------------------------------------------------
+
+
+def judging(target: Target, **settings: Any) -> BlockModule:
+    torch.manual_seed(2)
+    module = BlockModule(target, BlockTrainConfig(objective="hard_tvd", step_weights=0.5, drafter=BlockDraftConfig(
+        block_size=3, num_layers=1, correction="markov", rank=4, confidence=True, **settings)))
+    module.configure_model()
+    randomised(module.drafter.double())
+    return module
+
+
+def test_the_judgement_learns_the_acceptance_and_does_not_change_it(tiny_target_f64: Target) -> None:
+    """The loss grows by its cross entropy with the acceptance, a constant; a linear layer of the state makes it."""
+    module = judging(tiny_target_f64)
+    drafter, features = module.drafter, features_of(tiny_target_f64, module.drafter)
+    whole = module.loss(features)
+    gradients = torch.autograd.grad(whole.total, list(drafter.parameters()), allow_unused=True)
+    drafter.judges = False
+    apart, drafts = module.loss(features), drafter(features)
+    expected, constant = torch.zeros((), dtype=torch.float64), []
+    for step, offset in enumerate(drafts.offsets):
+        for place in range(12 - offset):
+            state = drafts.hidden_BLKD[0, place, step]
+            q = drafter.project(state, step).softmax(-1)
+            p = tiny_target_f64.logits(features.final()[0, place + offset - 1]).softmax(-1)
+            alpha, chance = torch.minimum(p, q).sum().detach(), drafter.judge(state, step).sigmoid()
+            constant.append(float(alpha))
+            expected = expected - 0.5**step * (alpha * chance.log() + (1 - alpha) * (1 - chance).log())
+    torch.testing.assert_close(whole.total - apart.total, expected, atol=1e-9, rtol=1e-9)
+    wanted = torch.autograd.grad(apart.total + expected, list(drafter.parameters()), allow_unused=True)
+    for found, other in zip(gradients, wanted, strict=True):
+        assert (found is None) == (other is None)
+        if found is not None:
+            torch.testing.assert_close(found, other, atol=1e-8, rtol=1e-8)
+    assert len(set(constant)) > 5
+
+
+def test_a_judgement_is_calibrated_step_by_step(tiny_target_f64: Target) -> None:
+    """The temperatures are those of least error of the product, found one after the other by a plain search."""
+    drafter = judging(tiny_target_f64).drafter
+    drafter.confidence.weight.data *= 4
+    rows = [features_of(tiny_target_f64, drafter)]
+    found = calibrate_judgement(drafter, rows)
+    assert torch.equal(found, drafter.judge_temperatures_K)
+    drafter.judge_temperatures_K.fill_(1.0)
+    with torch.no_grad():
+        drafts, tokens = drafter(rows[0]), rows[0].tokens_BL[0]
+        before, right = torch.ones(12), torch.ones(12)
+        for step, offset in enumerate(drafts.offsets):
+            states = drafts.hidden_BLKD[0, : 12 - offset, step]
+            right = right[: 12 - offset] * (drafter.project(states, step).argmax(-1) == tokens[offset:])
+            errors = {}
+            for temperature in TEMPERATURES:
+                chance = before[: 12 - offset] * (drafter.judge(states, step) / temperature).sigmoid()
+                bins = (chance * 10).long().clamp(max=9)
+                gap = sum(abs(float((chance - right)[bins == one].sum())) for one in range(10)) / len(chance)
+                errors[temperature] = gap
+            chosen = min(TEMPERATURES, key=lambda one: abs(one - float(found[step])))
+            assert errors[chosen] <= min(errors.values()) + 1e-9
+            assert errors[chosen] < max(errors.values()) - 1e-3
+            before = before[: 12 - offset] * (drafter.judge(states, step) / chosen).sigmoid()
+
+
+def test_drafts_end_before_a_guess_that_is_judged_unlikely(tiny_target: Target) -> None:
+    """With an easy threshold the whole block is drafted, with a hard one nothing; answers stay."""
+    drafter = judging(tiny_target).drafter.float()
+    features, tree = features_of(tiny_target, drafter), Topology.chain(3)
+    requests = [Request((5 + row, 9, 30), row, 12) for row in range(3)]
+    plain = decode(tiny_target, requests, DecodeSettings(ignore_eos=True))
+    lengths = {}
+    for share in (0.001, 0.15, 0.999):
+        policy = policy_named(f"confident-{share}", tree, drafter)
+        drafted = decode(tiny_target, requests, DecodeSettings(ignore_eos=True), drafter=drafter, policy=policy)
+        assert [one.tokens for one in drafted.generations] == [one.tokens for one in plain.generations]
+        grown = policy.grow(drafter, read(drafter, features), features.tokens_BL[:, 6])
+        lengths[share] = int(grown.real_BN.sum()) - 1
+    state = read(drafter, features)
+    scores = drafter.expand(state, Frontier(nodes_BF=torch.zeros(1, 1, dtype=torch.long),
+                                            parents_BF=torch.full((1, 1), -1), tokens_BF=features.tokens_BL[:, 6:7]))
+    first = float(drafter.judge(scores.states_BFHD, 0).detach().sigmoid())
+    lengths[first + 0.01] = int(policy_named(f"confident-{first + 0.01:.6f}", tree, drafter).grow(
+        drafter, read(drafter, features), features.tokens_BL[:, 6]).real_BN.sum()) - 1
+    assert (lengths[0.001], lengths[0.999], lengths[first + 0.01]) == (3, 0, 0)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"objective": "hard"}, "confidence learns the acceptance from the target's distribution"),
+    ({"step_weights": "d_pace"}, "with fixed weights of the steps, got objective 'soft' and step_weights 'd_pace'"),
+])
+def test_a_judgement_without_an_acceptance_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        BlockTrainConfig(drafter=BlockDraftConfig(correction="markov", confidence=True), **change)
+    with pytest.raises(UserError, match="confidence judges a guess by the token before it, and correction is 'none'"):
+        BlockDraftConfig(confidence=True)

@@ -1,0 +1,46 @@
+"""Training a drafter of blocks on the target's states and distributions (DFlash, arXiv:2602.06036; DSpark,
+arXiv:2607.05147; JetSpec, arXiv:2606.18394)."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ...modules.drafters.block import BlockDraft, BlockDraftConfig
+from ...modules.errors import UserError
+from ...modules.target.model import Target
+from ..train_config import TrainConfig
+from .eagle_base import FeatureModule, FeatureTrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTrainConfig(FeatureTrainConfig):
+    """Shape and training of a drafter of blocks."""
+
+    drafter: BlockDraftConfig = field(default_factory=BlockDraftConfig)
+    """The drafter."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.drafter.confidence and (self.objective == "hard" or isinstance(self.step_weights, str)):
+            raise UserError("confidence learns the acceptance from the target's distribution, with fixed weights of the"
+                            f" steps, got objective {self.objective!r} and step_weights {self.step_weights!r}; set "
+                            "objective to soft or hard_tvd and step_weights to a number, or confidence to false")
+
+
+class BlockModule(FeatureModule):
+    """A drafter of blocks in training: step k after position p learns the token at p + 2 + k, with the true tokens
+    before it in the block.
+
+    Raises:
+        UserError: if a tap is no layer of the target or the mask a token of its text; see DraftModule for others.
+    """
+
+    drafter_class = BlockDraft
+    config: BlockTrainConfig
+    drafter: BlockDraft
+
+    def __init__(
+        self, target: Target, config: TrainConfig | None = None, *, token_counts: Tensor | None = None
+    ) -> None:
+        super().__init__(target, config, token_counts=token_counts)
+        BlockDraft.fitted(self.config.drafter, target)
