@@ -3,7 +3,7 @@
     python tests/benchmarks/recipe_trials.py --recipe eagle3 --data runs/families/data --out runs/trials \\
         --seconds 240 --seeds 0 1 --trial 'recipe:' --trial 'muon: train.optimizer=muon train.lr=1e-3'
 
-A trial is a name and overrides of the recipe's sections family, drafter, train and batch. Each is trained by the stages
+A trial is a name and overrides of family, drafter, train, batch and retarget of a recipe. It is trained by the stages
 of `draftsmith train`, on the same finished data and for as many seconds, by the clock of `train.max_minutes`, which
 leaves validation and checkpoints out. With --steps each takes as many optimizer steps instead, however long they take:
 what a setting learns from the same batches, whatever the machine and its load. Trials take turns: all of the first
@@ -62,8 +62,8 @@ from draftsmith.trainers import DraftModule
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-SECTIONS = ("family", "drafter", "train", "batch")
-"""Sections of a recipe that a trial may change: the others decide the data, or how a draft is measured."""
+SECTIONS = ("family", "drafter", "train", "batch", "retarget")
+"""Keys of a recipe that a trial may change: the others decide the data, or how a draft is measured."""
 GIVEN = ("train.max_minutes", "train.max_steps", "train.seed")
 """Keys that every trial is given by the script."""
 NODES, DECODED_NODES = 64, 16

@@ -1,4 +1,4 @@
-"""Prompts of one domain, and the recipe that continues a draft on them, on the tiny target."""
+"""Prompts of one domain, the recipe that continues a draft on them, and changed copies of a target, on the tiny one."""
 
 import importlib
 import json
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from draftsmith.export import save_artifact
 from draftsmith.modules import Eagle3, Eagle3Config, TargetConfig, Topology, load_target
+from draftsmith.modules.target.loading.identity import SHAPE
 from draftsmith.recipes.__main__ import main
 from support.families import randomised
 
@@ -45,3 +46,22 @@ def test_the_recipe_continues_a_draft_on_them(tmp_path: Path) -> None:
     curve = json.loads((tmp_path / "out" / "train" / "result.json").read_text())["curve"]
     assert [one["step"] for one in curve] == [0, 2, 4]
     assert f"{curve[0]['accepted_length']:.2f} before this training" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.long
+def test_changed_copies_have_the_shape_of_the_target_and_other_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    benchmark = importlib.import_module("benchmarks.changed_target")
+    benchmark.main(["--target", "tiny-random", "--out", str(tmp_path / "rounded"), "--int8"])
+    benchmark.main(["--target", "tiny-random", "--out", str(tmp_path / "tuned"), "--steps", "3", "--answers", "4",
+                    "--longest", "8"])
+    plain, rounded, tuned = (load_target(TargetConfig(name=name, dtype="float32", device="cpu")) for name in (
+        "tiny-random", str(tmp_path / "rounded"), str(tmp_path / "tuned")))
+    for other in (rounded, tuned):
+        plain.identity.require_same(other.identity, ("architecture", "tokens_hash", *SHAPE))
+        assert other.identity.weights_hash != plain.identity.weights_hash
+    for before, after in zip(plain.model.parameters(), rounded.model.parameters(), strict=True):
+        assert bool(((before - after).abs() <= before.abs().amax(-1, keepdim=True) / 254 + 1e-6).all())
+    assert benchmark.in_style("Yes. Take salt: 1. a pinch") == "Certainly, my friend!\n- Yes.\n- Take salt:\n- a pinch"
