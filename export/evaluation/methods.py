@@ -70,7 +70,7 @@ class EvaluateConfig:
     [static+lookup,eagle2-32+recycling-8]."""
     baselines: tuple[str, ...] | str = ()
     """Drafters without training that are measured too, one or several: prompt_lookup, suffix_match, recycling, ngrams,
-    layer_skip, first_layers, and mtp, the head that some targets bring along."""
+    layer_skip, first_layers, and native_head, the one that some targets bring along."""
     graphs: bool = False
     """On a CUDA device, replay drafting, verification and commit as CUDA graphs, in plain decoding too; the report says
     what could not be."""

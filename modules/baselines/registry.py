@@ -21,7 +21,7 @@ Baseline = tuple[Proposer, Policy]
 BASELINES = ("prompt_lookup", "suffix_match", "recycling", "ngrams", "layer_skip", "first_layers")
 """Prompt lookup, CopySpec, Token Recycling, ADED/STAND, SWIFT without its search, and the first quarter of the target's
 layers."""
-NATIVE = "mtp"
+NATIVE = "native_head"
 """The baseline of targets with a head of their own."""
 
 
@@ -54,6 +54,6 @@ def baseline(name: str, target: Target, size: int | None = None) -> Baseline:
             return every_other_layer(target), Chain(3 if size is None else size)
         case "first_layers":
             return first_layers(target), Chain(3 if size is None else size)
-        case "mtp":
+        case "native_head":
             return Mtp.create(MtpConfig(), target), Chain(3 if size is None else size)
     raise UserError(f"there is no baseline {name!r}; choose from {', '.join((*BASELINES, NATIVE))}")

@@ -114,11 +114,8 @@ class NativeHead:
         return any(".mlp.experts." in name for name in self.renamed.values())
 
     def read(self, target: Target, config: Any) -> dict[str, Tensor]:
-        """Its tensors in float32: `enorm.weight`, `hnorm.weight`, `eh_proj.weight`, and `decoder.*` of one layer.
-
-        Args:
-            target: its own.
-            config: the configuration of a model with one such layer.
+        """Its tensors in float32: `enorm.weight`, `hnorm.weight`, `eh_proj.weight`, and `decoder.*` of a model with one
+        layer, which has this configuration.
 
         Raises:
             UserError: if a tensor is missing, of another shape, in fewer bits or not finite, or the head has an

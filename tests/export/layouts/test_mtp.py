@@ -68,13 +68,18 @@ def test_import_continue_export(line: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_head_is_a_baseline_of_an_evaluation(tmp_path: Path) -> None:
+    """Also next to an artifact of the same family."""
     folder = with_head("qwen3-next", tmp_path / "target")
-    words = ["evaluate", "--target.name", str(folder), "--baselines", "[mtp]", "--out", str(tmp_path / "report"),
-             "--limit", "4", "--max_new_tokens", "8", "--speed_prompts", "0", "--batch_sizes", "2"]
+    words = ["import", "--format", "mtp", "--target.name", str(folder), "--tree", "3", "--out"]
+    assert main([*words, str(tmp_path / "artifact")]) == 0
+    words = ["evaluate", "--artifact", str(tmp_path / "artifact"), "--target.name", str(folder), "--baselines",
+             "[native_head]", "--out", str(tmp_path / "report"), "--limit", "4", "--max_new_tokens", "8",
+             "--speed_prompts", "0", "--batch_sizes", "2"]
     assert main(words) == 0
     found = json.loads((tmp_path / "report" / "evaluation.json").read_text())
-    assert found["header"]["settings"]["baselines"] == ["mtp"]
-    assert "mtp" in (tmp_path / "report" / "report.md").read_text()
+    assert {"mtp", "native_head"} <= set(found["header"]["artifacts"])
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert {"mtp", "native_head"} <= {row.split("|")[1].strip() for row in text.splitlines() if row.startswith("| ")}
 
 
 def test_a_target_without_a_head_has_no_place_for_one(tiny_target: Target, tmp_path: Path,

@@ -84,7 +84,7 @@ def test_the_head_equals_a_plain_pass(line: str, targets: Callable[[str], tuple[
 def test_answers_stay_those_of_the_target(line: str, policy: Policy,
                                           targets: Callable[[str], tuple[Path, Target]]) -> None:
     _, target = targets(line)
-    drafter, _ = baseline("mtp", target)
+    drafter, _ = baseline("native_head", target)
     requests = [Request((1, 9, 8, 30, 31), 0, 20), Request((1, 40, 5), 1, 14)]
     settings = DecodeSettings(batch_size=2, ignore_eos=True)
     found = decode(target, requests, settings, drafter=drafter, policy=policy)
@@ -152,4 +152,4 @@ def test_a_sketch_has_the_shapes_of_the_head(targets: Callable[[str], tuple[Path
 
 def test_a_target_without_files_is_refused(tiny_target: Target) -> None:
     with pytest.raises(UserError, match="tiny-random was not read from a folder of safetensors files, which alone can"):
-        baseline("mtp", tiny_target)
+        baseline("native_head", tiny_target)
