@@ -33,7 +33,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("errors",), ("files",), ("",), ("target.*", "verification"), ("interfaces",), ("drafters.parts", "policies"),
         ("drafters.corrections",), ("drafters",), ("baselines", "decoding"), ("tuning",),
     ),
-    "data": (("prompts",), ("store",), ("answers", "batches")),
+    "data": (("prompts",), ("store",), ("answers", "batches"), ("engines",)),
     "trainers": (
         ("losses",), ("steps",), ("train_config",), ("start", "processes"), ("acceptance_head",), ("base",),
         ("callbacks", "drafters", "families"), ("interruption",), ("fitting",),

@@ -13,9 +13,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 from ...modules import DecodeSettings, Generation, Request, Target, UserError
@@ -33,8 +33,8 @@ PAUSES = (1.0, 4.0, 16.0)
 """Seconds before each repetition of a request that failed on the way or in the server."""
 ANSWER_BYTES = 64 * 2**20
 """Largest response."""
-Outcome = list[int] | Exception | None
-"""Tokens of an answer, the reason why there are none, or None after the deadline."""
+Asked = TypeVar("Asked")
+Given = TypeVar("Given")
 log = logging.getLogger(__name__)
 REMEDY = "set distill.engine: own, or use a server of the same model"
 
@@ -65,7 +65,7 @@ class AnswerServer:
         Raises:
             UserError: if it lists none, or cannot be reached.
         """
-        listed = self._repeated(f"{self.address}/models", None)
+        listed = self.response(f"{self.address}/models", None)
         try:
             models = typed([entry["id"] for entry in listed["data"]], list[str], "data")
         except (MistypedError, KeyError, TypeError) as error:
@@ -92,11 +92,11 @@ class AnswerServer:
                   "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": list(target.eos_ids),
                   "skip_special_tokens": False}
         if self.kind == "openai":
-            content = self._repeated(f"{self.address}/completions", {
+            content = self.response(f"{self.address}/completions", {
                 **common, "model": self.model, "prompt": list(request.tokens), "max_tokens": request.max_new_tokens,
                 "seed": seed, "return_token_ids": True})
         else:
-            content = self._repeated(self.address, {"input_ids": list(request.tokens), "sampling_params": {
+            content = self.response(self.address, {"input_ids": list(request.tokens), "sampling_params": {
                 **common, "max_new_tokens": request.max_new_tokens, "sampling_seed": seed}})
         try:
             if self.kind == "openai":
@@ -134,7 +134,7 @@ class AnswerServer:
         raise UserError(f"{self.address} ended an answer after {len(tokens)} of {request.max_new_tokens} tokens without"
                         f" end token ({finish}); raise its context length, or lower distill.max_new_tokens")
 
-    def _repeated(self, where: str, sent: dict[str, Any] | None) -> Any:
+    def response(self, where: str, sent: dict[str, Any] | None) -> Any:
         """The response to a request, which is repeated where the connection or the server fails."""
         for pause in (*PAUSES, None):
             try:
@@ -173,46 +173,55 @@ class ServerAnswerer(EngineAnswerer):
 
     def _answers(self, requests: Sequence[Request], deadline: float | None) -> list[Generation]:
         """The answered requests in their order; none is sent after the deadline."""
-        waiting: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        for request in requests:
-            waiting.put(request)
-        done: queue.SimpleQueue[tuple[Request, Outcome]] = queue.SimpleQueue()
-        stopped = threading.Event()
 
-        def work() -> None:
-            while not stopped.is_set():
-                try:
-                    request = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                outcome: Outcome = None
-                if deadline is None or time.monotonic() < deadline:
-                    try:
-                        outcome = self.server.answer(request, self.settings, self.target, self.seed_of(request))
-                    # Of any kind: one that ended this thread would leave the caller waiting, who raises it again.
-                    except Exception as error:  # noqa: BLE001
-                        outcome = error
-                done.put((request, outcome))
+        def answer(request: Request) -> list[int] | None:
+            if deadline is None or time.monotonic() < deadline:
+                return self.server.answer(request, self.settings, self.target, self.seed_of(request))
+            return None
 
-        # Threads that end with the process: a signal must not wait for a slow server.
-        for _ in range(min(self.settings.batch_size, len(requests))):
-            threading.Thread(target=work, daemon=True).start()
         found: dict[int, Generation] = {}
-        try:
-            for _ in requests:
-                request, tokens = done.get()
-                if isinstance(tokens, Exception):
-                    raise tokens
-                if tokens is not None:
-                    found[request.index] = self.generation(request, tokens)
-                    self.on_tokens(len(tokens))
-        finally:
-            stopped.set()
+        for request, tokens in at_once(answer, requests, self.settings.batch_size):
+            if tokens is not None:
+                found[request.index] = self.generation(request, tokens)
+                self.on_tokens(len(tokens))
         return [found[request.index] for request in requests if request.index in found]
 
 
-def check_address(address: str) -> None:
-    """Refuse what is no address of a server. Raises UserError."""
+def at_once(work: Callable[[Asked], Given], items: Sequence[Asked], width: int) -> Iterator[tuple[Asked, Given]]:
+    """Each item with what `work` gives for it, in the order in which they come, so many at work at once; raises what
+    `work` does."""
+    waiting, stopped = queue.SimpleQueue[Asked](), threading.Event()
+    for item in items:
+        waiting.put(item)
+    done = queue.SimpleQueue[tuple[Asked, Given | None, Exception | None]]()
+
+    def go_on() -> None:
+        while not stopped.is_set():
+            try:
+                item = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                done.put((item, work(item), None))
+            # Of any kind: one that ended this thread would leave the caller waiting, who raises it again.
+            except Exception as error:  # noqa: BLE001
+                done.put((item, None, error))
+
+    # Threads that end with the process: a signal must not wait for a slow server.
+    for _ in range(min(width, len(items))):
+        threading.Thread(target=go_on, daemon=True).start()
+    try:
+        for _ in items:
+            item, given, error = done.get()
+            if error is not None:
+                raise error
+            yield item, cast(Given, given)
+    finally:
+        stopped.set()
+
+
+def check_address(address: str, possible: str = "distill.engine must be own, transformers or") -> None:
+    """Refuse what is no address of a server, by a sentence that begins with what is possible. Raises UserError."""
     try:
         parts = urlsplit(address)
         # The port is parsed when it is read.
@@ -220,8 +229,7 @@ def check_address(address: str) -> None:
     except ValueError:
         known = False
     if not known:
-        raise UserError(f"distill.engine must be own, transformers or an address such as http://localhost:8000/v1, "
-                        f"got {address!r}")
+        raise UserError(f"{possible} an address such as http://localhost:8000/v1, got {address!r}")
 
 
 def _response(where: str, sent: dict[str, Any] | None) -> Any:
@@ -243,8 +251,8 @@ def _response(where: str, sent: dict[str, Any] | None) -> Any:
             said = " ".join(error.read(2000).decode("utf-8", "replace").split())[:200]
         if error.code >= 500 or error.code in (408, 429):
             raise ServerError(f"status {error.code}: {said}") from error
-        raise UserError(f"{where} refuses a request (status {error.code}: {said}); correct the address, or set "
-                        "distill.engine: own") from error
+        raise UserError(f"{where} refuses a request (status {error.code}: {said}); correct the address or the "
+                        "server's settings") from error
     except (OSError, http.client.HTTPException) as error:
         raise ServerError(str(getattr(error, "reason", "") or error or type(error).__name__)) from error
     return parse_json(content, where, "give the address of an inference server")

@@ -68,6 +68,10 @@ class DistillConfig:
     http://host:port/generate of SGLang. Its key, where it asks for one, is the environment's DRAFTSMITH_SERVER_KEY. The
     answers of the last two are compared with the target's first, and may differ from one run to the next; finished
     shards do not. Held-out prompts and drafts' rows are always decoded here."""
+    states_from: str | None = None
+    """Engine that gives the target's states in place of its own passes, for a target beyond one machine: the address
+    http://host:port/v1 of vLLM with `extract_hidden_states`, or a folder in which an engine takes requests, such as
+    /dev/shm/states. They are compared with the target's own states at a few rows first. null: the target's own."""
     workers: int | Literal["auto"] | None = None
     """Processes that are started here to answer train prompts together, each with one thread of the processor (all of
     them where one shard is all there is), or on a GPU of its own; no more than there are GPUs, or shards of prompts
@@ -114,6 +118,8 @@ class DistillConfig:
         self._check_engine()
 
     def _check_engine(self) -> None:
+        if self.states_from is not None and "://" in self.states_from:
+            check_address(self.states_from, "distill.states_from must be a folder or")
         if self.server is not None:
             check_address(self.server)
         # Drafts' rows and held-out ones are decoded here whatever the engine: without a share it would have no work.

@@ -161,8 +161,8 @@ class DistillTask:
         # How much may be skipped decides no byte: data that were refused for it go on with another setting.
         del source["most_skipped"]
         answers = {**asdict(self.config), "draft": None if self.writer is None else self.writer.digest}
-        # Neither the number of processes nor a server's address decides a byte.
-        del answers["workers"]
+        # Neither the number of processes nor a server's address decides a byte, nor whoever reads them afterwards.
+        del answers["workers"], answers["states_from"]
         if self.config.engine == "own":
             del answers["engine"]
         elif self.config.server is not None:

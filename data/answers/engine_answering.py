@@ -50,7 +50,8 @@ class EngineAnswerer(Answerer):
             UserError: if it answers otherwise, or not at all.
         """
         prompts = [tuple(self.template.prompt([{"role": "user", "content": text}])) for text in PROBES]
-        longest = min(PROBE_TOKENS, self.target.context_length - max(map(len, prompts)))
+        tokens = 1 if self.target.placement.slow else PROBE_TOKENS
+        longest = min(tokens, self.target.context_length - max(map(len, prompts)))
         requests = [Request(prompt, number, longest) for number, prompt in enumerate(prompts)]
         own = decode(self.target, requests, DecodeSettings(batch_size=len(requests))).generations
         gaps = [gap for one, answer in zip(own, self._answers(requests, None), strict=True)

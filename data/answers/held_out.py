@@ -14,6 +14,7 @@ from ..prompts.self_prompting import OwnPrompts, Source
 from ..prompts.sources import ReadPrompts, Skipped
 from ..store.shard_states import ShardStates
 from ..store.token_store import HeldOut, hash_bytes, write_bytes
+from .answer_server import AnswerServer, ServerAnswerer
 from .answering import Answerer, Conversation, shard_of, states_of
 from .data_folder import SKIPPED, DataFolder
 from .distill_task import DistillTask
@@ -124,8 +125,10 @@ class HeldOutPrompts:
 
         def answer(these: Sequence[tuple[int, Prompt]]) -> None:
             for temperature, sampling in ((0.0, settings), (SIZING_TEMPERATURE, replace(settings, top_k=0, top_p=1.0))):
-                answerer = Answerer(task.target, task.template, sampling, config.max_new_tokens,
-                                    partial(self.progress.advance, "tok"), on_slots=self.progress.count_slots)
+                given = task.template, sampling, config.max_new_tokens, partial(self.progress.advance, "tok")
+                answerer = Answerer(task.target, *given, on_slots=self.progress.count_slots)
+                if task.target.placement.slow and config.server is not None:
+                    answerer = ServerAnswerer(AnswerServer(config.server), task.target, *given)
                 found.extend(answerer.answer(these, (temperature,), taps=taps))
                 self.stats.add(answerer.stats)
 

@@ -11,6 +11,7 @@ Shapes: B rows of a pass, T tokens of a shard, N tokens of a slice or a row, D h
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ from .token_store import FORMAT_VERSION, Manifest, ShardRecord, TokenShard, hash
 
 PASS_TOKENS = 1024
 """Tokens of one pass of the target, padding included; a longer row is a pass of its own."""
+StateReader = Callable[..., dict[int, dict[str, Tensor]]]
+"""Reader of the states of rows: `read_rows` with its target, or another engine, which takes the same arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +134,7 @@ class Encoding:
         folder: of `distill`.
         taps: layers whose outputs are stored too.
         form: name of the number format of the stored states, such as float16 or int8; None keeps the target's.
+        read: the reader of the states; None lets the target read them.
 
     Raises:
         UserError: if the target is another.
@@ -143,10 +147,12 @@ class Encoding:
         taps: tuple[int, ...] = (),
         *,
         form: str | None = None,
+        read: StateReader | None = None,
     ) -> None:
         manifest = Manifest.load(folder)
         manifest.target.require_same(target.identity)
         self.target, self.folder, self.names = target, folder, state_names(taps)
+        self.read: StateReader = partial(read_rows, target) if read is None else read
         self.store = StateStore(folder, target, format_named(form, target.dtype))
         self.records = manifest.shards
         lacking = {record: [name for name in self.names
@@ -173,7 +179,7 @@ class Encoding:
         with self.target.reproducible(), bar:
             for record, names in self.missing.items():
                 shard = TokenShard.read(self.folder / record.file, record.sha256)
-                read = read_rows(self.target, shard, range(shard.num_rows), names, self.store.dtype, bar.update)
+                read = self.read(shard, range(shard.num_rows), names, self.store.dtype, bar.update)
                 self.store.add(self.store.write(record, names, [read[row] for row in range(shard.num_rows)]))
         return [self.folder / state_file(record, name) for record in self.records for name in self.names]
 

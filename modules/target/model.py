@@ -157,7 +157,9 @@ class Target:
     @property
     def layer_devices(self) -> list[torch.device]:
         """Device of each layer: its keys and values stay there."""
-        return [next(layer.parameters()).device for layer in self.layers]
+        places = [next(layer.parameters()).device for layer in self.layers]
+        # Weights that stay on disk are brought to where the rest is.
+        return [self.device if self.placement.slow and place.type == "meta" else place for place in places]
 
     @property
     def context_length(self) -> int:
@@ -294,6 +296,20 @@ class Target:
     def logits(self, final: Tensor) -> Tensor:
         """Next-token logits [..., V] of final states [..., D], exactly as the model computes them."""
         return self.post_process(self.head(final))
+
+    @torch.no_grad()
+    def normed(self, states: Tensor) -> Tensor:
+        """Final states of outputs of the last layer, [..., D], by the norm that stands after the layers. Raises
+        UserError if none does."""
+        parts = dict(self.decoder.named_children())
+        place = list(parts.values()).index(self.layers)
+        # OPT alone names it before them.
+        names = [name for name in (*list(parts)[place:], *parts) if "norm" in name or "ln_" in name]
+        if not names:
+            raise UserError(f"{self.identity.architecture} has no norm after its layers, so that outputs of the last "
+                            "one are no final states; give those in a folder (distill.states_from)")
+        own: Tensor = parts[names[0]](states.to(self.device, self.dtype))
+        return own.to("cpu", states.dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings [..., D] of token ids [...], as they enter the decoder."""

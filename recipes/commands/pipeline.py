@@ -18,6 +18,7 @@ from ...data.answers.distill_config import require_enough
 from ...data.answers.shard_queue import QUEUE
 from ...data.batches.datamodule import BatchConfig, DraftDataModule, HeldOutRows
 from ...data.batches.label_weights import coverage
+from ...data.engines.state_probe import engine_at, probe
 from ...data.store.disk_room import require_room
 from ...data.store.feature_store import Encoding
 from ...data.store.token_store import MANIFEST
@@ -141,11 +142,15 @@ def stored_states(workspace: Workspace) -> Sequence[Path]:
         say("     nothing to store: training reads tokens alone")
         return []
     batch = workspace.batch
-    encoding = Encoding(workspace.target, workspace.data, module.drafter.taps, form=batch.states_format)
+    place = workspace.recipe.distill.states_from
+    engine = None if place is None else engine_at(place, workspace.target)
+    encoding = Encoding(workspace.target, workspace.data, module.drafter.taps, form=batch.states_format, read=engine)
     if encoding.tokens:
         say(f"     {require_room(workspace.data, encoding.bytes, f'the states of {encoding.tokens:,} tokens')}")
     else:
         say("     nothing to compute: all of them were stored before, while the answers were decoded or by another run")
+    if engine is not None and encoding.tokens:
+        say(f"     {engine.place} gives them; at a few rows they are the target's own {probe(engine, encoding)}")
     return encoding.run()
 
 
@@ -217,6 +222,10 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
         facts["draft_vocabulary"] = {"tokens": len(ids_Q), "held_out_coverage": coverage(workspace.data, ids_Q)}
     # Saved as trained: what measured above was rounded to the target's number format.
     save_artifact(workspace.artifact, module.drafter, workspace.target.identity, facts, topology, module.adapter)
+    files = [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md")]
+    if target.placement.slow:
+        say(f"     tree of {topology.size} nodes; no size of it is measured here: the target's layers are on disk")
+        return files
     # A changed copy of the target was made inside the block: it is measured in the forms that decoding runs.
     target.linears.use(workspace.target.linears.packing)
     cost = measure_cost(target, drafter, topology)
@@ -231,7 +240,7 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     save_tuning(workspace.artifact, tuning)
     for sentence in sizes_in_words(tuning, topology):
         say(f"     {sentence}")
-    return [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md", "tuning.json")]
+    return [*files, workspace.artifact / "tuning.json"]
 
 
 def encoded(workspace: Workspace, module: DraftModule, rows: ReadRows) -> ReadRows:

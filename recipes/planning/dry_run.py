@@ -42,6 +42,17 @@ def dry_run(recipe: Recipe, target: Target) -> DraftModule:
     if module.changes_target and recipe.batch.states not in ("computed", "auto"):
         raise UserError(f"batch.states is {recipe.batch.states!r}, but {type(module).__name__} trains the target, "
                         "whose states change with every step; set batch.states: computed")
+    if target.placement.slow:
+        answers = recipe.distill
+        decodes = recipe.data is None and (
+            answers.server is None or recipe.prompts.origin == "own" or "draft" in answers.shares)
+        if decodes or (module.needs_states and answers.states_from is None):
+            raise UserError("target.placement disk reads every layer anew for a pass, so that an engine must answer "
+                            "and give states; set distill.engine and distill.states_from to its address, and "
+                            "prompts.origin to file, and let no draft write answers")
+    if recipe.distill.states_from is not None and recipe.batch.states == "computed":
+        raise UserError(f"distill.states_from is {recipe.distill.states_from}, whose states are stored, but batch."
+                        "states is computed; set batch.states: stored, or leave distill.states_from out")
     steps, length = module.drafter.trained_steps, recipe.batch.row_length
     if length < steps + 2:
         raise UserError(f"{steps} draft steps need rows of at least {steps + 2} tokens, but batch.row_length is "
@@ -75,6 +86,8 @@ def choose_states(recipe: Recipe, module: DraftModule, data: Path) -> tuple[Choi
         return "computed", f"{start} computed: training reads tokens alone"
     if module.changes_target:
         return "computed", f"{start} computed: training changes the target, and its states with it"
+    if config.states_from is not None:
+        return "stored", f"{start} stored: {config.states_from} gives them"
     wanted = WantedStates(taps=module.drafter.taps, form=recipe.batch.states_format)
     if (data / MANIFEST).is_file() and (manifest := Manifest.load(data)).complete:
         form = format_named(wanted.form, module.target.dtype)

@@ -268,6 +268,8 @@ def sharing(target: Target, recipe: Recipe) -> int:
 def held_weights(target: Target, recipe: Recipe) -> int:
     """Bytes of the target's weights on one device: its share of the layers, and all of the rest."""
     every, layers = parameters_of(target.model), parameters_of(target.layers)
+    if target.placement.slow:
+        return (every - layers + layers // target.num_layers) * target.dtype.itemsize
     if isinstance(target.placement, Zero3):
         # The layer that runs and the next one are whole.
         held = 2 * layers // target.num_layers + (0 if target.placement.offload else -(-layers // recipe.train.world))

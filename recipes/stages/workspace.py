@@ -248,6 +248,7 @@ class Workspace:
         for name in ("placement", "degree", "offload"):
             target.pop(name)
         answers.pop("workers")
+        answers.pop("states_from")
         # A server's address is one machine's.
         answers["engine"] = answers["engine"] if answers["engine"] in ENGINES else "server"
         if drafter.get("folder") is not None:
@@ -311,6 +312,10 @@ class Workspace:
             require_processes(self.recipe.train)
         require_devices(self.recipe.train)
         _ = self.tried
+        if self.evaluates and self.placement.slow:
+            raise UserError("target.placement disk reads every layer anew for a pass, so that decoding is not measured "
+                            "here; call draftsmith distill and draftsmith train in place of run, and draftsmith "
+                            "evaluate where the target is whole")
 
     @property
     def placement(self) -> Placement:
@@ -330,7 +335,8 @@ class Workspace:
             UserError: if the recipe does not fit the target.
         """
         module, batch = self.tried, self.batch
-        if batch.states == "computed" or not module.needs_states:
+        # An engine gives them once the answers are complete.
+        if batch.states == "computed" or not module.needs_states or self.recipe.distill.states_from is not None:
             return ()
         return (WantedStates(taps=module.drafter.taps, form=batch.states_format),)
 

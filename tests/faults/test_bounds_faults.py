@@ -87,6 +87,10 @@ FAULTS = [
     *(Fault(f"the address {address}", PLAN, r"distill\.engine must be own, .* an address such as",
             given=("--distill.engine", address))
       for address in ("http://[::1/v1", "http://host:port/v1", "http://:8000/v1", "http://host:99999/v1")),
+    Fault("an address of states", PLAN, r"distill\.states_from must be a folder or an address .*, got 'ftp://a/b'",
+          given=("--distill.states_from", "ftp://a/b")),
+    Fault("an engine whose states nobody stores", PLAN + " --batch.states computed --distill.states_from engine",
+          r"distill\.states_from is engine, whose states are stored, but batch\.states is computed; set batch"),
     # Policies.
     *(Fault(f"the policy {name}", f"{GENERATE} --policy {name}", rf"in '{number}'; {kind} wants .* at most 1024; cho")
       for kind, number in (("eagle2", "999999999"), ("dyspec", "1025"), ("chain", "100000"), ("stopping", "999999999"),

@@ -19,6 +19,7 @@ from serving.llama_cpp_cases import LLAMA_CPP_CASES, LlamaCpp
 from serving.openvino_cases import OPENVINO_CASES, OpenVino
 from serving.proof import Case, Engine, prove
 from serving.vllm_cases import VLLM_CASES, Vllm
+from serving.vllm_states import NAME, prove_states
 
 ENGINES: dict[str, tuple[Callable[[Path, Path], Engine], tuple[Case, ...]]] = {
     "vllm": (Vllm, VLLM_CASES),
@@ -41,12 +42,14 @@ def main() -> int:
     cases = [case for case in all_cases if given.only in f"{case.name} {case.layout} {case.weights}"]
     with tempfile.TemporaryDirectory() as scratch:
         work = given.work or Path(scratch)
-        found = prove(made(given.python, work), cases, work)
+        found = prove(made(given.python, work), cases, work) if cases else []
+        states = given.engine == "vllm" and given.only in NAME
+        sound = not states or prove_states(given.python.absolute(), work)
     wrong = [one for one in found if not one.holds]
     if given.record and not wrong:
         record([asdict(one) for one in found])
     print(f"\n{len(found) - len(wrong)} of {len(found)} cases are as they must be")
-    return 1 if wrong or not found else 0
+    return 1 if wrong or not sound or not (found or states) else 0
 
 
 if __name__ == "__main__":

@@ -8,9 +8,12 @@ split is read with transformers' `DistributedConfig`, each process its own part.
 Shapes: B rows, L positions.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,7 +27,7 @@ from ..linears.linear_forms import Pack
 from ..loading.excerpt import decoder_of, layer_list
 from .zero3_weights import DTYPES, gather_by_layer, read_divided, zero3_settings
 
-PlacementName = Literal["replicated", "tensor_parallel", "fully_sharded", "zero3", "layers"]
+PlacementName = Literal["replicated", "tensor_parallel", "fully_sharded", "zero3", "layers", "disk"]
 """Names of placements in a recipe."""
 Encode = Callable[[Features], Features]
 """A pass of the target over whole rows."""
@@ -43,6 +46,8 @@ class Placement:
     """Whether several processes hold one target, so that all of them must take part in each of its passes."""
     spread: ClassVar[bool] = False
     """Whether the layers are not plain tensors on one device: then they cannot be packed, copied or moved."""
+    slow: ClassVar[bool] = False
+    """Whether every pass reads the layers anew, so that passes must be few: an engine answers and gives states."""
 
     def __init__(self, degree: int | None = None, *, offload: bool = False) -> None:
         if degree is not None and degree < 1:
@@ -69,6 +74,10 @@ class Placement:
         Raises:
             UserError: naming what does not fit.
         """
+        if gguf and (self.shared or self.slow):
+            raise UserError(f"a GGUF file is dequantised as a whole by every process, so target.placement {self.name} "
+                            "would save no memory; save the model as a Hugging Face folder, or set target.placement: "
+                            "replicated")
         if self.spread and (form := getattr(sketch, "quantised_as", "")):
             raise UserError(f"the target's weights are quantised ({form}), and target.placement {self.name} "
                             f"{'splits' if self.shared else 'spreads'} plain ones only; choose the model's unquantised "
@@ -76,7 +85,7 @@ class Placement:
 
     def require_processes(self, world: int) -> None:
         """Refuse several processes where each would spread its own copy over the same devices. Raises UserError."""
-        if self.spread and not self.shared and world > 1:
+        if self.spread and not (self.shared or self.slow) and world > 1:
             raise UserError(f"target.placement {self.name} spreads the target over all devices of one process, but "
                             f"{world} processes train; set train.devices: 1, or target.placement: tensor_parallel")
 
@@ -129,12 +138,8 @@ class _Shared(Placement):
         return size
 
     def require_fit(self, sketch: Any, world: int, *, gguf: bool) -> None:
-        """Refuse weights that are stored in a way that no process can read a part of."""
+        """Refuse numbers of processes that cannot share it, before its files are looked at."""
         self.size(world)
-        if gguf:
-            raise UserError(f"a GGUF file is dequantised as a whole by every process, so target.placement {self.name} "
-                            "would save no memory; save the model as a Hugging Face folder, or set target.placement: "
-                            "replicated")
         super().require_fit(sketch, world, gguf=gguf)
 
     def settled(self, model: Any, device: torch.device) -> Any:
@@ -292,7 +297,35 @@ class Layers(Placement):
         return nullcontext({"device_map": device_map(sketch, [torch.device(device.type, n) for n in range(count)])})
 
 
-PLACEMENTS: tuple[type[Placement], ...] = (Placement, TensorParallel, FullySharded, Zero3, Layers)
+class Disk(Placement):
+    """Layers that stay in their files and are read whenever they run, everything else on one device: for a target that
+    the machine does not hold, of which it needs embedding, output layer and a few passes to compare with."""
+
+    name = "disk"
+    spread = slow = True
+
+    def reading(self, sketch: Any, device: torch.device, world: int) -> AbstractContextManager[dict[str, Any]]:
+        """Everything but the layers is read to the device."""
+        inside = f"{_layers_name(sketch)}."
+        # It warns of what is asked for here.
+        logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
+        places = {path: "disk" if path.startswith(inside) else str(home)
+                  for path, home in device_map(sketch, [device]).items()}
+        # Layers that transformers has in another form than their files, such as joined experts, are written there.
+        self.written = TemporaryDirectory(prefix="draftsmith-layers-")
+        return nullcontext({"device_map": places, "offload_folder": self.written.name})
+
+    def settled(self, model: Any, device: torch.device) -> Any:
+        """The model whose layers know how they are read as a whole, to be hashed and compared."""
+        from transformers.integrations.accelerate import load_offloaded_parameter
+
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                parameter.stored = partial(load_offloaded_parameter, model, name)
+        return model
+
+
+PLACEMENTS: tuple[type[Placement], ...] = (Placement, TensorParallel, FullySharded, Zero3, Layers, Disk)
 """Every placement."""
 
 

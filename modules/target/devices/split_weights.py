@@ -13,6 +13,9 @@ from .zero3_weights import whole_in_zero3
 def whole(tensor: Tensor) -> Tensor:
     """All of a weight of which this process holds a part; its processes must call it together. The values of a
     quantised one; others as they are, without a gradient."""
+    if hasattr(tensor, "stored"):
+        # A layer's, which stays in its file; see the placement `Disk`.
+        return tensor.stored()  # type: ignore[no-any-return]
     if hasattr(tensor, "ds_id"):
         return whole_in_zero3(tensor)
     if dist.is_available():

@@ -56,7 +56,8 @@ class TargetConfig:
     """Place of the target's layers. replicated: whole on one device of each process; tensor_parallel: the heads and
     channels of each layer divided among the processes of a group, which read the same rows; fully_sharded: the weights
     of each layer divided among them, and gathered while it runs; zero3: the same by DeepSpeed, among all processes;
-    layers: whole layers on the devices of one process. To divide them, start `draftsmith train` with torchrun."""
+    layers: whole layers on the devices of one process; disk: in their files, read at every pass, where an engine
+    answers and gives states. To divide them, start `draftsmith train` with torchrun."""
     degree: int | None = None
     """Processes that share one target, with tensor_parallel and fully_sharded: neighbours, which divide all processes
     into groups. None shares it among all."""
@@ -101,6 +102,9 @@ def load_target(config: TargetConfig) -> Target:
                         "passes, 0 for none")
     placement = placement_named(config.placement, config.degree, offload=config.offload)
     pack = placement.pack(config.pack)
+    if placement.slow and config.name == TINY_NAME:
+        raise UserError(f"target.placement {placement.name} leaves layers in their files, and {TINY_NAME} has none; "
+                        "give a model's folder")
     if config.name != TINY_NAME:
         model, tokenizer = _read_stored(config, *_source(config), dtype, device, placement)
     elif not placement.spread and config.quantization is None:

@@ -232,6 +232,13 @@ def test_several_streams_of_states_are_no_taps() -> None:
         target.encode(Features.from_rows([([5, 6, 7], [True] * 3)]), taps=(1,))
 
 
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "OPT", "Phi", "Gemma2"])
+def test_the_last_norm_follows_the_last_layer(family: str) -> None:
+    target = Target(random_model(family), tiny_tokenizer(), name=family)
+    text = target.encode(Features.from_rows([([5, 6, 7, 70], [True] * 4)]), taps=(target.num_layers - 1,))
+    torch.testing.assert_close(target.normed(text.taps[target.num_layers - 1].cpu()), text.final().cpu())
+
+
 @pytest.mark.parametrize("family", ["DeepseekV32", "GlmMoeDsa", "HYV4"])
 def test_indexed_attention_is_refused_by_name(family: str) -> None:
     config = getattr(transformers, f"{family}Config")(num_hidden_layers=2, hidden_size=32)

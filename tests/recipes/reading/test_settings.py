@@ -23,6 +23,7 @@ OWN = {
         "distill.top_k", "distill.top_p", "distill.seed", "distill.answered_by", "distill.draft", "distill.engine"),
     "data and reference answers of other runs": ("data", "references"),
     "a small disk": ("batch.states_format",),
+    "an engine of the user's that gives states": ("distill.states_from",),
     "the sampling of the user's application": (
         "evaluate.top_k", "evaluate.top_p", "evaluate.repetition_penalty"),
     "what an evaluation compares": ("evaluate.batch_sizes",),

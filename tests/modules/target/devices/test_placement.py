@@ -1,16 +1,19 @@
 """Placements of a target: what they refuse before a weight is read, and which device each layer goes to."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Features, UserError, deepspeed_import, load_target
+from draftsmith.modules import DecodeSettings, Features, Request, UserError, decode, deepspeed_import, load_target
 from draftsmith.modules.processes import Processes
 from draftsmith.modules.target.devices.placement import PLACEMENTS, device_map, placement_named
 from draftsmith.modules.target.kv_cache import RowCache
 from draftsmith.modules.target.loading import loading
 from draftsmith.modules.target.loading.loading import TargetConfig, sketch_target
-from draftsmith.modules.target.loading.tiny_model import tiny_model
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from support.architectures import random_trait
+from support.native_answers import native_greedy
 from support.targets import random_target
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -31,7 +34,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, world: int, rank: int = 0) -> None:
     ("tensor_parallel", 4, 8, r"target\.degree 4 does not divide num_key_value_heads 2 of the target; .*fully_sharded"),
     ("tensor_parallel", 8, 8, r"target\.degree 8 does not divide num_attention_heads 4 of the target"),
     ("tensor_parallel", 0, 8, r"target\.degree must be at least 1, got 0; leave it out"),
-    ("pipeline", None, 1, r"placement must be replicated, tensor_parallel, fully_sharded, zero3, layers, got "
+    ("pipeline", None, 1, r"placement must be replicated, tensor_parallel, fully_sharded, zero3, layers, disk, got "
      r"'pipeline'"),
     ("zero3", None, 1, r"target\.placement zero3 shares one target among several processes, but this is one; start"),
     ("zero3", 2, 8, r"zero3 divides the target among all 8 processes, but target\.degree is 2; leave it out, or set"),
@@ -95,6 +98,26 @@ def test_a_spread_target_is_not_copied_or_moved() -> None:
     with pytest.raises(UserError, match=r"needs its layers whole on one device, and target\.placement is fully"):
         target.copy_model()
     assert target.to("cpu").device == META
+
+
+@pytest.mark.parametrize("kind", ["plain", "joined experts"])
+def test_layers_on_disk_are_read_when_they_run(tmp_path: Path, kind: str) -> None:
+    (tiny_model() if kind == "plain" else random_trait("deepseek-v3", torch.float32)).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    whole, there = (load_target(TargetConfig(name=str(tmp_path), device="cpu", placement=name))
+                    for name in ("replicated", "disk"))
+    assert {weight.device for weight in there.layers.parameters()} == {META}
+    assert (there.device, there.identity) == (CPU, whole.identity)
+    text = Features.from_rows([([5, 9, 33, 71], [True] * 4)])
+    found, expected = (target.encode(text, (0, 1)) for target in (there, whole))
+    torch.testing.assert_close(found.final(), expected.final(), rtol=0, atol=0)
+    torch.testing.assert_close(found.taps, expected.taps, rtol=0, atol=0)
+    [answer] = decode(there, [Request((5, 9, 33), 0, 6)], DecodeSettings()).generations
+    assert answer.tokens == native_greedy(whole, (5, 9, 33), 6)
+    with pytest.raises(UserError, match=r"needs its layers whole on one device, and target\.placement is disk"):
+        there.copy_model()
+    with pytest.raises(UserError, match=r"placement disk leaves layers in their files, and tiny-random has none; give"):
+        load_target(TargetConfig(name="tiny-random", placement="disk"))
 
 
 @pytest.mark.parametrize(("layers", "count", "expected"), [

@@ -1,0 +1,1 @@
+"""States of the target that another engine gives."""
