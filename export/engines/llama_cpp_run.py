@@ -1,9 +1,9 @@
 """One run of llama.cpp's server, in an environment of its own: `python llama_cpp_run.py JOB.json RESULT.json`.
 
-The job has `model` (a GGUF file), `draft` (a GGUF file, or null for none), `method` (`draft-simple` or `draft-eagle3`),
-`draft_tokens`, `prompts` (lists of token ids), `max_tokens`, and `context` in tokens. The result has the answers, and
-the numbers of drafts, drafted and accepted tokens. Greedy; keys and values are kept in float32, since in float16 the
-answers of a random model can differ from one batch to another.
+The job has `model` (a GGUF file), `draft` (a GGUF file, or null for none), `method` (the server's name of the kind of
+draft), `draft_tokens`, `prompts` (lists of token ids), `max_tokens`, and `context` in tokens. The result has the
+answers, and the numbers of drafts, drafted and accepted tokens. Greedy; keys and values are kept in float32, since in
+float16 the answers of a random model can differ from one batch to another.
 """
 
 import json
@@ -35,9 +35,8 @@ def settings(job: dict[str, Any]) -> Any:
         draft = params.speculative.draft
         draft.mparams.path, draft.n_max = job["draft"], job["draft_tokens"]
         draft.cache_type_k = draft.cache_type_v = engine.ggml_type.GGML_TYPE_F32
-        kinds = {"draft-simple": engine.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE,
-                 "draft-eagle3": engine.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3}
-        params.speculative.types = [kinds[job["method"]]]
+        name = f"COMMON_SPECULATIVE_TYPE_{job['method'].replace('-', '_').upper()}"
+        params.speculative.types = [getattr(engine.common_speculative_type, name)]
     return params
 
 

@@ -2,8 +2,8 @@
 
 The job has `model` (a folder), `draft` (a folder, or null for none), `draft_tokens`, `prompts` (lists of token ids) and
 `max_tokens`. The result has the answers, and the numbers of drafts, drafted and accepted tokens; of the last two the
-engine leaves out a draft that is cut short by the end of the answer. Greedy; numbers, keys and values are kept in
-float32.
+engine leaves out a draft that is cut short by the end of the answer. With DFlash it counts no drafted tokens: here they
+are those of whole drafts, the last one's too. Greedy; numbers, keys and values are kept in float32.
 """
 
 import json
@@ -47,8 +47,9 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         if job["draft"]:
             metrics = found.extended_perf_metrics
             # The first pass is the prompt's.
-            counts["drafts"] += len(metrics.main_model_metrics.raw_metrics.m_durations) - 1
-            counts["drafted"] += metrics.get_num_draft_tokens()
+            drafts = len(metrics.main_model_metrics.raw_metrics.m_durations) - 1
+            counts["drafts"] += drafts
+            counts["drafted"] += metrics.get_num_draft_tokens() or drafts * job["draft_tokens"]
             counts["accepted"] += metrics.get_num_accepted_tokens()
     return {"engine": f"OpenVINO GenAI {'.'.join(version('openvino-genai').split('.')[:2])}", "answers": answers,
             **counts}

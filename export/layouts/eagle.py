@@ -24,7 +24,6 @@ from torch import Tensor
 from ...modules import Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.drafters.parts.feature_drafter import chosen_taps
-from ...modules.drafters.parts.rotary import SCALINGS, carried_scaling
 from .parts.compressed_tensors import (
     COMPRESSED,
     OUTPUT,
@@ -54,6 +53,7 @@ from .parts.eagle_folder import (
 from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Places, Served
 from .parts.head_blocks import output_bias
 from .parts.layout_folder import Contents, stored, write_layout
+from .parts.read_shapes import block_of, check_joined, named_base, renamed, take_vocabulary, vocabulary_marks
 from .parts.safetensors_reader import Checkpoint, check_embedding
 
 EAGLE_FILE = "model.safetensors"
@@ -125,24 +125,16 @@ def first_tensors(drafter: Eagle) -> dict[str, Tensor]:
 def third_tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
     """EAGLE-3's weights under their official names, in float32 on the CPU, each with memory of its own."""
     tensors, own, weight_VD = drafter.state_dict(), drafter.output_parameters(0), target.output_weight()
-    ids_Q, marks = tensors.pop("token_ids", None), {}
+    ids_Q, marks = tensors.pop("token_ids", None), dict[str, Tensor]()
     tensors[OUTPUT] = own[0] if own else weight_VD if ids_Q is None else weight_VD[ids_Q]
     if ids_Q is not None:
-        # d2t holds an offset for each entry, t2d a mark for each token.
-        inside_V = torch.zeros(target.vocab_size, dtype=torch.bool)
-        inside_V[ids_Q.cpu()] = True
-        marks = {"d2t": ids_Q.cpu() - torch.arange(len(ids_Q)), "t2d": inside_V}
+        marks = vocabulary_marks(ids_Q, target)
     if drafter.num_layers > 1:
         tensors = {renamed(name, MIDLAYER, FIRST): tensor for name, tensor in tensors.items()}
         # vLLM reads one name of this norm, SGLang and TensorRT-LLM the other.
         tensors |= {twin(layer): tensors[f"layers.{layer}.input_layernorm.weight"]
                     for layer in range(1, drafter.num_layers)}
     return stored(tensors) | marks
-
-
-def renamed(name: str, former: str, prefix: str) -> str:
-    """The name with `prefix` in place of `former`, where it starts so."""
-    return prefix + name.removeprefix(former) if name.startswith(former) else name
 
 
 def borrows_output(drafter: Eagle3) -> bool:
@@ -158,7 +150,8 @@ def read_eagle(given: Checkpoint, target: Target, settings: ImportSettings) -> t
             embedding are ambiguous.
     """
     tensors, said, folder = given.tensors(), given.said, given.folder
-    block, depth = _block(given, target, settings.rope_base), said.get("num_hidden_layers") or 1
+    block = block_of(given, target, _rope_base(given, settings.rope_base))
+    depth = said.get("num_hidden_layers") or 1
     if block.hidden_size == target.hidden_size:
         check_embedding(tensors.pop(EMBEDDING, None), target, folder)
     # EAGLE-1 has no norm before the output layer; not every configuration names the generation.
@@ -179,31 +172,14 @@ def _third(tensors: dict[str, Tensor], given: Checkpoint, block: BlockConfig, ta
            taps: tuple[int, ...] | None) -> Eagle3:
     """An EAGLE-3 drafter of these shapes; the draft vocabulary among its tensors becomes ids."""
     said, folder = given.said, given.folder
-    offsets_Q, inside_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    # Without d2t the entries are the target's tokens.
-    if offsets_Q is not None:
-        ids_Q = offsets_Q.long() + torch.arange(len(offsets_Q))
-        if int(ids_Q.min()) < 0 or int(ids_Q.max()) >= target.vocab_size:
-            raise UserError(f"d2t in {folder} names the token {int(ids_Q.max())}, but {target.identity.name} has "
-                            f"{target.vocab_size}; load the target it was trained for")
-        if inside_V is not None and len(inside_V) != target.vocab_size:
-            raise UserError(f"t2d in {folder} marks {len(inside_V)} tokens, but {target.identity.name} has "
-                            f"{target.vocab_size}; load the target it was trained for")
-        if inside_V is not None and not torch.equal(inside_V.nonzero()[:, 0], ids_Q.sort().values):
-            raise UserError(f"d2t and t2d in {folder} name different tokens; d2t[i] must be an offset, the token of "
-                            "entry i being i + d2t[i]")
-        tensors["token_ids"] = ids_Q
+    reduced = take_vocabulary(tensors, target, folder)
     read = chosen_taps(_taps(given, target) if taps is None else taps, target)
-    # Checked before the drafter is made, whose message would name a shape and not the layers.
-    width, wanted = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else 0, len(read) * target.hidden_size
-    if width != wanted:
-        raise UserError(f"fc in {folder} reads {width} numbers, but the {len(read)} taps {list(read)} of "
-                        f"{target.identity.name} are {wanted}; give the layers that are read with --taps")
+    check_joined(tensors, read, target, folder)
     norms: dict[str, Any] = {name: bool(said.get(name)) for name in NORMS}
     config = Eagle3Config(taps=read, **norms, num_layers=said.get("num_hidden_layers") or 1,
                           hidden_size=said["hidden_size"],
-                          vocabulary_size=None if offsets_Q is None else len(offsets_Q),
-                          output="shared" if offsets_Q is None and OUTPUT not in tensors else "copy")
+                          vocabulary_size=reduced,
+                          output="shared" if reduced is None and OUTPUT not in tensors else "copy")
     return Eagle3(config, target, block)
 
 
@@ -225,54 +201,17 @@ def _taps(given: Checkpoint, target: Target) -> tuple[int, ...]:
     return tuple(layer - ids[0] + 1 for layer in ids)
 
 
-def _block(given: Checkpoint, target: Target, rope_base: float | None) -> BlockConfig:
-    """The shape of the layers, from the configuration.
-
-    Raises:
-        UserError: if a key is missing, the base of the rotary embedding is ambiguous, or the states that the drafter
-            reads are not as wide as the target's.
-    """
-    said = given.said
-    missing = [key for key in ("hidden_size", "intermediate_size", "num_attention_heads") if key not in said]
-    if missing:
-        raise UserError(f"{given.config} lacks {', '.join(missing)}; copy it again")
-    states = said.get("target_hidden_size") or said["hidden_size"]
-    if states != target.hidden_size:
-        key = "target_hidden_size" if said.get("target_hidden_size") else "hidden_size, without a target_hidden_size"
-        raise UserError(f"the EAGLE drafter reads states {states} wide ({key}), but those of {target.identity.name} "
-                        f"are {target.hidden_size} wide; load the target it was trained for")
-    heads = said["num_attention_heads"]
-    named = said.get("rope_theta") or (said.get("rope_parameters") or {}).get("rope_theta") or OFFICIAL_ROPE_BASE
+def _rope_base(given: Checkpoint, rope_base: float | None) -> float | None:
+    """The base of the rotary embedding that was given, or None for that of the configuration. Raises UserError where
+    the configuration cannot be believed."""
     # The official trainers rotate with their own base, whatever the configuration says; engines follow it. Files of
     # the speculators library and of this project mean what they say.
-    if rope_base is None and named != OFFICIAL_ROPE_BASE and not given.by_speculators and ROPE_BASE not in said:
+    named = named_base(given.said)
+    if rope_base is None and named != OFFICIAL_ROPE_BASE and not given.by_speculators and ROPE_BASE not in given.said:
         raise UserError(f"{given.config} says rope_theta: {named:g}, which the official trainers of EAGLE pass over; "
                         f"give --rope_base {OFFICIAL_ROPE_BASE:g} for a checkpoint of theirs, or --rope_base {named:g} "
                         "for one of another trainer, such as SpecForge")
-    return BlockConfig(
-        hidden_size=said["hidden_size"], intermediate_size=said["intermediate_size"], num_heads=heads,
-        num_kv_heads=said.get("num_key_value_heads") or heads,
-        head_dim=said.get("head_dim") or said["hidden_size"] // heads,
-        norm_eps=said.get("rms_norm_eps", BlockConfig.norm_eps),
-        rope_base=float(rope_base or named),
-        # A trainer that passes over the base passes over its scaling too.
-        rope_scaling=_scaling(said, target) if rope_base in (None, named) else None,
-    )
-
-
-def _scaling(said: dict[str, Any], target: Target) -> dict[str, Any] | None:
-    """The scaling of the rotary embedding. Raises UserError for one that is not implemented."""
-    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind == "default" or set(rope) <= {"rope_theta"}:
-        return None
-    named = {name: value for name, value in rope.items() if name != "type"} | {"rope_type": kind}
-    head_dim = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
-    scaling = carried_scaling(named, head_dim, said.get("max_position_embeddings", target.context_length))
-    if scaling is None:
-        raise UserError(f"config.json says rope_scaling: {json.dumps(rope)}; only the rope_type {', '.join(SCALINGS)} "
-                        "can be imported, choose such a checkpoint")
-    return scaling
+    return rope_base
 
 
 def served_by_vllm(drafter: Eagle | Eagle3) -> Served:

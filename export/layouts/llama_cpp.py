@@ -1,8 +1,9 @@
-"""Drafters that llama.cpp reads, each in one GGUF file: draft language models and EAGLE-3.
+"""Drafters that llama.cpp reads, each in one GGUF file: draft language models, EAGLE-3, DFlash and DSpark.
 
 The names of the tensors are those of llama.cpp's own conversion. Its Llama rotates neighbouring numbers of a head where
 transformers rotates number i with number i + half: rows of queries and keys are put into that order. EAGLE-3's `d2t`
-holds the tokens themselves, not offsets, and its layers are numbered by the states before them.
+holds the tokens themselves, not offsets, and its layers are numbered by the states before them; those of DFlash, whose
+rotary embedding is transformers' own, too.
 
 Shapes: Q entries of the draft vocabulary.
 """
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...modules import DraftLM, Eagle3, Target, UserError
+from ...modules import BlockDraft, DraftLM, Eagle3, Target, UserError
 from ...modules.drafters.draft_lm import as_model
 from ...modules.drafters.parts.rotary import frequencies
 from ...modules.target.submodel import config_of, fields_of
+from . import dflash
 from .eagle import borrows_output, third_tensors
 from .parts.compressed_tensors import OUTPUT
 from .parts.eagle_folder import MIDLAYER, third_table
@@ -30,8 +32,8 @@ from .parts.tensor_table import Table, TensorForm, require_forms
 
 GGUF_FILE = "draft.gguf"
 """The one file with settings, tokenizer and weights."""
-EAGLE3 = "eagle3"
-"""llama.cpp's name of the architecture."""
+EAGLE3, DFLASH = "eagle3", "dflash"
+"""llama.cpp's names of the architectures; DSpark is DFlash with a correction."""
 NEIGHBOURS = ("llama", EAGLE3)
 """Architectures whose rotary embedding rotates neighbouring numbers; they alone have factors for its frequencies."""
 MODELS = ("llama", "qwen2", "qwen3")
@@ -43,10 +45,15 @@ _TARGET_LAYERS = 3
 _THIRD = {"fc.weight": "fc.weight", "d2t": "d2t", "input_norm.weight": "enc.output_norm.weight",
           "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight"}
 """Names of EAGLE-3's tensors that a Llama has not."""
+_BLOCK = {"fc.weight": "fc.weight", "d2t": "d2t", "hidden_norm.weight": "enc.output_norm.weight",
+          "confidence_head.proj.weight": "conf_proj.weight", "confidence_head.proj.bias": "conf_proj.bias",
+          "markov_head.markov_w1.weight": "markov_w1.weight", "markov_head.markov_w2.weight": "markov_w2.weight"}
+"""Those of DFlash's and DSpark's that a Qwen 3 has not."""
 
 
-def export_gguf(drafter: DraftLM | Eagle3, target: Target, folder: Path, settings: ExportSettings) -> Contents:
-    """Write a draft language model or an EAGLE-3 drafter as llama.cpp reads it.
+def export_gguf(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, folder: Path,
+                settings: ExportSettings) -> Contents:
+    """Write a draft language model, an EAGLE-3 drafter or a drafter of blocks as llama.cpp reads it.
 
     Args:
         drafter: bound to `target`.
@@ -60,10 +67,15 @@ def export_gguf(drafter: DraftLM | Eagle3, target: Target, folder: Path, setting
     file, weights = folder / GGUF_FILE, settings.weights
     tokens = require_tokens(settings.target_gguf, target.vocab_size, target.identity.name)
     held = f"`{Places.gguf}` stands for the target's GGUF file, {tokens.name}, from which the tokenizer was copied."
-    if isinstance(drafter, Eagle3):
-        return Contents(title="EAGLE-3 drafter in GGUF", paragraphs=(
+    if not isinstance(drafter, DraftLM):
+        if isinstance(drafter, Eagle3):
+            title, table = "EAGLE-3", _write_third(file, drafter, target, tokens, weights)
+        else:
+            title = "DFlash" if drafter.config.correction == "none" else "DSpark"
+            table = _write_blocks(file, drafter, target, tokens, weights)
+        return Contents(title=f"{title} drafter in GGUF", paragraphs=(
             f"Its layers are numbered by the states before them: {[tap + 1 for tap in drafter.taps]}.", held, PRECISELY,
-            "The artifact's tree is not part of it."), table=_write_third(file, drafter, target, tokens, weights))
+            "The artifact's tree is not part of it."), table=table)
     several = () if drafter.config.depths == 1 else (
         "It was trained to answer several tokens in one pass through mask tokens, which llama.cpp does not do with a "
         "draft model: here it drafts one by one.",)
@@ -72,10 +84,19 @@ def export_gguf(drafter: DraftLM | Eagle3, target: Target, folder: Path, setting
         table=write_model(file, as_model(drafter), tokens, weights))
 
 
-def _refusal(drafter: DraftLM | Eagle3, target: Target) -> str:
+def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
     """The refusal of a drafter that llama.cpp does not run, or only after its own conversion; empty for any other."""
     if isinstance(drafter, DraftLM):
         return _model_refusal(config_of(fields_of(drafter.architecture)))
+    if isinstance(drafter, BlockDraft):
+        rope = {"rope_type": "default", **(drafter.block.rope_scaling or {})}
+        wrong = {f"the correction {drafter.config.correction}": drafter.config.correction not in ("none", "markov"),
+                 f"a rotary embedding of the kind {rope['rope_type']}": rope["rope_type"] not in BY_KEYS,
+                 f"YaRN with {unsettled(rope)}": bool(unsettled(rope))}
+        found = " and ".join(setting for setting, is_wrong in wrong.items() if is_wrong)
+        return dflash.refusal(drafter, target) or (found and (
+            f"llama.cpp runs drafters of blocks without a correction or with markov, and rotated by one of "
+            f"{', '.join(BY_KEYS)}, this drafter has {found}; train another"))
     config = drafter.config
     wrong = {f"{drafter.num_layers} layers": drafter.num_layers != 1,
              f"{len(drafter.taps)} tapped layers": len(drafter.taps) != _TARGET_LAYERS,
@@ -199,11 +220,14 @@ def _in_order(name: str, tensor: Tensor, kind: str, heads: tuple[int, int]) -> T
     return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
 
 
-def _command(drafter: DraftLM | Eagle3, places: Places) -> dict[str, str]:
-    kind = "draft-simple" if isinstance(drafter, DraftLM) else "draft-eagle3"
+def _command(drafter: DraftLM | Eagle3 | BlockDraft, places: Places) -> dict[str, str]:
+    kind, tokens = "draft-simple" if isinstance(drafter, DraftLM) else "draft-eagle3", 3
+    if isinstance(drafter, BlockDraft):
+        kind = "draft-dflash" if drafter.config.correction == "none" else "draft-dspark"
+        tokens = drafter.config.num_steps
     return {"llama.cpp": shlex.join([
         "llama-server", "-m", places.gguf, "-md", f"{places.folder}/{GGUF_FILE}", "--spec-type", kind,
-        "--spec-draft-n-max", "3", "-ctk", "f32", "-ctv", "f32", "-fa", "off"])}
+        "--spec-draft-n-max", str(tokens), "-ctk", "f32", "-ctv", "f32", "-fa", "off"])}
 
 
 # EAGLE-3 -------------------------------------------------------------------------------------------------------------
@@ -243,9 +267,44 @@ def _third_name(name: str) -> str:
     return _THIRD.get(name) or names.get_name(as_llama, try_suffixes=(".weight",)) or name
 
 
-GGUF = ExportFormat[DraftLM | Eagle3](
-    name="gguf", content="draft language models and EAGLE-3 drafters", readers="llama.cpp", families=(DraftLM, Eagle3),
-    refusal=_refusal, write=export_gguf, option="target_gguf", file=GGUF_FILE, weights=WEIGHTS, others=_command,
+# DFlash and DSpark ---------------------------------------------------------------------------------------------------
+
+
+def _write_blocks(file: Path, drafter: BlockDraft, target: Target, vocabulary: Path, weights: str) -> Table:
+    """Write a drafter of blocks; returns the table of its tensors."""
+    import gguf
+
+    block, config = drafter.block, drafter.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, drafter.num_layers)
+
+    def named(name: str) -> str:
+        as_model = name if name.startswith("lm_head.") else f"model.{name}"
+        return _BLOCK.get(name) or names.get_name(as_model, try_suffixes=(".weight",)) or name
+
+    tensors = {named(name): tensor for name, tensor in dflash.block_tensors(drafter, target).items() if name != "t2d"}
+    if drafter.token_ids_Q is not None:
+        # The tokens themselves, as of EAGLE-3.
+        tensors["d2t"] = drafter.token_ids_Q.cpu().long()
+    _, length = frequencies(block.rope_base, block.head_dim, block.rope_scaling, torch.device("cpu"))
+    rope = by_keys({"rope_type": "default", "original_max_position_embeddings": target.context_length,
+                    **(block.rope_scaling or {})}, length)
+    settings = {
+        **_settings(hidden=block.hidden_size, inner=block.intermediate_size, layers=drafter.num_layers,
+                    heads=block.num_heads, kv_heads=block.num_kv_heads, head=block.head_dim, eps=block.norm_eps,
+                    base=block.rope_base, vocab=drafter.vocab_size, context=target.context_length),
+        "target_layers": [tap + 1 for tap in drafter.taps], "block_size": config.block_size,
+        "sample_from_anchor": config.aligned == "next", "attention.causal": config.causal,
+        "has_confidence_head": config.confidence}
+    write_gguf(file, DFLASH, settings | rope.settings, tensors, vocabulary, weights, mask=config.mask_token_id)
+    table = held({named(name): form for name, form in dflash.block_table(drafter).items() if name != "t2d"}, weights)
+    require_forms(gguf_forms(file), table)
+    return table
+
+
+GGUF = ExportFormat[DraftLM | Eagle3 | BlockDraft](
+    name="gguf", content="draft language models, EAGLE-3 drafters and drafters of blocks", readers="llama.cpp",
+    families=(DraftLM, Eagle3, BlockDraft), refusal=_refusal, write=export_gguf, option="target_gguf", file=GGUF_FILE,
+    weights=WEIGHTS, others=_command,
     # llama.cpp rounds the embedding like any matrix.
     as_read=lambda weight, weights, linear: rounded(weight, weights),
 )

@@ -10,14 +10,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from ...modules import DraftLM, Eagle3, Target, UserError
+from ...modules import BlockDraft, DraftLM, Eagle3, Target, UserError
 from ..engine_process import EngineProcess
+from . import dflash
 from .eagle import EAGLE_FILE, export_eagle
 from .huggingface import export_huggingface
-from .openvino_conversion import SCRIPT
+from .parts.compressed_tensors import OUTPUT
 from .parts.export_format import ExportFormat, ExportSettings, Places
 from .parts.head_blocks import output_bias
 from .parts.layout_folder import Contents
+from .parts.openvino_conversion import SCRIPT
 
 _TARGET_LAYERS = 3
 """Tapped layers that OpenVINO GenAI reads."""
@@ -28,13 +30,18 @@ import openvino_genai
 
 draft = openvino_genai.draft_model(".", "CPU")
 pipeline = openvino_genai.LLMPipeline("../target-openvino", "CPU", draft_model=draft)
-print(pipeline.generate("What is a draft horse?", max_new_tokens=64, num_assistant_tokens=3))
+print(pipeline.generate("What is a draft horse?", max_new_tokens=64, num_assistant_tokens={tokens}))
 ```"""
-"""Lines that decode with it."""
+"""Lines that decode with it, for a number of tokens of a draft."""
+UNCACHED = """scheduler = openvino_genai.SchedulerConfig()
+scheduler.enable_prefix_caching = False
+pipeline = openvino_genai.LLMPipeline("../target-openvino", "CPU", draft_model=draft, scheduler_config=scheduler)"""
+"""The pipeline of DFlash, which refuses to keep the states of equal prefixes."""
 
 
-def export_openvino(drafter: DraftLM | Eagle3, target: Target, folder: Path, settings: ExportSettings) -> Contents:
-    """Write a draft language model or an EAGLE-3 drafter as OpenVINO GenAI reads it, in float32.
+def export_openvino(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, folder: Path,
+                    settings: ExportSettings) -> Contents:
+    """Write a draft language model, an EAGLE-3 drafter or DFlash as OpenVINO GenAI reads it, in float32.
 
     Args:
         drafter: bound to `target`.
@@ -58,22 +65,42 @@ def export_openvino(drafter: DraftLM | Eagle3, target: Target, folder: Path, set
                 tokens = {"d2t": torch.zeros(drafter.vocab_size, dtype=torch.long)}
                 save_file(load_file(source / EAGLE_FILE) | tokens, source / EAGLE_FILE, metadata={"format": "pt"})
             layers = list(drafter.taps)
+        elif isinstance(drafter, BlockDraft):
+            # The engine has the target's output layer alone: over it a reduced vocabulary is the whole one.
+            dflash.export_dflash(drafter, target, source)
+            whole = {name: tensor for name, tensor in load_file(source / EAGLE_FILE).items()
+                     if name not in (OUTPUT, "d2t", "t2d")}
+            save_file(whole, source / EAGLE_FILE, metadata={"format": "pt"})
         else:
             export_huggingface(drafter, target, source)
         process = EngineProcess(engine="optimum-intel", python=settings.convert_with, script=SCRIPT,
                                 folder=Path(scratch))
-        process.run({"source": str(source), "out": str(folder), "layers": layers}, f"converting {source}")
+        process.run({"source": str(source), "out": str(folder), "layers": layers,
+                     "own_code": not isinstance(drafter, DraftLM)}, f"converting {source}")
+    if isinstance(drafter, BlockDraft):
+        return Contents(title="DFlash drafter for OpenVINO GenAI,", paragraphs=(
+            f"The layers that it reads, {list(drafter.taps)}, counted from 0 by their outputs, and its mask token are "
+            "in the model.",), example="\n".join(UNCACHED if line.startswith("pipeline =") else line for line in (
+                PIPELINE.replace("{tokens}", str(drafter.config.num_steps)).splitlines())))
     read = () if layers is None else (
         f"The layers that it reads, {layers}, counted from 0 by their outputs, are in the model "
         "(`hidden_layers_list`).",)
     title = "A draft language model" if layers is None else "EAGLE-3 drafter"
-    return Contents(title=f"{title} for OpenVINO GenAI,", paragraphs=read, example=PIPELINE)
+    return Contents(title=f"{title} for OpenVINO GenAI,", paragraphs=read, example=PIPELINE.replace("{tokens}", "3"))
 
 
-def _refusal(drafter: DraftLM | Eagle3, target: Target) -> str:
+def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
     """The refusal of a drafter that OpenVINO GenAI does not run; empty for any other."""
     if isinstance(drafter, DraftLM):
         return ""
+    if isinstance(drafter, BlockDraft):
+        # It has no mask within a block, drops the first slot, and knows no correction.
+        wrong = {"causal slots": drafter.config.causal, "aligned: next": drafter.config.aligned == "next",
+                 f"the correction {drafter.config.correction}": drafter.config.correction != "none"}
+        found = " and ".join(setting for setting, is_wrong in wrong.items() if is_wrong)
+        return dflash.refusal(drafter, target) if not found else (
+            "OpenVINO GenAI runs DFlash alone, with slots that see their whole block, aligned: same and no correction, "
+            f"this drafter has {found}; train another")
     config, width = drafter.config, drafter.block.hidden_size
     wrong = {f"{drafter.num_layers} layers": drafter.num_layers != 1,
              f"{len(drafter.taps)} tapped layers": len(drafter.taps) != _TARGET_LAYERS,
@@ -86,13 +113,14 @@ def _refusal(drafter: DraftLM | Eagle3, target: Target) -> str:
         f"further norms, this drafter has {found}; train another")
 
 
-def _command(drafter: DraftLM | Eagle3, places: Places) -> dict[str, str]:
+def _command(drafter: DraftLM | Eagle3 | BlockDraft, places: Places) -> dict[str, str]:
     return {"optimum-intel, which converts the target": shlex.join([
         "optimum-cli", "export", "openvino", "-m", places.target, "--task", "text-generation-with-past",
         *("--weight-format", "fp32"), os.path.normpath(f"{places.folder}/../target-openvino")])}
 
 
-OPENVINO = ExportFormat[DraftLM | Eagle3](
-    name="openvino", content="draft language models and EAGLE-3 drafters", readers="OpenVINO GenAI",
-    families=(DraftLM, Eagle3), refusal=_refusal, write=export_openvino, option="convert_with", others=_command,
+OPENVINO = ExportFormat[DraftLM | Eagle3 | BlockDraft](
+    name="openvino", content="draft language models, EAGLE-3 drafters and DFlash drafters", readers="OpenVINO GenAI",
+    families=(DraftLM, Eagle3, BlockDraft), refusal=_refusal, write=export_openvino, option="convert_with",
+    others=_command,
 )

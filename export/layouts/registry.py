@@ -9,6 +9,7 @@ from ...modules.files.atomic_files import write_file
 from ...modules.files.owned_folders import whole_folder
 from ..artifact import Artifact, portable
 from ..artifact_files import as_json
+from .dflash import DFLASH
 from .eagle import EAGLE, EAGLE_SGLANG
 from .huggingface import HUGGINGFACE
 from .hydra import HYDRA
@@ -28,8 +29,8 @@ from .specdec import SPECDEC
 from .speculators import SPECULATORS
 
 EXPORT_FORMATS: tuple[ExportFormat[Any], ...] = (
-    EAGLE, EAGLE_SGLANG, HUGGINGFACE, SPECULATORS, GGUF, OPENVINO, HYDRA, KANGAROO, MERGED, MEDUSA, MEDUSA_VLLM, MTP,
-    PPD, SPECDEC, TARGET,
+    DFLASH, EAGLE, EAGLE_SGLANG, HUGGINGFACE, SPECULATORS, GGUF, OPENVINO, HYDRA, KANGAROO, MERGED, MEDUSA, MEDUSA_VLLM,
+    MTP, PPD, SPECDEC, TARGET,
 )
 """All layouts, in the order of the tables."""
 EVERY_FORMAT: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS))

@@ -1,17 +1,23 @@
-"""EAGLE-3 in the layout of the speculators library (vllm-project/speculators 0.9), which vLLM serves as a model.
+"""EAGLE-3, DFlash and DSpark in the layout of the speculators library (vllm-project/speculators 0.9), which vLLM serves
+as a model.
 
-The tensors are those of the official layout with `layers.0` in place of `midlayer`, without the target's output layer:
-where the file has none, vLLM and the library take it from the target. config.json names the target, so
-that vLLM finds it, and holds the shape of the layers as a Llama configuration of its own.
+The tensors are those of the official layouts, of EAGLE-3 with `layers.0` in place of `midlayer`, without the target's
+output layer: where the file has none, vLLM and the library take it from the target. config.json names the target, so
+that vLLM finds it, and holds the shape of the layers as a configuration of its own. vLLM starts from that one: in it
+stands whether slots of a block are causal, since for the library layers without a window never are, and vLLM makes of
+`sliding_window_non_causal` a rule for all layers.
 """
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from ...modules import Eagle3, Target
+from torch import Tensor
+
+from ...modules import BlockDraft, Eagle3, Target
 from ..artifact import portable
-from .eagle import EAGLE, EAGLE_FILE, borrows_output, renamed, third_tensors
+from . import dflash, eagle
+from .eagle import EAGLE, EAGLE_FILE, OPENS, borrows_output, read_eagle, third_tensors
 from .parts.compressed_tensors import (
     OUTPUT,
     compressed,
@@ -20,8 +26,10 @@ from .parts.compressed_tensors import (
     compressed_table,
 )
 from .parts.eagle_folder import FIRST, MIDLAYER, NORMS, entries, layer_config, linear_names, tapped, third_table, twin
-from .parts.export_format import ExportFormat, ExportSettings
+from .parts.export_format import ExportFormat, ExportSettings, ImportSettings
 from .parts.layout_folder import Contents, write_layout
+from .parts.read_shapes import renamed
+from .parts.safetensors_reader import Checkpoint
 
 VERSION = "0.9.0"
 """The version of the library whose layout this is."""
@@ -29,8 +37,19 @@ _TOKENS = 3
 """Tokens of a draft where the server is not given a number."""
 
 
-def export_speculators(drafter: Eagle3, target: Target, folder: Path, settings: ExportSettings) -> Contents:
-    """Write an EAGLE-3 drafter as vLLM and the speculators library read it; arguments as of `export_eagle`."""
+def export_speculators(drafter: Eagle3 | BlockDraft, target: Target, folder: Path,
+                       settings: ExportSettings) -> Contents:
+    """Write EAGLE-3 or a drafter of blocks as vLLM and the speculators library read it; arguments as of
+    `export_eagle`."""
+    name, width = portable(target.identity.name), drafter.block.hidden_size
+    other = "" if width == drafter.hidden_size else (
+        f" The library itself loads drafters of the target's width alone, this one is {width} wide.")
+    note = (f"In the layout of the speculators library {VERSION}. vLLM also serves the folder as a model of its own "
+            "and then takes the target from `speculators_config.verifier.name_or_path` in config.json, a name on the "
+            f"Hub or a folder: `{name}`.{other}")
+    if isinstance(drafter, BlockDraft):
+        table = dflash.write_blocks(drafter, target, folder, settings.weights, _block_config(drafter, target))
+        return dflash.block_contents(drafter, table, note)
     weights = settings.weights
     # The official layout has a second name of some norms for other engines; the library takes the target's output.
     left_out = {twin(layer) for layer in range(1, drafter.num_layers)}
@@ -43,14 +62,8 @@ def export_speculators(drafter: Eagle3, target: Target, folder: Path, settings: 
     held = compressed_table(table, linear, weights)
     write_layout(folder, EAGLE_FILE, compressed(tensors, linear, weights), held,
                  _config(drafter, target) | compressed_config(weights, linear))
-    name, width = portable(target.identity.name), drafter.block.hidden_size
-    other = "" if width == drafter.hidden_size else (
-        f" The library itself loads drafters of the target's width alone, this one is {width} wide.")
     return Contents(title="EAGLE-3 drafter", table=held, paragraphs=(
-        f"In the layout of the speculators library {VERSION}. vLLM also serves the folder as a model of its own and "
-        "then takes the target from `speculators_config.verifier.name_or_path` in config.json, a name on the Hub or a "
-        f"folder: `{name}`.{other}",
-        *compressed_note(weights, linear), "The artifact's tree is not part of it."))
+        note, *compressed_note(weights, linear), "The artifact's tree is not part of it."))
 
 
 def _config(drafter: Eagle3, target: Target) -> dict[str, Any]:
@@ -68,19 +81,45 @@ def _config(drafter: Eagle3, target: Target) -> dict[str, Any]:
         # vLLM reads the number of tapped layers from the inner configuration.
         "transformer_layer_config": {**layer_config(drafter, target), "rope_parameters": rope,
                                      "num_aux_hidden_states": len(drafter.taps)},
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _TOKENS, "verifier_accept_k": 1,
-                                  "accept_tolerance": 0.0}],
-            "verifier": {"name_or_path": portable(target.identity.name),
-                         "architectures": list(target.config.architectures or [])},
-        },
+        "speculators_config": _served(target, "eagle3", _TOKENS),
     }
 
 
+def _block_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
+    plain, layers = drafter.config.correction == "none", dflash.block_config(drafter, target)
+    rope = {"rope_type": "default", **(drafter.block.rope_scaling or {}), "rope_theta": drafter.block.rope_base}
+    kind = "dflash" if plain else "dspark"
+    return {
+        "architectures": ["DFlashDraftModel" if plain else "DSparkDraftModel"], "speculators_model_type": kind,
+        "speculators_version": VERSION, "draft_vocab_size": entries(drafter), **dflash.slot_config(drafter),
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in drafter.taps],
+        "sliding_window_non_causal": not drafter.config.causal, "tie_word_embeddings": False,
+        "transformer_layer_config": {**layers, "rope_parameters": rope},
+        "speculators_config": _served(target, kind, drafter.config.num_steps),
+    }
+
+
+def _served(target: Target, algorithm: str, tokens: int) -> dict[str, Any]:
+    """The section with the target and the number of tokens that vLLM drafts where it is not given one."""
+    return {"algorithm": algorithm, "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1,
+                                  "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": portable(target.identity.name),
+                         "architectures": list(target.config.architectures or [])}}
+
+
+def read_speculators(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Any, dict[str, Tensor]]:
+    """The drafter of a checkpoint of the library, by its kind. Raises UserError as the readers of the kinds do."""
+    blocks = given.said.get("speculators_model_type") in ("dflash", "dspark")
+    given.require(dflash.KNOWN if blocks else EAGLE.known, target)
+    return (dflash.read_blocks if blocks else read_eagle)(given, target, settings)
+
+
 SPECULATORS = replace(
-    cast(ExportFormat[Any], EAGLE), name="speculators", content="EAGLE-3 drafters", families=(Eagle3,),
-    readers="vLLM, as a model of its own; the speculators library", write=export_speculators,
-    others=lambda drafter, places: {},
+    cast(ExportFormat[Any], EAGLE), name="speculators", content="EAGLE-3 drafters and drafters of blocks",
+    families=(Eagle3, BlockDraft), readers="vLLM, as a model of its own; the speculators library",
+    write=export_speculators, read=read_speculators, opens=(*OPENS, "aligned", "causal"),
+    known={"is_causal": (None, False, True)}, others=lambda drafter, places: {},
+    refusal=lambda drafter, target: (dflash if isinstance(drafter, BlockDraft) else eagle).refusal(drafter, target),
+    vllm=lambda drafter: (dflash if isinstance(drafter, BlockDraft) else eagle).served_by_vllm(drafter),
 )

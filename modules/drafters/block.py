@@ -157,7 +157,6 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         cost="one run of the layers for a tree, and one of the correction for each level; learns more slowly than "
              "EAGLE-3",
     )
-    export_refusal = "no layout of this family is written yet; decode the artifact with draftsmith"
     config: BlockDraftConfig
     config_class = BlockDraftConfig
     mask_id: Tensor

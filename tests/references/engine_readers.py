@@ -51,6 +51,40 @@ class Read:
         mixed = torch.einsum("hqk,khe->qhe", scores, value.repeat_interleave(group, 1))
         return self.linear(f"{prefix}o_proj", mixed.flatten(1))
 
+    def slots(self, prefix: str, text_ND: Tensor, slots_SD: Tensor, config: dict[str, Any]) -> Tensor:
+        """Qwen3's attention of a block's slots over the text before it and the block, [S, D]."""
+        size, both = config["head_dim"], torch.cat([text_ND, slots_SD])
+        angles = torch.arange(len(both))[:, None] / config["rope_theta"] ** (torch.arange(0, size, 2) / size)
+
+        def heads(name: str, read: Tensor, norm: str = "") -> Tensor:
+            split = self.linear(f"{prefix}{name}", read).view(len(read), -1, size)
+            if not norm:
+                return split
+            first, second = self.normed(f"{prefix}{norm}", split, config).chunk(2, -1)
+            cosine, sine = (part[-len(read):, None] for part in (angles.cos(), angles.sin()))
+            return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+        query, key, value = heads("q_proj", slots_SD, "q_norm"), heads("k_proj", both, "k_norm"), heads("v_proj", both)
+        group = query.shape[1] // key.shape[1]
+        scores = torch.einsum("qhe,khe->hqk", query, key.repeat_interleave(group, 1)) / size**0.5
+        if config["is_causal"]:
+            scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(len(text_ND) + 1) > 0, -torch.inf)
+        mixed = torch.einsum("hqk,khe->qhe", scores.softmax(-1), value.repeat_interleave(group, 1))
+        return self.linear(f"{prefix}o_proj", mixed.flatten(1))
+
+    def markov(self, slot_D: Tensor, root: Tensor, config: dict[str, Any]) -> Tensor | int:
+        """DSpark's bias of the first guess, after the root."""
+        form, head = config.get("markov_head_type"), "markov_head."
+        if form is None:
+            return 0
+        before_R = self.tensors[f"{head}markov_w1.weight"][root]
+        if form == "gated":
+            before_R = before_R * self.linear(f"{head}gate_proj", torch.cat([slot_D, before_R])).sigmoid()
+        if form == "rnn":
+            joined = torch.cat([torch.zeros_like(before_R), before_R, slot_D])
+            before_R = self.linear(f"{head}joint_proj", joined).chunk(3)[2].tanh()
+        return before_R @ self.tensors[f"{head}markov_w2.weight"].mT
+
     def gated(self, prefix: str, state: Tensor) -> Tensor:
         """A Llama's MLP."""
         inner = torch.nn.functional.silu(self.linear(f"{prefix}gate_proj", state))
@@ -111,6 +145,32 @@ def hydra(read: Read, after_L: Tensor, final_LD: Tensor, _taps: Tensor) -> Tenso
     return read.linear(f"hydra_lm_head.{output}", read.linear(f"hydra_mlp.0.{slot}.res_connection", joined) + added)
 
 
-READERS = {"eagle": first_eagle, "eagle-sglang": first_eagle, "eagle3": third_eagle, "speculators": third_eagle,
+def block_draft(read: Read, after_L: Tensor, _final: Tensor, taps_LT: Tensor) -> Tensor:
+    """DFlash and DSpark: the first guess of a block after each position, the token after it as the root. Logits of
+    tokens outside its vocabulary are NaN."""
+    inner = read.config.get("transformer_layer_config", read.config)
+    said = {**inner, **read.config, **read.config.get("dflash_config", {})}
+    embedding_VD, output_QD = read.embedding_VD, read.tensors.get("lm_head.weight", read.output_VD)
+    context_LD, guesses = read.normed("hidden_norm", read.linear("fc", taps_LT), said), []
+    for place in range(len(after_L)):
+        mask = torch.full((said["block_size"] - 1,), said["mask_token_id"])
+        state_SD = embedding_VD[torch.cat([after_L[place : place + 1], mask])]
+        for layer in range(said["num_hidden_layers"]):
+            prefix = f"layers.{layer}."
+            normed_SD = read.normed(f"{prefix}input_layernorm", state_SD, said)
+            state_SD = state_SD + read.slots(f"{prefix}self_attn.", context_LD[: place + 1], normed_SD, said)
+            normed_SD = read.normed(f"{prefix}post_attention_layernorm", state_SD, said)
+            state_SD = state_SD + read.gated(f"{prefix}mlp.", normed_SD)
+        slot_D = read.normed("norm", state_SD, said)[0 if said["sample_from_anchor"] else 1]
+        guesses.append(slot_D @ output_QD.mT + read.markov(slot_D, after_L[place], said))
+    logits_LQ = torch.stack(guesses)
+    offsets_Q = read.tensors.get("d2t", torch.zeros(logits_LQ.shape[1], dtype=torch.long))
+    logits_LV = torch.full((len(after_L), len(read.output_VD)), torch.nan)
+    logits_LV[:, torch.arange(len(offsets_Q)) + offsets_Q] = logits_LQ
+    return logits_LV
+
+
+READERS = {"dflash": block_draft,
+           "eagle": first_eagle, "eagle-sglang": first_eagle, "eagle3": third_eagle, "speculators": third_eagle,
            "medusa": medusa, "medusa-vllm": medusa_of_vllm, "hydra": hydra}
 """Readers by layout; EAGLE-3 in the official layout by its family."""

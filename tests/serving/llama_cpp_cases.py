@@ -1,7 +1,7 @@
 """Cases of llama.cpp: `make test-llamacpp`."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,21 @@ def shorter(folder: Path) -> None:
     changed(folder, "llama.rope.scaling.attn_factor", [1.0])
 
 
+def shifted_taps(folder: Path) -> None:
+    """The same of a drafter of blocks."""
+    key = "dflash.target_layers"
+    changed(folder, key, [layer - 1 for layer in GGUFReader(folder / GGUF_FILE).fields[key].contents()])
+
+
+def flipped(key: str) -> Callable[[Path], None]:
+    """Turn a truth value over."""
+    return lambda folder: changed(folder, key, [not GGUFReader(folder / GGUF_FILE).fields[key].contents()])
+
+
 SIMPLE, THIRD = (("method", "draft-simple"),), (("method", "draft-eagle3"),)
+FLASH, SPARK = (("method", "draft-dflash"),), (("method", "draft-dspark"),)
+CAUSAL, ANCHOR = flipped("dflash.attention.causal"), flipped("dflash.sample_from_anchor")
+SHIFTED, OTHER_SIGHT = "layers shifted by one", "slots see the other part of their block"
 LLAMA_CPP_CASES = (
     Case(name="draft_lm", layout="gguf", asked=SIMPLE, printed=True),
     Case(name="draft_lm", layout="gguf", asked=SIMPLE, wrong="another rotary base", change=slower),
@@ -50,11 +64,21 @@ LLAMA_CPP_CASES = (
     Case(name="draft_lm, YaRN", layout="gguf", asked=SIMPLE, wrong="another attention factor", change=shorter),
     Case(name="draft_lm, Qwen 3, YaRN", layout="gguf", asked=SIMPLE),
     Case(name="eagle3", layout="gguf", asked=THIRD, printed=True),
-    Case(name="eagle3", layout="gguf", asked=THIRD, wrong="layers shifted by one", change=shifted),
+    Case(name="eagle3", layout="gguf", asked=THIRD, wrong=SHIFTED, change=shifted),
     Case(name="eagle3, other norms", layout="gguf", asked=THIRD),
     Case(name="eagle3, narrow", layout="gguf", asked=THIRD),
     Case(name="eagle3, borrowed output", layout="gguf", asked=THIRD),
     Case(name="eagle3, YaRN", layout="gguf", asked=THIRD),
+    Case(name="block, DFlash", layout="gguf", asked=FLASH, printed=True),
+    Case(name="block, DFlash", layout="gguf", asked=FLASH, wrong=SHIFTED, change=shifted_taps),
+    Case(name="block, DFlash, reduced", layout="gguf", asked=FLASH),
+    Case(name="block, JetSpec", layout="gguf", asked=FLASH),
+    Case(name="block, DSpark", layout="gguf", asked=SPARK, printed=True),
+    Case(name="block, DSpark", layout="gguf", asked=SPARK, wrong=SHIFTED, change=shifted_taps),
+    Case(name="block, DSpark", layout="gguf", asked=SPARK, wrong=OTHER_SIGHT, change=CAUSAL),
+    Case(name="block, DSpark", layout="gguf", asked=SPARK, wrong="slots predict the token before", change=ANCHOR),
+    Case(name="block, DSpark, reduced", layout="gguf", asked=SPARK),
+    Case(name="block, DSpark, same", layout="gguf", asked=SPARK),
 )
 
 

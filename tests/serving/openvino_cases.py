@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from draftsmith.export.engine_process import EngineProcess
 from draftsmith.export.engines import openvino_run
-from draftsmith.export.layouts import openvino_conversion
+from draftsmith.export.layouts.parts import openvino_conversion
 from serving.overfitted import ANSWER_TOKENS, HEAD_DIM, ROPE_BASE, STEPS, Texts
 from serving.printed import blocks, command, ran
 from serving.proof import Case
@@ -35,6 +35,8 @@ def shifted(folder: Path) -> None:
     """Name the layer after each tapped one, as if the numbers counted the states before a layer."""
     path = folder / openvino_conversion.MODEL
     text, right, wrong = path.read_text(), 'hidden_layers_list value="1 2 4"', 'hidden_layers_list value="2 3 5"'
+    if "dflash_mode" in text:
+        right, wrong = 'target_layer_ids value="1,2,4"', 'target_layer_ids value="2,3,5"'
     if right not in text:
         raise RuntimeError(f"{path} does not hold {right}")
     path.write_text(text.replace(right, wrong))
@@ -58,7 +60,8 @@ class OpenVino:
 
     def prepare(self, texts: Texts) -> None:
         """Convert the target."""
-        self._process(openvino_conversion.SCRIPT).run({"source": "target", "out": TARGET, "layers": None}, "the target")
+        self._process(openvino_conversion.SCRIPT).run(
+            {"source": "target", "out": TARGET, "layers": None, "own_code": False}, "the target")
 
     def plain(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Answers without drafts."""

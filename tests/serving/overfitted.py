@@ -14,6 +14,8 @@ import torch
 from draftsmith.export import Artifact, ExportSettings, export_artifact
 from draftsmith.export.layouts.parts.gguf_file import FLOAT32
 from draftsmith.modules import (
+    BlockDraft,
+    BlockDraftConfig,
     Drafter,
     DraftLM,
     DraftLMConfig,
@@ -39,6 +41,8 @@ PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 12, 28
 25, and a seventh draft 28: no draft goes beyond the answer."""
 MASK = 3
 """Id of the mask token, which no text contains."""
+BLOCK_MASK = 999
+"""That of drafters of blocks: a row of the target's embedding after the tokenizer's last token."""
 HEAD_DIM, ROPE_BASE = 32, 20000.0
 """Width of a head, and rotary base."""
 VOCABULARY = "vocabulary.gguf"
@@ -169,6 +173,13 @@ def borrowing(target: Target, ids_Q: Tensor) -> Drafter:
     return Eagle3.create(Eagle3Config(taps=(1, 2, 4), steps=STEPS, output="shared"), target)
 
 
+def blocks(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
+    """Maker of a drafter of blocks that drafts as many tokens as are asked for."""
+    same = settings.get("aligned") == "same"
+    config = BlockDraftConfig(taps=(1, 2, 4), block_size=STEPS + same, mask_token_id=BLOCK_MASK, rank=16, **settings)
+    return lambda target, ids_Q: BlockDraft.create(config, target, ids_Q if config.vocabulary_size else None)
+
+
 def draft_model(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
     """Maker of a draft language model."""
     return lambda target, ids_Q: DraftLM.create(DraftLMConfig(num_layers=2, **settings), target)
@@ -216,6 +227,12 @@ MAKERS: dict[str, Callable[[Target, Tensor], Drafter]] = {
     "draft_lm, Qwen 3": from_folder(Qwen3Config),
     "draft_lm, YaRN": from_folder(LlamaConfig, rope_parameters=YARN),
     "draft_lm, Qwen 3, YaRN": from_folder(Qwen3Config, rope_parameters=YARN),
+    "block, DFlash": blocks(aligned="same", causal=False),
+    "block, DFlash, reduced": blocks(aligned="same", causal=False, vocabulary_size=ENTRIES),
+    "block, JetSpec": blocks(aligned="same", causal=True, num_layers=1),
+    "block, DSpark": blocks(aligned="next", causal=False, correction="markov", confidence=True),
+    "block, DSpark, reduced": blocks(aligned="next", causal=True, correction="markov", vocabulary_size=ENTRIES),
+    "block, DSpark, same": blocks(aligned="same", causal=True, correction="markov"),
     "eagle": lambda target, ids_Q: Eagle.create(EagleConfig(bias=False, steps=STEPS), target),
     "eagle, bias": lambda target, ids_Q: Eagle.create(EagleConfig(bias=True, steps=STEPS), target),
     "eagle3": third(),

@@ -81,7 +81,7 @@ def outcome(case: Case, engine: Engine, work: Path, texts: Texts, plain: list[li
     """Run a case; its folder is named from `work`."""
     folder = folder_of(case.name, case.layout, case.weights)
     if case.change is not None:
-        changed = Path("changed") / folder
+        changed = Path("changed", case.wrong) / folder
         shutil.copytree(work / folder, work / changed)
         case.change(work / changed)
         folder = changed

@@ -40,7 +40,7 @@ ROUNDED = 0.95
 """Share of drafted tokens that must be accepted where the weights have fewer bits."""
 SHIFTED = "layers shifted by one"
 DRAFT, FIRST, THIRD = (("method", "draft_model"),), (("method", "eagle"),), (("method", "eagle3"),)
-MEDUSA = (("method", "medusa"),)
+MEDUSA, FLASH = (("method", "medusa"),), (("method", "dflash"),)
 VLLM_CASES = (
     Case(name="draft_lm", layout="huggingface", asked=DRAFT),
     Case(name="draft_lm", layout="huggingface", weights="int8", asked=DRAFT, least=ROUNDED),
@@ -66,6 +66,10 @@ VLLM_CASES = (
     Case(name="eagle3", layout="speculators", wrong=SHIFTED, change=shifted),
     Case(name="eagle3.1", layout="speculators"),
     Case(name="eagle3, two layers", layout="speculators"),
+    Case(name="block, DFlash", layout="dflash", asked=FLASH),
+    Case(name="block, DFlash, reduced", layout="speculators"),
+    Case(name="block, JetSpec", layout="dflash", asked=FLASH),
+    Case(name="block, JetSpec", layout="speculators"),
     Case(name="medusa", layout="medusa", asked=MEDUSA),
     Case(name="medusa", layout="medusa-vllm", asked=(*MEDUSA, (LOADER, {"enable_weights_track": False})), printed=True),
 )

@@ -173,10 +173,70 @@ def mask_drafts(folder: Folder) -> list[str]:
     return draft_model(folder) + ([] if known else [f"pard_token is {token!r}"])
 
 
+# Drafters of blocks --------------------------------------------------------------------------------------------------
+
+
+def blocks_for_sglang(folder: Folder) -> list[str]:
+    """SGLang 0.5.23: DFLASH and DSPARK. It reads `is_causal` at the top alone, takes a missing `sample_from_anchor` for
+    true, and has no reduced vocabulary."""
+    config, inside = folder.config, folder.config.get("dflash_config") or {}
+    faults = [f"no {key}" for key in ("is_causal", "sample_from_anchor", "block_size") if key not in config]
+    faults += [f"no {key} in dflash_config" for key in ("target_layer_ids", "mask_token_id") if key not in inside]
+    faults += asked(config, draft_vocab_size=config["vocab_size"])
+    width, head, read = config["hidden_size"], config["head_dim"], dict[str, tuple[int, ...]]()
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"layers.{layer}."
+        read |= llama_layer(config, prefix, ("input_layernorm", "post_attention_layernorm"), width)
+        read |= {f"{prefix}self_attn.q_norm.weight": (head,), f"{prefix}self_attn.k_norm.weight": (head,)}
+    read |= {"fc.weight": (width, len(inside.get("target_layer_ids") or ()) * width), "hidden_norm.weight": (width,),
+             "norm.weight": (width,)}
+    if (rank := config.get("markov_rank")) is not None:
+        faults += asked(config, architectures=["Qwen3DSparkModel"])
+        read |= {f"markov_head.{name}.weight": (config["vocab_size"], rank) for name in ("markov_w1", "markov_w2")}
+        if config.get("enable_confidence_head"):
+            joined = width + rank * config["confidence_head_with_markov"]
+            read |= {"confidence_head.proj.weight": (1, joined), "confidence_head.proj.bias": (1,)}
+    else:
+        faults += asked(config, architectures=["DFlashDraftModel"])
+    return faults + compared(folder.shapes, read)
+
+
+def windowed(config: dict[str, Any], layer: int) -> bool:
+    """True if a layer sees a window of the text alone."""
+    return bool(config["layer_types"][layer] == "sliding_attention")
+
+
+def stated(*values: bool | None) -> bool:
+    """The first value that is stated."""
+    return next(bool(value) for value in values if value is not None)
+
+
+CAUSAL: dict[str, Callable[[dict[str, Any], int], bool]] = {
+    "vLLM": lambda config, layer: stated(
+        config.get("is_causal"), config["dflash_config"].get("causal"), windowed(config, layer)),
+    "vLLM, speculators": lambda config, layer: stated(
+        config["transformer_layer_config"].get("is_causal"), not config.get("sliding_window_non_causal", True)),
+    "SGLang": lambda config, layer: stated(config.get("is_causal"), windowed(config, layer)),
+    "llama.cpp": lambda config, layer: stated(config.get("is_causal"), config["dflash_config"].get("causal"), False),
+}
+"""Whether a slot of a layer sees those before it alone, by engine and layout (vLLM 0.33, SGLang 0.5.23, llama.cpp's
+conversion)."""
+ANCHORS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "vLLM, DFlash": lambda config: config["dflash_config"].get("sample_from_anchor", False),
+    "vLLM, DSpark": lambda config: config.get("sample_from_anchor", True),
+    "vLLM, speculators": lambda config: config.get("sample_from_anchor", False),
+    "SGLang": lambda config: config.get("sample_from_anchor", True),
+    "llama.cpp": lambda config: config.get("sample_from_anchor", True),
+    "llama.cpp, speculators": lambda config: config.get("sample_from_anchor", False),
+}
+"""Whether the first slot of a block guesses, in the same way."""
+
+
 CONTRACTS: dict[tuple[str, str, str], Callable[[Folder], list[str]]] = {
     ("eagle3", "eagle", "SGLang 0.5.23"): third_for_sglang,
     ("eagle3", "eagle", "TensorRT-LLM"): third_for_tensorrt,
     ("eagle3", "eagle", "llama.cpp"): third_for_llama_cpp,
+    ("block", "dflash", "SGLang 0.5.23"): blocks_for_sglang,
     ("eagle", "eagle-sglang", "SGLang 0.5.23"): first_for_sglang,
     ("medusa", "medusa", "TGI 3"): medusa_for_tgi,
     ("draft_lm", "huggingface", "SGLang 0.5.23"): draft_model,

@@ -46,10 +46,14 @@ def random_adapter(target: Target, modules: tuple[str, ...] = (), rank: int = 3,
                     for name in choose_layers(target.model, modules, without=target.head)}, 0.7)
 
 
-def six_layers() -> Target:
-    """A random Llama of six layers, so that three can be tapped, as wide as `tiny_target` and with its tokenizer."""
+def six_layers(rows: int = 100) -> Target:
+    """A random Llama of six layers, so that three can be tapped, as wide as `tiny_target` and with its tokenizer.
+
+    Args:
+        rows: of its embedding; those after the tokenizer's tokens stand in no text.
+    """
     torch.manual_seed(0)
     return Target(LlamaForCausalLM(LlamaConfig(
-        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
+        vocab_size=rows, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)),
         tiny_tokenizer(), name="tiny-target")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ....modules import Eagle, Eagle3, Target
+from ....modules import BlockDraft, Eagle, Eagle3, Target
 from .compressed_tensors import OUTPUT
 from .export_format import Places
 from .layout_folder import Contents
@@ -82,7 +82,7 @@ def linear_names(table: Table, drafter: Eagle | Eagle3) -> set[str]:
     return {name for name, form in table.items() if len(form.shape) == 2} - whole
 
 
-def layer_config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
+def layer_config(drafter: Eagle | Eagle3 | BlockDraft, target: Target) -> dict[str, Any]:
     """A Llama configuration of the drafter's layers, under the names that engines read."""
     block = drafter.block
     scaled = {} if block.rope_scaling is None else {"rope_scaling": block.rope_scaling}
@@ -109,7 +109,7 @@ def eagle_config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
             TAPS: list(drafter.taps), **{name: getattr(drafter.config, name) for name in NORMS}}
 
 
-def entries(drafter: Eagle3) -> int:
+def entries(drafter: Eagle3 | BlockDraft) -> int:
     """Number of tokens that the drafter proposes."""
     return drafter.vocab_size if drafter.token_ids_Q is None else len(drafter.token_ids_Q)
 

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from torch import Tensor
 
@@ -44,9 +44,14 @@ class ImportSettings:
     """Values that a checkpoint may leave open; None takes the checkpoint's own, and is refused where it has none."""
 
     taps: tuple[int, ...] | None = None
-    """With eagle and speculators, the layers of the target, from 0, whose outputs EAGLE-3 reads."""
+    """With eagle, speculators and dflash, the layers of the target, from 0, whose outputs the drafter reads."""
     rope_base: float | None = None
-    """With eagle and speculators, the base of the rotary embedding."""
+    """With eagle and speculators, the base of EAGLE's rotary embedding."""
+    aligned: Literal["next", "same"] | None = None
+    """With dflash and speculators, the token that a slot of a block predicts: the one after its own position (DSpark),
+    or the one at it (DFlash)."""
+    causal: bool | None = None
+    """With dflash and speculators, whether a slot sees those before it alone."""
     exit_layer: int | None = None
     """With kangaroo, the number of the target's layers before the adapter."""
     depths: int | None = None

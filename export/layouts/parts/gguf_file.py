@@ -24,11 +24,11 @@ _FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "Q8_0": torch.int8, "I
 _BLOCK = 32
 _COPIED = "tokenizer."
 """Start of the keys of the tokenizer."""
-_TOKENS = "tokenizer.ggml.tokens"
+_TOKENS, _MASK = "tokenizer.ggml.tokens", "tokenizer.ggml.mask_token_id"
 
 
 def write_gguf(file: Path, architecture: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor],
-               vocabulary: Path, weights: str = FLOAT32) -> None:
+               vocabulary: Path, weights: str = FLOAT32, mask: int | None = None) -> None:
     """Write a GGUF file.
 
     Args:
@@ -38,6 +38,7 @@ def write_gguf(file: Path, architecture: str, settings: Mapping[str, Any], tenso
         tensors: the weights, on the CPU.
         vocabulary: GGUF file whose tokenizer is copied.
         weights: number format of the matrices, one of `WEIGHTS`.
+        mask: the token that stands for a mask; None leaves the one that the tokenizer may have.
     """
     import gguf
 
@@ -53,8 +54,10 @@ def write_gguf(file: Path, architecture: str, settings: Mapping[str, Any], tenso
             writer.add_key_value(f"{architecture}.{key}", value, single[type(value)])
     # Only llama.cpp's own conversion knows how it splits text: its keys are copied as they are.
     for key, field in gguf.GGUFReader(vocabulary).fields.items():
-        if key.startswith(_COPIED):
+        if key.startswith(_COPIED) and (mask is None or key != _MASK):
             writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
+    if mask is not None:
+        writer.add_key_value(_MASK, mask, kinds.UINT32)
     for name, tensor in tensors.items():
         form = gguf.GGMLQuantizationType[_held_as(TensorForm(tuple(tensor.shape), tensor.dtype), weights)]
         values = tensor.contiguous().numpy()

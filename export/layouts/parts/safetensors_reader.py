@@ -111,17 +111,19 @@ def loaded(drafter: D, tensors: dict[str, Tensor], target: Target, folder: Path)
 
 
 def check_embedding(stored_VD: Tensor | None, target: Target, folder: Path) -> None:
-    """Check that an embedding stored with a drafter is the target's, which the drafter uses here.
+    """Check that an embedding stored with a drafter is the target's, which the drafter uses here. Raises UserError if
+    it is another one."""
+    check_borrowed(stored_VD, target.model.get_input_embeddings().weight, "embedding", target, folder)
 
-    Raises:
-        UserError: if it is another one.
-    """
-    own_VD = target.model.get_input_embeddings().weight.detach()
+
+def check_borrowed(stored_VD: Tensor | None, own_VD: Tensor, part: str, target: Target, folder: Path) -> None:
+    """The same for any matrix of the target, whose name is `part`. Raises UserError."""
     if stored_VD is None:
         return
     # Checkpoints are often in half precision, the target in another format: equality to the bit is too strict.
+    own_VD = own_VD.detach()
     close = stored_VD.shape == own_VD.shape and bool(
         (stored_VD.to(own_VD) - own_VD).abs().max() <= _ROUNDING * own_VD.abs().max())
     if not close:
-        raise UserError(f"the embedding in {folder} is not that of {target.identity.name}: the heads belong to another "
-                        "target; load the one they were trained for")
+        raise UserError(f"the {part} in {folder} is not that of {target.identity.name}: the weights belong to another "
+                        "target; load the one it was trained for")

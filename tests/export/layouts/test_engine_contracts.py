@@ -2,13 +2,25 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from draftsmith.export import Artifact, ExportSettings, export_artifact
-from draftsmith.modules import Drafter, DraftLM, DraftLMConfig, Eagle, Eagle3, Eagle3Config, EagleConfig, Target
+from draftsmith.modules import (
+    BlockDraft,
+    BlockDraftConfig,
+    Drafter,
+    DraftLM,
+    DraftLMConfig,
+    Eagle,
+    Eagle3,
+    Eagle3Config,
+    EagleConfig,
+    Target,
+)
 from safetensors.torch import load_file, save_file
 from support.artifacts import TREE, edit, heads
 from support.engine_contracts import (
@@ -36,6 +48,22 @@ def third(target: Target, **settings: Any) -> Eagle3:
     return Eagle3.create(Eagle3Config(**{"taps": TAPS, **settings}), target, None if size is None else IDS)
 
 
+@cache
+def padded() -> Target:
+    """The same target with rows of the embedding after the tokenizer's last token, one of which stands for a mask."""
+    return six_layers(rows=104)
+
+
+def target_of(name: str, target: Target) -> Target:
+    """The target of a drafter."""
+    return padded() if name.startswith("block") else target
+
+
+def blocks(**settings: Any) -> BlockDraft:
+    config = BlockDraftConfig(taps=TAPS, block_size=4, mask_token_id=101, **settings)
+    return BlockDraft.create(config, padded(), IDS if config.vocabulary_size else None)
+
+
 REDUCED = {"vocabulary_size": len(IDS)}
 MADE: dict[str, Callable[[Target], Drafter]] = {
     "eagle3": lambda target: third(target, **REDUCED),
@@ -48,13 +76,16 @@ MADE: dict[str, Callable[[Target], Drafter]] = {
     "eagle bias-free": lambda target: Eagle.create(EagleConfig(bias=False), target),
     "medusa": lambda target: heads(target),
     "medusa one_copy": lambda target: heads(target, output="one_copy", vocabulary_size=20, num_layers=2),
+    "block": lambda target: blocks(aligned="same", causal=False),
+    "block reduced": lambda target: blocks(aligned="same", **REDUCED),
+    "block dspark": lambda target: blocks(correction="markov", causal=False, confidence=True),
     "draft_lm": lambda target: DraftLM.create(DraftLMConfig(num_layers=2, hidden_size=16), target),
     "draft_lm tied": lambda target: DraftLM.create(DraftLMConfig(num_layers=1, hidden_size=16), tied_target()),
     "draft_lm, mask tokens": lambda target: DraftLM.create(DraftLMConfig(layers=(0, 5), depths=3, mask_token_id=3),
                                                            target),
 }
 """Drafters, named after their family and what is special about them."""
-NOT_FOR = {"llama.cpp": {"eagle3 layers", "eagle3 norms"}}
+NOT_FOR = {"llama.cpp": {"eagle3 layers", "eagle3 norms"}, "SGLang 0.5.23": {"block reduced"}}
 """Drafters that an engine cannot run."""
 
 
@@ -76,7 +107,7 @@ def written(
 def test_an_engine_reads_all_that_was_trained(
     tmp_path: Path, target: Target, family: str, layout: str, engine: str, name: str
 ) -> None:
-    folder = Folder.read(written(MADE[name](target), target, layout, tmp_path / "out"))
+    folder = Folder.read(written(MADE[name](target), target_of(name, target), layout, tmp_path / "out"))
     faults = CONTRACTS[family, layout, engine](folder)
     assert bool(faults) == (name in NOT_FOR.get(engine, ())), faults
     numbers = {"d2t": torch.int64, "t2d": torch.bool}
@@ -129,6 +160,8 @@ def without(folder: Path, *names: str, **added: torch.Tensor) -> None:
     ("eagle3", "eagle", "TensorRT-LLM", "d2t"),
     ("eagle3", "eagle", "llama.cpp", "norm.weight"),
     ("eagle bias-free", "eagle-sglang", "SGLang 0.5.23", "fc.bias"),
+    ("block", "dflash", "SGLang 0.5.23", "layers.0.self_attn.q_norm.weight"),
+    ("block dspark", "dflash", "SGLang 0.5.23", "markov_head.markov_w2.weight"),
     ("medusa", "medusa", "TGI 3", "2.0.linear.bias"),
     ("draft_lm", "huggingface", "SGLang 0.5.23", "model.norm.weight"),
     ("draft_lm", "huggingface", "TensorRT-LLM", "model.layers.1.mlp.up_proj.weight"),
@@ -136,7 +169,7 @@ def without(folder: Path, *names: str, **added: torch.Tensor) -> None:
 def test_a_missing_or_unknown_tensor_breaks_a_contract(
     tmp_path: Path, target: Target, name: str, layout: str, engine: str, lost: str
 ) -> None:
-    folder = written(MADE[name](target), target, layout, tmp_path / "out")
+    folder = written(MADE[name](target), target_of(name, target), layout, tmp_path / "out")
     without(folder, lost, stray=torch.zeros(1))
     found = CONTRACTS[name.split()[0], layout, engine](Folder.read(folder))
     assert {f"no tensor for {lost}", "nothing reads stray"} == set(found)

@@ -224,8 +224,8 @@ def test_a_tokenizer_is_needed(tmp_path: Path, target: Target) -> None:
                          (other, "has 99 tokens, but tiny-target has 100; give the GGUF file of this target")):
         with pytest.raises(UserError, match=reason):
             written(drafter, target, "gguf", tmp_path / "out", ExportSettings(target_gguf=file))
-    with pytest.raises(UserError, match="the format gguf holds draft language models and EAGLE-3 drafters, this "
-                                        "artifact is medusa"):
+    with pytest.raises(UserError, match="the format gguf holds draft language models, EAGLE-3 drafters and "
+                                        "drafters of blocks, this artifact is medusa"):
         written(heads(target), target, "gguf", tmp_path / "out", ExportSettings(target_gguf=other))
     assert not (tmp_path / "out").exists()
 

@@ -92,6 +92,6 @@ def test_an_interpreter_is_needed(tmp_path: Path, target: Target) -> None:
     with pytest.raises(UserError, match=r"none does not start \(No such file or directory\); give the bin/python of an "
                                         "environment with optimum-intel"):
         written(drafter, target, "openvino", tmp_path / "out", ExportSettings(convert_with=Path("none")))
-    with pytest.raises(UserError, match="the format openvino holds draft language models and EAGLE-3 drafters"):
+    with pytest.raises(UserError, match="holds draft language models, EAGLE-3 drafters and DFlash drafters"):
         written(heads(target), target, "openvino", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -66,6 +66,6 @@ def test_the_output_layer_of_the_target_is_left_out(tmp_path: Path, tiny_target:
 
 
 def test_other_families_are_refused(tmp_path: Path, tiny_target: Target) -> None:
-    with pytest.raises(UserError, match="the format speculators holds EAGLE-3 drafters, this artifact is eagle;"):
+    with pytest.raises(UserError, match="holds EAGLE-3 drafters and drafters of blocks, this artifact is eagle;"):
         speculators("eagle", tiny_target, tmp_path / "out")
     assert not (tmp_path / "out").exists()

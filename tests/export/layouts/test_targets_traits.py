@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from draftsmith.modules import (
+    BlockDraft,
+    BlockDraftConfig,
     Drafter,
     DraftLM,
     DraftLMConfig,
@@ -35,6 +37,8 @@ from transformers import AutoModelForCausalLM
 from .test_engine_contracts import written
 
 TOKENS = list(range(5, 60, 4))
+MASK = 101
+"""A row of the embeddings after the tokenizer's last token."""
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("Llama", {"tie_word_embeddings": False}),
     "tied": ("Llama", {"tie_word_embeddings": True}),
@@ -72,7 +76,15 @@ def medusa(target: Target, **settings: Any) -> Medusa:
     return Medusa.create(MedusaConfig(num_heads=2, **settings), target, ids)
 
 
-REDUCED = {"vocabulary_size": len(IDS)}
+def blocks(target: Target, **settings: Any) -> BlockDraft:
+    ids = IDS if "vocabulary_size" in settings else None
+    given = {"block_size": 3, "aligned": "same", "mask_token_id": MASK, "rank": 8, **settings}
+    return BlockDraft.create(BlockDraftConfig(taps=(0, 1, 2), **given), target, ids)
+
+
+SCALED = dict.fromkeys(("a logit scale", "multipliers", "scaled embeddings and soft caps"),
+                       "scales or caps its logits, .* train with correction: none")
+REDUCED, MARKOV = {"vocabulary_size": len(IDS)}, {"correction": "markov", "aligned": "next"}
 NARROW = {"wide heads": "the official code has heads of 32 / 4 elements, .* of 16"}
 KINDS: dict[str, Kind] = {
     "eagle": Kind("eagle", lambda target: Eagle.create(EagleConfig(), target), BIAS),
@@ -83,6 +95,14 @@ KINDS: dict[str, Kind] = {
     "eagle3 narrow": Kind("eagle", lambda target: third(target, hidden_size=16), BIAS, "eagle3"),
     "speculators": Kind("speculators", lambda target: third(target, output="shared"), BIAS),
     "speculators reduced": Kind("speculators", lambda target: third(target, **REDUCED), BIAS),
+    "dflash": Kind("dflash", lambda target: blocks(target, causal=False), BIAS),
+    "dflash causal reduced": Kind("dflash", lambda target: blocks(target, **REDUCED), BIAS),
+    "dspark": Kind("dflash", lambda target: blocks(target, causal=False, **MARKOV), BIAS | SCALED),
+    "dspark gated": Kind("dflash", lambda target: blocks(target, **MARKOV | {"correction": "gated"}), BIAS | SCALED),
+    "dspark rnn same": Kind("dflash", lambda target: blocks(target, correction="rnn"), BIAS | SCALED),
+    "speculators dflash": Kind("speculators", blocks, BIAS, "dflash"),
+    "speculators dspark reduced": Kind("speculators", lambda target: blocks(target, **MARKOV, **REDUCED),
+                                       BIAS | SCALED, "dflash"),
     "medusa": Kind("medusa", medusa, BIAS),
     "medusa own": Kind("medusa", lambda target: medusa(target, output="copy"), BIAS),
     "medusa reduced": Kind("medusa", lambda target: medusa(target, output="copy", **REDUCED), BIAS),
@@ -93,13 +113,14 @@ KINDS: dict[str, Kind] = {
 """Drafters by what is special about them."""
 CASES = [(trait, kind) for trait in TARGETS for kind in KINDS]
 QUICK = [(trait, kind) for trait in ("scaled embeddings in a module", "biases", "scaled embeddings and soft caps")
-         for kind in ("eagle", "eagle3 reduced", "speculators", "medusa", "hydra")]
+         for kind in ("eagle", "eagle3 reduced", "speculators", "medusa", "hydra", "dspark",
+                                                      "dflash causal reduced")]
 
 
 def target_of(trait: str) -> Target:
     """A random target with this trait; its weights are far from their initial ones."""
     family, settings = TARGETS[trait]
-    model = random_model(family, **{"num_hidden_layers": 4, "num_layers": 4, **settings})
+    model = random_model(family, **{"num_hidden_layers": 4, "num_layers": 4, "vocab_size": MASK + 3, **settings})
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():

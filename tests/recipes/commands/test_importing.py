@@ -132,7 +132,8 @@ def test_an_imported_drafter_makes_the_same_passes(
 
 
 def test_every_layout_that_is_read_is_tried_and_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {layout for _, layout, _ in LAYOUTS} | {"specdec", "mtp"} == set(IMPORTED)
+    # Drafters of blocks need a target with a mask, and have a test of their own.
+    assert {layout for _, layout, _ in LAYOUTS} | {"specdec", "mtp", "dflash"} == set(IMPORTED)
     with pytest.raises(SystemExit):
         main(["import", "--help"])
     assert f"One of {', '.join(IMPORTED)}." in " ".join(capsys.readouterr().out.split())
@@ -156,7 +157,7 @@ FOREIGN = {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": None, "draf
     ("eagle3", "eagle", {"vocab_size": 99}, "", "says vocab_size: 99, but tiny-random has 100 tokens; load the target"),
     ("eagle3", "eagle", {"is_causal": False}, "", "says is_causal: false; only true can be imported"),
     ("eagle3", "eagle", {"dflash_config": {}}, "", "says dflash_config: {}; only null can be imported"),
-    ("eagle3", "speculators", {"speculators_model_type": "dflash"}, "", 'says speculators_model_type: "dflash"; only'),
+    ("eagle3", "speculators", {"speculators_model_type": "mtp"}, "", 'says speculators_model_type: "mtp"; only'),
     ("eagle3", "eagle", {"quantization_config": {"bits": 4}}, "", "says quantization_config"),
     ("eagle3", "eagle", {"hidden_size": 10**12}, "", "has hidden_size 1000000000000, more than any model"),
     ("eagle3", "eagle", {"eagle_aux_hidden_state_layer_ids": 5, "draftsmith_taps": None}, "", "is damaged: "),
@@ -171,7 +172,7 @@ FOREIGN = {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": None, "draf
     ("medusa", "medusa", {}, "--tree 0", "tree must have 1 to 1023 nodes below its root, got 0; give --tree N"),
     ("medusa", "medusa", {}, "--tree null", "no checkpoint says with which tree it drafts; give --tree N"),
     ("medusa", "medusa", {}, "--target.name artifact", "give it with --target.name"),
-    ("medusa", "medusa", {}, "--format medusa-vllm", "the format 'medusa-vllm' is none of eagle, huggingface"),
+    ("medusa", "medusa", {}, "--format medusa-vllm", "the format 'medusa-vllm' is none of dflash, eagle, huggingface"),
     ("medusa", "medusa", {}, "--format specdec", "give --temperature"),
 ])
 def test_what_is_open_or_does_not_fit_is_refused(

@@ -1,8 +1,9 @@
 """Conversion to OpenVINO's format, in an environment of its own: `python openvino_conversion.py JOB.json RESULT.json`.
 
-The job has `source` (a Hugging Face folder, or an EAGLE-3 drafter in its official layout), `out` (a folder), and
-`layers`, the tapped layers of an EAGLE-3 drafter by their outputs, from 0, or null. OpenVINO GenAI reads these layers
-from the model; without them it takes the official ones of another numbering. The result names the version.
+The job has `source` (a Hugging Face folder, or an EAGLE-3 or DFlash drafter in its official layout), `out` (a folder),
+`own_code`, true for such a drafter, and `layers`, the tapped layers of an EAGLE-3 drafter by their outputs, from 0, or
+null. OpenVINO GenAI reads these layers from the model; without them it takes the official ones of another numbering.
+Those of DFlash are in its configuration. The result names the version.
 """
 
 import json
@@ -26,9 +27,9 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     from optimum.intel import OVConfig
 
     source, out, third = Path(job["source"]), Path(job["out"]), job["layers"] is not None
-    # EAGLE-3 is a model of optimum-intel's own code, which counts as remote.
+    # EAGLE-3 and DFlash are models of optimum-intel's own code, which counts as remote.
     main_export(str(source), out, task="text-generation-with-past", library_name="transformers",
-                trust_remote_code=third, ov_config=OVConfig(dtype="fp32"),
+                trust_remote_code=job["own_code"], ov_config=OVConfig(dtype="fp32"),
                 convert_tokenizer=(source / "tokenizer_config.json").exists())
     if third:
         import openvino

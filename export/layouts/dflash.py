@@ -1,0 +1,283 @@
+"""Drafters of blocks in the layout of DFlash (z-lab, SpecForge) and DSpark (DeepSpec), written and read back.
+
+DFlash: `fc`, `hidden_norm`, `layers.{i}` of Qwen3, `norm`; the embedding, with the row of the mask token, and the
+output layer are the target's. DSpark adds `markov_head.markov_w1`, `markov_head.markov_w2` and, by its form,
+`gate_proj` or `joint_proj`, and `confidence_head.proj`, the chance of a guess, by which engines draft less. A reduced
+draft vocabulary, which vLLM reads and the first projects do not know, adds its rows of the target's output layer, `d2t`
+and `t2d`.
+
+Readers differ in what they take for granted: vLLM reads `is_causal`, then `dflash_config.causal`, and otherwise takes
+layers with a window for causal and others not; SGLang reads `is_causal` alone; llama.cpp's conversion both, for all
+layers. Of a missing `sample_from_anchor` vLLM makes false, SGLang and llama.cpp true. All keys are written, therefore,
+at the top, where DeepSpec has them, and in `dflash_config`, where z-lab, SpecForge and ModelOpt do.
+
+Shapes: V target vocabulary, Q entries of the draft vocabulary.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...modules import BlockDraft, BlockDraftConfig, Target, UserError
+from ...modules.drafters.corrections.correction import CorrectionName
+from ...modules.drafters.parts.feature_drafter import chosen_taps
+from .parts.compressed_tensors import OUTPUT, as_compressed, compressed, compressed_config, compressed_table
+from .parts.eagle_folder import EMBEDDING, entries, layer_config
+from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Served
+from .parts.gguf_file import BFLOAT16, FLOAT32
+from .parts.head_blocks import output_bias
+from .parts.layout_folder import Contents, stored, write_layout
+from .parts.read_shapes import block_of, check_joined, renamed, take_vocabulary, vocabulary_marks
+from .parts.safetensors_reader import Checkpoint, check_borrowed, check_embedding
+from .parts.tensor_table import Table, TensorForm, layer_table
+
+KNOWN: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",), "attention_bias": (None, False), "mlp_bias": (None, False),
+    "is_causal": (None, False, True), "speculators_model_type": (None, "dflash", "dspark"),
+}
+"""Settings that are fixed in this implementation, with the values that a configuration may give them."""
+OPENS = ("taps", "aligned", "causal")
+"""Values that a checkpoint may leave open."""
+FORMS: dict[CorrectionName, str] = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
+"""Corrections by their names in `markov_head_type`."""
+_HEAD, _OURS = "markov_head.", "correction."
+"""Start of the names of a correction's tensors, there and here."""
+_FLAT = ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.")
+"""Starts of the same names in files of ModelOpt, which has no prefix."""
+_CONFIDENCE, _JUDGE = ("confidence_head.proj.", "confidence_proj."), "confidence."
+"""Starts of the names of a head that says how sure a guess is, there and here."""
+TEMPERATURES, _SCALES = "draftsmith_confidence_temperatures", "judge_temperatures_K"
+"""By what each step's confidence is divided: a key that engines do not read, and the tensor here."""
+WEIGHTS = (FLOAT32, BFLOAT16)
+"""Number formats of matrices."""
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def export_dflash(drafter: BlockDraft, target: Target, folder: Path, settings: ExportSettings = PLAIN) -> Contents:
+    """Write a drafter of blocks as vLLM and SGLang read it.
+
+    Args:
+        drafter: bound to `target`.
+        target: the model it drafts for.
+        folder: an empty one.
+        settings: number format of the matrices, one of `WEIGHTS`.
+    """
+    table = write_blocks(drafter, target, folder, settings.weights, dflash_config(drafter, target))
+    return block_contents(drafter, table)
+
+
+def write_blocks(drafter: BlockDraft, target: Target, folder: Path, weights: str, config: dict[str, Any]) -> Table:
+    """Write the weights, in this number format, with a configuration; returns their table. Raises UserError for fewer
+    bits."""
+    if weights not in WEIGHTS:
+        raise UserError(f"drafters of blocks are written with weights {' or '.join(WEIGHTS)}, got {weights!r}")
+    table = compressed_table(block_table(drafter), (), weights)
+    write_layout(folder, DFLASH.file, compressed(block_tensors(drafter, target), (), weights), table,
+                 config | compressed_config(weights, ()))
+    return table
+
+
+def block_tensors(drafter: BlockDraft, target: Target) -> dict[str, Tensor]:
+    """The weights under their names in DFlash and DSpark, in float32 on the CPU."""
+    tensors = {renamed(renamed(name, _OURS, _HEAD), _JUDGE, _CONFIDENCE[0]): tensor
+               for name, tensor in drafter.state_dict().items() if name not in ("token_ids", _SCALES)}
+    ids_Q = drafter.token_ids_Q
+    if ids_Q is None:
+        return stored(tensors)
+    return stored({**tensors, OUTPUT: target.output_weight()[ids_Q]}) | vocabulary_marks(ids_Q, target)
+
+
+def block_table(drafter: BlockDraft) -> Table:
+    """The tensors of a drafter of blocks in the layout."""
+    block, rank, tokens = drafter.block, drafter.config.rank, entries(drafter)
+    width, vector = block.hidden_size, TensorForm((block.hidden_size,))
+    table = {"fc.weight": TensorForm((width, len(drafter.taps) * drafter.hidden_size)),
+             "hidden_norm.weight": vector, "norm.weight": vector}
+    for layer in range(drafter.num_layers):
+        prefix = f"layers.{layer}."
+        table |= layer_table(prefix, block, norms=("input_layernorm", "post_attention_layernorm"))
+        table |= {f"{prefix}self_attn.{norm}.weight": TensorForm((block.head_dim,)) for norm in ("q_norm", "k_norm")}
+    if drafter.config.correction != "none":
+        table |= {f"{_HEAD}markov_w1.weight": TensorForm((drafter.vocab_size, rank)),
+                  f"{_HEAD}markov_w2.weight": TensorForm((tokens, rank))}
+    if drafter.config.confidence:
+        table |= {f"{_CONFIDENCE[0]}weight": TensorForm((1, width + rank)), f"{_CONFIDENCE[0]}bias": TensorForm((1,))}
+    for form, name, shape in (("gated", "gate_proj", (rank, width + rank)),
+                              ("rnn", "joint_proj", (3 * rank, width + 2 * rank))):
+        if drafter.config.correction == form:
+            table |= {f"{_HEAD}{name}.weight": TensorForm(shape), f"{_HEAD}{name}.bias": TensorForm(shape[:1])}
+    if drafter.token_ids_Q is not None:
+        table |= {OUTPUT: TensorForm((tokens, width)), "d2t": TensorForm((tokens,), torch.int64),
+                  "t2d": TensorForm((drafter.vocab_size,), torch.bool)}
+    return table
+
+
+def block_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
+    """A Qwen3 configuration of the layers, which says whether slots are causal."""
+    return {**layer_config(drafter, target), "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+            "layer_types": ["full_attention"] * drafter.num_layers, "use_sliding_window": False,
+            "sliding_window": None, "is_causal": drafter.config.causal}
+
+
+def slot_config(drafter: BlockDraft) -> dict[str, Any]:
+    """The keys of the slots and of the correction, under the names that all of these projects share."""
+    config = drafter.config
+    said = {"block_size": config.block_size, "mask_token_id": config.mask_token_id,
+            "sample_from_anchor": config.aligned == "next"}
+    if config.correction == "none":
+        return said
+    scales = {TEMPERATURES: drafter.judge_temperatures_K.tolist()} if config.confidence else {}
+    return {**said, "markov_rank": config.rank, "markov_head_type": FORMS[config.correction],
+            "enable_confidence_head": config.confidence, "confidence_head_with_markov": config.confidence, **scales}
+
+
+def dflash_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
+    """config.json of a drafter of blocks."""
+    plain = drafter.config.correction == "none"
+    said = {**slot_config(drafter), "target_layer_ids": list(drafter.taps)}
+    # SpecForge's name for the correction.
+    nested = {**said, "causal": drafter.config.causal, **({} if plain else {"projector_type": "dspark"})}
+    return {**block_config(drafter, target), "architectures": ["DFlashDraftModel" if plain else "Qwen3DSparkModel"],
+            "num_target_layers": target.num_layers, "draft_vocab_size": entries(drafter), **said,
+            "dflash_config": nested}
+
+
+def block_contents(drafter: BlockDraft, table: Table, *notes: str) -> Contents:
+    """Title and paragraphs on a drafter of blocks."""
+    config = drafter.config
+    title = "DFlash" if config.correction == "none" else "DSpark"
+    seen = "those before it" if config.causal else "the whole block"
+    slots = (f"Blocks of {config.block_size} slots draft {config.num_steps} tokens; a slot sees {seen}. An engine must "
+             "be asked for as many, as below" + ("." if config.causal else ": with fewer, slots see another block than "
+                                                 "in training."))
+    reduced = () if drafter.token_ids_Q is None else (
+        "vLLM reads its reduced vocabulary; SGLang and the first projects' own code do not know one.",)
+    return Contents(title=f"{title} drafter", table=table, paragraphs=(
+        slots, *reduced, *notes, "The artifact's tree is not part of it."))
+
+
+def refusal(drafter: BlockDraft, target: Target) -> str:
+    """The setting of a drafter of blocks that no engine has, with the remedy; empty where there is none."""
+    config = drafter.config
+    if config.mask_token_id is None:
+        return ("the mask of this drafter is a row of its own, and engines read one of the target's embedding; train "
+                "with mask_token_id")
+    if config.correction not in ("none", *FORMS):
+        return f"no layout here holds the correction {config.correction}; decode the artifact with draftsmith"
+    if config.correction == "none" and config.aligned == "next":
+        return ("this drafter has aligned 'next' without a correction, and engines draft so with DSpark's correction "
+                "alone; train with aligned: same, or with correction: markov")
+    return output_bias(target) or ("" if config.correction == "none" else _scaled_logits(target))
+
+
+def _scaled_logits(target: Target) -> str:
+    """The refusal of a target that scales or caps its logits: DSpark's correction is added to them here, and in engines
+    and in its first projects to what the output layer gives. Empty for any other."""
+    one = torch.ones(1, device=target.device)
+    return "" if torch.equal(target.post_process(one), one) else (
+        f"{target.identity.name} scales or caps its logits, which DSpark's correction goes before in engines and after "
+        "here; train with correction: none")
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[BlockDraft, dict[str, Tensor]]:
+    """DFlash or DSpark as DeepSpec, z-lab, SpecForge, ModelOpt or the speculators library write it.
+
+    Raises:
+        UserError: if a key is missing, no value says which token a slot predicts or what it sees, the mask is a token
+            of the target's text, the taps are no layers of it, or the checkpoint has a part that is not implemented.
+    """
+    # A key of the inner section goes before the same one at the top, as in vLLM.
+    said, tensors, folder = {**given.said, **(given.said.get("dflash_config") or {})}, given.tensors(), given.folder
+    if missing := [key for key in ("block_size", "mask_token_id", "num_hidden_layers") if said.get(key) is None]:
+        raise UserError(f"{given.config} lacks {', '.join(missing)}; copy it again")
+    if said.get("use_swa") or "sliding_attention" in (said.get("layer_types") or ()):
+        raise UserError(f"{given.config} has layers that see a window of the text (layer_types, use_swa); only those "
+                        "with full attention can be imported, choose such a checkpoint")
+    if (layers := said.get("num_target_layers")) not in (None, target.num_layers):
+        raise UserError(f"{given.config} says num_target_layers: {layers}, but {target.identity.name} has "
+                        f"{target.num_layers}; load the target it was trained for")
+    aligned, causal = _slots(given, said, settings)
+    taps = chosen_taps(_taps(given, said, target) if settings.taps is None else settings.taps, target)
+    check_embedding(tensors.pop(EMBEDDING, None), target, folder)
+    own_QD = tensors.pop(OUTPUT, None)
+    reduced = take_vocabulary(tensors, target, folder)
+    rows_VD = target.output_weight()
+    check_borrowed(own_QD, rows_VD if reduced is None else rows_VD[tensors["token_ids"].to(rows_VD.device)],
+                   "output layer", target, folder)
+    check_joined(tensors, taps, target, folder)
+    tensors = {_OURS + name.removeprefix(_HEAD) if name.startswith((_HEAD, *_FLAT)) else
+               renamed(renamed(name, _CONFIDENCE[0], _JUDGE), _CONFIDENCE[1], _JUDGE): tensor
+               for name, tensor in tensors.items()}
+    table_VR, kind = tensors.get(f"{_OURS}markov_w1.weight"), said.get("markov_head_type") or FORMS["markov"]
+    named = {there: here for here, there in FORMS.items()}
+    if table_VR is not None and (reason := _scaled_logits(target) or ("" if kind in named else (
+            f"{given.config} says markov_head_type: {json.dumps(kind)}; only {', '.join(named)} can be imported, "
+            "choose such a checkpoint"))):
+        raise UserError(reason)
+    config = BlockDraftConfig(
+        taps=taps, num_layers=said["num_hidden_layers"], block_size=said["block_size"], aligned=aligned, causal=causal,
+        correction="none" if table_VR is None else named[kind], mask_token_id=said["mask_token_id"],
+        vocabulary_size=reduced, rank=BlockDraftConfig.rank if table_VR is None else table_VR.shape[1])
+    if (judge_1X := tensors.get(f"{_JUDGE}weight")) is not None:
+        if table_VR is None or judge_1X.shape[-1] != target.hidden_size + config.rank:
+            raise UserError(f"the confidence head in {folder} does not read the token before a guess "
+                            "(confidence_head_with_markov), as the one here does; choose a checkpoint with it")
+        config = replace(config, confidence=True)
+        tensors.setdefault(f"{_JUDGE}bias", torch.zeros(1))
+        tensors[_SCALES] = torch.tensor(said.get(TEMPERATURES) or [1.0] * config.num_steps)
+    try:
+        BlockDraft.fitted(config, target)
+    except UserError as error:
+        raise UserError(f"{given.config} is not for {target.identity.name}: {error}") from error
+    drafter = BlockDraft(config, target, block_of(given, target, None))
+    if strange := sorted(tensors.keys() - drafter.state_dict().keys()):
+        raise UserError(f"{folder} holds {strange[0]}, a part that neither DFlash nor DSpark has; choose a checkpoint "
+                        "of one of these")
+    return drafter, tensors
+
+
+def _slots(given: Checkpoint, said: dict[str, Any], settings: ImportSettings) -> tuple[Literal["next", "same"], bool]:
+    """(what a slot predicts, whether it sees those before it alone). Raises UserError where neither checkpoint nor user
+    says it: readers that assume either are wrong about every other checkpoint, and merely accept less."""
+    anchor = said.get("sample_from_anchor", said.get("shift_label"))
+    aligned = settings.aligned or (None if anchor is None else "next" if anchor else "same")
+    # vLLM's order; JetSpec has a key of its own. The speculators library trains layers without a window so.
+    stated = [settings.causal, *(said.get(key) for key in ("is_causal", "causal", "causal_head"))]
+    causal = next((one for one in (*stated, False if given.by_speculators else None) if one is not None), None)
+    if aligned is not None and causal is not None:
+        return aligned, causal
+    left = [("which token a slot predicts (sample_from_anchor)", "--aligned same as in DFlash, or next as in DSpark"),
+            ("whether a slot sees those after it (is_causal)", "--causal false as in both, or true as in JetSpec")]
+    what, remedy = zip(*(left if aligned is causal else left[:1] if aligned is None else left[1:]), strict=True)
+    raise UserError(f"{given.config} does not say {' and '.join(what)}; give {' and '.join(remedy)}")
+
+
+def _taps(given: Checkpoint, said: dict[str, Any], target: Target) -> tuple[int, ...]:
+    """The layers whose outputs are read; the speculators library counts the states before a layer."""
+    if said.get("aux_hidden_state_layer_ids") is not None:
+        return tuple(layer - 1 for layer in said["aux_hidden_state_layer_ids"])
+    if said.get("target_layer_ids") is None:
+        raise UserError(f"{given.config} does not say which layers' outputs are read (target_layer_ids); give them, "
+                        f"from 0 to {target.num_layers - 1}, with --taps")
+    return tuple(said["target_layer_ids"])
+
+
+def served_by_vllm(drafter: BlockDraft) -> Served:
+    """The settings of vLLM, which has a method for each kind."""
+    method = "dflash" if drafter.config.correction == "none" else "dspark"
+    return Served(method={"method": method}, loader={}, tokens=drafter.config.num_steps)
+
+
+DFLASH = ExportFormat[BlockDraft](
+    name="dflash", content="drafters of blocks", readers="vLLM, SGLang", families=(BlockDraft,), refusal=refusal,
+    write=export_dflash, read=read_blocks, opens=OPENS, known=KNOWN, weights=WEIGHTS, as_read=as_compressed,
+    vllm=served_by_vllm)

@@ -1,0 +1,107 @@
+"""Shapes of drafters over the target's states in the configurations and tensors of published layouts."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....modules import Target, UserError
+from ....modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from ....modules.drafters.parts.rotary import SCALINGS, carried_scaling
+from .safetensors_reader import Checkpoint
+
+
+def renamed(name: str, former: str, prefix: str) -> str:
+    """The name with `prefix` in place of `former`, where it starts so."""
+    return prefix + name.removeprefix(former) if name.startswith(former) else name
+
+
+def take_vocabulary(tensors: dict[str, Tensor], target: Target, folder: Path) -> int | None:
+    """Replace `d2t` and `t2d` among the tensors by the ids of the reduced draft vocabulary; returns its size, None for
+    the whole one. Entry i is token i + d2t[i], and t2d marks these tokens.
+
+    Raises:
+        UserError: if the two differ, or name other tokens than the target's.
+    """
+    offsets_Q, inside_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    # Without d2t the entries are the target's tokens.
+    if offsets_Q is None:
+        return None
+    ids_Q = offsets_Q.long() + torch.arange(len(offsets_Q))
+    if int(ids_Q.min()) < 0 or int(ids_Q.max()) >= target.vocab_size:
+        raise UserError(f"d2t in {folder} names the token {int(ids_Q.max())}, but {target.identity.name} has "
+                        f"{target.vocab_size}; load the target it was trained for")
+    if inside_V is not None and len(inside_V) != target.vocab_size:
+        raise UserError(f"t2d in {folder} marks {len(inside_V)} tokens, but {target.identity.name} has "
+                        f"{target.vocab_size}; load the target it was trained for")
+    if inside_V is not None and not torch.equal(inside_V.nonzero()[:, 0], ids_Q.sort().values):
+        raise UserError(f"d2t and t2d in {folder} name different tokens; d2t[i] must be an offset, the token of "
+                        "entry i being i + d2t[i]")
+    tensors["token_ids"] = ids_Q
+    return len(ids_Q)
+
+
+def vocabulary_marks(ids_Q: Tensor, target: Target) -> dict[str, Tensor]:
+    """`d2t` and `t2d` of a reduced draft vocabulary: an offset for each entry, a mark for each token."""
+    inside_V = torch.zeros(target.vocab_size, dtype=torch.bool)
+    inside_V[ids_Q.cpu()] = True
+    return {"d2t": ids_Q.cpu() - torch.arange(len(ids_Q)), "t2d": inside_V}
+
+
+def check_joined(tensors: dict[str, Tensor], taps: Sequence[int], target: Target, folder: Path) -> None:
+    """Check that `fc` is as wide as the tapped states. Raises UserError."""
+    # Checked before the drafter is made, whose message would name a shape and not the layers.
+    width, wanted = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else 0, len(taps) * target.hidden_size
+    if width != wanted:
+        raise UserError(f"fc in {folder} reads {width} numbers, but the {len(taps)} taps {list(taps)} of "
+                        f"{target.identity.name} are {wanted}; give the layers that are read with --taps")
+
+
+def named_base(said: dict[str, Any]) -> float:
+    """The base of the rotary embedding in a configuration."""
+    return float(said.get("rope_theta") or (said.get("rope_parameters") or {}).get("rope_theta") or OFFICIAL_ROPE_BASE)
+
+
+def block_of(given: Checkpoint, target: Target, rope_base: float | None) -> BlockConfig:
+    """The shape of the layers, from the configuration; with another base of the rotary embedding where one is given.
+
+    Raises:
+        UserError: if a key is missing, or the states that the drafter reads are not as wide as the target's.
+    """
+    said = given.said
+    missing = [key for key in ("hidden_size", "intermediate_size", "num_attention_heads") if key not in said]
+    if missing:
+        raise UserError(f"{given.config} lacks {', '.join(missing)}; copy it again")
+    states = said.get("target_hidden_size") or said["hidden_size"]
+    if states != target.hidden_size:
+        key = "target_hidden_size" if said.get("target_hidden_size") else "hidden_size, without a target_hidden_size"
+        raise UserError(f"the drafter in {given.folder} reads states {states} wide ({key}), but those of "
+                        f"{target.identity.name} are {target.hidden_size} wide; load the target it was trained for")
+    heads, named = said["num_attention_heads"], named_base(said)
+    return BlockConfig(
+        hidden_size=said["hidden_size"], intermediate_size=said["intermediate_size"], num_heads=heads,
+        num_kv_heads=said.get("num_key_value_heads") or heads,
+        head_dim=said.get("head_dim") or said["hidden_size"] // heads,
+        norm_eps=said.get("rms_norm_eps", BlockConfig.norm_eps),
+        rope_base=float(rope_base or named),
+        # A trainer that passes over the base passes over its scaling too.
+        rope_scaling=_scaling(said, target) if rope_base in (None, named) else None,
+    )
+
+
+def _scaling(said: dict[str, Any], target: Target) -> dict[str, Any] | None:
+    """The scaling of the rotary embedding. Raises UserError for one that is not implemented."""
+    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind == "default" or set(rope) <= {"rope_theta"}:
+        return None
+    named = {name: value for name, value in rope.items() if name != "type"} | {"rope_type": kind}
+    head_dim = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
+    scaling = carried_scaling(named, head_dim, said.get("max_position_embeddings", target.context_length))
+    if scaling is None:
+        raise UserError(f"config.json says rope_scaling: {json.dumps(rope)}; only the rope_type {', '.join(SCALINGS)} "
+                        "can be imported, choose such a checkpoint")
+    return scaling

@@ -1,0 +1,288 @@
+"""Drafters of blocks in the layouts of DFlash, DSpark and the speculators library: the same checkpoint back, other
+projects' spellings, what each engine takes for granted, and what is refused."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.export import ExportSettings, ImportSettings, import_drafter, read_description
+from draftsmith.modules import BlockDraft, BlockDraftConfig, Target, UserError
+from draftsmith.recipes.__main__ import main
+from gguf import GGUFReader
+from safetensors.torch import load_file, save_file
+from support.artifacts import edit
+from support.engine_contracts import ANCHORS, CAUSAL
+from support.families import IDS, randomised
+from support.gguf_vocabulary import write_vocabulary
+from support.tiers import others_long
+
+from .test_engine_contracts import padded, written
+
+MASK = 101
+"""A row of the embeddings after the tokenizer's last token."""
+MADE: dict[str, dict[str, Any]] = {
+    "dflash": {"aligned": "same", "causal": False},
+    "jetspec": {"aligned": "same"},
+    "dflash reduced": {"aligned": "same", "causal": False, "vocabulary_size": len(IDS)},
+    "dspark": {"aligned": "next", "causal": False, "correction": "markov", "confidence": True},
+    "dspark reduced": {"aligned": "next", "correction": "markov", "vocabulary_size": len(IDS)},
+    "dspark gated": {"aligned": "same", "correction": "gated", "confidence": True},
+    "dspark rnn": {"aligned": "next", "correction": "rnn"},
+}
+"""Settings by name: the method, and what is special."""
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return padded()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """An export in the layout dflash, which is made once."""
+    @cache
+    def once(name: str) -> Path:
+        return written(made(name, target), target, "dflash", tmp_path_factory.mktemp("made") / "out")
+
+    return once
+
+
+def made(name: str, target: Target, **settings: Any) -> BlockDraft:
+    given = {"taps": (0, 1, 3), "num_layers": 2, "block_size": 4, "mask_token_id": MASK, **MADE[name], **settings}
+    given |= {"rank": 6} if "correction" in given else {}
+    ids = IDS if given.get("vocabulary_size") else None
+    drafter = randomised(BlockDraft.create(BlockDraftConfig(**given), target, ids))
+    if drafter.judges:
+        drafter.judge_temperatures_K.copy_(torch.linspace(0.7, 1.3, drafter.config.num_steps))
+    return drafter
+
+
+@pytest.mark.parametrize(("name", "layout"), others_long(
+    [(name, layout) for name in MADE for layout in ("dflash", "speculators")],
+    [("dspark gated", "dflash"), ("dspark reduced", "speculators")]))
+def test_a_checkpoint_comes_back_byte_for_byte(tmp_path: Path, target: Target, name: str, layout: str) -> None:
+    drafter = made(name, target)
+    folder = written(drafter, target, layout, tmp_path / "out")
+    back = import_drafter(layout, folder, target)
+    assert isinstance(back, BlockDraft)
+    assert (back.config, back.block) == (drafter.config, drafter.block)
+    assert all(torch.equal(tensor, back.state_dict()[key]) for key, tensor in drafter.state_dict().items())
+    again = written(back, target, layout, tmp_path / "again")
+    for file in ("config.json", "model.safetensors"):
+        assert (folder / file).read_bytes() == (again / file).read_bytes()
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """As DeepSpec writes it: all keys at the top, none about causality or alignment."""
+    gone = ("dflash_config", "is_causal", "sample_from_anchor", "draft_vocab_size")
+    return {key: value for key, value in config.items() if key not in gone}
+
+
+def nested(config: dict[str, Any]) -> dict[str, Any]:
+    """As SpecForge writes it: slots and correction in `dflash_config`."""
+    inside = config["dflash_config"]
+    return {**{key: value for key, value in config.items() if key not in inside}, "architectures": ["DSparkDraftModel"]}
+
+
+def of_modelopt(config: dict[str, Any]) -> dict[str, Any]:
+    """As ModelOpt writes it: the alignment by `shift_label`, DFlash's architecture whatever the correction."""
+    inside = {key: value for key, value in config["dflash_config"].items() if key != "sample_from_anchor"}
+    shift = {"shift_label": config["sample_from_anchor"], "use_confidence_head": True}
+    return {**flat(config), "architectures": ["DFlashDraftModel"], "is_causal": config["is_causal"],
+            "dflash_config": {**inside, **shift}}
+
+
+@pytest.mark.parametrize(("name", "spelling", "head", "given"), [
+    ("dspark", flat, "markov_head.", ImportSettings(aligned="next", causal=False)),
+    ("dspark", nested, "markov_head.", ImportSettings()), ("dspark gated", of_modelopt, "", ImportSettings()),
+    ("dspark rnn", of_modelopt, "", ImportSettings())])
+def test_the_spellings_of_other_projects_are_read(
+    tmp_path: Path, target: Target, name: str, spelling: Callable[[dict[str, Any]], dict[str, Any]], head: str,
+    given: ImportSettings,
+) -> None:
+    drafter = made(name, target, aligned="next", causal=False)
+    folder = written(drafter, target, "dflash", tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(spelling(config)))
+    held = load_file(folder / "model.safetensors")
+    copies = {"embed_tokens.weight": target.model.get_input_embeddings().weight.detach().bfloat16(),
+              "lm_head.weight": target.output_weight().detach().bfloat16()}
+    renamed = {key.replace("markov_head.", head): tensor for key, tensor in held.items()}
+    if not head:
+        renamed = {key.replace("confidence_head.proj", "confidence_proj"): tensor for key, tensor in renamed.items()}
+    save_file(copies | renamed, folder / "model.safetensors")
+    back = import_drafter("dflash", folder, target, given)
+    assert back.config == drafter.config
+    assert all(torch.equal(tensor, back.state_dict()[key]) for key, tensor in drafter.state_dict().items())
+
+
+@pytest.mark.parametrize(("name", "change", "tensors", "message"), [
+    ("dflash", {"sample_from_anchor": None, "dflash_config": {"mask_token_id": MASK}}, {},
+     r"does not say which token a slot predicts \(sample_from_anchor\); give --aligned same as in DFlash, or next"),
+    ("dflash", {"is_causal": None, "dflash_config": None}, {},
+     r"does not say whether a slot sees those after it \(is_causal\); give --causal false as in both"),
+    ("dspark", {"is_causal": None, "sample_from_anchor": None, "dflash_config": None}, {},
+     r"\(sample_from_anchor\) and whether .* give --aligned same .* and --causal false"),
+    ("dflash", {"dflash_config": {"mask_token_id": 40}}, {},
+     r"mask_token_id 40 is '.' to tiny-target, a token that its text has"),
+    ("dflash", {"target_layer_ids": [0, 1, 6], "dflash_config": None}, {}, "tap 6 would be the state after the last"),
+    ("dflash", {"target_layer_ids": [-1, 1, 3], "dflash_config": None}, {}, "tap -1 is not a layer of tiny-target"),
+    ("dflash", {"target_layer_ids": [1, 3], "dflash_config": None}, {}, r"fc in .* reads 96 numbers, but the 2 taps"),
+    ("dflash", {"target_layer_ids": None, "dflash_config": None}, {}, r"which layers' outputs are read .* with --taps"),
+    ("dflash", {"mask_token_id": None, "dflash_config": None}, {}, "lacks mask_token_id; copy it again"),
+    ("dflash", {"num_target_layers": 36}, {}, "says num_target_layers: 36, but tiny-target has 6"),
+    ("dflash", {"hidden_size": 64}, {}, r"reads states 64 wide .* but those of tiny-target are 32 wide"),
+    ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, {}, "layers that see a window of the text"),
+    ("dflash", {"vocab_size": 100}, {}, "says vocab_size: 100, but tiny-target has 104 tokens"),
+    ("dspark", {"markov_head_type": "deep", "dflash_config": None}, {}, 'markov_head_type: "deep"; only vanilla'),
+    ("dspark", {}, {"markov_head.markov_w2.weight": torch.zeros(90, 6)}, "does not fit its configuration or tiny"),
+    ("dspark", {}, {"confidence_head.proj.weight": torch.zeros(1, 32)}, "does not read the token before a guess"),
+    ("dflash", {}, {"candidate_selector.predecessor_codebook": torch.zeros(2, 2)},
+     "holds candidate_selector.predecessor_codebook, a part that neither DFlash nor DSpark has"),
+    ("dflash", {}, {"lm_head.weight": torch.ones(104, 32)}, "the output layer in .* is not that of tiny-target"),
+    ("dflash reduced", {}, {"lm_head.weight": torch.ones(26, 32)}, "the output layer in .* is not that of tiny-target"),
+    ("dflash", {}, {"embed_tokens.weight": torch.ones(104, 32)}, "the embedding in .* is not that of tiny-target"),
+])
+def test_what_is_open_or_does_not_fit_is_refused(
+    tmp_path: Path, target: Target, checkpoint: Callable[[str], Path], name: str, change: dict[str, Any],
+    tensors: dict[str, torch.Tensor], message: str,
+) -> None:
+    folder = Path(copytree(checkpoint(name), tmp_path / "out"))
+    said = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
+    if tensors:
+        save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        import_drafter("dflash", folder, target)
+
+
+T, F = True, False
+STATED: list[tuple[dict[str, Any], bool, dict[str, bool], bool | str]] = [
+    ({"is_causal": T}, F, {"vLLM": T, "SGLang": T, "llama.cpp": T}, T),
+    ({"is_causal": T}, T, {"vLLM": T, "SGLang": T, "llama.cpp": T}, "window"),
+    ({"is_causal": F}, F, {"vLLM": F, "SGLang": F, "llama.cpp": F}, F),
+    ({"is_causal": F}, T, {"vLLM": F, "SGLang": F, "llama.cpp": F}, "window"),
+    ({"causal": T}, F, {"vLLM": T, "SGLang": F, "llama.cpp": T}, T),
+    ({"causal": T}, T, {"vLLM": T, "SGLang": T, "llama.cpp": T}, "window"),
+    ({"causal": F}, F, {"vLLM": F, "SGLang": F, "llama.cpp": F}, F),
+    ({"causal": F}, T, {"vLLM": F, "SGLang": T, "llama.cpp": F}, "window"),
+    ({"is_causal": F, "causal": T}, F, {"vLLM": F, "SGLang": F, "llama.cpp": F}, F),
+    ({}, F, {"vLLM": F, "SGLang": F, "llama.cpp": F}, "is_causal"),
+    ({}, T, {"vLLM": T, "SGLang": T, "llama.cpp": F}, "window"),
+]
+"""(what a configuration states, whether its layers have a window, what engines make of it, what the import does)."""
+
+
+@pytest.mark.parametrize(("stated", "window", "engines", "own"), STATED)
+def test_engines_differ_in_what_they_make_of_a_configuration(
+    tmp_path: Path, target: Target, checkpoint: Callable[[str], Path], stated: dict[str, bool], window: bool,
+    engines: dict[str, bool], own: bool | str,
+) -> None:
+    folder = Path(copytree(checkpoint("jetspec"), tmp_path / "out"))
+    config = json.loads((folder / "config.json").read_text())
+    inside = {key: value for key, value in config["dflash_config"].items() if key != "causal"}
+    inside |= {"causal": stated["causal"]} if "causal" in stated else {}
+    config = {key: value for key, value in config.items() if key != "is_causal"} | {"dflash_config": inside}
+    config |= {"is_causal": stated["is_causal"]} if "is_causal" in stated else {}
+    config["layer_types"] = ["sliding_attention" if window else "full_attention"] * 2
+    assert {engine: reader(config, 1) for engine, reader in CAUSAL.items() if engine in engines} == engines
+    (folder / "config.json").write_text(json.dumps(config))
+    if isinstance(own, str):
+        with pytest.raises(UserError, match=own):
+            import_drafter("dflash", folder, target)
+    else:
+        assert import_drafter("dflash", folder, target).config.causal is own
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dspark gated"])
+def test_an_export_leaves_no_engine_a_choice(tmp_path: Path, target: Target, name: str, causal: bool) -> None:
+    drafter = made(name, target, causal=causal)
+    configs = {layout: json.loads((written(drafter, target, layout, tmp_path / layout) / "config.json").read_text())
+               for layout in ("dflash", "speculators")}
+    for engine, reader in CAUSAL.items():
+        config = configs["speculators" if "speculators" in engine else "dflash"]
+        assert [reader(config, layer) for layer in range(2)] == [causal, causal], engine
+    for engine, anchor in ANCHORS.items():
+        config = configs["speculators" if "speculators" in engine else "dflash"]
+        assert anchor(config) is (drafter.config.aligned == "next"), engine
+        # Without the key engines disagree.
+        assert anchor({"dflash_config": {}}) is (engine in ("vLLM, DSpark", "SGLang", "llama.cpp"))
+    assert [layer - 1 for layer in configs["speculators"]["aux_hidden_state_layer_ids"]] == [0, 1, 3]
+    assert configs["dflash"]["target_layer_ids"] == configs["dflash"]["dflash_config"]["target_layer_ids"] == [0, 1, 3]
+
+
+def test_layers_without_a_word_of_the_speculators_library_are_not_causal(tmp_path: Path, target: Target) -> None:
+    folder = written(made("dspark", target), target, "speculators", tmp_path / "out")
+    inside = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
+    edit(folder, transformer_layer_config={key: value for key, value in inside.items() if key != "is_causal"})
+    assert import_drafter("speculators", folder, target).config.causal is False
+    edit(folder, speculators_model_type="mtp")
+    with pytest.raises(UserError, match='says speculators_model_type: "mtp"; only "eagle3" can be imported'):
+        import_drafter("speculators", folder, target)
+
+
+@pytest.mark.parametrize(("layout", "name", "settings", "message"), [
+    ("dflash", "dflash", {"mask_token_id": None}, "is a row of its own, .*; train with mask_token_id"),
+    ("speculators", "dflash", {"aligned": "next"}, "aligned 'next' without a correction, .* train with aligned: same"),
+    ("gguf", "dspark gated", {}, "this drafter has the correction gated; train another, or choose --format dflash"),
+    ("openvino", "jetspec", {}, "this drafter has causal slots; train another, or choose --format dflash, speculators"),
+    ("openvino", "dspark", {}, "this drafter has aligned: next and the correction markov; train another"),
+])
+def test_what_a_layout_cannot_hold_is_refused(
+    tmp_path: Path, target: Target, layout: str, name: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        written(made(name, target, **settings), target, layout, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("name", "method"), [("dflash reduced", "draft-dflash"), ("dspark", "draft-dspark")])
+def test_a_gguf_file_has_all_that_llama_cpp_reads(tmp_path: Path, target: Target, name: str, method: str) -> None:
+    drafter = made(name, target)
+    vocabulary = write_vocabulary(tmp_path / "v.gguf", target.vocab_size)
+    folder = written(drafter, target, "gguf", tmp_path / "out", ExportSettings(target_gguf=vocabulary))
+    reader = GGUFReader(folder / "draft.gguf")
+    found = {key.removeprefix("dflash."): field.contents() for key, field in reader.fields.items()}
+    assert found["general.architecture"] == "dflash"
+    assert found["target_layers"] == [1, 2, 4]
+    assert (found["block_size"], found["tokenizer.ggml.mask_token_id"]) == (4, MASK)
+    assert (found["attention.causal"], found["sample_from_anchor"]) == (False, name == "dspark")
+    assert found["has_confidence_head"] is (name == "dspark")
+    layers = {f"blk.{layer}.{part}.weight" for layer in range(2) for part in (
+        "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm", "ffn_norm", "ffn_gate",
+        "ffn_up", "ffn_down")}
+    own = {"output.weight", "d2t"} if name == "dflash reduced" else {
+        "markov_w1.weight", "markov_w2.weight", "conf_proj.weight", "conf_proj.bias"}
+    tensors = {one.name: one.data for one in reader.tensors}
+    assert set(tensors) == layers | own | {"fc.weight", "enc.output_norm.weight", "output_norm.weight"}
+    # Rows of queries stay as they are: the rotary embedding is not that of a Llama.
+    query = drafter.state_dict()["layers.1.self_attn.q_proj.weight"]
+    assert torch.equal(torch.from_numpy(tensors["blk.1.attn_q.weight"].copy()), query)
+    if "d2t" in own:
+        assert tensors["d2t"].tolist() == IDS.tolist()
+    text = (folder / "README.md").read_text()
+    assert f"--spec-type {method} --spec-draft-n-max {drafter.config.num_steps} " in text
+
+
+def test_the_command_takes_what_a_checkpoint_leaves_open(
+    tmp_path: Path, target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    folder = written(made("dflash", target), target, "dflash", tmp_path / "out")
+    config = flat(json.loads((folder / "config.json").read_text()))
+    (folder / "config.json").write_text(json.dumps(config))
+    line = ["import", "--format", "dflash", "--folder", str(folder), "--out", str(tmp_path / "back"), "--tree", "3",
+            "--target.name", str(tmp_path / "target")]
+    assert main(line) == 2
+    assert "does not say which token a slot predicts" in capsys.readouterr().err
+    assert main([*line, "--aligned", "same", "--causal", "false"]) == 0
+    described = read_description(tmp_path / "back")
+    assert (described["drafter"]["aligned"], described["drafter"]["causal"]) == ("same", False)
+    imported = described["provenance"]["imported"]
+    assert (imported["aligned"], imported["causal"]) == ("same", False)
