@@ -79,6 +79,18 @@ class Adapter:
         Raises:
             UserError: if the model lacks a layer, or has it in another shape.
         """
+        linears = self.require_fitting(model)
+        for name, change in self.layers.items():
+            weight = linears[name].weight
+            # Formed in half precision, the product of small factors would be lost in the rounding of W.
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            product = change.b_OR.to(weight.device, wide) @ change.a_RI.to(weight.device, wide)
+            merged = (weight.to(wide) + self.scale * product).to(weight.dtype)
+            linears[name].weight = nn.Parameter(merged, requires_grad=False)
+
+    def require_fitting(self, model: nn.Module) -> dict[str, nn.Linear]:
+        """The linear layers of `model` by name. Raises UserError if it lacks one that is changed, or has it in another
+        shape."""
         linears = linear_layers(model)
         for name, change in self.layers.items():
             expected = (change.b_OR.shape[0], change.a_RI.shape[1])
@@ -86,12 +98,7 @@ class Adapter:
                 found = f"in shape {tuple(linears[name].weight.shape)}" if name in linears else "not at all"
                 raise UserError(f"the adapter changes {name} of shape {expected}, which this target has {found}; use "
                                 "the target that it was trained for")
-            weight = linears[name].weight
-            # Formed in half precision, the product of small factors would be lost in the rounding of W.
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            product = change.b_OR.to(weight.device, wide) @ change.a_RI.to(weight.device, wide)
-            merged = (weight.to(wide) + self.scale * product).to(weight.dtype)
-            linears[name].weight = nn.Parameter(merged, requires_grad=False)
+        return linears
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:

@@ -1,5 +1,6 @@
 """Drafts carried over to another target: step 0 equals them with its parts, and what does not fit is refused."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,3 +136,15 @@ def test_another_shape_is_refused_with_both_values(tiny_target: Target, tmp_path
             with pytest.raises(UserError, match=f"tiny-random with {name} {value}, but the target here, tiny-random, "
                                                 f"has {here}; --retarget carries a draft over to a target of the same"):
                 load_drafter(tmp_path, target, retarget=True)
+
+
+def test_changes_of_layers_of_another_shape_are_refused_before_training(tiny_target: Target, tmp_path: Path) -> None:
+    """Medusa-2 changes layers inside the target, whose widths no identity names."""
+    config = copy.deepcopy(tiny_target.model.config)
+    config.intermediate_size = 48
+    wider = Target(type(tiny_target.model)(config).eval(), tiny_tokenizer(), name="wider")
+    case = CASES["medusa-2"]
+    save_artifact(tmp_path, case.make(tiny_target), tiny_target.identity, {}, TREE, case.change(tiny_target))
+    stored = load_drafter(tmp_path, wider, retarget=True)
+    with pytest.raises(UserError, match=r"the adapter changes .* of shape \(.*\), which this target has in shape"):
+        case.module(wider).continue_from(Start(drafter=stored.drafter, adapter=stored.adapter, weights_sha256=""))

@@ -89,6 +89,8 @@ class Medusa2Module(MedusaModule):
         super().continue_from(start)
         if start.adapter is None:
             return
+        # Another version of the target may have layers of other shapes inside.
+        start.adapter.require_fitting(self.target.model)
         rank, wanted = len(next(iter(start.adapter.layers.values())).a_RI), self.config.lora.rank
         if wanted not in (rank, LoraConfig().rank):
             raise UserError(f"train.lora.rank is {wanted}, and the changes of the target in train.start have rank "
