@@ -42,12 +42,17 @@ def shifted(folder: Path) -> None:
     path.write_text(text.replace(right, wrong))
 
 
+BUT_ENDS = 160 / 168
+"""Share of the tokens of whole drafts that an answer has room for, with as few drafts as can be."""
 OPENVINO_CASES = (
     Case(name="draft_lm", layout="openvino", printed=True),
     Case(name="draft_lm", layout="openvino", wrong="another rotary base", change=slower),
     Case(name="eagle3", layout="openvino", printed=True),
     Case(name="eagle3", layout="openvino", wrong="layers shifted by one", change=shifted),
     Case(name="eagle3, borrowed output", layout="openvino"),
+    Case(name="block, DFlash", layout="openvino", printed=True, least=BUT_ENDS),
+    Case(name="block, DFlash", layout="openvino", wrong="layers shifted by one", change=shifted, least=BUT_ENDS),
+    Case(name="block, DFlash, reduced", layout="openvino", least=BUT_ENDS),
 )
 
 
