@@ -170,6 +170,8 @@ def refusal(drafter: BlockDraft, target: Target) -> str:
                 "with mask_token_id")
     if config.correction not in ("none", *FORMS):
         return f"no layout here holds the correction {config.correction}; decode the artifact with draftsmith"
+    if config.conv:
+        return "no layout here holds convolutions over the slots of a block; decode the artifact with draftsmith"
     if config.correction == "none" and config.aligned == "next":
         return ("this drafter has aligned 'next' without a correction, and engines draft so with DSpark's correction "
                 "alone; train with aligned: same, or with correction: markov")

@@ -1,5 +1,5 @@
 """Drafters of blocks over the target's states: one backbone scores all slots of a block in one run, and a correction
-lets each guess depend on those before it (DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147; JetSpec,
+lets each guess depend on those before it (DFlash, arXiv:2602.06036, and DFlash 2; DSpark, arXiv:2607.05147; JetSpec,
 arXiv:2606.18394).
 
 After a text that ends at its token p, whose next token x_{p+1} the target chose, the S slots of a block take the
@@ -28,8 +28,10 @@ from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
 from ..target.model import Target
 from .corrections.correction import Correction, CorrectionName
 from .corrections.markov import Markov
+from .corrections.selector import Selector
+from .corrections.slot_block import GROUP, SlotBlock
 from .parts.block_cache import BlockRows
-from .parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock, RMSNorm
+from .parts.decoder_block import AttentionContext, BlockConfig, RMSNorm
 from .parts.feature_drafter import (
     FIRST_OFFSET,
     FeatureConfig,
@@ -64,9 +66,12 @@ class BlockDraftConfig(FeatureConfig):
     """Whether a slot sees the slots before it alone (JetSpec) or the whole block (DFlash, DSpark)."""
     correction: CorrectionName = "none"
     """Lets a guess depend on the tokens before it in its block. `markov`: a low-rank bigram table (DSpark), `gated` and
-    `rnn` its two other forms; `none`: each slot guesses alone, as in DFlash."""
+    `rnn` its two other forms; `selector`: a choice among a slot's 16 likeliest tokens (DFlash 2); `none`: each slot
+    guesses alone, as in DFlash."""
     rank: int = 64
-    """Rank of the correction; DSpark's is 256."""
+    """Rank of the correction; the papers' is 256."""
+    conv: bool = False
+    """Whether the slots before it flow into a slot's input and output of each attention and MLP (DFlash 2)."""
     confidence: bool = False
     """Whether the drafter also learns the chance that each of its guesses is accepted, from the slot and the token
     before (DSpark); the policy `confident` ends drafts by it."""
@@ -84,6 +89,13 @@ class BlockDraftConfig(FeatureConfig):
             raise UserError("block_size is 1 and aligned 'same', and the only slot would predict the token that it "
                             "reads; set block_size to at least 2, or aligned to next")
 
+        if self.correction == "selector" and self.vocabulary_size is not None:
+            raise UserError(f"correction is 'selector', which has a row for every token of the target, and "
+                            f"vocabulary_size is {self.vocabulary_size}; leave vocabulary_size out, or set correction "
+                            "to markov")
+        if self.confidence and self.correction == "selector":
+            raise UserError("confidence reads the table of a Markov head, and correction is 'selector'; set confidence "
+                            "to false, or correction to markov")
         if self.confidence and self.correction == "none":
             raise UserError("confidence judges a guess by the token before it, and correction is 'none', which reads "
                             "none; set correction to markov, or confidence to false")
@@ -106,7 +118,7 @@ class BlockDraftConfig(FeatureConfig):
             case "correction":
                 grown = former == "none"
             case _:
-                grown = name == "confidence" and not former
+                grown = name in ("confidence", "conv") and not former
         return super().carries(name, former) or bool(grown)
 
 
@@ -139,7 +151,9 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
 
     Own weights, named as in DFlash: `fc.weight` [D, taps D], `hidden_norm.weight`, `layers.{i}.*` of Qwen3's layers,
     `norm.weight`; without a mask token `mask_embedding` [D]; with a correction `correction.markov_w1.weight` [V, rank],
-    `correction.markov_w2.weight` [Q, rank] and `correction.{gate_proj,joint_proj}.{weight,bias}`; with a confidence
+    `correction.markov_w2.weight` [Q, rank] and `correction.{gate_proj,joint_proj}.{weight,bias}`, or the selector's
+    `correction.{predecessor_codebook,successor_codebook}.weight` [V, rank] and `correction.hidden_projection.weight`;
+    with convolutions `layers.{i}.{attention_conv,mlp_conv}.{base_kernel,kernel_projection.weight}`; with a confidence
     `confidence.{weight,bias}` and `judge_temperatures_K`; with a reduced vocabulary its ids, `token_ids` [Q].
     The target's embedding and output layer are borrowed. Make a new one with `BlockDraft.create`.
 
@@ -151,7 +165,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
 
     family = "block"
     card = FamilyCard(
-        name="DFlash, DSpark, JetSpec", papers=("2602.06036", "2607.05147", "2606.18394"),
+        name="DFlash, DFlash 2, DSpark, JetSpec", papers=("2602.06036", "2607.05147", "2606.18394"),
         guesses="decoder layers over several of the target's states guess a block of tokens in one run; a correction "
                 "reads those before each guess",
         cost="one run of the layers for a tree, and one of the correction for each level; learns more slowly than "
@@ -171,15 +185,22 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         width, eps = block.hidden_size, block.norm_eps
         self.fc = nn.Linear(len(config.taps) * sizes.hidden_size, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps=eps)
-        self.layers = nn.ModuleList(DecoderBlock(block, layer, qk_norm=True) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(SlotBlock(block, layer, config.block_size, convolved=config.conv)
+                                    for layer in range(config.num_layers))
         self.norm = RMSNorm(width, eps=eps)
         if config.mask_token_id is None:
             self.mask_embedding = nn.Parameter(torch.full((width,), torch.nan))
         else:
             self.register_buffer("mask_id", torch.tensor(config.mask_token_id), persistent=False)
         entries = config.vocabulary_size or sizes.vocab_size
-        self.correction = Correction(width) if config.correction == "none" else Markov(
-            width, config.rank, sizes.vocab_size, entries, config.correction)
+        self.correction: Correction
+        match config.correction:
+            case "none":
+                self.correction = Correction(width)
+            case "selector":
+                self.correction = Selector(width, config.rank, sizes.vocab_size)
+            case form:
+                self.correction = Markov(width, config.rank, sizes.vocab_size, entries, form)
         self.state_size = self.correction.state_size
         self.judges = config.confidence
         self.confidence = nn.Linear(width + config.rank, 1) if config.confidence else None
@@ -188,15 +209,21 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
 
     @classmethod
     def fitted(cls, config: BlockDraftConfig, target: Target) -> tuple[BlockDraftConfig, BlockConfig]:
-        """(settings with the taps chosen, shape of the layers). Raises UserError when taps or mask do not fit."""
+        """(settings with the taps chosen, shape of the layers). Raises UserError where taps, mask or width do not fit.
+        """
+        if config.conv and target.hidden_size % GROUP:
+            raise UserError(f"conv has kernels for groups of {GROUP} components, and {target.identity.name} is "
+                            f"{target.hidden_size} wide; set conv to false")
         if (mask := config.mask_token_id) is not None:
             if not 0 <= mask < target.vocab_size:
                 raise UserError(f"mask_token_id must lie between 0 and {target.vocab_size - 1}, the rows of the "
                                 f"target's embedding, got {mask}")
-            # Rows after the tokenizer's last token, and tokens added for other purposes, stand in no text.
-            reserved = {*target.tokenizer.added_tokens_decoder} - {*target.tokenizer.all_special_ids, *target.eos_ids}
-            if mask < len(target.tokenizer) and mask not in reserved:
-                raise UserError(f"mask_token_id {mask} is {target.tokenizer.decode([mask])!r} to "
+            # Rows after the tokenizer's last token, and tokens added for other purposes, stand in no text. A sketch of
+            # a target may have no tokenizer: a run asks again.
+            tokens = target.tokenizer
+            if tokens is not None and mask < len(tokens) and mask not in {*tokens.added_tokens_decoder} - {
+                    *tokens.all_special_ids, *target.eos_ids}:
+                raise UserError(f"mask_token_id {mask} is {tokens.decode([mask])!r} to "
                                 f"{target.identity.name}, a token that its text has; choose the id of a reserved "
                                 "token, or leave mask_token_id out for a row of the drafter's own")
         return replace(config, taps=chosen_taps(config.taps, target)), block_like(target, config.rope_base)
@@ -206,7 +233,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         self.fc.weight.zero_()
         self.fc.weight[:, -self.hidden_size :] = torch.eye(self.hidden_size, device=self.fc.weight.device)
         for layer in self.layers:
-            cast(DecoderBlock, layer).zero_output()
+            cast(SlotBlock, layer).zero_output()
         self.norm.weight.copy_(last_norm(target, self.block.norm_eps))
         table_VD = target.model.get_input_embeddings().weight
         if self.config.mask_token_id is None:
@@ -221,8 +248,10 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         return {**super().carried(start), "fc.weight": columns_for(self.taps, start.fc.weight, start.taps)}
 
     def project(self, hidden: Tensor, step: int) -> Tensor:
-        """Draft logits [..., Q] of states [..., X]: the target's output layer, corrected."""
-        return self.correction.correct(super().project(hidden[..., : self.hidden_size], step), hidden)
+        """Draft logits [..., Q] of states [..., X]: the target's output layer, corrected. Steps after those of a block
+        are in training the same ones without a correction."""
+        logits = super().project(hidden[..., : self.hidden_size], step)
+        return self.correction.correct(logits, hidden) if step < self.config.num_steps else logits
 
     def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
         """The trained weights that `project` and `judge` read."""
@@ -279,7 +308,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         attention = SlotAttention.after(text, features, indices_BA, self.block_size, causal=self.config.causal)
         context_BLD = self.context(features.taps)
         for number, layer in enumerate(self.layers):
-            attention.text[number] = cast(DecoderBlock, layer).self_attn.keys(context_BLD, text)
+            attention.text[number] = cast(SlotBlock, layer).self_attn.keys(context_BLD, text)
         order_L = torch.arange(length, device=features.tokens_BL.device)
         places_BA = order_L.expand_as(features.tokens_BL) if indices_BA is None else indices_BA
         # Beyond a row's end stands its last token; no step learns there.
@@ -290,6 +319,11 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         for step in range(steps):
             path_BAP, state_BAX = self.correction.extend(slots_BAKX[:, :, step], path_BAP, before_BAK[..., step])
             states.append(state_BAX)
+        if self.training and self.config.correction == "selector":
+            # The slots alone learn too which tokens are candidates; the choice among them is learned where the right
+            # one is one of them.
+            return Drafts(hidden_BLKD=torch.stack(states * 2, dim=2), offsets=self.offsets * 2, indices_BL=indices_BA,
+                          valid_BLK=None if valid_BAK is None else torch.cat([valid_BAK] * 2, dim=-1), choices=steps)
         return Drafts(hidden_BLKD=torch.stack(states, dim=2), offsets=self.offsets, valid_BLK=valid_BAK,
                       indices_BL=indices_BA)
 
@@ -312,7 +346,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         with self.packing.installed():
             context_RND = self.context(taps)
             for number, layer in enumerate(self.layers):
-                state.rows.cache.write(number, *cast(DecoderBlock, layer).self_attn.keys(context_RND, attention))
+                state.rows.cache.write(number, *cast(SlotBlock, layer).self_attn.keys(context_RND, attention))
         state.rows.commit(observation.counts_B, counts)
 
     @torch.no_grad()
@@ -339,6 +373,12 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
                 return Scores.from_logits(self.project(state.slots_RKX, 0)[:, None], self.token_ids)
             slot_RFX = state.slots_RKX[:, step, None].expand(-1, width, -1)
             state.paths_RFP, states_RFX = self.correction.extend(slot_RFX, paths_RFP, frontier.tokens_BF)
+            if self.config.correction == "selector":
+                found = self.correction.candidates(super().project(states_RFX[..., : self.hidden_size], step),
+                                                   states_RFX)
+                ids_RFQ, logits_RFQ = cast(tuple[Tensor, Tensor], found)
+                return replace(Scores.from_logits(logits_RFQ[:, :, None], None, states_RFX[:, :, None]),
+                               candidates_BFHQ=ids_RFQ[:, :, None])
             logits_RFQ = self.project(states_RFX, step)
         return Scores.from_logits(logits_RFQ[:, :, None], self.token_ids, states_RFX[:, :, None])
 
@@ -352,5 +392,5 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
 
     def observe_bytes(self) -> int:
         """Bytes of `fc` and of the layers' projections to keys and values."""
-        read = [cast(DecoderBlock, layer).self_attn for layer in self.layers]
+        read = [cast(SlotBlock, layer).self_attn for layer in self.layers]
         return self.fc.weight.nbytes + sum(part.k_proj.weight.nbytes + part.v_proj.weight.nbytes for part in read)

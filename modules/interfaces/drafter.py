@@ -60,6 +60,9 @@ class Drafts:
     estimated_BLKD: Tensor | None = None
     """The estimated target states, for families that keep them apart from the states that the output layer reads; None
     when they are `hidden_BLKD`."""
+    choices: int = 0
+    """Number of the first steps that choose among a few candidates: their other logits are minus infinity. They learn
+    the label by cross entropy where it is a candidate, and nothing elsewhere, whatever the objective."""
     indices_BL: Tensor | None = None
     """Index in its row of each of the L positions, where drafts start at a few sampled ones alone, as in training with
     anchors; None when the positions are those of the whole row."""

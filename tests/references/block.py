@@ -3,6 +3,7 @@ slot at a time."""
 
 import torch
 from draftsmith.modules import BlockDraft
+from draftsmith.modules.drafters.corrections.slot_block import SlotConvolution
 from draftsmith.modules.drafters.parts.rotary import rotate, rotation
 from torch import Tensor
 from torch.nn import functional
@@ -21,6 +22,7 @@ def plain_slots(drafter: BlockDraft, taps: dict[int, Tensor], root: int, end: in
     turns = rotation(torch.arange(length + len(hidden))[None], shape.rope_base, shape.head_dim, shape.rope_scaling)
     for layer in drafter.layers:
         own, normed = layer.self_attn, layer.input_layernorm(hidden)
+        before, normed = normed, convolved(layer.attention_conv, normed, normed, 0)
         read = torch.cat([context, normed])
         query, key, value = (part.view(len(part), -1, shape.head_dim).transpose(0, 1)
                              for part in (own.q_proj(normed), own.k_proj(read), own.v_proj(read)))
@@ -31,6 +33,21 @@ def plain_slots(drafter: BlockDraft, taps: dict[int, Tensor], root: int, end: in
             seen = length + (slot + 1 if config.causal else len(hidden))
             shares = (key[:, :seen] @ query[:, slot, :, None] / shape.head_dim**0.5).softmax(1)
             slots.append((shares * value[:, :seen]).sum(1).flatten())
-        hidden = hidden + own.o_proj(torch.stack(slots))
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        hidden = hidden + convolved(layer.attention_conv, own.o_proj(torch.stack(slots)), before, 1)
+        before = layer.post_attention_layernorm(hidden)
+        added = layer.mlp(convolved(layer.mlp_conv, before, before, 0))
+        hidden = hidden + convolved(layer.mlp_conv, added, before, 1)
     return drafter.norm(hidden)[config.block_size - config.num_steps :]
+
+
+def convolved(conv: SlotConvolution | None, states_SD: Tensor, read_SD: Tensor, side: int) -> Tensor:
+    """The states of one block convolved on a side of a sublayer that read `read_SD`, tap by tap and slot by slot."""
+    if conv is None:
+        return states_SD
+    slots = []
+    for slot in range(len(states_SD)):
+        kernels = (conv.kernel_projection.weight @ read_SD[slot]).view(2, 2, -1)[side]
+        parts = [(conv.base_kernel[side, tap] + kernels[tap].repeat_interleave(16)) * states_SD[slot - tap]
+                 for tap in range(2) if slot >= tap]
+        slots.append(torch.stack(parts).sum(0))
+    return torch.stack(slots)

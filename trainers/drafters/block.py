@@ -44,3 +44,8 @@ class BlockModule(FeatureModule):
     ) -> None:
         super().__init__(target, config, token_counts=token_counts)
         BlockDraft.fitted(self.config.drafter, target)
+
+    def weights(self, steps: int) -> tuple[float, ...]:
+        """Weight of each draft step; where the slots alone learn too, theirs are the same once more."""
+        own = super().weights(self.config.drafter.num_steps)
+        return own * (steps // len(own))

@@ -148,7 +148,8 @@ class VocabularyLoss:
         """
         supervision = supervise(features, drafts.offsets, index_V, drafts.valid_BLK, drafts.indices_BL)
         hidden_NKD = supervision.sources(drafts.hidden_BLKD)
-        rows = _Rows(self, supervision, None if self.teacher is None else features.final().flatten(0, 1))
+        rows = _Rows(self, supervision, None if self.teacher is None else features.final().flatten(0, 1),
+                     drafts.choices)
         if self.paths is not None:
             rows.weigh(hidden_NKD.detach(), drafts.hidden_BLKD.shape[:2].numel(), drafts.offsets)
         if torch.is_grad_enabled():
@@ -194,6 +195,8 @@ class _Rows:
     supervision: Supervision
     final_MD: Tensor | None
     """The target's final states; None where nobody reads its distribution."""
+    choices: int = 0
+    """Number of the first steps that choose among candidates."""
     weights_NK2: Tensor | None = None
     """Weight of each entry in the loss and its share in the divisor, where the steps of a place have their own."""
 
@@ -246,8 +249,13 @@ class _Rows:
         logits_NQ = self.loss.project(states_ND, step)
         weights_N2 = None if self.weights_NK2 is None else self.weights_NK2[chunk, step]
         judged_N = None if self.loss.confidence is None else self.loss.confidence(states_ND, step)
-        return self.loss.measure(logits_NQ, labels_N, valid_N, teacher_output, self.loss.objective, weights_N2,
-                                 judged_N)
+        if step >= self.choices:
+            return self.loss.measure(logits_NQ, labels_N, valid_N, teacher_output, self.loss.objective, weights_N2,
+                                     judged_N)
+        offered_N = valid_N & (logits_NQ.detach().gather(1, labels_N[:, None])[:, 0] > -torch.inf)
+        loss, sums_C = self.loss.measure(logits_NQ, labels_N, offered_N, teacher_output, "hard", weights_N2, judged_N)
+        sums_C[COLUMNS.index("missed")] += (valid_N & ~offered_N).sum()
+        return loss, sums_C
 
     def empty(self, device: torch.device) -> Tensor:
         """Sums before the first chunk, [K, C]: zero but for the labels outside the draft vocabulary."""

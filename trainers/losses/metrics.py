@@ -67,6 +67,8 @@ def describe(sums_KC: Tensor, weights_K: Sequence[float], offsets: Sequence[int]
         figures |= {f"head{step}/{name}": value for name, value in own.items()}
         # A label outside the draft vocabulary is never guessed.
         chances.append(sums["top1"] / (sums["count"] + sums["missed"]))
-    if any(later <= earlier for earlier, later in pairwise(offsets)):
+    # Steps that start anew are those of another loss about the same drafts.
+    first = next((place for place, (one, other) in enumerate(pairwise(offsets), start=1) if other < one), len(offsets))
+    if any(later <= earlier for earlier, later in pairwise(offsets[:first])):
         return figures
-    return figures | {"expected_accepted_length": 1 + sum(accumulate(chances, mul))}
+    return figures | {"expected_accepted_length": 1 + sum(accumulate(chances[:first], mul))}

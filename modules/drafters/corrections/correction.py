@@ -13,8 +13,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-CorrectionName = Literal["none", "markov", "gated", "rnn"]
-"""Names for recipes: no correction; DSpark's Markov head, with a gate, or with a recurrent state (arXiv:2607.05147)."""
+CorrectionName = Literal["none", "markov", "gated", "rnn", "selector"]
+"""Names for recipes: no correction; DSpark's Markov head, with a gate, or with a recurrent state (arXiv:2607.05147);
+the selector of DFlash 2 among a slot's likeliest tokens."""
 
 
 class Correction(nn.Module):
@@ -48,8 +49,12 @@ class Correction(nn.Module):
         return path, slot
 
     def correct(self, logits: Tensor, states: Tensor) -> Tensor:
-        """The logits [..., Q] of states [..., X], from those of the slots alone."""
+        """The logits [..., Q] of states [..., X], from those of the slots alone; minus infinity for no guess."""
         return logits
+
+    def candidates(self, logits: Tensor, states: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(a few tokens, their logits), [..., any] each, in place of all; None for a correction that scores all."""
+        return None
 
     def initialise(self, table_VD: Tensor) -> None:
         """Set first weights that correct nothing, from the target's embeddings; called without gradients."""

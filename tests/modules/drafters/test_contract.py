@@ -23,6 +23,7 @@ from draftsmith.modules import (
     Observation,
     Policy,
     Request,
+    Scores,
     StaticTree,
     Target,
     Topology,
@@ -245,7 +246,13 @@ def chain_scores(drafter: Drafter, features: Features, observations: list[tuple[
         node_BF = torch.full((len(roots), 1), level)
         frontier = Frontier(nodes_BF=node_BF, parents_BF=node_BF - 1,
                             tokens_BF=features.tokens_BL[rows, places][:, None])
-        levels += drafter.expand(state, frontier).log_probs_BFHQ[:, 0].unbind(1)
+        scores = drafter.expand(state, frontier)
+        if scores.candidates_BFHQ is not None:
+            # Candidates alone have a chance.
+            known = scores.log_probs_BFHQ
+            blank_BFHV = known.new_full((*known.shape[:3], drafter.vocab_size), -torch.inf)
+            scores = Scores(log_probs_BFHQ=blank_BFHV.scatter(-1, scores.candidates_BFHQ, known))
+        levels += scores.log_probs_BFHQ[:, 0].unbind(1)
         if len(levels) >= depth:
             break
     return torch.stack(levels[:depth], dim=1)

@@ -1,0 +1,59 @@
+"""DFlash 2's selector: a choice among the likeliest tokens of each slot by the token before.
+
+Shapes: D width of a slot's state, P numbers of a path, X numbers of a state, R rank, Q tokens of the vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .correction import Correction
+
+CANDIDATES = 16
+"""Likeliest tokens of a slot among which a selector chooses."""
+
+
+class Selector(Correction):
+    """A choice among the likeliest tokens b of a slot: U(b) + <A[a] * (P h), C[b]> for the token a before (DFlash 2).
+
+    Args:
+        width: of a slot's state.
+        rank: R.
+        tokens: of the vocabulary.
+    """
+
+    def __init__(self, width: int, rank: int, tokens: int) -> None:
+        super().__init__(width)
+        self.state_size, self.most = width + rank, min(CANDIDATES, tokens)
+        self.hidden_projection = nn.Linear(width, rank, bias=False)
+        self.predecessor_codebook = nn.Embedding(tokens, rank, _weight=torch.full((tokens, rank), torch.nan))
+        self.successor_codebook = nn.Embedding(tokens, rank, _weight=torch.full((tokens, rank), torch.nan))
+
+    def begin(self, slots: Tensor) -> Tensor:
+        """The slots' states, and P h."""
+        return torch.cat([slots, self.hidden_projection(slots)], dim=-1)
+
+    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The slot's state, and what its candidates are compared with."""
+        compared = self.predecessor_codebook(tokens) * slot[..., self.width :]
+        return path, torch.cat([slot[..., : self.width], compared], dim=-1)
+
+    def candidates(self, logits: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens of the slot, with their corrected logits."""
+        best = logits.topk(self.most, dim=-1)
+        added = (self.successor_codebook(best.indices) * states[..., None, self.width :]).sum(-1)
+        return best.indices, best.values + added.to(best.values.dtype)
+
+    def correct(self, logits: Tensor, states: Tensor) -> Tensor:
+        """The candidates' logits, minus infinity elsewhere."""
+        tokens, scores = self.candidates(logits, states)
+        return torch.full_like(logits, -torch.inf).scatter(-1, tokens, scores)
+
+    def initialise(self, table_VD: Tensor) -> None:
+        """Choose the slot's likeliest token: C is zero. A learns nothing before C does."""
+        for weight in (self.predecessor_codebook.weight, self.hidden_projection.weight):
+            nn.init.normal_(weight, std=0.02)
+        self.successor_codebook.weight.zero_()
+
+    def output_parameters(self) -> tuple[nn.Parameter, ...]:
+        """C."""
+        return tuple(self.successor_codebook.parameters())

@@ -1,0 +1,167 @@
+"""The selector of DFlash 2 and its convolutions: no-ops at the start, the choice by its formula, what it learns, and
+that samples among its candidates leave the target's law exact."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Frontier, Observation, Target, UserError
+from draftsmith.modules.drafters.block import BlockState
+from draftsmith.modules.verification.acceptance_rules import reject_siblings
+from draftsmith.trainers import BlockModule, BlockTrainConfig
+from draftsmith.trainers.losses.metrics import COLUMNS
+from references.rejection import level_law
+from support.families import randomised
+from torch import Tensor
+
+CONFIG = BlockDraftConfig(block_size=4, num_layers=1, aligned="same", correction="selector", rank=8, conv=True)
+
+
+def features_of(target: Target, drafter: BlockDraft) -> Features:
+    return target.encode(Features.from_rows([(list(range(20, 32)), [True] * 12)]), drafter.taps)
+
+
+def read(drafter: BlockDraft, features: Features) -> BlockState:
+    """Six tokens of the text are read, the seventh is the root."""
+    state = drafter.start(1, 32)
+    drafter.observe(state, torch.tensor([0]), Observation(
+        tokens_BN=features.tokens_BL[:, :6], counts_B=torch.tensor([6]), final_BND=features.final()[:, :6],
+        taps={layer: states[:, :6] for layer, states in features.taps.items()}, roots_B=features.tokens_BL[:, 6]))
+    return state
+
+
+def scores(drafter: BlockDraft, features: Features, path: tuple[int, ...]) -> Tensor:
+    """log q [V] of the children of a path below the root, as decoding makes it; minus infinity for no candidate."""
+    state = read(drafter, features)
+    for depth, token in enumerate([int(features.tokens_BL[0, 6]), *path]):
+        found = drafter.expand(state, Frontier(nodes_BF=torch.tensor([[depth]]), tokens_BF=torch.tensor([[token]]),
+                                               parents_BF=torch.tensor([[depth - 1]])))
+    log_q_V = torch.full((drafter.vocab_size,), -torch.inf, dtype=found.log_probs_BFHQ.dtype)
+    return log_q_V.scatter(0, found.candidates_BFHQ[0, 0, 0], found.log_probs_BFHQ[0, 0, 0])
+
+
+def test_new_convolutions_and_a_new_selector_change_nothing(tiny_target: Target) -> None:
+    """Bit by bit, also when they are added to a trained drafter, and after an artifact's rebuilding."""
+    plain = randomised(BlockDraft.create(replace(CONFIG, correction="none", conv=False), tiny_target))
+    drafter = BlockDraft.create(CONFIG, tiny_target, start=plain).eval()
+    other = BlockDraft.rebuild(drafter.describe(), tiny_target.identity)
+    other.load_state_dict(drafter.state_dict())
+    other.bind(tiny_target)
+    features = features_of(tiny_target, plain)
+    with torch.no_grad():
+        wanted = plain(features).hidden_BLKD
+        for one in (drafter, other.eval()):
+            found = one(features).hidden_BLKD
+            assert torch.equal(found[..., : tiny_target.hidden_size], wanted)
+            for step in range(3):
+                logits = one.project(found[:, :, step], step)
+                assert torch.equal(logits.argmax(-1), plain.project(wanted[:, :, step], step).argmax(-1))
+
+
+def test_the_choice_is_that_of_the_formula(tiny_target_f64: Target) -> None:
+    """U(b) + <A[a] * (P h), C[b]> among the sixteen likeliest of U; log q is normalised over these alone."""
+    drafter = randomised(BlockDraft.create(CONFIG, tiny_target_f64).double())
+    features, own = features_of(tiny_target_f64, drafter), drafter.correction
+    with torch.no_grad():
+        slots_KD = drafter(features).hidden_BLKD[0, 5, :, : tiny_target_f64.hidden_size]
+        path = (44, 61)
+        for depth, before in enumerate([int(features.tokens_BL[0, 6]), *path]):
+            base = tiny_target_f64.logits(slots_KD[depth])
+            state = own.predecessor_codebook.weight[before] * (own.hidden_projection.weight @ slots_KD[depth])
+            wanted = torch.full_like(base, -torch.inf)
+            best = base.topk(16).indices
+            wanted[best] = base[best] + own.successor_codebook.weight[best] @ state
+            found = scores(drafter, features, path[:depth])
+            torch.testing.assert_close(found, wanted.log_softmax(-1), atol=1e-9, rtol=1e-9)
+            assert float(found.exp().sum()) == pytest.approx(1)
+            assert int((found > -torch.inf).sum()) == 16
+
+
+def test_a_label_that_is_no_candidate_teaches_the_choice_nothing(tiny_target_f64: Target) -> None:
+    """In training: cross entropy of the slots alone, and of the choice where the label is offered."""
+    module = BlockModule(tiny_target_f64, BlockTrainConfig(objective="hard", step_weights=0.5, drafter=CONFIG))
+    module.configure_model()
+    drafter = randomised(module.drafter.double()).train()
+    drafter.correction.most = 30
+    features = features_of(tiny_target_f64, drafter)
+    learned, hidden = module.loss(features), drafter(features).hidden_BLKD
+    assert learned.weights == (1.0, 0.5, 0.25) * 2
+    expected, offered, missed = torch.zeros((), dtype=torch.float64), 0, 0
+    for step in range(3):
+        for place in range(10 - step):
+            state, label = hidden[0, place, step], int(features.tokens_BL[0, place + 2 + step])
+            base = tiny_target_f64.logits(state[: tiny_target_f64.hidden_size])
+            expected = expected - 0.5**step * base.log_softmax(-1)[label]
+            chosen = drafter.project(state, step)
+            if label in base.topk(30).indices.tolist():
+                expected, offered = expected - 0.5**step * chosen.log_softmax(-1)[label], offered + 1
+            else:
+                assert bool(chosen[label] == -torch.inf)
+                missed += 1
+    assert offered > 3
+    assert missed > 3
+    torch.testing.assert_close(learned.total, expected, atol=1e-9, rtol=1e-9)
+    counts = learned.sums_KC[:3, :2].sum(0).tolist()
+    assert counts == [offered, missed]
+    assert float(learned.sums_KC[:, COLUMNS.index("share")].sum()) == 2 * offered + missed
+    found = torch.autograd.grad(learned.total, list(drafter.parameters()), allow_unused=True)
+    for one, other in zip(found, torch.autograd.grad(expected, list(drafter.parameters()), allow_unused=True),
+                          strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, atol=1e-8, rtol=1e-8)
+
+
+def test_samples_among_the_candidates_leave_the_targets_law(tiny_target_f64: Target) -> None:
+    """By enumeration of a tree of two levels with two children each, at temperature 0.7; the draft of the slots alone
+    is not what was drawn from."""
+    drafter = randomised(BlockDraft.create(CONFIG, tiny_target_f64).double())
+    drafter.correction.most = 3
+    drafter.correction.successor_codebook.weight.data *= 8
+    features, size = features_of(tiny_target_f64, drafter), tiny_target_f64.vocab_size
+    table = torch.randn(size + 1, size, generator=torch.Generator().manual_seed(5), dtype=torch.float64).softmax(-1)
+    with torch.no_grad():
+        slots_KD = drafter(features).hidden_BLKD[0, 5, :, : tiny_target_f64.hidden_size]
+
+    def alone(path: tuple[int, ...]) -> Tensor:
+        """The slot's own distribution over its candidates."""
+        base = tiny_target_f64.logits(slots_KD[len(path)])
+        return torch.full_like(base, -torch.inf).scatter(0, *base.topk(3)[::-1])
+
+    def law(told: Any) -> Tensor:
+        def level(path: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+            log_told = (told(path) / 0.7).log_softmax(-1)
+
+            def reject(p: Tensor, log_q: Tensor, lists: Tensor, real: Tensor, marks: Tensor) -> Any:
+                return reject_siblings(p, log_told.expand_as(log_q), lists, real, marks)
+
+            drawn = (scores(drafter, features, path) / 0.7).softmax(-1)
+            return level_law(reject, table[path[-1] if path else size], drawn, 2, True)
+
+        accepted, bonus = level(())
+        rows = [accepted[token] * (sum(level((token,))) if accepted[token] else 0.0) + bonus[token] * table[token]
+                for token in range(size)]
+        return torch.stack(rows)
+
+    wanted = table[size][:, None] * table[:size]
+    torch.testing.assert_close(law(lambda path: scores(drafter, features, path)), wanted, atol=1e-12, rtol=0)
+    assert float((law(alone) - wanted).abs().max()) > 1e-5
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"vocabulary_size": 50}, "correction is 'selector', which has a row for every token of the target, and "
+     "vocabulary_size is 50; leave vocabulary_size out"),
+    ({"confidence": True}, "confidence reads the table of a Markov head, and correction is 'selector'"),
+])
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        replace(CONFIG, **settings)
+
+
+def test_a_width_without_whole_groups_is_refused() -> None:
+    target: Any = SimpleNamespace(hidden_size=40, identity=SimpleNamespace(name="odd"))
+    with pytest.raises(UserError, match="conv has kernels for groups of 16 components, and odd is 40 wide; set conv"):
+        BlockDraft.fitted(CONFIG, target)
