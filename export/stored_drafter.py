@@ -55,11 +55,13 @@ def read_description(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     if not path.is_file():
-        raise UserError(f"{folder} holds no artifact ({CONFIG} is missing); give the folder that training wrote")
+        inside = folder / "artifact"
+        raise UserError(f"{folder} holds no artifact ({CONFIG} is missing); give "
+                        + (str(inside) if (inside / CONFIG).is_file() else "the folder that training wrote"))
     config = read_object(path, AGAIN)
     if config.get("format") != "draftsmith":
-        raise UserError(f"{path} was not written by draftsmith; give the folder that training wrote (Medusa heads of "
-                        "another project can be imported)")
+        raise UserError(f"{folder} is no artifact, but a checkpoint in another layout; give the folder that training "
+                        f"wrote, or make an artifact of this one with draftsmith import --folder {folder}")
     if config.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{path} has artifact format version {shortened(config.get('format_version'))}, this program "
                         f"reads {FORMAT_VERSION}; use the version of draftsmith that wrote it, or train again")
@@ -91,9 +93,10 @@ def load_drafter(folder: Path, target: Target, *, trust: bool = False, retarget:
                                   "target of the same architecture, sizes and vocabulary alone; choose such a one, or "
                                   "leave train.start out")
         else:
-            identity.require_same(target.identity, SHAPE if sketched else (*SHAPE, "weights_hash"), "load the target "
-                                  "it was made for, or, if this is another version of it, continue the draft by "
-                                  "draftsmith run with train.start and --retarget")
+            identity.require_same(target.identity, SHAPE)
+            identity.require_same(target.identity, () if sketched else ("weights_hash",), "load the target it was made "
+                                  "for, or, if this is another version of it, continue the draft by draftsmith run "
+                                  "with train.start and --retarget")
         family = drafter_class(config, trust=trust)
         with target.device if sketched else nullcontext():
             drafter = _rebuilt(family, config["drafter"], identity, folder / WEIGHTS)

@@ -157,7 +157,8 @@ def _own_names(
         elif name.startswith(f"{_PREFIX}."):
             prefix[name.replace(_PREFIX, "prefix", 1).replace("layers.0.", "block.", 1)] = tensor
         else:
-            raise UserError(f"{folder} holds {name!r}, no tensor of Hydra heads; give a folder with only the heads")
+            raise UserError(f"{folder} holds {name!r}, no tensor of Hydra heads; give a folder with only the "
+                            "heads, or choose another --format")
     if not slots:
         raise UserError(f"{folder} holds no tensor hydra_mlp.*; give a folder with Hydra heads")
     # Dropout modules take slots, too: the layers are counted by the slots that hold tensors.

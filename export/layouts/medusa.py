@@ -94,7 +94,8 @@ def read_medusa(given: Checkpoint, target: Target, settings: ImportSettings) -> 
         elif match := _OUTPUT.fullmatch(name) or OUTPUT_OF_HEAD.fullmatch(name):
             outputs[int(match[1])] = tensor
         else:
-            raise UserError(f"{folder} holds {name!r}, no tensor of Medusa heads; give a folder with only the heads")
+            raise UserError(f"{folder} holds {name!r}, no tensor of Medusa heads; give a folder with only the "
+                            "heads, or choose another --format")
     output: Literal["shared", "copy", "one_copy"] = "copy" if outputs else "shared"
     heads = 1 + max([*outputs, *(head for head, _, _ in blocks)], default=-1)
     # Heads trained apart never have equal layers [Q, D]: equal ones are one layer, written once for each head.

@@ -291,7 +291,8 @@ def sizes_in_words(tuning: Tuning, topology: Topology) -> Iterator[str]:
         copied.append(f"{where}the policy {JOINED} copies up to {best.copied} tokens in passes of up to "
                       f"{sizing.tree_size + best.extra} nodes: {best.accepted_length:.2f} tokens per pass on held-out "
                       f"answers, {STATIC} {sizing.alone.accepted_length:.2f}; predicted speed-ups {both:.2f} and "
-                      f"{alone:.2f}, so it is {'' if pays else 'not '}predicted to be faster")
+                      f"{alone:.2f}, so it is "
+                      f"{'' if pays else 'not '}predicted to be faster than {STATIC}")
     yield (f"tree of {topology.size} nodes; used on this machine: {used[0]}; at temperature {SIZING_TEMPERATURE:g} "
            f"{used[1]}")
     yield from copied

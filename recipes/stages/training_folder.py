@@ -107,7 +107,9 @@ def outcome(workspace: Workspace, result: FitResult) -> str:
     # Prompts may run out before the budget, also since rows were skipped.
     if distill.budget_tokens is None or (distill.budget_minutes is None and workspace.manifest().total(
             "train", "supervised") < distill.budget_tokens):
-        answers = "prompts"
+        # Of a small file most are held out by a recipe for a larger one.
+        fewer = distill.validation_prompts > workspace.manifest().total("train", "rows")
+        answers = "prompts, or a lower distill.validation_prompts," if fewer else "prompts"
     by_steps = config.max_steps is not None and result.steps >= config.max_steps
     longer = "steps (train.max_steps)" if by_steps else "minutes (train.max_minutes)"
     if result.step == curve[-1].step and best >= RISING * earlier[-1].accepted_length:

@@ -133,7 +133,7 @@ def test_an_unknown_number_format_is_refused(tmp_path: Path, artifact: Artifact)
         ("gguf", "float8", r"weights must be one of float32, bfloat16, int8 in the format gguf, got 'float8'"),
         ("huggingface", "int4", r"weights must be one of .* in the format huggingface, got 'int4'"),
         ("medusa", "int8", r"the format medusa holds its weights as they were trained, got weights 'int8'; leave it "
-                           r"out, or choose --format eagle, huggingface, speculators, gguf"),
+                           r"out, or choose --format dflash, eagle, huggingface, speculators, gguf"),
     ):
         with pytest.raises(UserError, match=said):
             export_artifact(artifact, artifact.target, layout, tmp_path / "out", ExportSettings(weights=weights))

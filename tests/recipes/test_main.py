@@ -215,7 +215,7 @@ def test_unknown_command(words: list[str], message: str, capsys: pytest.CaptureF
     (["--train.lr", "fast"], "train.lr must be a number, got 'fast'$"),
     (["--train.lrr", "1"], "unknown key train.lrr: did you mean train.lr"),
     (["--lr", "1"], "unknown key lr: did you mean train.lr"),
-    (["--train.objective", "hart"], "train.objective must be one of hard, soft, .*, got 'hart'$"),
+    (["--train.objective", "hart"], "train.objective must be one of hard, argmax, .*, got 'hart'$"),
     (["--train.max_steps", "null"], "max_steps and max_minutes are both null, .*; set one of them"),
     (["--drafter.num_layers", "many"], "drafter.num_layers must be a whole number, got 'many'$"),
     (["--drafter.num_heads", "0"], "num_heads must be a whole number of at least 1, got 0"),

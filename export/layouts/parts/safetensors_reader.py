@@ -54,6 +54,9 @@ class Checkpoint:
                 f".items()}}, '{file}')")
         said = {} if bare and not self.config.is_file() else read_object(self.config, "copy it again")
         check_claims(said, str(folder))
+        if said.get("format") == "draftsmith":
+            raise UserError(f"{folder} is an artifact already; use it as it is, as in draftsmith evaluate --artifact "
+                            f"{folder}")
         self.said: dict[str, Any] = (layers if isinstance(layers := said.get(_LAYERS), dict) else {}) | said
         """Its configuration."""
         self.by_speculators = _LAYERS in said

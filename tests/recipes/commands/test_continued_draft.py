@@ -44,6 +44,11 @@ def test_a_start_that_does_not_fit_is_refused_before_anything_is_answered(
         return capsys.readouterr().err
 
     assert "nowhere holds no artifact (config.json is missing); give the folder" in refused(tmp_path / "nowhere")
+    assert f"holds no artifact (config.json is missing); give {tiny_run / 'artifact'}" in refused(tiny_run)
+    published = tmp_path / "published"
+    published.mkdir()
+    (published / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    assert f"make an artifact of this one with draftsmith import --folder {published}" in refused(published)
     assert "the artifact that this run would write; choose another --out" in refused(tmp_path / "artifact", at=tmp_path)
     assert "holds a drafter of the family medusa, and this recipe trains hydra" in refused(start, "--family", "hydra")
     assert "drafter.num_heads is 2, and the drafter of train.start has 3" in refused(start, "--drafter.num_heads", "2")
