@@ -1,7 +1,8 @@
 """A target's own head (MTP) inside a folder of the whole target, under the names of its files, as engines read it.
 
-The files that hold the head are copied with other bytes at its places; every other file of the target is a link to it
-where both are on one disk, and else a copy. A head that nothing has changed leaves every byte as it was.
+The files that hold the head are copied with other bytes at its places; other files of weights are links to the target's
+where both are on one disk, and the rest are copies. A head that nothing has changed, and that is stored in at most 32
+bits a number, leaves every byte as it was.
 """
 
 import json
@@ -13,9 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...modules import Mtp, Target, UserError
+from ...modules import Mtp, MtpConfig, Target, UserError
+from ...modules.drafters.mtp import HeadShape
 from ...modules.target.loading.native_heads import NativeHead
-from ...modules.target.submodel import config_of
+from ...modules.target.submodel import config_of, fields_of, one_layer
 from .huggingface import FORMATS
 from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Places, vllm_command
 from .parts.layout_folder import ORIGIN, Contents
@@ -23,6 +25,8 @@ from .parts.safetensors_reader import Checkpoint
 
 _LEFT_OUT = ("README.md", ORIGIN)
 _PICKLES = (".bin", ".pt", ".pth")
+_WEIGHTS = ".safetensors"
+_TEMPLATES = "additional_chat_templates"
 _STEPS = 3
 """Tokens of a draft in the printed commands."""
 
@@ -31,23 +35,27 @@ def export_mtp(drafter: Mtp, target: Target, folder: Path, settings: ExportSetti
     """Write the target's files with this head in them."""
     head = NativeHead.find(target)
     tensors, changed = head.stored(drafter.state_dict(), config_of(drafter.block.model)), {*head.files.values()}
-    for file in sorted(head.folder.iterdir()):
+    # What else lies deeper is another form of the weights, or a run's own folder.
+    for file in sorted((*head.folder.iterdir(), *(head.folder / _TEMPLATES).glob("*"))):
         if not file.is_file() or file.name.startswith(".") or file.name in _LEFT_OUT or file.suffix in _PICKLES:
             continue
+        copied = folder / file.relative_to(head.folder)
+        copied.parent.mkdir(exist_ok=True)
+        if file.suffix == _WEIGHTS and file not in changed:
+            try:
+                # A file in the cache of the Hub is a link itself.
+                os.link(file.resolve(), copied)
+                continue
+            except OSError:
+                pass
+        shutil.copyfile(file, copied)
         if file in changed:
-            shutil.copyfile(file, folder / file.name)
-            _replace(folder / file.name, {name: tensors[name] for name, held in head.files.items() if held == file})
-            continue
-        try:
-            # A file in the cache of the Hub is a link itself.
-            os.link(file.resolve(), folder / file.name)
-        except OSError:
-            shutil.copyfile(file, folder / file.name)
+            _replace(copied, {name: tensors[name] for name, held in head.files.items() if held == file})
     names = ", ".join(sorted(f"`{file.name}`" for file in changed))
     return Contents(title="The target with its own head", paragraphs=(
-        f"All files of the target as they were, but for the {len(tensors)} tensors of its head for a token further "
-        f"ahead, in {names}, which hold what was trained. Files that are not changed are linked to the target's where "
-        "the disk is the same: change none of them in place.",))
+        f"The files of the target as they were, but for the {len(tensors)} tensors of its head for a token further "
+        f"ahead, in {names}, which hold what was trained. Other files of weights are linked to the target's where the "
+        "disk is the same: change none of them in place.",))
 
 
 def read_mtp(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Mtp, dict[str, Tensor]]:
@@ -81,6 +89,13 @@ def _refusal(drafter: Mtp, target: Target) -> str:
     if head.names.state_first != drafter.block.state_first:
         return (f"the head in {head.folder} reads token and state in another order than this one, which was made for "
                 "another target; give that with --target.name")
+    with torch.device("meta"):
+        place = Mtp(MtpConfig(), target, HeadShape(model=fields_of(one_layer(target, sparse=head.sparse))))
+    ours, theirs = ({name: list(tensor.shape) for name, tensor in one.state_dict().items() if name != "token_ids"}
+                    for one in (drafter, place))
+    for name in sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)):
+        return (f"the head in {head.folder} has {name} of shape {theirs.get(name)}, this one, which was made for "
+                f"another target, of shape {ours.get(name)}; give that with --target.name")
     return ""
 
 

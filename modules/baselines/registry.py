@@ -55,5 +55,8 @@ def baseline(name: str, target: Target, size: int | None = None) -> Baseline:
         case "first_layers":
             return first_layers(target), Chain(3 if size is None else size)
         case "native_head":
-            return Mtp.create(MtpConfig(), target), Chain(3 if size is None else size)
+            # Like an artifact's drafter: trained weights are wider than what decodes.
+            head = Mtp.create(MtpConfig(), target).to(dtype=target.dtype)
+            head.bind(target)
+            return head.eval(), Chain(3 if size is None else size)
     raise UserError(f"there is no baseline {name!r}; choose from {', '.join((*BASELINES, NATIVE))}")

@@ -21,7 +21,8 @@ from ...data.store.token_store import MANIFEST
 from ...export.artifact_files import CONFIG
 from ...export.evaluation.schedule import require_context
 from ...export.stored_drafter import read_description
-from ...modules import Target, TargetConfig, TargetIdentity, UserError, load_target
+from ...modules import Mtp, MtpConfig, Target, TargetConfig, TargetIdentity, UserError, baseline, load_target
+from ...modules.baselines.registry import NATIVE
 from ...modules.files.atomic_files import file_sha256, write_file
 from ...modules.files.folder_locks import FolderLocks
 from ...modules.files.json_records import read_record
@@ -36,6 +37,7 @@ from ...modules.target.loading.loading import (
     load_in_format,
     sketch_target,
 )
+from ...modules.target.loading.native_heads import NativeHead
 from ...trainers import DraftModule
 from ...trainers.fitting import require_devices, require_processes
 from ...trainers.train_config import decisive_settings
@@ -100,6 +102,12 @@ class Workspace:
         if (found := self.answered_data) is not None:
             # An id of the hub without a revision may name other weights than it did.
             found.target.require_same(target.identity)
+        # Before any prompt is answered: the sketch has no files.
+        if self.evaluates:
+            for name in self.recipe.evaluate.baseline_names:
+                baseline(name, target)
+        if self.trains_head:
+            Mtp.native(target)
         if self.recipe.train.start is not None:
             # A start that does not fit is reported before any prompt is answered; the sketch has compared shapes alone.
             self.recipe.module(target, torch.ones(target.vocab_size))
@@ -110,6 +118,11 @@ class Workspace:
                 say(f"     the tokenizers of {former.name} and {target.identity.name} differ: what the draft knows of "
                     "ids that mean other text now is of no use")
         return target
+
+    @property
+    def trains_head(self) -> bool:
+        """True where training starts from the head in the target's files."""
+        return self.recipe.train.start is None and isinstance(self.recipe.train.drafter, MtpConfig)
 
     @cached_property
     def number_format(self) -> Any:
@@ -237,14 +250,22 @@ class Workspace:
 
         A limit of the batches that is not set decides nothing, nor does the place of the target's and the drafter's
         weights or the number of processes that answer or, as long as they read as many micro-batches together, train.
-        Where a draft starts from the model in a folder, or continues an artifact, these decide: others may have been
-        put there since.
+        Where a draft starts from the model in a folder or the head in the target's, or continues an artifact, these
+        decide: others may have been put there since.
 
         Raises:
-            UserError: if the artifact to be continued is missing, or would be replaced by this run's own.
+            UserError: if the artifact to be continued or the head is missing, or this run's own would replace the
+                artifact.
         """
-        target, answers, drafter, train = (
-            dict(self.settings[name]) for name in ("target", "distill", "drafter", "train"))
+        target, answers, drafter, train, evaluate = (
+            dict(self.settings[name]) for name in ("target", "distill", "drafter", "train", "evaluate"))
+        readers = [section for section, reads in ((drafter, self.trains_head), (
+            evaluate, NATIVE in self.recipe.evaluate.baseline_names)) if reads]
+        # What a hub id names has a revision, and its files may not be here yet.
+        if readers and is_local(self.recipe.target.name):
+            digest = NativeHead.find(self.tried.target).digest
+            for section in readers:
+                section["head_in_target"] = digest
         for name in ("placement", "degree", "offload"):
             target.pop(name)
         answers.pop("workers")
@@ -261,7 +282,7 @@ class Workspace:
             train["start"] = file_sha256(start / CONFIG)
         batch = {name: value for name, value in self.batched.items() if value is not None}
         return {**self.settings, "target": target, "distill": answers, "drafter": drafter, "batch": batch,
-                "train": decisive_settings(train)}
+                "train": decisive_settings(train), "evaluate": evaluate}
 
     @property
     def answered_data(self) -> Manifest | None:

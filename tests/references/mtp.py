@@ -27,18 +27,18 @@ def head_logits(line: str, folder: Path, tokens: list[int], first_LD: Tensor, em
     """
     known, held = LINES[line], load_file(folder / "model.safetensors")
     weights = {name: held[f"{known.names[name]}.weight"].to(first_LD) for name in ("enorm", "hnorm", "eh_proj", "norm")}
-    given = AutoConfig.from_pretrained(folder)
+    given = AutoConfig.from_pretrained(folder).get_text_config()
     config = type(given)(**(given.to_dict() | known.head))
-    shift, eps = float(line == "qwen3-next"), config.rms_norm_eps  # its norms hold weights less 1
+    shift, eps = float(known.less_one), config.rms_norm_eps
     start = known.names["layer"]
     apart = ("enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens", "token_layernorm", "hidden_layernorm",
              "input_proj", "final_layernorm")
     tensors = {"model.layers.0." + name.removeprefix(start): tensor for name, tensor in held.items()
                if name.startswith(start) and not name.removeprefix(start).startswith(apart)}
     model_class = type(AutoModelForCausalLM.from_config(config))
-    blank = held["model.embed_tokens.weight"]
+    blank, last_norm = embedding_VD.detach(), held[f"{known.names['norm']}.weight"]
     model = model_class.from_pretrained(None, config=config, state_dict={
-        **tensors, "model.norm.weight": held[f"{known.names['norm']}.weight"], "model.embed_tokens.weight": blank,
+        **tensors, "model.norm.weight": last_norm, "model.embed_tokens.weight": blank.clone(),
         "lm_head.weight": blank.clone()}).to(first_LD.dtype).eval()
     model.set_experts_implementation("eager")
     layer = model.get_decoder()

@@ -1,5 +1,5 @@
-"""Folders of tiny random targets with a head of their own, in the layouts of DeepSeek-V3, Qwen3-Next, GLM-4.5 and
-MiMo."""
+"""Folders of tiny random targets with a head of their own, in the layouts of DeepSeek-V3, Qwen3-Next, Qwen3.5, GLM-4.5
+and MiMo."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from support.architectures import random_model, random_trait
 from support.recurrent_models import recurrent_model
+from support.wrappers import random_wrapper
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -31,24 +32,28 @@ class Line:
     """Names of copies of the target's embedding and output layer."""
     state_first: bool = False
     """Whether the projection reads the state first."""
+    less_one: bool = False
+    """Whether its norms hold weights less 1."""
 
 
 _DEEPSEEK = {"enorm": "model.layers.3.enorm", "hnorm": "model.layers.3.hnorm", "eh_proj": "model.layers.3.eh_proj",
              "norm": "model.layers.3.shared_head.norm", "layer": "model.layers.3."}
+_QWEN = {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc",
+         "norm": "mtp.norm", "layer": "mtp.layers.0."}
+_FULL = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 _COPIES = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
 LINES = {
     "deepseek-v3": Line(lambda **more: random_trait("deepseek-v3", torch.float32, **more),
                         {"num_hidden_layers": 1, "first_k_dense_replace": 0}, _DEEPSEEK, _COPIES),
-    "qwen3-next": Line(lambda **more: recurrent_model("Qwen3Next", **more),
-                       {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
-                       {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc",
-                        "norm": "mtp.norm", "layer": "mtp.layers.0."}),
+    "qwen3-next": Line(lambda **more: recurrent_model("Qwen3Next", **more), _FULL, _QWEN, less_one=True),
+    "qwen3.5-text": Line(lambda **more: recurrent_model("Qwen3_5Text", **more), _FULL, _QWEN, less_one=True),
+    # As it is published: a model of pictures too.
+    "qwen3.5": Line(lambda **more: random_wrapper("qwen3_5", **more), _FULL, _QWEN, less_one=True),
     "glm-4.5": Line(lambda **more: random_model("Glm4Moe", first_k_dense_replace=1, n_routed_experts=4,
                                                 n_shared_experts=1, **more),
                     {"num_hidden_layers": 1, "first_k_dense_replace": 0}, _DEEPSEEK, _COPIES),
     # MiMo's layers are those of Qwen2, and transformers has no class of its name.
-    "mimo": Line(lambda **more: random_model("Qwen2", **more), {
-        "num_hidden_layers": 1, "layer_types": ["full_attention"]}, {
+    "mimo": Line(lambda **more: random_model("Qwen2", **more), _FULL, {
         "enorm": "model.mtp_layers.0.token_layernorm", "hnorm": "model.mtp_layers.0.hidden_layernorm",
         "eh_proj": "model.mtp_layers.0.input_proj", "norm": "model.mtp_layers.0.final_layernorm",
         "layer": "model.mtp_layers.0."}, state_first=True),
@@ -62,18 +67,19 @@ def with_head(line: str, folder: Path, dtype: torch.dtype = torch.float32) -> Pa
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
-    config = type(model.config)(**(model.config.to_dict() | known.head))
+    own = model.config.get_text_config()
+    config = type(own)(**(own.to_dict() | known.head))
     layer, width = AutoModelForCausalLM.from_config(config, dtype=dtype), config.hidden_size
     with TemporaryDirectory() as apart:
         layer.save_pretrained(apart)
         made = load_file(Path(apart, "model.safetensors"))
     head = {known.names["layer"] + name.removeprefix("model.layers.0."): 0.3 * torch.randn(tensor.shape)
-            + (tensor.ndim == 1 and line != "qwen3-next")
+            + (tensor.ndim == 1 and not known.less_one)
             for name, tensor in made.items() if name.startswith("model.layers.0.")}
     for name, shape in (("enorm", (width,)), ("hnorm", (width,)), ("norm", (width,)), ("eh_proj", (width, 2 * width))):
-        head[f"{known.names[name]}.weight"] = (0.3 * torch.randn(shape) + (name != "eh_proj") * (line != "qwen3-next"))
-    own = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-    head |= dict(zip(known.copies, own, strict=False))
+        head[f"{known.names[name]}.weight"] = (0.3 * torch.randn(shape) + (name != "eh_proj") * (not known.less_one))
+    shared = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    head |= dict(zip(known.copies, shared, strict=False))
     change(folder, {name: tensor.detach().to(dtype).clone() for name, tensor in head.items()})
     return folder
 

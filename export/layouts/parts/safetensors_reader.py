@@ -44,7 +44,10 @@ class Checkpoint:
             raise UserError(f"there is no folder {folder}; give the one that holds the checkpoint")
         self.folder, self.config = folder, folder / config_file
         whole = next((folder / name for name in (file, _SINGLE) if (folder / name).is_file()), None)
-        self.files = sorted(folder.glob("model*-*.safetensors")) if whole is None else [whole]
+        # Shards, as transformers names them today and as it once did.
+        shards = (path for pattern in ("model-*.safetensors", "model.safetensors-*.safetensors")
+                  for path in folder.glob(pattern))
+        self.files = sorted(shards) if whole is None else [whole]
         if not self.files:
             found = sorted(path.name for path in folder.iterdir() if path.suffix in (".pt", ".pth", ".bin"))
             raise UserError(

@@ -207,13 +207,16 @@ def _shape_and_sketch(config: TargetConfig, source: str, options: dict[str, Any]
         UserError: if a size is that of no model, or the weights of a folder or GGUF file cannot hold the model.
     """
     from transformers import AutoConfig, PreTrainedConfig
+    from transformers.utils.hub import cached_file
 
-    folder, name = Path(source), repr(config.name)
+    folder, name, stored_in = Path(source), repr(config.name), None
     if "gguf_file" not in options:
         revision = {key: value for key, value in options.items() if key == "revision"}
         fields, _ = PreTrainedConfig.get_config_dict(source, **revision)
         check_claims(fields, name)
         shape = AutoConfig.from_pretrained(source, **options)
+        # Where tensors that transformers leaves out lie, such as a head's, in the same revision.
+        stored_in = Path(str(cached_file(source, "config.json", local_files_only=True, **revision))).parent
     else:
         shape = gguf_config(folder / options["gguf_file"])
     # Again: the class of a configuration adds fields of its own, and those of a GGUF file have not been seen yet.
@@ -226,6 +229,7 @@ def _shape_and_sketch(config: TargetConfig, source: str, options: dict[str, Any]
     sketch = _sketch(shape, dtype, trust=config.trust_remote_code)
     check_parameters(sketch, stored, name)
     sketch.quantised_as = quantisation_of(None if "gguf_file" in options else shape, config.quantization, name)
+    sketch.stored_in = stored_in
     return shape, sketch
 
 
@@ -250,6 +254,7 @@ def _read_stored(config: TargetConfig, source: str, options: dict[str, Any], dty
         with placement.reading(sketch, device, world) as places, without_bars():
             model = read_quantised(source, name, sketch.quantised_as, device, spread=placement.spread, config=shape,
                                    dtype=dtype, **options, **places)
+    model.stored_in = sketch.stored_in
     if "gguf_file" in options:
         # The weights were dequantised on reading; without this, saving the model would claim that they are not.
         model.hf_quantizer.remove_quantization_config(model)

@@ -2,21 +2,21 @@
 arXiv:2412.19437, section 2.2), which transformers leaves out when it loads the target.
 
 Models with several such modules in a row have them numbered; the first one is read and the others are left alone, as
-vLLM does with MiMo-V2.
+vLLM does with MiMo-V2. Of DeepSeek-V3 and GLM-4.5 it takes them by turns where a draft is longer than one token.
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import UserError
+from ...files.json_records import read_object, record_of
 from ..devices.split_weights import whole
 from ..model import Target
 from ..submodel import new_model
@@ -26,7 +26,7 @@ from .stored_weights import read_model_whole, require_finite
 
 LAYER, NORM = "model.layers.0.", "model.norm.weight"
 """Names that transformers gives the layer and the last norm of a model with one layer."""
-_FILES = ("model.safetensors.index.json", "model.safetensors")
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -78,13 +78,21 @@ class NativeHead:
         """The head of a target, in its own folder or in another one.
 
         Raises:
-            UserError: if there is none, or a file is damaged.
+            UserError: if there is none, a file is damaged, or two hold the same tensor of it.
         """
-        folder, held = folder or own_folder(target), dict[str, Path]()
-        for file in sorted(folder.glob("*.safetensors")):
+        folder, held, twice = folder or own_folder(target), dict[str, Path](), dict[str, Path]()
+        # As engines do: what an index leaves out is of another download or in another format.
+        files, remedy = sorted(folder.glob("*.safetensors")), "copy it again"
+        if (index := folder / _INDEX).is_file():
+            listed = read_object(index, remedy).get("weight_map")
+            places = record_of(dict[str, str], listed, f"the weight_map of {index}", remedy)
+            files = sorted({folder / name for name in places.values()})
+        for file in files:
             try:
                 with safe_open(file, framework="pt") as opened:
-                    held |= dict.fromkeys(opened.keys(), file)
+                    names_here = dict.fromkeys(opened.keys(), file)
+                twice |= {name: held[name] for name in names_here if name in held}
+                held |= names_here
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{file} is no readable safetensors file ({error}); copy it again") from error
         asked = []
@@ -100,6 +108,9 @@ class NativeHead:
                 ("embed_tokens.weight", "head.weight"))}
             if lost := sorted(renamed.keys() - held.keys()):
                 raise UserError(f"the head in {folder} lacks {', '.join(lost)}; copy or save the target again")
+            for name in sorted(name for name in twice if name.startswith(prefix)):
+                raise UserError(f"{twice[name]} and {held[name]} both hold {name}, and engines differ in which one "
+                                "they read; remove the one that the target does not need")
             start = prefix + names.layer
             renamed |= {name: LAYER + name.removeprefix(start) for name in held
                         if name.startswith(start) and name not in renamed and name not in shared}
@@ -107,6 +118,17 @@ class NativeHead:
                        shared=shared)
         raise UserError(f"{target.identity.name} brings no head for a token further ahead: {folder} holds none of the "
                         f"tensors {', '.join(asked)}; choose a target with one, or another family, such as eagle3")
+
+    @property
+    def digest(self) -> str:
+        """Hash of its tensors, wherever they are stored."""
+        digest = hashlib.sha256()
+        for name, file in sorted(self.files.items()):
+            with safe_open(file, framework="pt") as opened:
+                tensor = opened.get_tensor(name)
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+        return digest.hexdigest()
 
     @property
     def sparse(self) -> bool:
@@ -146,17 +168,15 @@ class NativeHead:
         # Experts are stored one by one and read as one tensor: what transformers does with a model's files.
         apart = {name: found.pop(name) for name in expected}
         blank = torch.zeros(config.vocab_size, width)
-        with TemporaryDirectory() as folder, without_bars():
-            save_file({**found, "model.embed_tokens.weight": blank, "lm_head.weight": blank.clone()},
-                      Path(folder, _FILES[1]), metadata={"format": "pt"})
-            config.save_pretrained(folder)
-            where = f"the head in {self.folder}, read as {LAYER}*,"
-            try:
-                model = read_model_whole(folder, where, config=config, dtype=torch.float32, trust_remote_code=False)
-            except RuntimeError as error:
-                raise UserError(f"the experts of {where} lack a tensor, or one has another shape; copy or save the "
-                                "target again") from error
-            require_finite(model, where)
+        tensors = {**found, "model.embed_tokens.weight": blank, "lm_head.weight": blank.clone()}
+        where = f"the head in {self.folder}, read as {LAYER}*,"
+        try:
+            with without_bars():
+                model = read_model_whole(None, where, config=config, dtype=torch.float32, state_dict=tensors)
+        except RuntimeError as error:
+            raise UserError(f"the experts of {where} lack a tensor, or one has another shape; copy or save the target "
+                            "again") from error
+        require_finite(model, where)
         return apart | {f"decoder.{name}": tensor for name, tensor in decoder_of(model).state_dict().items()
                         if name != "embed_tokens.weight"}
 
@@ -167,20 +187,15 @@ class NativeHead:
                                            if name.startswith("decoder.")}, strict=False)
         with TemporaryDirectory() as folder, without_bars():
             model.save_pretrained(folder, max_shard_size="1TB")
-            with safe_open(Path(folder, _FILES[1]), framework="pt") as opened:
+            with safe_open(Path(folder, _SINGLE), framework="pt") as opened:
                 found = {name: opened.get_tensor(name) for name in opened.keys()} | tensors  # noqa: SIM118
         return {theirs: found[ours] for theirs, ours in self.renamed.items()}
 
 
 def own_folder(target: Target) -> Path:
     """The folder with a target's files. Raises UserError for one that was not read from safetensors files."""
-    folder = Path(target.identity.name)
-    if not folder.is_dir():
-        revision = getattr(target.model.config, "_commit_hash", None)
-        kept = [try_to_load_from_cache(target.identity.name, file, revision=revision) for file in _FILES] if \
-            target.identity.name.count("/") == 1 else []
-        folder = next((Path(path).parent for path in kept if isinstance(path, str)), folder)
-    if not folder.is_dir():
+    folder: Path | None = getattr(target.model, "stored_in", None)
+    if folder is None or not folder.is_dir():
         raise UserError(f"{target.identity.name} was not read from a folder of safetensors files, which alone can hold "
                         "a head of its own; choose such a target, or another family, such as eagle3")
     return folder

@@ -29,7 +29,7 @@ def read_model_whole(source: Any, name: str, *, spread: bool = False, **options:
     """The causal language model of a folder, hub id or GGUF file, all of whose weights are those of its files.
 
     Args:
-        source: for transformers.
+        source: for transformers; None for tensors that `options` hold.
         name: of the model, for sentences.
         spread: its layers are split or spread, see `text_of`.
         options: of `from_pretrained`.
@@ -38,11 +38,16 @@ def read_model_whole(source: Any, name: str, *, spread: bool = False, **options:
         UserError: naming tensors that are missing, that are of another shape, or that belong to modules of the model
             whose configuration has no place for them.
     """
-    quantised = getattr(options.get("config"), "quantization_config", None) is not None
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config: Any = options.get("config")
+    quantised = getattr(config, "quantization_config", None) is not None
     # It would print a table of what is named here.
     _REPORT.disabled = True
     try:
-        read: Any = auto_class(options.get("config")).from_pretrained(
+        # The automatic classes look for files in any case.
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if source is None else auto_class(config)
+        read: Any = kind.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     finally:
         _REPORT.disabled = False

@@ -35,7 +35,7 @@ def text_of(model: Any, *, spread: bool = False) -> Any:
             setattr(text, inside, decoder)
             text.set_output_embeddings(head)
             text.generation_config = model.generation_config
-            for name in ("is_quantized", "hf_quantizer", "quantised_as"):
+            for name in ("is_quantized", "hf_quantizer", "quantised_as", "stored_in"):
                 if hasattr(model, name):
                     setattr(text, name, getattr(model, name))
             return text.train(model.training)

@@ -1,6 +1,8 @@
 """A target's own head is imported, continued and written back; the folder is the target, byte by byte but for it."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,10 @@ from draftsmith.recipes.__main__ import main
 from draftsmith.trainers import fit
 from draftsmith.trainers.drafters.mtp import MtpModule, MtpTrainConfig
 from draftsmith.trainers.start import Start
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.cycle import CycleData
 from support.families.mtp import head
-from support.native_heads import LINES, load, with_head
+from support.native_heads import LINES, change, load, with_head
 from support.tiers import others_long
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only", "ignore:.*is_gradient_checkpointing")
@@ -30,6 +32,8 @@ def written(drafter: Mtp, target: Target, out: Path) -> Path:
 @pytest.mark.parametrize("line", others_long(LINES, ("qwen3-next",)))
 def test_import_continue_export(line: str, tmp_path: Path) -> None:
     folder = with_head(line, tmp_path / "target", torch.bfloat16)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
     words = ["import", "--format", "mtp", "--target.name", str(folder), "--tree", "[[0],[1],[0,0]]", "--out"]
     assert main([*words, str(tmp_path / "artifact")]) == 0
     facts = read_description(tmp_path / "artifact")["provenance"]["imported"]
@@ -39,10 +43,13 @@ def test_import_continue_export(line: str, tmp_path: Path) -> None:
     artifact = load_artifact(tmp_path / "artifact", target)
     # Untouched it gives the target's files back, to the byte.
     out = written(artifact.drafter, target, tmp_path / "same")
-    names = {path.name for path in folder.iterdir()}
-    assert {path.name for path in out.iterdir()} == names | {"README.md", "origin.json", ".draftsmith.json"}
-    assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in names)
-    assert (out / "config.json").samefile(folder / "config.json")
+    names, there = ({str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
+                    for place in (folder, out))
+    assert there == names | {"README.md", "origin.json", ".draftsmith.json"}
+    for name in names:
+        assert (out / name).read_bytes() == (folder / name).read_bytes()
+        # What is edited in the export leaves the target as it was.
+        assert not (out / name).samefile(folder / name)
     text = (out / "README.md").read_text()
     assert """--speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'""" in text
     assert "--speculative-algorithm NEXTN" in text
@@ -64,6 +71,34 @@ def test_import_continue_export(line: str, tmp_path: Path) -> None:
     assert again.identity.weights_hash == target.identity.weights_hash
     for name, tensor in Mtp.create(MtpConfig(), again).state_dict().items():
         torch.testing.assert_close(tensor, module.drafter.state_dict()[name].to(torch.bfloat16).float())
+
+
+def test_another_folders_head_is_imported_and_files_without_it_are_linked(tmp_path: Path) -> None:
+    folder, other = with_head("qwen3-next", tmp_path / "target"), tmp_path / "other"
+    head = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name.startswith("mtp.")}
+    other.mkdir()
+    save_file({name: 2 * tensor for name, tensor in head.items()},
+              other / "model.safetensors-00001-of-00001.safetensors")
+    shutil.copyfile(folder / "config.json", other / "config.json")
+    change(folder, dict.fromkeys(head))
+    save_file(head, folder / "mtp.safetensors")
+    words = ["import", "--format", "mtp", "--target.name", str(folder), "--folder", str(other), "--tree", "2", "--out"]
+    assert main([*words, str(tmp_path / "artifact")]) == 0
+    target = load(folder)
+    artifact = load_artifact(tmp_path / "artifact", target)
+    out = written(artifact.drafter, target, tmp_path / "out")
+    after = load_file(out / "mtp.safetensors")
+    assert all(torch.equal(after[name], 2 * tensor) for name, tensor in head.items())
+    assert (out / "model.safetensors").samefile(folder / "model.safetensors")
+    # The head of another target has no place in these files.
+    shape = artifact.drafter.block
+    for changes, sentence in (({"shared_expert_intermediate_size": 24}, r"of shape \[32, 16\], this one.* \[32, 24\]"),
+                              ({"num_experts": 2}, "of shape .*, this one, which was made for another target, of"),
+                              ({"mlp_only_layers": [0]}, "of shape None, this one, .*; give that with --target.name")):
+        drafter = Mtp(MtpConfig(), target, replace(shape, model=shape.model | changes))
+        drafter.bind(target)
+        with pytest.raises(UserError, match=sentence):
+            written(drafter, target, tmp_path / "none")
 
 
 @pytest.mark.long

@@ -1,6 +1,8 @@
 """A target's own head: its guesses equal those of a plain pass, answers stay the target's, and what is no head is
 refused."""
 
+import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,9 +26,12 @@ from draftsmith.modules import (
     UserError,
     baseline,
     decode,
+    load_target,
 )
 from draftsmith.modules.target.loading.loading import sketch_target
+from draftsmith.modules.target.loading.native_heads import NativeHead
 from references.mtp import head_logits
+from safetensors.torch import load_file, save_file
 from support.native_heads import LINES, change, load, with_head
 from support.tiers import others_long
 from torch import Tensor
@@ -148,6 +153,51 @@ def test_a_sketch_has_the_shapes_of_the_head(targets: Callable[[str], tuple[Path
         sketch = Mtp.create(MtpConfig(), sketch_target(TargetConfig(name=str(folder))))
         shapes = {name: tensor.shape for name, tensor in sketch.state_dict().items()}
         assert shapes == {name: tensor.shape for name, tensor in Mtp.native(target).state_dict().items()}
+
+
+def test_the_files_that_engines_read_hold_the_head(tmp_path: Path,
+                                                  targets: Callable[[str], tuple[Path, Target]]) -> None:
+    folder, target = targets("qwen3-next")
+    held = load_file(folder / "model.safetensors")
+    head = {name: tensor for name, tensor in held.items() if name.startswith("mtp.")}
+    save_file({name: torch.zeros_like(tensor) for name, tensor in head.items()}, tmp_path / "older.safetensors")
+    save_file(head, tmp_path / "model-1.safetensors")
+    with pytest.raises(UserError, match=r"model-1.safetensors and .*older.safetensors both hold mtp.fc.weight, and"):
+        NativeHead.find(target, tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(head, "model-1.safetensors")}))
+    found = NativeHead.find(target, tmp_path)
+    assert {*found.files.values()} == {tmp_path / "model-1.safetensors"}
+    assert found.digest == NativeHead.find(target).digest
+    index.write_text(json.dumps({"weight_map": []}))
+    with pytest.raises(UserError, match=r"the weight_map of .*index.json"):
+        NativeHead.find(target, tmp_path)
+
+
+def test_the_head_is_that_of_the_targets_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                  targets: Callable[[str], tuple[Path, Target]]) -> None:
+    folder, _ = targets("qwen3-next")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("owner/model", "alone"):
+        cached = tmp_path / f"models--{name.replace('/', '--')}"
+        (cached / "refs").mkdir(parents=True)
+        for ref, commit in (("main", "a" * 40), ("older", "b" * 40)):
+            shutil.copytree(folder, cached / "snapshots" / commit)
+            (cached / "refs" / ref).write_text(commit)
+        change(cached / "snapshots" / ("a" * 40), {"mtp.norm.weight": torch.zeros(32)})
+        for revision, commit in ((None, "a" * 40), ("older", "b" * 40), ("b" * 40, "b" * 40)):
+            sketch = sketch_target(TargetConfig(name=name, revision=revision))
+            assert NativeHead.find(sketch).folder == cached / "snapshots" / commit
+    # A head is gigabytes: none is written to be read.
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    target = load_target(TargetConfig(name="alone", revision="older", dtype="bfloat16"))
+    drafter, _ = baseline("native_head", target)
+    assert isinstance(drafter, Mtp)
+    assert not drafter.training
+    assert {weight.dtype for weight in drafter.parameters()} == {torch.bfloat16}
+    found_D = drafter.decoder.norm.weight
+    torch.testing.assert_close(found_D, load_file(folder / "model.safetensors")["mtp.norm.weight"].bfloat16())
 
 
 def test_a_target_without_files_is_refused(tiny_target: Target) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from draftsmith.data import Manifest, TokenShard
 from draftsmith.data.batches.datamodule import DraftDataModule
 from draftsmith.data.store.token_store import HeldOut, hash_bytes
@@ -19,6 +20,7 @@ from draftsmith.recipes.commands import pipeline
 from draftsmith.recipes.commands.pipeline import ALL, COMMANDS
 from draftsmith.recipes.stages import workspace
 from draftsmith.recipes.stages.workspace import Workspace
+from support.native_heads import change, with_head
 from support.tiers import some_long
 
 TINY = str(Path(__file__).resolve().parents[3] / "recipes" / "tiny.yaml")
@@ -31,6 +33,8 @@ TWO = ("--train.devices", "2", "--train.accelerator", "cpu")
     (["--evaluate.policies", "[static, chain-8]"],
      "the tree is 8 tokens deep, but this medusa drafter answers 3; choose a tree of at most that depth"),
     (["--evaluate.policies", "[static-64]"], "a tree of 64 nodes was asked for; this artifact's has"),
+    (["--family", "mtp"], "tiny-random was not read from a folder of safetensors files, which alone can"),
+    (["--evaluate.baselines", "[native_head]"], "tiny-random was not read from a folder of safetensors files, which"),
     (["--family", "medusa2"], "batch.states is 'stored', but Medusa2Module trains the"),
     (["--family", "draft_lm", "--drafter.layers", "[0, 7]"], "7"),
     (["--drafter.vocabulary_size", "100000"], "100000"),
@@ -78,6 +82,26 @@ def test_a_run_that_cannot_work_leaves_nothing(
     assert main(["run", "--config", TINY, "--out", str(out), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (out / "data").exists()
+
+
+def test_another_head_in_the_targets_folder_is_noticed(tmp_path: Path) -> None:
+    folder = with_head("mimo", tmp_path / "target")
+
+    def decisive(*words: str) -> dict[str, Any]:
+        parsed = COMMANDS["run"].parse(["--config", TINY, "--out", str(tmp_path), "--target.name", str(folder), *words])
+        return Workspace(parsed.values, parsed.settings).decisive
+
+    words = ("--family", "mtp", "--evaluate.baselines", "[native_head]")
+    before = decisive(*words)
+    # Other tensors have hashes of their own.
+    change(folder, {"model.norm.weight": torch.rand(32)})
+    assert decisive(*words) == before
+    change(folder, {"model.mtp_layers.0.final_layernorm.weight": torch.rand(32)})
+    after = decisive(*words)
+    for section in ("drafter", "evaluate"):
+        assert after[section].pop("head_in_target") != before[section].pop("head_in_target")
+    assert after == before
+    assert "head_in_target" not in decisive()["evaluate"]
 
 
 def test_a_command_for_one_process_is_refused_in_several(
