@@ -84,13 +84,13 @@ def _refusal(drafter: Mtp, target: Target) -> str:
     """The reason that the target's files have no place for the head; empty where they have."""
     try:
         head = NativeHead.find(target)
+        with torch.device("meta"):
+            place = Mtp(MtpConfig(), target, HeadShape(model=fields_of(one_layer(target, sparse=head.sparse))))
     except UserError as error:
         return str(error)
     if head.names.state_first != drafter.block.state_first:
         return (f"the head in {head.folder} reads token and state in another order than this one, which was made for "
                 "another target; give that with --target.name")
-    with torch.device("meta"):
-        place = Mtp(MtpConfig(), target, HeadShape(model=fields_of(one_layer(target, sparse=head.sparse))))
     ours, theirs = ({name: list(tensor.shape) for name, tensor in one.state_dict().items() if name != "token_ids"}
                     for one in (drafter, place))
     for name in sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.export import Artifact, export_artifact, load_artifact, read_description
+from draftsmith.export.layouts.parts.safetensors_reader import Checkpoint
 from draftsmith.export.stored_drafter import load_drafter
 from draftsmith.modules import Mtp, MtpConfig, Target, Topology, UserError
 from draftsmith.modules.files.atomic_files import file_sha256
@@ -80,6 +81,10 @@ def test_another_folders_head_is_imported_and_files_without_it_are_linked(tmp_pa
     save_file({name: 2 * tensor for name, tensor in head.items()},
               other / "model.safetensors-00001-of-00001.safetensors")
     shutil.copyfile(folder / "config.json", other / "config.json")
+    # No shard of a checkpoint: no layout reads it.
+    save_file(head, other / "model_of_another-1.safetensors")
+    assert Checkpoint(other, "none", "config.json").files == [other / "model.safetensors-00001-of-00001.safetensors"]
+    (other / "model_of_another-1.safetensors").unlink()
     change(folder, dict.fromkeys(head))
     save_file(head, folder / "mtp.safetensors")
     words = ["import", "--format", "mtp", "--target.name", str(folder), "--folder", str(other), "--tree", "2", "--out"]
