@@ -25,7 +25,9 @@ def shaped_recipe(name: str, shape: str, *words: str) -> Recipe:
     fitting = {
         "vocabulary_size": min(given.vocabulary_size or written, written) if given.vocabulary_size else None,
         "layers": f"[0,1,{layers - 2},{layers - 1}]" if getattr(given, "layers", None) else None,
+        "taps": f"{[*range(min(len(given.taps), layers))]}" if getattr(given, "taps", None) else None,
         "layer": 3 * layers // 4 if hasattr(given, "layer") else None,
+        "mask_token_id": written - 1 if getattr(given, "mask_token_id", None) is not None else None,
         "insertions": min(given.insertions, written // 16) if hasattr(given, "insertions") else None,
     }
     options = [word for key, value in fitting.items() if value is not None for word in (f"--drafter.{key}", str(value))]

@@ -396,7 +396,7 @@ def test_a_reduced_vocabulary_needs_counts(target: Target) -> None:
     ({"validate_every": 0}, "validate_every"), ({"validation_nodes": 1}, "validation_nodes must be at least 2"),
     ({"clip": -1.0}, "clip must not be negative, got -1.0"),
     ({"lr": 0.0}, "lr must be above 0"),
-    ({"objective": "firm"}, "objective must be one of hard, soft, .* got 'firm'"),
+    ({"objective": "firm"}, "objective must be one of hard, argmax, .* got 'firm'"),
     ({"feature_weight": -1.0}, "feature_weight must not be negative, got -1.0"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:

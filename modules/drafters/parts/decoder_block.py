@@ -221,9 +221,12 @@ class Attention(nn.Module):
 
     def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The attention output, [B, N, D]."""
-        # Each is rotated as it is made, so that what came before the rotation is freed: a long prompt feels it.
-        query = rotate(self._heads(hidden_BND, self.q_proj, self.q_norm), attention.rotation(self.config))
-        mixed_BHNE = attention.attend(self.layer, query, *self.keys(hidden_BND, attention))
+        turns = attention.rotation(self.config)
+        # Each is rotated as it is made, so that what came before the rotation is freed: a long prompt feels it. It also
+        # feels the pair of `keys`, which would keep the values in memory once the cache has them.
+        query = rotate(self._heads(hidden_BND, self.q_proj, self.q_norm), turns)
+        key = rotate(self._heads(hidden_BND, self.k_proj, self.k_norm), turns)
+        mixed_BHNE = attention.attend(self.layer, query, key, self._heads(hidden_BND, self.v_proj, None))
         mixed_BND: Tensor = self.o_proj(mixed_BHNE.transpose(1, 2).flatten(2))
         return mixed_BND
 
