@@ -166,6 +166,7 @@ def test_when_all_are_killed_the_next_one_makes_the_open_shards_alone(
     assert not asked
 
 
+@pytest.mark.long
 def test_a_free_process_takes_over_while_another_holds_its_shard(tmp_path: Path, tiny_target: Target) -> None:
     make_data: Make = partial(make, tiny_target, write_prompts(tmp_path, many(25)), SMALL)
     make_data(tmp_path / "calm")
@@ -244,6 +245,7 @@ def test_data_grown_by_a_higher_budget_have_the_bytes_of_data_made_at_once(
         make(target, prompts, replace(SMALL, budget_tokens=60), out)
 
 
+@pytest.mark.long
 def test_data_grow_by_a_larger_budget_and_by_no_process_that_helps(tmp_path: Path, tiny_target: Target) -> None:
     prompts, out = write_prompts(tmp_path, many(60)), tmp_path / "out"
     lower, higher = (partial(make, tiny_target, prompts, replace(SMALL, budget_tokens=tokens)) for tokens in (60, 200))

@@ -106,6 +106,7 @@ def test_the_targets_own_layers_draft_compiled(name: str) -> None:
     assert target.compiler.graphs > 0
 
 
+@pytest.mark.long
 def test_windows_and_capped_scores_are_those_of_each_layer() -> None:
     """Every second layer of a Gemma 2 has a window."""
     target = random_target(3, sliding_window=8, attn_logit_softcapping=5.0)
@@ -115,6 +116,7 @@ def test_windows_and_capped_scores_are_those_of_each_layer() -> None:
     assert quick.stats.compile_refusal == ""
 
 
+@pytest.mark.long
 def test_batches_trees_and_lengths_of_any_size_share_four_graphs() -> None:
     """Of all layers of the target: symbols stand for rows and tokens, and no layer has graphs of its own."""
     target = unpacked()

@@ -100,6 +100,7 @@ def test_without_held_out_prompts_a_head_has_no_figures(
     assert load_artifact(artifact, target).heads[0.0].measurements is None
 
 
+@pytest.mark.long
 def test_an_evaluation_reports_the_heads_for_its_answers(tmp_path: Path, tiny_run: Path, target: Target) -> None:
     artifact = made(tmp_path / "a", target, tiny_run / "data")
     assert main(["specdec", "--artifact", str(artifact), *SMALL]) == 0

@@ -41,7 +41,6 @@ from draftsmith.recipes.commands import compare_families, pipeline
 from draftsmith.recipes.stages.workspace import Workspace
 from safetensors.torch import load_file
 from support.forked_workers import kill, start
-from support.tiers import some_long
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "recipes" / "tiny.yaml"
@@ -460,8 +459,9 @@ def test_a_sampled_answer_is_drafted_by_the_tree_for_it(
     assert "because on this machine no tree makes decoding faster at temperature 0.8; --policy static-16" in said
 
 
-@pytest.mark.parametrize("words", some_long([["generate", "--prompt", "hello", "--max-new-tokens", "8"],
-                                   ["export", "--format", "medusa", "--out", "{out}"]], 9, 1))
+@pytest.mark.long
+@pytest.mark.parametrize("words", [["generate", "--prompt", "hello", "--max-new-tokens", "8"],
+                                   ["export", "--format", "medusa", "--out", "{out}"]])
 def test_an_artifact_is_used_without_the_extras(words: list[str], tiny_run: Path, tmp_path: Path) -> None:
     program = (
         "import sys\n"

@@ -221,6 +221,7 @@ def helped(*words: str) -> int:
         return len(Started.all)
 
 
+@pytest.mark.long
 def test_a_process_answers_on_each_gpu_and_no_other(started: list[Started], monkeypatch: pytest.MonkeyPatch
                                                           ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

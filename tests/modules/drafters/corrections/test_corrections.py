@@ -59,7 +59,8 @@ def test_a_new_correction_corrects_nothing(name: Any, tiny_target: Target) -> No
         assert not torch.allclose(logits(randomised(drafter), features), wanted)
 
 
-@pytest.mark.parametrize("name", ["markov", pytest.param("rnn", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["markov", "rnn"])
 def test_the_token_after_an_unknown_one_needs_the_correction(name: Any, tiny_target: Target) -> None:
     """Text of pairs (u, v(u)) with random u: after the end of a pair, u is unknown to every slot, and v follows it."""
     torch.manual_seed(0)
