@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from draftsmith.export import (
     Artifact,
     StoredHead,
@@ -39,8 +40,10 @@ from draftsmith.modules.files.atomic_files import file_sha256
 from draftsmith.recipes.__main__ import main
 from safetensors.torch import load_file, save_file
 from support.families import CASES, randomised
+from support.prompt_files import many, write_prompts
 from support.tiers import others_long
 
+TINY = Path(__file__).resolve().parents[3] / "recipes" / "tiny.yaml"
 TREE = "[[0],[1],[0,0]]"
 LAYOUTS = [
     ("medusa", "medusa", TREE), ("medusa-one-copy", "medusa", "2"), ("medusa-copy-reduced", "medusa", "2"),
@@ -268,6 +271,38 @@ def test_an_import_is_measured_next_to_it(tmp_path: Path, tiny: Target) -> None:
     found = json.loads((tmp_path / "back-evaluation" / "evaluation.json").read_text())
     assert list(found["header"]["artifacts"].values()) == [read_description(tmp_path / "back")["weights_sha256"]] * len(
         found["header"]["artifacts"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "layout"), [
+    ("medusa", "medusa"), ("hydra", "hydra"), ("eagle", "eagle"), ("eagle3", "eagle"),
+    ("eagle3-reduced", "speculators"), ("kangaroo", "kangaroo"), ("prompt-tokens", "ppd"), ("draft-lm", "huggingface")])
+def test_an_import_is_measured_continued_and_exported(name: str, layout: str, tmp_path: Path, tiny: Target) -> None:
+    """The way of somebody who takes a published draft, on prompts of his own."""
+    folder, prompts = exported(name, tiny, layout, tmp_path / "published"), write_prompts(tmp_path, many(24))
+    assert main(words(layout, folder, tmp_path / "imported", "--target.name", "tiny-random", "--tree", "2")) == 0
+    assert main(["evaluate", "--artifact", str(tmp_path / "imported"), "--out", str(tmp_path / "measured"), "--limit",
+                 "2", "--max_new_tokens", "8", "--speed_prompts", "0"]) == 0
+    recipe = yaml.safe_load(TINY.read_text()) | {
+        "family": made(name, tiny).family, "out": str(tmp_path / "run"),
+        "prompts": {"origin": "file", "path": prompts.path}}
+    # Whatever the recipe leaves out is the imported draft's.
+    del recipe["drafter"]
+    recipe["distill"] |= {"budget_tokens": 300, "max_new_tokens": 24, "validation_prompts": 4}
+    recipe["train"] |= {"max_steps": 4, "validate_every": 2, "warmup_steps": 1, "start": str(tmp_path / "imported")}
+    recipe["evaluate"] |= {"speed_prompts": 0, "limit": 2, "max_new_tokens": 12}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["run", "--config", str(tmp_path / "recipe.yaml")]) == 0
+    for measured in (tmp_path / "measured", tmp_path / "run"):
+        for entry in json.loads((measured / "evaluation.json").read_text())["measurements"]:
+            assert entry["lossless"]["identical"] == entry["prompts"]
+    continued = read_description(tmp_path / "run" / "artifact")["provenance"]["start"]
+    assert continued["weights_sha256"] == read_description(tmp_path / "imported")["weights_sha256"]
+    assert main(["export", "--artifact", str(tmp_path / "run" / "artifact"), "--format", layout, "--out",
+                 str(tmp_path / "export")]) == 0
+    file = next(one.file for one in EXPORT_FORMATS if one.name == layout)
+    first, second = load_file(folder / file), load_file(tmp_path / "export" / file)
+    assert {key: tensor.shape for key, tensor in first.items()} == {key: tensor.shape for key, tensor in second.items()}
 
 
 def test_the_table_of_the_readme_is_that_of_the_layouts() -> None:
