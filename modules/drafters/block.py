@@ -378,7 +378,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
                                                    states_RFX)
                 ids_RFQ, logits_RFQ = cast(tuple[Tensor, Tensor], found)
                 return replace(Scores.from_logits(logits_RFQ[:, :, None], None, states_RFX[:, :, None]),
-                               candidates_BFHQ=ids_RFQ[:, :, None])
+                               candidates_BFHQ=ids_RFQ[:, :, None], all_guesses=True)
             logits_RFQ = self.project(states_RFX, step)
         return Scores.from_logits(logits_RFQ[:, :, None], self.token_ids, states_RFX[:, :, None])
 

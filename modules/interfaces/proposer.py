@@ -50,6 +50,8 @@ class Scores:
     candidates_BFHQ: Tensor | None = None
     """In place of `token_ids_Q`: the ids of a few candidates, different at each node. Only a drafter that sets this may
     return fewer guesses than requested."""
+    all_guesses: bool = False
+    """True if every candidate is a guess: then it need not be asked, while a tree grows, which of them are."""
     states_BFHD: Tensor | None = None
     """The drafter's hidden state that each depth's scores come from: with H = 1 its state at the frontier node, whose
     token it has read. None for a drafter without one. Stopping rules may read it; it costs nothing. It may lie in the
@@ -78,7 +80,8 @@ class Scores:
             missing = (0, width - top.indices.shape[-1])
             tokens = nn.functional.pad(self.candidates_BFHQ.gather(-1, top.indices), missing)
             log_probs = nn.functional.pad(top.values, missing, value=-torch.inf)
-            return Proposals(tokens, log_probs > -torch.inf, log_probs)
+            known = self.all_guesses and width <= entries
+            return Proposals(tokens, None if known else log_probs > -torch.inf, log_probs)
         if width > entries:
             raise UserError(f"the tree uses the {width} best guesses after a token, but the draft vocabulary has "
                             f"{entries} tokens; choose a narrower tree, such as chain")
