@@ -48,7 +48,7 @@ _THIRD = {"fc.weight": "fc.weight", "d2t": "d2t", "input_norm.weight": "enc.outp
 _BLOCK = {"fc.weight": "fc.weight", "d2t": "d2t", "hidden_norm.weight": "enc.output_norm.weight",
           "confidence_head.proj.weight": "conf_proj.weight", "confidence_head.proj.bias": "conf_proj.bias",
           "markov_head.markov_w1.weight": "markov_w1.weight", "markov_head.markov_w2.weight": "markov_w2.weight"}
-"""Those of DFlash's and DSpark's that a Qwen 3 has not."""
+"""Names of DFlash's and DSpark's tensors that a Qwen 3 has not."""
 
 
 def export_gguf(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, folder: Path,

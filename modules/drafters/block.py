@@ -60,8 +60,8 @@ class BlockDraftConfig(FeatureConfig):
     block_size: int = 5
     """Slots of a block, S, that of the root's token included."""
     aligned: Literal["next", "same"] = "next"
-    """What a slot predicts: `next`, the token after its own position (DSpark), or `same`, the one at it (DFlash), with
-    which a block drafts a token fewer."""
+    """Token that a slot predicts: `next`, the one after its own position (DSpark), or `same`, the one at it (DFlash),
+    with which a block drafts a token fewer."""
     causal: bool = True
     """Whether a slot sees the slots before it alone (JetSpec) or the whole block (DFlash, DSpark)."""
     correction: CorrectionName = "none"
@@ -130,11 +130,11 @@ class BlockState(DraftState):
     """
 
     slots_RKX: Tensor
-    """What the correction reads of each slot that guesses."""
+    """Part of each slot that guesses, as the correction reads it."""
     nodes_RF: Tensor
     """The nodes that were expanded last."""
     paths_RFP: Tensor
-    """What the correction keeps of each node's path."""
+    """Numbers that the correction keeps of each node's path."""
 
     def __init__(self, rows: BlockRows) -> None:
         self.rows, self.held, self.caches = rows, (rows.cache,), (rows.cache,)

@@ -21,7 +21,7 @@ from ...data.store.token_store import MANIFEST
 from ...export.artifact_files import CONFIG
 from ...export.evaluation.schedule import require_context
 from ...export.stored_drafter import read_description
-from ...modules import Mtp, MtpConfig, Target, TargetConfig, TargetIdentity, UserError, baseline, load_target
+from ...modules import Mtp, MtpConfig, Target, TargetConfig, TargetIdentity, UserError, load_target
 from ...modules.baselines.registry import NATIVE
 from ...modules.files.atomic_files import file_sha256, write_file
 from ...modules.files.folder_locks import FolderLocks
@@ -103,10 +103,7 @@ class Workspace:
             # An id of the hub without a revision may name other weights than it did.
             found.target.require_same(target.identity)
         # Before any prompt is answered: the sketch has no files.
-        if self.evaluates:
-            for name in self.recipe.evaluate.baseline_names:
-                baseline(name, target)
-        if self.trains_head:
+        if self.trains_head or (self.evaluates and NATIVE in self.recipe.evaluate.baseline_names):
             Mtp.native(target)
         if self.recipe.train.start is not None:
             # A start that does not fit is reported before any prompt is answered; the sketch has compared shapes alone.

@@ -123,7 +123,7 @@ def check_embedding(stored_VD: Tensor | None, target: Target, folder: Path) -> N
 
 
 def check_borrowed(stored_VD: Tensor | None, own_VD: Tensor, part: str, target: Target, folder: Path) -> None:
-    """The same for any matrix of the target, whose name is `part`. Raises UserError."""
+    """A check that a stored matrix, if any, is the target's, whose name is `part`. Raises UserError."""
     if stored_VD is None:
         return
     # Checkpoints are often in half precision, the target in another format: equality to the bit is too strict.
