@@ -105,14 +105,14 @@ def own(target: Target, new_tokens: int, drafter: Proposer | None = None, policy
     return run
 
 
-def forms(target: Target, drafted: bool = False) -> dict[str, dict[str, bool]]:
+def forms(target: Target, compiled: bool, drafted: bool = False) -> dict[str, dict[str, bool]]:
     """Settings of the loop that are compared, by what a method's name says of them."""
     found: dict[str, dict[str, bool]] = {"": {}}
     if target.device.type == "cuda" or not drafted:
         found[", graphs"] = {"graphs": True}
-    if target.linears.packed is None:
+    if compiled and target.linears.packed is None:
         found[", compiled"] = {"compile": True}
-    if target.device.type == "cuda":
+    if compiled and target.device.type == "cuda":
         found[", graphs, compiled"] = {"graphs": True, "compile": True}
     return found
 
@@ -131,14 +131,14 @@ def assisted(target: Target, new_tokens: int) -> Method:
     return peer(target, new_tokens, assistant_model=assistant)
 
 
-def without_drafter(target: Target, new_tokens: int) -> Iterator[tuple[str, Method, int | None]]:
+def without_drafter(target: Target, new_tokens: int, compiled: bool) -> Iterator[tuple[str, Method, int | None]]:
     """(name, method, its only batch) of each method that drafts nothing or with the target's layers."""
-    for form, settings in forms(target).items():
+    for form, settings in forms(target, compiled).items():
         yield f"plain loop{form}", own(target, new_tokens, **settings), None
     yield "plain loop, sampled", own(target, new_tokens, temperature=TEMPERATURE), None
     yield "generate", peer(target, new_tokens), None
     yield "generate, static cache", peer(target, new_tokens, cache_implementation="static", disable_compile=True), None
-    if target.device.type == "cuda":
+    if compiled and target.device.type == "cuda":
         yield "generate, static cache, compiled", peer(target, new_tokens, cache_implementation="static"), None
     first = max(1, target.num_layers // 4)
     yield "first layers, chain", own(target, new_tokens, LayerDraft(target, range(first)), Chain(CHAIN)), None
@@ -163,6 +163,7 @@ class Bench:
         context: tokens of each prompt.
         new_tokens: length of each answer.
         acceptance: of the drafters.
+        compiled: whether layers that torch.compile made are measured too.
     """
 
     shape: str
@@ -170,6 +171,7 @@ class Bench:
     context: int
     new_tokens: int
     acceptance: float
+    compiled: bool = True
     texts: dict[int, Tensor] = field(default_factory=dict)
     """Prompts and answers by number of rows."""
 
@@ -218,7 +220,7 @@ class Bench:
 
     def forms(self, recipe: str) -> dict[str, dict[str, bool]]:
         """The settings that are compared with a family; of all families on a CPU one is compiled, to try it out."""
-        found = forms(self.target, drafted=True)
+        found = forms(self.target, self.compiled, drafted=True)
         return found if self.target.device.type == "cuda" or recipe == RECIPES[0] else {"": {}}
 
 
@@ -232,7 +234,7 @@ def measure(bench: Bench, batches: Sequence[int], recipes: Sequence[str], deadli
         deadline: value of `time.monotonic()` after which nothing further is measured.
     """
     found = []
-    for name, method, only in without_drafter(bench.target, bench.new_tokens):
+    for name, method, only in without_drafter(bench.target, bench.new_tokens, bench.compiled):
         found += [bench.timed(name, batch, method, deadline) for batch in batches if only in (None, batch)]
     for recipe in recipes:
         found += bench.drafted(recipe, batches, deadline)

@@ -1,11 +1,13 @@
 """Every figure of this project on one accelerator: tests, decoding, passes, training, distillation, overhead.
 
     python tests/benchmarks/gpu.py [--device cuda|cpu] [--small] [--out DIR] [--part NAME ...] [--artifacts DIR]
+        [--minutes N]
 
-Each part runs in a process of its own for at most nine minutes and writes NAME.json into --out; finished parts are
+Each part runs in a process of its own for at most --minutes (9) and writes NAME.json into --out; finished parts are
 skipped, so that the same command goes on where it was stopped. After each part all tables so far are written to
 gpu.md, for tests/benchmarks/README.md. Nothing is downloaded: the first lines say what the machine must have.
-`--small` tries everything out on tiny shapes.
+`--small` tries everything out on tiny shapes. Fewer than five minutes leave out what torch.compile makes, and measure
+fewer families and batches.
 """
 
 import argparse
@@ -30,9 +32,11 @@ from packaging.requirements import Requirement
 from support.gpu_parts import PARTS, ROOT, Settings
 
 MINUTES = 9.0
-"""Most minutes of a part."""
-SPARE = 1.0
-"""Minutes of them in which nothing further is started."""
+"""Most minutes of a part, where nothing else is asked for."""
+SPARE = 0.15
+"""Share of them in which nothing further is started."""
+BRIEF = 5.0
+"""Minutes below which a part measures less."""
 EXTRAS = ("", "train", "dev")
 """Extras of the package that the parts need."""
 
@@ -78,7 +82,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     transformers.logging.set_verbosity_error()
     started = time.monotonic()
     settings = Settings(device=options.device, small=options.small, artifacts=options.artifacts,
-                        deadline=started + 60 * (MINUTES - SPARE))
+                        brief=options.minutes < BRIEF, deadline=started + 60 * options.minutes * (1 - SPARE))
     found = PARTS[name](settings)
     device = torch.cuda.get_device_name() if options.device == "cuda" else processor()
     written = {"part": name, "device": device, "asked": asked(options), "seconds": time.monotonic() - started,
@@ -91,7 +95,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
 
 def asked(options: argparse.Namespace) -> dict[str, Any]:
     """The settings on which a part's figures depend."""
-    return {"device": options.device, "small": options.small,
+    return {"device": options.device, "small": options.small, "brief": options.minutes < BRIEF,
             "artifacts": None if options.artifacts is None else str(options.artifacts)}
 
 
@@ -122,13 +126,13 @@ def report(parts: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def run_apart(name: str, words: Sequence[str]) -> str:
+def run_apart(name: str, words: Sequence[str], minutes: float) -> str:
     """Run a part in a process of its own; returns what went wrong, or nothing."""
     command = [sys.executable, __file__, *words, "--here", name]
     try:
-        code = subprocess.run(command, check=False, timeout=60 * MINUTES).returncode
+        code = subprocess.run(command, check=False, timeout=60 * minutes).returncode
     except subprocess.TimeoutExpired:
-        return f"stopped after {MINUTES:g} minutes"
+        return f"stopped after {minutes:g} minutes"
     return "" if code == 0 else f"ended with {code}"
 
 
@@ -140,6 +144,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the results")
     parser.add_argument("--part", nargs="+", choices=list(PARTS), help="these parts alone; finished ones run again")
     parser.add_argument("--artifacts", type=Path, help="folder of artifacts for the embedded model")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="most minutes of a part")
     parser.add_argument("--here", choices=list(PARTS), help=argparse.SUPPRESS)
     given = list(sys.argv[1:] if words is None else words)
     options = parser.parse_args(given)
@@ -155,7 +160,7 @@ def main(words: Sequence[str] | None = None) -> int:
     done, failed = finished(options), {}
     for name in options.part or [name for name in PARTS if name not in done]:
         print(f"== {name}", flush=True)
-        if problem := run_apart(name, given):
+        if problem := run_apart(name, given, options.minutes):
             failed[name] = problem
         (options.out / "gpu.md").write_text(report(finished(options)), encoding="utf-8")
     print(report(finished(options)))

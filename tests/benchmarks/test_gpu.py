@@ -14,7 +14,7 @@ def test_a_part_runs_and_is_skipped_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu, "PARTS", {"passes": gpu_parts.PARTS["passes"]})
-    monkeypatch.setattr(gpu, "run_apart", lambda name, words: gpu.main([*words, "--here", name]) or "")
+    monkeypatch.setattr(gpu, "run_apart", lambda name, words, _minutes: gpu.main([*words, "--here", name]) or "")
     words = [*WORDS, "--out", str(tmp_path)]
     assert gpu.main(words) == 0
     printed = capsys.readouterr().out
@@ -34,16 +34,15 @@ def test_a_part_runs_and_is_skipped_the_next_time(
 def test_a_part_that_fails_is_named_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu, "run_apart", lambda name, _words: "ended with 1" if name == "passes" else "")
+    monkeypatch.setattr(gpu, "run_apart", lambda name, _words, _minutes: "ended with 1" if name == "passes" else "")
     assert gpu.main([*WORDS, "--out", str(tmp_path)]) == 1
     printed = capsys.readouterr()
     assert [line for line in printed.out.splitlines() if line.startswith("== ")] == [f"== {name}" for name in gpu.PARTS]
     assert "the part passes ended with 1; call the same command again to repeat it" in printed.err
 
 
-def test_a_part_is_stopped_after_its_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "MINUTES", 0.001)
-    assert gpu.run_apart("passes", [*WORDS, "--out", str(tmp_path)]) == "stopped after 0.001 minutes"
+def test_a_part_is_stopped_after_its_minutes(tmp_path: Path) -> None:
+    assert gpu.run_apart("passes", [*WORDS, "--out", str(tmp_path)], 0.001) == "stopped after 0.001 minutes"
     assert not list(tmp_path.glob("*.json"))
 
 

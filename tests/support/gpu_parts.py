@@ -4,6 +4,7 @@ All targets have random weights of a stated shape (`tests/support/model_shapes.p
 """
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -48,6 +49,8 @@ class Settings:
     """Whether tiny shapes are measured, for trying the parts out."""
     artifacts: Path | None
     """Folder with folders of artifacts for the embedded model."""
+    brief: bool
+    """Whether the minutes are few: nothing is compiled, and fewer families and batches are measured."""
     deadline: float
     """Value of `time.monotonic()` after which nothing further is measured."""
 
@@ -70,7 +73,8 @@ def tests(settings: Settings) -> Measured:
     """The tests that run on a device: those marked `gpu`, and those that take the fixture `device`."""
     marks = "gpu or device"
     words = [sys.executable, "-m", "pytest", "-q", "-m", marks, "--no-header", "-p", "no:warnings"]
-    words += ["tests/modules/verification"] if settings.small else ["--numprocesses", "4", "--dist", "loadfile"]
+    processes = str(min(12, os.cpu_count() or 1))
+    words += ["tests/modules/verification"] if settings.small else ["--numprocesses", processes, "--dist", "loadfile"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False,
                           timeout=max(1.0, settings.deadline - time.monotonic()))
     lines = done.stdout.strip().splitlines()
@@ -88,9 +92,9 @@ def decoding(name: str) -> Callable[[Settings], Measured]:
         shape = settings.shape(name)
         # Without packed layers, so that compiled ones are tried out on a CPU too.
         bench = decode_speed.Bench(shape, shaped_target(shape, settings.device, pack=0), 16 if settings.small else 128,
-                                   12 if settings.small else 64, ACCEPTANCE)
-        batches = (1, 2) if settings.small else (1, 4, 16, 64)
-        recipes = RECIPES[:3] if settings.small else RECIPES
+                                   12 if settings.small else 64, ACCEPTANCE, compiled=not settings.brief)
+        batches = (1, 2) if settings.small else (1, 16) if settings.brief else (1, 4, 16, 64)
+        recipes = RECIPES[:3] if settings.small else RECIPES[:4] if settings.brief else RECIPES
         speeds = decode_speed.measure(bench, batches, recipes, settings.deadline)
         title = f"Decoding, {shape}, {bench.new_tokens} tokens after {bench.context}, acceptance {ACCEPTANCE}"
         return Measured(decode_speed.figures(speeds), {title: decode_speed.table(speeds)})
@@ -176,7 +180,8 @@ def training(settings: Settings) -> Measured:
     target = shaped_target(shape, settings.device)
     precision = "32-true" if settings.small else "bf16-mixed"
     recipes = ("medusa_8b", "fastdraft_8b") if settings.small else RECIPES
-    ways = [training_step.Way(False, precision, form) for form in training_step.FORMS]
+    forms = training_step.FORMS[: 1 if settings.brief else None]
+    ways = [training_step.Way(False, precision, form) for form in forms]
     ways.append(training_step.Way(True, precision))
     found = {}
     for name in recipes:

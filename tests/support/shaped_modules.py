@@ -7,9 +7,9 @@ from draftsmith.recipes.recipe import Recipe
 from draftsmith.trainers import DraftModule
 from support.model_shapes import SHAPES
 
-RECIPES = ("medusa_8b", "hydra_8b", "eagle_8b", "eagle3_8b", "falcon_8b", "kangaroo_8b", "prompt_tokens_8b",
-           "hidden_transfer_8b", "fastdraft_8b", "dspark_8b")
-"""One recipe for each family of drafters that leaves the target as it is."""
+RECIPES = ("eagle3_8b", "medusa_8b", "dspark_8b", "hydra_8b", "eagle_8b", "falcon_8b", "kangaroo_8b",
+           "prompt_tokens_8b", "hidden_transfer_8b", "fastdraft_8b")
+"""One recipe for each family of drafters that leaves the target as it is; a short measurement takes the first four."""
 
 
 def shaped_recipe(name: str, shape: str, *words: str) -> Recipe:
