@@ -30,6 +30,7 @@ from .corrections.correction import Correction, CorrectionName
 from .corrections.markov import Markov
 from .corrections.selector import Selector
 from .corrections.slot_block import GROUP, SlotBlock
+from .corrections.state import StateCorrection
 from .parts.block_cache import BlockRows
 from .parts.decoder_block import AttentionContext, BlockConfig, RMSNorm
 from .parts.feature_drafter import (
@@ -66,10 +67,10 @@ class BlockDraftConfig(FeatureConfig):
     """Whether a slot sees the slots before it alone (JetSpec) or the whole block (DFlash, DSpark)."""
     correction: CorrectionName = "none"
     """Lets a guess depend on the tokens before it in its block. `markov`: a low-rank bigram table (DSpark), `gated` and
-    `rnn` its two other forms; `selector`: a choice among a slot's 16 likeliest tokens (DFlash 2); `none`: each slot
-    guesses alone, as in DFlash."""
+    `rnn` its two other forms; `selector`: a choice among a slot's 16 likeliest tokens (DFlash 2); `state`: a gated
+    layer that changes the slot's state before the output layer (DFly); `none`: each slot guesses alone (DFlash)."""
     rank: int = 64
-    """Rank of the correction; the papers' is 256."""
+    """Rank of the correction, 256 in the papers; of `state` the width of its gated layer, in the paper the target's."""
     conv: bool = False
     """Whether the slots before it flow into a slot's input and output of each attention and MLP (DFlash 2)."""
     confidence: bool = False
@@ -93,9 +94,9 @@ class BlockDraftConfig(FeatureConfig):
             raise UserError(f"correction is 'selector', which has a row for every token of the target, and "
                             f"vocabulary_size is {self.vocabulary_size}; leave vocabulary_size out, or set correction "
                             "to markov")
-        if self.confidence and self.correction == "selector":
-            raise UserError("confidence reads the table of a Markov head, and correction is 'selector'; set confidence "
-                            "to false, or correction to markov")
+        if self.confidence and self.correction in ("selector", "state"):
+            raise UserError(f"confidence reads the table of a Markov head, and correction is {self.correction!r}; set "
+                            "confidence to false, or correction to markov")
         if self.confidence and self.correction == "none":
             raise UserError("confidence judges a guess by the token before it, and correction is 'none', which reads "
                             "none; set correction to markov, or confidence to false")
@@ -152,8 +153,9 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
     Own weights, named as in DFlash: `fc.weight` [D, taps D], `hidden_norm.weight`, `layers.{i}.*` of Qwen3's layers,
     `norm.weight`; without a mask token `mask_embedding` [D]; with a correction `correction.markov_w1.weight` [V, rank],
     `correction.markov_w2.weight` [Q, rank] and `correction.{gate_proj,joint_proj}.{weight,bias}`, or the selector's
-    `correction.{predecessor_codebook,successor_codebook}.weight` [V, rank] and `correction.hidden_projection.weight`;
-    with convolutions `layers.{i}.{attention_conv,mlp_conv}.{base_kernel,kernel_projection.weight}`; with a confidence
+    `correction.{predecessor_codebook,successor_codebook}.weight` [V, rank] and `correction.hidden_projection.weight`,
+    or the state's `correction.{hidden_norm,embed_norm}.weight` and `correction.mlp.{gate,up,down}_proj.weight`; with
+    convolutions `layers.{i}.{attention_conv,mlp_conv}.{base_kernel,kernel_projection.weight}`; with a confidence
     `confidence.{weight,bias}` and `judge_temperatures_K`; with a reduced vocabulary its ids, `token_ids` [Q].
     The target's embedding and output layer are borrowed. Make a new one with `BlockDraft.create`.
 
@@ -199,6 +201,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
                 self.correction = Correction(width)
             case "selector":
                 self.correction = Selector(width, config.rank, sizes.vocab_size)
+            case "state":
+                self.correction = StateCorrection(width, config.rank, eps)
             case form:
                 self.correction = Markov(width, config.rank, sizes.vocab_size, entries, form)
         self.state_size = self.correction.state_size
@@ -317,7 +321,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         slots_BAKX = self.correction.begin(self.slots(before_BAK[..., 0], attention))
         path_BAP, states = slots_BAKX.new_zeros(*before_BAK.shape[:2], self.correction.path_size), []
         for step in range(steps):
-            path_BAP, state_BAX = self.correction.extend(slots_BAKX[:, :, step], path_BAP, before_BAK[..., step])
+            path_BAP, state_BAX = self.correction.extend(slots_BAKX[:, :, step], path_BAP, before_BAK[..., step],
+                                                         self.embed)
             states.append(state_BAX)
         if self.training and self.config.correction == "selector":
             # The slots alone learn too which tokens are candidates; the choice among them is learned where the right
@@ -372,7 +377,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             if self.config.correction == "none":
                 return Scores.from_logits(self.project(state.slots_RKX, 0)[:, None], self.token_ids)
             slot_RFX = state.slots_RKX[:, step, None].expand(-1, width, -1)
-            state.paths_RFP, states_RFX = self.correction.extend(slot_RFX, paths_RFP, frontier.tokens_BF)
+            state.paths_RFP, states_RFX = self.correction.extend(slot_RFX, paths_RFP, frontier.tokens_BF, self.embed)
             if self.config.correction == "selector":
                 found = self.correction.candidates(super().project(states_RFX[..., : self.hidden_size], step),
                                                    states_RFX)

@@ -40,6 +40,16 @@ def plain_slots(drafter: BlockDraft, taps: dict[int, Tensor], root: int, end: in
     return drafter.norm(hidden)[config.block_size - config.num_steps :]
 
 
+def plain_state(drafter: BlockDraft, slot_D: Tensor, before: int) -> Tensor:
+    """The state [D] of a slot that the correction `state` changes after this token, in the plainest form."""
+    own, eps = drafter.correction, drafter.block.norm_eps
+    embedded_D = drafter.output_rows().target.model.get_input_embeddings().weight[before]
+    parts = [part / (part.square().mean() + eps).sqrt() * norm.weight
+             for part, norm in ((slot_D, own.hidden_norm), (embedded_D, own.embed_norm))]
+    gate, up = (layer.weight @ torch.cat(parts) for layer in (own.mlp.gate_proj, own.mlp.up_proj))
+    return slot_D + own.mlp.down_proj.weight @ (gate / (1 + (-gate).exp()) * up)
+
+
 def convolved(conv: SlotConvolution | None, states_SD: Tensor, read_SD: Tensor, side: int) -> Tensor:
     """The states of one block convolved on a side of a sublayer that read `read_SD`, tap by tap and slot by slot."""
     if conv is None:

@@ -9,13 +9,17 @@ Shapes: K slots that guess, D width of a slot's state, P numbers of a path, X nu
 the draft vocabulary, V tokens of the target's vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 from torch import Tensor, nn
 
-CorrectionName = Literal["none", "markov", "gated", "rnn", "selector"]
+CorrectionName = Literal["none", "markov", "gated", "rnn", "selector", "state"]
 """Names for recipes: no correction; DSpark's Markov head, with a gate, or with a recurrent state (arXiv:2607.05147);
-the selector of DFlash 2 among a slot's likeliest tokens."""
+the selector of DFlash 2 among a slot's likeliest tokens; a correction of the slot's state, as in DFly
+(arXiv:2607.25852)."""
+Embed = Callable[[Tensor], Tensor]
+"""The target's embeddings [..., D] of tokens."""
 
 
 class Correction(nn.Module):
@@ -38,13 +42,14 @@ class Correction(nn.Module):
         """The inputs of `extend` at each slot, [..., K, any], from the states of a block, [..., K, D]."""
         return slots
 
-    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed) -> tuple[Tensor, Tensor]:
         """(the path [..., P] with a token more, the state [..., X] of the slot that guesses the next one).
 
         Args:
             slot: the slot's part of `begin`.
             path: the path so far; zeros at the start of a block.
             tokens: the token after it, [...]; at the start the root.
+            embed: the target's embedding.
         """
         return path, slot
 

@@ -6,7 +6,7 @@ Shapes: D width of a slot's state, P numbers of a path, X numbers of a state, R 
 import torch
 from torch import Tensor, nn
 
-from .correction import Correction
+from .correction import Correction, Embed
 
 CANDIDATES = 16
 """Likeliest tokens of a slot among which a selector chooses."""
@@ -32,7 +32,7 @@ class Selector(Correction):
         """The slots' states, and P h."""
         return torch.cat([slots, self.hidden_projection(slots)], dim=-1)
 
-    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed) -> tuple[Tensor, Tensor]:
         """The slot's state, and what its candidates are compared with."""
         compared = self.predecessor_codebook(tokens) * slot[..., self.width :]
         return path, torch.cat([slot[..., : self.width], compared], dim=-1)

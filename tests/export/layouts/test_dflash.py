@@ -232,6 +232,7 @@ def test_layers_without_a_word_of_the_speculators_library_are_not_causal(tmp_pat
     ("speculators", "dflash", {"aligned": "next"}, "aligned 'next' without a correction, .* train with aligned: same"),
     ("dflash", "dflash", {"conv": True}, "no layout here holds convolutions over the slots of a block; decode the"),
     ("speculators", "dflash", {"correction": "selector"}, "no layout here holds the correction selector; decode the"),
+    ("gguf", "dflash", {"correction": "state"}, "no layout here holds the correction state; decode the artifact with"),
     ("gguf", "dspark gated", {}, "this drafter has the correction gated; train another, or choose --format dflash"),
     ("openvino", "jetspec", {}, "this drafter has causal slots; train another, or choose --format dflash, speculators"),
     ("openvino", "dspark", {}, "this drafter has aligned: next and the correction markov; train another"),

@@ -25,11 +25,12 @@ from draftsmith.modules.drafters.block import BlockState
 from draftsmith.modules.tuning.confidence_calibration import TEMPERATURES, calibrate_judgement
 from draftsmith.modules.verification.acceptance_rules import reject_siblings
 from draftsmith.trainers import BlockModule, BlockTrainConfig
+from references.block import plain_state
 from references.rejection import level_law
 from support.families import randomised
 from torch import Tensor
 
-NAMES = ("markov", "gated", "rnn")
+NAMES = ("markov", "gated", "rnn", "state")
 IDS = torch.tensor([5, 9, 30, 31, 60, 61])
 
 
@@ -60,7 +61,7 @@ def test_a_new_correction_corrects_nothing(name: Any, tiny_target: Target) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["markov", "rnn"])
+@pytest.mark.parametrize("name", ["markov", "rnn", "state"])
 def test_the_token_after_an_unknown_one_needs_the_correction(name: Any, tiny_target: Target) -> None:
     """Text of pairs (u, v(u)) with random u: after the end of a pair, u is unknown to every slot, and v follows it."""
     torch.manual_seed(0)
@@ -85,6 +86,28 @@ def test_the_token_after_an_unknown_one_needs_the_correction(name: Any, tiny_tar
         shares[correction] = float((guesses == fresh.tokens_BL[:, 3:23:2]).float().mean())
     assert shares[name] > 0.9
     assert shares["none"] < 0.5
+
+
+def test_a_corrected_state_is_that_of_the_formula(tiny_target_f64: Target) -> None:
+    """In training and in decoding, after a slot's own token before, and of no other token."""
+    config = BlockDraftConfig(block_size=3, num_layers=1, correction="state", rank=5)
+    drafter = randomised(BlockDraft.create(config, tiny_target_f64).double())
+    plain = BlockDraft.create(replace(config, correction="none"), tiny_target_f64).double().eval()
+    plain.load_state_dict({key: value for key, value in drafter.state_dict().items() if key in plain.state_dict()})
+    features = features_of(tiny_target_f64, drafter)
+    with torch.no_grad():
+        found, slots = drafter(features).hidden_BLKD[0], plain(features).hidden_BLKD[0]
+        for place in range(9):
+            for step in range(3):
+                before = int(features.tokens_BL[0, place + 1 + step])
+                torch.testing.assert_close(found[place, step], plain_state(drafter, slots[place, step], before),
+                                           atol=1e-10, rtol=1e-10)
+        state, path = read(drafter, features), [int(features.tokens_BL[0, 6]), 44, 61]
+        for step, token in enumerate(path):
+            scores = drafter.expand(state, Frontier(nodes_BF=torch.tensor([[step]]), tokens_BF=torch.tensor([[token]]),
+                                                    parents_BF=torch.tensor([[step - 1]])))
+            wanted = tiny_target_f64.logits(plain_state(drafter, slots[5, step], token)).log_softmax(-1)
+            torch.testing.assert_close(scores.log_probs_BFHQ[0, 0, 0], wanted, atol=1e-9, rtol=1e-9)
 
 
 def read(drafter: BlockDraft, features: Features) -> BlockState:
@@ -148,7 +171,8 @@ def test_samples_of_the_corrected_draft_leave_the_targets_law(name: Any, tiny_ta
     config = BlockDraftConfig(block_size=3, num_layers=1, correction=name, rank=4, vocabulary_size=6)
     drafter = BlockDraft.create(config, tiny_target_f64, IDS)
     drafter = randomised(drafter.to(torch.float64))
-    drafter.correction.markov_w2.weight.data *= 8
+    layer = drafter.correction.mlp.up_proj if name == "state" else drafter.correction.markov_w2
+    layer.weight.data *= 8
     plain = BlockDraft.create(replace(config, correction="none"), tiny_target_f64, IDS).double().eval()
     plain.load_state_dict({key: value for key, value in drafter.state_dict().items() if key in plain.state_dict()})
     chance = torch.Generator().manual_seed(5)
