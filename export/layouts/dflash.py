@@ -170,6 +170,8 @@ def refusal(drafter: BlockDraft, target: Target) -> str:
                 "with mask_token_id")
     if config.correction not in ("none", *FORMS):
         return f"no layout here holds the correction {config.correction}; decode the artifact with draftsmith"
+    if config.residual:
+        return "no engine adds a state of the text to its slots (residual); decode the artifact with draftsmith"
     if config.conv:
         return "no layout here holds convolutions over the slots of a block; decode the artifact with draftsmith"
     if config.correction == "none" and config.aligned == "next":

@@ -25,6 +25,7 @@ from ..interfaces.drafter import Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.optional_parts import JudgesGuesses
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
+from ..row_buffers import RowBuffer
 from ..target.model import Target
 from .corrections.correction import Correction, CorrectionName
 from .corrections.markov import Markov
@@ -76,6 +77,8 @@ class BlockDraftConfig(FeatureConfig):
     confidence: bool = False
     """Whether the drafter also learns the chance that each of its guesses is accepted, from the slot and the token
     before (DSpark); the policy `confident` ends drafts by it."""
+    residual: bool = False
+    """Whether every slot also reads the newest fused state of the text, added to its embedding; no engine does."""
     mask_token_id: int | None = None
     """Token of the target that stands for a mask, whose embedding the slots after the first read; one that no text has.
     None trains a row of the drafter's own, which serving engines cannot hold."""
@@ -128,6 +131,7 @@ class BlockState(DraftState):
 
     Args:
         rows: the cache; the slots of a block take places after the text and are never committed.
+        newest: the last fused state of each row's text; None where slots do not read it.
     """
 
     slots_RKX: Tensor
@@ -137,8 +141,9 @@ class BlockState(DraftState):
     paths_RFP: Tensor
     """Numbers that the correction keeps of each node's path."""
 
-    def __init__(self, rows: BlockRows) -> None:
-        self.rows, self.held, self.caches = rows, (rows.cache,), (rows.cache,)
+    def __init__(self, rows: BlockRows, newest: RowBuffer | None) -> None:
+        self.rows, self.newest, self.caches = rows, newest, (rows.cache,)
+        self.held = (rows.cache,) if newest is None else (rows.cache, newest)
         self.drop_tree()
 
     def drop_tree(self) -> None:
@@ -274,12 +279,14 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         fused_BND: Tensor = self.hidden_norm(self.fc(torch.cat(self.tapped(taps), dim=-1)))
         return fused_BND
 
-    def slots(self, roots_BA: Tensor, attention: AttentionContext) -> Tensor:
-        """States of the slots that guess, [B, A, K, D], of blocks with these first tokens."""
+    def slots(self, roots_BA: Tensor, newest_BAD: Tensor | None, attention: AttentionContext) -> Tensor:
+        """States of the slots that guess, [B, A, K, D], of blocks with these first tokens, after texts with these
+        newest states."""
         mask_D = self.mask_embedding if self.config.mask_token_id is None else self.embed(self.mask_id)
         first_BAD = self.embed(roots_BA)
+        inputs = [first_BAD, *[mask_D.expand_as(first_BAD)] * (self.block_size - 1)]
         # Slot by slot, so that each slot's states of all blocks are adjacent.
-        hidden_BND = torch.cat([first_BAD, *[mask_D.expand_as(first_BAD)] * (self.block_size - 1)], dim=1)
+        hidden_BND = torch.cat([slot if newest_BAD is None else slot + newest_BAD for slot in inputs], dim=1)
         for layer in self.layers:
             hidden_BND = layer(hidden_BND, attention)
         guessing = hidden_BND.chunk(self.block_size, dim=1)[self.block_size - self.config.num_steps :]
@@ -318,7 +325,9 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         # Beyond a row's end stands its last token; no step learns there.
         before_BAK = torch.stack([features.tokens_BL.gather(1, (places_BA + 1 + step).clamp(max=length - 1))
                                   for step in range(steps)], dim=-1)
-        slots_BAKX = self.correction.begin(self.slots(before_BAK[..., 0], attention))
+        newest_BAD = None if not self.config.residual else context_BLD if indices_BA is None else context_BLD.gather(
+            1, indices_BA[..., None].expand(-1, -1, context_BLD.shape[-1]))
+        slots_BAKX = self.correction.begin(self.slots(before_BAK[..., 0], newest_BAD, attention))
         path_BAP, states = slots_BAKX.new_zeros(*before_BAK.shape[:2], self.correction.path_size), []
         for step in range(steps):
             path_BAP, state_BAX = self.correction.extend(slots_BAKX[:, :, step], path_BAP, before_BAK[..., step],
@@ -337,8 +346,10 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
     def start(self, rows: int, capacity: int) -> BlockState:
         """A state in which no row has been observed yet."""
         self.pack_linears()
+        device, width = self.fc.weight.device, self.block.hidden_size
+        newest = RowBuffer(rows, width, device=device, dtype=self.dtype) if self.config.residual else None
         # The slots of a block take places after the text for one pass, whatever the tree.
-        return BlockState(BlockRows(self.num_layers, rows, capacity + self.block_size, self.fc.weight.device))
+        return BlockState(BlockRows(self.num_layers, rows, capacity + self.block_size, device), newest)
 
     @torch.no_grad()
     def observe(self, state: BlockState, rows_R: Tensor, observation: Observation) -> None:
@@ -352,6 +363,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             context_RND = self.context(taps)
             for number, layer in enumerate(self.layers):
                 state.rows.cache.write(number, *cast(SlotBlock, layer).self_attn.keys(context_RND, attention))
+        if state.newest is not None:
+            state.newest.store(rows_R, observation.newest(context_RND), observation.counts_B > 0)
         state.rows.commit(observation.counts_B, counts)
 
     @torch.no_grad()
@@ -368,7 +381,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         with self.packing.installed():
             if step == 0:
                 attention = state.rows.read(list(range(rows)), self.block_size, causal=self.config.causal)
-                state.slots_RKX = self.correction.begin(self.slots(frontier.tokens_BF, attention)[:, 0])
+                newest_R1D = None if state.newest is None else state.newest.values[:rows, None]
+                state.slots_RKX = self.correction.begin(self.slots(frontier.tokens_BF, newest_R1D, attention)[:, 0])
                 paths_RFP = state.slots_RKX.new_zeros(rows, width, self.correction.path_size)
             else:
                 columns_RF = frontier.parents_among(state.nodes_RF)

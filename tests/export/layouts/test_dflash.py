@@ -230,6 +230,7 @@ def test_layers_without_a_word_of_the_speculators_library_are_not_causal(tmp_pat
 @pytest.mark.parametrize(("layout", "name", "settings", "message"), [
     ("dflash", "dflash", {"mask_token_id": None}, "is a row of its own, .*; train with mask_token_id"),
     ("speculators", "dflash", {"aligned": "next"}, "aligned 'next' without a correction, .* train with aligned: same"),
+    ("dflash", "dflash", {"residual": True}, "no engine adds a state of the text to its slots .residual.; decode the"),
     ("dflash", "dflash", {"conv": True}, "no layout here holds convolutions over the slots of a block; decode the"),
     ("speculators", "dflash", {"correction": "selector"}, "no layout here holds the correction selector; decode the"),
     ("gguf", "dflash", {"correction": "state"}, "no layout here holds the correction state; decode the artifact with"),

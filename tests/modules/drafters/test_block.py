@@ -19,6 +19,7 @@ CONFIGS = {
     "same": BlockDraftConfig(block_size=3, aligned="same", taps=(0,)),
     "same-whole": BlockDraftConfig(block_size=4, aligned="same", causal=False),
     "one": BlockDraftConfig(block_size=1),
+    "residual": BlockDraftConfig(block_size=3, num_layers=1, residual=True),
     "convolved": BlockDraftConfig(block_size=4, aligned="same", causal=False, conv=True),
 }
 TOKENS = list(range(20, 38))
