@@ -82,6 +82,8 @@ class BlockDraftConfig(FeatureConfig):
     mask_token_id: int | None = None
     """Token of the target that stands for a mask, whose embedding the slots after the first read; one that no text has.
     None trains a row of the drafter's own, which serving engines cannot hold."""
+    slot_rows: bool = False
+    """Whether each slot after the first has a row of its own in place of the mask's; needs no mask_token_id."""
     anchors: int | None = None
     """Most places of a row after which a block is trained, drawn anew in each step; None trains one after every token.
     The papers draw 512."""
@@ -93,6 +95,9 @@ class BlockDraftConfig(FeatureConfig):
             raise UserError("block_size is 1 and aligned 'same', and the only slot would predict the token that it "
                             "reads; set block_size to at least 2, or aligned to next")
 
+        if self.slot_rows and self.mask_token_id is not None:
+            raise UserError(f"slot_rows trains a row for each slot, and mask_token_id is {self.mask_token_id}, whose "
+                            "row all of them read; leave mask_token_id out, or set slot_rows to false")
         if self.correction == "selector" and self.vocabulary_size is not None:
             raise UserError(f"correction is 'selector', which has a row for every token of the target, and "
                             f"vocabulary_size is {self.vocabulary_size}; leave vocabulary_size out, or set correction "
@@ -156,8 +161,9 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
     """A backbone over the target's states, and a correction.
 
     Own weights, named as in DFlash: `fc.weight` [D, taps D], `hidden_norm.weight`, `layers.{i}.*` of Qwen3's layers,
-    `norm.weight`; without a mask token `mask_embedding` [D]; with a correction `correction.markov_w1.weight` [V, rank],
-    `correction.markov_w2.weight` [Q, rank] and `correction.{gate_proj,joint_proj}.{weight,bias}`, or the selector's
+    `norm.weight`; without a mask token `mask_embedding`, [D] or [S - 1, D]; with a correction
+    `correction.markov_w1.weight` [V, rank], `correction.markov_w2.weight` [Q, rank] and
+    `correction.{gate_proj,joint_proj}.{weight,bias}`, or the selector's
     `correction.{predecessor_codebook,successor_codebook}.weight` [V, rank] and `correction.hidden_projection.weight`,
     or the state's `correction.{hidden_norm,embed_norm}.weight` and `correction.mlp.{gate,up,down}_proj.weight`; with
     convolutions `layers.{i}.{attention_conv,mlp_conv}.{base_kernel,kernel_projection.weight}`; with a confidence
@@ -196,7 +202,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
                                     for layer in range(config.num_layers))
         self.norm = RMSNorm(width, eps=eps)
         if config.mask_token_id is None:
-            self.mask_embedding = nn.Parameter(torch.full((width,), torch.nan))
+            rows = (config.block_size - 1,) * config.slot_rows
+            self.mask_embedding = nn.Parameter(torch.full((*rows, width), torch.nan))
         else:
             self.register_buffer("mask_id", torch.tensor(config.mask_token_id), persistent=False)
         entries = config.vocabulary_size or sizes.vocab_size
@@ -246,7 +253,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         self.norm.weight.copy_(last_norm(target, self.block.norm_eps))
         table_VD = target.model.get_input_embeddings().weight
         if self.config.mask_token_id is None:
-            self.mask_embedding.copy_(table_VD.mean(0))
+            self.mask_embedding.copy_(table_VD.mean(0).expand_as(self.mask_embedding))
         self.correction.initialise(table_VD)
         if self.confidence is not None:
             nn.init.zeros_(self.confidence.weight)
@@ -282,9 +289,9 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
     def slots(self, roots_BA: Tensor, newest_BAD: Tensor | None, attention: AttentionContext) -> Tensor:
         """States of the slots that guess, [B, A, K, D], of blocks with these first tokens, after texts with these
         newest states."""
-        mask_D = self.mask_embedding if self.config.mask_token_id is None else self.embed(self.mask_id)
+        mask = self.mask_embedding if self.config.mask_token_id is None else self.embed(self.mask_id)
         first_BAD = self.embed(roots_BA)
-        inputs = [first_BAD, *[mask_D.expand_as(first_BAD)] * (self.block_size - 1)]
+        inputs = [first_BAD, *(row_D.expand_as(first_BAD) for row_D in mask.expand(self.block_size - 1, -1))]
         # Slot by slot, so that each slot's states of all blocks are adjacent.
         hidden_BND = torch.cat([slot if newest_BAD is None else slot + newest_BAD for slot in inputs], dim=1)
         for layer in self.layers:

@@ -20,7 +20,7 @@ CASES = {
     "block-markov": _block(BlockDraftConfig(block_size=3, correction="markov", rank=16)),
     "block-selector": _block(BlockDraftConfig(block_size=3, aligned="same", correction="selector", rank=8, conv=True)),
     "block-state-reduced": _block(BlockDraftConfig(block_size=4, correction="state", rank=24, residual=True,
-                                                   vocabulary_size=len(IDS)), IDS),
+                                                   slot_rows=True, vocabulary_size=len(IDS)), IDS),
     "block-rnn-reduced": _block(BlockDraftConfig(block_size=4, aligned="same", correction="rnn", rank=8,
                                                  vocabulary_size=len(IDS)), IDS),
 }
