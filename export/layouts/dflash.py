@@ -1,10 +1,11 @@
-"""Drafters of blocks in the layout of DFlash (z-lab, SpecForge) and DSpark (DeepSpec), written and read back.
+"""Drafters of blocks in the layout of DFlash (z-lab, SpecForge), DSpark (DeepSpec) and DFlash 2, written and read back.
 
 DFlash: `fc`, `hidden_norm`, `layers.{i}` of Qwen3, `norm`; the embedding, with the row of the mask token, and the
 output layer are the target's. DSpark adds `markov_head.markov_w1`, `markov_head.markov_w2` and, by its form,
-`gate_proj` or `joint_proj`, and `confidence_head.proj`, the chance of a guess, by which engines draft less. A reduced
-draft vocabulary, which vLLM reads and the first projects do not know, adds its rows of the target's output layer, `d2t`
-and `t2d`.
+`gate_proj` or `joint_proj`, and `confidence_head.proj`, the chance of a guess, by which engines draft less. DFlash 2
+adds `layers.{i}.attention_conv`, `mlp_conv` and `candidate_selector`, whose two codebooks are parameters without
+`.weight`. A reduced draft vocabulary, which vLLM reads and the first projects do not know, adds its rows of the
+target's output layer, `d2t` and `t2d`.
 
 Readers differ in what they take for granted: vLLM reads `is_causal`, then `dflash_config.causal`, and otherwise takes
 layers with a window for causal and others not; SGLang reads `is_causal` alone; llama.cpp's conversion both, for all
@@ -17,13 +18,15 @@ Shapes: V target vocabulary, Q entries of the draft vocabulary.
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...modules import BlockDraft, BlockDraftConfig, Target, UserError
 from ...modules.drafters.corrections.correction import CorrectionName
+from ...modules.drafters.corrections.selector import CANDIDATES, Selector
+from ...modules.drafters.corrections.slot_block import GROUP, TAPS
 from ...modules.drafters.parts.feature_drafter import chosen_taps
 from .parts.compressed_tensors import OUTPUT, as_compressed, compressed, compressed_config, compressed_table
 from .parts.eagle_folder import EMBEDDING, entries, layer_config
@@ -37,15 +40,40 @@ from .parts.tensor_table import Table, TensorForm, layer_table
 
 KNOWN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (None, False), "mlp_bias": (None, False),
-    "is_causal": (None, False, True), "speculators_model_type": (None, "dflash", "dspark"),
+    "is_causal": (None, False, True), "speculators_model_type": (None, "dflash", "dspark", "dflash2"),
+    "conv_kernel_size": (None, TAPS), "conv_group_size": (None, GROUP), "selector_top_k": (None, CANDIDATES),
+    "input_embedding_scale": (None, 1), "output_multiplier": (None, 1), "final_logit_softcapping": (None,),
 }
 """Settings that are fixed in this implementation, with the values that a configuration may give them."""
 OPENS = ("taps", "aligned", "causal")
 """Values that a checkpoint may leave open."""
 FORMS: dict[CorrectionName, str] = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
 """Corrections by their names in `markov_head_type`."""
-_HEAD, _OURS = "markov_head.", "correction."
-"""Start of the names of a correction's tensors, there and here."""
+_OURS = "correction."
+"""Start of the names of a correction's tensors here."""
+_BOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+"""Parameters of DFlash 2 that have no layer of their own there, and therefore no `.weight`."""
+
+
+class Kind(NamedTuple):
+    """A method with a name and a layout of its own."""
+
+    title: str
+    architecture: str
+    library: str
+    """The speculators library's name."""
+    method: str
+    """vLLM's and llama.cpp's name."""
+    head: str
+    """Start of the names of its correction's tensors."""
+
+
+_DSPARK = Kind("DSpark", "Qwen3DSparkModel", "dspark", "dspark", "markov_head.")
+KINDS: dict[CorrectionName, Kind] = {
+    "none": Kind("DFlash", "DFlashDraftModel", "dflash", "dflash", _OURS), **dict.fromkeys(FORMS, _DSPARK),
+    "selector": Kind("DFlash 2", "DFlash2DraftModel", "dflash2", "dflash", "candidate_selector."),
+}
+"""Methods by their correction."""
 _FLAT = ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.")
 """Starts of the same names in files of ModelOpt, which has no prefix."""
 _CONFIDENCE, _JUDGE = ("confidence_head.proj.", "confidence_proj."), "confidence."
@@ -85,8 +113,11 @@ def write_blocks(drafter: BlockDraft, target: Target, folder: Path, weights: str
 
 def block_tensors(drafter: BlockDraft, target: Target) -> dict[str, Tensor]:
     """The weights under their names in DFlash and DSpark, in float32 on the CPU."""
-    tensors = {renamed(renamed(name, _OURS, _HEAD), _JUDGE, _CONFIDENCE[0]): tensor
-               for name, tensor in drafter.state_dict().items() if name not in ("token_ids", _SCALES)}
+    head = KINDS[drafter.config.correction].head
+    named = {renamed(renamed(name, _OURS, head), _JUDGE, _CONFIDENCE[0]): tensor
+             for name, tensor in drafter.state_dict().items() if name not in ("token_ids", _SCALES)}
+    tensors = {book if (book := name.removesuffix(".weight")) in _BOOKS else name: tensor
+               for name, tensor in named.items()}
     ids_Q = drafter.token_ids_Q
     if ids_Q is None:
         return stored(tensors)
@@ -103,15 +134,22 @@ def block_table(drafter: BlockDraft) -> Table:
         prefix = f"layers.{layer}."
         table |= layer_table(prefix, block, norms=("input_layernorm", "post_attention_layernorm"))
         table |= {f"{prefix}self_attn.{norm}.weight": TensorForm((block.head_dim,)) for norm in ("q_norm", "k_norm")}
-    if drafter.config.correction != "none":
-        table |= {f"{_HEAD}markov_w1.weight": TensorForm((drafter.vocab_size, rank)),
-                  f"{_HEAD}markov_w2.weight": TensorForm((tokens, rank))}
+        for conv in ("attention_conv.", "mlp_conv.") if drafter.config.conv else ():
+            table |= {f"{prefix}{conv}base_kernel": TensorForm((2, TAPS, width)),
+                      f"{prefix}{conv}kernel_projection.weight": TensorForm((2 * TAPS * width // GROUP, width))}
+    head = KINDS[drafter.config.correction].head
+    if drafter.config.correction == "selector":
+        table |= {**dict.fromkeys(_BOOKS, TensorForm((drafter.vocab_size, rank))),
+                  f"{head}hidden_projection.weight": TensorForm((rank, width))}
+    elif drafter.config.correction != "none":
+        table |= {f"{head}markov_w1.weight": TensorForm((drafter.vocab_size, rank)),
+                  f"{head}markov_w2.weight": TensorForm((tokens, rank))}
     if drafter.config.confidence:
         table |= {f"{_CONFIDENCE[0]}weight": TensorForm((1, width + rank)), f"{_CONFIDENCE[0]}bias": TensorForm((1,))}
     for form, name, shape in (("gated", "gate_proj", (rank, width + rank)),
                               ("rnn", "joint_proj", (3 * rank, width + 2 * rank))):
         if drafter.config.correction == form:
-            table |= {f"{_HEAD}{name}.weight": TensorForm(shape), f"{_HEAD}{name}.bias": TensorForm(shape[:1])}
+            table |= {f"{head}{name}.weight": TensorForm(shape), f"{head}{name}.bias": TensorForm(shape[:1])}
     if drafter.token_ids_Q is not None:
         table |= {OUTPUT: TensorForm((tokens, width)), "d2t": TensorForm((tokens,), torch.int64),
                   "t2d": TensorForm((drafter.vocab_size,), torch.bool)}
@@ -132,6 +170,9 @@ def slot_config(drafter: BlockDraft) -> dict[str, Any]:
             "sample_from_anchor": config.aligned == "next"}
     if config.correction == "none":
         return said
+    if isinstance(drafter.correction, Selector):
+        return {**said, "conv_kernel_size": TAPS, "conv_group_size": GROUP, "selector_rank": config.rank,
+                "selector_top_k": drafter.correction.most}
     scales = {TEMPERATURES: drafter.judge_temperatures_K.tolist()} if config.confidence else {}
     return {**said, "markov_rank": config.rank, "markov_head_type": FORMS[config.correction],
             "enable_confidence_head": config.confidence, "confidence_head_with_markov": config.confidence, **scales}
@@ -139,11 +180,11 @@ def slot_config(drafter: BlockDraft) -> dict[str, Any]:
 
 def dflash_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
     """config.json of a drafter of blocks."""
-    plain = drafter.config.correction == "none"
+    kind = KINDS[drafter.config.correction]
     said = {**slot_config(drafter), "target_layer_ids": list(drafter.taps)}
     # SpecForge's name for the correction.
-    nested = {**said, "causal": drafter.config.causal, **({} if plain else {"projector_type": "dspark"})}
-    return {**block_config(drafter, target), "architectures": ["DFlashDraftModel" if plain else "Qwen3DSparkModel"],
+    nested = {**said, "causal": drafter.config.causal, **({"projector_type": "dspark"} if kind is _DSPARK else {})}
+    return {**block_config(drafter, target), "architectures": [kind.architecture],
             "num_target_layers": target.num_layers, "draft_vocab_size": entries(drafter), **said,
             "dflash_config": nested}
 
@@ -151,14 +192,13 @@ def dflash_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
 def block_contents(drafter: BlockDraft, table: Table, *notes: str) -> Contents:
     """Title and paragraphs on a drafter of blocks."""
     config = drafter.config
-    title = "DFlash" if config.correction == "none" else "DSpark"
     seen = "those before it" if config.causal else "the whole block"
     slots = (f"Blocks of {config.block_size} slots draft {config.num_steps} tokens; a slot sees {seen}. An engine must "
              "be asked for as many, as below" + ("." if config.causal else ": with fewer, slots see another block than "
                                                  "in training."))
     reduced = () if drafter.token_ids_Q is None else (
         "vLLM reads its reduced vocabulary; SGLang and the first projects' own code do not know one.",)
-    return Contents(title=f"{title} drafter", table=table, paragraphs=(
+    return Contents(title=f"{KINDS[config.correction].title} drafter", table=table, paragraphs=(
         slots, *reduced, *notes, "The artifact's tree is not part of it."))
 
 
@@ -168,32 +208,33 @@ def refusal(drafter: BlockDraft, target: Target) -> str:
     if config.mask_token_id is None:
         return ("the mask of this drafter is a row of its own, and engines read one of the target's embedding; train "
                 "with mask_token_id")
-    if config.correction not in ("none", *FORMS):
+    if config.correction not in KINDS:
         return f"no layout here holds the correction {config.correction}; decode the artifact with draftsmith"
     if config.residual:
         return "no engine adds a state of the text to its slots (residual); decode the artifact with draftsmith"
-    if config.conv:
-        return "no layout here holds convolutions over the slots of a block; decode the artifact with draftsmith"
-    if config.correction == "none" and config.aligned == "next":
-        return ("this drafter has aligned 'next' without a correction, and engines draft so with DSpark's correction "
-                "alone; train with aligned: same, or with correction: markov")
+    if (config.correction == "selector") != config.conv:
+        return (f"this drafter has correction {config.correction!r} and conv {str(config.conv).lower()}, and engines "
+                "know a selector and convolutions together, as DFlash 2 has them; train with both, or with neither")
+    if config.aligned == "next" and KINDS[config.correction] is not _DSPARK:
+        return (f"this drafter has aligned 'next' and correction {config.correction!r}, and engines draft so with "
+                "DSpark's correction alone; train with aligned: same, or with correction: markov")
     return output_bias(target) or ("" if config.correction == "none" else _scaled_logits(target))
 
 
 def _scaled_logits(target: Target) -> str:
-    """The refusal of a target that scales or caps its logits: DSpark's correction is added to them here, and in engines
-    and in its first projects to what the output layer gives. Empty for any other."""
+    """The refusal of a target that scales or caps its logits: a correction is added to them here, and in engines and in
+    its first projects to what the output layer gives. Empty for any other."""
     one = torch.ones(1, device=target.device)
     return "" if torch.equal(target.post_process(one), one) else (
-        f"{target.identity.name} scales or caps its logits, which DSpark's correction goes before in engines and after "
-        "here; train with correction: none")
+        f"{target.identity.name} scales or caps its logits, which a correction goes before in engines and after here; "
+        " train with correction: none")
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
 def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[BlockDraft, dict[str, Tensor]]:
-    """DFlash or DSpark as DeepSpec, z-lab, SpecForge, ModelOpt or the speculators library write it.
+    """DFlash, DFlash 2 or DSpark as DeepSpec, z-lab, SpecForge, ModelOpt or the speculators library write it.
 
     Raises:
         UserError: if a key is missing, no value says which token a slot predicts or what it sees, the mask is a token
@@ -218,21 +259,32 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     check_borrowed(own_QD, rows_VD if reduced is None else rows_VD[tensors["token_ids"].to(rows_VD.device)],
                    "output layer", target, folder)
     check_joined(tensors, taps, target, folder)
-    tensors = {_OURS + name.removeprefix(_HEAD) if name.startswith((_HEAD, *_FLAT)) else
+    tensors = {name + ".weight" if name in _BOOKS else name: tensor for name, tensor in tensors.items()}
+    for head in {kind.head for kind in KINDS.values()}:
+        tensors = {renamed(name, head, _OURS): tensor for name, tensor in tensors.items()}
+    tensors = {_OURS + name if name.startswith(_FLAT) else
                renamed(renamed(name, _CONFIDENCE[0], _JUDGE), _CONFIDENCE[1], _JUDGE): tensor
                for name, tensor in tensors.items()}
-    table_VR, kind = tensors.get(f"{_OURS}markov_w1.weight"), said.get("markov_head_type") or FORMS["markov"]
+    selected_VR = tensors.get(f"{_OURS}predecessor_codebook.weight")
+    table_VR, form = tensors.get(f"{_OURS}markov_w1.weight"), said.get("markov_head_type") or FORMS["markov"]
     named = {there: here for here, there in FORMS.items()}
-    if table_VR is not None and (reason := _scaled_logits(target) or ("" if kind in named else (
-            f"{given.config} says markov_head_type: {json.dumps(kind)}; only {', '.join(named)} can be imported, "
-            "choose such a checkpoint"))):
+    correction: CorrectionName = "none"
+    if table_VR is not None:
+        if form not in named:
+            raise UserError(f"{given.config} says markov_head_type: {json.dumps(form)}; only {', '.join(named)} can be "
+                            "imported, choose such a checkpoint")
+        correction = named[form]
+    elif selected_VR is not None:
+        correction, table_VR = "selector", selected_VR
+    if correction != "none" and (reason := _scaled_logits(target)):
         raise UserError(reason)
     config = BlockDraftConfig(
         taps=taps, num_layers=said["num_hidden_layers"], block_size=said["block_size"], aligned=aligned, causal=causal,
-        correction="none" if table_VR is None else named[kind], mask_token_id=said["mask_token_id"],
-        vocabulary_size=reduced, rank=BlockDraftConfig.rank if table_VR is None else table_VR.shape[1])
+        correction=correction, mask_token_id=said["mask_token_id"],
+        conv=any(".attention_conv." in name for name in tensors), vocabulary_size=reduced,
+        rank=BlockDraftConfig.rank if table_VR is None else table_VR.shape[1])
     if (judge_1X := tensors.get(f"{_JUDGE}weight")) is not None:
-        if table_VR is None or judge_1X.shape[-1] != target.hidden_size + config.rank:
+        if correction not in FORMS or judge_1X.shape[-1] != target.hidden_size + config.rank:
             raise UserError(f"the confidence head in {folder} does not read the token before a guess "
                             "(confidence_head_with_markov), as the one here does; choose a checkpoint with it")
         config = replace(config, confidence=True)
@@ -244,8 +296,8 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
         raise UserError(f"{given.config} is not for {target.identity.name}: {error}") from error
     drafter = BlockDraft(config, target, block_of(given, target, None))
     if strange := sorted(tensors.keys() - drafter.state_dict().keys()):
-        raise UserError(f"{folder} holds {strange[0]}, a part that neither DFlash nor DSpark has; choose a checkpoint "
-                        "of one of these")
+        raise UserError(f"{folder} holds {strange[0]}, a part that this reader knows of no method; choose a checkpoint "
+                        f"of {', '.join(dict.fromkeys(kind.title for kind in KINDS.values()))}")
     return drafter, tensors
 
 
@@ -277,8 +329,8 @@ def _taps(given: Checkpoint, said: dict[str, Any], target: Target) -> tuple[int,
 
 def served_by_vllm(drafter: BlockDraft) -> Served:
     """The settings of vLLM, which has a method for each kind."""
-    method = "dflash" if drafter.config.correction == "none" else "dspark"
-    return Served(method={"method": method}, loader={}, tokens=drafter.config.num_steps)
+    return Served(method={"method": KINDS[drafter.config.correction].method}, loader={},
+                  tokens=drafter.config.num_steps)
 
 
 DFLASH = ExportFormat[BlockDraft](

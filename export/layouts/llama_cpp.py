@@ -1,4 +1,4 @@
-"""Drafters that llama.cpp reads, each in one GGUF file: draft language models, EAGLE-3, DFlash and DSpark.
+"""Drafters that llama.cpp reads, each in one GGUF file: draft language models, EAGLE-3, DFlash, DFlash 2 and DSpark.
 
 The names of the tensors are those of llama.cpp's own conversion. Its Llama rotates neighbouring numbers of a head where
 transformers rotates number i with number i + half: rows of queries and keys are put into that order. EAGLE-3's `d2t`
@@ -8,6 +8,7 @@ rotary embedding is transformers' own, too.
 Shapes: Q entries of the draft vocabulary.
 """
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...modules import BlockDraft, DraftLM, Eagle3, Target, UserError
+from ...modules.drafters.corrections.selector import Selector
 from ...modules.drafters.draft_lm import as_model
 from ...modules.drafters.parts.rotary import frequencies
 from ...modules.target.submodel import config_of, fields_of
@@ -47,8 +49,13 @@ _THIRD = {"fc.weight": "fc.weight", "d2t": "d2t", "input_norm.weight": "enc.outp
 """Names of EAGLE-3's tensors that a Llama has not."""
 _BLOCK = {"fc.weight": "fc.weight", "d2t": "d2t", "hidden_norm.weight": "enc.output_norm.weight",
           "confidence_head.proj.weight": "conf_proj.weight", "confidence_head.proj.bias": "conf_proj.bias",
-          "markov_head.markov_w1.weight": "markov_w1.weight", "markov_head.markov_w2.weight": "markov_w2.weight"}
-"""Names of DFlash's and DSpark's tensors that a Qwen 3 has not."""
+          "markov_head.markov_w1.weight": "markov_w1.weight", "markov_head.markov_w2.weight": "markov_w2.weight",
+          "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+          "candidate_selector.successor_codebook": "selector_successor.weight",
+          "candidate_selector.hidden_projection.weight": "selector_hidden.weight"}
+"""Names of tensors of DFlash, DFlash 2 and DSpark that a Qwen 3 has not."""
+_CONV = re.compile(r"layers\.(\d+)\.(attention|mlp)_conv\.(base|kernel_proj)")
+"""Names of DFlash 2's convolutions, which stand in each layer."""
 
 
 def export_gguf(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, folder: Path,
@@ -71,7 +78,7 @@ def export_gguf(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, folder: 
         if isinstance(drafter, Eagle3):
             title, table = "EAGLE-3", _write_third(file, drafter, target, tokens, weights)
         else:
-            title = "DFlash" if drafter.config.correction == "none" else "DSpark"
+            title = dflash.KINDS[drafter.config.correction].title
             table = _write_blocks(file, drafter, target, tokens, weights)
         return Contents(title=f"{title} drafter in GGUF", paragraphs=(
             f"Its layers are numbered by the states before them: {[tap + 1 for tap in drafter.taps]}.", held, PRECISELY,
@@ -90,12 +97,17 @@ def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
         return _model_refusal(config_of(fields_of(drafter.architecture)))
     if isinstance(drafter, BlockDraft):
         rope = {"rope_type": "default", **(drafter.block.rope_scaling or {})}
-        wrong = {f"the correction {drafter.config.correction}": drafter.config.correction not in ("none", "markov"),
+        most = drafter.correction.most if isinstance(drafter.correction, Selector) else 0
+        wrong = {f"the correction {drafter.config.correction}":
+                     drafter.config.correction not in ("none", "markov", "selector"),
+                 # llama.cpp keeps candidates and the scores of their pairs in a slot's state.
+                 f"a width of {drafter.hidden_size}, where a selector needs {most * (most + 1)}":
+                     drafter.hidden_size < most * (most + 1),
                  f"a rotary embedding of the kind {rope['rope_type']}": rope["rope_type"] not in BY_KEYS,
                  f"YaRN with {unsettled(rope)}": bool(unsettled(rope))}
         found = " and ".join(setting for setting, is_wrong in wrong.items() if is_wrong)
         return dflash.refusal(drafter, target) or (found and (
-            f"llama.cpp runs drafters of blocks without a correction or with markov, and rotated by one of "
+            f"llama.cpp runs drafters of blocks without a correction, with markov or selector, and rotated by one of "
             f"{', '.join(BY_KEYS)}, this drafter has {found}; train another"))
     config = drafter.config
     wrong = {f"{drafter.num_layers} layers": drafter.num_layers != 1,
@@ -223,7 +235,7 @@ def _in_order(name: str, tensor: Tensor, kind: str, heads: tuple[int, int]) -> T
 def _command(drafter: DraftLM | Eagle3 | BlockDraft, places: Places) -> dict[str, str]:
     kind, tokens = "draft-simple" if isinstance(drafter, DraftLM) else "draft-eagle3", 3
     if isinstance(drafter, BlockDraft):
-        kind = "draft-dflash" if drafter.config.correction == "none" else "draft-dspark"
+        kind = f"draft-{dflash.KINDS[drafter.config.correction].method}"
         tokens = drafter.config.num_steps
     return {"llama.cpp": shlex.join([
         "llama-server", "-m", places.gguf, "-md", f"{places.folder}/{GGUF_FILE}", "--spec-type", kind,
@@ -278,6 +290,10 @@ def _write_blocks(file: Path, drafter: BlockDraft, target: Target, vocabulary: P
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, drafter.num_layers)
 
     def named(name: str) -> str:
+        if (conv := _CONV.match(name)) is not None:
+            layer, sublayer, part = conv.groups()
+            place = f"blk.{layer}.{'attn' if sublayer == 'attention' else 'ffn'}_conv_"
+            return f"{place}base" if part == "base" else f"{place}proj.weight"
         as_model = name if name.startswith("lm_head.") else f"model.{name}"
         return _BLOCK.get(name) or names.get_name(as_model, try_suffixes=(".weight",)) or name
 
@@ -294,7 +310,8 @@ def _write_blocks(file: Path, drafter: BlockDraft, target: Target, vocabulary: P
                     base=block.rope_base, vocab=drafter.vocab_size, context=target.context_length),
         "target_layers": [tap + 1 for tap in drafter.taps], "block_size": config.block_size,
         "sample_from_anchor": config.aligned == "next", "attention.causal": config.causal,
-        "has_confidence_head": config.confidence}
+        "has_confidence_head": config.confidence,
+        **{key: value for key, value in dflash.slot_config(drafter).items() if key.startswith(("conv_", "selector_"))}}
     write_gguf(file, DFLASH, settings | rope.settings, tensors, vocabulary, weights, mask=config.mask_token_id)
     table = held({named(name): form for name, form in dflash.block_table(drafter).items() if name != "t2d"}, weights)
     require_forms(gguf_forms(file), table)

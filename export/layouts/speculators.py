@@ -86,16 +86,17 @@ def _config(drafter: Eagle3, target: Target) -> dict[str, Any]:
 
 
 def _block_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
-    plain, layers = drafter.config.correction == "none", dflash.block_config(drafter, target)
+    kind, layers = dflash.KINDS[drafter.config.correction], dflash.block_config(drafter, target)
     rope = {"rope_type": "default", **(drafter.block.rope_scaling or {}), "rope_theta": drafter.block.rope_base}
-    kind = "dflash" if plain else "dspark"
     return {
-        "architectures": ["DFlashDraftModel" if plain else "DSparkDraftModel"], "speculators_model_type": kind,
+        # Of DSpark the library has a name of its own.
+        "architectures": [kind.architecture.replace("Qwen3", "").replace("SparkModel", "SparkDraftModel")],
+        "speculators_model_type": kind.library,
         "speculators_version": VERSION, "draft_vocab_size": entries(drafter), **dflash.slot_config(drafter),
         "aux_hidden_state_layer_ids": [tap + 1 for tap in drafter.taps],
         "sliding_window_non_causal": not drafter.config.causal, "tie_word_embeddings": False,
         "transformer_layer_config": {**layers, "rope_parameters": rope},
-        "speculators_config": _served(target, kind, drafter.config.num_steps),
+        "speculators_config": _served(target, kind.library, drafter.config.num_steps),
     }
 
 
@@ -110,7 +111,7 @@ def _served(target: Target, algorithm: str, tokens: int) -> dict[str, Any]:
 
 def read_speculators(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Any, dict[str, Tensor]]:
     """The drafter of a checkpoint of the library, by its kind. Raises UserError as the readers of the kinds do."""
-    blocks = given.said.get("speculators_model_type") in ("dflash", "dspark")
+    blocks = given.said.get("speculators_model_type") in {kind.library for kind in dflash.KINDS.values()}
     given.require(dflash.KNOWN if blocks else EAGLE.known, target)
     return (dflash.read_blocks if blocks else read_eagle)(given, target, settings)
 

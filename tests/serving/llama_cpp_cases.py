@@ -51,6 +51,14 @@ def flipped(key: str) -> Callable[[Path], None]:
     return lambda folder: changed(folder, key, [not GGUFReader(folder / GGUF_FILE).fields[key].contents()])
 
 
+def scaled(tensor: str) -> Callable[[Path], None]:
+    """Multiply a weight by a number that turns every choice over."""
+    def change(folder: Path) -> None:
+        found = {one.name: one for one in GGUFReader(folder / GGUF_FILE, "r+").tensors}
+        found[tensor].data[:] *= -30
+    return change
+
+
 SIMPLE, THIRD = (("method", "draft-simple"),), (("method", "draft-eagle3"),)
 FLASH, SPARK = (("method", "draft-dflash"),), (("method", "draft-dspark"),)
 CAUSAL, ANCHOR = flipped("dflash.attention.causal"), flipped("dflash.sample_from_anchor")
@@ -79,6 +87,13 @@ LLAMA_CPP_CASES = (
     Case(name="block, DSpark", layout="gguf", asked=SPARK, wrong="slots predict the token before", change=ANCHOR),
     Case(name="block, DSpark, reduced", layout="gguf", asked=SPARK),
     Case(name="block, DSpark, same", layout="gguf", asked=SPARK),
+    Case(name="block, DFlash 2", layout="gguf", asked=FLASH, printed=True),
+    Case(name="block, DFlash 2", layout="gguf", asked=FLASH, wrong=SHIFTED, change=shifted_taps),
+    Case(name="block, DFlash 2", layout="gguf", asked=FLASH, wrong="another selector",
+         change=scaled("selector_hidden.weight")),
+    Case(name="block, DFlash 2", layout="gguf", asked=FLASH, wrong="another convolution",
+         change=scaled("blk.0.attn_conv_proj.weight")),
+    Case(name="block, DFlash 2, causal", layout="gguf", asked=FLASH),
 )
 
 

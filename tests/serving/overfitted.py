@@ -146,13 +146,15 @@ def _loss(drafter: Drafter, features: Features) -> tuple[Tensor, bool]:
         index_V = torch.full((1000,), -1)
         index_V[ids_Q] = torch.arange(len(ids_Q))
     losses, right = [], True
-    for step, offset in enumerate(drafts.offsets[:STEPS]):
+    # A choice among candidates is learned with the slots alone, whose steps come after its own.
+    for step, offset in enumerate(drafts.offsets[: STEPS + drafts.choices]):
         labels_BL, valid_BL = features.labels(offset)
         if drafts.valid_BLK is not None:
             valid_BL = valid_BL & drafts.valid_BLK[..., step]
         logits = drafter.project(drafts.hidden_BLKD[:, :, step][valid_BL], step)
         wanted = index_V[labels_BL[valid_BL]]
-        losses.append(functional.cross_entropy(logits, wanted))
+        offered = logits.gather(1, wanted[:, None])[:, 0] > -torch.inf
+        losses.append(functional.cross_entropy(logits[offered], wanted[offered]))
         right = right and bool((logits.argmax(-1) == wanted).all())
     return torch.stack(losses).mean(), right
 
@@ -178,6 +180,16 @@ def blocks(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
     same = settings.get("aligned") == "same"
     config = BlockDraftConfig(taps=(1, 2, 4), block_size=STEPS + same, mask_token_id=BLOCK_MASK, rank=16, **settings)
     return lambda target, ids_Q: BlockDraft.create(config, target, ids_Q if config.vocabulary_size else None)
+
+
+def choosing(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
+    """Maker of a drafter of blocks that chooses among few candidates: llama.cpp keeps the table of their pairs in a
+    state, which is narrow here."""
+    def made(target: Target, ids_Q: Tensor) -> Drafter:
+        drafter: Any = blocks(aligned="same", **settings)(target, ids_Q)
+        drafter.correction.most = 8
+        return drafter
+    return made
 
 
 def draft_model(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
@@ -233,6 +245,8 @@ MAKERS: dict[str, Callable[[Target, Tensor], Drafter]] = {
     "block, DSpark": blocks(aligned="next", causal=False, correction="markov", confidence=True),
     "block, DSpark, reduced": blocks(aligned="next", causal=True, correction="markov", vocabulary_size=ENTRIES),
     "block, DSpark, same": blocks(aligned="same", causal=True, correction="markov"),
+    "block, DFlash 2": choosing(causal=False, correction="selector", conv=True),
+    "block, DFlash 2, causal": choosing(correction="selector", conv=True, num_layers=1),
     "eagle": lambda target, ids_Q: Eagle.create(EagleConfig(bias=False, steps=STEPS), target),
     "eagle, bias": lambda target, ids_Q: Eagle.create(EagleConfig(bias=True, steps=STEPS), target),
     "eagle3": third(),

@@ -9,6 +9,7 @@ Text Generation Inference 3 (`layers/medusa.py`), the conversion of llama.cpp.
 
 import json
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,7 +191,16 @@ def blocks_for_sglang(folder: Folder) -> list[str]:
         read |= {f"{prefix}self_attn.q_norm.weight": (head,), f"{prefix}self_attn.k_norm.weight": (head,)}
     read |= {"fc.weight": (width, len(inside.get("target_layer_ids") or ()) * width), "hidden_norm.weight": (width,),
              "norm.weight": (width,)}
-    if (rank := config.get("markov_rank")) is not None:
+    if (rank := inside.get("selector_rank")) is not None:
+        faults += asked(config, architectures=["DFlash2DraftModel"])
+        faults += asked(inside, conv_kernel_size=2, conv_group_size=16, selector_top_k=16)
+        read |= {f"candidate_selector.{side}_codebook": (config["vocab_size"], rank)
+                 for side in ("predecessor", "successor")}
+        read["candidate_selector.hidden_projection.weight"] = (rank, width)
+        for layer, conv in product(range(config["num_hidden_layers"]), ("attention_conv", "mlp_conv")):
+            read |= {f"layers.{layer}.{conv}.base_kernel": (2, 2, width),
+                     f"layers.{layer}.{conv}.kernel_projection.weight": (4 * width // 16, width)}
+    elif (rank := config.get("markov_rank")) is not None:
         faults += asked(config, architectures=["Qwen3DSparkModel"])
         read |= {f"markov_head.{name}.weight": (config["vocab_size"], rank) for name in ("markov_w1", "markov_w2")}
         if config.get("enable_confidence_head"):

@@ -73,8 +73,8 @@ def _held_as(form: TensorForm, weights: str) -> str:
     """GGUF's name of the number format that a tensor is held in."""
     if form.dtype == torch.int64:
         return "I64"
-    # llama.cpp's own conversion keeps norms and other vectors so, too.
-    if len(form.shape) < 2:
+    # llama.cpp's own conversion keeps norms and other vectors so, and the kernels of convolutions.
+    if len(form.shape) != 2:
         return _NAMES[FLOAT32]
     # A block of Q8_0 does not go on in the next row.
     return _NAMES[BFLOAT16 if weights == INT8 and form.shape[-1] % _BLOCK else weights]

@@ -68,9 +68,10 @@ class Checkpoint:
     def require(self, known: Mapping[str, tuple[Any, ...]], target: Target) -> None:
         """Refuse a setting whose value is none of the known ones, and another vocabulary than the target's. Raises
         UserError."""
+        said = {**self.said, **(self.said.get("dflash_config") or {})}
         for key, values in {**_EVERYWHERE, **known}.items():
-            if key in self.said and self.said[key] not in values:
-                raise UserError(f"{self.config} says {key}: {json.dumps(self.said[key])}; only "
+            if key in said and said[key] not in values:
+                raise UserError(f"{self.config} says {key}: {json.dumps(said[key])}; only "
                                 f"{json.dumps(values[-1])} can be imported, choose such a checkpoint")
         if (tokens := self.said.get("vocab_size")) not in (None, target.vocab_size):
             raise UserError(f"{self.config} says vocab_size: {json.dumps(tokens)}, but {target.identity.name} has "

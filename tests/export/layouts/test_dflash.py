@@ -33,6 +33,7 @@ MADE: dict[str, dict[str, Any]] = {
     "dspark reduced": {"aligned": "next", "correction": "markov", "vocabulary_size": len(IDS)},
     "dspark gated": {"aligned": "same", "correction": "gated", "confidence": True},
     "dspark rnn": {"aligned": "next", "correction": "rnn"},
+    "dflash2": {"aligned": "same", "causal": False, "correction": "selector", "conv": True},
 }
 """Settings by name: the method, and what is special."""
 
@@ -64,7 +65,7 @@ def made(name: str, target: Target, **settings: Any) -> BlockDraft:
 
 @pytest.mark.parametrize(("name", "layout"), others_long(
     [(name, layout) for name in MADE for layout in ("dflash", "speculators")],
-    [("dspark gated", "dflash"), ("dspark reduced", "speculators")]))
+    [("dspark gated", "dflash"), ("dflash2", "dflash"), ("dflash2", "speculators")]))
 def test_a_checkpoint_comes_back_byte_for_byte(tmp_path: Path, target: Target, name: str, layout: str) -> None:
     drafter = made(name, target)
     folder = written(drafter, target, layout, tmp_path / "out")
@@ -75,6 +76,23 @@ def test_a_checkpoint_comes_back_byte_for_byte(tmp_path: Path, target: Target, n
     again = written(back, target, layout, tmp_path / "again")
     for file in ("config.json", "model.safetensors"):
         assert (folder / file).read_bytes() == (again / file).read_bytes()
+
+
+def test_dflash2_has_the_names_of_its_first_project(target: Target, checkpoint: Callable[[str], Path]) -> None:
+    """The codebooks are parameters without a layer, which have no `.weight`; all keys stand where engines look."""
+    config = json.loads((checkpoint("dflash2") / "config.json").read_text())
+    shape = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 16, "block_size": 4}
+    inside = config["dflash_config"]
+    assert config["architectures"] == ["DFlash2DraftModel"]
+    assert shape.items() <= inside.items()
+    assert (inside["causal"], config["is_causal"], inside["target_layer_ids"]) == (False, False, [0, 1, 3])
+    held = load_file(checkpoint("dflash2") / "model.safetensors")
+    own = {"predecessor_codebook": (104, 6), "successor_codebook": (104, 6), "hidden_projection.weight": (6, 32)}
+    assert {f"candidate_selector.{name}": shape for name, shape in own.items()} == {
+        name: tuple(held[name].shape) for name in held if name.startswith("candidate_")}
+    for conv in ("attention_conv", "mlp_conv"):
+        assert held[f"layers.1.{conv}.base_kernel"].shape == (2, 2, 32)
+        assert held[f"layers.1.{conv}.kernel_projection.weight"].shape == (8, 32)
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -142,8 +160,12 @@ def test_the_spellings_of_other_projects_are_read(
     ("dspark", {"markov_head_type": "deep", "dflash_config": None}, {}, 'markov_head_type: "deep"; only vanilla'),
     ("dspark", {}, {"markov_head.markov_w2.weight": torch.zeros(90, 6)}, "does not fit its configuration or tiny"),
     ("dspark", {}, {"confidence_head.proj.weight": torch.zeros(1, 32)}, "does not read the token before a guess"),
-    ("dflash", {}, {"candidate_selector.predecessor_codebook": torch.zeros(2, 2)},
-     "holds candidate_selector.predecessor_codebook, a part that neither DFlash nor DSpark has"),
+    ("dflash", {}, {"prefix_gru.weight_hh_l0": torch.zeros(2, 2)},
+     "holds prefix_gru.weight_hh_l0, a part that this reader knows of no method; choose a checkpoint of DFlash,"),
+    ("dflash2", {}, {"candidate_selector.successor_codebook": torch.zeros(90, 6)}, "does not fit its configuration or"),
+    ("dflash2", {"selector_top_k": 8, "dflash_config": None}, {}, "says selector_top_k: 8; only 16 can be imported"),
+    ("dflash2", {"dflash_config": {"conv_kernel_size": 3}}, {}, "says conv_kernel_size: 3; only 2 can be imported"),
+    ("dflash", {"output_multiplier": 2.0}, {}, "says output_multiplier: 2.0; only 1 can be imported"),
     ("dflash", {}, {"lm_head.weight": torch.ones(104, 32)}, "the output layer in .* is not that of tiny-target"),
     ("dflash reduced", {}, {"lm_head.weight": torch.ones(26, 32)}, "the output layer in .* is not that of tiny-target"),
     ("dflash", {}, {"embed_tokens.weight": torch.ones(104, 32)}, "the embedding in .* is not that of tiny-target"),
@@ -200,7 +222,7 @@ def test_engines_differ_in_what_they_make_of_a_configuration(
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", ["dflash", "dspark", "dspark gated"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dspark gated", "dflash2"])
 def test_an_export_leaves_no_engine_a_choice(tmp_path: Path, target: Target, name: str, causal: bool) -> None:
     drafter = made(name, target, causal=causal)
     configs = {layout: json.loads((written(drafter, target, layout, tmp_path / layout) / "config.json").read_text())
@@ -229,10 +251,11 @@ def test_layers_without_a_word_of_the_speculators_library_are_not_causal(tmp_pat
 
 @pytest.mark.parametrize(("layout", "name", "settings", "message"), [
     ("dflash", "dflash", {"mask_token_id": None}, "is a row of its own, .*; train with mask_token_id"),
-    ("speculators", "dflash", {"aligned": "next"}, "aligned 'next' without a correction, .* train with aligned: same"),
+    ("speculators", "dflash", {"aligned": "next"}, "aligned 'next' and correction 'none', .* train with aligned: same"),
+    ("dflash", "dflash", {"conv": True}, "has correction 'none' and conv true, .* train with both, or with neither"),
+    ("speculators", "dflash2", {"conv": False}, "has correction 'selector' and conv false, .* train with both,"),
+    ("gguf", "dflash2", {}, "this drafter has a width of 32, where a selector needs 272; train another"),
     ("dflash", "dflash", {"residual": True}, "no engine adds a state of the text to its slots .residual.; decode the"),
-    ("dflash", "dflash", {"conv": True}, "no layout here holds convolutions over the slots of a block; decode the"),
-    ("speculators", "dflash", {"correction": "selector"}, "no layout here holds the correction selector; decode the"),
     ("gguf", "dflash", {"correction": "state"}, "no layout here holds the correction state; decode the artifact with"),
     ("gguf", "dspark gated", {}, "this drafter has the correction gated; train another, or choose --format dflash"),
     ("openvino", "jetspec", {}, "this drafter has causal slots; train another, or choose --format dflash, speculators"),
@@ -245,9 +268,11 @@ def test_what_a_layout_cannot_hold_is_refused(
         written(made(name, target, **settings), target, layout, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("name", "method"), [("dflash reduced", "draft-dflash"), ("dspark", "draft-dspark")])
+@pytest.mark.parametrize(("name", "method"), [("dflash reduced", "draft-dflash"), ("dspark", "draft-dspark"),
+                                              ("dflash2", "draft-dflash")])
 def test_a_gguf_file_has_all_that_llama_cpp_reads(tmp_path: Path, target: Target, name: str, method: str) -> None:
     drafter = made(name, target)
+    drafter.correction.most = 5
     vocabulary = write_vocabulary(tmp_path / "v.gguf", target.vocab_size)
     folder = written(drafter, target, "gguf", tmp_path / "out", ExportSettings(target_gguf=vocabulary))
     reader = GGUFReader(folder / "draft.gguf")
@@ -262,6 +287,12 @@ def test_a_gguf_file_has_all_that_llama_cpp_reads(tmp_path: Path, target: Target
         "ffn_up", "ffn_down")}
     own = {"output.weight", "d2t"} if name == "dflash reduced" else {
         "markov_w1.weight", "markov_w2.weight", "conf_proj.weight", "conf_proj.bias"}
+    if name == "dflash2":
+        own = {f"selector_{part}.weight" for part in ("predecessor", "successor", "hidden")}
+        own |= {f"blk.{layer}.{part}_conv_{end}" for layer in range(2) for part in ("attn", "ffn")
+                for end in ("base", "proj.weight")}
+        assert [found[f"{key}"] for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+                ] == [2, 16, 6, 5]
     tensors = {one.name: one.data for one in reader.tensors}
     assert set(tensors) == layers | own | {"fc.weight", "enc.output_norm.weight", "output_norm.weight"}
     # Rows of queries stay as they are: the rotary embedding is not that of a Llama.
