@@ -9,6 +9,7 @@ in which libraries prepare what they keep, the second is recorded, all later one
 Shapes: B rows of a round.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -62,10 +63,17 @@ def record_cuda_graph(device: torch.device, body: Body) -> Body:
     """
     # No runs to warm up, as torch's examples have them: a round changes what the next one starts from. What libraries
     # allocate at first was allocated when the first round of the shape was computed.
-    with torch.cuda.device(device):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            body()
+    # The collector stays off meanwhile: graphs of an earlier batch that it frees would end the recording.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.device(device):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                body()
+    finally:
+        if collecting:
+            gc.enable()
     return graph.replay
 
 

@@ -42,6 +42,8 @@ def pass_statistic(
     """
     draws = draws_for(rows, temperature)
     tree = policy.grow(drafter, drafter.start(rows, 64), torch.full((rows,), len(exact_VV) - 1), draws)
+    # Tests make the target's distribution once, before there is a device.
+    exact_VV = exact_VV.to(tree.tokens_BN.device)
     generator = torch.Generator().manual_seed(5)
     choices = torch.rand(rows, tree.size, dtype=torch.float64, generator=generator)
     accepted = (rule or exact_rule(tree)).accept(

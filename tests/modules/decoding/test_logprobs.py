@@ -45,7 +45,7 @@ def check(target: Target, generations: Sequence[Generation], bound: float = 2e-5
         expected_TV = logits_LV[start : start + len(one.tokens)].to(torch.promote_types(target.dtype, torch.float32))
         expected_T = expected_TV.log_softmax(-1).gather(1, torch.tensor(one.tokens, device=target.device)[:, None])
         assert len(one.logprobs) == len(one.tokens)
-        assert torch.tensor(one.logprobs) == pytest.approx(expected_T[:, 0].cpu().float(), abs=bound)
+        assert torch.tensor(one.logprobs, device="cpu") == pytest.approx(expected_T[:, 0].cpu().float(), abs=bound)
 
 
 def decoded(target: Target, settings: DecodeSettings, temperature: float = 0.0, drafter: Proposer | None = None,

@@ -494,8 +494,10 @@ def test_a_cuda_graph_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", others_long(CASES))
 def test_cuda_graphs_of_rounds_decode_the_same(tiny_target_f64: Target, name: str) -> None:
-    origin = CASES[name].verifier(tiny_target_f64)
-    target = Target(origin.copy_model(), origin.tokenizer, name="there").to("cuda")
+    # Copies with weights of their own: what a drafter borrows moves with it, and other tests share the fixture.
+    given = CASES[name].verifier(tiny_target_f64)
+    origin, target = (Target(deepcopy(given.copy_model()), given.tokenizer, name="there") for _ in range(2))
+    target.to("cuda")
     found = []
     for graphs in (False, True):
         drafter, policy = drafted(name, StaticTree(WIDE))(origin, target)

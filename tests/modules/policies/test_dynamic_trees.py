@@ -266,7 +266,7 @@ def test_drafting_accepting_and_committing_read_nothing_on_the_host(
         chances = Chances(choices_BN=torch.rand(2, tree.size), tests_BN=torch.rand(2, tree.size))
         sampling = Sampling(temperature_B=torch.full((2,), float(hot)), sampling_rows=(0, 1) if hot else ())
         accepted = exact_rule(tree).accept(tree, logits, sampling, chances)
-        cache = RowCache(1, 2, 2 * tree.size, torch.device("cpu"))
+        cache = RowCache(1, 2, 2 * tree.size, tiny_target.device)
         cache.open(slice(0, 2), tree.size)
         cache.write(0, torch.zeros(2, 1, tree.size, 4), torch.zeros(2, 1, tree.size, 4))
         cache.commit(accepted.path_BK, accepted.counts_B, [1, 1])

@@ -79,7 +79,8 @@ def test_filler_tokens_beyond_a_short_path_are_never_accepted() -> None:
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_equality_verification_has_the_targets_distribution(width: int) -> None:
     """Two levels deep, by enumeration over a fine grid of uniforms: the emitted pair has the target's law."""
-    second = torch.stack([P.roll(shift) for shift in range(5)])
+    first = torch.tensor(P.tolist(), dtype=P.dtype)
+    second = torch.stack([first.roll(shift) for shift in range(5)])
     parents, ranks = [-1], [0]
     for rank in range(width):
         parents.append(0)
@@ -91,7 +92,7 @@ def test_equality_verification_has_the_targets_distribution(width: int) -> None:
     tokens = torch.tensor([0, *range(width), *[1, 3] * width])
     grid = (torch.arange(40, dtype=torch.float64) + 0.5) / 40
     pairs = torch.cartesian_prod(grid, grid)
-    logits = torch.stack([P, *[second[token] for token in range(width)], *[P] * (2 * width)]).log()
+    logits = torch.stack([first, *[second[token] for token in range(width)], *[first] * (2 * width)]).log()
     tree = topology.plant(tokens.expand(len(pairs), -1))
     places = torch.tensor(topology.depths).clamp(max=1)
     choices = choose(
@@ -107,7 +108,7 @@ def test_equality_verification_has_the_targets_distribution(width: int) -> None:
         if len(emitted) == 1:
             emitted.append(int(draw(second[emitted[0]], u1)))
         counts[emitted[0], emitted[1]] += 1 / len(pairs)
-    torch.testing.assert_close(counts, P[:, None] * second, atol=1e-9, rtol=0)
+    torch.testing.assert_close(counts, first[:, None] * second, atol=1e-9, rtol=0)
 
 
 def processors(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList:
