@@ -49,7 +49,7 @@ from .acceptance_heads import StoredHead, load_heads, temperature_name
 from .artifact_files import AGAIN, CARD, CONFIG, HEAD, TUNING, WEIGHTS, as_json
 from .model_card import model_card
 from .stored_drafter import FORMAT_VERSION, load_drafter
-from .tuning import Tuning, read_tuning
+from .tuning import Prediction, Tuning, read_tuning
 
 
 class Drafting(NamedTuple):
@@ -87,8 +87,8 @@ class Artifact:
         """Nodes drafted by default for one greedy row, root included: the tuned size, else the whole tree."""
         return self.size_for(1)
 
-    def predicted_speedup(self, name: str = STATIC, *, batch_size: int = 1, temperature: float = 0.0) -> float | None:
-        """Speed-up that the cost model fitted on this machine predicts for rows with a static tree.
+    def prediction(self, name: str = STATIC, *, batch_size: int = 1, temperature: float = 0.0) -> Prediction | None:
+        """Figures for rows with a static tree by the cost model fitted on this machine and held-out answers.
 
         None if nothing was measured here, no accepted length is known for its size, the policy is none of none, static
         and static+lookup, or the rows are sampled at another temperature than SIZING_TEMPERATURE.
@@ -96,18 +96,15 @@ class Artifact:
         if self.tuning is None or temperature not in (0.0, SIZING_TEMPERATURE):
             return None
         if name == JOINED:
-            copies = self.tuning.copies(batch_size, temperature)
-            return None if copies is None else copies.speedup
+            return self.tuning.copying_prediction(batch_size, temperature)
         parts = parse_joined(name)
         kind, size = parse_policy(parts.own)
         if kind not in (STATIC, NONE) or parts.partner is not None:
             return None
         if kind == NONE:
-            return 1.0
+            return Prediction(speedup=1.0, accepted_length=1.0)
         size = self.size_for(batch_size, temperature) if size is None else int(size)
-        # Lengths are known up to the largest tree that was replayed.
-        lengths = self.tuning.lengths_at(temperature)
-        return None if size > len(lengths) else self.tuning.cost.predict(lengths[size - 1], size, batch_size)
+        return self.tuning.prediction(size, batch_size, temperature)
 
     def size_for(self, batch_size: int, temperature: float = 0.0) -> int:
         """Nodes drafted by default for so many rows at once, root included; 1 where drafting does not pay."""

@@ -45,7 +45,8 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
                     f"{start['accepted_length']:.2f} tokens per target pass in this validation |")
     if expected := provenance.get("expected_accepted_length"):
         rows.append(f"| expected accepted length | {expected[-1]:.2f} tokens per target pass with a tree of "
-                    f"{len(expected)} nodes, without copies, estimated on held-out answers |")
+                    f"{len(expected)} nodes, without copies, estimated on the held-out answers that chose it: others "
+                    "accept less |")
     if found := provenance.get("draft_vocabulary"):
         rows.append(f"| draft vocabulary | {found['tokens']:,} tokens, {found['held_out_coverage']:.1%} of those in "
                     "held-out answers |")

@@ -1,7 +1,8 @@
 """tuning.json: measurements that one machine made with an artifact."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from ..modules import (
     CopyTrial,
     CostModel,
     PassTrial,
+    PredictedLengths,
     Target,
     choose_size,
     choose_trial,
@@ -44,6 +46,41 @@ def check_lengths(lengths: Sequence[float]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Figures that are predicted of decoding on this machine."""
+
+    speedup: float
+    """Speed-up over this loop without drafts."""
+    accepted_length: float
+    """Tokens per pass after that over the prompt, the bonus included."""
+    length_error: float | None = None
+    """Relative standard error of the tokens by the answers they were counted on; None where these chose the draft."""
+    time_error: float = 0.0
+    """Relative standard error of the speed-up by the seconds."""
+    answers: int = 0
+    """Answers that the tokens were counted on."""
+
+    def length_interval(self, measured: int) -> tuple[float, float] | None:
+        """The 90 % interval of the tokens per pass of `measured` other answers to such prompts."""
+        return self._interval(self.accepted_length, measured, 0.0)
+
+    def speedup_interval(self, measured: int) -> tuple[float, float] | None:
+        """The 90 % interval of their speed-up."""
+        return self._interval(self.speedup, measured, self.time_error)
+
+    def _interval(self, value: float, measured: int, error: float) -> tuple[float, float] | None:
+        if self.length_error is None or not measured:
+            return None
+        # What is measured varies with its own answers too.
+        spread = math.hypot(self.length_error * (1 + self.answers / measured) ** 0.5, error)
+        # The 95 % quantile of Student's t by its expansion in 1 / degrees (Abramowitz and Stegun 1964, 26.7.5).
+        degrees, normal = self.answers - 1, 1.645
+        quantile = normal + (normal**3 + normal) / (4 * degrees) + (5 * normal**5 + 16 * normal**3 + 3 * normal) / (
+            96 * degrees**2)
+        return value * math.exp(-quantile * spread), value * math.exp(quantile * spread)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampledTuning:
     """Sizes for sampled rows, from held-out answers that were drawn at SIZING_TEMPERATURE."""
 
@@ -53,6 +90,8 @@ class SampledTuning:
     """Copied chains next to the tree for sampled rows; None when they were not replayed."""
     lookahead: tuple[PassTrial, ...] = ()
     """Replayed sizes of the policy sparse; empty for drafters without virtual nodes."""
+    predicted: PredictedLengths | None = None
+    """The lengths on answers that chose nothing; None where there were too few."""
 
     def __post_init__(self) -> None:
         check_lengths(self.expected_accepted_length)
@@ -80,6 +119,8 @@ class Tuning:
     """Copied chains next to the tree, replayed on held-out answers; None when they were not."""
     linear_layers: Packing | None = None
     """Forms of the target's linear layers with which the seconds were measured, and why; None if not recorded."""
+    predicted: PredictedLengths | None = None
+    """The lengths on greedy answers that chose nothing; None where there were too few."""
 
     def __post_init__(self) -> None:
         if self.tree_size < 1:
@@ -107,6 +148,42 @@ class Tuning:
             return self.expected_accepted_length
         sampled = self.sampled_at(temperature)
         return () if sampled is None else sampled.expected_accepted_length
+
+    def predicted_at(self, temperature: float) -> PredictedLengths | None:
+        """The lengths on answers that chose nothing, as far as they are known for a temperature."""
+        sampled = self.sampled_at(temperature)
+        return self.predicted if temperature == 0 else None if sampled is None else sampled.predicted
+
+    def prediction(self, size: int, batch_size: int, temperature: float) -> Prediction | None:
+        """The figures of a static tree of `size` nodes; None where no accepted length is known for it."""
+        known, lengths = self.predicted_at(temperature), self.lengths_at(temperature)
+        if known is not None and size <= len(known.lengths):
+            length = known.lengths[size - 1]
+            speedup = self.cost.answer_speedup(length, self.cost.step_seconds(size, batch_size), known.prompt_tokens,
+                                               known.answer_tokens, batch_size)
+            return Prediction(speedup=speedup, accepted_length=length, length_error=known.errors[size - 1],
+                              time_error=self.cost.relative_error if size > 1 else 0.0, answers=known.answers)
+        if size > len(lengths):
+            return None
+        return Prediction(speedup=self.cost.predict(lengths[size - 1], size, batch_size),
+                          accepted_length=lengths[size - 1])
+
+    def copying_prediction(self, batch_size: int, temperature: float) -> Prediction | None:
+        """The figures of the policy static+lookup; None where none are known."""
+        copies, known = self.copies(batch_size, temperature), self.predicted_at(temperature)
+        if copies is None or copies.speedup is None:
+            return None
+        if copies.trial is None:
+            return Prediction(speedup=1.0, accepted_length=1.0)
+        sizing = self.copying_at(temperature)
+        if known is None or sizing is None or copies.trial.predicted is None:
+            return Prediction(speedup=copies.speedup, accepted_length=copies.trial.accepted_length)
+        found = copies.trial.predicted
+        seconds = sizing.seconds(replace(copies.trial, nodes=found.nodes), self.cost, batch_size)
+        speedup = self.cost.answer_speedup(found.accepted_length, seconds, known.prompt_tokens, known.answer_tokens,
+                                           batch_size)
+        return Prediction(speedup=speedup, accepted_length=found.accepted_length, length_error=found.error,
+                          time_error=self.cost.relative_error, answers=known.answers)
 
     def copying_at(self, temperature: float) -> CopySizing | None:
         """The replays of copied chains that hold for a temperature."""

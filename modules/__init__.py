@@ -57,11 +57,11 @@ from .tuning.confidence_calibration import Confidence, ConfidenceBin, Confidence
 from .tuning.copy_sizing import CopySizing, CopyTrial, size_copies
 from .tuning.cost_model import CostCurve, CostModel, Sample, TreeChoice, choose_size
 from .tuning.drafted_tokens import DraftedTokens
-from .tuning.held_out_ranks import DrawnText, ProposedText, drawn_text, proposed_text, rank_table
+from .tuning.held_out_ranks import DrawnText, ProposedText, drawn_text, proposed_text, rank_table, sure_text
 from .tuning.lookahead_sizing import PassTrial, choose_pass_nodes, choose_trial, try_pass_sizes
 from .tuning.replay_acceptance import Acceptance, MeasuredStep, answered_anew, held_out_acceptance, replay
 from .tuning.replay_target import Replay
-from .tuning.sampled_lengths import SIZING_TEMPERATURE, expected_lengths
+from .tuning.sampled_lengths import SIZING_TEMPERATURE, PredictedLengths, expected_lengths, predicted_lengths
 from .tuning.step_timing import measure_cost
 from .tuning.tree_search import search_tree
 from .verification.acceptance_rules import ChainRejection, Chances, Equality, Rejection, Rule, Typical, exact_rule
@@ -154,6 +154,7 @@ __all__ = [
     "PassTrial",
     "PathProbability",
     "Policy",
+    "PredictedLengths",
     "PromptLookup",
     "PromptLookupConfig",
     "PromptTokens",
@@ -207,6 +208,7 @@ __all__ = [
     "parse_joined",
     "parse_policy",
     "policy_named",
+    "predicted_lengths",
     "proposed_text",
     "rank_table",
     "recycling_tree",
@@ -217,5 +219,6 @@ __all__ = [
     "search_tree",
     "size_copies",
     "stream",
+    "sure_text",
     "try_pass_sizes",
 ]

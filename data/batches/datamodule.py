@@ -195,9 +195,11 @@ class HeldOutRows:
 
     def up_to_repetitions(self) -> ReadRows:
         """Rows with greedy answers, which end where their repetitions start."""
-        split = self.split
-        return ReadRows(partial(_padded, split, row, False) for row in split.rows(0.0)
-                        if bool(split.learned[row.shard][row.start : row.stop].any()))
+        return ReadRows(partial(_padded, self.split, row, False) for row in self._learned_rows())
+
+    def _learned_rows(self) -> list[Window]:
+        return [row for row in self.split.rows(0.0)
+                if bool(self.split.learned[row.shard][row.start : row.stop].any())]
 
     def whole(self, temperature: float = 0.0) -> ReadRows:
         """Rows with whole answers, to be replayed.
@@ -206,6 +208,11 @@ class HeldOutRows:
             temperature: of the answers: 0 for greedy ones, SIZING_TEMPERATURE for drawn ones.
         """
         return ReadRows(partial(_padded, self.split, row, True) for row in self.split.rows(temperature))
+
+    def unread(self) -> ReadRows:
+        """Whole rows with greedy answers by whose acceptance training chose no checkpoint: of those that
+        `up_to_repetitions` gives, the first, the third and so on."""
+        return ReadRows(partial(_padded, self.split, row, True) for row in self._learned_rows()[0::2])
 
     def repeating(self) -> ReadRows:
         """Whole rows whose greedy answers end in repetitions."""

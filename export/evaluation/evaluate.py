@@ -145,7 +145,7 @@ def _evaluation(record: MethodRecord, target: Target, contended: bool, config: E
         tree_nodes=method.own_nodes(batch_size, temperature), partners=method.parts[:-1],
         contended=contended, target_calls=record.target_calls,
         draft_share=record.draft_share,
-        predicted_speedup=method.predicted(batch_size, config.sampling(temperature)),
+        prediction=method.predicted(batch_size, config.sampling(temperature)),
         overall=measures(answers, timings),
         accepted_length_by_tree_size=replays.accepted_lengths,
         confidence=replays.confidence,

@@ -27,6 +27,7 @@ from ...modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..acceptance_heads import HeadMeasurements
 from ..artifact import Artifact
+from ..tuning import Prediction
 
 SEED = 0
 """Seed of the random streams of the answers, and of the resampling for the intervals."""
@@ -190,9 +191,8 @@ class Method:
     target alone. Batch sizes with the same `shape` have the same policy."""
     trees: Topology | None = None
     """A static tree, best node first, whose smaller and larger prefixes are compared too, each by itself."""
-    predicted_speedup: Callable[[int, float], float | None] | None = None
-    """Speed-up that the cost model fitted on this machine predicts for a number of rows and their temperature; None
-    without one."""
+    prediction: Callable[[int, float], Prediction | None] | None = None
+    """What is predicted on this machine for a number of rows and their temperature; None where nothing was measured."""
     weights_sha256: str = ""
     """Hash of the artifact's weights; empty for one that is not trained."""
 
@@ -224,8 +224,8 @@ class Method:
                    family=family, drafter=drafter, trees=trees, weights_sha256=artifact.weights_sha256,
                    policy_for=lambda rows, temperature: artifact.policy(policy, batch_size=rows,
                                                                         temperature=temperature),
-                   predicted_speedup=lambda rows, temperature: artifact.predicted_speedup(
-                       policy, batch_size=rows, temperature=temperature))
+                   prediction=lambda rows, temperature: artifact.prediction(policy, batch_size=rows,
+                                                                            temperature=temperature))
 
     @classmethod
     def each(cls, artifact: Artifact, config: EvaluateConfig, *, name: str | None = None,
@@ -273,13 +273,13 @@ class Method:
         last = policy.policies[-1] if isinstance(policy, Union) else policy
         return 1 if last is None else last.max_size
 
-    def predicted(self, batch_size: int, sampling: SamplingSetting) -> float | None:
-        """The predicted speed-up for so many rows; None where nothing is known, as of answers with filters."""
+    def predicted(self, batch_size: int, sampling: SamplingSetting) -> Prediction | None:
+        """The prediction for so many rows; None where nothing is known, as of answers with filters."""
         # The expected lengths were estimated without filters, which change what is accepted.
         unfiltered = sampling == SamplingSetting(temperature=sampling.temperature)
-        if self.predicted_speedup is None or not unfiltered:
+        if self.prediction is None or not unfiltered:
             return None
-        return self.predicted_speedup(batch_size, sampling.temperature)
+        return self.prediction(batch_size, sampling.temperature)
 
     def nodes(self, batch_size: int, temperature: float) -> int:
         """Most nodes of a row that a pass over so many rows verifies, the root included; 1 without drafts."""

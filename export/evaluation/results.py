@@ -5,9 +5,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...modules import ConfidenceCurve, MeasuredStep
+from ..tuning import Prediction
 from .methods import MeasuredHead
 from .uniformity import Distribution
 
+OWN = "own"
+"""The prompt set of held-out prompts like those of the training."""
 Interval = tuple[float, float]
 """Lower and upper end of a 95 % bootstrap interval."""
 
@@ -194,9 +197,9 @@ class Evaluation:
     """Forward calls of the target after the prompts': with a batch, fewer than the passes of its rows."""
     draft_share: float
     """Bytes of weights that drafting reads for each byte that the target reads."""
-    predicted_speedup: float | None
-    """Speed-up over this loop without drafts that the cost model fitted on this machine predicts for the method as it
-    decodes, partners included; None where it predicts none."""
+    prediction: Prediction | None
+    """What is predicted on this machine for the method as it decodes, partners included, and prompts like the
+    training's; None where nothing is."""
     overall: Measures
     """All questions."""
     accepted_length_by_tree_size: dict[str, dict[str, float]]
@@ -213,6 +216,11 @@ class Evaluation:
     """Each turn, from "1", where questions have several."""
     by_mode: dict[str, Measures]
     """Each mode of the chat template, where there are several."""
+
+    @property
+    def predicted_for(self) -> tuple[str, Measures]:
+        """The prompt set that predictions are compared with, and its measures: prompts like the training's, or all."""
+        return (OWN, self.by_prompt_set[OWN]) if OWN in self.by_prompt_set else ("all", self.overall)
 
     @property
     def biased(self) -> bool:
@@ -248,9 +256,18 @@ class Evaluation:
     def _facts(self) -> dict[str, Any]:
         """Fields that are the same for all groups; `method` is the name in reports."""
         names = ("family", "target", "temperature", "batch_size", "nodes", "tree_nodes", "contended", "draft_share",
-                 "predicted_speedup")
+)
         return {"method": self.name, "partners": list(self.partners),
-                **{name: getattr(self, name) for name in names}}
+                **{name: getattr(self, name) for name in names}, **self._predicted()}
+
+    def _predicted(self) -> dict[str, Any]:
+        """The prediction with its 90 % intervals, for as many answers as were measured on prompts like the training's.
+        """
+        found, group = self.prediction, self.predicted_for[1]
+        return {"predicted_speedup": found and found.speedup,
+                "predicted_speedup_interval": found and found.speedup_interval(group.prompts),
+                "predicted_accepted_length": found and found.accepted_length,
+                "predicted_accepted_length_interval": found and found.length_interval(group.prompts)}
 
     def _groups(self) -> dict[str, dict[str, Measures]]:
         return {"prompt_set": self.by_prompt_set, "category": self.by_category, "turn": self.by_turn,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ...modules import NONE, ConfidenceCurve
-from ..evaluation.results import Evaluation, EvaluationRun, Interval, Lossless, Measures
+from ..evaluation.results import OWN, Evaluation, EvaluationRun, Interval, Lossless, Measures
 
 NEAR_TIES_PER_TOKEN = 1 / 10_000
 """In float32, more first differences of greedy answers at near-ties than this would point to a fault. Draws differ more
@@ -178,15 +178,25 @@ def drafting_note(evaluation: Evaluation) -> str:
 
 
 def prediction_note(evaluation: Evaluation) -> str:
-    """The predicted speed-up next to the measured one; empty where nothing was predicted."""
-    if evaluation.predicted_speedup is None:
+    """Predicted figures next to measured ones; empty where nothing was predicted."""
+    found, (name, measures) = evaluation.prediction, evaluation.predicted_for
+    if found is None:
         return ""
     # The cost model knows this project's loop alone, so `generate` is no baseline here, even where it is faster.
-    drafted, plain = evaluation.overall.tokens_per_second, evaluation.overall.plain_tokens_per_second
+    drafted, plain = measures.tokens_per_second, measures.plain_tokens_per_second
     measured = times(drafted / plain) if drafted is not None and plain else "none"
     joined = f", with {both}" if (both := partners(evaluation)) else ""
-    return (f"Predicted speed-up over this loop without drafts{joined}: {times(evaluation.predicted_speedup)}, "
-            f"measured: {measured}.")
+
+    def within(interval: tuple[float, float] | None) -> str:
+        return "" if interval is None else f" (90 %: {interval[0]:.2f} to {interval[1]:.2f})"
+
+    whose = "prompts like the training's" if name == OWN else "all prompts, predicted for those like the training's"
+    chosen = ("" if found.length_error is not None or found.accepted_length == 1 else
+              " Too few answers were held out to predict from any that did not choose the draft: expect less.")
+    return (f"Predicted and measured on {whose}: tokens per pass{joined} {found.accepted_length:.2f}"
+            f"{within(found.length_interval(measures.prompts))}, measured: {measures.accepted_length:.2f}; speed-up "
+            f"over this loop without drafts {times(found.speedup)}{within(found.speedup_interval(measures.prompts))}, "
+            f"measured: {measured}.{chosen}")
 
 
 def replay_note(run: EvaluationRun, evaluation: Evaluation) -> str:

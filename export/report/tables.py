@@ -12,6 +12,9 @@ FIGURES = ("answers", "tokens per pass", "tokens/s", "plain tokens/s", "generate
 """Columns of every group of prompts."""
 
 
+PREDICTED = ("predicted tokens per pass", "predicted speed-up")
+
+
 @dataclass(frozen=True)
 class Cell:
     """One figure, and its interval where it has one."""
@@ -51,14 +54,23 @@ def side_by_side(run: EvaluationRun) -> Table:
         ("of its own tree", any(one.partners for one in run.evaluations), lambda one: f"{one.tree_nodes}"),
     ]
     shown = [(name, text) for name, wanted, text in conditions if wanted]
-    predicted = any(one.predicted_speedup is not None for one in run.evaluations)
+    predicted = any(one.prediction is not None for one in run.evaluations)
     rows = [
         (Cell(one.name), *(Cell(text(one)) for _, text in shown), *figures(one.overall)[1:],
-         *([Cell(times(one.predicted_speedup))] if predicted else []))
+         *(predicted_cells(one) if predicted else []))
         for one in run.evaluations
     ]
-    columns = ("", *(name for name, _ in shown), *FIGURES[1:], *(["predicted speed-up"] if predicted else []))
+    columns = ("", *(name for name, _ in shown), *FIGURES[1:], *(PREDICTED if predicted else []))
     return Table(columns, tuple(rows))
+
+
+def predicted_cells(evaluation: Evaluation) -> list[Cell]:
+    """The cells under `PREDICTED`, with 90 % intervals."""
+    found, answers = evaluation.prediction, evaluation.predicted_for[1].prompts
+    if found is None:
+        return [Cell(""), Cell("")]
+    return [Cell(f"{found.accepted_length:.2f}", span(found.length_interval(answers), 2)),
+            Cell(times(found.speedup), span(found.speedup_interval(answers), 2))]
 
 
 def in_detail(run: EvaluationRun, evaluation: Evaluation) -> Table:

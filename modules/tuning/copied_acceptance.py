@@ -7,7 +7,6 @@ Shapes: P places where a draft starts, K draft steps, R proposals of a step, C t
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,15 +16,19 @@ from ..interfaces.proposer import Frontier, Observation
 from ..token_tree import Topology
 from .held_out_ranks import ProposedText
 from .rank_walk import pass_starts
+from .sampled_lengths import FEWEST_ANSWERS, relative_errors
 
 
-class Counted(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Counted:
     """Means over the passes of a walk."""
 
     accepted_length: float
     """Tokens emitted, the bonus included."""
     nodes: float
     """Nodes verified, the root included."""
+    error: float
+    """Relative standard error of the tokens, by resampling the answers; 0 of fewer than two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,8 @@ class CopiedText:
     """The text's own tokens after the root, as many as the longest draft, int64; -2 after the end of the row."""
     left_P: Tensor
     """Tokens of the answer after the root, int64; 0 where no pass starts."""
+    rows_P: Tensor
+    """Row of each place, int64."""
 
     def count(self, topology: Topology, copied: int, extra: int) -> Counted:
         """The passes of a static tree next to a copied chain; of one that follows the other where both guess alike.
@@ -73,10 +78,15 @@ class CopiedText:
             depths_P = torch.where(true[-1] & new_P, depths_P.clamp(min=depth), depths_P)
         starts_S = pass_starts(self.left_P, depths_P)
         if not len(starts_S):
-            return Counted(1.0, 1.0)
+            return Counted(accepted_length=1.0, nodes=1.0, error=0.0)
         emitted_S = torch.minimum(depths_P + 1, self.left_P)[starts_S]
         nodes_S = (1 + kept_P + copied * found_P)[starts_S]
-        return Counted(float(emitted_S.double().mean()), float(nodes_S.double().mean()))
+        sums_A2 = torch.zeros(int(self.rows_P.max()) + 1, 2, dtype=torch.float64)
+        sums_A2.index_add_(0, self.rows_P[starts_S], torch.stack([emitted_S, torch.ones_like(emitted_S)], 1).double())
+        sums_A2 = sums_A2[sums_A2[:, 1] > 0]
+        error = float(relative_errors(sums_A2[:, :1], sums_A2[:, 1:])) if len(sums_A2) >= FEWEST_ANSWERS else 0.0
+        return Counted(accepted_length=float(emitted_S.double().mean()), nodes=float(nodes_S.double().mean()),
+                       error=error)
 
 
 def copied_text(text: ProposedText, copied: int) -> CopiedText:
@@ -96,7 +106,7 @@ def copied_text(text: ProposedText, copied: int) -> CopiedText:
         following_PF[places] = padded_L.unfold(0, longest, 1)[text.roots_P[places] + 1]
         copies_PC[places] = _copies(lookup, tokens, text.roots_P[places])
     return CopiedText(proposals_PKR=text.proposals_PKR, copies_PC=copies_PC, following_PF=following_PF,
-                      left_P=text.left_P)
+                      left_P=text.left_P, rows_P=text.rows_P)
 
 
 def _copies(lookup: PromptLookup, tokens_L: Tensor, roots_N: Tensor) -> Tensor:

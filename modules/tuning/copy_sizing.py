@@ -18,7 +18,7 @@ from ..policies.registry import MOST, STATIC
 from ..policies.static_tree import StaticTree
 from ..target.model import Target
 from ..token_tree import Topology
-from .copied_acceptance import copied_text
+from .copied_acceptance import Counted, copied_text
 from .cost_model import CostModel
 from .held_out_ranks import ProposedText
 from .replay_target import Replay
@@ -41,6 +41,8 @@ class CopyTrial:
     """Tokens emitted per pass, the bonus included."""
     nodes: float
     """Mean nodes of a pass with one row, the root included."""
+    predicted: Counted | None = None
+    """The same counted on answers that chose nothing; None without such answers."""
 
     def __post_init__(self) -> None:
         for name, most in (("copied", LONGEST_COPY), ("extra", MOST)):
@@ -78,13 +80,17 @@ class CopySizing:
 
         Of several rows one copies in most passes, so that each pass is counted with all the nodes it may have.
         """
+        seconds = self.seconds(trial, cost, batch)
+        return trial.accepted_length * cost.pass_seconds(1, batch) / seconds
+
+    def seconds(self, trial: CopyTrial, cost: CostModel, batch: int = 1) -> float:
+        """Seconds of a step of so many rows, drafting and copying included."""
         # Between two whole numbers of nodes the seconds are interpolated: a pass with a copy has more of them.
         nodes = trial.nodes if batch == 1 else self.tree_size + trial.extra
         below = int(nodes)
         low, high = (cost.pass_seconds(size, batch) for size in (below, below + 1))
         seconds = low + (high - low) * (nodes - below) + cost.draft_seconds(self.tree_size, batch)
-        seconds += self.copy_seconds if trial.copied else 0.0
-        return trial.accepted_length * cost.pass_seconds(1, batch) / seconds
+        return seconds + (self.copy_seconds if trial.copied else 0.0)
 
     def best(self, cost: CostModel, batch: int = 1) -> CopyTrial:
         """The trial with copies that is predicted to be the fastest."""
@@ -92,7 +98,8 @@ class CopySizing:
 
 
 def size_copies(
-    drafter: Drafter, target: Target, features: Sequence[Features], text: ProposedText, topology: Topology
+    drafter: Drafter, target: Target, features: Sequence[Features], text: ProposedText, topology: Topology,
+    fresh: ProposedText | None = None, other: Topology | None = None,
 ) -> CopySizing:
     """Count what chains of some lengths bring next to a draft's tree along held-out answers, greedy or drawn.
 
@@ -102,14 +109,21 @@ def size_copies(
         features: encoded rows, one conversation each.
         text: what the drafter proposes along them.
         topology: the draft's tree, as it is used here.
+        fresh: what it proposes along answers that choose nothing; None predicts nothing.
+        other: a tree of that size that was searched on other answers than these; None for the tree itself.
     """
     copies = copied_text(text, LONGEST_COPY)
+    unseen = None if fresh is None or not len(fresh.left_P) else copied_text(fresh, LONGEST_COPY)
+
+    def tried_out(copied: int, extra: int) -> CopyTrial:
+        found = copies.count(topology, copied, extra)
+        return CopyTrial(copied=copied, extra=extra, accepted_length=found.accepted_length, nodes=found.nodes,
+                         predicted=None if unseen is None else unseen.count(other or topology, copied, extra))
+
     tried = [(copied, extra) for copied in COPIED for extra in sorted({max(0, copied + 1 - topology.size), copied})]
     return CopySizing(
         tree_size=topology.size,
-        alone=CopyTrial(copied=0, extra=0, **copies.count(topology, 0, 0)._asdict()),
-        trials=tuple(CopyTrial(copied=copied, extra=extra, **copies.count(topology, copied, extra)._asdict())
-                     for copied, extra in tried),
+        alone=tried_out(0, 0), trials=tuple(tried_out(copied, extra) for copied, extra in tried),
         copy_seconds=_copy_seconds(drafter, target, features, topology),
     )
 

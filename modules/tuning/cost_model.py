@@ -6,6 +6,7 @@ seconds of any tree size, batch and context, the tokens per second, and the size
 Shapes: S samples, T terms of a model.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ MOST_KNOTS = 8
 """Largest number of knots of the piecewise linear functions."""
 MOST_NODES, MOST_CONTEXT = 2**16, 2**24
 """Largest tree and context that a cost model may speak of, in tokens."""
+NORMAL_MEDIAN = 0.6745
+"""Median absolute value of a normal error, in standard deviations."""
 MOST_SECONDS = 86_400.0
 """Largest weight of a term, in seconds: beyond it a prediction could overflow."""
 
@@ -81,6 +84,9 @@ class CostModel:
     """Median relative error of the fitted seconds of a pass over the samples."""
     draft_error: float
     """Median relative error of the fitted seconds of a draft."""
+    spread: float = 0.0
+    """Relative standard error of the measured seconds of a drafted step over those of a plain one; large on a busy
+    machine."""
 
     def __post_init__(self) -> None:
         if self.knots[:1] != (1,) or list(self.knots) != sorted(set(self.knots)):
@@ -100,12 +106,13 @@ class CostModel:
             raise ValueError("a pass of one token must take some time by a cost model")
 
     @classmethod
-    def fit(cls, samples: Sequence[Sample], context: int) -> "CostModel":
+    def fit(cls, samples: Sequence[Sample], context: int, spread: float = 0.0) -> "CostModel":
         """Fit both functions by least squares of the relative error.
 
         Args:
             samples: measured steps; some with trees of 1 node.
             context: default tokens of context of predictions.
+            spread: of the measured seconds.
 
         Raises:
             ValueError: if no sample has 1 node.
@@ -124,7 +131,7 @@ class CostModel:
                                              [s.draft_seconds for s in drafted])
         return cls(knots=knots, pass_weights=pass_weights, draft_weights=draft_weights,
                    largest=max(sample.size for sample in samples), context=context, pass_error=pass_error,
-                   draft_error=draft_error)
+                   draft_error=draft_error, spread=spread)
 
     def pass_seconds(self, size: int, batch: int = 1, context: int | None = None) -> float:
         """Seconds of a verifying pass."""
@@ -143,6 +150,27 @@ class CostModel:
     def predict(self, accepted_length: float, size: int, batch: int = 1, context: int | None = None) -> float:
         """Speed-up over plain decoding of the same batch, if a pass emits `accepted_length` tokens for each row."""
         return accepted_length * self.pass_seconds(1, batch, context) / self.step_seconds(size, batch, context)
+
+    @property
+    def relative_error(self) -> float:
+        """Relative standard error of a predicted speed-up by the seconds alone: the fit's, and the measurements'."""
+        return math.hypot(self.pass_error / NORMAL_MEDIAN, self.spread)
+
+    def answer_speedup(self, accepted_length: float, step_seconds: float, prompt: float, answer: float,
+                       batch: int = 1) -> float:
+        """Speed-up over plain decoding of whole answers, whose first token comes from the pass over the prompt.
+
+        Args:
+            accepted_length: tokens of a pass after that.
+            step_seconds: of such a pass, drafting included.
+            prompt: tokens of the prompt.
+            answer: tokens of the answer.
+            batch: rows.
+        """
+        first = self.pass_seconds(max(1, round(prompt)), batch, 0)
+        later = max(answer - 1, 0.0)
+        return ((first + later * self.pass_seconds(1, batch))
+                / (first + later / accepted_length * step_seconds))
 
     def curve(self, batch: int = 1, context: int | None = None) -> CostCurve:
         """Seconds of every size up to the largest tree that was drafted."""

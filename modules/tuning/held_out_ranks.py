@@ -5,7 +5,7 @@ vocabulary, V target vocabulary, D hidden size, C values of a place and step.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -63,6 +63,19 @@ class ProposedText:
     """Tokens of the answer after it, int64; 0 where it is none of the answer's, so that no pass starts there."""
     texts: tuple[Tensor, ...]
     """Tokens of each row, without its padding."""
+
+    def part(self, rows: Sequence[int], most: int | None = None) -> "ProposedText":
+        """The places of some rows alone, which keep their numbers; of each, up to the `most`-th token of its answer."""
+        left_P, after_P = self.left_P.clone(), self.left_P > 0
+        if most is not None:
+            for row in set(self.rows_P[after_P].tolist()):
+                mine_P = after_P & (self.rows_P == row)
+                # The answer's first token comes from the pass over the prompt.
+                last = int(self.roots_P[mine_P][0]) + most - 1
+                left_P[mine_P] = torch.minimum(left_P[mine_P], (last - self.roots_P[mine_P]).clamp(min=0))
+        chosen_P = torch.isin(self.rows_P, torch.tensor(rows, dtype=torch.long))
+        kept = {name: getattr(self, name)[chosen_P] for name in ("proposals_PKR", "truths_PK", "rows_P", "roots_P")}
+        return replace(self, **kept, left_P=left_P[chosen_P])
 
     @property
     def ranked(self) -> RankedText:
@@ -137,6 +150,8 @@ class DrawnText:
     left_P: Tensor
     """Tokens of the answer after the last token before the draft, int64; 0 where that token is none of the answer's,
     so that no pass starts there."""
+    rows_P: Tensor
+    """Row of each place, counted over all features, int64."""
 
 
 @torch.no_grad()
@@ -164,7 +179,16 @@ def drawn_text(text: ProposedText, target: Target, features: Sequence[Features],
                 chances_PKR[places_N] = _chances_of_row(text, places_N, target, final_LD, left_L, temperature)
             number += 1
     return DrawnText(chances_PKR=chances_PKR, drawn_PKR=text.proposals_PKR == text.truths_PK[..., None],
-                     left_P=text.left_P)
+                     left_P=text.left_P, rows_P=text.rows_P)
+
+
+def sure_text(text: ProposedText) -> DrawnText:
+    """The chances of proposals along greedy answers: 1 for the text's own tokens, 0 for all others, and where a guess
+    adds no token to its pass, as in `drawn_text`."""
+    hits_PKR = text.proposals_PKR == text.truths_PK[..., None]
+    last_PK = text.left_P[:, None] <= 1 + torch.arange(hits_PKR.shape[1])
+    return DrawnText(chances_PKR=(hits_PKR & ~last_PK[..., None]).float(), drawn_PKR=hits_PKR, left_P=text.left_P,
+                     rows_P=text.rows_P)
 
 
 def _chances_of_row(text: ProposedText, places_N: Tensor, target: Target, final_LD: Tensor, left_L: Tensor,

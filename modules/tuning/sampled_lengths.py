@@ -1,4 +1,4 @@
-"""Accepted length of a static tree along text that the target drew at temperature 1.
+"""Accepted length of a static tree along text of the target, greedy or drawn at temperature 1, with its uncertainty.
 
 A static tree is verified by equality (`verification/acceptance_rules.py`): a node is accepted where it holds what the
 target drew. So text that was drawn without drafts is what decoding with any tree would have drawn, and where its passes
@@ -8,40 +8,120 @@ often in a passage of which little is accepted, so a mean over all positions wou
 What a pass accepts is counted by the target's probabilities, not by the one token that was drawn: a node whose parents
 the text took adds its own probability. In expectation that is the number of accepted nodes, with less noise.
 
-Shapes: P places where a draft starts, K draft steps, R proposals of a step.
+The answers on which a tree was searched, or by which a checkpoint was chosen, accept more of it than others would. So
+what is predicted is counted on answers that chose nothing (`PredictedLengths`).
+
+Shapes: P places where a draft starts, K draft steps, R proposals of a step, A answers, N sizes of the tree.
 """
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from ..token_tree import Topology
-from .held_out_ranks import DrawnText
+from .held_out_ranks import DrawnText, ProposedText
 from .rank_walk import pass_starts
 
 SIZING_TEMPERATURE = 1.0
 """Temperature of the held-out answers by which trees for sampled rows are sized. Rows at lower temperatures use the
 same sizes, since more is accepted there; above it nothing is known."""
+FEWEST_ANSWERS = 2
+"""Fewest answers whose spread says anything."""
+RESAMPLES = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedLengths:
+    """Tokens of a pass by the size of the tree, counted on held-out answers that chose nothing."""
+
+    lengths: tuple[float, ...]
+    """Tokens per pass for a tree of 1, 2, 3 ... nodes, the bonus included."""
+    errors: tuple[float, ...]
+    """Relative standard error of each, by resampling the answers."""
+    answers: int
+    """Number of answers."""
+    prompt_tokens: float
+    """Mean tokens of their prompts."""
+    answer_tokens: float
+    """Mean tokens of the answers."""
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) != len(self.errors) or self.answers < FEWEST_ANSWERS or min(self.lengths, default=1.0) < 1:
+            raise ValueError(f"predicted lengths need an error each, {FEWEST_ANSWERS} answers and at least 1 token a "
+                             f"pass, got {len(self.lengths)} and {len(self.errors)} numbers of {self.answers} answers")
 
 
 def expected_lengths(text: DrawnText, topology: Topology) -> tuple[float, ...]:
     """Expected tokens of a pass, the bonus included, for each prefix of a static tree; 1 for all without text.
 
     Args:
-        text: of `drawn_text`.
+        text: of `drawn_text` or `sure_text`.
         topology: the tree; a node deeper than K steps, or of a rank beyond R, is never accepted.
     """
+    emitted_AN, passes_AN = counted(text, topology)
+    return tuple((emitted_AN.sum(0) / passes_AN.sum(0)).nan_to_num(1.0).tolist())
+
+
+def counted(text: DrawnText, topology: Topology) -> tuple[Tensor, Tensor]:
+    """(expected tokens, passes) of each row with each prefix of a static tree, [A, N], float64."""
     _, steps, ranks = text.chances_PKR.shape
     # The root is always on the text's path.
     taken_P = torch.ones_like(text.left_P, dtype=torch.bool)
     reached, gains_P = [taken_P], torch.zeros_like(text.chances_PKR[:, 0, 0])
-    depths_P, expected = torch.zeros_like(text.left_P), [1.0]
-    for parent, rank, depth in list(zip(topology.parents, topology.ranks, topology.depths, strict=True))[1:]:
-        if depth > steps or rank >= ranks:
+    depths_P = torch.zeros_like(text.left_P)
+    rows = int(text.rows_P.max()) + 1 if len(text.rows_P) else 0
+    sums_AN2 = torch.zeros(rows, topology.size, 2, dtype=torch.float64)
+    for node, (parent, rank, depth) in enumerate(zip(topology.parents, topology.ranks, topology.depths, strict=True)):
+        if node and (depth > steps or rank >= ranks):
             reached.append(torch.zeros_like(taken_P))
-        else:
+        elif node:
             gains_P = gains_P + reached[parent] * text.chances_PKR[:, depth - 1, rank]
             reached.append(reached[parent] & text.drawn_PKR[:, depth - 1, rank])
             depths_P = torch.where(reached[-1], depth, depths_P)
         # With a larger tree passes accept more, and start elsewhere.
         starts_S = pass_starts(text.left_P, depths_P)
-        expected.append(1.0 + (float(gains_P[starts_S].double().mean()) if len(starts_S) else 0.0))
-    return tuple(expected)
+        emitted_S2 = torch.stack([1.0 + gains_P[starts_S].double(), torch.ones(len(starts_S), dtype=torch.float64)], 1)
+        sums_AN2[:, node].index_add_(0, text.rows_P[starts_S], emitted_S2)
+    return sums_AN2[..., 0], sums_AN2[..., 1]
+
+
+def relative_errors(sums_AN: Tensor, counts_AN: Tensor) -> Tensor:
+    """Relative standard errors of sums over counts, [N]: both are drawn again by answers (bootstrap; Efron and
+    Tibshirani 1993, chapter 6)."""
+    answers = len(sums_AN)
+    drawn_RA = torch.randint(answers, (RESAMPLES, answers), generator=torch.Generator().manual_seed(0))
+    weights_RA = torch.zeros(RESAMPLES, answers, dtype=torch.float64)
+    weights_RA.scatter_add_(1, drawn_RA, torch.ones_like(weights_RA))
+    ratios_RN = weights_RA @ sums_AN / (weights_RA @ counts_AN).clamp(min=1e-12)
+    # A resample can consist of few distinct answers; n / (n - 1) makes up for its smaller spread.
+    errors_N: Tensor = ratios_RN.log().std(0) * (answers / (answers - 1)) ** 0.5
+    return errors_N
+
+
+def predicted_lengths(text: ProposedText, chances: DrawnText, topology: Topology,
+                      sizes: int) -> PredictedLengths | None:
+    """Accepted lengths of a tree on answers that chose nothing; None of fewer than `FEWEST_ANSWERS`.
+
+    Args:
+        text: proposals along the answers.
+        chances: of `sure_text` or `drawn_text` with them.
+        topology: a tree that was searched on other answers.
+        sizes: sizes to predict, from 1 on; the whole tree stands for those beyond it.
+    """
+    emitted_AN, passes_AN = counted(chances, topology)
+    # An answer of one token has no pass after its prompt's, and rows of other parts have none at all.
+    kept_A = passes_AN[:, 0] > 0
+    emitted_AN, passes_AN = emitted_AN[kept_A], passes_AN[kept_A]
+    if len(emitted_AN) < FEWEST_ANSWERS:
+        return None
+    lengths = (emitted_AN.sum(0) / passes_AN.sum(0)).tolist()
+    errors = relative_errors(emitted_AN, passes_AN).tolist()
+    more = max(0, sizes - topology.size)
+    # Every first token of an answer comes from the pass over its prompt.
+    after_P = text.left_P > 0
+    firsts = [int((after_P & (text.rows_P == row)).int().argmax()) for row in set(text.rows_P[after_P].tolist())]
+    return PredictedLengths(
+        lengths=tuple(lengths + lengths[-1:] * more)[:sizes], errors=tuple(errors + errors[-1:] * more)[:sizes],
+        answers=len(emitted_AN), prompt_tokens=float(text.roots_P[firsts].double().mean()),
+        answer_tokens=1 + float(text.left_P[firsts].double().mean()))

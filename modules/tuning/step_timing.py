@@ -5,9 +5,10 @@ All kinds of steps take turns, so that contention affects every one alike; media
 Shapes: B rows, N nodes or tokens read, D hidden size, V vocabulary.
 """
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 import torch
@@ -20,7 +21,7 @@ from ..target.model import Target
 from ..token_tree import Topology
 from ..verification.sampling import argmax
 from ..verification.tree_walk import down_to
-from .cost_model import CostModel, Sample
+from .cost_model import NORMAL_MEDIAN, CostModel, Sample
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Tree sizes that are timed with one row."""
@@ -78,7 +79,22 @@ def measure_cost(
         )
         for (size, batch, read), found in times.items()
     ]
-    return CostModel.fit(samples, benches[0].context)
+    return CostModel.fit(samples, benches[0].context, _spread(times))
+
+
+def _spread(times: Mapping[tuple[int, int, int], Sequence[tuple[float, float]]]) -> float:
+    """Relative standard error of the median seconds of a drafted step over those of the plain step of the same turn,
+    from their median deviation; the median over the kinds of steps with one row."""
+    found = []
+    for (size, batch, context), drafted in times.items():
+        if size > 1 and batch == 1:
+            ratios = [math.log((passed + grown) / plain)
+                      for (passed, grown), (plain, _) in zip(drafted, times[1, 1, context], strict=True)]
+            middle = median(ratios)
+            deviation = median(abs(one - middle) for one in ratios) / NORMAL_MEDIAN
+            # The median of many values varies 1.25 times as much as their mean.
+            found.append(1.25 * deviation / len(ratios) ** 0.5)
+    return median(found) if found else 0.0
 
 
 class _Bench:

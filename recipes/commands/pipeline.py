@@ -52,9 +52,11 @@ from ...modules import (
     drawn_text,
     expected_lengths,
     measure_cost,
+    predicted_lengths,
     proposed_text,
     search_tree,
     size_copies,
+    sure_text,
     try_pass_sizes,
 )
 from ...modules.files.folder_locks import sole_writer
@@ -217,6 +219,17 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     if isinstance(module.drafter, JudgesGuesses) and module.drafter.judges:
         module.drafter.judge_temperatures_K.copy_(calibrate_judgement(drafter, held_out))
     topology, expected = search_tree(table_PK, config.searched_nodes)
+    # The first, third, ... row chose no checkpoint (`held_out_acceptance`): these predict, the others choose, each with
+    # a tree that was searched on the other half. The artifact's own tree is searched on all.
+    count, most = len(held_out), workspace.recipe.evaluate.max_new_tokens
+    choosing, searched = (proposed.part(range(start, count, 2)) for start in (1, 0))
+    other, unseen = (search_tree(part.ranked.ranks_PK, config.searched_nodes)[0] for part in (searched, choosing))
+    lengths = padded(expected_lengths(sure_text(choosing), other), topology.size) if count > 1 else expected
+    with target.reproducible(), torch.no_grad():
+        unread = rows.unread()[: (count + 1) // 2]
+        unread = (encoded(workspace, module, unread) if target is module.target else answered_anew(target, unread))
+        fresh = proposed_text(drafter, unread).part(range(len(unread)), most)
+    predicted = predicted_lengths(fresh, sure_text(fresh), unseen, topology.size) if count > 1 else None
     facts = {**provenance(workspace, result, expected), "loops": loops}
     if (ids_Q := module.drafter.token_ids_Q) is not None:
         facts["draft_vocabulary"] = {"tokens": len(ids_Q), "held_out_coverage": coverage(workspace.data, ids_Q)}
@@ -229,14 +242,16 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     # A changed copy of the target was made inside the block: it is measured in the forms that decoding runs.
     target.linears.use(workspace.target.linears.packing)
     cost = measure_cost(target, drafter, topology)
-    size = min(config.used_nodes or choose_size(expected, cost.curve()).size, topology.size)
-    tuning = replace(Tuning.of(target, size, cost, expected, given=config.used_nodes is not None),
-                     copying=size_copies(drafter, target, held_out, proposed, topology.prefix(size)))
+    size = min(config.used_nodes or choose_size(lengths, cost.curve()).size, topology.size)
+    tuning = replace(Tuning.of(target, size, cost, lengths, given=config.used_nodes is not None), predicted=predicted,
+                     copying=size_copies(drafter, target, held_out, choosing if count > 1 else proposed,
+                                         topology.prefix(size), fresh if predicted else None,
+                                         unseen.prefix(min(size, unseen.size))))
     drawn = rows.whole(SIZING_TEMPERATURE)
     # A target that training has changed draws other answers than the stored ones.
     drawn = (encoded(workspace, module, drawn) if target is module.target
              else answered_anew(target, drawn, temperature=SIZING_TEMPERATURE))
-    tuning = replace(tuning, sampled=sized_for_sampling(tuning, drafter, target, drawn, topology))
+    tuning = replace(tuning, sampled=sized_for_sampling(tuning, drafter, target, drawn, topology, most))
     save_tuning(workspace.artifact, tuning)
     for sentence in sizes_in_words(tuning, topology):
         say(f"     {sentence}")
@@ -255,7 +270,7 @@ def encoded(workspace: Workspace, module: DraftModule, rows: ReadRows) -> ReadRo
 
 
 def sized_for_sampling(tuning: Tuning, drafter: Drafter, target: Target, text: Sequence[Features],
-                       topology: Topology) -> SampledTuning:
+                       topology: Topology, most: int) -> SampledTuning:
     """The sizes that decode sampled rows fastest on this machine, by answers that the target drew.
 
     Args:
@@ -264,13 +279,23 @@ def sized_for_sampling(tuning: Tuning, drafter: Drafter, target: Target, text: S
         target: the target that drew the answers.
         text: encoded answers, one conversation a row.
         topology: the artifact's tree.
+        most: tokens of the answers that are predicted.
     """
     proposed = proposed_text(drafter, text)
-    lengths = expected_lengths(drawn_text(proposed, target, text, SIZING_TEMPERATURE), topology)
+    # The tree was searched on greedy answers: of these, every second one chooses sizes, and the others predict.
+    choosing, fresh = (proposed.part(range(1, len(text), 2)) if len(text) > 1 else proposed,
+                       proposed.part(range(0, len(text), 2), most))
+    lengths = expected_lengths(drawn_text(choosing, target, text, SIZING_TEMPERATURE), topology)
+    predicted = predicted_lengths(fresh, drawn_text(fresh, target, text, SIZING_TEMPERATURE), topology, topology.size)
     size = tuning.tree_size if tuning.given else choose_size(lengths, tuning.cost.curve()).size
-    copying = size_copies(drafter, target, text, proposed, topology.prefix(size))
-    return SampledTuning(expected_accepted_length=tuple(lengths), copying=copying,
+    copying = size_copies(drafter, target, text, choosing, topology.prefix(size), fresh if predicted else None)
+    return SampledTuning(expected_accepted_length=tuple(lengths), copying=copying, predicted=predicted,
                          lookahead=try_pass_sizes(drafter, proposed.ranked, topology.size))
+
+
+def padded(lengths: Sequence[float], size: int) -> tuple[float, ...]:
+    """Lengths for trees of 1 to `size` nodes; a smaller tree stands for larger ones."""
+    return (*lengths, *[lengths[-1]] * (size - len(lengths)))[:size]
 
 
 def sizes_in_words(tuning: Tuning, topology: Topology) -> Iterator[str]:
@@ -278,20 +303,18 @@ def sizes_in_words(tuning: Tuning, topology: Topology) -> Iterator[str]:
     used, copied = [], []
     for temperature in (0.0, SIZING_TEMPERATURE):
         size, sizing = tuning.size_for(1, temperature), tuning.copying_at(temperature)
-        used.append("none, drafting does not pay" if size == 1 else
-                    f"{size}, {tuning.lengths_at(temperature)[size - 1]:.2f} tokens per pass expected on prompts like "
-                    "the training's")
-        if sizing is None:
+        alone, both = tuning.prediction(size, 1, temperature), tuning.copying_prediction(1, temperature)
+        used.append("none, drafting does not pay" if size == 1 or alone is None else
+                    f"{size}, {alone.accepted_length:.2f} tokens per pass predicted on prompts like the training's")
+        if sizing is None or alone is None or both is None:
             # Nothing was replayed: no answer was held out.
             continue
-        best = sizing.best(tuning.cost)
-        alone, both = (sizing.speedup(trial, tuning.cost) for trial in (sizing.alone, best))
-        pays = tuning.fastest(1, temperature) == JOINED
+        best, pays = sizing.best(tuning.cost), tuning.fastest(1, temperature) == JOINED
         where = f"at temperature {temperature:g} " if temperature else ""
         copied.append(f"{where}the policy {JOINED} copies up to {best.copied} tokens in passes of up to "
-                      f"{sizing.tree_size + best.extra} nodes: {best.accepted_length:.2f} tokens per pass on held-out "
-                      f"answers, {STATIC} {sizing.alone.accepted_length:.2f}; predicted speed-ups {both:.2f} and "
-                      f"{alone:.2f}, so it is "
+                      f"{sizing.tree_size + best.extra} nodes: {both.accepted_length:.2f} tokens per pass predicted, "
+                      f"{STATIC} {alone.accepted_length:.2f}; predicted speed-ups {both.speedup:.2f} and "
+                      f"{alone.speedup:.2f}, so it is "
                       f"{'' if pays else 'not '}predicted to be faster than {STATIC}")
     yield (f"tree of {topology.size} nodes; used on this machine: {used[0]}; at temperature {SIZING_TEMPERATURE:g} "
            f"{used[1]}")

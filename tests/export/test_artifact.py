@@ -255,6 +255,13 @@ def test_tuning_comes_back_and_sets_the_tree(tmp_path: Path, tiny_target: Target
         tuned.policy("static-9")
 
 
+def predicted(artifact: Artifact, *name: str, **rows: float) -> float:
+    """The predicted speed-up."""
+    found = artifact.prediction(*name, **rows)  # type: ignore[arg-type]
+    assert found is not None
+    return found.speedup
+
+
 def drawn(*lengths: float, **more: Any) -> Tuning:
     """The tuning of all tests with accepted lengths for sampled rows; a fourth node pays only for greedy rows."""
     greedy = dataclasses.replace(tuning(), expected_accepted_length=(1.0, 1.7, 1.9, 2.9))
@@ -272,10 +279,10 @@ def test_a_sampling_target_has_a_tree_of_its_own_size(tmp_path: Path, tiny_targe
     assert shape(artifact.policy(temperature=0.7)) == TREE.prefix(2)
     assert shape(artifact.policy("static-6", temperature=0.7)) == TREE.prefix(6)
     cost = artifact.tuning.cost
-    assert artifact.predicted_speedup() == cost.predict(2.9, 4, 1)
-    assert artifact.predicted_speedup(temperature=1.0) == cost.predict(1.6, 2, 1)
-    assert artifact.predicted_speedup("static-3", temperature=1.0) == cost.predict(1.61, 3, 1)
-    assert artifact.predicted_speedup(temperature=0.7) is None
+    assert predicted(artifact) == cost.predict(2.9, 4, 1)
+    assert predicted(artifact, temperature=1.0) == cost.predict(1.6, 2, 1)
+    assert predicted(artifact, "static-3", temperature=1.0) == cost.predict(1.61, 3, 1)
+    assert artifact.prediction(temperature=0.7) is None
     named = dataclasses.replace(artifact, tuning=dataclasses.replace(artifact.tuning, given=True))
     assert named.size_for(1, 1.0) == 4
 
@@ -297,8 +304,8 @@ def test_sampled_rows_are_decoded_plainly_where_no_tree_is_known_to_pay(
     assert artifact.policy("chain-3", temperature=temperature).max_size == 4
     assert artifact.policy("static+lookup-3", temperature=temperature).max_size == 4
     if temperature == 1.0 and lengths is not None:
-        assert artifact.predicted_speedup(temperature=1.0) == 1.0
-        assert artifact.predicted_speedup("static+lookup", temperature=1.0) == 1.0
+        assert predicted(artifact, temperature=1.0) == 1.0
+        assert predicted(artifact, "static+lookup", temperature=1.0) == 1.0
         assert artifact.fastest(temperature=1.0) == "none"
 
 
@@ -318,7 +325,7 @@ def test_copies_next_to_the_tree_of_sampled_rows_are_those_that_pay_there(tmp_pa
     best = sizing.best(found.cost)
     assert [policy.max_size for policy in union.policies] == [1 + best.copied, 1]
     assert union.max_size == 1 + best.extra
-    assert artifact.predicted_speedup("static+lookup", temperature=1.0) == sizing.speedup(best, found.cost)
+    assert predicted(artifact, "static+lookup", temperature=1.0) == sizing.speedup(best, found.cost)
     requests = [Request((5, 9, 30, 5, 9, 30, 5), 0, 24, 1.0)]
     plain, drafted = (decode(tiny_target, requests, DecodeSettings(), **how).generations[0].tokens
                       for how in ({}, {"drafter": drafter, "policy": union}))
@@ -394,14 +401,14 @@ def test_static_with_lookup_has_the_sizes_that_replays_chose(tmp_path: Path, tin
     assert [shape(policy).size for policy in union.policies] == [8, 4]
     assert artifact.policy("static-4+lookup").max_size == artifact.policy("static+lookup-7").max_size == 4 + 7
     assert artifact.policy("chain-2+lookup").max_size == 3 + 7
-    assert artifact.predicted_speedup("static+lookup") == copies().speedup(copies().trials[1], artifact.tuning.cost)
+    assert predicted(artifact, "static+lookup") == copies().speedup(copies().trials[1], artifact.tuning.cost)
     # Many rows at once have a smaller tree than the one that was replayed.
     assert artifact.size_for(64) < 4
-    assert artifact.predicted_speedup("static+lookup", batch_size=64) is None
+    assert artifact.prediction("static+lookup", batch_size=64) is None
     assert [artifact.fastest(batch_size=size) for size in (1, 64)] == ["static+lookup", "none"]
     # Sampled rows for which nothing was measured are not drafted at all.
     assert (artifact.fastest(temperature=1.0), artifact.drafting(temperature=1.0).policy.max_size) == ("none", 1)
-    assert artifact.predicted_speedup("static-4+lookup") is artifact.predicted_speedup("chain+lookup") is None
+    assert artifact.prediction("static-4+lookup") is artifact.prediction("chain+lookup") is None
 
 
 def test_where_no_tree_pays_nothing_is_drafted_and_called_the_fastest(tmp_path: Path, tiny_target: Target) -> None:
@@ -413,7 +420,7 @@ def test_where_no_tree_pays_nothing_is_drafted_and_called_the_fastest(tmp_path: 
     artifact = load_artifact(folder, tiny_target)
     assert artifact.tuning == found
     assert artifact.drafting().policy.max_size == artifact.drafting("none").policy.max_size == 1
-    assert artifact.predicted_speedup("none") == 1.0
+    assert predicted(artifact, "none") == 1.0
     assert artifact.drafting("static-4").policy.max_size == 4
     # Copies that are faster than a tree, but slower than no draft, are not called the fastest either.
     assert copies().speedup(copies().best(cost), cost) > copies().speedup(copies().alone, cost)

@@ -18,6 +18,7 @@ from draftsmith.export import (
 from draftsmith.export.evaluation import runner, timed_decoding
 from draftsmith.export.evaluation.runner import Runner
 from draftsmith.export.report.phrases import drafting_note, how_measured
+from draftsmith.export.tuning import Prediction
 from draftsmith.modules import (
     CostModel,
     DecodeSettings,
@@ -89,7 +90,7 @@ def test_each_batch_size_decodes_with_its_own_tree(tiny_target_f64: Target, spee
     for batch, one in run(artifact, config).items():
         assert one.nodes == SIZES[batch]
         assert one.overall.accepted_length == pytest.approx(lengths[SIZES[batch]])
-        assert one.predicted_speedup == artifact.predicted_speedup(f"static-{SIZES[batch]}", batch_size=batch)
+        assert one.prediction == artifact.prediction(f"static-{SIZES[batch]}", batch_size=batch)
         assert one.overall.lossless.identical == len(PROMPTS)
         assert (one.draft_share == 0) == (batch == 16)
 
@@ -101,7 +102,7 @@ def test_a_size_that_was_asked_for_serves_every_batch(tiny_target_f64: Target) -
     assert {one.nodes for one in found.values()} == {2}
     wanted = accepted_length(artifact, 2)
     assert [one.overall.accepted_length for one in found.values()] == [pytest.approx(wanted)] * len(SIZES)
-    assert found[16].predicted_speedup == artifact.predicted_speedup("static-2", batch_size=16)
+    assert found[16].prediction == artifact.prediction("static-2", batch_size=16)
     with pytest.raises(UserError, match="a tree of 9 nodes was asked for; this artifact's has 8"):
         Method.of(artifact, policy="static-9")
 
@@ -197,9 +198,10 @@ def test_sampling_has_a_tree_of_its_own(tiny_target_f64: Target) -> None:
     assert nodes == {(1, 0.0): 8, (16, 0.0): 1, (1, 1.0): artifact.size_for(1, 1.0), (16, 1.0): 1}
     drawn = [one for one in found if one.temperature == 1.0]
     assert [one.overall.accepted_length > 1.0 for one in drawn] == [True, False]
-    assert [one.predicted_speedup for one in drawn] == [artifact.predicted_speedup(temperature=1.0), 1.0]
+    assert [one.prediction for one in drawn] == [artifact.prediction(temperature=1.0),
+                                                 Prediction(speedup=1.0, accepted_length=1.0)]
     why = "Nothing is drafted, because on this machine no tree makes decoding faster at temperature 1."
     assert why in drafting_note(drawn[1])
     filtered = evaluate(artifact.target, [Method.of(artifact)], SETS, replace(config, top_p=0.9), progress=False)
-    assert [one.predicted_speedup is None for one in filtered.evaluations] == [False, False, True, True]
+    assert [one.prediction is None for one in filtered.evaluations] == [False, False, True, True]
     assert all(one.overall.lossless.identical == len(PROMPTS) for one in found)

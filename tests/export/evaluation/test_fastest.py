@@ -27,8 +27,9 @@ def test_copies_are_measured_where_they_pay_and_the_tree_is_replayed_by_itself(
     joined, static = (Method.of(artifact, policy=policy) for policy in ("fastest", "static"))
     assert (joined.name, joined.trained, joined.own_nodes()) == ("medusa, static+lookup", artifact.drafter, 4)
     assert artifact.tuning is not None
-    assert joined.predicted_speedup is not None
-    assert joined.predicted_speedup(1, 0.0) == copies().speedup(copies().trials[1], artifact.tuning.cost)
+    assert joined.prediction is not None
+    assert (found := joined.prediction(1, 0.0)) is not None
+    assert found.speedup == copies().speedup(copies().trials[1], artifact.tuning.cost)
     alone = evaluate(tiny_target, [static], SETS, CONFIG, progress=False).evaluations[0]
     both = evaluate(tiny_target, [joined], SETS, CONFIG, progress=False).evaluations[0]
     found = both.accepted_length_by_tree_size["own"]

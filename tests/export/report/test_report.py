@@ -32,6 +32,7 @@ from draftsmith.export.report.headline import headline
 from draftsmith.export.report.html import page
 from draftsmith.export.report.page_style import DARK_PLOTS
 from draftsmith.export.report.phrases import lossless_verdict, verdicts
+from draftsmith.export.tuning import Prediction
 from draftsmith.modules import (
     ConfidenceCurve,
     CostCurve,
@@ -68,7 +69,7 @@ def an_evaluation(name: str, **changes: Any) -> Evaluation:
     fields: dict[str, Any] = {
         "name": name, "family": "medusa", "target": "a <small> target", "batch_size": 1, "temperature": 0.0, "nodes": 6,
         "tree_nodes": 6, "partners": (),
-        "contended": False, "target_calls": 600, "draft_share": 0.1, "predicted_speedup": None, "overall": measures(),
+        "contended": False, "target_calls": 600, "draft_share": 0.1, "prediction": None, "overall": measures(),
         "accepted_length_by_tree_size": {"own": {"16": 1.9, "64": 2.15}}, "confidence": {},
         "by_prompt_set": {"own": measures(), "handwritten": measures(accepted_length=1.71)},
         "by_category": {"math": measures(accepted_length=2.05), "writing": measures(accepted_length=1.52)},
@@ -149,7 +150,8 @@ def test_three_files_hold_the_same_figures(tmp_path: Path) -> None:
         assert figure in text
 
 
-JOINED = {"nodes": 15, "tree_nodes": 8, "partners": ("lookup",), "predicted_speedup": 1.87,
+JOINED = {"nodes": 15, "tree_nodes": 8, "partners": ("lookup",),
+          "prediction": Prediction(speedup=1.87, accepted_length=2.2),
           "accepted_length_by_tree_size": {"own": {"8": 1.46, "64": 1.84}}}
 """An evaluation of static+lookup: what the tree alone accepts is another figure than that of its decoding."""
 
@@ -302,9 +304,16 @@ def test_a_category_that_is_a_whole_set_is_not_shown_twice(tmp_path: Path) -> No
 
 
 def test_predicted_is_next_to_measured(tmp_path: Path) -> None:
-    paths = write_report(tmp_path, a_run(of={"predicted_speedup": 1.61}))
+    """With two intervals where the answers that predict chose nothing, and a warning where they chose the draft."""
+    blind = Prediction(speedup=1.61, accepted_length=2.3)
+    paths = write_report(tmp_path, a_run(of={"prediction": blind}))
     for file in (paths["html"], paths["markdown"]):
-        assert "Predicted speed-up over this loop without drafts: 1.61×, measured: 1.43×." in file.read_text()
+        assert "speed-up over this loop without drafts 1.61×, measured: 1.43×. Too few answers" in file.read_text()
+    found = replace(blind, length_error=0.05, time_error=0.02, answers=12)
+    text = write_report(tmp_path, a_run(of={"prediction": found}))["markdown"].read_text()
+    low, high = found.length_interval(10) or (0, 0)
+    assert f"tokens per pass 2.30 (90 %: {low:.2f} to {high:.2f}), measured: " in text
+    assert "Too few" not in text
 
 
 def a_curve(confidence: float, rate: float) -> ConfidenceCurve:

@@ -147,7 +147,7 @@ def test_an_evaluation_measures_every_policy(tmp_path: Path, tiny_target_f64: Ta
     assert run.methods == ("eagle", "eagle, chain-3", "eagle, eagle2-5")
     assert [one.nodes for one in run.evaluations] == [6, 4, 5]
     assert all(one.overall.lossless.identical == 2 for one in run.evaluations)
-    assert artifact.predicted_speedup("chain-3") is None
+    assert artifact.prediction("chain-3") is None
 
 
 def test_the_share_of_each_drafter_is_counted_by_kind_of_prompt(

@@ -20,7 +20,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.baselines.joined_policies import copying, joined_drafter
 from draftsmith.modules.policies.static_tree import StaticTree
-from draftsmith.modules.tuning.copied_acceptance import CopiedText
+from draftsmith.modules.tuning.copied_acceptance import CopiedText, Counted
 from support.encoded_answers import encoded_answers
 from support.families import CASES, randomised
 from support.tiers import some_long
@@ -77,11 +77,11 @@ def test_trials_are_what_decoding_counts(family: str, repeating: bool, tiny_targ
 def test_a_guess_that_the_copy_repeats_takes_no_node() -> None:
     """The draft guesses 7 8, the copy is 7 9, the text goes on with 7 9: of the draft only 8 is new."""
     text = CopiedText(proposals_PKR=torch.tensor([[[7], [8]]]), copies_PC=torch.tensor([[7, 9]]),
-                      following_PF=torch.tensor([[7, 9, 3]]), left_P=torch.tensor([3]))
+                      following_PF=torch.tensor([[7, 9, 3]]), left_P=torch.tensor([3]), rows_P=torch.tensor([0]))
     tree = Topology.chain(2)
-    assert text.count(tree, 2, 2) == (3.0, 4.0)
-    assert text.count(tree, 2, 0) == (3.0, 3.0), "a pass of three nodes has no room for the 8"
-    assert text.count(tree, 0, 0) == (2.0, 3.0)
+    assert text.count(tree, 2, 2) == Counted(accepted_length=3.0, nodes=4.0, error=0.0)
+    assert text.count(tree, 2, 0).nodes == 3.0, "a pass of three nodes has no room for the 8"
+    assert text.count(tree, 0, 0) == Counted(accepted_length=2.0, nodes=3.0, error=0.0)
 
 
 def test_a_dear_node_asks_for_a_small_pass_and_a_cheap_one_for_a_large() -> None:

@@ -1,15 +1,18 @@
 """Expected lengths of trees along drawn text: what replays count exactly, and what decoding other answers measures."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+from draftsmith.export.tuning import Prediction
 from draftsmith.modules import (
     Drafter,
     DraftLM,
     DraftLMConfig,
     DrawnText,
     Features,
+    ProposedText,
     Request,
     StaticTree,
     Target,
@@ -17,12 +20,15 @@ from draftsmith.modules import (
     decode,
     drawn_text,
     expected_lengths,
+    predicted_lengths,
     proposed_text,
     rank_table,
     replay,
     search_tree,
+    sure_text,
 )
 from draftsmith.modules.decoding.requests import DecodeSettings
+from draftsmith.modules.tuning.sampled_lengths import relative_errors
 from support.encoded_answers import encoded_answers
 from support.families import CASES, randomised
 from support.passages import LENGTH, passages, trained_drafter, trained_target
@@ -94,6 +100,8 @@ def test_of_a_sure_target_the_expected_lengths_are_those_of_replays(family: str,
     counted = [replay(drafter, target, features, WIDE.prefix(size)).accepted_length for size in sizes]
     assert counted[-1] > 1.05
     assert [expected[size - 1] for size in sizes] == pytest.approx(counted, abs=1e-3)
+    greedy = expected_lengths(sure_text(proposed_text(drafter, features)), WIDE)
+    assert [greedy[size - 1] for size in sizes] == pytest.approx(counted, abs=1e-6)
 
 
 def drawn(target: Target, numbers: range) -> list[Request]:
@@ -131,7 +139,9 @@ def _reached(text: DrawnText, tree: Topology, node: int) -> torch.Tensor:
 
 
 def written(chances_PKR: torch.Tensor, drawn_PKR: torch.Tensor, left_P: list[int]) -> DrawnText:
-    return DrawnText(chances_PKR=chances_PKR, drawn_PKR=drawn_PKR.bool(), left_P=torch.tensor(left_P))
+    # An answer starts where no pass does.
+    rows_P = (torch.tensor(left_P) == 0).long().cumsum(0)
+    return DrawnText(chances_PKR=chances_PKR, drawn_PKR=drawn_PKR.bool(), left_P=torch.tensor(left_P), rows_P=rows_P)
 
 
 def test_a_node_counts_where_the_text_took_its_parents_and_a_pass_starts() -> None:
@@ -153,3 +163,66 @@ def test_nodes_beyond_the_table_are_never_accepted_and_no_text_promises_nothing(
     tree = Topology((-1, 0, 1, 0), (0, 0, 0, 1))
     assert expected_lengths(text, tree) == pytest.approx((1.0, 1.5, 1.5, 1.5))
     assert expected_lengths(written(torch.zeros(0, 1, 1), torch.zeros(0, 1, 1), []), tree) == (1.0,) * 4
+
+
+def guessed(answers: int, length: int, seed: int) -> ProposedText:
+    """Answers of 1 + `length` tokens after prompts of 3, of which two heads guess each with the same chances."""
+    generator = torch.Generator().manual_seed(seed)
+    places = answers * length
+    chances_K8 = torch.full((2, 8), 0.09)
+    draws_PK = torch.rand(places, 2, generator=generator)
+    truths_PK = (draws_PK[..., None] > chances_K8.cumsum(-1)).sum(-1)
+    return ProposedText(
+        proposals_PKR=torch.arange(8).expand(places, 2, 8), truths_PK=truths_PK,
+        rows_P=torch.arange(answers).repeat_interleave(length), roots_P=torch.arange(3, 3 + length).repeat(answers),
+        left_P=torch.arange(length, 0, -1).repeat(answers), texts=())
+
+
+def test_answers_that_searched_the_tree_promise_more_than_others_keep() -> None:
+    """Over many draws: the mean of what is predicted is what is accepted, and nine of ten lie in the interval."""
+    promised, predicted, kept, inside = 0.0, 0.0, 0.0, 0
+    trials = 60
+    for seed in range(trials):
+        searched, fresh, later = (guessed(8, 10, 1000 * part + seed) for part in (1, 2, 3))
+        tree, _ = search_tree(searched.ranked.ranks_PK, 6)
+        found = predicted_lengths(fresh, sure_text(fresh), tree, 6)
+        assert found is not None
+        assert (found.answers, found.prompt_tokens, found.answer_tokens) == (8, 3.0, 11.0)
+        measured = expected_lengths(sure_text(later), tree)[-1]
+        interval = Prediction(speedup=1.0, accepted_length=found.lengths[-1], length_error=found.errors[-1],
+                              answers=found.answers).length_interval(8)
+        assert interval is not None
+        inside += interval[0] <= measured <= interval[1]
+        promised += expected_lengths(sure_text(searched), tree)[-1] / trials
+        predicted, kept = predicted + found.lengths[-1] / trials, kept + measured / trials
+    assert predicted == pytest.approx(kept, rel=0.015)
+    assert promised > 1.03 * kept, "the optimism would not be seen"
+    assert 0.8 * trials <= inside < trials
+
+
+def test_the_error_of_answers_with_as_many_passes_is_that_of_their_mean() -> None:
+    emitted_A = torch.tensor([14.0, 18.0, 25.0, 16.0, 22.0, 19.0, 15.0, 21.0], dtype=torch.float64)
+    found = relative_errors(emitted_A[:, None], torch.full_like(emitted_A, 10.0)[:, None])
+    assert float(found) == pytest.approx(float(emitted_A.std() / 8**0.5 / emitted_A.mean()), rel=0.08)
+    assert relative_errors(torch.full((4, 1), 6.0).double(), torch.full((4, 1), 3.0).double()).tolist() == [0.0]
+
+
+def test_a_part_of_a_text_ends_after_the_first_tokens_of_its_answers() -> None:
+    text = guessed(3, 6, 0).part([0, 2], most=4)
+    assert text.rows_P.tolist() == [0] * 6 + [2] * 6
+    # Of four tokens the prompt's pass emits the first.
+    assert text.left_P.tolist() == [3, 2, 1, 0, 0, 0] * 2
+    assert guessed(3, 6, 0).part([1]).left_P.tolist() == [6, 5, 4, 3, 2, 1]
+    few = guessed(1, 6, 0)
+    assert predicted_lengths(few, sure_text(few), Topology.chain(1), 4) is None, "one answer has no spread"
+
+
+def test_intervals_widen_with_few_answers_and_with_uncertain_seconds() -> None:
+    found = Prediction(speedup=1.5, accepted_length=2.0, length_error=0.04, time_error=0.03, answers=6)
+    low, high = found.length_interval(12) or (0, 0)
+    # Student's t for five degrees of freedom, and half as much variance for the twelve that are measured.
+    assert high / 2 == pytest.approx(2 / low) == pytest.approx(math.exp(2.015 * 0.04 * 1.5**0.5), rel=1e-3)
+    slow, fast = found.speedup_interval(12) or (0, 0)
+    assert fast / 1.5 == pytest.approx(1.5 / slow) == pytest.approx(
+        math.exp(2.015 * math.hypot(0.04 * 1.5**0.5, 0.03)), rel=1e-3)
+    assert replace(found, length_error=None).length_interval(12) is None

@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from draftsmith.data import Manifest, TokenShard
+from draftsmith.data.batches.datamodule import BatchConfig, HeldOutRows
 from draftsmith.data.batches.learned_tokens import answers
 from draftsmith.export import Artifact, export_artifact, load_artifact
 from draftsmith.modules import (
@@ -108,6 +109,7 @@ def test_a_figure_that_stands_in_several_places_is_the_same(tiny_run: Path) -> N
     # Cards and sentences.
     cards = re.findall(r'<div class="card[^"]*"><b>([^<]*)(?:<i class="range">([^<]*)</i>)?</b>', raw)
     assert cards == [*(row_of(found)[column] for column in (1, 5, 7)), shown(found["draft_time_share"], ".0%")]
+    own = found["by_prompt_set"]["own"]
     header, faster = found["header"], max(found["plain_tokens_per_second"], found["generate_tokens_per_second"])
     for sentence in (
         f"{sum(header['prompt_sets'].values())} prompts, answers of at most {header['settings']['max_new_tokens']} ",
@@ -117,8 +119,12 @@ def test_a_figure_that_stands_in_several_places_is_the_same(tiny_run: Path) -> N
         f"Drafting read {found['draft_share']:.2f} bytes for each byte of the target and took "
         f"{found['draft_time_share']:.0%} of the time. {found['repetition_rate']:.0%} of the answers repeat",
         f"before), {found['truncation_rate']:.0%} reached the length limit",
-        f"without drafts: {found['predicted_speedup']:.2f}×, measured: "
-        f"{found['tokens_per_second'] / found['plain_tokens_per_second']:.2f}×",
+        f"tokens per pass {found['predicted_accepted_length']:.2f} (90 %: "
+        f"{' to '.join(format(end, '.2f') for end in found['predicted_accepted_length_interval'])}), measured: "
+        f"{own['accepted_length']:.2f}; speed-up over this loop without drafts {found['predicted_speedup']:.2f}× "
+        "(90 %: "
+        f"{' to '.join(format(end, '.2f') for end in found['predicted_speedup_interval'])}), measured: "
+        f"{own['tokens_per_second'] / own['plain_tokens_per_second']:.2f}×",
         " and ".join(f"{count} {name}" for name, count in header["prompt_sets"].items()),
         *(f"{one['rank'].capitalize()}: {one['accepted_length']:.2f} tokens per pass, "
           f"{sum(token['guessed'] for token in one['tokens'])} of {len(one['tokens'])} tokens guessed"
@@ -151,6 +157,22 @@ def test_a_figure_that_stands_in_several_places_is_the_same(tiny_run: Path) -> N
     assert "held-out answers with a tree of at most 8 nodes, without copies |" in card
     assert (f"| expected accepted length | {config['provenance']['expected_accepted_length'][-1]:.2f} tokens per "
             f"target pass with a tree of {len(config['tree']['parents'])} nodes, without copies") in card
+
+
+def test_the_answers_that_predict_chose_no_checkpoint(tiny_run: Path) -> None:
+    """Validation measures every second row, and the tree of the artifact stage is searched on all."""
+    rows = HeldOutRows(tiny_run / "data", BatchConfig(row_length=128, states="computed"))
+    texts = [row.tokens_BL[0].tolist() for row in rows.up_to_repetitions()]
+    unread = [row.tokens_BL[0].tolist() for row in rows.unread()]
+    assert len(texts) == 24
+    assert unread == texts[0::2]
+    assert not [text for text in texts[1::2] if text in unread]
+    tuned = json.loads((tiny_run / "artifact" / "tuning.json").read_text())
+    for found in (tuned["predicted"], tuned["sampled"]["predicted"]):
+        assert found["answers"] <= 12
+        assert found["answer_tokens"] <= 24, "answers are predicted to the length that is evaluated"
+    chosen = [one["predicted"]["accepted_length"] for one in tuned["copying"]["trials"]]
+    assert chosen != [one["accepted_length"] for one in tuned["copying"]["trials"]]
 
 
 def test_a_second_call_skips_every_stage(copied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
