@@ -250,19 +250,20 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
     return folder
 
 
-def load_artifact(folder: Path, target: Target, *, trust: bool = False) -> Artifact:
+def load_artifact(folder: Path, target: Target, *, trust: bool = False, retarget: bool = False) -> Artifact:
     """Load an artifact for its target and bind it.
 
     Args:
         target: the one it was trained for; an artifact with an adapter decodes with a changed copy of it.
         trust: whether the class that the artifact names is imported, which runs its code, if its family is not one of
             this package's.
+        retarget: whether a target of the same architecture and sizes with other weights will do.
 
     Raises:
         UserError: if the artifact is missing, damaged or of another format version; if it belongs to another target;
             if its family is unknown and not trusted.
     """
-    drafter, adapter, config = load_drafter(folder, target, trust=trust)
+    drafter, adapter, config = load_drafter(folder, target, trust=trust, retarget=retarget)
     try:
         tree = typed_fields(config["tree"], {"parents": tuple[int, ...], "ranks": tuple[int, ...]})
         if (size := len(tree["parents"])) > MOST:

@@ -40,8 +40,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "export": (("",), ("layouts.parts",), ("layouts",), ("engines", "evaluation"), ("report",)),
     "recipes": (
-        ("chat_settings", "terminal"), ("reading",), ("recipe",), ("planning",), ("stages",), ("commands",),
-        ("__main__",),
+        ("chat_settings", "terminal"), ("reading",), ("recipe",), ("planning",), ("stages",), ("doctor",),
+        ("commands",), ("__main__",),
     ),
 }
 """The boxes of each room from the ground up; a file imports its own box and lower floors. A box is a folder, "" the

@@ -50,7 +50,7 @@ def probe(engine: StateEngine, encoding: Encoding) -> str:
     widest = 0.0
     for name in names:
         found_TD = torch.cat([read[row][name] for row in rows])
-        gaps = {other: _gap(found_TD, own_TD) for other, own_TD in reference.items()}
+        gaps = {other: gap(found_TD, own_TD) for other, own_TD in reference.items()}
         nearest = min(gaps, key=lambda other: gaps[other])
         # Large models change their states little from layer to layer: another may be within the bound as well.
         if nearest != name and gaps[nearest] <= min(bound, gaps[name] / 2):
@@ -84,7 +84,8 @@ def own_states(encoding: Encoding) -> tuple[TokenShard, dict[str, Tensor]]:
     return shard, load_file(Path(encoding.folder, PROBE))
 
 
-def _gap(found_TD: Tensor, own_TD: Tensor) -> float:
+def gap(found_TD: Tensor, own_TD: Tensor) -> float:
+    """Median over tokens of the difference of two states, as a share of the length of the second."""
     lengths_T = own_TD.float().norm(dim=-1).clamp(min=1e-12)
     return float(((found_TD.float() - own_TD.float()).norm(dim=-1) / lengths_T).median())
 

@@ -21,6 +21,7 @@ from draftsmith.recipes.commands import (
     answer_commands,
     artifact_commands,
     compare_families,
+    doctor,
     importing,
     memory_plan,
     pipeline,
@@ -40,7 +41,7 @@ RECIPES = [path for path in SHIPPED if "family" in read_recipe(str(path))]
 TINY = next(path for path in RECIPES if path.stem == "tiny")
 FILES = {"pipeline": pipeline, "compare_families": compare_families, "memory_plan": memory_plan,
          "artifact_commands": artifact_commands, "answer_commands": answer_commands,
-         "acceptance_head": acceptance_head, "importing": importing, "publishing": publishing}
+         "acceptance_head": acceptance_head, "doctor": doctor, "importing": importing, "publishing": publishing}
 EVERY: dict[str, Command[Any]] = {name: command for file in FILES.values() for name, command in file.COMMANDS.items()}
 
 

@@ -1,0 +1,97 @@
+"""The command doctor: why a draft is accepted less than it could be."""
+
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...data import Manifest
+from ...data.store.token_store import MANIFEST
+from ...export import load_artifact
+from ...export.artifact_files import CONFIG
+from ...modules import Target, TargetConfig, UserError, load_target
+from ...modules.decoding.token_text import visible
+from ...modules.verification.sampling import TEMPERATURES, is_temperature
+from ..chat_settings import TemplateConfig, named_target
+from ..doctor.case import Case, DataSample
+from ..doctor.diagnosis import diagnose, lines
+from ..reading.parsing import Command, Parsed
+from ..terminal.draft_colours import RESET, marks_for
+from ..terminal.terminal_text import say
+from .artifact_commands import own_target
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorArguments:
+    """Arguments of `draftsmith doctor`."""
+
+    artifact: Path
+    """Folder of the artifact, or of the run that made it."""
+    data: Path | None = None
+    """Folder of the data that it was trained on; null takes the run's, if they are there."""
+    target: TargetConfig = field(default_factory=own_target)
+    """The target as it is served; the one that the artifact names by default."""
+    template: TemplateConfig = field(default_factory=TemplateConfig)
+    """Settings of its chat template as it is served."""
+    temperature: float = 0.0
+    """Temperature at which the draft is used; 0 is greedy."""
+    json: bool = False
+    """Print the findings as JSON."""
+    trust: bool = False
+    """Import the class that an artifact names where its family is none of this package's, which runs its code."""
+
+    def __post_init__(self) -> None:
+        if not is_temperature(self.temperature):
+            raise UserError(f"temperature must be {TEMPERATURES}, got {self.temperature}")
+
+
+def doctor(parsed: Parsed[DoctorArguments]) -> None:
+    """Check an artifact, its data and its target for whatever lowers acceptance: each check has a figure, a verdict and
+    a remedy that names the recipe's key."""
+    given = parsed.values
+    inside = given.artifact / "artifact"
+    folder = inside if not (given.artifact / CONFIG).is_file() and (inside / CONFIG).is_file() else given.artifact
+    target = load_target(named_target(folder, given.target))
+    artifact = load_artifact(folder, target, trust=given.trust, retarget=True)
+    data, reason = read_data(given.data, folder, target)
+    case = Case(artifact=artifact, target=target, template=given.template.build(target), data=data,
+                why_no_data=reason, temperature=given.temperature)
+    found = diagnose(case)
+    if given.json:
+        say(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
+        return
+    say("\n".join(lines(found.findings)))
+    if found.sample:
+        before, after = marks_for(sys.stdout.isatty(), os.environ).guessed
+        said = "green" if after == RESET else "[ ]"
+        say(f"\nThe first training row, its labels {'in ' * (after == RESET)}{said}:\n")
+        # Each piece is made printable by itself, since colours are control characters too.
+        print("".join(f"{before}{visible(text)}{after}" if learned and text else visible(text)
+                      for text, learned in found.sample) + "\n", flush=True)
+    say(found.headline)
+
+
+def read_data(given: Path | None, artifact: Path, target: Target) -> tuple[DataSample | None, str]:
+    """(rows of an artifact's data, the reason where there are none to be read).
+
+    Raises:
+        UserError: if the folder is named and holds none, or they are damaged.
+    """
+    folder = given or artifact.parent / "data"
+    if given is None and not (folder / MANIFEST).is_file():
+        return None, f"{folder} holds no data; name their folder with --data"
+    manifest = Manifest.load(folder)
+    written, here = manifest.target, target.identity
+    if (written.vocab_size, written.tokens_hash or here.tokens_hash) != (here.vocab_size, here.tokens_hash):
+        return None, (f"the data in {folder} are of {written.name}, whose tokens are others than those of {here.name}; "
+                      "distil with the target that is served")
+    if not manifest.total("train", "rows"):
+        return None, f"{folder} holds no training row; finish it with draftsmith distill"
+    return DataSample.read(folder, manifest), ""
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    "doctor": Command(name="doctor", arguments=DoctorArguments, run=doctor),
+}

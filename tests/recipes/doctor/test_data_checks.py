@@ -1,0 +1,222 @@
+"""Every planted fault of the data is found, in all rows and in a tenth of them; without faults nothing is."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.data import ChatTemplate
+from draftsmith.data.store.token_store import Row
+from draftsmith.export import Artifact
+from draftsmith.modules import Drafter, Target
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.recipes.doctor.case import Case, DataSample, spread
+from draftsmith.recipes.doctor.finding import Finding, group
+from draftsmith.recipes.doctor.target_checks import agreement, target_findings
+from draftsmith.recipes.doctor.text_checks import rendered, text_findings
+from support.artifacts import TREE, heads
+from support.families import cases_of
+from support.planted_faults import (
+    Change,
+    answer,
+    answered,
+    other_answer,
+    other_turn,
+    planted,
+    sample_of,
+    shifted,
+    store_states,
+    too_short,
+    with_answer,
+    with_opening,
+)
+from support.template_shapes import QWEN3
+from transformers import LlamaConfig, LlamaForCausalLM
+
+TENTH = pytest.mark.parametrize("share", [1.0, 0.1])
+
+
+@pytest.fixture(scope="module")
+def healthy(tiny_target: Target) -> list[Row]:
+    """Greedy answers of the tiny target."""
+    return answered(tiny_target)
+
+
+def case(data: DataSample, target: Target, drafter: Drafter | None = None, template: ChatTemplate | None = None,
+         temperature: float = 0.0) -> Case:
+    artifact = Artifact(drafter=drafter or heads(target), target=target, topology=TREE, identity=target.identity,
+                        provenance={})
+    return Case(artifact=artifact, target=target, template=template or ChatTemplate(target.tokenizer), data=data,
+                temperature=temperature)
+
+
+def faults(rows: Sequence[Row], target: Target, made: ChatTemplate | None = None, **of: Any) -> dict[str, Finding]:
+    """The findings with a remedy, by name; `made` is the template that rendered the rows."""
+    return faults_of(sample_of(rows, target, made), target, **of)
+
+
+def faults_of(data: DataSample, target: Target, **of: Any) -> dict[str, Finding]:
+    one = case(data, target, **of)
+    found = [*text_findings(one, data), *target_findings(one, data)]
+    assert len({finding.name for finding in found}) == len(found)
+    return {finding.name: finding for finding in found if finding.remedy}
+
+
+def thinking_target() -> Target:
+    """The tiny target with a template that has a switch for thinking."""
+    target = Target(tiny_model(), tiny_tokenizer(), name="tiny-random")
+    target.tokenizer.chat_template = QWEN3
+    return target
+
+
+def test_healthy_rows_have_no_fault(tiny_target: Target, healthy: list[Row], tmp_path: Path) -> None:
+    assert not faults(healthy, tiny_target)
+    data = sample_of(healthy, tiny_target, folder=tmp_path)
+    store_states(data, tiny_target, (0, 1))
+    assert not faults_of(data, tiny_target, drafter=cases_of("eagle3")["eagle3-shared"].make(tiny_target))
+
+
+def test_the_sample_shows_the_mask(tiny_target: Target, healthy: list[Row]) -> None:
+    data = sample_of(healthy, tiny_target)
+    (asked, first), (said, second) = rendered(case(data, tiny_target), data)
+    assert (first, second) == (False, True)
+    assert asked == "<|im_start|>user\na0 and 0<|im_end|>\n<|im_start|>assistant\n"
+    assert said
+
+
+PLANTED: dict[str, tuple[Change, str, str]] = {
+    "shifted mask": (shifted, "mask", "1 token too late"),
+    "labels of another turn": (other_turn, "turns", "another turn"),
+    "too short rows": (too_short, "lengths", "3 draft steps"),
+    "off-policy": (other_answer, "on-policy", "not what the target writes"),
+}
+
+
+@TENTH
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found(tiny_target: Target, healthy: list[Row], fault: str, share: float) -> None:
+    change, name, words = PLANTED[fault]
+    found = faults(planted(healthy, share, change), tiny_target)[name]
+    assert words in found.verdict
+    assert f"{40 * share:.0f} of 40 rows (train-00000:" in found.verdict
+
+
+@TENTH
+def test_another_template_is_found(tiny_target: Target, healthy: list[Row], share: float) -> None:
+    rows = planted(healthy, share, with_opening(tiny_target, "<|im_end|>\n<|im_start|>assistant\n", "\nBot: "))
+    assert "another template" in faults(rows, tiny_target)["template"].verdict
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_another_mode_of_thinking_is_found(thinks: bool) -> None:
+    target = thinking_target()
+    template = ChatTemplate(target.tokenizer, modes=(thinks,))
+    rows = answered(target, template)
+    assert not faults(rows, target, template, template=template)
+    opening, empty = "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    change = with_opening(target, *((opening, empty) if thinks else (empty, opening)))
+    for share in (1.0, 0.1):
+        found = faults(planted(rows, share, change), target, template, template=template)
+        assert "not served" in found["thinking"].verdict
+        assert f"{40 * share:.0f} of 40 rows" in found["thinking"].verdict
+    both = ChatTemplate(target.tokenizer, modes=(True, False))
+    assert "in no row" in faults(rows, target, template, template=both)["thinking"].verdict
+
+
+def test_another_system_prompt_is_found(tiny_target: Target) -> None:
+    brief = ChatTemplate(tiny_target.tokenizer, system="Be brief.")
+    rows = answered(tiny_target, brief)
+    assert "start otherwise" in faults(rows, tiny_target, brief)["special tokens"].verdict
+    assert not faults(rows, tiny_target, brief, template=brief)
+
+
+@TENTH
+def test_end_tokens_that_are_none_are_found(tiny_target: Target, healthy: list[Row], share: float) -> None:
+    unknown, plain = tiny_target.tokenizer.unk_token_id, 5
+    rows = [with_answer(row, [plain if token == unknown else token for token in row.tokens[answer(row) :]])
+            for row in healthy]
+    rows = planted(rows, share, lambda row: with_answer(row, [*row.tokens[answer(row) :], unknown]))
+    assert "<unk>, which is no end token" in faults(rows, tiny_target)["special tokens"].verdict
+
+
+def test_drawn_answers_for_greedy_use_are_found(tiny_target: Target, healthy: list[Row]) -> None:
+    drawn = answered(tiny_target, temperatures=(1.0,))
+    assert set(faults(drawn, tiny_target)) == {"temperature"}
+    # The target draws so: with sampled use nothing is wrong, but with greedy answers for it something is.
+    assert not faults(drawn, tiny_target, temperature=1.0)
+    assert set(faults(healthy, tiny_target, temperature=1.0)) == {"temperature"}
+    # Rows that say greedy and were drawn.
+    hidden = [replace(row, temperature=0.0) for row in drawn]
+    assert "they were drawn" in faults(hidden, tiny_target)["on-policy"].verdict
+    mixed = [*healthy[:36], *hidden[36:]]
+    assert "4 of 40 rows" in faults(mixed, tiny_target)["on-policy"].verdict
+    # Answers of another target at the same temperature.
+    reversed_ = planted(drawn, 0.1, other_answer)
+    assert "4 of 40 rows" in faults(reversed_, tiny_target, temperature=1.0)["on-policy"].verdict
+
+
+@TENTH
+def test_a_vocabulary_that_is_too_small_is_found(tiny_target: Target, healthy: list[Row], share: float) -> None:
+    # Its ids are 3 to 77.
+    narrow = heads(tiny_target, vocabulary_size=75)
+    rows = [with_answer(row, [3 + token % 70 for token in row.tokens[answer(row) :]]) for row in healthy]
+    assert "draft vocabulary" not in faults(rows, tiny_target, drafter=narrow)
+    rows = planted(rows, share, lambda row: with_answer(row, [80 + token % 15 for token in row.tokens[answer(row) :]]))
+    verdict = faults(rows, tiny_target, drafter=narrow)["draft vocabulary"].verdict
+    assert f"{40 * share:.0f} of 40 rows" in verdict
+
+
+@TENTH
+@pytest.mark.parametrize(("fault", "words"), [
+    ("another target", "states tap_1 of another target"), ("another layer", "the states tap_0 in place of tap_1"),
+    ("another rotary base", "another rotary base"),
+])
+def test_wrong_states_are_found(tiny_target: Target, healthy: list[Row], tmp_path: Path, fault: str, words: str,
+                                share: float) -> None:
+    data = sample_of(healthy, tiny_target, folder=tmp_path)
+    if fault == "another layer":
+        store_states(data, tiny_target, (0, 1), share=share, layer=0)
+    else:
+        model = tiny_model(seed=1)
+        if fault == "another rotary base":
+            settings = tiny_target.model.config.to_dict() | {"rope_parameters": {"rope_type": "default",
+                                                                                 "rope_theta": 4.0}}
+            model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+            model.load_state_dict(tiny_target.model.state_dict())
+        store_states(data, tiny_target, (0, 1), share=share, wrong=Target(model, tiny_tokenizer(), name="other"))
+    found = faults_of(data, tiny_target, drafter=cases_of("eagle3")["eagle3-shared"].make(tiny_target))
+    assert set(found) == {"stored states"}
+    assert words in found["stored states"].verdict
+
+
+def test_data_of_another_target_say_so(tiny_target: Target, healthy: list[Row]) -> None:
+    other = Target(tiny_model(seed=1), tiny_tokenizer(), name="other")
+    found = faults_of(sample_of(healthy, tiny_target), other)
+    assert found["target of the data"].figure == "tiny-random; here other"
+    assert "on-policy" in found
+
+
+def test_words_of_a_small_group_are_none() -> None:
+    names = [f"train-00000:{n}" for n in range(100)]
+    assert group(names, [7, 8]) == group(names, []) == ""
+    assert group(names, [7, 8, 9, 4]) == "4 of 100 rows (train-00000:4, train-00000:7, train-00000:8, ...)"
+    # One of each quarter, the same every time.
+    assert [25 * part <= row < 25 * part + 25 for part, row in enumerate(spread(range(100), 4))] == [True] * 4
+    assert spread(names, 40) == spread(names, 40)
+    assert spread(names[:3], 4) == names[:3]
+
+
+def test_surprise_is_that_of_the_formula(tiny_target: Target) -> None:
+    """Surprise above entropy and hits of a long answer, in float64 by hand."""
+    states_ND = torch.randn(300, tiny_target.hidden_size, generator=torch.Generator().manual_seed(0))
+    log_p_NV = tiny_target.logits(states_ND).double().log_softmax(-1)
+    torch.manual_seed(0)
+    tokens_N = torch.distributions.Categorical(logits=log_p_NV).sample()
+    found = agreement(tiny_target, states_ND, tokens_N, 1.0)
+    own_N, entropy_N = log_p_NV[torch.arange(300), tokens_N], -(log_p_NV.exp() * log_p_NV).sum(-1)
+    assert found.kl == pytest.approx(float((-own_N - entropy_N).mean()), abs=1e-9)
+    assert found.argmax == pytest.approx(float((log_p_NV.argmax(-1) == tokens_N).double().mean()))
+    assert not found.off
+    assert agreement(tiny_target, states_ND, tokens_N, 0.0).off
