@@ -105,14 +105,14 @@ def own(target: Target, new_tokens: int, drafter: Proposer | None = None, policy
     return run
 
 
-def forms(target: Target, compiled: bool, drafted: bool = False) -> dict[str, dict[str, bool]]:
+def forms(target: Target, brief: bool, drafted: bool = False) -> dict[str, dict[str, bool]]:
     """Settings of the loop that are compared, by what a method's name says of them."""
     found: dict[str, dict[str, bool]] = {"": {}}
     if target.device.type == "cuda" or not drafted:
         found[", graphs"] = {"graphs": True}
-    if compiled and target.linears.packed is None:
+    if not brief and target.linears.packed is None:
         found[", compiled"] = {"compile": True}
-    if compiled and target.device.type == "cuda":
+    if not brief and target.device.type == "cuda":
         found[", graphs, compiled"] = {"graphs": True, "compile": True}
     return found
 
@@ -131,14 +131,16 @@ def assisted(target: Target, new_tokens: int) -> Method:
     return peer(target, new_tokens, assistant_model=assistant)
 
 
-def without_drafter(target: Target, new_tokens: int, compiled: bool) -> Iterator[tuple[str, Method, int | None]]:
+def without_drafter(target: Target, new_tokens: int, brief: bool) -> Iterator[tuple[str, Method, int | None]]:
     """(name, method, its only batch) of each method that drafts nothing or with the target's layers."""
-    for form, settings in forms(target, compiled).items():
+    for form, settings in forms(target, brief).items():
         yield f"plain loop{form}", own(target, new_tokens, **settings), None
-    yield "plain loop, sampled", own(target, new_tokens, temperature=TEMPERATURE), None
     yield "generate", peer(target, new_tokens), None
+    if brief:
+        return
+    yield "plain loop, sampled", own(target, new_tokens, temperature=TEMPERATURE), None
     yield "generate, static cache", peer(target, new_tokens, cache_implementation="static", disable_compile=True), None
-    if compiled and target.device.type == "cuda":
+    if target.device.type == "cuda":
         yield "generate, static cache, compiled", peer(target, new_tokens, cache_implementation="static"), None
     first = max(1, target.num_layers // 4)
     yield "first layers, chain", own(target, new_tokens, LayerDraft(target, range(first)), Chain(CHAIN)), None
@@ -163,7 +165,7 @@ class Bench:
         context: tokens of each prompt.
         new_tokens: length of each answer.
         acceptance: of the drafters.
-        compiled: whether layers that torch.compile made are measured too.
+        brief: whether only what a measurement of a minute needs is measured: nothing that is compiled or sampled.
     """
 
     shape: str
@@ -171,7 +173,7 @@ class Bench:
     context: int
     new_tokens: int
     acceptance: float
-    compiled: bool = True
+    brief: bool = False
     texts: dict[int, Tensor] = field(default_factory=dict)
     """Prompts and answers by number of rows."""
 
@@ -202,6 +204,8 @@ class Bench:
             torch.cuda.empty_cache()
             return Speed(name, batch, left_out=f"failed: {str(error).splitlines()[0][:100]}")
         count = sum(map(len, found.answers))
+        # Told at once: a machine may be lent for less time than the whole table takes.
+        print(f"{name}, {batch} rows: {count / found.seconds:.1f} tokens/s", file=sys.stderr, flush=True)
         return Speed(name, batch, count / found.seconds, count / batch / found.passes,
                      found.draft_seconds / found.seconds,
                      sum(answer == wanted for answer, wanted in zip(found.answers, reference, strict=True)), batch,
@@ -220,7 +224,7 @@ class Bench:
 
     def forms(self, recipe: str) -> dict[str, dict[str, bool]]:
         """The settings that are compared with a family; of all families on a CPU one is compiled, to try it out."""
-        found = forms(self.target, self.compiled, drafted=True)
+        found = forms(self.target, self.brief, drafted=True)
         return found if self.target.device.type == "cuda" or recipe == RECIPES[0] else {"": {}}
 
 
@@ -234,10 +238,13 @@ def measure(bench: Bench, batches: Sequence[int], recipes: Sequence[str], deadli
         deadline: value of `time.monotonic()` after which nothing further is measured.
     """
     found = []
-    for name, method, only in without_drafter(bench.target, bench.new_tokens, bench.compiled):
+    for name, method, only in without_drafter(bench.target, bench.new_tokens, bench.brief):
         found += [bench.timed(name, batch, method, deadline) for batch in batches if only in (None, batch)]
     for recipe in recipes:
-        found += bench.drafted(recipe, batches, deadline)
+        # A drafter of this size takes seconds to make.
+        late = time.monotonic() > deadline
+        found += [Speed(recipe, batch, left_out="no time was left") for batch in batches] if late else bench.drafted(
+            recipe, batches, deadline)
     return found
 
 

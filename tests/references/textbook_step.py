@@ -37,8 +37,9 @@ def textbook_loss(module, drafts, features):
         masses = module.config.objective in NEEDS_MASS
         teacher = Teacher(module.target, ids_Q, mass=masses)(features.final().flatten(0, 1))
     total, count, weights = 0.0, 0.0, module.weights(len(drafts.offsets))
+    places_BA = drafts.indices_BL
     for step, offset in enumerate(drafts.offsets):
-        labels_BL, valid_BL = features.labels(offset)
+        labels_BL, valid_BL = (chosen(values_BL, places_BA) for values_BL in features.labels(offset))
         if ids_Q is not None:
             labels_BL = draft_index(ids_Q, module.target.vocab_size)[labels_BL]
         valid_BL = valid_BL & (labels_BL >= 0)
@@ -46,8 +47,8 @@ def textbook_loss(module, drafts, features):
             valid_BL = valid_BL & drafts.valid_BLK[:, :, step]
         logits_BLQ = module.drafter.project(drafts.hidden_BLKD[:, :, step], step)
         loss_N = objective_loss(module.config.objective, logits_BLQ.flatten(0, 1), labels_BL.clamp(min=0).flatten(),
-                                ahead(teacher, size, offset - 1))
-        loss_BL = loss_N.view(size)
+                                ahead(teacher, size, offset - 1, places_BA))
+        loss_BL = loss_N.view(labels_BL.shape)
         if module.config.feature_weight:
             states_BLD = (drafts.hidden_BLKD if drafts.estimated_BLKD is None else drafts.estimated_BLKD)[:, :, step]
             final_BLD = features.final().roll(-drafts.estimates[step], 1)
@@ -58,12 +59,21 @@ def textbook_loss(module, drafts, features):
     return total, count
 
 
-def ahead(teacher, size, places):
-    """The target's distributions `places` positions ahead of each one."""
+def chosen(values, places_BA):
+    """Values [B, L, ...] at the positions after which blocks start, or at all of them."""
+    if places_BA is None:
+        return values
+    return torch.stack([row[places_A] for row, places_A in zip(values, places_BA, strict=True)])
+
+
+def ahead(teacher, size, places, places_BA=None):
+    """The target's distributions `places` positions ahead of each one, or of the chosen ones."""
     if teacher is None:
         return None
 
     def moved(values):
-        return None if values is None else values.view(*size, *values.shape[1:]).roll(-places, 1).flatten(0, 1)
+        if values is None:
+            return None
+        return chosen(values.view(*size, *values.shape[1:]).roll(-places, 1), places_BA).flatten(0, 1)
 
     return replace(teacher, log_p_NQ=moved(teacher.log_p_NQ), log_mass_N=moved(teacher.log_mass_N))

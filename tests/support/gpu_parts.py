@@ -92,7 +92,7 @@ def decoding(name: str) -> Callable[[Settings], Measured]:
         shape = settings.shape(name)
         # Without packed layers, so that compiled ones are tried out on a CPU too.
         bench = decode_speed.Bench(shape, shaped_target(shape, settings.device, pack=0), 16 if settings.small else 128,
-                                   12 if settings.small else 64, ACCEPTANCE, compiled=not settings.brief)
+                                   12 if settings.small else 64, ACCEPTANCE, brief=settings.brief)
         batches = (1, 2) if settings.small else (1, 16) if settings.brief else (1, 4, 16, 64)
         recipes = RECIPES[:3] if settings.small else RECIPES[:4] if settings.brief else RECIPES
         speeds = decode_speed.measure(bench, batches, recipes, settings.deadline)
@@ -192,6 +192,7 @@ def training(settings: Settings) -> Measured:
         length = 64 if settings.small else min(2048, recipe.batch.row_length)
         bench = training_step.Bench(target, shaped_module(recipe, target, shape), length, recipe.batch.rows_per_batch)
         found[name] = training_step.measure(bench, ways, 1 if settings.small else 4, settings.deadline)
+        print(*training_step.table({name: found[name]})[2:], sep="\n", file=sys.stderr, flush=True)
         del bench
         if settings.device == "cuda":
             torch.cuda.empty_cache()
