@@ -71,10 +71,10 @@ def continued_settings(config: DrafterConfig, start: DrafterConfig) -> DrafterCo
     # A mixture of both may be none that the settings' own checks accept: what does not fit is refused first.
     found = copy(config)
     vars(found).update({name: getattr(start, name) for name in apart
-                        if getattr(config, name) == getattr(usual, name)})
+                        if getattr(config, name) == getattr(usual, name) and config.inherits(name, start)})
     for name in apart:
         wanted, former = getattr(found, name), getattr(start, name)
-        if wanted != former and not found.carries(name, former):
+        if wanted != former and not found.carries(name, start):
             said = shortened(former)
             raise UserError(f"drafter.{name} is {shortened(wanted)}, and the drafter of train.start has {said}, whose "
                             f"weights do not fit; set drafter.{name} to {said}, or leave train.start out for a new "

@@ -26,6 +26,7 @@ from ..interfaces.family_card import FamilyCard
 from ..interfaces.optional_parts import JudgesGuesses
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
 from ..row_buffers import RowBuffer
+from ..target.draft_vocabulary import OwnOutput, carry_rows
 from ..target.model import Target
 from .corrections.correction import Correction, CorrectionName
 from .corrections.markov import Markov
@@ -114,21 +115,34 @@ class BlockDraftConfig(FeatureConfig):
         """Tokens that a block drafts."""
         return self.block_size - (self.aligned == "same")
 
-    def carries(self, name: str, former: Any) -> bool:
-        """Further layers pass the state on, `fc` reads nothing of further taps, a new correction corrects nothing, and
-        causal slots do not depend on those after them."""
+    def inherits(self, name: str, start: Any) -> bool:
+        """A selector has the whole vocabulary, and slots with rows of their own no mask token, whatever the start."""
+        return not ((name == "vocabulary_size" and self.correction == "selector")
+                    or (name == "mask_token_id" and self.slot_rows))
+
+    def carries(self, name: str, start: Any) -> bool:
+        """Further layers pass the state on, `fc` reads nothing of further taps, a new correction or a further rank of
+        it corrects nothing, and a row of the drafter's own starts as the mask's. These leave all guesses as they were;
+        so do fewer or further slots if they are causal. All weights also fit slots of another alignment or sight, which
+        training then has to tell what to guess."""
+        former = getattr(start, name)
         match name:
             case "num_layers":
-                grown = former < self.num_layers
+                fits = former < self.num_layers
             case "taps":
-                grown = set(former) < set(self.taps or ())
-            case "block_size":
-                grown = self.causal and former < self.block_size
+                fits = set(former) < set(self.taps or ())
             case "correction":
-                grown = former == "none"
+                fits = former == "none"
+            case "rank":
+                fits = start.correction == "none" or (
+                    self.correction in ("markov", "selector", "state") and former < self.rank)
+            case "mask_token_id":
+                fits = self.mask_token_id is None
+            case "confidence" | "conv" | "slot_rows":
+                fits = not former
             case _:
-                grown = name in ("confidence", "conv") and not former
-        return super().carries(name, former) or bool(grown)
+                fits = name in ("block_size", "aligned", "causal")
+        return super().carries(name, start) or fits
 
 
 class BlockState(DraftState):
@@ -260,8 +274,25 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             nn.init.zeros_(self.confidence.bias)
 
     def carried(self, start: Self) -> dict[str, Tensor]:
-        """The start's tensors; `fc` has columns of zeros for further taps."""
-        return {**super().carried(start), "fc.weight": columns_for(self.taps, start.fc.weight, start.taps)}
+        """The start's tensors; `fc` has columns of zeros for further taps, and a correction those of a new one for
+        further ranks and tokens."""
+        own, found = {name: tensor.clone() for name, tensor in self.state_dict().items()}, {**super().carried(start)}
+        found["fc.weight"] = columns_for(self.taps, start.fc.weight, start.taps)
+        if self.config.mask_token_id is None:
+            mask = start.mask_embedding if start.config.mask_token_id is None else self.embed(start.mask_id)
+            found["mask_embedding"] = mask if start.config.slot_rows else mask.expand_as(self.mask_embedding)
+        for name, part in self.correction.named_modules():
+            if isinstance(part, OwnOutput) and self.config.correction == start.config.correction:
+                former = cast(OwnOutput, start.correction.get_submodule(name))
+                rows = OwnOutput(former.in_features, part.out_features, bias=False).to(part.weight)
+                rows.weight.zero_()
+                carry_rows(rows, self.token_ids, former, start.token_ids, self.vocab_size)
+                found[f"correction.{name}.weight"] = rows.weight
+        for name in own.keys() & found.keys() - {"token_ids"}:
+            # Further slots and ranks are those of a new drafter, which add nothing.
+            kept = tuple(slice(min(sizes)) for sizes in zip(own[name].shape, found[name].shape, strict=True))
+            own[name][kept] = found[name][kept].to(own[name])
+        return own
 
     def project(self, hidden: Tensor, step: int) -> Tensor:
         """Draft logits [..., Q] of states [..., X]: the target's output layer, corrected. Steps after those of a block

@@ -37,9 +37,9 @@ class DraftLMConfig(DrafterConfig):
     mask_token_id: int | None = None
     """A reserved token whose embedding holds the mask token's in exports; None exports without mask tokens."""
 
-    def carries(self, name: str, former: Any) -> bool:
+    def carries(self, name: str, start: Any) -> bool:
         """The mask token names a row of exports alone."""
-        return super().carries(name, former) or name == "mask_token_id"
+        return super().carries(name, start) or name == "mask_token_id"
 
     def __post_init__(self) -> None:
         super().__post_init__()

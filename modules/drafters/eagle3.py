@@ -65,11 +65,12 @@ class Eagle3Config(FeatureConfig):
         if self.fc_norm and self.norm_before_fc:
             raise UserError("fc_norm and norm_before_fc are both true, and the states are normalised once; choose one")
 
-    def carries(self, name: str, former: Any) -> bool:
+    def carries(self, name: str, start: Any) -> bool:
         """Further layers pass the state on, and `fc` reads nothing of further taps; one norm over all of them would
         change."""
-        taps = name == "taps" and not self.norm_before_fc and set(former) < set(self.taps or ())
-        return super().carries(name, former) or taps or (name == "num_layers" and former < self.num_layers)
+        taps = name == "taps" and not self.norm_before_fc and set(start.taps) < set(self.taps or ())
+        layers = name == "num_layers" and start.num_layers < self.num_layers
+        return super().carries(name, start) or taps or layers
 
 
 class WideBlock(ResidualLayer):

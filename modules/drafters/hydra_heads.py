@@ -33,10 +33,10 @@ class HydraConfig(HeadConfig):
     noise: float = 0.0
     """Scale of uniform noise on the states and embeddings in training (NEFTune, arXiv:2310.05914, eq. 1)."""
 
-    def carries(self, name: str, former: Any) -> bool:
+    def carries(self, name: str, start: Any) -> bool:
         """Further blocks pass the state on; a tied one, which stands after the first, would be applied more often."""
-        untied = not self.tie_blocks or former == 1
-        return super().carries(name, former) or (name == "num_layers" and untied and former < self.num_layers)
+        further = (not self.tie_blocks or start.num_layers == 1) and start.num_layers < self.num_layers
+        return super().carries(name, start) or (name == "num_layers" and further)
 
 
 class ConditionedBlock(nn.Module):

@@ -36,10 +36,10 @@ class MedusaConfig(HeadConfig):
     tie_blocks: bool = False
     """Whether the blocks of a head are one block applied `num_layers` times, as in the official code."""
 
-    def carries(self, name: str, former: Any) -> bool:
+    def carries(self, name: str, start: Any) -> bool:
         """Further blocks pass the state on; a tied one would be applied more often."""
-        further = name == "num_layers" and not self.tie_blocks and former < self.num_layers
-        return super().carries(name, former) or further
+        further = name == "num_layers" and not self.tie_blocks and start.num_layers < self.num_layers
+        return super().carries(name, start) or further
 
 
 class ResidualBlock(nn.Module):

@@ -35,8 +35,13 @@ class DrafterConfig(CheckedSettings):
     vocabulary_size: int | None = None
     """Entries of a reduced draft vocabulary, the most frequent tokens of the training data; None keeps them all."""
 
-    def carries(self, name: str, former: Any) -> bool:
-        """True if a drafter of these settings takes over the weights of one in which a setting is `former`."""
+    def inherits(self, name: str, start: Any) -> bool:
+        """True if a setting that the recipe leaves at its default is that of the start, whose settings are `start`."""
+        return True
+
+    def carries(self, name: str, start: Any) -> bool:
+        """True if a drafter of these settings takes over the weights of one of the settings `start`, which differ in
+        this setting."""
         return name == "vocabulary_size"
 
 

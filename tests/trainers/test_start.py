@@ -10,6 +10,8 @@ from draftsmith.export import load_artifact, save_artifact
 from draftsmith.export.stored_drafter import load_drafter
 from draftsmith.modules import (
     Adapter,
+    BlockDraft,
+    BlockDraftConfig,
     Drafter,
     DraftLMConfig,
     Eagle3Config,
@@ -82,6 +84,8 @@ def test_loss_and_acceptance_start_as_those_of_the_start(name: str, tiny_target:
 
 
 MEDUSA, HYDRA, EAGLE3 = MedusaConfig(num_heads=2), HydraConfig(num_heads=2), Eagle3Config(steps=2, taps=(1,))
+DFLASH = BlockDraftConfig(num_layers=1, taps=(1,), block_size=3, aligned="same", causal=False)
+DSPARK = BlockDraftConfig(num_layers=1, taps=(1,), block_size=3, correction="markov", rank=6)
 CARRIED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "medusa, heads": ("medusa", replace(MEDUSA, output="copy"), {"num_heads": 5}),
     "medusa, blocks": ("medusa", MEDUSA, {"num_layers": 3}),
@@ -99,6 +103,17 @@ CARRIED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "eagle3, tokens": ("eagle3", replace(EAGLE3, vocabulary_size=7), {"vocabulary_size": 8}),
     "eagle3, everything": ("eagle3", replace(EAGLE3, vocabulary_size=7, fc_norm=True),
                            {"vocabulary_size": 8, "taps": (0, 1), "num_layers": 2}),
+    "block, DFlash to DSpark": ("block", DFLASH, {"correction": "markov", "rank": 6, "confidence": True}),
+    "block, DFlash to DFlash 2": ("block", replace(DFLASH, vocabulary_size=7),
+                                  {"correction": "selector", "conv": True, "rank": 6}),
+    "block, DFlash to a state": ("block", DFLASH, {"correction": "state", "num_layers": 3, "taps": (0, 1)}),
+    "block, rank of a table": ("block", replace(DSPARK, confidence=True), {"rank": 9, "block_size": 4}),
+    "block, rank of a selector": ("block", replace(DSPARK, correction="selector"), {"rank": 9}),
+    "block, rank of a state": ("block", replace(DSPARK, correction="state"), {"rank": 9}),
+    "block, tokens of a table": ("block", replace(DSPARK, vocabulary_size=7), {"vocabulary_size": 8, "rank": 9}),
+    "block, slots": ("block", replace(DSPARK, slot_rows=True), {"block_size": 4}),
+    "block, fewer slots": ("block", replace(DSPARK, block_size=4, slot_rows=True), {"block_size": 3}),
+    "block, a row a slot": ("block", DSPARK, {"slot_rows": True}),
     "draft_lm, fewer tokens": ("draft_lm", DraftLMConfig(num_layers=1, hidden_size=24), {"vocabulary_size": 8}),
     "draft_lm, mask token": ("draft_lm", DraftLMConfig(num_layers=1, hidden_size=24, depths=2),
                              {"mask_token_id": 4, "depths": 2}),
@@ -127,13 +142,20 @@ def test_further_parts_change_nothing_of_what_the_start_computes(
     for key, value in settings.items():
         assert getattr(after.config, key) == value
     old, new = (drafter(target.encode(cycle_rows(2), drafter.taps)) for drafter in (before, after))
-    steps = old.hidden_BLKD.shape[2]
-    torch.testing.assert_close(new.hidden_BLKD[:, :, :steps], old.hidden_BLKD)
+    steps, width = (min(one.hidden_BLKD.shape[axis] for one in (old, new)) for axis in (2, 3))
+    if family == "block":
+        # A correction's own numbers come after the slot's state.
+        width = target.hidden_size
+    torch.testing.assert_close(new.hidden_BLKD[:, :, :steps, :width], old.hidden_BLKD[:, :, :steps, :width])
     every_V = torch.arange(target.vocab_size)
     tokens_P, tokens_Q = (every_V if ids is None else ids for ids in (before.token_ids_Q, after.token_ids_Q))
     shared = sorted(set(tokens_P.tolist()) & set(tokens_Q.tolist()))
     for step in range(steps):
-        theirs, mine = (drafter.project(old.hidden_BLKD[:, :, step], step) for drafter in (before, after))
+        theirs, mine = (drafter.project(drafts.hidden_BLKD[:, :, step], step)
+                        for drafter, drafts in ((before, old), (after, new)))
+        if settings.get("correction") == "selector":
+            # Minus infinity for all but its candidates.
+            mine = after.output_rows()(new.hidden_BLKD[:, :, step, :width])
         columns_P, columns_Q = ([tokens.tolist().index(token) for token in shared] for tokens in (tokens_P, tokens_Q))
         torch.testing.assert_close(mine[..., columns_Q], theirs[..., columns_P])
     assert all(bool(weight.isfinite().all()) for weight in after.parameters())
@@ -141,7 +163,32 @@ def test_further_parts_change_nothing_of_what_the_start_computes(
         assert tokens_Q.equal(OTHERS)
         new_Q = [place for place, token in enumerate(OTHERS.tolist()) if token not in tokens_P.tolist()]
         for layer in (part for part in after.modules() if isinstance(part, OwnOutput)):
-            torch.testing.assert_close(layer.weight[new_Q], target.output_weight()[OTHERS[new_Q]])
+            # The rows of a correction's output add nothing yet.
+            own = family == "block"
+            rows = torch.zeros(len(new_Q), config.rank + 3) if own else target.output_weight()[OTHERS[new_Q]]
+            torch.testing.assert_close(layer.weight[new_Q], rows)
+
+
+def test_slots_of_another_alignment_and_sight_start_with_all_weights(tiny_target: Target, tmp_path: Path) -> None:
+    before = randomised(BlockDraft.create(DSPARK, tiny_target))
+    settings = {"aligned": "same", "causal": False, "block_size": 4}
+    after = continuing(wanted("block", tiny_target, **settings), stored(tmp_path, tiny_target, before)).drafter
+    assert (after.config.correction, after.config.causal, after.config.num_steps) == ("markov", False, 3)
+    assert before.state_dict().keys() == after.state_dict().keys()
+    assert all(torch.equal(weight, after.state_dict()[name]) for name, weight in before.state_dict().items())
+
+
+def test_rows_of_slots_start_as_the_mask_tokens(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = tiny_target.tokenizer.unk_token_id
+    special = sorted(set(tiny_target.tokenizer.all_special_ids) - {mask})
+    monkeypatch.setattr(type(tiny_target.tokenizer), "all_special_ids", property(lambda _: special))
+    before = randomised(BlockDraft.create(replace(DSPARK, mask_token_id=mask), tiny_target))
+    after = continuing(wanted("block", tiny_target, slot_rows=True), stored(tmp_path, tiny_target, before)).drafter
+    assert after.state_dict().keys() - before.state_dict().keys() == {"mask_embedding"}
+    old, new = (one(tiny_target.encode(cycle_rows(2), one.taps)).hidden_BLKD for one in (before, after))
+    torch.testing.assert_close(new, old)
 
 
 def test_a_vocabulary_of_the_same_size_keeps_the_starts_tokens(tiny_target: Target, tmp_path: Path) -> None:
@@ -168,6 +215,11 @@ def test_a_vocabulary_of_the_same_size_keeps_the_starts_tokens(tiny_target: Targ
     ("eagle3", replace(EAGLE3, norm_before_fc=True), {"taps": (0, 1)}, r"drafter\.taps is \[0, 1\], .* has \[1\]"),
     ("eagle3", replace(EAGLE3, num_layers=3), {"num_layers": 2}, r"drafter\.num_layers is 2, .* has 3"),
     ("eagle3", EAGLE3, {"norm_output": True}, r"drafter\.norm_output is true, .* has false"),
+    ("block", DSPARK, {"rank": 5}, r"drafter\.rank is 5, .* has 6"),
+    ("block", replace(DSPARK, correction="rnn"), {"rank": 9}, r"drafter\.rank is 9, .* has 6"),
+    ("block", DSPARK, {"correction": "state"}, r'drafter\.correction is "state", .* has "markov"'),
+    ("block", DSPARK, {"residual": True}, r"drafter\.residual is true, .* has false"),
+    ("block", replace(DSPARK, taps=(0, 1)), {"taps": (1,)}, r"drafter\.taps is \[1\], .* has \[0, 1\]"),
     ("kangaroo", KangarooConfig(), {"rope_base": None}, r"drafter\.rope_base is null, .* has 10000\.0"),
     ("prompt_tokens", PromptTokensConfig(num_tokens=2), {"num_tokens": 4}, r"drafter\.num_tokens is 4, .* has 2"),
     ("draft_lm", DraftLMConfig(num_layers=1), {"num_layers": 3}, r"drafter\.num_layers is 3, .* has 1"),

@@ -27,9 +27,9 @@ class HeadConfig(DrafterConfig):
     """`shared` reads the target's output layer and adds no weights; `copy` trains a copy of it for each head,
     `one_copy` a single copy for all heads."""
 
-    def carries(self, name: str, former: Any) -> bool:
+    def carries(self, name: str, start: Any) -> bool:
         """Further heads start as those of a new drafter."""
-        return super().carries(name, former) or (name == "num_heads" and former < self.num_heads)
+        return super().carries(name, start) or (name == "num_heads" and start.num_heads < self.num_heads)
 
 
 class HeadDrafter(BorrowingDrafter[State]):

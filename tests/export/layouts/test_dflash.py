@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.export import ExportSettings, ImportSettings, import_drafter, read_description
-from draftsmith.modules import BlockDraft, BlockDraftConfig, Target, UserError
+from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target, UserError
 from draftsmith.recipes.__main__ import main
+from draftsmith.trainers.start import continued_settings
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 from support.artifacts import edit
@@ -76,6 +77,21 @@ def test_a_checkpoint_comes_back_byte_for_byte(tmp_path: Path, target: Target, n
     again = written(back, target, layout, tmp_path / "again")
     for file in ("config.json", "model.safetensors"):
         assert (folder / file).read_bytes() == (again / file).read_bytes()
+
+
+def test_an_imported_dflash_goes_on_as_a_dspark_with_the_same_guesses(
+    target: Target, checkpoint: Callable[[str], Path]
+) -> None:
+    start = import_drafter("dflash", checkpoint("dflash"), target)
+    assert isinstance(start, BlockDraft)
+    config = continued_settings(BlockDraftConfig(correction="markov", rank=5, confidence=True), start.config)
+    drafter = BlockDraft.create(config, target, start=start).eval()
+    start.bind(target)
+    features = target.encode(Features.from_rows([(list(range(20, 36)), [True] * 16)]), drafter.taps)
+    with torch.no_grad():
+        old, new = start.eval()(features).hidden_BLKD, drafter(features).hidden_BLKD
+        for step in range(3):
+            torch.testing.assert_close(drafter.project(new[:, :, step], step), start.project(old[:, :, step], step))
 
 
 def test_dflash2_has_the_names_of_its_first_project(target: Target, checkpoint: Callable[[str], Path]) -> None:
