@@ -4,7 +4,7 @@ config.json, model.safetensors and README.md depend only on the training: two eq
 holds measurements of one machine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -46,7 +46,8 @@ from ..modules.interfaces.optional_parts import GuessesInPasses, virtual_nodes
 from ..modules.policies.registry import MOST
 from ..modules.target.loading.loading import is_local
 from .acceptance_heads import StoredHead, load_heads, temperature_name
-from .artifact_files import AGAIN, CARD, CONFIG, HEAD, TUNING, WEIGHTS, as_json
+from .acceptance_profile import acceptance_lines, described, profile, read_acceptance
+from .artifact_files import ACCEPTANCE, AGAIN, CARD, CHANGING, CONFIG, HEAD, WEIGHTS, as_json
 from .model_card import model_card
 from .stored_drafter import FORMAT_VERSION, load_drafter
 from .tuning import Prediction, Tuning, read_tuning
@@ -79,6 +80,8 @@ class Artifact:
     """Changes of the target's weights; None if the artifact leaves the target unchanged."""
     heads: Mapping[float, StoredHead] = field(default_factory=dict)
     """Acceptance heads by the temperature that they are calibrated for."""
+    acceptance: Mapping[str, Any] = field(default_factory=dict)
+    """acceptance.json; empty where nothing was written."""
     weights_sha256: str = ""
     """Hash of the file of weights, by which exports and evaluations name it; empty for one that no folder holds."""
 
@@ -199,8 +202,10 @@ class Artifact:
 
 
 def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, provenance: dict[str, Any],
-                  topology: Topology, adapter: Adapter | None = None) -> Path:
-    """Write config.json, model.safetensors and README.md; the bytes depend only on the arguments and versions.
+                  topology: Topology, adapter: Adapter | None = None,
+                  acceptance: Sequence[Mapping[str, Any]] = ()) -> Path:
+    """Write config.json, model.safetensors, README.md and acceptance.json; the bytes depend only on the arguments and
+    versions.
 
     Absolute paths inside `provenance` are cut to their last part, which depends on no machine. An unchanged artifact
     in `folder` is replaced as a whole, its tuning and its acceptance heads included.
@@ -210,6 +215,7 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
             `recipe` are shown on the model card.
         topology: the tree, best node first.
         adapter: changes of the target's weights; `identity` is that of the unchanged target.
+        acceptance: measurements for acceptance.json and the card.
 
     Raises:
         UserError: if a weight is not finite, or `folder` holds other files or cannot be written.
@@ -228,7 +234,7 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
     name = identity.name
     if is_local(name):
         name = f"./{Path(PureWindowsPath(name).as_posix()).name}"
-    with whole_folder(folder, "artifact", changing=frozenset({TUNING}), inside=HEAD) as partial:
+    with whole_folder(folder, "artifact", changing=CHANGING, inside=HEAD) as partial:
         # One metadata key: safetensors writes several in an order of its own, and the bytes would differ.
         save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
         config = {
@@ -246,7 +252,10 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
         if adapter is not None:
             config["adapter"] = adapter.describe()
         write_file(partial / CONFIG, as_json(config))
-        write_file(partial / CARD, model_card(config, sum(weight.numel() for weight in weights.values())))
+        known = profile(described(config), acceptance)
+        write_file(partial / ACCEPTANCE, as_json(known))
+        card = model_card(config, sum(weight.numel() for weight in weights.values()))
+        write_file(partial / CARD, "\n\n".join([card.rstrip("\n"), *acceptance_lines(known)]) + "\n")
     return folder
 
 
@@ -284,7 +293,8 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False, retarget
     for stored in heads.values():
         stored.head.to(target.device)
     return Artifact(drafter=drafter, target=decoder, topology=topology, identity=identity, provenance=provenance,
-                    tuning=read_tuning(folder), adapter=adapter, heads=heads, weights_sha256=config["weights_sha256"])
+                    tuning=read_tuning(folder), adapter=adapter, heads=heads, weights_sha256=config["weights_sha256"],
+                    acceptance=read_acceptance(folder))
 
 
 def portable(value: Any) -> Any:

@@ -4,6 +4,10 @@ import json
 from typing import Any
 
 CONFIG, WEIGHTS, CARD, TUNING = "config.json", "model.safetensors", "README.md", "tuning.json"
+ACCEPTANCE = "acceptance.json"
+"""The file with what the target accepts, by position."""
+CHANGING = frozenset({TUNING, ACCEPTANCE})
+"""Files of an artifact that later measurements write."""
 MEASUREMENTS = "measurements.json"
 """The file of a head with its figures."""
 HEADS = "acceptance_heads"

@@ -9,7 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ...modules import Target
+from ...modules import StaticTree, Target
+from ..acceptance_profile import measurements
 from .budget import Budget
 from .contention import ContentionProbe, machine
 from .methods import SEED, EvaluateConfig, Method, PromptSets
@@ -125,6 +126,20 @@ def left_out(header: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def acceptance_of(record: MethodRecord, config: EvaluateConfig) -> list[dict[str, Any]]:
+    """Records of acceptance.json from the answers of a method; none where nothing was drafted."""
+    method, rows, degree = record.method, record.batch_size, record.temperature
+    policy = None if method.policy_for is None else method.policy_for(rows, degree)
+    if policy is None or policy.max_size == 1:
+        return []
+    depth = policy.topology.depth if isinstance(policy, StaticTree) else max(
+        (max(answer.emitted, default=1) for answer in record.answers), default=1) - 1
+    setting = {"method": method.name, "chain": depth == policy.max_size - 1 and isinstance(policy, StaticTree),
+               "nodes": policy.max_size, **asdict(config.sampling(degree)), "batch_size": rows,
+               "answers": len(record.answers), "source": "decoded answers"}
+    return measurements([one for answer in record.answers for one in answer.passes], setting, depth)
+
+
 def _evaluation(record: MethodRecord, target: Target, contended: bool, config: EvaluateConfig,
                 replays: Replays) -> Evaluation:
     """The summary of one record, over all its answers and by groups of them."""
@@ -159,4 +174,5 @@ def _evaluation(record: MethodRecord, target: Target, contended: bool, config: E
         by_mode={name: measures([answer for answer in answers if answer.mode == name],
                                 [timing for timing in timings if timing.mode == name])
                  for name in modes if len(modes) > 1},
+        acceptance=tuple(acceptance_of(record, config)),
     )

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from ...modules import ConfidenceCurve, MeasuredStep
+from ..acceptance_profile import Pass
 from ..tuning import Prediction
 from .methods import MeasuredHead
 from .uniformity import Distribution
@@ -60,6 +62,14 @@ class Answer:
     """Positions of its tokens in the target's distribution, where drafts were sampled."""
     guessed_by: dict[str, int] = field(default_factory=dict)
     """Accepted guesses by the family of the drafter, where several guess together."""
+    prompt_tokens: int = 0
+    """Tokens of its prompt."""
+
+    @property
+    def passes(self) -> list[Pass]:
+        """The passes after that over the prompt, which emits the first token."""
+        starts = accumulate(self.emitted, initial=self.prompt_tokens + 1)
+        return [Pass(*one, self.category) for one in zip(self.emitted, starts, strict=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +226,8 @@ class Evaluation:
     """Each turn, from "1", where questions have several."""
     by_mode: dict[str, Measures]
     """Each mode of the chat template, where there are several."""
+    acceptance: tuple[dict[str, Any], ...] = ()
+    """Acceptance by position, kind of prompt and length of the context, as in acceptance.json."""
 
     @property
     def predicted_for(self) -> tuple[str, Measures]:
@@ -347,6 +359,11 @@ class EvaluationRun:
                 "left_out": list(self.left_out),
                 "training": self.training and asdict(self.training),
                 "measurements": [record for one in self.evaluations for record in one.measurements()]}
+
+    @property
+    def acceptance(self) -> list[dict[str, Any]]:
+        """Records of acceptance.json, of all evaluations."""
+        return [record for one in self.evaluations for record in one.acceptance]
 
     @property
     def methods(self) -> tuple[str, ...]:

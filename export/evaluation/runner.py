@@ -255,7 +255,7 @@ class Runner:
             answers.append(Answer(
                 question=entry.number, turn=exchange.turn, prompt_set=entry.prompt_set,
                 category=entry.question.category, mode=entry.question.mode,
-                tokens=tuple(generation.tokens), emitted=tuple(generation.emitted),
+                prompt_tokens=len(exchange.prompt), tokens=tuple(generation.tokens), emitted=tuple(generation.emitted),
                 truncated=generation.finish == "length",
                 comparison=found if compared else None,
                 wrong_reference=not compared and found.divergence is not None,

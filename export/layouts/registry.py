@@ -1,14 +1,16 @@
 """Registry of the checkpoint layouts that an artifact can be exported to."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...modules import Drafter, Target, UserError
 from ...modules.files.atomic_files import write_file
 from ...modules.files.owned_folders import whole_folder
+from ..acceptance_profile import profile
 from ..artifact import Artifact, portable
-from ..artifact_files import as_json
+from ..artifact_files import ACCEPTANCE, as_json
 from .dflash import DFLASH
 from .eagle import EAGLE, EAGLE_SGLANG
 from .huggingface import HUGGINGFACE
@@ -94,6 +96,10 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
         UserError: if the format is unknown or cannot hold the drafter, or `out` cannot be written.
     """
     chosen = format_named(format_name)
+    if not artifact.acceptance:
+        artifact = replace(artifact, acceptance=profile(
+            {"family": artifact.drafter.family, "target": portable(artifact.identity.name),
+             "weights_sha256": artifact.weights_sha256}, ()))
     write = _writer(chosen, artifact, target, settings)
     with whole_folder(out, EXPORT) as scratch:
         contents = write(scratch)
@@ -101,6 +107,8 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
         write_file(scratch / ORIGIN, as_json(portable({
             "format": chosen.name, "family": artifact.drafter.family, "weights_sha256": artifact.weights_sha256,
             "target": artifact.identity.to_dict()})))
+        if chosen.write_target is None:
+            write_file(scratch / ACCEPTANCE, as_json(artifact.acceptance))
         write_file(scratch / "README.md", folder_readme(chosen, artifact, contents, formats_of(artifact)))
     return out
 

@@ -22,12 +22,14 @@ from ...export import (
     with_drift,
     write_report,
 )
+from ...export.acceptance_profile import described, save_acceptance
 from ...export.engine_process import require_engine
 from ...export.engines.trial import rounding_loss
 from ...export.layouts.parts.export_format import ExportFormat, Places
 from ...export.layouts.parts.folder_readme import hub_name, target_command
 from ...export.layouts.parts.gguf_file import FLOAT32
 from ...export.layouts.registry import EVERY_FORMAT, EXPORT_FORMATS, format_named, in_fewer_bits, require_number_format
+from ...export.stored_drafter import read_description
 from ...modules import Target, TargetConfig, UserError, load_target
 from ...modules.files.bounded_reading import require_ordinary
 from ...modules.files.folder_locks import sole_writer
@@ -109,6 +111,9 @@ def measure(given: EvaluateArguments, target: Target, folders: Sequence[Path], a
         called = [name or artifact.drafter.family for artifact, name in zip(artifacts, names(folders), strict=True)]
         result = replace(result, heads=measured_heads(dict(zip(called, artifacts, strict=True)), given.evaluate))
         written = write_report(given.out, result, artifacts[0] if artifacts else None)
+        # Of several artifacts each profile holds its own methods, and only one fits the folder.
+        if len(folders) == 1:
+            save_acceptance(given.out, described(read_description(folders[0])), result.acceptance)
     say(terminal_table(result))
     say(f"{written['html']} shows it with plots")
 

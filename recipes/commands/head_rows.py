@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...export.artifact_files import CONFIG, HEAD, HEADS, TUNING
+from ...export.artifact_files import CHANGING, CONFIG, HEAD, HEADS
 from ...export.stored_drafter import read_description
 from ...modules import TargetConfig, UserError
 from ...modules.files.atomic_files import file_sha256, write_file
@@ -68,7 +68,7 @@ def _train(source: Path, out: Path, settings: Parsed[SpecdecArguments]) -> Seque
     """Copy the artifact without any heads, train its own, and note the trained parameters of both."""
     artifact = source / "artifact"
     read_description(artifact)
-    with whole_folder(out / "artifact", "artifact", changing=frozenset({TUNING}), inside=HEAD) as partial_folder:
+    with whole_folder(out / "artifact", "artifact", changing=CHANGING, inside=HEAD) as partial_folder:
         for file in artifact.iterdir():
             if file.is_file() and file.name != MARKER:
                 shutil.copyfile(file, partial_folder / file.name)

@@ -1,11 +1,13 @@
 """The command `draftsmith import`: an artifact of a published checkpoint, or its acceptance head in an artifact."""
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...export import ImportSettings, StoredHead, import_drafter, load_artifact, save_artifact, save_head
+from ...export.artifact_files import ACCEPTANCE
 from ...export.layouts.registry import EXPORT_FORMATS, IMPORTED, format_named
 from ...modules import Drafter, SamplingSetting, StaticTree, TargetConfig, Topology, UserError, load_target, rollouts
 from ...modules.config_checks import check_bounds
@@ -124,6 +126,8 @@ def import_checkpoint(parsed: Parsed[ImportArguments]) -> None:
         report = given.out.with_name(f"{given.out.name}-evaluation")
         measure(EvaluateArguments(out=report, template=given.template), target,
                 [given.out], [load_artifact(given.out, target)], {"handwritten": handwritten_prompts()})
+        # The measured profile is the artifact's own.
+        shutil.copyfile(report / ACCEPTANCE, given.out / ACCEPTANCE)
 
 
 COMMANDS: dict[str, Command[Any]] = {

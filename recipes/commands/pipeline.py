@@ -36,6 +36,7 @@ from ...export import (
     with_drift,
     write_report,
 )
+from ...export.acceptance_profile import chain_measurements, described, save_acceptance
 from ...export.artifact_files import CONFIG, HEADS
 from ...export.stored_drafter import read_description
 from ...modules import (
@@ -228,13 +229,15 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     with target.reproducible(), torch.no_grad():
         unread = rows.unread()[: (count + 1) // 2]
         unread = (encoded(workspace, module, unread) if target is module.target else answered_anew(target, unread))
-        fresh = proposed_text(drafter, unread).part(range(len(unread)), most)
+        unseen_text = proposed_text(drafter, unread)
+    fresh = unseen_text.part(range(len(unread)), most)
     predicted = predicted_lengths(fresh, sure_text(fresh), unseen, topology.size) if count > 1 else None
     facts = {**provenance(workspace, result, expected), "loops": loops}
     if (ids_Q := module.drafter.token_ids_Q) is not None:
         facts["draft_vocabulary"] = {"tokens": len(ids_Q), "held_out_coverage": coverage(workspace.data, ids_Q)}
     # Saved as trained: what measured above was rounded to the target's number format.
-    save_artifact(workspace.artifact, module.drafter, workspace.target.identity, facts, topology, module.adapter)
+    save_artifact(workspace.artifact, module.drafter, workspace.target.identity, facts, topology, module.adapter,
+                  chain_measurements(unseen_text))
     files = [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md")]
     if target.placement.slow:
         say(f"     tree of {topology.size} nodes; no size of it is measured here: the target's layers are on disk")
@@ -355,6 +358,7 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     trained = recorded(workspace, read_result(workspace.training))
     result = replace(result, heads=heads, left_out=(*left_out(workspace), *result.left_out), training=trained)
     written = write_report(workspace.out, result, artifact)
+    save_acceptance(workspace.artifact, described(read_description(workspace.artifact)), result.acceptance)
     say(f"\n{terminal_table(result)}\n{written['html']} shows it with plots")
     return list(written.values())
 

@@ -76,7 +76,8 @@ def test_a_loaded_artifact_drafts_the_same(tmp_path: Path, tiny_target: Target, 
 
 def test_equal_runs_write_equal_bytes_without_absolute_paths(tmp_path: Path, tiny_target: Target) -> None:
     first, second = (save(tmp_path / name, tiny_target) for name in ("first", "deeper/second"))
-    assert set(digests(first)) == {".draftsmith.json", "config.json", "model.safetensors", "README.md"}
+    assert set(digests(first)) == {".draftsmith.json", "config.json", "model.safetensors", "README.md",
+                                   "acceptance.json"}
     assert digests(first) == digests(second)
     for path in first.iterdir():
         assert b"/home/" not in path.read_bytes()

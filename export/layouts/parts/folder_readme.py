@@ -7,6 +7,7 @@ from typing import Any
 from ....modules import DRAFTERS
 from ....modules.target.loading.loading import DEFAULT_NAME, is_local
 from ....modules.target.loading.tiny_model import TINY_NAME
+from ...acceptance_profile import acceptance_lines
 from ...artifact import Artifact, portable
 from .export_format import ExportFormat, Places
 from .layout_folder import Contents
@@ -69,6 +70,8 @@ def folder_readme(chosen: ExportFormat[Any], artifact: Artifact, contents: Conte
         parts += ["## Other formats of this drafter", "\n".join(others)]
     if contents.table is not None:
         parts += [f"## Tensors of {chosen.file}", table_text(contents.table)]
+    if chosen.write_target is None:
+        parts += acceptance_lines(artifact.acceptance)
     return "\n\n".join(parts) + "\n"
 
 

@@ -94,7 +94,8 @@ def test_imported_tied_blocks_stay_tied_in_further_training(tmp_path: Path, tiny
 def test_the_layout_that_engines_expect(tmp_path: Path, tiny_target: Target) -> None:
     folder = export_artifact(as_artifact(heads(tiny_target), tiny_target), tiny_target, "medusa", tmp_path / "out")
     assert {path.name for path in folder.iterdir()} == {
-        ".draftsmith.json", "config.json", "medusa_lm_head.safetensors", "README.md", "origin.json"}
+        ".draftsmith.json", "config.json", "medusa_lm_head.safetensors", "README.md", "origin.json",
+        "acceptance.json"}
     config = json.loads((folder / "config.json").read_text())
     assert config == {"base_model_name_or_path": "tiny-random", "hidden_size": 32, "medusa_fc_bias": True,
                       "medusa_num_heads": 3, "medusa_num_layers": 1, "vocab_size": tiny_target.vocab_size}

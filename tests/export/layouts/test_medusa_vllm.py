@@ -78,7 +78,7 @@ def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, s
 def test_the_folder_says_who_reads_it(tmp_path: Path, tiny_target: Target) -> None:
     folder = written(heads(tiny_target, **REDUCED), tiny_target, tmp_path / "out")
     assert {path.name for path in folder.iterdir()} == {
-        ".draftsmith.json", "config.json", FILE, "README.md", "origin.json"}
+        ".draftsmith.json", "config.json", FILE, "README.md", "origin.json", "acceptance.json"}
     config = json.loads((folder / "config.json").read_text())
     assert config == {
         "architectures": ["MedusaModel"], "base_model_name_or_path": "tiny-random", "hidden_size": 32,

@@ -112,7 +112,8 @@ def test_the_command_writes_the_head_of_a_temperature(tmp_path: Path, tiny: Targ
         assert all(torch.equal(tensor, own.state_dict()[name]) for name, tensor in back.state_dict().items())
         assert back.output.bias[0].item() == temperature
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "config.json", "model.safetensors", "README.md", ".draftsmith.json", "origin.json"}
+        "config.json", "model.safetensors", "README.md", ".draftsmith.json", "origin.json",
+        "acceptance.json"}
     assert main([*words, str(with_heads(tmp_path / "one", tiny, 1.0))]) == 0
     text = (tmp_path / "out" / "README.md").read_text()
     assert "a draft_lm drafter" in text

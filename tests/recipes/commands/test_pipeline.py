@@ -59,7 +59,8 @@ def run(out: Path, *words: str, command: str = "run") -> None:
 
 def test_a_run_leaves_an_artifact_and_a_report(tiny_run: Path) -> None:
     assert {file.name for file in (tiny_run / "artifact").iterdir()} == {
-        ".draftsmith.json", "config.json", "model.safetensors", "README.md", "tuning.json"}
+        ".draftsmith.json", "config.json", "model.safetensors", "README.md", "tuning.json",
+        "acceptance.json"}
     assert "<svg" in (tiny_run / "report.html").read_text()
     assert (tiny_run / "data" / "manifest.json").is_file()
 
@@ -157,6 +158,29 @@ def test_a_figure_that_stands_in_several_places_is_the_same(tiny_run: Path) -> N
     assert "held-out answers with a tree of at most 8 nodes, without copies |" in card
     assert (f"| expected accepted length | {config['provenance']['expected_accepted_length'][-1]:.2f} tokens per "
             f"target pass with a tree of {len(config['tree']['parents'])} nodes, without copies") in card
+
+
+def test_acceptance_json_agrees_with_the_evaluation(tiny_run: Path, tmp_path: Path) -> None:
+    found = json.loads((tiny_run / "artifact" / "acceptance.json").read_text())
+    evaluated = json.loads((tiny_run / "evaluation.json").read_text())
+    decoded = {(one["group"], one["value"]): one for one in found["measurements"] if one["source"] == "decoded answers"}
+    whole = decoded["all", "all"]
+    assert (whole["accepted_length"], whole["drafts"], whole["temperature"], whole["nodes"]) == (
+        evaluated["accepted_length"], evaluated["target_passes"], 0.0, evaluated["nodes"])
+    shares = evaluated["acceptance_by_position"]
+    assert whole["unconditional"] == shares + [0.0] * (whole["draft_tokens"] - len(shares))
+    kinds = {value: one["accepted_length"] for (group, value), one in decoded.items() if group == "kind"}
+    assert kinds == {name: one["accepted_length"] for name, one in evaluated["by_category"].items()}
+    assert sum(one["drafts"] for (group, _), one in decoded.items() if group == "context_tokens") == whole["drafts"]
+    assert "note" not in found
+    card = (tiny_run / "artifact" / "README.md").read_text()
+    assert "## Acceptance" in card
+    assert f"chain-3 at temperature 0: {sum(found['vllm'][2]['synthetic_acceptance_rates']) + 1:.2f} tokens" in card
+    out = tmp_path / "export"
+    assert main(["export", "--artifact", str(tiny_run / "artifact"), "--format", "medusa", "--out", str(out)]) == 0
+    assert (out / "acceptance.json").read_bytes() == (tiny_run / "artifact" / "acceptance.json").read_bytes()
+    assert f"{whole['accepted_length']:.2f} tokens per target pass over {whole['drafts']:,} drafts" in (
+        out / "README.md").read_text()
 
 
 def test_the_answers_that_predict_chose_no_checkpoint(tiny_run: Path) -> None:
@@ -516,7 +540,8 @@ def test_of_two_evaluations_into_one_folder_one_is_refused(
                      capsys.readouterr().err)
     assert not (out / "evaluation.json").exists()
     assert main(words) == 0
-    assert sorted(path.name for path in out.iterdir()) == ["evaluation.json", "report.html", "report.md"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "acceptance.json", "evaluation.json", "report.html", "report.md"]
 
 
 def test_evaluate_on_a_file_in_a_batch(tiny_run: Path, tmp_path: Path) -> None:

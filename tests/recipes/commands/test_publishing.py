@@ -89,7 +89,7 @@ def test_an_artifact_with_its_card(folder: Path, tmp_path: Path, monkeypatch: py
     arguments = given(folder, evaluation=evaluation(tmp_path / "evaluation.json", weights_of(folder)), private=False)
     files = planned(arguments)
     # What is true on this machine alone stays here.
-    assert list(files) == ["README.md", "config.json", "model.safetensors"]
+    assert list(files) == ["README.md", "acceptance.json", "config.json", "model.safetensors"]
     hub = StandIn()
     monkeypatch.setattr("huggingface_hub.ModelCard.validate", validated)
     assert upload(hub, arguments, files) == "https://hub/owner/draft"
@@ -112,7 +112,7 @@ def test_an_export_takes_its_card_from_the_artifact(folder: Path, tmp_path: Path
     with pytest.raises(UserError, match="is an export, which does not say how it was trained; give its artifact"):
         planned(given(out))
     files = planned(given(out, artifact=folder))
-    assert list(files) == ["README.md", "config.json", "medusa_lm_head.safetensors", "origin.json"]
+    assert list(files) == ["README.md", "acceptance.json", "config.json", "medusa_lm_head.safetensors", "origin.json"]
     card = bytes(files["README.md"]).decode()
     assert "text-generation-launcher" in card
     assert "## Training data" in card
@@ -124,7 +124,7 @@ def test_what_would_be_uploaded_is_listed(folder: Path, capsys: pytest.CaptureFi
     assert f"{size:>15,}  model.safetensors" in listing(files, "owner/draft")
     assert main(["push", "--folder", str(folder), "--repository", "owner/draft", "--licence", "mit"]) == 0
     said = capsys.readouterr()
-    assert "owner/draft: 3 files" in said.out + said.err
+    assert "owner/draft: 4 files" in said.out + said.err
     assert "nothing was uploaded; add --dry_run false to upload" in said.out + said.err
     # The card as it would be uploaded, field by field.
     assert bytes(files["README.md"]).decode().replace("apache-2.0", "mit", 1) in said.out

@@ -1,0 +1,144 @@
+"""acceptance.json: how many drafted tokens the target accepts, for capacity planners and engines that simulate it.
+
+Everything in it is counted on answers of the target: on those of evaluations as they were decoded, and on held-out
+greedy answers along which passes of a chain are walked, which gives what decoding them with that chain counts.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..modules import Topology
+from ..modules.files.atomic_files import write_file
+from ..modules.files.json_records import read_object
+from ..modules.tuning.held_out_ranks import ProposedText
+from ..modules.tuning.rank_walk import last_nodes, pass_starts
+from .artifact_files import ACCEPTANCE, AGAIN, as_json
+
+VERSION = 1
+"""Version of the file's layout."""
+LONGEST_CHAIN = 8
+"""Longest chain whose acceptance is counted on held-out answers."""
+FIRST_LENGTH = 128
+"""Tokens of the first group of context lengths; each further one ends at twice as many."""
+UNMEASURED = ("nothing was decoded with this draft yet; draftsmith evaluate measures it, and writes acceptance.json "
+              "next to its report")
+
+
+class Pass(NamedTuple):
+    """One pass of the target over drafted tokens."""
+
+    emitted: int
+    """Tokens it added, the target's own included."""
+    context: int
+    """Tokens of the text before it."""
+    kind: str = ""
+    """Category of the prompt; "" for none."""
+
+
+def measurements(passes: Sequence[Pass], setting: Mapping[str, Any], draft_tokens: int) -> list[dict[str, Any]]:
+    """Acceptance over all passes, by kind of prompt and by length of the context; none without passes.
+
+    Args:
+        passes: of one method at one temperature.
+        setting: how they were made; repeated in every record.
+        draft_tokens: tokens of the longest draft; acceptance is given for each position up to it.
+    """
+    groups: dict[tuple[str, str], list[Pass]] = {("all", "all"): list(passes)} if passes else {}
+    for one in passes:
+        low, high = 0, FIRST_LENGTH
+        while one.context >= high:
+            low, high = high, 2 * high
+        groups.setdefault(("context_tokens", f"{low}-{high - 1}"), []).append(one)
+        if one.kind:
+            groups.setdefault(("kind", one.kind), []).append(one)
+    return [{**setting, "draft_tokens": draft_tokens, "group": name, "value": value, **_acceptance(group, draft_tokens)}
+            for (name, value), group in groups.items()]
+
+
+def _acceptance(passes: Sequence[Pass], draft_tokens: int) -> dict[str, Any]:
+    """Figures of a group of passes; a position that no pass reached has no conditional rate."""
+    reached = [len(passes), *(sum(one.emitted > at for one in passes) for at in range(1, draft_tokens + 1))]
+    return {"drafts": len(passes), "accepted_length": sum(one.emitted for one in passes) / len(passes),
+            "unconditional": [count / len(passes) for count in reached[1:]],
+            "conditional": [after / before if before else None for before, after in pairwise(reached)]}
+
+
+def chain_measurements(text: ProposedText) -> list[dict[str, Any]]:
+    """Acceptance of chains of each length on held-out greedy answers, as decoding them counts it.
+
+    Args:
+        text: proposals of the drafter along answers that chose no checkpoint.
+    """
+    ranked, found = text.ranked, []
+    for length in range(1, min(ranked.ranks_PK.shape[1], LONGEST_CHAIN) + 1):
+        # Of a chain the number of the deepest node is its depth.
+        depths_P = last_nodes(ranked.ranks_PK, Topology.chain(length))
+        starts_S = pass_starts(text.left_P, depths_P)
+        emitted_S = (depths_P + 1).minimum(text.left_P)[starts_S].tolist()
+        passes = [Pass(*one) for one in zip(emitted_S, (text.roots_P[starts_S] + 1).tolist(), strict=True)]
+        setting = {"method": f"chain-{length}", "chain": True, "nodes": length + 1, "temperature": 0.0,
+                   "answers": len(set(text.rows_P[starts_S].tolist())), "source": "held-out answers"}
+        found += measurements(passes, setting, length)
+    return found
+
+
+def profile(facts: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The content of acceptance.json.
+
+    Args:
+        facts: `family`, `target` (its name) and `weights_sha256` of the artifact.
+        records: of `measurements` and `chain_measurements`.
+    """
+    # What an engine simulates is a chain; of several sources the answers that were decoded count.
+    chains = {one["draft_tokens"]: one for one in sorted(records, key=lambda one: one["source"], reverse=True)
+              if one["chain"] and one["group"] == "all" and one["temperature"] == 0}
+    rates = {count: [round(rate, 4) for rate in one["unconditional"]] for count, one in sorted(chains.items())}
+    return {"format_version": VERSION, **facts, "measurements": list(records),
+            **({} if records else {"note": UNMEASURED}),
+            "vllm": [{"num_speculative_tokens": count, "rejection_sample_method": "synthetic",
+                      "synthetic_acceptance_rates": each} for count, each in rates.items()],
+            "llama_cpp": [["--spec-draft-n-max", str(count), "--spec-synthetic-acceptance-rates",
+                           ",".join(map(str, each))] for count, each in rates.items()]}
+
+
+def described(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of `profile` from config.json of an artifact."""
+    return {"family": config["family"], "target": config["target"]["name"], "weights_sha256": config["weights_sha256"]}
+
+
+def save_acceptance(folder: Path, facts: Mapping[str, Any], records: Iterable[Mapping[str, Any]],
+                    keep: str = "held-out answers") -> Path:
+    """Write acceptance.json of a folder; returns its path.
+
+    Args:
+        facts: of `profile`.
+        records: new ones, which replace those before.
+        keep: source of former records of the same artifact that stay.
+    """
+    former = read_acceptance(folder)
+    kept = [one for one in former.get("measurements", ()) if one["source"] == keep
+            ] if former.get("weights_sha256") == facts["weights_sha256"] else []
+    return write_file(folder / ACCEPTANCE, as_json(profile(facts, [*kept, *records])))
+
+
+def read_acceptance(folder: Path) -> dict[str, Any]:
+    """acceptance.json of a folder; empty if it has none. Raises UserError if it is damaged."""
+    path = folder / ACCEPTANCE
+    return read_object(path, f"delete it, or {AGAIN}") if path.is_file() else {}
+
+
+def acceptance_lines(found: Mapping[str, Any]) -> list[str]:
+    """Sentences for a card: acceptance by position, with the number of drafts and the setting."""
+    whole = [one for one in found.get("measurements", ()) if one["group"] == "all"]
+    # Of the chains that held-out answers give, the longest says all.
+    longest = max((one["draft_tokens"] for one in whole if one["source"] == "held-out answers"), default=0)
+    lines = [f"* {one['method']} at temperature {one['temperature']:g}: {one['accepted_length']:.2f} tokens per target "
+             f"pass over {one['drafts']:,} drafts; accepted at each position "
+             f"{', '.join(f'{rate:.0%}' for rate in one['unconditional'])}, after accepted ones "
+             f"{', '.join('-' if rate is None else f'{rate:.0%}' for rate in one['conditional'])} ({one['source']})"
+             for one in whole if one["source"] != "held-out answers" or one["draft_tokens"] == longest]
+    return ["## Acceptance", "\n".join(lines) or f"* {UNMEASURED}",
+            f"`{ACCEPTANCE}` has it by kind of prompt and length of the context, and as the options with which vLLM "
+            "and llama.cpp simulate acceptance."]
