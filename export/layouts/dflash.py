@@ -244,9 +244,12 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     said, tensors, folder = {**given.said, **(given.said.get("dflash_config") or {})}, given.tensors(), given.folder
     if missing := [key for key in ("block_size", "mask_token_id", "num_hidden_layers") if said.get(key) is None]:
         raise UserError(f"{given.config} lacks {', '.join(missing)}; copy it again")
-    if said.get("use_swa") or "sliding_attention" in (said.get("layer_types") or ()):
-        raise UserError(f"{given.config} has layers that see a window of the text (layer_types, use_swa); only those "
-                        "with full attention can be imported, choose such a checkpoint")
+    # Qwen3's two keys stand for a window where no list says which layers have one.
+    kinds = said.get("layer_types") or ["sliding_attention"] * bool(said.get("use_sliding_window"))
+    if said.get("use_swa") or "sliding_attention" in kinds:
+        raise UserError(f"{given.config} has layers that see a window of the text (layer_types, use_swa or "
+                        f"use_sliding_window, of {json.dumps(said.get('sliding_window'))} tokens); only those with "
+                        "full attention can be imported, choose such a checkpoint")
     if (layers := said.get("num_target_layers")) not in (None, target.num_layers):
         raise UserError(f"{given.config} says num_target_layers: {layers}, but {target.identity.name} has "
                         f"{target.num_layers}; load the target it was trained for")
@@ -276,6 +279,9 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
         correction = named[form]
     elif selected_VR is not None:
         correction, table_VR = "selector", selected_VR
+        if reduced is not None:
+            raise UserError(f"{folder} holds a draft vocabulary of {reduced} tokens (d2t), and its selector has a row "
+                            "for every token of the target; choose a checkpoint without d2t")
     if correction != "none" and (reason := _scaled_logits(target)):
         raise UserError(reason)
     config = BlockDraftConfig(

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from draftsmith.export import ExportSettings, ImportSettings, import_drafter, read_description
+from draftsmith.export.layouts.parts.read_shapes import vocabulary_marks
 from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target, UserError
 from draftsmith.recipes.__main__ import main
 from draftsmith.trainers.start import continued_settings
@@ -172,6 +174,9 @@ def test_the_spellings_of_other_projects_are_read(
     ("dflash", {"num_target_layers": 36}, {}, "says num_target_layers: 36, but tiny-target has 6"),
     ("dflash", {"hidden_size": 64}, {}, r"reads states 64 wide .* but those of tiny-target are 32 wide"),
     ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, {}, "layers that see a window of the text"),
+    ("dflash", {"layer_types": None, "use_sliding_window": True, "sliding_window": 2048}, {}, "window, of 2048 tok"),
+    ("dflash2", {}, vocabulary_marks(IDS, SimpleNamespace(vocab_size=104)),
+     r"holds a draft vocabulary of 26 tokens \(d2t\), and its selector has a row for every token of the target; cho"),
     ("dflash", {"vocab_size": 100}, {}, "says vocab_size: 100, but tiny-target has 104 tokens"),
     ("dspark", {"markov_head_type": "deep", "dflash_config": None}, {}, 'markov_head_type: "deep"; only vanilla'),
     ("dspark", {}, {"markov_head.markov_w2.weight": torch.zeros(90, 6)}, "does not fit its configuration or tiny"),

@@ -7,11 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Frontier, Observation, Target, UserError
+from draftsmith.modules import (
+    BlockDraft,
+    BlockDraftConfig,
+    DecodeSettings,
+    Features,
+    Frontier,
+    Observation,
+    Request,
+    StaticTree,
+    Target,
+    Topology,
+    UserError,
+    decode,
+)
 from draftsmith.modules.drafters.block import BlockState
+from draftsmith.modules.token_tree import TokenTree
 from draftsmith.trainers import BlockModule, BlockTrainConfig
 from references.block import plain_slots
 from support.families import randomised
+from support.wrapped_drafter import Wrapped
 
 CONFIGS = {
     "next": BlockDraftConfig(block_size=3),
@@ -147,6 +162,38 @@ def test_the_backbone_runs_once_a_tree_and_keeps_no_slot(name: str, tiny_target:
     asked = level([0], [-1], [51])
     torch.testing.assert_close(drafter.expand(used, asked).log_probs_BFHQ, drafter.expand(fresh, asked).log_probs_BFHQ)
     assert (len(runs), used.rows.cache.host_lengths) == (3, [9])
+
+
+def test_the_loop_shows_every_position_before_the_root(tiny_target: Target) -> None:
+    """The cache has as many positions as the text before each root, over prompts read in chunks, their shared start,
+    rows that are used again and accepted paths of any length; a single position that is left out is seen."""
+    drafter = made(CONFIGS["next"], tiny_target)
+    found, wanted = list[list[int]](), list[list[int]]()
+
+    class Counted(StaticTree):
+        def grow(self, drafter: Any, state: Any, roots_B: Any, draws: Any = None) -> TokenTree:
+            found.append(state.rows.cache.host_lengths[: len(roots_B)])
+            return super().grow(drafter, state, roots_B, draws)
+
+    class Forgetful(Wrapped):
+        calls = 0
+
+        def observe(self, state: Any, rows_R: torch.Tensor, observation: Observation) -> None:
+            self.calls += 1
+            counts_B = observation.counts_B - (torch.arange(len(rows_R)) == 0).long() * (self.calls == 6)
+            super().observe(state, rows_R, replace(observation, counts_B=counts_B, host_counts=counts_B.tolist()))
+
+    def seen(_tree: Any, _accepted: Any, slots: Any) -> None:
+        wanted.append([len(one.request.tokens) + len(one.tokens) - 1 for one in slots])
+
+    shared = tuple(range(20, 30))
+    requests = [Request((*shared, *range(40, 43 + row)), row, 9 + 2 * row) for row in range(4)]
+    for one in (drafter, Forgetful(drafter)):
+        found.clear(), wanted.clear()
+        decode(tiny_target, requests, DecodeSettings(batch_size=2, prefill_chunk=4, ignore_eos=True), drafter=one,
+               policy=Counted(Topology.chain(3)), observer=seen)
+        assert len(found) > 10
+        assert (found == wanted) == (one is drafter)
 
 
 @pytest.mark.parametrize("name", ["next", "next-whole"])
