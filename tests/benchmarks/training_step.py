@@ -253,6 +253,9 @@ def measure(bench: Bench, ways: Sequence[Way], steps: int, deadline: float = flo
                 continue
             try:
                 if number == 0:
+                    if not bench.optimizer.state:
+                        # Its moments would count for the first way alone.
+                        bench.step(way, iter([bench.batch(bench.conversations(SPARE), way.plain)]))
                     for spare in range(COMPILING if way.form else 0):
                         bench.step(way, iter([bench.batch(bench.conversations(SPARE + spare), way.plain)]))
                     taken.peak_bytes = bench.peak(way, coming)
