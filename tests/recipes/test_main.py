@@ -20,6 +20,7 @@ from draftsmith.recipes.commands import (
     acceptance_head,
     answer_commands,
     artifact_commands,
+    choose,
     compare_families,
     doctor,
     importing,
@@ -41,7 +42,8 @@ RECIPES = [path for path in SHIPPED if "family" in read_recipe(str(path))]
 TINY = next(path for path in RECIPES if path.stem == "tiny")
 FILES = {"pipeline": pipeline, "compare_families": compare_families, "memory_plan": memory_plan,
          "artifact_commands": artifact_commands, "answer_commands": answer_commands,
-         "acceptance_head": acceptance_head, "doctor": doctor, "importing": importing, "publishing": publishing}
+         "acceptance_head": acceptance_head, "choose": choose, "doctor": doctor,
+         "importing": importing, "publishing": publishing}
 EVERY: dict[str, Command[Any]] = {name: command for file in FILES.values() for name, command in file.COMMANDS.items()}
 
 

@@ -1,0 +1,335 @@
+"""The command `draftsmith choose`: which draft pays for a target on this device, by measured seconds and acceptance.
+
+Candidates are artifacts that exist, or families that train for equal short times on the same few answers of the target.
+Each has its lengths on held-out answers that chose nothing, and the pass-cost curve of this device; longer training is
+extrapolated.
+"""
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import linear_regression
+from typing import Any
+
+import yaml
+from safetensors import safe_open
+
+from ...data import DistillConfig, PromptConfig
+from ...data.store.disk_room import in_words
+from ...export import Artifact, Tuning, load_artifact
+from ...export.artifact_files import WEIGHTS
+from ...export.layouts.registry import EXPORT_FORMATS, formats_of
+from ...export.tuning import Prediction
+from ...modules import DEFAULT_NAME, Target, TargetConfig, UserError, choose_size, load_target, measure_cost
+from ...modules.config_checks import MOST_ROWS
+from ...modules.files.atomic_files import write_file
+from ...modules.files.json_records import read_object
+from ...modules.verification.sampling import TEMPERATURES, is_temperature
+from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, named_target
+from ..reading.parsing import TRUST, Command, Parsed
+from ..reading.recipe_files import recipe_path
+from ..recipe import TreeConfig
+from ..stages.training_folder import RESULT_FILE, STATS_FILE
+from ..terminal.terminal_text import say
+from .artifact_commands import own_target
+from .compare_families import COMMANDS as FAMILIES
+from .compare_families import FamiliesArguments, compose, families, row_name, workspace_of
+from .memory_plan import plan_recipe
+
+CANDIDATES = ("medusa", "hydra", "eagle", "eagle3", "fastdraft")
+"""Recipes that are calibrated where neither these nor artifacts are named."""
+LEAST_MINUTES = 0.25
+"""Fewest minutes in which one candidate can be calibrated, the target's answers included."""
+ANSWERING, TRAINING = 0.3, 0.45
+"""Shares of the minutes for the target's answers and for training; searching and timing trees takes the rest."""
+GROWTH, MOST_GROWTH = 0.15, 0.4
+"""Power of the training time by which accepted drafts are assumed to grow where a curve has too few points, and the
+largest that is taken from a curve."""
+ANSWER_TOKENS = 128
+"""Tokens of the answers that are predicted."""
+MANY = 10**6
+"""Answers of a prediction that is not compared with a few measured ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChooseArguments:
+    """Arguments of `draftsmith choose`."""
+
+    out: Path
+    """Folder of the table, choose.json, and of what is calibrated; the same command goes on there."""
+    artifacts: tuple[Path, ...] = ()
+    """Folders of artifacts that are candidates without any training."""
+    rows: tuple[str, ...] = ()
+    """Recipes to calibrate, shipped ones by name; without these and artifacts a heads', two features' and a model's."""
+    minutes: float = 20.0
+    """Minutes of the whole calibration; answers of the target and each row's training share them."""
+    train_minutes: float = 60.0
+    """Minutes of the training that is planned, for which acceptance is extrapolated."""
+    batch_sizes: tuple[int, ...] = (1,)
+    """Rows that will be decoded at once, [1,8]."""
+    temperatures: tuple[float, ...] = (0.0,)
+    """Sampling temperatures that will be used, up to 1."""
+    engine: str | None = None
+    """Take only drafts that this engine loads, such as vLLM, SGLang or llama.cpp."""
+    memory_gib: float | None = None
+    """Take only recipes whose training is planned to need at most so much memory."""
+    target: TargetConfig = field(default_factory=own_target)
+    """The target; that of the first artifact by default."""
+    template: TemplateConfig = field(default_factory=TemplateConfig)
+    """Settings of its chat template."""
+    prompts: PromptConfig = field(default_factory=PromptConfig)
+    """Origin of the calibration's prompts: give those of your application."""
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    """Answers of the target."""
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    """The draft tree."""
+    trust: bool = False
+    """Import classes that recipes and artifacts name outside the package, which runs their code."""
+
+    def __post_init__(self) -> None:
+        for name in ("minutes", "train_minutes"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name} must be above 0, got {getattr(self, name):g}")
+        if wrong := [size for size in self.batch_sizes if not 1 <= size <= MOST_ROWS]:
+            raise UserError(f"batch_sizes must lie between 1 and {MOST_ROWS:,}, got {wrong[0]}")
+        if wrong_degrees := [degree for degree in self.temperatures if not is_temperature(degree)]:
+            raise UserError(f"a temperature must be {TEMPERATURES}, got {wrong_degrees[0]}")
+        if not self.batch_sizes or not self.temperatures:
+            raise UserError("choose needs at least one of batch_sizes and one of temperatures; give --batch_sizes [1]")
+        if self.engine is not None and not any(loads(self.engine, one.readers) for one in EXPORT_FORMATS):
+            raise UserError(f"no layout is known that {self.engine} loads; choose vLLM, SGLang, llama.cpp, OpenVINO "
+                            "GenAI, TensorRT-LLM, transformers, or leave engine out")
+        if len(self.calibrated) * LEAST_MINUTES > self.minutes:
+            raise UserError(f"minutes {self.minutes:g} is shorter than calibrating {len(self.calibrated)} rows, which "
+                            f"takes {len(self.calibrated) * LEAST_MINUTES:g} at least; give more, fewer --rows, or "
+                            "--artifacts, which need no training")
+
+    @property
+    def calibrated(self) -> tuple[str, ...]:
+        """The recipes to calibrate."""
+        return self.rows or (() if self.artifacts else CANDIDATES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A draft with its predicted figures."""
+
+    name: str
+    """Recipe or folder."""
+    predictions: dict[str, Prediction | None]
+    """By condition, such as "batch 1, temperature 0"; None where nothing is known of it."""
+    parameters: int
+    """Trained parameters."""
+    training: str
+    """Training that it takes, in words."""
+    memory: str
+    """Planned memory of that training, in words."""
+    engines: str
+    """Programs that load it; empty for none."""
+    start: str
+    """Command to start with."""
+
+    @property
+    def score(self) -> float:
+        """Geometric mean of the speed-ups; where drafting is slower it is left out, so that none is below 1."""
+        return math.exp(sum(math.log(max(1.0, one.speedup if one else 1.0)) for one in self.predictions.values())
+                        / len(self.predictions))
+
+    @property
+    def sure(self) -> bool:
+        """True if the 90 % interval of some condition lies above plain decoding."""
+        return any(one is not None and (one.speedup_interval(MANY) or (0.0,))[0] > 1
+                   for one in self.predictions.values())
+
+
+def loads(engine: str, readers: str) -> bool:
+    """True if an engine is among the readers of a layout."""
+    return engine.lower() in readers.lower()
+
+
+def choose_draft(parsed: Parsed[ChooseArguments]) -> None:
+    """One recommendation for a target on this device, and the table after it: speed-ups, costs, engines, the start."""
+    given, notes, found = parsed.values, list[str](), list[Candidate]()
+    if given.artifacts:
+        target = artifact_target(given.artifacts[0], given.target)
+        found += [of_artifact(folder, target, given) for folder in given.artifacts]
+    if given.calibrated:
+        found += calibrated(parsed, notes)
+    found.sort(key=lambda one: -one.score)
+    suited = [one for one in found if given.engine is None or loads(given.engine, one.engines)]
+    notes += [f"{one.name} is left out: {given.engine} does not load it" for one in found if one not in suited]
+    best = suited[0] if suited else None
+    if best is None:
+        advice = "none: no candidate fits the engine and the memory"
+    elif best.score <= 1:
+        advice = "none: plain decoding is faster here"
+    else:
+        doubt = "" if best.sure else " (the interval includes plain decoding: calibrate for more minutes first)"
+        advice = f"{best.name}: predicted {best.score:.2f} times as fast as plain decoding{doubt}; start: {best.start}"
+    say("\n".join([advice, "", *table(found), "", *notes, NOTE]))
+    records = [{**vars(one), "score": one.score, "predictions": {
+        name: None if each is None else {**asdict(each), "speedup_interval": each.speedup_interval(MANY),
+                                         "accepted_length_interval": each.length_interval(MANY)}
+        for name, each in one.predictions.items()}} for one in found]
+    chosen = None if best is None or best.score <= 1 else best.name
+    write_file(given.out / "choose.json", json.dumps(
+        {"recommendation": chosen, "advice": advice, "notes": notes, "candidates": records}, indent=2) + "\n")
+
+
+NOTE = ("Tokens per pass and speed-ups are over this project's loop without drafts, with 90 % intervals over answers, "
+        "seconds and the growth with longer training. Where drafting is slower it counts as plain decoding. Engines "
+        "draft chains, and their passes cost otherwise.")
+
+
+def table(found: Sequence[Candidate]) -> list[str]:
+    """Lines of the table, the best candidate first."""
+    if not found:
+        return []
+
+    def cell(one: Prediction | None) -> str:
+        if one is None:
+            return "not known"
+        spans = ["" if span is None else f" ({span[0]:.2f} to {span[1]:.2f})"
+                 for span in (one.length_interval(MANY), one.speedup_interval(MANY))]
+        return f"{one.accepted_length:.2f}{spans[0]}, {one.speedup:.2f}x{spans[1]}"
+
+    columns = ["draft", *(f"tokens/pass and speed-up, {name}" for name in found[0].predictions), "parameters",
+               "training", "memory", "loaded by"]
+    rows = [[one.name, *map(cell, one.predictions.values()), f"{one.parameters:,}", one.training, one.memory,
+             one.engines or "no engine"] for one in found]
+    return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
+
+
+def calibrated(parsed: Parsed[ChooseArguments], notes: list[str]) -> list[Candidate]:
+    """Candidates that train now for equal short times on the same answers, by the command `families`."""
+    given, folder = parsed.values, parsed.values.out / "calibration"
+    name = given.target.name
+    if name == ARTIFACT_TARGET:
+        name = named_target(given.artifacts[0], given.target).name if given.artifacts else DEFAULT_NAME
+    sections = {section: parsed.settings[section] for section in ("target", "template", "prompts", "distill", "tree")}
+    sections["target"] = {**sections["target"], "name": name}
+    sections["distill"] = {**sections["distill"], "budget_minutes": ANSWERING * given.minutes}
+    # Decoding is not compared here: one prompt is enough, and trees are sized for answers of this length.
+    sections["evaluate"] = {"limit": 1, "speed_prompts": 0, "max_new_tokens": ANSWER_TOKENS}
+    trust = [f"--{TRUST}={str(given.trust).lower()}",
+             f"--target.trust_remote_code={str(given.target.trust_remote_code).lower()}"]
+
+    def comparison(rows: Sequence[str]) -> Parsed[FamiliesArguments]:
+        content = {"out": str(folder), "rows": list(rows), **sections,
+                   "minutes": TRAINING * given.minutes / len(given.calibrated)}
+        file = write_file(given.out / "calibration.yaml", yaml.safe_dump(content, sort_keys=False))
+        arguments: Parsed[FamiliesArguments] = FAMILIES["families"].parse(["--config", str(file), *trust])
+        return arguments
+
+    whole, peaks = comparison(given.calibrated), dict[str, int]()
+    for row in given.calibrated:
+        file = compose(given.out / "planned", row_name(row), recipe_path(row), whole)
+        peak = max(stage.peak for stage in plan_recipe(workspace_of(file, *trust).recipe).stages)
+        if given.memory_gib is None or peak <= given.memory_gib * 2**30:
+            peaks[row] = peak
+        else:
+            notes.append(f"{row} is left out: its training needs {in_words(peak)}, more than memory_gib "
+                         f"{given.memory_gib:g}")
+    if not peaks:
+        return []
+    families(comparison(list(peaks)))
+    target, found = load_target(replace(given.target, name=name)), []
+    for row, peak in peaks.items():
+        place = folder / row_name(row)
+        result, stats = (read_object(place / "train" / file, "calibrate again") for file in (RESULT_FILE, STATS_FILE))
+        candidate = of_artifact(place / "artifact", target, given, grown(result, stats, given.train_minutes))
+        start = shlex.join(["draftsmith", "run", "--config", row, "--target.name", name, "--train.max_minutes",
+                            f"{given.train_minutes:g}"])
+        found.append(replace(candidate, name=row_name(row), start=start, memory=in_words(peak),
+                             training=f"{given.train_minutes:g} min"))
+    return found
+
+
+def grown(result: Mapping[str, Any], stats: Mapping[str, Any], minutes: float) -> tuple[float, float]:
+    """(factor of the accepted drafts of a pass, its relative error) of longer training, by the curve of a short one.
+
+    Accepted drafts are taken to grow by a power of the training time; half of the growth is its 90 % uncertainty.
+
+    Args:
+        result: of the training, with its curve.
+        stats: with its seconds.
+        minutes: of the longer training.
+    """
+    longer = max(1.0, 60 * minutes / max(1e-3, float(stats["seconds"])))
+    points = [(math.log(one["step"]), math.log(one["accepted_length"] - 1)) for one in result["curve"]
+              if one["step"] > 0 and one["accepted_length"] > 1]
+    power = linear_regression(*zip(*points, strict=True)).slope if len(points) > 2 else GROWTH
+    power = min(max(power, 0.0), MOST_GROWTH)
+    return longer**power, 0.5 * max(power, GROWTH) * math.log(longer) / 1.645
+
+
+def of_artifact(folder: Path, target: Target, given: ChooseArguments,
+                growth: tuple[float, float] = (1.0, 0.0)) -> Candidate:
+    """The figures of an artifact on this device.
+
+    Args:
+        folder: the artifact's.
+        target: its target.
+        given: what is asked.
+        growth: of `grown`.
+
+    Raises:
+        UserError: if it is damaged or belongs to another target.
+    """
+    artifact = load_artifact(folder, target, trust=given.trust)
+    tuning = measured_here(artifact)
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return Candidate(
+        name=str(folder), parameters=parameters, training="none", memory="-",
+        predictions={f"batch {rows}, temperature {degree:g}":
+                     predicted(tuning, rows, degree, growth, artifact.topology.depth + 1)
+                     for rows in given.batch_sizes for degree in given.temperatures},
+        engines="; ".join(dict.fromkeys(one.readers for one in formats_of(artifact))),
+        start=shlex.join(["draftsmith", "generate", "--artifact", str(folder), "--prompt", "TEXT"]))
+
+
+def measured_here(artifact: Artifact) -> Tuning:
+    """The artifact's tuning, with seconds of this device: stored ones where they are of it, otherwise measured now."""
+    stored = artifact.tuning
+    if stored is not None:
+        here = Tuning.of(artifact.target, 1, stored.cost)
+        if (here.device, here.dtype) == (stored.device, stored.dtype):
+            return stored
+    cost = measure_cost(artifact.target, artifact.drafter, artifact.topology)
+    if stored is not None:
+        return replace(stored, cost=cost)
+    # Of an imported artifact nothing is known but the seconds.
+    return Tuning.of(artifact.target, 1, cost, artifact.provenance.get("expected_accepted_length", ()))
+
+
+def predicted(tuning: Tuning, rows: int, degree: float, growth: tuple[float, float], most: float) -> Prediction | None:
+    """The prediction for the fastest size of the tree, or for copies next to it where these are faster; None where no
+    accepted length is known.
+
+    Args:
+        tuning: of this device.
+        rows: decoded at once.
+        degree: their temperature.
+        growth: of `grown`.
+        most: tokens of a pass that accepts the deepest path.
+    """
+    factor, error = growth
+    lengths = [min(most, 1 + (one - 1) * factor) for one in tuning.lengths_at(degree)]
+    found = tuning.prediction(choose_size(lengths, tuning.cost.curve(rows)).size, rows, degree) if lengths else None
+    if found is None:
+        return None
+    length = min(most, 1 + (found.accepted_length - 1) * factor)
+    spread = None if found.length_error is None else math.hypot(found.length_error, error * (length - 1) / length)
+    found = replace(found, accepted_length=length, speedup=found.speedup * length / found.accepted_length,
+                    length_error=spread)
+    copies = tuning.copying_prediction(rows, degree)
+    return found if copies is None or copies.speedup <= found.speedup else copies
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    "choose": Command(name="choose", arguments=ChooseArguments, run=choose_draft),
+}

@@ -1,0 +1,129 @@
+"""The command choose: its advice follows from the seconds and lengths that were measured, and can be none."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.commands.choose import grown, predicted
+from support.artifacts import tuning
+from support.served_targets import SERVED
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def changed(tiny_run: Path, folder: Path, draft_seconds: float) -> Path:
+    """The tiny artifact with stated seconds: a pass takes 10 ms whatever its nodes, a draft as many as given."""
+    shutil.copytree(tiny_run / "artifact", folder)
+    content = json.loads((folder / "tuning.json").read_text())
+    cost, copying = content["cost"], content["copying"]
+    cost |= {"pass_weights": [0.01] + [0.0] * (len(cost["pass_weights"]) - 1), "spread": 0.0, "pass_error": 0.0,
+             "draft_weights": [draft_seconds] + [0.0] * (len(cost["draft_weights"]) - 1)}
+    copying["copy_seconds"] = content["sampled"]["copying"]["copy_seconds"] = 1.0
+    (folder / "tuning.json").write_text(json.dumps(content | {"given": False}))
+    return folder
+
+
+def chosen(tmp_path: Path, *artifacts: Path, words: tuple[str, ...] = ()) -> dict[str, Any]:
+    listed = f"[{','.join(map(str, artifacts))}]"
+    assert main(["choose", "--artifacts", listed, "--out", str(tmp_path / "out"), *words]) == 0
+    found: dict[str, Any] = json.loads((tmp_path / "out" / "choose.json").read_text())
+    return found
+
+
+def test_the_draft_that_pays_is_recommended_and_none_where_none_does(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cheap, dear = (changed(tiny_run, tmp_path / name, seconds) for name, seconds in (("cheap", 1e-6), ("dear", 0.01)))
+    words = ("--batch_sizes", "[1,8]", "--temperatures", "[0,1]")
+    found = chosen(tmp_path, dear, cheap, words=words)
+    assert found["recommendation"] == str(cheap)
+    first, second = found["candidates"]
+    assert (first["name"], second["name"]) == (str(cheap), str(dear))
+    assert set(first["predictions"]) == {f"batch {rows}, temperature {degree}" for rows in (1, 8) for degree in (0, 1)}
+    greedy = first["predictions"]["batch 1, temperature 0"]
+    tuned = json.loads((cheap / "tuning.json").read_text())
+    # Passes of any size take as long, so that the speed-up is the tokens of a pass, but for the prompt's.
+    assert greedy["accepted_length"] in tuned["predicted"]["lengths"]
+    assert 1 < greedy["speedup"] <= greedy["accepted_length"]
+    assert greedy["speedup_interval"][0] < greedy["speedup"] < greedy["speedup_interval"][1]
+    assert first["parameters"] == json.loads((tiny_run / "train" / "result.json").read_text())["parameters"]
+    assert "Text Generation Inference" in first["engines"]
+    assert f"start: {first['start']}" in " ".join(capsys.readouterr().out.split())
+    found = chosen(tmp_path, dear, words=words)
+    assert found["recommendation"] is None
+    assert found["advice"] == "none: plain decoding is faster here"
+
+
+def test_a_draft_that_the_engine_does_not_load_is_left_out(tiny_run: Path, tmp_path: Path) -> None:
+    cheap = changed(tiny_run, tmp_path / "cheap", 1e-6)
+    found = chosen(tmp_path, cheap, words=("--engine", "llama.cpp"))
+    assert found["recommendation"] is None
+    assert found["notes"] == [f"{cheap} is left out: llama.cpp does not load it"]
+    assert chosen(tmp_path, cheap, words=("--engine", "text generation inference"))["recommendation"] == str(cheap)
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (("--minutes", "1"), "minutes 1 is shorter than calibrating 5 rows, which takes 1.25 at least; give more, fewer"),
+    (("--minutes", "-1"), "minutes must be above 0, got -1"),
+    (("--engine", "vlm"), "no layout is known that vlm loads; choose vLLM"),
+    (("--batch_sizes", "[0]"), "batch_sizes must lie between 1 and"),
+    (("--temperatures", "[-1]"), "a temperature must be"),
+    (("--target.device", "cuda:7"), "'cuda:7' was asked for, but no CUDA device is available; use cpu or auto"),
+    (("--artifacts", "[{artifact}]", "--target.name", "{other}"), "made for the target tiny-random with"),
+])
+def test_bad_input_gets_one_sentence(
+    tiny_run: Path, tmp_path: Path, words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = SERVED["gated delta rule and experts"](tmp_path / "other") if "{other}" in words else ""
+    given = [word.format(artifact=tiny_run / "artifact", other=other) for word in words]
+    assert main(["choose", "--config", "tiny", "--out", str(tmp_path / "out"), *given]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert not (tmp_path / "out" / "choose.json").exists()
+
+
+def test_growth_is_the_power_of_the_curve_and_its_half_is_uncertain() -> None:
+    curve = [{"step": 0, "accepted_length": 1.0}, *({"step": step, "accepted_length": 1 + 0.1 * step**0.25}
+                                                    for step in (10, 40, 160))]
+    factor, error = grown({"curve": curve}, {"seconds": 60.0}, 16.0)
+    assert factor == pytest.approx(2.0)
+    assert error == pytest.approx(0.5 * 0.6931 / 1.645, rel=1e-3)
+    assert grown({"curve": curve}, {"seconds": 60.0}, 0.5)[0] == 1.0, "less training is not extrapolated"
+    few, doubt = grown({"curve": curve[:2]}, {"seconds": 60.0}, 16.0)
+    assert 1 < few < 2
+    assert doubt > 0
+    known = tuning()
+    now, later = (predicted(known, 1, 0.0, growth, 3.0) for growth in ((1.0, 0.0), (2.0, 0.1)))
+    assert now is not None
+    assert later is not None
+    assert later.accepted_length - 1 == pytest.approx(2 * (now.accepted_length - 1))
+    assert predicted(known, 1, 1.0, (1.0, 0.0), 3.0) is None, "nothing was measured for sampled rows"
+
+
+@pytest.mark.long
+def test_families_are_calibrated_on_a_hybrid_target_with_another_template(tmp_path: Path) -> None:
+    place = SERVED["gated delta rule and experts"](tmp_path / "target")
+    template = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+                "{% if add_generation_prompt %}[bot]{% endif %}")
+    (place / "chat_template.jinja").write_text(template)
+    tiny = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())
+    for name, family, drafter in (("heads", "medusa", {"num_heads": 3}), ("features", "eagle", {})):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tiny | {"family": family, "drafter": drafter}))
+    words = ["choose", "--config", "tiny", "--out", str(tmp_path / "out"), "--target.name", str(place), "--rows",
+             f"[{tmp_path / 'heads.yaml'},{tmp_path / 'features.yaml'}]", "--minutes", "0.6", "--train_minutes", "5"]
+    assert main([*words, "--memory_gib", "0.001"]) == 0
+    none = json.loads((tmp_path / "out" / "choose.json").read_text())
+    assert none["recommendation"] is None
+    assert [note.split(" is left out")[0] for note in none["notes"]] == [str(tmp_path / "heads.yaml"),
+                                                                         str(tmp_path / "features.yaml")]
+    assert main(words) == 0
+    found = json.loads((tmp_path / "out" / "choose.json").read_text())
+    assert {one["name"] for one in found["candidates"]} == {"heads", "features"}
+    for one in found["candidates"]:
+        assert one["training"] == "5 min"
+        assert one["memory"].endswith("GiB") or one["memory"].endswith("MiB")
+        assert one["predictions"]["batch 1, temperature 0"]["accepted_length"] >= 1
