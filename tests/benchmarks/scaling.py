@@ -1,12 +1,14 @@
 """Seconds and peak memory of a training step against tokens, row length, vocabulary, draft steps and processes.
 
-    python tests/benchmarks/scaling.py [--family NAME] [--width N] [--longest N] [--only TABLE ...]
+    python tests/benchmarks/scaling.py [--family NAME] [--width N] [--longest N] [--vocabulary N]
+        [--steps N] [--anchors N] [--only TABLE ...]
 
 Every case runs in processes of its own, since a peak of resident memory never falls: a random target of two layers, one
 step on a short row, then one step whose memory is counted beyond what the process had before. Seconds are CPU seconds
 of one thread, the target's pass included. Cases of several processes sum their gradients over gloo; memory and seconds
-are those of the first. `loss` is what the loss over the vocabulary has alive at once beyond states and gradients, which
-grow with the tokens. Padding and the wait for data are those of the batches of a training: conversations of log-normal
+are those of the first. `step` is what forward, loss and gradients have alive at once on given
+states of the target; `loss`, what of it the loss over the vocabulary has beyond states and gradients, which grow with
+the tokens. Padding and the wait for data are those of the batches of a training: conversations of log-normal
 length, packed in the order of an epoch. Kangaroo has one draft step in every case.
 """
 
@@ -24,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-FAMILIES = ("eagle3", "medusa", "hydra", "kangaroo")
+FAMILIES = ("eagle3", "medusa", "hydra", "kangaroo", "dflash", "dspark")
 TABLES = ("tokens", "length", "packed", "vocabulary", "steps", "processes")
 """What the tables vary: rows, rows of one conversation, rows of several, vocabulary, draft steps, processes."""
 
@@ -43,6 +45,8 @@ class Case:
     """Draft steps."""
     processes: int = 1
     width: int = 64
+    anchors: int | None = None
+    """Places of a row after which a drafter of blocks is trained; None for every token."""
 
 
 def cases(base: Case, longest: int) -> dict[str, list[Case]]:
@@ -80,14 +84,19 @@ def measure(case: Case, rank: int, port: int) -> dict[str, float]:
     with CountedStorages() as tally:
         module._vocabulary_loss(module.weights(len(drafts.offsets)), None)(drafts, features)
     states = 2 * drafts.hidden_BLKD.nbytes
+    del drafts
+    module.zero_grad()
+    with CountedStorages() as whole:
+        module.loss(features).total.backward()
     owned = sum(parameter.nbytes for parameter in dict.fromkeys(module.drafter.output_parameters(0)))
-    return {"seconds": seconds, "MiB": grown, "loss MiB": max(0.0, (tally.peak - states - owned) / 2**20)}
+    return {"seconds": seconds, "MiB": grown, "step MiB": whole.peak / 2**20,
+            "loss MiB": max(0.0, (tally.peak - states - owned) / 2**20)}
 
 
 def made(case: Case) -> Any:
     """The training module of a case, with equal weights in every process."""
     import torch
-    from draftsmith.modules import Eagle3Config, HydraConfig, KangarooConfig, MedusaConfig, Target
+    from draftsmith.modules import BlockDraftConfig, Eagle3Config, HydraConfig, KangarooConfig, MedusaConfig, Target
     from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
     from draftsmith.trainers.families import family_configs, family_module
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -97,10 +106,14 @@ def made(case: Case) -> Any:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1 << 20, pad_token_id=0, bos_token_id=1,
         eos_token_id=2))
     shape = {"eagle3": lambda: Eagle3Config(steps=case.steps), "medusa": lambda: MedusaConfig(num_heads=case.steps),
-             "hydra": lambda: HydraConfig(num_heads=case.steps, prefix=True), "kangaroo": KangarooConfig}[case.family]()
+             "hydra": lambda: HydraConfig(num_heads=case.steps, prefix=True), "kangaroo": KangarooConfig,
+            "dflash": lambda: BlockDraftConfig(block_size=case.steps + 1, aligned="same", causal=False,
+                                               anchors=case.anchors),
+            "dspark": lambda: BlockDraftConfig(block_size=case.steps, correction="markov", anchors=case.anchors),
+            }[case.family]()
     target = Target(model, tiny_tokenizer(), name="tiny-scaling", pack=0)
-    kind = family_module(case.family)
-    module = kind(target, family_configs(case.family).train(drafter=shape))
+    family = "block" if case.family in ("dflash", "dspark") else case.family
+    module = family_module(family)(target, family_configs(family).train(drafter=shape))
     module.configure_model()
     torch.manual_seed(1)
     return module.train()
@@ -187,6 +200,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--family", default="eagle3", choices=FAMILIES)
     parser.add_argument("--width", type=int, default=64, help="hidden size of the target")
     parser.add_argument("--longest", type=int, default=32768, help="tokens of the longest row")
+    parser.add_argument("--vocabulary", type=int, default=8192, help="tokens of the target's vocabulary")
+    parser.add_argument("--steps", type=int, default=3, help="draft steps")
+    parser.add_argument("--anchors", type=int, help="places of a row after which blocks are trained; all without it")
     parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES, help="tables to be printed")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
@@ -195,9 +211,10 @@ def main(words: Sequence[str] | None = None) -> None:
     if options.case:
         print(json.dumps(measure(Case(**json.loads(options.case)), options.rank, options.port)))
         return
-    base = Case(family=options.family, width=options.width)
+    base = Case(family=options.family, width=options.width, vocabulary=options.vocabulary, steps=options.steps,
+                anchors=options.anchors)
     print("| varied | rows | row length | conversation | vocabulary | draft steps | processes | s | MiB | KiB a token "
-          "| loss MiB |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
+          "| step MiB | loss MiB |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     cost = 0.0
     for name, several in cases(base, options.longest).items():
         for case in several if name in options.only else []:
@@ -205,7 +222,7 @@ def main(words: Sequence[str] | None = None) -> None:
             cost = cost or found["seconds"] / tokens
             print(f"| {name} | {case.rows} | {case.length} | {case.segment} | {case.vocabulary} | {case.steps} | "
                   f"{case.processes} | {found['seconds']:.2f} | {found['MiB']:.0f} | {1024 * found['MiB'] / tokens:.1f}"
-                  f" | {found['loss MiB']:.1f} |", flush=True)
+                  f" | {found['step MiB']:.1f} | {found['loss MiB']:.1f} |", flush=True)
     print("\n| row length | rows | padding | seconds to make a batch | share of the step |\n|--:|--:|--:|--:|--:|")
     for row_length, rows in ((2048, 4), (8192, 1), (32768, 1)):
         waste, seconds = batches(conversations(4000, row_length), row_length, rows)

@@ -24,6 +24,17 @@ def test_memory_of_the_loss_ends_with_a_chunk(monkeypatch: pytest.MonkeyPatch) -
     assert four["loss MiB"] < 2 * one["loss MiB"]
 
 
+@pytest.mark.long
+def test_memory_of_blocks_grows_with_anchors_or_tokens_alone() -> None:
+    """Four times as many blocks take four times as much; scores of all slots with all slots would take sixteen."""
+    few, many = (measure(replace(SMALL, family="dspark", length=2048, segment=2048, anchors=anchors), 0, 0)["step MiB"]
+                 for anchors in (128, 512))
+    assert many < 4 * few
+    short, long = (measure(replace(SMALL, family="dspark", length=length, segment=length), 0, 0)["step MiB"]
+                   for length in (512, 2048))
+    assert 3.5 < long / short < 4.5
+
+
 def test_every_table_starts_at_the_base_and_varies_what_it_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -31,7 +42,7 @@ def test_every_table_starts_at_the_base_and_varies_what_it_says(
 
     def noted(case: Case) -> dict[str, float]:
         run.append(case)
-        return {"seconds": case.rows * case.length / 1000, "MiB": 1.0, "loss MiB": 1.0}
+        return {"seconds": case.rows * case.length / 1000, "MiB": 1.0, "step MiB": 1.0, "loss MiB": 1.0}
 
     monkeypatch.setattr(scaling, "run", noted)
     scaling.main(["--family", "medusa", "--longest", "4096"])
