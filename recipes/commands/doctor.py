@@ -13,10 +13,12 @@ from ...export import load_artifact
 from ...export.artifact_files import CONFIG
 from ...modules import Target, TargetConfig, UserError, load_target
 from ...modules.decoding.token_text import visible
+from ...modules.files.atomic_files import write_file
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
-from ..chat_settings import TemplateConfig, named_target
+from ..chat_settings import TemplateConfig, handwritten_prompts, named_target
 from ..doctor.case import Case, DataSample
 from ..doctor.diagnosis import diagnose, lines
+from ..doctor.page import page
 from ..reading.parsing import Command, Parsed
 from ..terminal.draft_colours import RESET, marks_for
 from ..terminal.terminal_text import say
@@ -37,6 +39,8 @@ class DoctorArguments:
     """Settings of its chat template as it is served."""
     temperature: float = 0.0
     """Temperature at which the draft is used; 0 is greedy."""
+    out: Path | None = None
+    """Folder for doctor.html, a page in the style of the report, and doctor.json; null writes none."""
     json: bool = False
     """Print the findings as JSON."""
     trust: bool = False
@@ -51,6 +55,8 @@ def doctor(parsed: Parsed[DoctorArguments]) -> None:
     """Check an artifact, its data and its target for whatever lowers acceptance: each check has a figure, a verdict and
     a remedy that names the recipe's key."""
     given = parsed.values
+    if given.out is not None and given.out.exists() and not given.out.is_dir():
+        raise UserError(f"{given.out} is a file, a folder was expected; choose another --out")
     inside = given.artifact / "artifact"
     folder = inside if not (given.artifact / CONFIG).is_file() and (inside / CONFIG).is_file() else given.artifact
     target = load_target(named_target(folder, given.target))
@@ -58,9 +64,15 @@ def doctor(parsed: Parsed[DoctorArguments]) -> None:
     data, reason = read_data(given.data, folder, target)
     case = Case(artifact=artifact, target=target, template=given.template.build(target), data=data,
                 why_no_data=reason, temperature=given.temperature)
-    found = diagnose(case)
+    found = diagnose(case, [case.template.prompt(one.history()) for one in handwritten_prompts()],
+                     folder.parent / "evaluation.json")
+    text = json.dumps(found.to_dict(), indent=2, ensure_ascii=False)
+    if given.out is not None:
+        title = f"{artifact.drafter.family.capitalize()} drafts for {target.identity.name}: doctor"
+        write_file(given.out / "doctor.json", f"{text}\n")
+        write_file(given.out / "doctor.html", page(found, title))
     if given.json:
-        say(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
+        say(text)
         return
     say("\n".join(lines(found.findings)))
     if found.sample:
@@ -71,6 +83,8 @@ def doctor(parsed: Parsed[DoctorArguments]) -> None:
         print("".join(f"{before}{visible(text)}{after}" if learned and text else visible(text)
                       for text, learned in found.sample) + "\n", flush=True)
     say(found.headline)
+    if given.out is not None:
+        say(f"{given.out / 'doctor.html'} shows it with plots")
 
 
 def read_data(given: Path | None, artifact: Path, target: Target) -> tuple[DataSample | None, str]:

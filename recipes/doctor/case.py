@@ -78,7 +78,7 @@ class Case:
     """The unchanged target, which wrote the data."""
     template: ChatTemplate
     """As it will be served."""
-    temperature: float
+    temperature: float = 0.0
     """At which the draft is used."""
     data: DataSample | None = None
     """Of the training data; None where there are none here, or they are of no use with this target."""

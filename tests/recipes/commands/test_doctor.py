@@ -1,7 +1,9 @@
 """The command doctor, as a user runs it."""
 
+import html
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,16 +25,31 @@ def test_a_run_is_checked(tiny_run: Path, capsys: pytest.CaptureFixture[str]) ->
     text = said(capsys, "--artifact", tiny_run)
     assert "✓ mask: 0 of 15 answers start next to where" in text
     assert re.search(r"<\|im_start\|>assistant\n\[.*\]\n", text)
-    found = json.loads(said(capsys, "--artifact", tiny_run / "artifact", "--json"))
-    assert {one["name"] for one in found["findings"]} >= {"mask", "on-policy", "stored states", "template"}
-    assert found["headline"] == text.strip().splitlines()[-1]
-    # Without data, and with another use than they were made for.
-    assert "not checked: " in said(capsys, "--artifact", tiny_run / "artifact", "--data", tiny_run / "data",
-                                   "--temperature", 1)
+    # Twelve hundred tokens, seen seven times: what is wrong with the tiny run is known.
+    assert text.strip().splitlines()[-1] == "1 of 20 checks found something: training against held-out"
+
+
+def test_a_page_and_json_say_the_same(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an artifact alone, without its data, what decoding shows is said."""
+    artifact = shutil.copytree(tiny_run / "artifact", tmp_path / "alone")
+    found = json.loads(said(capsys, "--artifact", artifact, "--json", "--out", tmp_path / "out"))
+    assert json.loads((tmp_path / "out" / "doctor.json").read_text()) == found
+    by_name = {one["name"]: one for one in found["findings"]}
+    assert "holds no data; name their folder with --data" in by_name["data"]["verdict"]
+    assert by_name["decoding against training"]["figure"]
+    page = html.unescape((tmp_path / "out" / "doctor.html").read_text())
+    for one in found["findings"]:
+        assert one["name"] in page
+        assert one["verdict"] in page
+    assert page.count("<svg") == 2
+    assert "http" not in re.sub(r"http://www\.w3\.org|http://purl\.org|http://creativecommons\.org", "", page)
 
 
 def test_wrong_input_is_one_sentence(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
     for words, sentence in ((("--artifact", tmp_path), "holds no artifact"),
+                            (("--artifact", tiny_run, "--out", tmp_path / "file"), "a folder was expected"),
+                            (("--artifact", tiny_run, "--target.device", "cuda:9"), "cuda"),
                             (("--artifact", tiny_run, "--data", tmp_path), "holds no manifest.json"),
                             (("--artifact", tiny_run, "--temperature", -1), "temperature must be")):
         assert main(["doctor", *map(str, words)]) == 2

@@ -35,7 +35,7 @@ from support.planted_faults import (
 from support.template_shapes import QWEN3
 from transformers import LlamaConfig, LlamaForCausalLM
 
-TENTH = pytest.mark.parametrize("share", [1.0, 0.1])
+TENTH = pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.long), 0.1])
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_another_template_is_found(tiny_target: Target, healthy: list[Row], shar
     assert "another template" in faults(rows, tiny_target)["template"].verdict
 
 
-@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize("thinks", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_another_mode_of_thinking_is_found(thinks: bool) -> None:
     target = thinking_target()
     template = ChatTemplate(target.tokenizer, modes=(thinks,))

@@ -1,0 +1,265 @@
+"""Checks of the draft: decoding against its training forward, taps, rotary base, context lengths, its own figures.
+
+Shapes: P places where a draft starts, K draft steps.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...data.batches.learned_tokens import LearnedTokens
+from ...data.engines.state_probe import BOUNDS, gap
+from ...data.store.feature_shards import FINAL, tap
+from ...data.store.token_store import TokenShard
+from ...modules import DecodeSettings, Features, Request, StaticTree, Topology, answered_anew, decode
+from ...modules.decoding.state_recorder import StateRecorder
+from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from ...modules.drafters.parts.feature_drafter import FeatureDrafter, block_like
+from ...modules.interfaces.optional_parts import SharesTargetRows
+from ...modules.tuning.held_out_ranks import UNROLLED, proposed_text
+from ...modules.tuning.rank_walk import last_nodes, walk
+from ...modules.tuning.replay_acceptance import Acceptance, acceptance_of, held_out_acceptance
+from .case import Case, DataSample, spread
+from .finding import Finding, judged, unchecked
+from .target_checks import ROUNDED_STATES, in_words
+
+PROMPTS, TOKENS = 8, 48
+"""Prompts that are answered, and the length of the answers."""
+TRIED_ROWS = 16
+"""Rows on which other taps and rotary bases are tried."""
+LEAST_DECODED = 0.95
+"""Least share of the accepted drafts that the training forward promises: both are equal but for rounding."""
+LEAST_KEPT = 0.8
+"""Least share of the accepted drafts that training measured: its number format may be another."""
+BETTER, MORE = 1.15, 0.1
+"""Factor and tokens by which other layers or another base must be better: a draft that was trained with what it reads
+loses by any other."""
+LONG, LEAST_LONG = 2, 0.7
+"""Context as a multiple of the longest trained one, and least share of the accepted drafts that is left there. A rotary
+embedding reaches somewhat beyond what it has seen, but not for ever."""
+MOST_CONTEXT, LONG_ROWS = 2048, 4
+"""Longest context that is read for this check, and rows of each length."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Answers that the draft is measured on, with the target's states, one conversation each."""
+
+    decoded: list[Features]
+    """Answers to hand-written prompts, decoded with the draft."""
+    emitted: list[int]
+    """Tokens of each of their passes."""
+    recorded: dict[str, torch.Tensor]
+    """States of the first of them, as the decoding passes had them."""
+    held_out: list[Features]
+    """Held-out answers of the data; empty without."""
+    topology: Topology
+    """The tree that decoded them."""
+
+    @property
+    def best(self) -> list[Features]:
+        """Held-out answers, or those decoded here."""
+        return self.held_out or self.decoded
+
+
+@torch.no_grad()
+def read_texts(case: Case, prompts: Sequence[Sequence[int]]) -> Texts:
+    """Decode prompts with the draft, and read the held-out answers. Raises UserError if a shard is corrupted."""
+    artifact, target, drafter = case.artifact, case.artifact.target, case.artifact.drafter
+    topology = artifact.topology.prefix(artifact.tree_size if artifact.tree_size > 1 else artifact.topology.size)
+    if drafter.unrolls is not None and topology.depth > UNROLLED:
+        # The training forward says as many steps of an autoregressive draft.
+        topology = Topology.chain(UNROLLED)
+    requests = [Request(tuple(prompt), number, min(TOKENS, target.context_length - len(prompt) - topology.size))
+                for number, prompt in enumerate(spread(prompts, PROMPTS))]
+    # Early layers that the draft runs itself are not read again, so that no pass has all states.
+    recorder = None if isinstance(drafter, SharesTargetRows) else StateRecorder(drafter.taps, target.dtype)
+    found = decode(target, requests, DecodeSettings(batch_size=PROMPTS), drafter=drafter,
+                   policy=StaticTree(topology), recorder=recorder).generations
+    rows = [([*one.request.tokens, *one.tokens], [False] * len(one.request.tokens) + [True] * len(one.tokens))
+            for one in found]
+    decoded = [target.encode(Features.from_rows([row]), drafter.taps) for row in rows]
+    states = {} if recorder is None else recorder.states(found)
+    recorded = {FINAL: states[0].final_LD, **{tap(layer): one for layer, one in states[0].taps.items()}
+                } if 0 in states else {}
+    held_out = [] if case.data is None else held_out_rows(case, case.data)
+    return Texts(decoded, [count for one in found for count in one.emitted], recorded, held_out, topology)
+
+
+def held_out_rows(case: Case, data: DataSample) -> list[Features]:
+    """Held-out greedy answers up to their repetitions, with the states of the target that verifies, as training
+    measures on them. Raises UserError if a shard is corrupted."""
+    target, rows = case.artifact.target, list[Features]()
+    for record in data.manifest.split("validation"):
+        shard = TokenShard.read(data.folder / record.file, record.sha256)
+        learned_T = LearnedTokens().of(shard)
+        for row in shard.answered_at(0.0):
+            place = slice(*shard.span(row))
+            if bool(learned_T[place].any()):
+                rows.append(Features.from_rows([(shard.tokens_T[place].tolist(), learned_T[place].tolist())]))
+    if case.artifact.adapter is not None:
+        return list(answered_anew(target, rows))
+    return [target.encode(row, case.artifact.drafter.taps) for row in rows]
+
+
+def accepted(case: Case, rows: Sequence[Features], topology: Topology) -> Acceptance:
+    """Acceptance of a static tree along answers, by the training forward."""
+    ranked = proposed_text(case.artifact.drafter, rows, max(topology.ranks) + 1).ranked
+    return acceptance_of(walk(ranked, topology), topology.depth)
+
+
+def draft_findings(case: Case, texts: Texts) -> Iterator[Finding]:
+    """Findings on the draft itself."""
+    trained, here = case.artifact.identity, case.target.identity
+    rounded = "quantised otherwise" if trained.quantization != here.quantization else "another target"
+    yield judged("target of the draft", f"{in_words(trained)}; here {in_words(here)}", "it was trained for this target",
+                 (trained.weights_hash != here.weights_hash, f"the draft was distilled from one that is {rounded}: it "
+                  "has learned other answers and states", "distil and train for it with target.name and "
+                  "target.quantization as they are served, from this draft (train.start, --retarget)"))
+    yield _decoded(case, texts)
+    yield _positions(case, texts)
+    yield _as_trained(case, texts)
+    yield _taps(case, texts)
+    yield _rotary(case, texts)
+    yield _contexts(case, texts)
+
+
+def _decoded(case: Case, texts: Texts) -> Finding:
+    """Decoded acceptance against that of the training forward, by position."""
+    forced, found = accepted(case, texts.decoded, texts.topology), acceptance_of(texts.emitted, texts.topology.depth)
+    shown = "; ".join(f"{name} {one.accepted_length:.2f} tokens per pass, by position "
+                      f"{' '.join(f'{share:.0%}' for share in one.by_position)}"
+                      for name, one in (("decoded", found), ("training forward", forced)))
+    return judged("decoding against training", shown, "decoding accepts what the training forward says",
+                  (found.accepted_length - 1 < LEAST_DECODED * (forced.accepted_length - 1) - 0.01,
+                   "drafts are accepted less than the training forward says: positions, caches or states differ",
+                   "of a family outside the package, compare its expand and observe with its forward; otherwise set "
+                   "target.dtype: float32 to see whether rounding does it"))
+
+
+def _positions(case: Case, texts: Texts) -> Finding:
+    """States of one row as decoding passes had them against those of the training forward, which has them at once."""
+    if not texts.recorded:
+        return unchecked("positions and taps", "the draft runs the target's first layers itself")
+    # The prompt is read in one pass here as there.
+    first = texts.decoded[0]
+    start = int(first.supervised_BL[0].nonzero()[0])
+    own = {FINAL: first.final()[0], **{tap(layer): states[0] for layer, states in first.taps.items()}}
+    gaps = {name: gap(states_ND[start:], own[name][start:].to(states_ND)) for name, states_ND in texts.recorded.items()}
+    bound, worst = BOUNDS.get(case.target.dtype, ROUNDED_STATES), max(gaps, key=lambda name: gaps[name])
+    return judged("positions and taps", f"states of a decoded row differ by {gaps[worst]:.2g} of their length at most "
+                  f"({worst}); rounding explains {bound:g}", "both read the same states at the same positions",
+                  (not gaps[worst] <= bound, f"decoding reads other states {worst} than training",
+                   "check drafter.taps, and report it: the target is not decoded as it is encoded"))
+
+
+def _as_trained(case: Case, texts: Texts) -> Finding:
+    """The accepted length that training measured on held-out answers, measured again."""
+    name, origin = "draft as it was trained", case.artifact.provenance
+    former = origin.get("acceptance", {}).get("accepted_length")
+    if former is None or not texts.held_out:
+        return unchecked(name, "no figure of its training, or no held-out answers")
+    if case.data is None or case.data.manifest.hash != origin.get("data_manifest"):
+        return unchecked(name, "it was trained on other data than these")
+    found = held_out_acceptance(case.artifact.drafter, texts.held_out, case.recipe("train").get("validation_nodes", 16))
+    return judged(name, f"{found.accepted_length:.2f} tokens per pass of held-out text; {former:.2f} in its training",
+                  "it drafts as it did",
+                  (found.accepted_length - 1 < LEAST_KEPT * (former - 1) - 0.01,
+                   "it drafts worse than it did: it reads other states than in training, or its files were changed",
+                   "see the checks of stored states, taps and rotary base; train again with drafter.taps and "
+                   "drafter.rope_base as they are to be"))
+
+
+def _taps(case: Case, texts: Texts) -> Finding:
+    """Other layers in place of those that the draft reads: where they are better, it was trained with them."""
+    drafter, target, taps = case.artifact.drafter, case.artifact.target, case.artifact.drafter.taps
+    # Each layer, and all of them, one up or down: conventions of engines differ by one.
+    moves = [tuple(layer + step * (place in (number, len(taps))) for number, layer in enumerate(taps))
+             for place in range(len(taps) + (len(taps) > 1)) for step in (-1, 1)]
+    moves = [one for one in moves if all(0 <= layer < target.num_layers for layer in one)]
+    if not moves or isinstance(drafter, SharesTargetRows):
+        return unchecked("taps", "the draft reads no layer that could be another")
+    every = sorted({layer for one in (*moves, taps) for layer in one})
+    near = [target.encode(row, every) for row in spread(texts.best, TRIED_ROWS)]
+    found = {one: accepted(case, [replace(row, taps={layer: row.taps[other] for layer, other in zip(
+        taps, one, strict=True)}) for row in near], texts.topology).accepted_length for one in (taps, *moves)}
+    return _better("taps", found[taps], {f"layers {list(one)}": found[one] for one in moves},
+                   f"set drafter.taps (of an import, --taps) to those layers in place of {list(taps)}")
+
+
+def _rotary(case: Case, texts: Texts) -> Finding:
+    """The rotary base against the recipe's, and others in place of it."""
+    drafter, name, origin = case.artifact.drafter, "rotary base", case.artifact.provenance
+    # The head in a target's files rotates as the target does.
+    if not isinstance(drafter, FeatureDrafter) or not isinstance(drafter.block, BlockConfig):
+        return unchecked(name, "the draft has no rotary embedding of its own")
+    own, recipe = drafter.block.rope_base, case.recipe("drafter")
+    remedy = "set drafter.rope_base (of an import, --rope_base) to it"
+    # A draft that was continued has the settings of its start.
+    if "rope_base" in recipe and "start" not in origin and (
+            wanted := block_like(case.target, recipe["rope_base"]).rope_base) != own:
+        return judged(name, f"{own:g}; by its recipe {wanted:g}", "", (
+            True, "the draft rotates otherwise than its recipe and this target say", remedy))
+    rows, found = spread(texts.best, TRIED_ROWS), dict[str, float]()
+    for base in sorted({OFFICIAL_ROPE_BASE, block_like(case.target).rope_base} - {own}):
+        with rotary_base(drafter, base):
+            found[f"base {base:g}"] = accepted(case, rows, texts.topology).accepted_length
+    return _better(name, accepted(case, rows, texts.topology).accepted_length, found, remedy)
+
+
+def _better(name: str, own: float, others: dict[str, float], remedy: str) -> Finding:
+    """A finding on what the draft reads, by the tokens per pass with its own and with others."""
+    best = max(others, key=lambda words: others[words], default="")
+    return judged(name, f"{own:.2f} tokens per pass" + (f"; {others[best]:.2f} with {best}" if best else ""),
+                  "no other would be better", (
+                      best and others[best] - 1 > BETTER * (own - 1) and others[best] > own + MORE,
+                      f"the draft was trained with {best}, or nearer to it", remedy))
+
+
+@contextmanager
+def rotary_base(drafter: FeatureDrafter[Any], base: float) -> Iterator[None]:
+    """A block in which the layers of a drafter rotate by another base."""
+    parts: list[Any] = [part for part in drafter.modules() if isinstance(getattr(part, "config", None), BlockConfig)]
+    before: list[BlockConfig] = [part.config for part in parts]
+    for part, config in zip(parts, before, strict=True):
+        part.config = replace(config, rope_base=base, rope_scaling=None)
+    try:
+        yield
+    finally:
+        for part, config in zip(parts, before, strict=True):
+            part.config = config
+
+
+def _contexts(case: Case, texts: Texts) -> Finding:
+    """Acceptance by position in the context, up to twice the lengths that training has seen."""
+    name, target = "context lengths", case.artifact.target
+    if case.data is None:
+        return unchecked(name, "the lengths that the draft was trained on are not known")
+    starts_S = case.data.shard.starts_S
+    trained = int((starts_S[1:] - starts_S[:-1]).max())
+    trained = min(trained, case.recipe("batch").get("row_length", trained))
+    long = min(LONG * trained, MOST_CONTEXT, target.context_length - TOKENS - texts.topology.size)
+    if long <= trained:
+        return unchecked(name, f"the target's context, or {MOST_CONTEXT} tokens, ends before twice the trained length")
+    # Rows one after another are a long conversation; what the target goes on with is its own.
+    text, lengths = case.data.shard.tokens_T.tolist(), dict[int, float]()
+    text *= LONG_ROWS * long // len(text) + 1
+    for size in (trained // 2, long):
+        requests = [Request(tuple(text[number * size : (number + 1) * size]), number, TOKENS)
+                    for number in range(LONG_ROWS)]
+        found = decode(target, requests, DecodeSettings(batch_size=LONG_ROWS, ignore_eos=True)).generations
+        rows = [target.encode(Features.from_rows([([*one.request.tokens, *one.tokens], [False] * size + [
+            True] * TOKENS)]), case.artifact.drafter.taps) for one in found]
+        ranked = proposed_text(case.artifact.drafter, rows, max(texts.topology.ranks) + 1).ranked
+        depths_P = torch.tensor(texts.topology.depths)[last_nodes(ranked.ranks_PK, texts.topology)]
+        lengths[size] = float(depths_P[ranked.left_P > 0].double().mean())
+    (short, near), (far, beyond) = lengths.items()
+    return judged(name, f"{near:.2f} guesses accepted in a row after {short} tokens of context, {beyond:.2f} after "
+                  f"{far}; trained on rows of up to {trained}", "acceptance holds beyond the trained lengths",
+                  (near > 2 * MORE and beyond < LEAST_LONG * near, "drafts fail after longer contexts",
+                   "train on longer rows: batch.row_length, longer conversations (prompts.path), "
+                   "distill.max_new_tokens"))
+

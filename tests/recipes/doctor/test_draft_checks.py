@@ -1,0 +1,189 @@
+"""Planted faults of a draft are found; a healthy draft of every family has no findings."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.data import ChatTemplate, Manifest
+from draftsmith.data.store.token_store import Row
+from draftsmith.export import Artifact, load_artifact
+from draftsmith.modules import Drafter, Features, Target, Topology
+from draftsmith.recipes.doctor import draft_checks
+from draftsmith.recipes.doctor.case import Case, DataSample
+from draftsmith.recipes.doctor.diagnosis import diagnose
+from draftsmith.recipes.doctor.finding import Finding
+from support.artifacts import TREE, tuning
+from support.cycle import cycle_rows
+from support.families import CASES, cases_of, randomised
+from support.planted_faults import answered, sample_of
+
+
+def prompts(template: ChatTemplate) -> list[list[int]]:
+    return [template.prompt([{"role": "user", "content": f"{n} or {n * n}?"}]) for n in range(8)]
+
+
+@cache
+def rows_of(name: str) -> tuple[Target, tuple[Row, ...]]:
+    """The target of a family's case, and its answers."""
+    target = CASES[name].teacher()
+    return target, tuple(answered(target))
+
+
+def tree(drafter: Drafter) -> Topology:
+    """A tree that is no deeper than a drafter's guesses."""
+    paths = [path for path in [(0,), (1,), (0, 0), (0, 0, 0)] if len(path) <= (drafter.reach or 3)]
+    return Topology.from_paths(paths)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_a_healthy_draft_of_every_family_has_no_findings(name: str) -> None:
+    target, rows = rows_of(name if CASES[name].teacher is not CASES["medusa"].teacher else "medusa")
+    adapter = CASES[name].change(target)
+    verifier = target if adapter is None else target.adapted(adapter)
+    drafter = randomised(CASES[name].make(verifier))
+    artifact = Artifact(drafter=drafter, target=verifier, topology=tree(drafter), identity=target.identity,
+                        provenance={}, adapter=adapter, tuning=tuning())
+    template = ChatTemplate(target.tokenizer)
+    case = Case(artifact=artifact, target=target, template=template, data=sample_of(rows, target))
+    found = diagnose(case, prompts(template), Path("none"))
+    # The reduced vocabularies of the cases hold a quarter of the tokens of random answers.
+    assert [one.name for one in found.faults] == ["draft vocabulary"] * (drafter.token_ids_Q is not None)
+    # With nothing but the artifact and the target too.
+    alone = diagnose(replace(case, data=None, why_no_data="none"), prompts(template), Path("none"))
+    assert alone.faults == []
+    assert alone.sample == ()
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_run: Path, tiny_target: Target) -> Case:
+    """The artifact of the tiny run with its data."""
+    artifact = load_artifact(tiny_run / "artifact", tiny_target)
+    data = DataSample.read(tiny_run / "data", Manifest.load(tiny_run / "data"))
+    return Case(artifact=artifact, target=tiny_target, template=ChatTemplate(tiny_target.tokenizer), data=data)
+
+
+@pytest.fixture(scope="module")
+def texts(trained: Case) -> draft_checks.Texts:
+    return draft_checks.read_texts(trained, prompts(trained.template)[:2])
+
+
+def named(case: Case, name: str, drafter: Drafter | None = None, texts: draft_checks.Texts | None = None) -> Finding:
+    """One finding of the checks of a draft."""
+    case = replace(case, artifact=replace(case.artifact, drafter=drafter or case.artifact.drafter))
+    if texts is None:
+        texts = draft_checks.read_texts(replace(case, data=None), prompts(case.template)[:4])
+    # Later checks are not made.
+    return next(one for one in draft_checks.draft_findings(case, texts) if one.name == name)
+
+
+def test_a_draft_that_decodes_otherwise_is_found(trained: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = load_artifact_again(trained)
+    observe = drafter.observe
+
+    def wrong(state: Any, rows_R: Any, observation: Any) -> None:
+        """Each state with the other sign."""
+        observe(state, rows_R, replace(observation, final_BND=-observation.final_BND))
+
+    assert not named(trained, "decoding against training", drafter).remedy
+    monkeypatch.setattr(drafter, "observe", wrong)
+    found = named(trained, "decoding against training", drafter)
+    assert "accepted less than the training forward says" in found.verdict
+
+
+def load_artifact_again(case: Case) -> Drafter:
+    """A copy of the case's drafter, bound to its target."""
+    drafter = type(case.artifact.drafter).rebuild(case.artifact.drafter.describe(), case.target.identity)
+    drafter.load_state_dict(case.artifact.drafter.state_dict())
+    drafter.bind(case.target)
+    return drafter.eval()
+
+
+def test_other_states_of_the_training_forward_are_found(trained: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = type(trained.target).encode
+
+    def shifted(self: Target, features: Features, taps: Sequence[int] = ()) -> Features:
+        found = encode(self, features, taps)
+        return replace(found, final_BLD=found.final().roll(1, 1))
+
+    monkeypatch.setattr(type(trained.target), "encode", shifted)
+    assert "other states final" in named(trained, "positions and taps").verdict
+
+
+def test_a_draft_that_was_changed_after_its_training_is_found(trained: Case, texts: draft_checks.Texts) -> None:
+    found = named(trained, "draft as it was trained", texts=texts)
+    assert not found.remedy
+    assert found.figure
+    changed = load_artifact_again(trained)
+    for parameter in changed.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    assert "worse than it did" in named(trained, "draft as it was trained", changed, texts).verdict
+
+
+def test_a_draft_for_the_unquantised_target_is_found(trained: Case, texts: draft_checks.Texts) -> None:
+    identity = replace(trained.target.identity, quantization="int8", weights_hash="other")
+    case = replace(trained, artifact=replace(trained.artifact, identity=identity))
+    found = named(case, "target of the draft", texts=texts)
+    assert found.figure == "tiny-random in int8; here tiny-random"
+    assert "quantised otherwise" in found.verdict
+
+
+def test_another_rotary_base_than_the_recipe_s_is_found(tiny_target: Target) -> None:
+    drafter = cases_of("eagle3")["eagle3-shared"].make(tiny_target)
+    drafter.block = replace(drafter.block, rope_base=500.0)  # type: ignore[operator]
+    for recipe, remedy in (({"rope_base": None}, True), ({"rope_base": 500.0}, False)):
+        artifact = Artifact(drafter=drafter, target=tiny_target, topology=TREE, identity=tiny_target.identity,
+                            provenance={"recipe": {"drafter": recipe}})
+        case = Case(artifact=artifact, target=tiny_target, template=ChatTemplate(tiny_target.tokenizer))
+        texts = draft_checks.Texts([], [], {}, [tiny_target.encode(cycle_rows(1), (1,))], TREE)
+        assert bool(draft_checks._rotary(case, texts).remedy) is remedy
+
+
+@pytest.mark.parametrize(("lengths", "better"), [((1.5, 1.9), True), ((1.5, 1.55), False), ((1.02, 1.08), False)])
+def test_other_layers_must_be_clearly_better(lengths: tuple[float, float], better: bool) -> None:
+    found = draft_checks._better("taps", lengths[0], {"layers [1]": lengths[1]}, "set drafter.taps")
+    assert bool(found.remedy) is better
+
+
+@pytest.mark.long
+def test_wrong_taps_of_a_trained_draft_are_found() -> None:
+    """A draft that has learned to read one layer reads another: the check names the right one."""
+    case = CASES["eagle3-shared"]
+    target = case.teacher()
+    module = case.module(target)
+    module.configure_model()
+    optimizer = torch.optim.AdamW(module.drafter.parameters(), lr=case.lr)
+    rows = [(row.tokens, row.supervised) for row in answered(target)[:16]]
+    for _ in range(2 * case.steps):
+        optimizer.zero_grad()
+        module.loss(Features.from_rows(rows)).total.backward()
+        torch.nn.utils.clip_grad_norm_(module.drafter.parameters(), 1.0)
+        optimizer.step()
+    drafter = module.drafter.eval()
+    artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(2), identity=target.identity,
+                        provenance={})
+    one = Case(artifact=artifact, target=target, template=ChatTemplate(target.tokenizer))
+
+    def found() -> Finding:
+        text = [target.encode(Features.from_rows([row]), drafter.taps) for row in rows]
+        return draft_checks._taps(one, draft_checks.Texts([], [], {}, text, Topology.chain(2)))
+
+    assert not found().remedy
+    drafter.taps = (0,)
+    assert "trained with layers [1]" in found().verdict
+
+
+@pytest.mark.long
+def test_drafts_that_fail_after_long_contexts_are_found(trained: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = draft_checks.Texts([], [], {}, [], TREE)
+    assert not draft_checks._contexts(trained, texts).remedy
+    nodes = iter([1, 0])
+    monkeypatch.setattr(draft_checks, "last_nodes",
+                        lambda ranks_PK, _tree: torch.full_like(ranks_PK[:, 0], next(nodes)))
+    found = draft_checks._contexts(trained, texts)
+    assert found.figure.startswith("1.00 guesses accepted in a row after 64 tokens of context, 0.00 after 256")
+    assert "fail after longer contexts" in found.verdict

@@ -1,0 +1,126 @@
+"""The ceiling of a tree, the parts of a pass, and training against held-out text, with faults planted in each."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.data import ChatTemplate
+from draftsmith.data.store.token_store import Row
+from draftsmith.export import Artifact, TrainingRecord
+from draftsmith.modules import Features, MeasuredStep, Target, Topology, UserError
+from draftsmith.modules.tuning.replay_acceptance import Acceptance
+from draftsmith.recipes.doctor import time_checks
+from draftsmith.recipes.doctor.case import Case
+from draftsmith.recipes.doctor.draft_checks import Texts
+from draftsmith.recipes.doctor.finding import Finding
+from draftsmith.recipes.doctor.time_checks import Gains, expected_of_chain, read_gains
+from support.artifacts import TREE, heads, tuning
+from support.planted_faults import answered, sample_of
+
+COST = tuning().cost
+
+
+@pytest.fixture(scope="module")
+def rows(tiny_target: Target) -> list[Row]:
+    return answered(tiny_target)
+
+
+def case(target: Target, rows: list[Row] | None = None) -> Case:
+    artifact = Artifact(drafter=heads(target), target=target, topology=TREE, identity=target.identity, provenance={},
+                        tuning=tuning())
+    return Case(artifact=artifact, target=target, template=ChatTemplate(target.tokenizer),
+                data=None if rows is None else sample_of(rows, target))
+
+
+def texts(target: Target, rows: list[Row]) -> Texts:
+    encoded = [target.encode(Features.from_rows([(row.tokens, row.supervised)])) for row in rows]
+    return Texts(encoded, [], {}, encoded, TREE)
+
+
+def time_of(target: Target, rows: list[Row], **changes: Any) -> dict[str, Finding]:
+    found = time_checks._time(case(target), texts(target, rows[:4]), Gains(replace(COST, **changes), 4, None))
+    return {one.name: one for one in found}
+
+
+def test_the_ceiling_is_that_of_an_oracle(tiny_target: Target, rows: list[Row]) -> None:
+    """A tree of depth 2 emits three tokens a pass at most; what is left at the end of an answer emits fewer."""
+    found = time_of(tiny_target, rows)
+    passes, tokens = 0, 0
+    for row in rows[:4]:
+        # The first token comes from the prompt's pass.
+        left = sum(row.supervised) - 1
+        passes, tokens = passes + -(-left // 3), tokens + left
+    assert TREE.prefix(4).depth == 2
+    assert f"{tokens / passes:.2f} if every guess were right" in found["ceiling"].figure
+    predicted = COST.predict(tokens / passes, 4)
+    assert f"and {predicted:.2f}" in found["ceiling"].figure
+    assert not found["ceiling"].remedy
+    shares = [COST.pass_seconds(1), COST.pass_seconds(4) - COST.pass_seconds(1), COST.draft_seconds(4)]
+    step = sum(shares)
+    assert found["time of a pass"].figure == (
+        f"{1000 * step:.1f} ms with 4 nodes: {shares[0] / step:.0%} a pass of one token, {shares[1] / step:.0%} "
+        f"checking the other nodes, {shares[2] / step:.0%} drafting")
+
+
+def test_dear_passes_and_dear_drafts_are_found(tiny_target: Target, rows: list[Row]) -> None:
+    slow = time_of(tiny_target, rows, pass_weights=(0.1, 0.5, 0.05, 0.0, 0.0))
+    assert "even a perfect draft" in slow["ceiling"].verdict
+    drafting = time_of(tiny_target, rows, draft_weights=(0.2, *[0.0] * 6))
+    assert "drafting takes longer" in drafting["time of a pass"].verdict
+
+
+def test_a_tree_that_ends_too_early_is_found(tiny_target: Target, rows: list[Row],
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    nearly = Acceptance(accepted_length=2.8, by_position=(0.95, 0.85), tokens=28, passes=10)
+    monkeypatch.setattr(time_checks, "accepted", lambda *_: nearly)
+    assert "ends too early" in time_of(tiny_target, rows)["ceiling"].verdict
+
+
+def test_text_that_is_learned_by_heart_is_found(tiny_target: Target, rows: list[Row],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    one, held = case(tiny_target, rows), texts(tiny_target, rows[:4])
+    assert not time_checks._training(one, held, None).remedy
+    lengths = iter([2.4, 1.5])
+    monkeypatch.setattr(time_checks, "expected_of_chain", lambda *_: next(lengths))
+    found = time_checks._training(one, held, None)
+    assert found.figure.startswith("2.40 tokens per pass expected of a chain on training text, 1.50 on held-out text")
+    # Of a gap of 0.9 twice the data close 29 %.
+    assert "twice the data would bring about 1.76" in found.figure
+    assert "distill.budget_tokens" in found.remedy
+
+
+@pytest.mark.parametrize(("outcome", "remedy"), [
+    ("Still rising at the end: more steps will help.", "train.max_steps"), ("Short of data: more will help.",
+                                                                           "distill.budget_tokens"), ("Level.", "")])
+def test_the_curve_s_slope_is_that_of_its_second_half(tiny_target: Target, rows: list[Row], outcome: str, remedy: str
+                                                      ) -> None:
+    curve = tuple(MeasuredStep(step=step, accepted_length=length, labels=10 * step)
+                  for step, length in ((0, 1.0), (10, 1.2), (20, 1.5), (40, 1.7)))
+    record = TrainingRecord(time="", outcome=outcome, best_step=40, curve=curve)
+    found = time_checks._training(case(tiny_target, rows), texts(tiny_target, rows[:4]), record)
+    assert "by the slope since its half, 1.90 decoded, where it is 1.70" in found.figure
+    assert outcome in found.verdict
+    assert remedy in found.remedy
+    assert bool(found.remedy) is bool(remedy)
+
+
+def test_the_expected_length_is_that_of_a_chain(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    table_PK = torch.tensor([[0, 0], [0, 5], [0, 0], [3, 5]])
+    monkeypatch.setattr(time_checks, "rank_table", lambda *_: table_PK)
+    assert expected_of_chain(case(tiny_target), []) == pytest.approx(1 + 3 / 4 + 3 / 4 * 2 / 4)
+
+
+def test_gains_of_an_artifact_without_timing_are_measured(tiny_target: Target, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    one = case(tiny_target)
+    assert read_gains(one, tmp_path / "none").size == 4
+    monkeypatch.setattr(time_checks, "measure_cost", lambda _target, _drafter, topology, **_: replace(
+        COST, largest=topology.size))
+    bare = replace(one, artifact=replace(one.artifact, tuning=None))
+    assert read_gains(bare, tmp_path / "none").size == TREE.size == Topology.from_paths(
+        [(0,), (1,), (0, 0), (2,), (0, 1), (0, 0, 0), (1, 0)]).size
+    (tmp_path / "evaluation.json").write_text('{"training": {"time": 3}}')
+    with pytest.raises(UserError, match=r"evaluation\.json"):
+        read_gains(one, tmp_path / "evaluation.json")
