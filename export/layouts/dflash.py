@@ -4,8 +4,8 @@ DFlash: `fc`, `hidden_norm`, `layers.{i}` of Qwen3, `norm`; the embedding, with 
 output layer are the target's. DSpark adds `markov_head.markov_w1`, `markov_head.markov_w2` and, by its form,
 `gate_proj` or `joint_proj`, and `confidence_head.proj`, the chance of a guess, by which engines draft less. DFlash 2
 adds `layers.{i}.attention_conv`, `mlp_conv` and `candidate_selector`, whose two codebooks are parameters without
-`.weight`. A reduced draft vocabulary, which vLLM reads and the first projects do not know, adds its rows of the
-target's output layer, `d2t` and `t2d`.
+`.weight`, LiLiCorr the encoder `lilicorr`. A reduced draft vocabulary, which vLLM reads and the first projects do not
+know, adds its rows of the target's output layer, `d2t` and `t2d`.
 
 Readers differ in what they take for granted: vLLM reads `is_causal`, then `dflash_config.causal`, and otherwise takes
 layers with a window for causal and others not; SGLang reads `is_causal` alone; llama.cpp's conversion both, for all
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ...modules import BlockDraft, BlockDraftConfig, Target, UserError
+from ...modules.drafters.corrections import lattice
 from ...modules.drafters.corrections.correction import CorrectionName
 from ...modules.drafters.corrections.selector import CANDIDATES, Selector
 from ...modules.drafters.corrections.slot_block import GROUP, TAPS
@@ -38,10 +39,15 @@ from .parts.read_shapes import block_of, check_joined, renamed, take_vocabulary,
 from .parts.safetensors_reader import Checkpoint, check_borrowed, check_embedding
 from .parts.tensor_table import Table, TensorForm, layer_table
 
+LATTICE = {"enabled": True, "candidate_topk": lattice.CANDIDATES, "num_layers": lattice.LAYERS,
+           "num_heads": lattice.HEADS, "mlp_ratio": float(lattice.MLP_RATIO), "vector_eps": lattice.LEAST_LENGTH,
+           "logit_scale": lattice.SCALE}
+"""Settings of LiLiCorr that are fixed here, by their keys after `lilicorr_`; engines take none of them for granted."""
 KNOWN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (None, False), "mlp_bias": (None, False),
     "is_causal": (None, False, True), "speculators_model_type": (None, "dflash", "dspark", "dflash2"),
     "conv_kernel_size": (None, TAPS), "conv_group_size": (None, GROUP), "selector_top_k": (None, CANDIDATES),
+    **{f"lilicorr_{key}": (None, value) for key, value in LATTICE.items()},
     "input_embedding_scale": (None, 1), "output_multiplier": (None, 1), "final_logit_softcapping": (None,),
 }
 """Settings that are fixed in this implementation, with the values that a configuration may give them."""
@@ -60,8 +66,8 @@ class Kind(NamedTuple):
 
     title: str
     architecture: str
-    library: str
-    """The speculators library's name."""
+    library: str | None
+    """The speculators library's name; None where it has none."""
     method: str
     """vLLM's and llama.cpp's name."""
     head: str
@@ -72,6 +78,7 @@ _DSPARK = Kind("DSpark", "Qwen3DSparkModel", "dspark", "dspark", "markov_head.")
 KINDS: dict[CorrectionName, Kind] = {
     "none": Kind("DFlash", "DFlashDraftModel", "dflash", "dflash", _OURS), **dict.fromkeys(FORMS, _DSPARK),
     "selector": Kind("DFlash 2", "DFlash2DraftModel", "dflash2", "dflash", "candidate_selector."),
+    "lattice": Kind("LiLiCorr", "LiLiCorrDraftModel", None, "dflash", "lilicorr."),
 }
 """Methods by their correction."""
 _FLAT = ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.")
@@ -141,6 +148,9 @@ def block_table(drafter: BlockDraft) -> Table:
     if drafter.config.correction == "selector":
         table |= {**dict.fromkeys(_BOOKS, TensorForm((drafter.vocab_size, rank))),
                   f"{head}hidden_projection.weight": TensorForm((rank, width))}
+    elif drafter.config.correction == "lattice":
+        table |= {head + name: TensorForm(tuple(tensor.shape)) for name, tensor in
+                  drafter.correction.state_dict().items()}
     elif drafter.config.correction != "none":
         table |= {f"{head}markov_w1.weight": TensorForm((drafter.vocab_size, rank)),
                   f"{head}markov_w2.weight": TensorForm((tokens, rank))}
@@ -170,9 +180,12 @@ def slot_config(drafter: BlockDraft) -> dict[str, Any]:
             "sample_from_anchor": config.aligned == "next"}
     if config.correction == "none":
         return said
+    said |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP} if config.conv else {}
     if isinstance(drafter.correction, Selector):
-        return {**said, "conv_kernel_size": TAPS, "conv_group_size": GROUP, "selector_rank": config.rank,
-                "selector_top_k": drafter.correction.most}
+        return {**said, "selector_rank": config.rank, "selector_top_k": drafter.correction.most}
+    if config.correction == "lattice":
+        return {**said, **{f"lilicorr_{key}": value for key, value in LATTICE.items()},
+                "lilicorr_hidden_size": config.rank, "lilicorr_factor_dim": config.rank}
     scales = {TEMPERATURES: drafter.judge_temperatures_K.tolist()} if config.confidence else {}
     return {**said, "markov_rank": config.rank, "markov_head_type": FORMS[config.correction],
             "enable_confidence_head": config.confidence, "confidence_head_with_markov": config.confidence, **scales}
@@ -212,7 +225,7 @@ def refusal(drafter: BlockDraft, target: Target) -> str:
         return f"no layout here holds the correction {config.correction}; decode the artifact with draftsmith"
     if config.residual:
         return "no engine adds a state of the text to its slots (residual); decode the artifact with draftsmith"
-    if (config.correction == "selector") != config.conv:
+    if config.correction != "lattice" and (config.correction == "selector") != config.conv:
         return (f"this drafter has correction {config.correction!r} and conv {str(config.conv).lower()}, and engines "
                 "know a selector and convolutions together, as DFlash 2 has them; train with both, or with neither")
     if config.aligned == "next" and KINDS[config.correction] is not _DSPARK:
@@ -269,6 +282,7 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
                renamed(renamed(name, _CONFIDENCE[0], _JUDGE), _CONFIDENCE[1], _JUDGE): tensor
                for name, tensor in tensors.items()}
     selected_VR = tensors.get(f"{_OURS}predecessor_codebook.weight")
+    encoder_WD = tensors.get(f"{_OURS}pass_hidden_proj.weight")
     table_VR, form = tensors.get(f"{_OURS}markov_w1.weight"), said.get("markov_head_type") or FORMS["markov"]
     named = {there: here for here, there in FORMS.items()}
     correction: CorrectionName = "none"
@@ -279,9 +293,12 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
         correction = named[form]
     elif selected_VR is not None:
         correction, table_VR = "selector", selected_VR
-        if reduced is not None:
-            raise UserError(f"{folder} holds a draft vocabulary of {reduced} tokens (d2t), and its selector has a row "
-                            "for every token of the target; choose a checkpoint without d2t")
+    elif encoder_WD is not None:
+        # Its rank is the number of rows.
+        correction, table_VR = "lattice", encoder_WD.mT
+    if reduced is not None and correction in ("selector", "lattice"):
+        raise UserError(f"{folder} holds a draft vocabulary of {reduced} tokens (d2t), and its {correction} has a row "
+                        "for every token of the target; choose a checkpoint without d2t")
     if correction != "none" and (reason := _scaled_logits(target)):
         raise UserError(reason)
     config = BlockDraftConfig(

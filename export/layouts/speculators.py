@@ -96,7 +96,7 @@ def _block_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
         "aux_hidden_state_layer_ids": [tap + 1 for tap in drafter.taps],
         "sliding_window_non_causal": not drafter.config.causal, "tie_word_embeddings": False,
         "transformer_layer_config": {**layers, "rope_parameters": rope},
-        "speculators_config": _served(target, kind.library, drafter.config.num_steps),
+        "speculators_config": _served(target, str(kind.library), drafter.config.num_steps),
     }
 
 
@@ -107,6 +107,15 @@ def _served(target: Target, algorithm: str, tokens: int) -> dict[str, Any]:
                                   "accept_tolerance": 0.0}],
             "verifier": {"name_or_path": portable(target.identity.name),
                          "architectures": list(target.config.architectures or [])}}
+
+
+def _refusal(drafter: Eagle3 | BlockDraft, target: Target) -> str:
+    """The refusal of a drafter that the library does not know, or no engine; empty for any other."""
+    if not isinstance(drafter, BlockDraft):
+        return eagle.refusal(drafter, target)
+    kind = dflash.KINDS.get(drafter.config.correction)
+    return dflash.refusal(drafter, target) or ("" if kind is None or kind.library else (
+        f"the speculators library has no {kind.title}; choose --format dflash"))
 
 
 def read_speculators(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Any, dict[str, Tensor]]:
@@ -121,6 +130,6 @@ SPECULATORS = replace(
     families=(Eagle3, BlockDraft), readers="vLLM, as a model of its own; the speculators library",
     write=export_speculators, read=read_speculators, opens=(*OPENS, "aligned", "causal"),
     known={"is_causal": (None, False, True)}, others=lambda drafter, places: {},
-    refusal=lambda drafter, target: (dflash if isinstance(drafter, BlockDraft) else eagle).refusal(drafter, target),
+    refusal=_refusal,
     vllm=lambda drafter: (dflash if isinstance(drafter, BlockDraft) else eagle).served_by_vllm(drafter),
 )

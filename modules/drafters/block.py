@@ -29,6 +29,7 @@ from ..row_buffers import RowBuffer
 from ..target.draft_vocabulary import OwnOutput, carry_rows
 from ..target.model import Target
 from .corrections.correction import Correction, CorrectionName
+from .corrections.lattice import HEADS, Lattice
 from .corrections.markov import Markov
 from .corrections.selector import Selector
 from .corrections.slot_block import GROUP, SlotBlock
@@ -69,10 +70,12 @@ class BlockDraftConfig(FeatureConfig):
     """Whether a slot sees the slots before it alone (JetSpec) or the whole block (DFlash, DSpark)."""
     correction: CorrectionName = "none"
     """Lets a guess depend on the tokens before it in its block. `markov`: a low-rank bigram table (DSpark), `gated` and
-    `rnn` its two other forms; `selector`: a choice among a slot's 16 likeliest tokens (DFlash 2); `state`: a gated
-    layer that changes the slot's state before the output layer (DFly); `none`: each slot guesses alone (DFlash)."""
+    `rnn` its two other forms; `selector`: a choice among a slot's 16 likeliest tokens (DFlash 2); `lattice`: one among
+    its 8 likeliest, encoded with those of all slots (LiLiCorr); `state`: a gated layer that changes the slot's state
+    before the output layer (DFly); `none`: each slot guesses alone (DFlash)."""
     rank: int = 64
-    """Rank of the correction, 256 in the papers; of `state` the width of its gated layer, in the paper the target's."""
+    """Rank of the correction, 256 in the papers; of `state` the width of its gated layer, in the paper the target's; of
+    `lattice` that of its encoder, in the paper 1,024."""
     conv: bool = False
     """Whether the slots before it flow into a slot's input and output of each attention and MLP (DFlash 2)."""
     confidence: bool = False
@@ -99,11 +102,15 @@ class BlockDraftConfig(FeatureConfig):
         if self.slot_rows and self.mask_token_id is not None:
             raise UserError(f"slot_rows trains a row for each slot, and mask_token_id is {self.mask_token_id}, whose "
                             "row all of them read; leave mask_token_id out, or set slot_rows to false")
-        if self.correction == "selector" and self.vocabulary_size is not None:
-            raise UserError(f"correction is 'selector', which has a row for every token of the target, and "
+        if self.correction in ("selector", "lattice") and self.vocabulary_size is not None:
+            raise UserError(f"correction is {self.correction!r}, which chooses among all tokens of the target, and "
                             f"vocabulary_size is {self.vocabulary_size}; leave vocabulary_size out, or set correction "
                             "to markov")
-        if self.confidence and self.correction in ("selector", "state"):
+        if self.correction == "lattice" and (self.rank % HEADS or self.aligned != "same"):
+            raise UserError(f"correction is 'lattice', with {HEADS} heads over slots that predict their own token, got "
+                            f"rank {self.rank} and aligned {self.aligned!r}; set rank to a multiple of {HEADS} and "
+                            "aligned to same")
+        if self.confidence and self.correction in ("selector", "lattice", "state"):
             raise UserError(f"confidence reads the table of a Markov head, and correction is {self.correction!r}; set "
                             "confidence to false, or correction to markov")
         if self.confidence and self.correction == "none":
@@ -179,7 +186,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
     `correction.markov_w1.weight` [V, rank], `correction.markov_w2.weight` [Q, rank] and
     `correction.{gate_proj,joint_proj}.{weight,bias}`, or the selector's
     `correction.{predecessor_codebook,successor_codebook}.weight` [V, rank] and `correction.hidden_projection.weight`,
-    or the state's `correction.{hidden_norm,embed_norm}.weight` and `correction.mlp.{gate,up,down}_proj.weight`; with
+    the state's `correction.{hidden_norm,embed_norm}.weight` and `correction.mlp.{gate,up,down}_proj.weight`, or those
+    of `corrections.lattice`; with
     convolutions `layers.{i}.{attention_conv,mlp_conv}.{base_kernel,kernel_projection.weight}`; with a confidence
     `confidence.{weight,bias}` and `judge_temperatures_K`; with a reduced vocabulary its ids, `token_ids` [Q].
     The target's embedding and output layer are borrowed. Make a new one with `BlockDraft.create`.
@@ -192,7 +200,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
 
     family = "block"
     card = FamilyCard(
-        name="DFlash, DFlash 2, DSpark, JetSpec", papers=("2602.06036", "2607.05147", "2606.18394"),
+        name="DFlash, DFlash 2, DSpark, JetSpec, LiLiCorr",
+        papers=("2602.06036", "2607.05147", "2606.18394", "2608.20530"),
         guesses="decoder layers over several of the target's states guess a block of tokens in one run; a correction "
                 "reads those before each guess",
         cost="one run of the layers for a tree, and one of the correction for each level; learns more slowly than "
@@ -227,11 +236,14 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
                 self.correction = Correction(width)
             case "selector":
                 self.correction = Selector(width, config.rank, sizes.vocab_size)
+            case "lattice":
+                self.correction = Lattice(width, config.rank, config.block_size, sizes.vocab_size, eps)
             case "state":
                 self.correction = StateCorrection(width, config.rank, eps)
             case form:
                 self.correction = Markov(width, config.rank, sizes.vocab_size, entries, form)
         self.state_size = self.correction.state_size
+        self.reads_newest = config.residual or self.correction.encodes
         self.judges = config.confidence
         self.confidence = nn.Linear(width + config.rank, 1) if config.confidence else None
         if config.confidence:
@@ -297,8 +309,12 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
     def project(self, hidden: Tensor, step: int) -> Tensor:
         """Draft logits [..., Q] of states [..., X]: the target's output layer, corrected. Steps after those of a block
         are in training the same ones without a correction."""
-        logits = super().project(hidden[..., : self.hidden_size], step)
+        logits = self.base_logits(hidden[..., : self.hidden_size])
         return self.correction.correct(logits, hidden) if step < self.config.num_steps else logits
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """The target's output layer, without a correction."""
+        return super().project(hidden, 0)
 
     def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
         """The trained weights that `project` and `judge` read."""
@@ -322,6 +338,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         newest states."""
         mask = self.mask_embedding if self.config.mask_token_id is None else self.embed(self.mask_id)
         first_BAD = self.embed(roots_BA)
+        newest_BAD = newest_BAD if self.config.residual else None
         inputs = [first_BAD, *(row_D.expand_as(first_BAD) for row_D in mask.expand(self.block_size - 1, -1))]
         # Slot by slot, so that each slot's states of all blocks are adjacent.
         hidden_BND = torch.cat([slot if newest_BAD is None else slot + newest_BAD for slot in inputs], dim=1)
@@ -363,19 +380,22 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         # Beyond a row's end stands its last token; no step learns there.
         before_BAK = torch.stack([features.tokens_BL.gather(1, (places_BA + 1 + step).clamp(max=length - 1))
                                   for step in range(steps)], dim=-1)
-        newest_BAD = None if not self.config.residual else context_BLD if indices_BA is None else context_BLD.gather(
+        newest_BAD = None if not self.reads_newest else context_BLD if indices_BA is None else context_BLD.gather(
             1, indices_BA[..., None].expand(-1, -1, context_BLD.shape[-1]))
-        slots_BAKX = self.correction.begin(self.slots(before_BAK[..., 0], newest_BAD, attention))
+        slots_BAKX = self.correction.begin(self.slots(before_BAK[..., 0], newest_BAD, attention), newest_BAD,
+                                           self.base_logits, self.embed)
         path_BAP, states = slots_BAKX.new_zeros(*before_BAK.shape[:2], self.correction.path_size), []
         for step in range(steps):
             path_BAP, state_BAX = self.correction.extend(slots_BAKX[:, :, step], path_BAP, before_BAK[..., step],
                                                          self.embed)
             states.append(state_BAX)
-        if self.training and self.config.correction == "selector":
+        if valid_BAK is not None and self.correction.chooses:
             # The slots alone learn too which tokens are candidates; the choice among them is learned where the right
             # one is one of them.
+            learned_BAK = self.correction.learned(slots_BAKX, before_BAK, valid_BAK)
             return Drafts(hidden_BLKD=torch.stack(states * 2, dim=2), offsets=self.offsets * 2, indices_BL=indices_BA,
-                          valid_BLK=None if valid_BAK is None else torch.cat([valid_BAK] * 2, dim=-1), choices=steps)
+                          valid_BLK=torch.cat([learned_BAK, valid_BAK], dim=-1), choices=steps,
+                          distractors=self.correction.encodes)
         return Drafts(hidden_BLKD=torch.stack(states, dim=2), offsets=self.offsets, valid_BLK=valid_BAK,
                       indices_BL=indices_BA)
 
@@ -385,7 +405,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         """A state in which no row has been observed yet."""
         self.pack_linears()
         device, width = self.fc.weight.device, self.block.hidden_size
-        newest = RowBuffer(rows, width, device=device, dtype=self.dtype) if self.config.residual else None
+        newest = RowBuffer(rows, width, device=device, dtype=self.dtype) if self.reads_newest else None
         # The slots of a block take places after the text for one pass, whatever the tree.
         return BlockState(BlockRows(self.num_layers, rows, capacity + self.block_size, device), newest)
 
@@ -420,7 +440,9 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             if step == 0:
                 attention = state.rows.read(list(range(rows)), self.block_size, causal=self.config.causal)
                 newest_R1D = None if state.newest is None else state.newest.values[:rows, None]
-                state.slots_RKX = self.correction.begin(self.slots(frontier.tokens_BF, newest_R1D, attention)[:, 0])
+                slots_RKD = self.slots(frontier.tokens_BF, newest_R1D, attention)[:, 0]
+                state.slots_RKX = self.correction.begin(slots_RKD, None if newest_R1D is None else newest_R1D[:, 0],
+                                                        self.base_logits, self.embed)
                 paths_RFP = state.slots_RKX.new_zeros(rows, width, self.correction.path_size)
             else:
                 columns_RF = frontier.parents_among(state.nodes_RF)
@@ -430,10 +452,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
                 return Scores.from_logits(self.project(state.slots_RKX, 0)[:, None], self.token_ids)
             slot_RFX = state.slots_RKX[:, step, None].expand(-1, width, -1)
             state.paths_RFP, states_RFX = self.correction.extend(slot_RFX, paths_RFP, frontier.tokens_BF, self.embed)
-            if self.config.correction == "selector":
-                found = self.correction.candidates(super().project(states_RFX[..., : self.hidden_size], step),
-                                                   states_RFX)
-                ids_RFQ, logits_RFQ = cast(tuple[Tensor, Tensor], found)
+            if self.correction.chooses:
+                ids_RFQ, logits_RFQ = self.correction.candidates(states_RFX, self.base_logits)
                 return replace(Scores.from_logits(logits_RFQ[:, :, None], None, states_RFX[:, :, None]),
                                candidates_BFHQ=ids_RFQ[:, :, None], all_guesses=True)
             logits_RFQ = self.project(states_RFX, step)
@@ -445,7 +465,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         calls = 1 if self.config.correction == "none" else self.config.num_steps
         looked_up = {id(part.weight) for part in self.correction.modules() if isinstance(part, nn.Embedding)}
         apart = sum(weight.nbytes for weight in self.correction.parameters() if id(weight) not in looked_up)
-        return layers // calls + apart + self.output_rows().weight_QD.nbytes
+        each = apart + self.output_rows().weight_QD.nbytes
+        return (layers + each) // calls if self.correction.encodes else layers // calls + each
 
     def observe_bytes(self) -> int:
         """Bytes of `fc` and of the layers' projections to keys and values."""

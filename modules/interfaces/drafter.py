@@ -67,7 +67,10 @@ class Drafts:
     when they are `hidden_BLKD`."""
     choices: int = 0
     """Number of the first steps that choose among a few candidates: their other logits are minus infinity. They learn
-    the label by cross entropy where it is a candidate, and nothing elsewhere, whatever the objective."""
+    the label by cross entropy where it is a candidate, and nothing elsewhere, whatever the objective; their mean counts
+    as the weight of the first of them next to that of the other steps."""
+    distractors: bool = False
+    """Whether they also learn to avoid candidates that the target finds less likely than the label."""
     indices_BL: Tensor | None = None
     """Index in its row of each of the L positions, where drafts start at a few sampled ones alone, as in training with
     anchors; None when the positions are those of the whole row."""

@@ -11,6 +11,9 @@ from ...modules.target.model import Target
 from ..train_config import TrainConfig
 from .eagle_base import FeatureModule, FeatureTrainConfig
 
+CHOICE_WEIGHT = 0.25
+"""Weight of the choice among the candidates of a lattice next to the slots' own loss (arXiv:2608.20530)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTrainConfig(FeatureTrainConfig):
@@ -44,8 +47,11 @@ class BlockModule(FeatureModule):
     ) -> None:
         super().__init__(target, config, token_counts=token_counts)
         BlockDraft.fitted(self.config.drafter, target)
+        # The choice among encoded candidates learns from the target whatever the slots learn from.
+        self.needs_teacher = self.needs_teacher or self.config.drafter.correction == "lattice"
 
     def weights(self, steps: int) -> tuple[float, ...]:
-        """Weight of each draft step; where the slots alone learn too, theirs are the same once more."""
+        """Weight of each draft step; where a choice among candidates is learned too, first those of its steps."""
         own = super().weights(self.config.drafter.num_steps)
-        return own * (steps // len(own))
+        choices = (CHOICE_WEIGHT,) * len(own) if self.config.drafter.correction == "lattice" else own
+        return own if steps == len(own) else choices + own

@@ -21,7 +21,7 @@ from ...modules.errors import UserError
 from ...modules.features import Features
 from ...modules.interfaces.drafter import Drafts
 from .metrics import COLUMNS, rank_hits, weighted, weighted_mean_loss
-from .objectives import ObjectiveName, TeacherOutput, accepted, objective_loss, wide
+from .objectives import LossName, ObjectiveName, TeacherOutput, accepted, objective_loss, wide
 from .path_weights import PathWeights, path_weights
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
@@ -149,7 +149,7 @@ class VocabularyLoss:
         supervision = supervise(features, drafts.offsets, index_V, drafts.valid_BLK, drafts.indices_BL)
         hidden_NKD = supervision.sources(drafts.hidden_BLKD)
         rows = _Rows(self, supervision, None if self.teacher is None else features.final().flatten(0, 1),
-                     drafts.choices)
+                     drafts.choices, drafts.distractors)
         if self.paths is not None:
             rows.weigh(hidden_NKD.detach(), drafts.hidden_BLKD.shape[:2].numel(), drafts.offsets)
         if torch.is_grad_enabled():
@@ -197,6 +197,8 @@ class _Rows:
     """The target's final states; None where nobody reads its distribution."""
     choices: int = 0
     """Number of the first steps that choose among candidates."""
+    distractors: bool = False
+    """Whether they learn from the target too."""
     weights_NK2: Tensor | None = None
     """Weight of each entry in the loss and its share in the divisor, where the steps of a place have their own."""
 
@@ -224,6 +226,9 @@ class _Rows:
         valid_PK[places_NK, steps_K] = valid_NK
         found = [part_PK[places_NK, steps_K] for part_PK in path_weights(name, chances_PK, valid_PK, offsets)]
         self.weights_NK2 = torch.stack(found, dim=-1)
+        if self.distractors:
+            # Choices among encoded candidates learn whole blocks, of which none depends on the chance of another.
+            self.weights_NK2[:, : self.choices] = 1.0
 
     def chunks(self, device: torch.device) -> Iterator[tuple[slice, Sequence[int], TeacherOutput | None]]:
         """Consecutive ranges of the N entries such that one step's logits stay within CHUNK_ELEMENTS, with draft steps
@@ -253,7 +258,8 @@ class _Rows:
             return self.loss.measure(logits_NQ, labels_N, valid_N, teacher_output, self.loss.objective, weights_N2,
                                      judged_N)
         offered_N = valid_N & (logits_NQ.detach().gather(1, labels_N[:, None])[:, 0] > -torch.inf)
-        loss, sums_C = self.loss.measure(logits_NQ, labels_N, offered_N, teacher_output, "hard", weights_N2, judged_N)
+        name: LossName = "choice" if self.distractors else "hard"
+        loss, sums_C = self.loss.measure(logits_NQ, labels_N, offered_N, teacher_output, name, weights_N2, judged_N)
         sums_C[COLUMNS.index("missed")] += (valid_N & ~offered_N).sum()
         return loss, sums_C
 
@@ -262,6 +268,20 @@ class _Rows:
         sums_KC = torch.zeros(len(self.loss.weights), len(COLUMNS), dtype=torch.float64, device=device)
         sums_KC[:, COLUMNS.index("missed")] = self.supervision.missed_K.to(sums_KC)
         return sums_KC
+
+    def balance(self, sums_KC: Tensor) -> Tensor | float:
+        """Scale losses and divisors of the choices, in place, so that their mean counts as their first weight next to
+        the mean of the other steps, however few labels are candidates; returns the factor. It is that of a batch: a
+        step of several batches has the mean of theirs."""
+        if not self.choices:
+            return 1.0
+        weights, shares_K = self.loss.weights, sums_KC[:, COLUMNS.index("share")]
+        own, others = (weighted(shares_K[part], weights[part]) for part in (slice(self.choices),
+                                                                            slice(self.choices, None)))
+        factor = torch.where(own > 0, weights[0] * others / own, 0.0)
+        for name in ("loss", "share"):
+            sums_KC[: self.choices, COLUMNS.index(name)] *= factor
+        return factor
 
     def total(self, sums_KC: Tensor, like: Tensor) -> Tensor:
         """The weighted sum of losses."""
@@ -273,17 +293,18 @@ class _Rows:
         for chunk, steps, teacher_output in self.chunks(hidden_NKD.device):
             for step in steps:
                 sums_KC[step] += self.step(hidden_NKD[chunk, step], step, chunk, teacher_output)[1]
+        self.balance(sums_KC)
         return self.total(sums_KC, hidden_NKD), sums_KC
 
 
-Measure = Callable[[Tensor, Tensor, Tensor, TeacherOutput | None, ObjectiveName, Tensor | None, Tensor | None],
+Measure = Callable[[Tensor, Tensor, Tensor, TeacherOutput | None, LossName, Tensor | None, Tensor | None],
                    tuple[Tensor, Tensor]]
 """A function like `chunk_loss`."""
 
 
 def chunk_loss(
     logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
-    objective: ObjectiveName, weights_N2: Tensor | None = None, judged_N: Tensor | None = None, *, whole: bool = False,
+    objective: LossName, weights_N2: Tensor | None = None, judged_N: Tensor | None = None, *, whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(loss, sums_C) of one draft step's logits at the tokens of a chunk; the loss is a sum, without the weight.
 
@@ -332,7 +353,7 @@ def compiled_measure(compiler: Compiler) -> Measure:
     """
 
     def run(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, log_p_NQ: Tensor | None, log_mass_N: Tensor | None,
-            objective: ObjectiveName, weights_N2: Tensor | None, judged_N: Tensor | None) -> tuple[Tensor, Tensor]:
+            objective: LossName, weights_N2: Tensor | None, judged_N: Tensor | None) -> tuple[Tensor, Tensor]:
         known = None if log_p_NQ is None else _FusedOutput(log_p_NQ=log_p_NQ, log_mass_N=log_mass_N)
         return chunk_loss(logits_NQ, labels_N, valid_N, known, objective, weights_N2, judged_N, whole=True)
 
@@ -340,7 +361,7 @@ def compiled_measure(compiler: Compiler) -> Measure:
     form = compiler.compiled(run, dynamic=None)
 
     def measure(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
-                objective: ObjectiveName, weights_N2: Tensor | None = None, judged_N: Tensor | None = None
+                objective: LossName, weights_N2: Tensor | None = None, judged_N: Tensor | None = None
                 ) -> tuple[Tensor, Tensor]:
         given = (None, None) if teacher_output is None else (teacher_output.log_p_NQ, teacher_output.log_mass_N)
         with bounded():
@@ -361,7 +382,8 @@ class _ChunkedSum(torch.autograd.Function):
     def forward(ctx: Any, rows: _Rows, hidden_NKD: Tensor, *parameters: nn.Parameter) -> tuple[Tensor, Tensor]:
         # Gradients are made here, where the logits are: backward only scales them.
         gradient_NKD = torch.zeros_like(hidden_NKD)
-        owned: list[Tensor | None] = [None] * len(parameters)
+        # Of the choices, and of the other steps.
+        owned: list[list[Tensor | None]] = [[None] * len(parameters) for _ in range(2)]
         sums_KC = rows.empty(hidden_NKD.device)
         for chunk, steps, teacher_output in rows.chunks(hidden_NKD.device):
             for step in steps:
@@ -372,11 +394,15 @@ class _ChunkedSum(torch.autograd.Function):
                     found = torch.autograd.grad(loss, (states_ND, *parameters), allow_unused=True)
                 gradient_NKD[chunk, step] = found[0]
                 # In the memory of the first one: a copy of the output weight is dear.
-                owned = [part if total is None else total if part is None else total.add_(part)
-                         for total, part in zip(owned, found[1:], strict=True)]
+                kind = int(step >= rows.choices)
+                owned[kind] = [part if total is None else total if part is None else total.add_(part)
+                               for total, part in zip(owned[kind], found[1:], strict=True)]
                 sums_KC[step] += sums_C
-        complete = [torch.zeros_like(weight) if part is None else part
-                    for weight, part in zip(parameters, owned, strict=True)]
+        factor = rows.balance(sums_KC)
+        gradient_NKD[:, : rows.choices] *= factor
+        parts = [[None if part is None else part * factor for part in owned[0]], owned[1]]
+        complete = [torch.zeros_like(weight) if one is None and other is None else other if one is None else one
+                    if other is None else one + other for weight, one, other in zip(parameters, *parts, strict=True)]
         # DDP waits for a gradient of every trained weight, also where a rank has no label.
         ctx.save_for_backward(gradient_NKD, *complete)
         ctx.mark_non_differentiable(sums_KC)

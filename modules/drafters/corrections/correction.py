@@ -14,12 +14,14 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-CorrectionName = Literal["none", "markov", "gated", "rnn", "selector", "state"]
+CorrectionName = Literal["none", "markov", "gated", "rnn", "selector", "lattice", "state"]
 """Names for recipes: no correction; DSpark's Markov head, with a gate, or with a recurrent state (arXiv:2607.05147);
-the selector of DFlash 2 among a slot's likeliest tokens; a correction of the slot's state, as in DFly
-(arXiv:2607.25852)."""
+the selector of DFlash 2 among a slot's likeliest tokens; LiLiCorr's lattice of those of all slots (arXiv:2608.20530);
+a correction of the slot's state, as in DFly (arXiv:2607.25852)."""
 Embed = Callable[[Tensor], Tensor]
 """The target's embeddings [..., D] of tokens."""
+Logits = Callable[[Tensor], Tensor]
+"""The output layer's logits [..., Q] of the states of slots, [..., D]."""
 
 
 class Correction(nn.Module):
@@ -31,6 +33,10 @@ class Correction(nn.Module):
 
     path_size = 0
     """Numbers that a path keeps, P."""
+    chooses = False
+    """Whether it chooses among a few candidates of each slot."""
+    encodes = False
+    """Whether it does all its work in `begin`, where it reads the newest state of the text and the output layer too."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -38,8 +44,15 @@ class Correction(nn.Module):
         self.state_size = width
         """Numbers of a state, X; the first ones are the slot's state."""
 
-    def begin(self, slots: Tensor) -> Tensor:
-        """The inputs of `extend` at each slot, [..., K, any], from the states of a block, [..., K, D]."""
+    def begin(self, slots: Tensor, newest: Tensor | None, logits: Logits, embed: Embed) -> Tensor:
+        """The inputs of `extend` at each slot, [..., K, any], whose first ones are the slot's state.
+
+        Args:
+            slots: states of a block, [..., K, D].
+            newest: the fused state of the text before it, [..., D]; None where nothing reads it.
+            logits: the output layer.
+            embed: the target's embedding.
+        """
         return slots
 
     def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed) -> tuple[Tensor, Tensor]:
@@ -57,9 +70,19 @@ class Correction(nn.Module):
         """The logits [..., Q] of states [..., X], from those of the slots alone; minus infinity for no guess."""
         return logits
 
-    def candidates(self, logits: Tensor, states: Tensor) -> tuple[Tensor, Tensor] | None:
-        """(a few tokens, their logits), [..., any] each, in place of all; None for a correction that scores all."""
-        return None
+    def candidates(self, states: Tensor, logits: Logits) -> tuple[Tensor, Tensor]:
+        """(a few tokens, their logits), [..., any] each, of a correction that chooses. Raises ValueError for others."""
+        raise ValueError("this correction scores all tokens; it has no candidates")
+
+    def learned(self, slots: Tensor, before: Tensor, valid: Tensor) -> Tensor:
+        """The steps at which a choice is learned, [..., K], of the valid ones.
+
+        Args:
+            slots: the result of `begin`.
+            before: the true token before each guess, [..., K].
+            valid: the steps whose tokens up to the label are supervised.
+        """
+        return valid
 
     def initialise(self, table_VD: Tensor) -> None:
         """Set first weights that correct nothing, from the target's embeddings; called without gradients."""

@@ -6,7 +6,7 @@ Shapes: D width of a slot's state, P numbers of a path, X numbers of a state, R 
 import torch
 from torch import Tensor, nn
 
-from .correction import Correction, Embed
+from .correction import Correction, Embed, Logits
 
 CANDIDATES = 16
 """Likeliest tokens of a slot among which a selector chooses."""
@@ -21,6 +21,8 @@ class Selector(Correction):
         tokens: of the vocabulary.
     """
 
+    chooses = True
+
     def __init__(self, width: int, rank: int, tokens: int) -> None:
         super().__init__(width)
         self.state_size, self.most = width + rank, min(CANDIDATES, tokens)
@@ -28,7 +30,7 @@ class Selector(Correction):
         self.predecessor_codebook = nn.Embedding(tokens, rank, _weight=torch.full((tokens, rank), torch.nan))
         self.successor_codebook = nn.Embedding(tokens, rank, _weight=torch.full((tokens, rank), torch.nan))
 
-    def begin(self, slots: Tensor) -> Tensor:
+    def begin(self, slots: Tensor, newest: Tensor | None, logits: Logits, embed: Embed) -> Tensor:
         """The slots' states, and P h."""
         return torch.cat([slots, self.hidden_projection(slots)], dim=-1)
 
@@ -37,15 +39,15 @@ class Selector(Correction):
         compared = self.predecessor_codebook(tokens) * slot[..., self.width :]
         return path, torch.cat([slot[..., : self.width], compared], dim=-1)
 
-    def candidates(self, logits: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def candidates(self, states: Tensor, logits: Logits) -> tuple[Tensor, Tensor]:
         """The likeliest tokens of the slot, with their corrected logits."""
-        best = logits.topk(self.most, dim=-1)
+        best = logits(states[..., : self.width]).topk(self.most, dim=-1)
         added = (self.successor_codebook(best.indices) * states[..., None, self.width :]).sum(-1)
         return best.indices, best.values + added.to(best.values.dtype)
 
     def correct(self, logits: Tensor, states: Tensor) -> Tensor:
         """The candidates' logits, minus infinity elsewhere."""
-        tokens, scores = self.candidates(logits, states)
+        tokens, scores = self.candidates(states, lambda _: logits)
         return torch.full_like(logits, -torch.inf).scatter(-1, tokens, scores)
 
     def initialise(self, table_VD: Tensor) -> None:

@@ -37,6 +37,8 @@ MADE: dict[str, dict[str, Any]] = {
     "dspark gated": {"aligned": "same", "correction": "gated", "confidence": True},
     "dspark rnn": {"aligned": "next", "correction": "rnn"},
     "dflash2": {"aligned": "same", "causal": False, "correction": "selector", "conv": True},
+    "lilicorr": {"aligned": "same", "causal": False, "correction": "lattice", "rank": 16},
+    "lilicorr conv": {"aligned": "same", "causal": False, "correction": "lattice", "rank": 32, "conv": True},
 }
 """Settings by name: the method, and what is special."""
 
@@ -58,7 +60,7 @@ def checkpoint(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Call
 
 def made(name: str, target: Target, **settings: Any) -> BlockDraft:
     given = {"taps": (0, 1, 3), "num_layers": 2, "block_size": 4, "mask_token_id": MASK, **MADE[name], **settings}
-    given |= {"rank": 6} if "correction" in given else {}
+    given = {"rank": 6, **given} if "correction" in given else given
     ids = IDS if given.get("vocabulary_size") else None
     drafter = randomised(BlockDraft.create(BlockDraftConfig(**given), target, ids))
     if drafter.judges:
@@ -67,8 +69,9 @@ def made(name: str, target: Target, **settings: Any) -> BlockDraft:
 
 
 @pytest.mark.parametrize(("name", "layout"), others_long(
-    [(name, layout) for name in MADE for layout in ("dflash", "speculators")],
-    [("dspark gated", "dflash"), ("dflash2", "dflash"), ("dflash2", "speculators")]))
+    [(name, layout) for name in MADE for layout in ("dflash", "speculators")
+     if not (name.startswith("lilicorr") and layout == "speculators")],
+    [("dspark gated", "dflash"), ("dflash2", "dflash"), ("dflash2", "speculators"), ("lilicorr conv", "dflash")]))
 def test_a_checkpoint_comes_back_byte_for_byte(tmp_path: Path, target: Target, name: str, layout: str) -> None:
     drafter = made(name, target)
     folder = written(drafter, target, layout, tmp_path / "out")
@@ -111,6 +114,33 @@ def test_dflash2_has_the_names_of_its_first_project(target: Target, checkpoint: 
     for conv in ("attention_conv", "mlp_conv"):
         assert held[f"layers.1.{conv}.base_kernel"].shape == (2, 2, 32)
         assert held[f"layers.1.{conv}.kernel_projection.weight"].shape == (8, 32)
+
+
+def test_lilicorr_has_the_names_of_its_first_project(target: Target, checkpoint: Callable[[str], Path]) -> None:
+    """Engines take none of its keys for granted; a projection of the tokens is there where the widths differ."""
+    inside = json.loads((checkpoint("lilicorr") / "config.json").read_text())["dflash_config"]
+    keys = {"enabled": True, "candidate_topk": 8, "hidden_size": 16, "num_layers": 2, "num_heads": 8, "mlp_ratio": 2.0,
+            "factor_dim": 16, "vector_eps": 1e-4, "logit_scale": 8.0}
+    assert {f"lilicorr_{key}": value for key, value in keys.items()}.items() <= inside.items()
+    assert json.loads((checkpoint("lilicorr") / "config.json").read_text())["architectures"] == ["LiLiCorrDraftModel"]
+    linear = {"token_proj": (16, 32), "pass_hidden_proj": (16, 32), "context_proj": (16, 32), "feature_mlp.1": (16, 5),
+              "feature_mlp.3": (16, 16), "factor_input_proj": (16, 48), "out_head": (16, 16), "in_head": (16, 16),
+              "anchor_out_head": (16, 16)}
+    for layer in range(2):
+        linear |= {f"layers.{layer}.attn.out_proj": (16, 16), f"layers.{layer}.mlp.0": (32, 16),
+                   f"layers.{layer}.mlp.2": (16, 32)}
+    wanted = {f"{name}.weight": shape for name, shape in linear.items()}
+    wanted |= {f"{name}.bias": shape[:1] for name, shape in linear.items()}
+    wanted |= {"slot_embedding": (1, 1, 3, 1, 16), "rank_embedding": (1, 1, 1, 8, 16), "relative_slot_bias": (8, 7),
+               "same_slot_bias": (8,), "feature_mlp.0.weight": (5,), "feature_mlp.0.bias": (5,),
+               "output_norm.weight": (16,), "anchor_norm.weight": (16,)}
+    for layer in range(2):
+        wanted |= {f"layers.{layer}.{norm}.weight": (16,) for norm in ("attn_norm", "mlp_norm")}
+        wanted |= {f"layers.{layer}.attn.in_proj_weight": (48, 16), f"layers.{layer}.attn.in_proj_bias": (48,)}
+    held = load_file(checkpoint("lilicorr") / "model.safetensors")
+    assert {f"lilicorr.{name}": shape for name, shape in wanted.items()} == {
+        name: tuple(tensor.shape) for name, tensor in held.items() if name.startswith("lilicorr.")}
+    assert not [name for name in load_file(checkpoint("lilicorr conv") / "model.safetensors") if "token_proj" in name]
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -186,6 +216,8 @@ def test_the_spellings_of_other_projects_are_read(
     ("dflash2", {}, {"candidate_selector.successor_codebook": torch.zeros(90, 6)}, "does not fit its configuration or"),
     ("dflash2", {"selector_top_k": 8, "dflash_config": None}, {}, "says selector_top_k: 8; only 16 can be imported"),
     ("dflash2", {"dflash_config": {"conv_kernel_size": 3}}, {}, "says conv_kernel_size: 3; only 2 can be imported"),
+    ("lilicorr", {"dflash_config": {"lilicorr_logit_scale": 4.0}}, {}, "says lilicorr_logit_scale: 4.0; only 8.0 can"),
+    ("lilicorr", {}, {"lilicorr.out_head.weight": torch.zeros(8, 16)}, "does not fit its configuration or tiny-target"),
     ("dflash", {"output_multiplier": 2.0}, {}, "says output_multiplier: 2.0; only 1 can be imported"),
     ("dflash", {}, {"lm_head.weight": torch.ones(104, 32)}, "the output layer in .* is not that of tiny-target"),
     ("dflash reduced", {}, {"lm_head.weight": torch.ones(26, 32)}, "the output layer in .* is not that of tiny-target"),
@@ -275,6 +307,8 @@ def test_layers_without_a_word_of_the_speculators_library_are_not_causal(tmp_pat
     ("speculators", "dflash", {"aligned": "next"}, "aligned 'next' and correction 'none', .* train with aligned: same"),
     ("dflash", "dflash", {"conv": True}, "has correction 'none' and conv true, .* train with both, or with neither"),
     ("speculators", "dflash2", {"conv": False}, "has correction 'selector' and conv false, .* train with both,"),
+    ("speculators", "lilicorr", {}, "the speculators library has no LiLiCorr; choose --format dflash"),
+    ("gguf", "lilicorr", {}, "this drafter has the correction lattice; train another, or choose --format dflash"),
     ("gguf", "dflash2", {}, "this drafter has a width of 32, where a selector needs 272; train another"),
     ("dflash", "dflash", {"residual": True}, "no engine adds a state of the text to its slots .residual.; decode the"),
     ("gguf", "dflash", {"correction": "state"}, "no layout here holds the correction state; decode the artifact with"),

@@ -12,7 +12,7 @@ from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Frontier,
 from draftsmith.modules.drafters.block import BlockState
 from draftsmith.modules.verification.acceptance_rules import reject_siblings
 from draftsmith.trainers import BlockModule, BlockTrainConfig
-from draftsmith.trainers.losses.metrics import COLUMNS
+from draftsmith.trainers.losses.metrics import weighted_mean_loss
 from references.rejection import level_law
 from support.families import randomised
 from torch import Tensor
@@ -81,7 +81,8 @@ def test_the_choice_is_that_of_the_formula(tiny_target_f64: Target) -> None:
 
 
 def test_a_label_that_is_no_candidate_teaches_the_choice_nothing(tiny_target_f64: Target) -> None:
-    """In training: cross entropy of the slots alone, and of the choice where the label is offered."""
+    """In training: cross entropy of the slots alone, and of the choice where the label is offered, whose mean counts as
+    much as that of all slots, however few these labels are."""
     module = BlockModule(tiny_target_f64, BlockTrainConfig(objective="hard", step_weights=0.5, drafter=CONFIG))
     module.configure_model()
     drafter = randomised(module.drafter.double()).train()
@@ -89,24 +90,28 @@ def test_a_label_that_is_no_candidate_teaches_the_choice_nothing(tiny_target_f64
     features = features_of(tiny_target_f64, drafter)
     learned, hidden = module.loss(features), drafter(features).hidden_BLKD
     assert learned.weights == (1.0, 0.5, 0.25) * 2
-    expected, offered, missed = torch.zeros((), dtype=torch.float64), 0, 0
+    expected, chosen_loss = (torch.zeros((), dtype=torch.float64) for _ in range(2))
+    offered, missed, shares = 0, 0, [0.0, 0.0]
     for step in range(3):
         for place in range(10 - step):
             state, label = hidden[0, place, step], int(features.tokens_BL[0, place + 2 + step])
             base = tiny_target_f64.logits(state[: tiny_target_f64.hidden_size])
-            expected = expected - 0.5**step * base.log_softmax(-1)[label]
+            expected, shares[0] = expected - 0.5**step * base.log_softmax(-1)[label], shares[0] + 0.5**step
             chosen = drafter.project(state, step)
             if label in base.topk(30).indices.tolist():
-                expected, offered = expected - 0.5**step * chosen.log_softmax(-1)[label], offered + 1
+                chosen_loss, offered = chosen_loss - 0.5**step * chosen.log_softmax(-1)[label], offered + 1
+                shares[1] += 0.5**step
             else:
                 assert bool(chosen[label] == -torch.inf)
                 missed += 1
     assert offered > 3
     assert missed > 3
+    expected = expected + chosen_loss * shares[0] / shares[1]
     torch.testing.assert_close(learned.total, expected, atol=1e-9, rtol=1e-9)
+    divisor = weighted_mean_loss(learned.sums_KC, learned.weights)[1]
+    torch.testing.assert_close(float(divisor), 2 * shares[0], atol=1e-9, rtol=1e-9)
     counts = learned.sums_KC[:3, :2].sum(0).tolist()
     assert counts == [offered, missed]
-    assert float(learned.sums_KC[:, COLUMNS.index("share")].sum()) == 2 * offered + missed
     found = torch.autograd.grad(learned.total, list(drafter.parameters()), allow_unused=True)
     for one, other in zip(found, torch.autograd.grad(expected, list(drafter.parameters()), allow_unused=True),
                           strict=True):
@@ -152,7 +157,7 @@ def test_samples_among_the_candidates_leave_the_targets_law(tiny_target_f64: Tar
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"vocabulary_size": 50}, "correction is 'selector', which has a row for every token of the target, and "
+    ({"vocabulary_size": 50}, "correction is 'selector', which chooses among all tokens of the target, and "
      "vocabulary_size is 50; leave vocabulary_size out"),
     ({"confidence": True}, "confidence reads the table of a Markov head, and correction is 'selector'"),
 ])
