@@ -123,15 +123,16 @@ class BlockDraftConfig(FeatureConfig):
         return self.block_size - (self.aligned == "same")
 
     def inherits(self, name: str, start: Any) -> bool:
-        """A selector has the whole vocabulary, and slots with rows of their own no mask token, whatever the start."""
-        return not ((name == "vocabulary_size" and self.correction == "selector")
+        """Choices among candidates have the whole vocabulary, and slots with rows of their own no mask token, whatever
+        the start."""
+        return not ((name == "vocabulary_size" and self.correction in ("selector", "lattice"))
                     or (name == "mask_token_id" and self.slot_rows))
 
     def carries(self, name: str, start: Any) -> bool:
         """Further layers pass the state on, `fc` reads nothing of further taps, a new correction or a further rank of
-        it corrects nothing, and a row of the drafter's own starts as the mask's. These leave all guesses as they were;
-        so do fewer or further slots if they are causal. All weights also fit slots of another alignment or sight, which
-        training then has to tell what to guess."""
+        it corrects nothing, and a row of the drafter's own starts as the mask's. These leave all guesses as they were
+        (but of a new lattice, which chooses at random); so do fewer or further slots if they are causal. All weights
+        also fit slots of another alignment or sight, which training then has to tell what to guess."""
         former = getattr(start, name)
         match name:
             case "num_layers":
@@ -147,8 +148,10 @@ class BlockDraftConfig(FeatureConfig):
                 fits = self.mask_token_id is None
             case "confidence" | "conv" | "slot_rows":
                 fits = not former
+            case "block_size":
+                fits = start.correction != "lattice"
             case _:
-                fits = name in ("block_size", "aligned", "causal")
+                fits = name in ("aligned", "causal")
         return super().carries(name, start) or fits
 
 
@@ -187,8 +190,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
     `correction.{gate_proj,joint_proj}.{weight,bias}`, or the selector's
     `correction.{predecessor_codebook,successor_codebook}.weight` [V, rank] and `correction.hidden_projection.weight`,
     the state's `correction.{hidden_norm,embed_norm}.weight` and `correction.mlp.{gate,up,down}_proj.weight`, or those
-    of `corrections.lattice`; with
-    convolutions `layers.{i}.{attention_conv,mlp_conv}.{base_kernel,kernel_projection.weight}`; with a confidence
+    of `corrections.lattice`; with convolutions
+    `layers.{i}.{attention_conv,mlp_conv}.{base_kernel,kernel_projection.weight}`; with a confidence
     `confidence.{weight,bias}` and `judge_temperatures_K`; with a reduced vocabulary its ids, `token_ids` [Q].
     The target's embedding and output layer are borrowed. Make a new one with `BlockDraft.create`.
 

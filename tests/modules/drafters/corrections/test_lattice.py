@@ -146,7 +146,7 @@ def test_a_block_with_an_unsupervised_slot_has_no_choice_to_learn(tiny_target_f6
 
 @torch.no_grad()
 def test_a_permutation_of_candidates_permutes_their_scores(tiny_target_f64: Target) -> None:
-    """Where nothing of a candidate says its rank."""
+    """If no feature of a candidate gives its rank."""
     drafter = made(tiny_target_f64)
     own, generator = drafter.correction, torch.Generator().manual_seed(3)
     ids_NKC = torch.randint(4, 90, (2, 3, 8), generator=generator)
@@ -231,3 +231,14 @@ def test_samples_among_the_candidates_leave_the_targets_law(tiny_target_f64: Tar
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         replace(CONFIG, **settings)
+
+
+def test_a_lattice_goes_on_from_slots_that_guess_alone(tiny_target: Target) -> None:
+    """DFlash's weights are carried; the whole vocabulary too, where the start had a reduced one."""
+    plain = randomised(BlockDraft.create(replace(CONFIG, correction="none"), tiny_target))
+    drafter = BlockDraft.create(CONFIG, tiny_target, start=plain)
+    kept = plain.state_dict()
+    assert all(torch.equal(drafter.state_dict()[name], tensor) for name, tensor in kept.items())
+    assert CONFIG.carries("correction", plain.config)
+    assert not CONFIG.inherits("vocabulary_size", plain.config)
+    assert not replace(CONFIG, block_size=5).carries("block_size", drafter.config)
