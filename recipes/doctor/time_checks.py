@@ -9,8 +9,6 @@ from itertools import accumulate
 from operator import mul
 from pathlib import Path
 
-import torch
-
 from ...data.batches.learned_tokens import LearnedTokens
 from ...export import TrainingRecord
 from ...modules import CostModel, Features, Topology, measure_cost
@@ -111,14 +109,12 @@ def training_rows(case: Case, data: DataSample) -> list[Features]:
 
 def _time(case: Case, texts: Texts, gains: Gains) -> Iterator[Finding]:
     """The ceiling of the tree in tokens and in speed, and the parts of a step's time."""
-    cost, size, drafter = gains.cost, gains.size, case.artifact.drafter
+    cost, size = gains.cost, gains.size
     topology = case.artifact.topology.prefix(size)
-    text = proposed_text(drafter, texts.best, 1)
-    known_PK = text.truths_PK >= 0
-    if drafter.token_ids_Q is not None:
-        known_PK &= torch.isin(text.truths_PK, drafter.token_ids_Q.cpu())
-    # An oracle guesses whatever its vocabulary holds, down to the depth of the tree.
-    emitted = walk(RankedText(ranks_PK=(~known_PK).long(), left_P=text.left_P), Topology.chain(max(1, topology.depth)))
+    text = proposed_text(case.artifact.drafter, texts.best, 1)
+    # An oracle guesses every token down to the depth of the tree; of a reduced vocabulary another check speaks.
+    emitted = walk(RankedText(ranks_PK=(text.truths_PK < 0).long(), left_P=text.left_P),
+                   Topology.chain(max(1, topology.depth)))
     ceiling, own = sum(emitted) / max(1, len(emitted)), accepted(case, texts.best, topology).accepted_length
     perfect, predicted = (cost.predict(length, size) for length in (ceiling, own))
     yield judged("ceiling", f"{own:.2f} tokens per pass of {size} nodes; {ceiling:.2f} if every guess were right; "
