@@ -39,6 +39,8 @@ from .parts.read_shapes import block_of, check_joined, renamed, take_vocabulary,
 from .parts.safetensors_reader import Checkpoint, check_borrowed, check_embedding
 from .parts.tensor_table import Table, TensorForm, layer_table
 
+PASSES = 6
+"""Rounds in which vLLM refines an XPress block; as many as it drafts tokens make the guesses those made one by one."""
 LATTICE = {"enabled": True, "candidate_topk": lattice.CANDIDATES, "num_layers": lattice.LAYERS,
            "num_heads": lattice.HEADS, "mlp_ratio": float(lattice.MLP_RATIO), "vector_eps": lattice.LEAST_LENGTH,
            "logit_scale": lattice.SCALE}
@@ -78,6 +80,7 @@ _DSPARK = Kind("DSpark", "Qwen3DSparkModel", "dspark", "dspark", "markov_head.")
 KINDS: dict[CorrectionName, Kind] = {
     "none": Kind("DFlash", "DFlashDraftModel", "dflash", "dflash", _OURS), **dict.fromkeys(FORMS, _DSPARK),
     "selector": Kind("DFlash 2", "DFlash2DraftModel", "dflash2", "dflash", "candidate_selector."),
+    "refiner": Kind("XPress", "Qwen3XPressModel", None, "dflash", "xpress_head."),
     "lattice": Kind("LiLiCorr", "LiLiCorrDraftModel", None, "dflash", "lilicorr."),
 }
 """Methods by their correction."""
@@ -148,7 +151,7 @@ def block_table(drafter: BlockDraft) -> Table:
     if drafter.config.correction == "selector":
         table |= {**dict.fromkeys(_BOOKS, TensorForm((drafter.vocab_size, rank))),
                   f"{head}hidden_projection.weight": TensorForm((rank, width))}
-    elif drafter.config.correction == "lattice":
+    elif drafter.config.correction in ("lattice", "refiner"):
         table |= {head + name: TensorForm(tuple(tensor.shape)) for name, tensor in
                   drafter.correction.state_dict().items()}
     elif drafter.config.correction != "none":
@@ -183,6 +186,9 @@ def slot_config(drafter: BlockDraft) -> dict[str, Any]:
     said |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP} if config.conv else {}
     if isinstance(drafter.correction, Selector):
         return {**said, "selector_rank": config.rank, "selector_top_k": drafter.correction.most}
+    if config.correction == "refiner":
+        return {**said, "xpress_rank": config.rank, "xpress_mlp_hidden": 2 * config.rank,
+                "xpress_block_size": config.block_size, "xpress_num_passes": min(PASSES, config.num_steps)}
     if config.correction == "lattice":
         return {**said, **{f"lilicorr_{key}": value for key, value in LATTICE.items()},
                 "lilicorr_hidden_size": config.rank, "lilicorr_factor_dim": config.rank}
@@ -228,6 +234,8 @@ def refusal(drafter: BlockDraft, target: Target) -> str:
     if config.correction != "lattice" and (config.correction == "selector") != config.conv:
         return (f"this drafter has correction {config.correction!r} and conv {str(config.conv).lower()}, and engines "
                 "know a selector and convolutions together, as DFlash 2 has them; train with both, or with neither")
+    if config.correction == "refiner" and drafter.token_ids_Q is not None:
+        return "vLLM has XPress over the whole vocabulary alone; train without vocabulary_size"
     if config.aligned == "next" and KINDS[config.correction] is not _DSPARK:
         return (f"this drafter has aligned 'next' and correction {config.correction!r}, and engines draft so with "
                 "DSpark's correction alone; train with aligned: same, or with correction: markov")
@@ -296,6 +304,8 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     elif encoder_WD is not None:
         # Its rank is the number of rows.
         correction, table_VR = "lattice", encoder_WD.mT
+    elif f"{_OURS}mix.L" in tensors:
+        correction, table_VR = "refiner", tensors.get(f"{_OURS}w1.weight")
     if reduced is not None and correction in ("selector", "lattice"):
         raise UserError(f"{folder} holds a draft vocabulary of {reduced} tokens (d2t), and its {correction} has a row "
                         "for every token of the target; choose a checkpoint without d2t")

@@ -31,6 +31,7 @@ from ..target.model import Target
 from .corrections.correction import Correction, CorrectionName
 from .corrections.lattice import HEADS, Lattice
 from .corrections.markov import Markov
+from .corrections.refiner import Refiner
 from .corrections.selector import Selector
 from .corrections.slot_block import GROUP, SlotBlock
 from .corrections.state import StateCorrection
@@ -71,8 +72,9 @@ class BlockDraftConfig(FeatureConfig):
     correction: CorrectionName = "none"
     """Lets a guess depend on the tokens before it in its block. `markov`: a low-rank bigram table (DSpark), `gated` and
     `rnn` its two other forms; `selector`: a choice among a slot's 16 likeliest tokens (DFlash 2); `lattice`: one among
-    its 8 likeliest, encoded with those of all slots (LiLiCorr); `state`: a gated layer that changes the slot's state
-    before the output layer (DFly); `none`: each slot guesses alone (DFlash)."""
+    its 8 likeliest, encoded with those of all slots (LiLiCorr); `refiner`: a bias by all tokens before in the block,
+    mixed place by place (XPress); `state`: a gated layer that changes the slot's state before the output layer (DFly);
+    `none`: each slot guesses alone (DFlash)."""
     rank: int = 64
     """Rank of the correction, 256 in the papers; of `state` the width of its gated layer, in the paper the target's; of
     `lattice` that of its encoder, in the paper 1,024."""
@@ -110,7 +112,10 @@ class BlockDraftConfig(FeatureConfig):
             raise UserError(f"correction is 'lattice', with {HEADS} heads over slots that predict their own token, got "
                             f"rank {self.rank} and aligned {self.aligned!r}; set rank to a multiple of {HEADS} and "
                             "aligned to same")
-        if self.confidence and self.correction in ("selector", "lattice", "state"):
+        if self.correction == "refiner" and self.aligned != "same":
+            raise UserError("correction is 'refiner', whose slots predict their own token, and aligned is 'next'; set "
+                            "aligned to same, or correction to markov")
+        if self.confidence and self.correction in ("selector", "lattice", "refiner", "state"):
             raise UserError(f"confidence reads the table of a Markov head, and correction is {self.correction!r}; set "
                             "confidence to false, or correction to markov")
         if self.confidence and self.correction == "none":
@@ -149,6 +154,7 @@ class BlockDraftConfig(FeatureConfig):
             case "confidence" | "conv" | "slot_rows":
                 fits = not former
             case "block_size":
+                # The refiner's mixture of further slots is none; a lattice's table of distances has another middle.
                 fits = start.correction != "lattice"
             case _:
                 fits = name in ("aligned", "causal")
@@ -190,7 +196,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
     `correction.{gate_proj,joint_proj}.{weight,bias}`, or the selector's
     `correction.{predecessor_codebook,successor_codebook}.weight` [V, rank] and `correction.hidden_projection.weight`,
     the state's `correction.{hidden_norm,embed_norm}.weight` and `correction.mlp.{gate,up,down}_proj.weight`, or those
-    of `corrections.lattice`; with convolutions
+    of `corrections.lattice` and `corrections.refiner`; with convolutions
     `layers.{i}.{attention_conv,mlp_conv}.{base_kernel,kernel_projection.weight}`; with a confidence
     `confidence.{weight,bias}` and `judge_temperatures_K`; with a reduced vocabulary its ids, `token_ids` [Q].
     The target's embedding and output layer are borrowed. Make a new one with `BlockDraft.create`.
@@ -203,8 +209,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
 
     family = "block"
     card = FamilyCard(
-        name="DFlash, DFlash 2, DSpark, JetSpec, LiLiCorr",
-        papers=("2602.06036", "2607.05147", "2606.18394", "2608.20530"),
+        name="DFlash, DFlash 2, DSpark, JetSpec, LiLiCorr, XPress",
+        papers=("2602.06036", "2607.05147", "2606.18394", "2608.20530", "2608.02438"),
         guesses="decoder layers over several of the target's states guess a block of tokens in one run; a correction "
                 "reads those before each guess",
         cost="one run of the layers for a tree, and one of the correction for each level; learns more slowly than "
@@ -241,6 +247,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
                 self.correction = Selector(width, config.rank, sizes.vocab_size)
             case "lattice":
                 self.correction = Lattice(width, config.rank, config.block_size, sizes.vocab_size, eps)
+            case "refiner":
+                self.correction = Refiner(width, config.rank, config.block_size, sizes.vocab_size, entries)
             case "state":
                 self.correction = StateCorrection(width, config.rank, eps)
             case form:
@@ -337,8 +345,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         return fused_BND
 
     def slots(self, roots_BA: Tensor, newest_BAD: Tensor | None, attention: AttentionContext) -> Tensor:
-        """States of the slots that guess, [B, A, K, D], of blocks with these first tokens, after texts with these
-        newest states."""
+        """States of the slots that guess, or of all if the correction reads them, [B, A, K, D], of blocks with these
+        first tokens, after texts with these newest states."""
         mask = self.mask_embedding if self.config.mask_token_id is None else self.embed(self.mask_id)
         first_BAD = self.embed(roots_BA)
         newest_BAD = newest_BAD if self.config.residual else None
@@ -347,7 +355,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         hidden_BND = torch.cat([slot if newest_BAD is None else slot + newest_BAD for slot in inputs], dim=1)
         for layer in self.layers:
             hidden_BND = layer(hidden_BND, attention)
-        guessing = hidden_BND.chunk(self.block_size, dim=1)[self.block_size - self.config.num_steps :]
+        first = 0 if self.correction.reads_block else self.block_size - self.config.num_steps
+        guessing = hidden_BND.chunk(self.block_size, dim=1)[first:]
         states_BAKD: Tensor = self.norm(torch.stack(guessing, dim=2))
         return states_BAKD
 
@@ -390,7 +399,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         path_BAP, states = slots_BAKX.new_zeros(*before_BAK.shape[:2], self.correction.path_size), []
         for step in range(steps):
             path_BAP, state_BAX = self.correction.extend(slots_BAKX[:, :, step], path_BAP, before_BAK[..., step],
-                                                         self.embed)
+                                                         self.embed, step)
             states.append(state_BAX)
         if valid_BAK is not None and self.correction.chooses:
             # The slots alone learn too which tokens are candidates; the choice among them is learned where the right
@@ -399,8 +408,11 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             return Drafts(hidden_BLKD=torch.stack(states * 2, dim=2), offsets=self.offsets * 2, indices_BL=indices_BA,
                           valid_BLK=torch.cat([learned_BAK, valid_BAK], dim=-1), choices=steps,
                           distractors=self.correction.encodes)
-        return Drafts(hidden_BLKD=torch.stack(states, dim=2), offsets=self.offsets, valid_BLK=valid_BAK,
-                      indices_BL=indices_BA)
+        if valid_BAK is not None and self.config.correction == "refiner":
+            # The slots alone learn too, as engines start from their guesses.
+            states, valid_BAK = states * 2, torch.cat([valid_BAK] * 2, dim=-1)
+        return Drafts(hidden_BLKD=torch.stack(states, dim=2), offsets=self.offsets * (len(states) // steps),
+                      valid_BLK=valid_BAK, indices_BL=indices_BA)
 
     # Decoding --------------------------------------------------------------------------------------------------------
 
@@ -454,7 +466,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             if self.config.correction == "none":
                 return Scores.from_logits(self.project(state.slots_RKX, 0)[:, None], self.token_ids)
             slot_RFX = state.slots_RKX[:, step, None].expand(-1, width, -1)
-            state.paths_RFP, states_RFX = self.correction.extend(slot_RFX, paths_RFP, frontier.tokens_BF, self.embed)
+            state.paths_RFP, states_RFX = self.correction.extend(slot_RFX, paths_RFP, frontier.tokens_BF, self.embed,
+                                                                 step)
             if self.correction.chooses:
                 ids_RFQ, logits_RFQ = self.correction.candidates(states_RFX, self.base_logits)
                 return replace(Scores.from_logits(logits_RFQ[:, :, None], None, states_RFX[:, :, None]),

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def plain_slots(drafter: BlockDraft, taps: dict[int, Tensor], root: int, end: int) -> Tensor:
-    """States [K, D] of the slots that guess after position `end` of a text with these tapped states, [L, D] each."""
+def plain_slots(drafter: BlockDraft, taps: dict[int, Tensor], root: int, end: int, *, whole: bool = False) -> Tensor:
+    """States [K, D] of the slots that guess, or of the whole block, after position `end` of a text with these tapped
+    states, [L, D] each."""
     config, shape = drafter.config, drafter.block
     joined = torch.cat([taps[layer][: end + 1] for layer in drafter.taps], dim=-1)
     context = functional.rms_norm(joined @ drafter.fc.weight.mT, (joined.shape[-1] // len(drafter.taps),),
@@ -42,7 +43,7 @@ def plain_slots(drafter: BlockDraft, taps: dict[int, Tensor], root: int, end: in
         before = layer.post_attention_layernorm(hidden)
         added = layer.mlp(convolved(layer.mlp_conv, before, before, 0))
         hidden = hidden + convolved(layer.mlp_conv, added, before, 1)
-    return drafter.norm(hidden)[config.block_size - config.num_steps :]
+    return drafter.norm(hidden)[0 if whole else config.block_size - config.num_steps :]
 
 
 def plain_state(drafter: BlockDraft, slot_D: Tensor, before: int) -> Tensor:
@@ -115,3 +116,19 @@ def plain_lattice(own: Any, slots_KD: Tensor, newest_D: Tensor, logits_KV: Tenso
             own.out_head(factors[(slot - 1) * 8 + rank]) for rank in range(8)]
         table.append([[cosine(one, own.in_head(factors[slot * 8 + rank])) for rank in range(8)] for one in before])
     return ids, table
+
+
+def plain_refiner(own: Any, block_SD: Tensor, before: list[int]) -> Tensor:
+    """The bias [V] of XPress for the guess after these tokens of the block, the root first, entry by entry of the sum
+    over places; before the first slot's guess stands the root too."""
+    place, rank = len(before), own.rank
+    parts = []
+    for slot, token in enumerate([before[0], *before]):
+        read = torch.cat([own.down_h.weight @ block_SD[slot], own.down_g.weight @ block_SD.mean(0),
+                          own.w1.weight[token]])
+        parts.append(own.in_proj.weight @ read)
+    mixed = [float(parts[place][channel]) + sum(float(own.mix["L"][channel, place, slot] * parts[slot][channel])
+                                                for slot in range(place + 1)) for channel in range(rank)]
+    x = torch.tensor(mixed, dtype=block_SD.dtype)
+    inner = functional.silu(own.mlp.gate_proj.weight @ x) * (own.mlp.up_proj.weight @ x)
+    return own.w2.weight @ (x + own.mlp.down_proj.weight @ inner)

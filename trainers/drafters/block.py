@@ -13,6 +13,8 @@ from .eagle_base import FeatureModule, FeatureTrainConfig
 
 CHOICE_WEIGHT = 0.25
 """Weight of the choice among the candidates of a lattice next to the slots' own loss (arXiv:2608.20530)."""
+SLOTS_WEIGHT = 0.6
+"""Weight of the slots' own guesses next to those of a refiner (arXiv:2608.02438)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,5 +55,11 @@ class BlockModule(FeatureModule):
     def weights(self, steps: int) -> tuple[float, ...]:
         """Weight of each draft step; where a choice among candidates is learned too, first those of its steps."""
         own = super().weights(self.config.drafter.num_steps)
-        choices = (CHOICE_WEIGHT,) * len(own) if self.config.drafter.correction == "lattice" else own
-        return own if steps == len(own) else choices + own
+        if steps == len(own):
+            return own
+        match self.config.drafter.correction:
+            case "lattice":
+                return (CHOICE_WEIGHT,) * len(own) + own
+            case "refiner":
+                return own + tuple(SLOTS_WEIGHT * weight for weight in own)
+        return own * 2

@@ -14,10 +14,11 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-CorrectionName = Literal["none", "markov", "gated", "rnn", "selector", "lattice", "state"]
+CorrectionName = Literal["none", "markov", "gated", "rnn", "selector", "lattice", "refiner", "state"]
 """Names for recipes: no correction; DSpark's Markov head, with a gate, or with a recurrent state (arXiv:2607.05147);
 the selector of DFlash 2 among a slot's likeliest tokens; LiLiCorr's lattice of those of all slots (arXiv:2608.20530);
-a correction of the slot's state, as in DFly (arXiv:2607.25852)."""
+XPress's refiner, which reads all tokens before in the block (arXiv:2608.02438); a correction of the slot's state, as in
+DFly (arXiv:2607.25852)."""
 Embed = Callable[[Tensor], Tensor]
 """The target's embeddings [..., D] of tokens."""
 Logits = Callable[[Tensor], Tensor]
@@ -33,6 +34,8 @@ class Correction(nn.Module):
 
     path_size = 0
     """Numbers that a path keeps, P."""
+    reads_block = False
+    """Whether `begin` reads the states of all slots of a block, that of the root too where it guesses nothing."""
     chooses = False
     """Whether it chooses among a few candidates of each slot."""
     encodes = False
@@ -55,7 +58,7 @@ class Correction(nn.Module):
         """
         return slots
 
-    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed) -> tuple[Tensor, Tensor]:
+    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed, step: int) -> tuple[Tensor, Tensor]:
         """(the path [..., P] with a token more, the state [..., X] of the slot that guesses the next one).
 
         Args:
@@ -63,6 +66,7 @@ class Correction(nn.Module):
             path: the path so far; zeros at the start of a block.
             tokens: the token after it, [...]; at the start the root.
             embed: the target's embedding.
+            step: number of the guess in its block, from 0.
         """
         return path, slot
 

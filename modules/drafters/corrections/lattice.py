@@ -152,7 +152,7 @@ class Lattice(Correction):
         start_NC = SCALE * (after_NW[:, None] * in_NKCW[:, 0]).sum(-1)
         return start_NC, SCALE * out_NKCW[:, :-1] @ in_NKCW[:, 1:].mT
 
-    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed) -> tuple[Tensor, Tensor]:
+    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed, step: int) -> tuple[Tensor, Tensor]:
         """The slot's state and candidates, and their scores after the token before."""
         parts = [self.width, CANDIDATES, CANDIDATES, CANDIDATES**2]
         state, ids, former, table = torch.split(slot, parts, dim=-1)

@@ -35,7 +35,7 @@ class Markov(Correction):
         self.gate_proj = nn.Linear(width + rank, rank) if form == "gated" else None
         self.joint_proj = nn.Linear(2 * rank + width, 3 * rank) if form == "rnn" else None
 
-    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed) -> tuple[Tensor, Tensor]:
+    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed, step: int) -> tuple[Tensor, Tensor]:
         """The slot's state, then W1[x], then what is made of it."""
         before = self.markov_w1(tokens)
         if self.gate_proj is not None:

@@ -34,7 +34,7 @@ class Selector(Correction):
         """The slots' states, and P h."""
         return torch.cat([slots, self.hidden_projection(slots)], dim=-1)
 
-    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed) -> tuple[Tensor, Tensor]:
+    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed, step: int) -> tuple[Tensor, Tensor]:
         """The slot's state, and what its candidates are compared with."""
         compared = self.predecessor_codebook(tokens) * slot[..., self.width :]
         return path, torch.cat([slot[..., : self.width], compared], dim=-1)

@@ -25,7 +25,7 @@ class StateCorrection(Correction):
         self.hidden_norm, self.embed_norm = RMSNorm(width, eps=eps), RMSNorm(width, eps=eps)
         self.mlp = GatedMLP(2 * width, inner, output_size=width)
 
-    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed) -> tuple[Tensor, Tensor]:
+    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed, step: int) -> tuple[Tensor, Tensor]:
         """The corrected state."""
         read = torch.cat([self.hidden_norm(slot), self.embed_norm(embed(tokens))], dim=-1)
         return path, slot + self.mlp(read)

@@ -37,6 +37,7 @@ MADE: dict[str, dict[str, Any]] = {
     "dspark gated": {"aligned": "same", "correction": "gated", "confidence": True},
     "dspark rnn": {"aligned": "next", "correction": "rnn"},
     "dflash2": {"aligned": "same", "causal": False, "correction": "selector", "conv": True},
+    "xpress": {"aligned": "same", "causal": False, "correction": "refiner"},
     "lilicorr": {"aligned": "same", "causal": False, "correction": "lattice", "rank": 16},
     "lilicorr conv": {"aligned": "same", "causal": False, "correction": "lattice", "rank": 32, "conv": True},
 }
@@ -70,8 +71,9 @@ def made(name: str, target: Target, **settings: Any) -> BlockDraft:
 
 @pytest.mark.parametrize(("name", "layout"), others_long(
     [(name, layout) for name in MADE for layout in ("dflash", "speculators")
-     if not (name.startswith("lilicorr") and layout == "speculators")],
-    [("dspark gated", "dflash"), ("dflash2", "dflash"), ("dflash2", "speculators"), ("lilicorr conv", "dflash")]))
+     if not (name.startswith(("lilicorr", "xpress")) and layout == "speculators")],
+    [("dspark gated", "dflash"), ("dflash2", "dflash"), ("dflash2", "speculators"), ("lilicorr conv", "dflash"),
+     ("xpress", "dflash")]))
 def test_a_checkpoint_comes_back_byte_for_byte(tmp_path: Path, target: Target, name: str, layout: str) -> None:
     drafter = made(name, target)
     folder = written(drafter, target, layout, tmp_path / "out")
@@ -114,6 +116,26 @@ def test_dflash2_has_the_names_of_its_first_project(target: Target, checkpoint: 
     for conv in ("attention_conv", "mlp_conv"):
         assert held[f"layers.1.{conv}.base_kernel"].shape == (2, 2, 32)
         assert held[f"layers.1.{conv}.kernel_projection.weight"].shape == (8, 32)
+
+
+def test_xpress_has_the_names_that_vllm_reads(target: Target, checkpoint: Callable[[str], Path]) -> None:
+    """vLLM multiplies the mixture by the triangle and adds the identity itself: it is written as trained."""
+    config = json.loads((checkpoint("xpress") / "config.json").read_text())
+    keys = {"xpress_rank": 6, "xpress_mlp_hidden": 12, "xpress_block_size": 4, "xpress_num_passes": 3}
+    assert (config["architectures"], config["sample_from_anchor"]) == (["Qwen3XPressModel"], False)
+    assert keys.items() <= config.items()
+    held = {name.removeprefix("xpress_head."): tensor for name, tensor in load_file(
+        checkpoint("xpress") / "model.safetensors").items() if name.startswith("xpress_head.")}
+    assert {name: tuple(tensor.shape) for name, tensor in held.items()} == {
+        "w1.weight": (104, 6), "w2.weight": (104, 6), "down_h.weight": (6, 32), "down_g.weight": (6, 32),
+        "in_proj.weight": (6, 18), "mix.L": (6, 4, 4), "mlp.gate_proj.weight": (12, 6), "mlp.up_proj.weight": (12, 6),
+        "mlp.down_proj.weight": (6, 12)}
+    drafter = import_drafter("dflash", checkpoint("xpress"), target)
+    served = held["mix.L"].tril() + torch.eye(4)
+    parts = torch.randn(4, 6)
+    for place in range(4):
+        own = parts[place] + sum(drafter.correction.mix["L"][:, place, slot] * parts[slot] for slot in range(place + 1))
+        torch.testing.assert_close(own, torch.einsum("rj,jr->r", served[:, place], parts))
 
 
 def test_lilicorr_has_the_names_of_its_first_project(target: Target, checkpoint: Callable[[str], Path]) -> None:
@@ -307,6 +329,7 @@ def test_layers_without_a_word_of_the_speculators_library_are_not_causal(tmp_pat
     ("speculators", "dflash", {"aligned": "next"}, "aligned 'next' and correction 'none', .* train with aligned: same"),
     ("dflash", "dflash", {"conv": True}, "has correction 'none' and conv true, .* train with both, or with neither"),
     ("speculators", "dflash2", {"conv": False}, "has correction 'selector' and conv false, .* train with both,"),
+    ("dflash", "xpress", {"vocabulary_size": len(IDS)}, "vLLM has XPress over the whole vocabulary alone; train"),
     ("speculators", "lilicorr", {}, "the speculators library has no LiLiCorr; choose --format dflash"),
     ("gguf", "lilicorr", {}, "this drafter has the correction lattice; train another, or choose --format dflash"),
     ("gguf", "dflash2", {}, "this drafter has a width of 32, where a selector needs 272; train another"),

@@ -21,6 +21,7 @@ CASES = {
     "block-selector": _block(BlockDraftConfig(block_size=3, aligned="same", correction="selector", rank=8, conv=True)),
     "block-lattice": _block(BlockDraftConfig(block_size=3, aligned="same", causal=False, correction="lattice",
                                              rank=16)),
+    "block-refiner": _block(BlockDraftConfig(block_size=4, aligned="same", correction="refiner", rank=8)),
     "block-state-reduced": _block(BlockDraftConfig(block_size=4, correction="state", rank=24, residual=True,
                                                    slot_rows=True, vocabulary_size=len(IDS)), IDS),
     "block-rnn-reduced": _block(BlockDraftConfig(block_size=4, aligned="same", correction="rnn", rank=8,

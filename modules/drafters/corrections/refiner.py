@@ -1,0 +1,71 @@
+"""XPress's refiner: a bias by all tokens before a guess in its block (arXiv:2608.02438).
+
+Shapes: D width of a slot's state, R rank, S slots of a block, P numbers of a path, X numbers of a state.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ...target.draft_vocabulary import OwnOutput
+from ..parts.decoder_block import GatedMLP
+from .correction import Correction, Embed, Logits
+
+
+class Refiner(Correction):
+    """A bias W2 x of the token after slot k, with x = y + MLP(y), y = a_k + sum_{j <= k} L[:, k, j] a_j and
+    a_k = Win [Dh h_k ; Dg mean h ; E[t_k]] for the token t_k before the guess; before the first two slots stands the
+    root, as in vLLM.
+
+    Args:
+        width: D.
+        rank: R.
+        slots: S, that of the root included.
+        tokens: of the target's vocabulary.
+        entries: of the draft vocabulary.
+    """
+
+    reads_block = True
+
+    def __init__(self, width: int, rank: int, slots: int, tokens: int, entries: int) -> None:
+        super().__init__(width)
+        self.rank, self.path_size, self.state_size = rank, slots * rank, width + rank
+        self.w1 = nn.Embedding(tokens, rank, _weight=torch.full((tokens, rank), torch.nan))
+        self.down_h, self.down_g = nn.Linear(width, rank, bias=False), nn.Linear(width, rank, bias=False)
+        self.in_proj = nn.Linear(3 * rank, rank, bias=False)
+        self.mix = nn.ParameterDict({"L": torch.zeros(rank, slots, slots)})
+        self.mlp = GatedMLP(rank, 2 * rank)
+        self.w2 = OwnOutput(rank, entries, bias=False)
+
+    def begin(self, block: Tensor, newest: Tensor | None, logits: Logits, embed: Embed) -> Tensor:
+        """The states of the slots that guess, and the parts of their a and of the first slot's that are known."""
+        mean = self.down_g(block.mean(-2, keepdim=True)).expand(*block.shape[:-1], -1)
+        known = nn.functional.linear(torch.cat([self.down_h(block), mean], -1), self.in_proj.weight[:, : 2 * self.rank])
+        first = known[..., :1, :].expand_as(known)
+        return torch.cat([block, known, first], dim=-1)[..., 1:, :]
+
+    def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed, step: int) -> tuple[Tensor, Tensor]:
+        """The slot's state, and x. A path has the a of each slot so far."""
+        state, known, first = torch.split(slot, [self.width, self.rank, self.rank], dim=-1)
+        read = nn.functional.linear(self.w1(tokens), self.in_proj.weight[:, 2 * self.rank :])
+        kept = [first + read] if step == 0 else list(torch.split(path, self.rank, dim=-1)[: step + 1])
+        kept.append(known + read)
+        mixed = kept[-1] + sum((self.mix["L"][:, step + 1, place] * one for place, one in enumerate(kept)),
+                               torch.zeros_like(known))
+        path = torch.cat([*kept, path[..., len(kept) * self.rank :]], dim=-1)
+        return path, torch.cat([state, mixed + self.mlp(mixed)], dim=-1)
+
+    def correct(self, logits: Tensor, states: Tensor) -> Tensor:
+        """The logits with the bias."""
+        bias: Tensor = self.w2(states[..., self.width :])
+        return logits + bias.to(logits.dtype)
+
+    def initialise(self, table_VD: Tensor) -> None:
+        """No bias yet, where the paper starts with a random one."""
+        layers = (self.w1, self.down_h, self.down_g, self.in_proj, *self.mlp.children())
+        for layer in layers:
+            nn.init.normal_(layer.weight, std=0.02)  # type: ignore[arg-type]
+        self.w2.weight.zero_()
+
+    def output_parameters(self) -> tuple[nn.Parameter, ...]:
+        """W2."""
+        return tuple(self.w2.parameters())
