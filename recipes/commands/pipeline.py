@@ -457,7 +457,7 @@ def run(parsed: Parsed[Recipe]) -> None:
 def distill_command(parsed: Parsed[Recipe]) -> None:
     """The target answers prompts, and its states are stored at every token where the recipe trains on stored states."""
     if parsed.values.data is not None:
-        raise UserError(f"data names {parsed.values.data}, which is already distilled; leave data out to distil anew")
+        raise UserError(f"distill makes new data, and data names {parsed.values.data}; leave data out")
     perform_stages(Workspace(parsed.values, parsed.settings), ["distill", "encode"])
 
 

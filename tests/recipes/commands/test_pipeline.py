@@ -644,7 +644,7 @@ def test_data_of_another_run_must_be_there(
     assert main(["run", *words, "--data", str(tmp_path / "none")]) == 2
     assert "none, which is no folder; give the data folder of a finished run" in capsys.readouterr().err
     assert main(["distill", *words, "--data", str(tiny_run / "data")]) == 2
-    assert "already distilled; leave data out" in capsys.readouterr().err
+    assert "distill makes new data, and data names" in capsys.readouterr().err
 
 
 def beginning_with(folder: Path, target: Target, layers: tuple[int, ...], out: Path) -> list[str]:
