@@ -88,8 +88,6 @@ class BlockDraftConfig(FeatureConfig):
     mask_token_id: int | None = None
     """Token of the target that stands for a mask, whose embedding the slots after the first read; one that no text has.
     None trains a row of the drafter's own, which serving engines cannot hold."""
-    slot_rows: bool = False
-    """Whether each slot after the first has a row of its own in place of the mask's; needs no mask_token_id."""
     anchors: int | None = None
     """Most places of a row after which a block is trained, drawn anew in each step; None trains one after every token.
     The papers draw 512."""
@@ -100,10 +98,6 @@ class BlockDraftConfig(FeatureConfig):
         if self.aligned == "same" and self.block_size == 1:
             raise UserError("block_size is 1 and aligned 'same', and the only slot would predict the token that it "
                             "reads; set block_size to at least 2, or aligned to next")
-
-        if self.slot_rows and self.mask_token_id is not None:
-            raise UserError(f"slot_rows trains a row for each slot, and mask_token_id is {self.mask_token_id}, whose "
-                            "row all of them read; leave mask_token_id out, or set slot_rows to false")
         if self.correction in ("selector", "lattice") and self.vocabulary_size is not None:
             raise UserError(f"correction is {self.correction!r}, which chooses among all tokens of the target, and "
                             f"vocabulary_size is {self.vocabulary_size}; leave vocabulary_size out, or set correction "
@@ -128,16 +122,14 @@ class BlockDraftConfig(FeatureConfig):
         return self.block_size - (self.aligned == "same")
 
     def inherits(self, name: str, start: Any) -> bool:
-        """Choices among candidates have the whole vocabulary, and slots with rows of their own no mask token, whatever
-        the start."""
-        return not ((name == "vocabulary_size" and self.correction in ("selector", "lattice"))
-                    or (name == "mask_token_id" and self.slot_rows))
+        """Choices among candidates have the whole vocabulary, whatever the start."""
+        return not (name == "vocabulary_size" and self.correction in ("selector", "lattice"))
 
     def carries(self, name: str, start: Any) -> bool:
-        """Further layers pass the state on, `fc` reads nothing of further taps, a new correction or a further rank of
-        it corrects nothing, and a row of the drafter's own starts as the mask's. These leave all guesses as they were
-        (but of a new lattice, which chooses at random); so do fewer or further slots if they are causal. All weights
-        also fit slots of another alignment or sight, which training then has to tell what to guess."""
+        """Further layers pass the state on, `fc` reads nothing of further taps, and a new correction or a further rank
+        of it corrects nothing. These leave all guesses as they were (but of a new lattice, which chooses at random); so
+        do fewer or further slots if they are causal. All weights also fit slots of another alignment or sight, which
+        training then has to tell what to guess."""
         former = getattr(start, name)
         match name:
             case "num_layers":
@@ -149,9 +141,7 @@ class BlockDraftConfig(FeatureConfig):
             case "rank":
                 fits = start.correction == "none" or (
                     self.correction in ("markov", "selector", "state") and former < self.rank)
-            case "mask_token_id":
-                fits = self.mask_token_id is None
-            case "confidence" | "conv" | "slot_rows":
+            case "confidence" | "conv":
                 fits = not former
             case "block_size":
                 # The refiner's mixture of further slots is none; a lattice's table of distances has another middle.
@@ -191,7 +181,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
     """A backbone over the target's states, and a correction.
 
     Own weights, named as in DFlash: `fc.weight` [D, taps D], `hidden_norm.weight`, `layers.{i}.*` of Qwen3's layers,
-    `norm.weight`; without a mask token `mask_embedding`, [D] or [S - 1, D]; with a correction
+    `norm.weight`; without a mask token `mask_embedding` [D]; with a correction
     `correction.markov_w1.weight` [V, rank], `correction.markov_w2.weight` [Q, rank] and
     `correction.{gate_proj,joint_proj}.{weight,bias}`, or the selector's
     `correction.{predecessor_codebook,successor_codebook}.weight` [V, rank] and `correction.hidden_projection.weight`,
@@ -234,8 +224,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
                                     for layer in range(config.num_layers))
         self.norm = RMSNorm(width, eps=eps)
         if config.mask_token_id is None:
-            rows = (config.block_size - 1,) * config.slot_rows
-            self.mask_embedding = nn.Parameter(torch.full((*rows, width), torch.nan))
+            self.mask_embedding = nn.Parameter(torch.full((width,), torch.nan))
         else:
             self.register_buffer("mask_id", torch.tensor(config.mask_token_id), persistent=False)
         entries = config.vocabulary_size or sizes.vocab_size
@@ -290,7 +279,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         self.norm.weight.copy_(last_norm(target, self.block.norm_eps))
         table_VD = target.model.get_input_embeddings().weight
         if self.config.mask_token_id is None:
-            self.mask_embedding.copy_(table_VD.mean(0).expand_as(self.mask_embedding))
+            self.mask_embedding.copy_(table_VD.mean(0))
         self.correction.initialise(table_VD)
         if self.confidence is not None:
             nn.init.zeros_(self.confidence.weight)
@@ -301,9 +290,6 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         further ranks and tokens."""
         own, found = {name: tensor.clone() for name, tensor in self.state_dict().items()}, {**super().carried(start)}
         found["fc.weight"] = columns_for(self.taps, start.fc.weight, start.taps)
-        if self.config.mask_token_id is None:
-            mask = start.mask_embedding if start.config.mask_token_id is None else self.embed(start.mask_id)
-            found["mask_embedding"] = mask if start.config.slot_rows else mask.expand_as(self.mask_embedding)
         for name, part in self.correction.named_modules():
             if isinstance(part, OwnOutput) and self.config.correction == start.config.correction:
                 former = cast(OwnOutput, start.correction.get_submodule(name))
@@ -350,7 +336,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         mask = self.mask_embedding if self.config.mask_token_id is None else self.embed(self.mask_id)
         first_BAD = self.embed(roots_BA)
         newest_BAD = newest_BAD if self.config.residual else None
-        inputs = [first_BAD, *(row_D.expand_as(first_BAD) for row_D in mask.expand(self.block_size - 1, -1))]
+        inputs = [first_BAD, *[mask.expand_as(first_BAD)] * (self.block_size - 1)]
         # Slot by slot, so that each slot's states of all blocks are adjacent.
         hidden_BND = torch.cat([slot if newest_BAD is None else slot + newest_BAD for slot in inputs], dim=1)
         for layer in self.layers:

@@ -21,8 +21,7 @@ def plain_slots(drafter: BlockDraft, taps: dict[int, Tensor], root: int, end: in
                                   drafter.hidden_norm.weight, shape.norm_eps)
     mask = drafter.mask_embedding if config.mask_token_id is None else drafter.embed(
         torch.tensor(config.mask_token_id))
-    hidden = torch.stack([drafter.embed(torch.tensor(root)), *(mask if config.slot_rows else [mask] * (
-        config.block_size - 1))])
+    hidden = torch.stack([drafter.embed(torch.tensor(root)), *[mask] * (config.block_size - 1)])
     hidden = hidden + context[-1] if config.residual else hidden
     group, length = shape.num_heads // shape.num_kv_heads, len(context)
     turns = rotation(torch.arange(length + len(hidden))[None], shape.rope_base, shape.head_dim, shape.rope_scaling)

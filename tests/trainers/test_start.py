@@ -111,9 +111,8 @@ CARRIED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "block, rank of a selector": ("block", replace(DSPARK, correction="selector"), {"rank": 9}),
     "block, rank of a state": ("block", replace(DSPARK, correction="state"), {"rank": 9}),
     "block, tokens of a table": ("block", replace(DSPARK, vocabulary_size=7), {"vocabulary_size": 8, "rank": 9}),
-    "block, slots": ("block", replace(DSPARK, slot_rows=True), {"block_size": 4}),
-    "block, fewer slots": ("block", replace(DSPARK, block_size=4, slot_rows=True), {"block_size": 3}),
-    "block, a row a slot": ("block", DSPARK, {"slot_rows": True}),
+    "block, slots": ("block", DSPARK, {"block_size": 4}),
+    "block, fewer slots": ("block", replace(DSPARK, block_size=4), {"block_size": 3}),
     "draft_lm, fewer tokens": ("draft_lm", DraftLMConfig(num_layers=1, hidden_size=24), {"vocabulary_size": 8}),
     "draft_lm, mask token": ("draft_lm", DraftLMConfig(num_layers=1, hidden_size=24, depths=2),
                              {"mask_token_id": 4, "depths": 2}),
@@ -179,19 +178,6 @@ def test_slots_of_another_alignment_and_sight_start_with_all_weights(tiny_target
     assert (after.config.correction, after.config.causal, after.config.num_steps) == ("markov", False, 3)
     assert before.state_dict().keys() == after.state_dict().keys()
     assert all(torch.equal(weight, after.state_dict()[name]) for name, weight in before.state_dict().items())
-
-
-def test_rows_of_slots_start_as_the_mask_tokens(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mask = tiny_target.tokenizer.unk_token_id
-    special = sorted(set(tiny_target.tokenizer.all_special_ids) - {mask})
-    monkeypatch.setattr(type(tiny_target.tokenizer), "all_special_ids", property(lambda _: special))
-    before = randomised(BlockDraft.create(replace(DSPARK, mask_token_id=mask), tiny_target))
-    after = continuing(wanted("block", tiny_target, slot_rows=True), stored(tmp_path, tiny_target, before)).drafter
-    assert after.state_dict().keys() - before.state_dict().keys() == {"mask_embedding"}
-    old, new = (one(tiny_target.encode(cycle_rows(2), one.taps)).hidden_BLKD for one in (before, after))
-    torch.testing.assert_close(new, old)
 
 
 def test_a_vocabulary_of_the_same_size_keeps_the_starts_tokens(tiny_target: Target, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ CONFIGS = {
     "same": BlockDraftConfig(block_size=3, aligned="same", taps=(0,)),
     "same-whole": BlockDraftConfig(block_size=4, aligned="same", causal=False),
     "one": BlockDraftConfig(block_size=1),
-    "residual": BlockDraftConfig(block_size=3, num_layers=1, residual=True, slot_rows=True),
+    "residual": BlockDraftConfig(block_size=3, num_layers=1, residual=True),
     "convolved": BlockDraftConfig(block_size=4, aligned="same", causal=False, conv=True),
 }
 TOKENS = list(range(20, 38))
@@ -275,7 +275,6 @@ def test_a_mask_token_reads_the_targets_row(tiny_target: Target, monkeypatch: py
     ({"block_size": 1, "aligned": "same"}, "block_size is 1 and aligned 'same', and the only slot would predict the "
      "token that it reads; set block_size to at least 2"),
     ({"aligned": "after"}, "aligned must be 'next' or 'same', got 'after'"),
-    ({"slot_rows": True, "mask_token_id": 3}, "slot_rows trains a row for each slot, and mask_token_id is 3, whose"),
     ({"taps": (2, 1)}, "taps must be ascending numbers of layers, at least one, got [2, 1]"),
     ({"taps": (0, 9)}, "tap 9 is not a layer of tiny-random; choose from 0 to"),
     ({"anchors": 0}, "anchors must be a whole number of at least 1, got 0"),

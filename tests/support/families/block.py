@@ -23,7 +23,7 @@ CASES = {
                                              rank=16)),
     "block-refiner": _block(BlockDraftConfig(block_size=4, aligned="same", correction="refiner", rank=8)),
     "block-state-reduced": _block(BlockDraftConfig(block_size=4, correction="state", rank=24, residual=True,
-                                                   slot_rows=True, vocabulary_size=len(IDS)), IDS),
+                                                   vocabulary_size=len(IDS)), IDS),
     "block-rnn-reduced": _block(BlockDraftConfig(block_size=4, aligned="same", correction="rnn", rank=8,
                                                  vocabulary_size=len(IDS)), IDS),
 }
