@@ -167,7 +167,7 @@ def test_a_figure_says_whether_it_is_of_the_tree_alone_or_with_copies(tmp_path: 
     for shown in (page, text):
         assert ("at most 15 nodes: the last token and the guesses after it, from the draft's own tree of 8 nodes and "
                 "from copies from the text.") in html.unescape(shown)
-        assert "without drafts, with copies from the text: 1.87×, measured: 1.43×." in shown
+        assert "without drafts 1.87×, measured: 1.43×." in shown
     assert "in passes of at most 15 nodes with copies from the text; 1 without drafts" in page
     assert page.count("expected speed-up, tree alone") == 2  # axis and legend
     kept = json.loads(paths["json"].read_text())
