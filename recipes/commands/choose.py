@@ -48,7 +48,7 @@ ANSWERING, TRAINING = 0.3, 0.45
 GROWTH, MOST_GROWTH = 0.15, 0.4
 """Power of the training time by which accepted drafts are assumed to grow where a curve has too few points, and the
 largest that is taken from a curve."""
-ANSWER_TOKENS = 128
+ANSWER_TOKENS = 64
 """Tokens of the answers that are predicted."""
 MANY = 10**6
 """Answers of a prediction that is not compared with a few measured ones."""
