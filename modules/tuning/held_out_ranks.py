@@ -112,9 +112,11 @@ def proposed_text(drafter: Drafter, features: Sequence[Features], max_rank: int 
         found, ids_Q = [], drafter.token_ids_Q
         for hidden_ND in torch.split(labelled.hidden_ND, _CHUNK) if len(rows_N) else ():
             logits_NQ = drafter.project(hidden_ND, labelled.step)
-            found.append(logits_NQ.topk(min(max_rank, logits_NQ.shape[-1]), dim=-1).indices)
+            best = logits_NQ.topk(min(max_rank, logits_NQ.shape[-1]), dim=-1)
+            ids_NR = best.indices if ids_Q is None else ids_Q[best.indices]
+            # Tokens that are no candidates of a slot are no guesses.
+            found.append(ids_NR.masked_fill(best.values == -torch.inf, -1))
         proposed_NR = torch.cat(found) if found else rows_N.new_zeros(0, max_rank)
-        proposed_NR = proposed_NR if ids_Q is None else ids_Q[proposed_NR]
         proposed_NR = functional.pad(proposed_NR, (0, max_rank - proposed_NR.shape[-1]), value=-1)
         return torch.cat([proposed_NR, torch.stack([truths_N, rows_N, roots_N, left_N], dim=1)], dim=1)
 
