@@ -16,6 +16,7 @@ Shapes: V target vocabulary, Q entries of the draft vocabulary.
 """
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -265,16 +266,18 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     said, tensors, folder = {**given.said, **(given.said.get("dflash_config") or {})}, given.tensors(), given.folder
     if missing := [key for key in ("block_size", "mask_token_id", "num_hidden_layers") if said.get(key) is None]:
         raise UserError(f"{given.config} lacks {', '.join(missing)}; copy it again")
-    # Qwen3's two keys stand for a window where no list says which layers have one.
-    kinds = said.get("layer_types") or ["sliding_attention"] * bool(said.get("use_sliding_window"))
-    if said.get("use_swa") or "sliding_attention" in kinds:
-        raise UserError(f"{given.config} has layers that see a window of the text (layer_types, use_swa or "
-                        f"use_sliding_window, of {json.dumps(said.get('sliding_window'))} tokens); only those with "
-                        "full attention can be imported, choose such a checkpoint")
     if (layers := said.get("num_target_layers")) not in (None, target.num_layers):
         raise UserError(f"{given.config} says num_target_layers: {layers}, but {target.identity.name} has "
                         f"{target.num_layers}; load the target it was trained for")
-    aligned, causal = _slots(given, said, settings)
+    # Qwen3's two keys stand for a window where no list says which layers have one.
+    kinds = said.get("layer_types") or ["sliding_attention"] * any(
+        said.get(key) for key in ("use_sliding_window", "use_swa"))
+    aligned, causal = _slots(given, said, settings, {*kinds})
+    if "sliding_attention" in kinds:
+        size = json.dumps(said.get("sliding_window"))
+        warnings.warn(f"{given.config} has layers with a window over the text (sliding_window: {size} tokens), which "
+                      "here see all of it: in longer texts the draft reads more than in its training, and less of it "
+                      "may be accepted", stacklevel=2)
     taps = chosen_taps(_taps(given, said, target) if settings.taps is None else settings.taps, target)
     check_embedding(tensors.pop(EMBEDDING, None), target, folder)
     own_QD = tensors.pop(OUTPUT, None)
@@ -334,14 +337,25 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     return drafter, tensors
 
 
-def _slots(given: Checkpoint, said: dict[str, Any], settings: ImportSettings) -> tuple[Literal["next", "same"], bool]:
-    """(what a slot predicts, whether it sees those before it alone). Raises UserError where neither checkpoint nor user
-    says it: readers that assume either are wrong about every other checkpoint, and merely accept less."""
+def _slots(given: Checkpoint, said: dict[str, Any], settings: ImportSettings, kinds: set[str]
+           ) -> tuple[Literal["next", "same"], bool]:
+    """(what a slot predicts, whether it sees those before it alone), where the layers are of these kinds. Raises
+    UserError where neither checkpoint nor user says it: readers that assume either are wrong about every other
+    checkpoint, and merely accept less."""
     anchor = said.get("sample_from_anchor", said.get("shift_label"))
     aligned = settings.aligned or (None if anchor is None else "next" if anchor else "same")
-    # vLLM's order; JetSpec has a key of its own. The speculators library trains layers without a window so.
+    # vLLM's order; JetSpec has a key of its own. In the speculators library a layer without a window is never causal,
+    # one with a window is unless the checkpoint says otherwise; of DFlash 2 it has to say that it is.
     stated = [settings.causal, *(said.get(key) for key in ("is_causal", "causal", "causal_head"))]
-    causal = next((one for one in (*stated, False if given.by_speculators else None) if one is not None), None)
+    trained = {kind == "sliding_attention" and not said.get("sliding_window_non_causal", said.get(
+        "speculators_model_type") == "dflash2") for kind in kinds or {"full_attention"}}
+    if given.by_speculators and all(one is None for one in stated):
+        if len(trained) > 1:
+            raise UserError(f"{given.config} has layers with a window, whose slots see those before them alone, and "
+                            "layers without, whose slots see all (layer_types); drafters of blocks here have one kind, "
+                            "say --causal true or false to draft with that, and compare what is accepted")
+        stated += trained
+    causal = next((one for one in stated if one is not None), None)
     if aligned is not None and causal is not None:
         return aligned, causal
     left = [("which token a slot predicts (sample_from_anchor)", "--aligned same as in DFlash, or next as in DSpark"),

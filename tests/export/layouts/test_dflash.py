@@ -209,6 +209,33 @@ def test_the_spellings_of_other_projects_are_read(
     assert all(torch.equal(tensor, back.state_dict()[key]) for key, tensor in drafter.state_dict().items())
 
 
+def test_layers_with_a_window_are_read_and_a_warning_says_what_differs(tmp_path: Path, target: Target) -> None:
+    drafter = made("dspark", target)
+    folder = written(drafter, target, "speculators", tmp_path / "out")
+    written_config = json.loads((folder / "config.json").read_text())
+    inner = {key: value for key, value in written_config["transformer_layer_config"].items() if key != "is_causal"}
+    plain = {key: value for key, value in written_config.items()
+             if key not in ("sliding_window_non_causal", "is_causal", "dflash_config")}
+
+    def read(kinds: list[str], **said: Any) -> BlockDraft:
+        layers = {**inner, "layer_types": kinds, "sliding_window": 2048, "use_sliding_window": True}
+        (folder / "config.json").write_text(json.dumps({**plain, "transformer_layer_config": layers, **said}))
+        found = import_drafter("speculators", folder, target)
+        assert isinstance(found, BlockDraft)
+        return found
+
+    window, whole = ["sliding_attention"] * 2, ["full_attention"] * 2
+    with pytest.warns(UserWarning, match=r"a window over the text \(sliding_window: 2048 tokens\), which"):
+        assert read(window).config.causal
+    with pytest.warns(UserWarning, match="sliding_window"):
+        assert not read(window, sliding_window_non_causal=True).config.causal
+    assert not read(whole).config.causal
+    with pytest.warns(UserWarning, match="sliding_window"):
+        assert not read([window[0], whole[0]], sliding_window_non_causal=True).config.causal
+    with pytest.raises(UserError, match=r"have one kind, say --causal true or false to draft with that"):
+        read([window[0], whole[0]])
+
+
 @pytest.mark.parametrize(("name", "change", "tensors", "message"), [
     ("dflash", {"sample_from_anchor": None, "dflash_config": {"mask_token_id": MASK}}, {},
      r"does not say which token a slot predicts \(sample_from_anchor\); give --aligned same as in DFlash, or next"),
@@ -225,8 +252,6 @@ def test_the_spellings_of_other_projects_are_read(
     ("dflash", {"mask_token_id": None, "dflash_config": None}, {}, "lacks mask_token_id; copy it again"),
     ("dflash", {"num_target_layers": 36}, {}, "says num_target_layers: 36, but tiny-target has 6"),
     ("dflash", {"hidden_size": 64}, {}, r"reads states 64 wide .* but those of tiny-target are 32 wide"),
-    ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, {}, "layers that see a window of the text"),
-    ("dflash", {"layer_types": None, "use_sliding_window": True, "sliding_window": 2048}, {}, "window, of 2048 tok"),
     ("dflash2", {}, vocabulary_marks(IDS, SimpleNamespace(vocab_size=104)),
      r"holds a draft vocabulary of 26 tokens \(d2t\), and its selector has a row for every token of the target; cho"),
     ("dflash", {"vocab_size": 100}, {}, "says vocab_size: 100, but tiny-target has 104 tokens"),
@@ -261,20 +286,21 @@ def test_what_is_open_or_does_not_fit_is_refused(
 T, F = True, False
 STATED: list[tuple[dict[str, Any], bool, dict[str, bool], bool | str]] = [
     ({"is_causal": T}, F, {"vLLM": T, "SGLang": T, "llama.cpp": T}, T),
-    ({"is_causal": T}, T, {"vLLM": T, "SGLang": T, "llama.cpp": T}, "window"),
+    ({"is_causal": T}, T, {"vLLM": T, "SGLang": T, "llama.cpp": T}, T),
     ({"is_causal": F}, F, {"vLLM": F, "SGLang": F, "llama.cpp": F}, F),
-    ({"is_causal": F}, T, {"vLLM": F, "SGLang": F, "llama.cpp": F}, "window"),
+    ({"is_causal": F}, T, {"vLLM": F, "SGLang": F, "llama.cpp": F}, F),
     ({"causal": T}, F, {"vLLM": T, "SGLang": F, "llama.cpp": T}, T),
-    ({"causal": T}, T, {"vLLM": T, "SGLang": T, "llama.cpp": T}, "window"),
+    ({"causal": T}, T, {"vLLM": T, "SGLang": T, "llama.cpp": T}, T),
     ({"causal": F}, F, {"vLLM": F, "SGLang": F, "llama.cpp": F}, F),
-    ({"causal": F}, T, {"vLLM": F, "SGLang": T, "llama.cpp": F}, "window"),
+    ({"causal": F}, T, {"vLLM": F, "SGLang": T, "llama.cpp": F}, F),
     ({"is_causal": F, "causal": T}, F, {"vLLM": F, "SGLang": F, "llama.cpp": F}, F),
     ({}, F, {"vLLM": F, "SGLang": F, "llama.cpp": F}, "is_causal"),
-    ({}, T, {"vLLM": T, "SGLang": T, "llama.cpp": F}, "window"),
+    ({}, T, {"vLLM": T, "SGLang": T, "llama.cpp": F}, "is_causal"),
 ]
 """(what a configuration states, whether its layers have a window, what engines make of it, what the import does)."""
 
 
+@pytest.mark.filterwarnings("ignore:.*sliding_window")
 @pytest.mark.parametrize(("stated", "window", "engines", "own"), STATED)
 def test_engines_differ_in_what_they_make_of_a_configuration(
     tmp_path: Path, target: Target, checkpoint: Callable[[str], Path], stated: dict[str, bool], window: bool,
