@@ -37,7 +37,6 @@ OWN = {
         "drafter.hidden_size", "drafter.folder"),
     "drafts that decode through the target's layers or several tokens a pass": (
         "drafter.copies",),
-    "a drafter that no engine loads": ("drafter.residual",),
     "training on another device than the target's": ("train.accelerator",),
 }
 """Keys that no shipped recipe sets, by what they are for."""
