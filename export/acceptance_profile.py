@@ -16,6 +16,8 @@ from ..modules.tuning.held_out_ranks import ProposedText
 from ..modules.tuning.rank_walk import last_nodes, pass_starts
 from .artifact_files import ACCEPTANCE, AGAIN, as_json
 
+HELD_OUT, DECODED = "held-out answers", "decoded answers"
+"""Sources of measurements."""
 VERSION = 1
 """Version of the file's layout."""
 LONGEST_CHAIN = 8
@@ -79,7 +81,7 @@ def chain_measurements(text: ProposedText) -> list[dict[str, Any]]:
         emitted_S = (depths_P + 1).minimum(text.left_P)[starts_S].tolist()
         passes = [Pass(*one) for one in zip(emitted_S, (text.roots_P[starts_S] + 1).tolist(), strict=True)]
         setting = {"method": f"chain-{length}", "chain": True, "nodes": length + 1, "temperature": 0.0,
-                   "answers": len(set(text.rows_P[starts_S].tolist())), "source": "held-out answers"}
+                   "answers": len(set(text.rows_P[starts_S].tolist())), "source": HELD_OUT}
         found += measurements(passes, setting, length)
     return found
 
@@ -109,7 +111,7 @@ def described(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_acceptance(folder: Path, facts: Mapping[str, Any], records: Iterable[Mapping[str, Any]],
-                    keep: str = "held-out answers") -> Path:
+                    keep: str = HELD_OUT) -> Path:
     """Write acceptance.json of a folder; returns its path.
 
     Args:
@@ -133,12 +135,12 @@ def acceptance_lines(found: Mapping[str, Any]) -> list[str]:
     """Sentences for a card: acceptance by position, with the number of drafts and the setting."""
     whole = [one for one in found.get("measurements", ()) if one["group"] == "all"]
     # Of the chains that held-out answers give, the longest says all.
-    longest = max((one["draft_tokens"] for one in whole if one["source"] == "held-out answers"), default=0)
+    longest = max((one["draft_tokens"] for one in whole if one["source"] == HELD_OUT), default=0)
     lines = [f"* {one['method']} at temperature {one['temperature']:g}: {one['accepted_length']:.2f} tokens per target "
              f"pass over {one['drafts']:,} drafts; accepted at each position "
              f"{', '.join(f'{rate:.0%}' for rate in one['unconditional'])}, after accepted ones "
              f"{', '.join('-' if rate is None else f'{rate:.0%}' for rate in one['conditional'])} ({one['source']})"
-             for one in whole if one["source"] != "held-out answers" or one["draft_tokens"] == longest]
+             for one in whole if one["source"] != HELD_OUT or one["draft_tokens"] == longest]
     return ["## Acceptance", "\n".join(lines) or f"* {UNMEASURED}",
             f"`{ACCEPTANCE}` has it by kind of prompt and length of the context, and as the options with which vLLM "
             "and llama.cpp simulate acceptance."]

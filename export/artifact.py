@@ -5,6 +5,7 @@ holds measurements of one machine.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -46,7 +47,7 @@ from ..modules.interfaces.optional_parts import GuessesInPasses, virtual_nodes
 from ..modules.policies.registry import MOST
 from ..modules.target.loading.loading import is_local
 from .acceptance_heads import StoredHead, load_heads, temperature_name
-from .acceptance_profile import acceptance_lines, described, profile, read_acceptance
+from .acceptance_profile import DECODED, acceptance_lines, described, profile, read_acceptance, save_acceptance
 from .artifact_files import ACCEPTANCE, AGAIN, CARD, CHANGING, CONFIG, HEAD, WEIGHTS, as_json
 from .model_card import model_card
 from .stored_drafter import FORMAT_VERSION, load_drafter
@@ -204,8 +205,8 @@ class Artifact:
 def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, provenance: dict[str, Any],
                   topology: Topology, adapter: Adapter | None = None,
                   acceptance: Sequence[Mapping[str, Any]] = ()) -> Path:
-    """Write config.json, model.safetensors, README.md and acceptance.json; the bytes depend only on the arguments and
-    versions.
+    """Write config.json, model.safetensors, README.md and acceptance.json; the bytes of the first three depend only on
+    the arguments and versions, the last keeps what evaluations of the same weights have counted.
 
     Absolute paths inside `provenance` are cut to their last part, which depends on no machine. An unchanged artifact
     in `folder` is replaced as a whole, its tuning and its acceptance heads included.
@@ -234,6 +235,9 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
     name = identity.name
     if is_local(name):
         name = f"./{Path(PureWindowsPath(name).as_posix()).name}"
+    former: Mapping[str, Any] = {}
+    with suppress(UserError):
+        former = read_acceptance(folder)
     with whole_folder(folder, "artifact", changing=CHANGING, inside=HEAD) as partial:
         # One metadata key: safetensors writes several in an order of its own, and the bytes would differ.
         save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
@@ -256,6 +260,10 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
         write_file(partial / ACCEPTANCE, as_json(known))
         card = model_card(config, sum(weight.numel() for weight in weights.values()))
         write_file(partial / CARD, "\n\n".join([card.rstrip("\n"), *acceptance_lines(known)]) + "\n")
+    # An evaluation of the same weights counted decoded answers, which no training counts again.
+    decoded = [one for one in former.get("measurements", ()) if one["source"] == DECODED]
+    if decoded and former.get("weights_sha256") == config["weights_sha256"]:
+        save_acceptance(folder, described(config), decoded)
     return folder
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ...modules import StaticTree, Target
-from ..acceptance_profile import measurements
+from ..acceptance_profile import DECODED, measurements
 from .budget import Budget
 from .contention import ContentionProbe, machine
 from .methods import SEED, EvaluateConfig, Method, PromptSets
@@ -136,7 +136,7 @@ def acceptance_of(record: MethodRecord, config: EvaluateConfig) -> list[dict[str
         (max(answer.emitted, default=1) for answer in record.answers), default=1) - 1
     setting = {"method": method.name, "chain": depth == policy.max_size - 1 and isinstance(policy, StaticTree),
                "nodes": policy.max_size, **asdict(config.sampling(degree)), "batch_size": rows,
-               "answers": len(record.answers), "source": "decoded answers"}
+               "answers": len(record.answers), "source": DECODED}
     return measurements([one for answer in record.answers for one in answer.passes], setting, depth)
 
 

@@ -46,7 +46,7 @@ def test_import_continue_export(line: str, tmp_path: Path) -> None:
     out = written(artifact.drafter, target, tmp_path / "same")
     names, there = ({str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
                     for place in (folder, out))
-    assert there == names | {"README.md", "origin.json", ".draftsmith.json"}
+    assert there == names | {"README.md", "acceptance.json", "origin.json", ".draftsmith.json"}
     for name in names:
         assert (out / name).read_bytes() == (folder / name).read_bytes()
         # What is edited in the export leaves the target as it was.

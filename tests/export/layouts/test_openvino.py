@@ -50,7 +50,7 @@ def test_eagle_3_is_converted_with_its_layers(tmp_path: Path, target: Target) ->
     # A file next to the script has the name of a package that the script imports.
     assert job["safe"] == "1"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        ".draftsmith.json", "README.md", "origin.json", "openvino_model.xml"}
+        ".draftsmith.json", "README.md", "acceptance.json", "origin.json", "openvino_model.xml"}
     assert "[1, 2, 4], counted from 0 by their outputs" in (tmp_path / "out" / "README.md").read_text()
 
 
