@@ -49,10 +49,14 @@ def signal_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: in
     monkeypatch.setattr(owner, name, signalled)
 
 
+MEASURED = ("stats.json", "tuning.json", "acceptance.json")
+"""Files that hold seconds of the machine, or figures of the tree that is fastest by them."""
+
+
 def contents(out: Path) -> dict[str, bytes]:
     """Everything of data and artifact that equal runs share."""
     return {str(file.relative_to(out)): file.read_bytes() for folder in ("data", "artifact")
-            for file in (out / folder).rglob("*") if file.is_file() and file.name not in ("stats.json", "tuning.json")}
+            for file in (out / folder).rglob("*") if file.is_file() and file.name not in MEASURED}
 
 
 def left_by(run: Path, *gone: str) -> None:
