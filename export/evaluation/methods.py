@@ -192,7 +192,7 @@ class Method:
     trees: Topology | None = None
     """A static tree, best node first, whose smaller and larger prefixes are compared too, each by itself."""
     prediction: Callable[[int, float], Prediction | None] | None = None
-    """What is predicted on this machine for a number of rows and their temperature; None where nothing was measured."""
+    """Prediction on this machine for a number of rows and their temperature; None where nothing was measured."""
     weights_sha256: str = ""
     """Hash of the artifact's weights; empty for one that is not trained."""
 

@@ -208,7 +208,7 @@ class Evaluation:
     draft_share: float
     """Bytes of weights that drafting reads for each byte that the target reads."""
     prediction: Prediction | None
-    """What is predicted on this machine for the method as it decodes, partners included, and prompts like the
+    """Prediction on this machine for the method as it decodes, partners included, and prompts like the
     training's; None where nothing is."""
     overall: Measures
     """All questions."""

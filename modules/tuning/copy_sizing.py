@@ -42,7 +42,7 @@ class CopyTrial:
     nodes: float
     """Mean nodes of a pass with one row, the root included."""
     predicted: Counted | None = None
-    """The same counted on answers that chose nothing; None without such answers."""
+    """Tokens and nodes on answers that chose nothing; None without such answers."""
 
     def __post_init__(self) -> None:
         for name, most in (("copied", LONGEST_COPY), ("extra", MOST)):

@@ -15,13 +15,13 @@ class Finding:
     """The outcome of one check."""
 
     name: str
-    """What was checked."""
+    """Name of the check."""
     figure: str
-    """What was measured; empty where nothing could be."""
+    """The measurement in words; empty where nothing could be measured."""
     verdict: str
-    """What that means, or why it could not be measured."""
+    """Its meaning, or why it could not be measured."""
     remedy: str = ""
-    """What to change, with the key of the recipe; empty where nothing is wrong."""
+    """The change to make, with the key of the recipe; empty where nothing is wrong."""
 
 
 def judged(name: str, figure: str, fine: str, *faults: tuple[object, str, str]) -> Finding:
