@@ -4,6 +4,7 @@ A name is a kind, with a number after a hyphen where it takes one: `static`, `st
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 from ..errors import UserError
 from ..interfaces.optional_parts import ChainLimits, GuessesInPasses, JudgesGuesses, LimitsChains, virtual_nodes
@@ -15,7 +16,7 @@ from .lookahead_trees import LookaheadTrees, ahead_trees
 from .sampled_tree import SampledTree
 from .static_tree import StaticTree
 from .stopping_chains import StoppedChain
-from .stopping_rules import EarlyExit, JudgedPath, MaxProbability, PathProbability
+from .stopping_rules import EarlyExit, JudgedPath, MaxProbability, PaidGuesses, PathProbability
 
 FASTEST = "fastest"
 """The default: an artifact's static, static+lookup or none, by its measurements."""
@@ -57,7 +58,8 @@ drafter's own limits say so (Kangaroo, arXiv:2404.18911); trees of N nodes, virt
 guesses that a row has (PPD, arXiv:2405.18628); chains that end after the token at which the product of their
 probabilities falls below the number, such as sure-0.3; chains that end once an acceptance head sees a risk of rejection
 above the number, such as specdec-0.7 (arXiv:2405.19715); chains that end before the token with which a drafter that
-judges its guesses expects less than the number, such as confident-0.3 (arXiv:2607.05147); no draft at all."""
+judges its guesses expects less than the number, such as confident-0.3 (arXiv:2607.05147), or, without a number, where a
+measured step with one guess more would emit fewer tokens a second; no draft at all."""
 
 
 def parse_policy(name: str) -> tuple[str, float | None]:
@@ -88,13 +90,14 @@ def parse_policy(name: str) -> tuple[str, float | None]:
     return kind, int(number)
 
 
-def policy_named(name: str, topology: Topology, drafter: Proposer) -> Policy:
+def policy_named(name: str, topology: Topology, drafter: Proposer, seconds: Sequence[float] = ()) -> Policy:
     """The policy of this name for a drafter.
 
     Args:
         name: one of POLICIES, or such with a number.
         topology: the static tree fitted to the drafter, best node first.
         drafter: what is asked for the guesses.
+        seconds: of a step with 0, 1, 2 ... guesses a row, where they are known; `confident` ends drafts by them.
 
     Raises:
         UserError: if the name, its number or the policy does not fit.
@@ -112,7 +115,9 @@ def policy_named(name: str, topology: Topology, drafter: Proposer) -> Policy:
             raise UserError(f"the policy {CONFIDENT} needs a drafter that judges its guesses, a block drafter trained "
                             f"with confidence; this is {drafter.family}: choose another policy, such as {SURE}")
         share = _SHARES[CONFIDENT] if number is None else number
-        return StoppedChain(drafter.reach or LONGEST_SURE, JudgedPath(drafter.judge, share))
+        rule = PaidGuesses(drafter.judge, tuple(seconds)) if seconds and number is None else JudgedPath(
+            drafter.judge, share)
+        return StoppedChain(drafter.reach or LONGEST_SURE, rule)
     count = None if number is None else int(number)
     nodes, length = (count or max(_LEAST[kind], usual) for usual in (topology.size, topology.depth))
     depth = min(DYNAMIC_DEPTH, drafter.reach or DYNAMIC_DEPTH)

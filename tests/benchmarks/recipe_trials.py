@@ -6,9 +6,10 @@
 A trial is a name and overrides of family, drafter, train, batch and retarget of a recipe. It is trained by the stages
 of `draftsmith train`, on the same finished data and for as many seconds, by the clock of `train.max_minutes`, which
 leaves validation and checkpoints out. With --steps each takes as many optimizer steps instead, however long they take:
-what a setting learns from the same batches, whatever the machine and its load. Trials take turns: all of the first
-seed, then all of the second in reverse order, so that a machine that grows busier does not favour one. An interrupted
-training is resumed, a finished trial skipped.
+what a setting learns from the same batches, whatever the machine and its load. With --processor the seconds are this
+process's on the processor, which other work hardly changes; run it with one thread. Trials take turns: all of the
+first seed, then all of the second in reverse order, so that a machine that grows busier does not favour one. An
+interrupted training is resumed, a finished trial skipped.
 
 Each draft is measured with a tree of 64 nodes that is searched on held-out answers to own prompts. *own* is counted
 along the same answers, of two halves each with the tree searched on the other; *own, before loops* along these answers
@@ -26,9 +27,11 @@ import json
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,6 +62,7 @@ from draftsmith.recipes.commands.pipeline import COMMANDS, encoded, held_out_row
 from draftsmith.recipes.stages.training_folder import read_result
 from draftsmith.recipes.stages.workspace import Workspace
 from draftsmith.trainers import DraftModule
+from draftsmith.trainers.steps import training_clock
 from safetensors.torch import load_file
 from tqdm import tqdm
 
@@ -153,6 +157,8 @@ class Trials:
             raise UserError(f"--seconds must be above 0, got {options.seconds}")
         if options.steps is not None and options.steps < 1:
             raise UserError(f"--steps must be at least 1, got {options.steps}")
+        if options.processor:
+            training_clock.time = SimpleNamespace(perf_counter=time.process_time)
         self.turns = [(trial, seed) for number, seed in enumerate(options.seeds)
                       for trial in (self.trials[::-1] if number % 2 else self.trials)]
         self.workspaces = {turn: self._workspace(*turn) for turn in self.turns}
@@ -366,6 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=float, default=240, help="training time of each trial")
     length.add_argument("--steps", type=int, help="optimizer steps of each trial instead")
+    parser.add_argument("--processor", action="store_true", help="count --seconds on the processor, not on the clock")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="seeds of training and batches")
     parser.add_argument("--trial", action="append", required=True, metavar="'NAME: KEY=VALUE ...'",
                         help="a trial; the first one is what others are compared with")

@@ -20,6 +20,8 @@ from draftsmith.export import (
     stored_drafter,
 )
 from draftsmith.modules import (
+    BlockDraft,
+    BlockDraftConfig,
     CostModel,
     DecodeSettings,
     Ensemble,
@@ -29,6 +31,7 @@ from draftsmith.modules import (
     PromptTokensConfig,
     Request,
     StaticTree,
+    StoppedChain,
     Target,
     Topology,
     Union,
@@ -38,6 +41,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.drafters.medusa import Medusa
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees
+from draftsmith.modules.policies.stopping_rules import JudgedPath, PaidGuesses
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from safetensors import safe_open
 from support.artifacts import TREE, copies, edit, heads, tuning
@@ -308,6 +312,30 @@ def test_sampled_rows_are_decoded_plainly_where_no_tree_is_known_to_pay(
         assert predicted(artifact, temperature=1.0) == 1.0
         assert predicted(artifact, "static+lookup", temperature=1.0) == 1.0
         assert artifact.fastest(temperature=1.0) == "none"
+
+
+def test_a_drafter_that_judges_its_guesses_ends_by_the_measured_seconds(tmp_path: Path, tiny_target: Target) -> None:
+    """Of as many rows; by a chance where one is named, or nothing was measured. Answers stay."""
+    torch.manual_seed(3)
+    shape = BlockDraftConfig(num_layers=1, block_size=4, correction="markov", rank=4, confidence=True)
+    folder = save_artifact(tmp_path / "a", BlockDraft.create(shape, tiny_target), tiny_target.identity, {},
+                           Topology.chain(4))
+    measured = dataclasses.replace(tuning(), expected_accepted_length=(1.0, 1.7, 1.9, 2.0, 2.1))
+    save_tuning(folder, measured)
+    loaded, cost = load_artifact(folder, tiny_target), measured.cost
+    for rows in (1, 3):
+        policy = loaded.policy("confident", batch_size=rows)
+        assert isinstance(policy, StoppedChain)
+        assert isinstance(policy.stop, PaidGuesses)
+        assert policy.stop.seconds == tuple(
+            cost.pass_seconds(size, rows) + cost.draft_seconds(max(size, 2), rows) for size in range(1, 6))
+        asked = [Request((5, 9, 30 + row), row, 24) for row in range(rows)]
+        plain, drafted = (decode(tiny_target, asked, DecodeSettings(batch_size=rows), **more).generations
+                          for more in ({}, {"drafter": loaded.drafter, "policy": policy}))
+        assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    for rule in (loaded.policy("confident-0.4"), dataclasses.replace(loaded, tuning=None).policy("confident")):
+        assert isinstance(rule, StoppedChain)
+        assert isinstance(rule.stop, JudgedPath)
 
 
 def test_copies_next_to_the_tree_of_sampled_rows_are_those_that_pay_there(tmp_path: Path, tiny_target: Target) -> None:
