@@ -199,7 +199,7 @@ class Artifact:
         # Where no size is known to pay for sampled rows, every policy is plain decoding.
         size = self.size_for(batch_size, temperature)
         plain = size == 1 and temperature > 0 and kind != SPARSE
-        # When a chain is cut, the block behind it has been computed: no guesses cost as much drafting as one.
+        # When a chain is cut, its block has been computed: an empty one took as long to draft as a single guess.
         cost, reach = self.tuning.cost, self.drafter.reach or 0
         seconds = [cost.pass_seconds(1 + guesses, batch_size) + cost.draft_seconds(max(2, 1 + guesses), batch_size)
                    for guesses in range(reach + 1)]

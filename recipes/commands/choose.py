@@ -8,10 +8,9 @@ extrapolated.
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import linear_regression
 from typing import Any
 
 import yaml
@@ -45,9 +44,9 @@ LEAST_MINUTES = 0.25
 """Fewest minutes in which one candidate can be calibrated, the target's answers included."""
 ANSWERING, TRAINING = 0.3, 0.45
 """Shares of the minutes for the target's answers and for training; searching and timing trees takes the rest."""
-GROWTH, MOST_GROWTH = 0.15, 0.4
-"""Power of the training time by which accepted drafts are assumed to grow where a curve has too few points, and the
-largest that is taken from a curve."""
+CURVE, MOST_GROWTH = 10.0, 1.2
+"""Accepted drafts are taken to near their limit by exp(-CURVE / sqrt(steps)), as those of five families did between a
+hundred steps and several thousand (tests/benchmarks/README.md); and the largest growth, in natural logs."""
 ANSWER_TOKENS = 64
 """Tokens of the answers that are predicted."""
 MANY = 10**6
@@ -240,7 +239,8 @@ def calibrated(parsed: Parsed[ChooseArguments], notes: list[str]) -> list[Candid
     for row, peak in peaks.items():
         place = folder / row_name(row)
         result, stats = (read_object(place / "train" / file, "calibrate again") for file in (RESULT_FILE, STATS_FILE))
-        candidate = of_artifact(place / "artifact", target, given, grown(result, stats, given.train_minutes))
+        growth = grown(result["steps"], stats["seconds"], given.train_minutes)
+        candidate = of_artifact(place / "artifact", target, given, growth)
         start = shlex.join(["draftsmith", "run", "--config", row, "--target.name", name, "--train.max_minutes",
                             f"{given.train_minutes:g}"])
         found.append(replace(candidate, name=row_name(row), start=start, memory=in_words(peak),
@@ -248,22 +248,19 @@ def calibrated(parsed: Parsed[ChooseArguments], notes: list[str]) -> list[Candid
     return found
 
 
-def grown(result: Mapping[str, Any], stats: Mapping[str, Any], minutes: float) -> tuple[float, float]:
-    """(factor of the accepted drafts of a pass, its relative error) of longer training, by the curve of a short one.
+def grown(steps: int, seconds: float, minutes: float) -> tuple[float, float]:
+    """(factor of the accepted drafts of a pass, its relative error) of longer training after a short one.
 
-    Accepted drafts are taken to grow by a power of the training time; half of the growth is its 90 % uncertainty.
+    The fewer steps the short one took, the more is still to come; half of the growth is its 90 % uncertainty.
 
     Args:
-        result: of the training, with its curve.
-        stats: with its seconds.
+        steps: of the short training.
+        seconds: that it took.
         minutes: of the longer training.
     """
-    longer = max(1.0, 60 * minutes / max(1e-3, float(stats["seconds"])))
-    points = [(math.log(one["step"]), math.log(one["accepted_length"] - 1)) for one in result["curve"]
-              if one["step"] > 0 and one["accepted_length"] > 1]
-    power = linear_regression(*zip(*points, strict=True)).slope if len(points) > 2 else GROWTH
-    power = min(max(power, 0.0), MOST_GROWTH)
-    return longer**power, 0.5 * max(power, GROWTH) * math.log(longer) / 1.645
+    longer = max(1.0, 60 * minutes / max(1e-3, seconds))
+    growth = min(MOST_GROWTH, CURVE * max(1, steps) ** -0.5 * (1 - longer**-0.5))
+    return math.exp(growth), 0.5 * growth / 1.645
 
 
 def of_artifact(folder: Path, target: Target, given: ChooseArguments,

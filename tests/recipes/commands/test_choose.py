@@ -1,6 +1,7 @@
 """The command choose: its advice follows from the seconds and lengths that were measured, and can be none."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -87,16 +88,13 @@ def test_bad_input_gets_one_sentence(
     assert not (tmp_path / "out" / "choose.json").exists()
 
 
-def test_growth_is_the_power_of_the_curve_and_its_half_is_uncertain() -> None:
-    curve = [{"step": 0, "accepted_length": 1.0}, *({"step": step, "accepted_length": 1 + 0.1 * step**0.25}
-                                                    for step in (10, 40, 160))]
-    factor, error = grown({"curve": curve}, {"seconds": 60.0}, 16.0)
-    assert factor == pytest.approx(2.0)
-    assert error == pytest.approx(0.5 * 0.6931 / 1.645, rel=1e-3)
-    assert grown({"curve": curve}, {"seconds": 60.0}, 0.5)[0] == 1.0, "less training is not extrapolated"
-    few, doubt = grown({"curve": curve[:2]}, {"seconds": 60.0}, 16.0)
-    assert 1 < few < 2
-    assert doubt > 0
+def test_growth_falls_with_the_steps_taken_and_its_half_is_uncertain() -> None:
+    factor, error = grown(100, 60.0, 4.0)
+    assert factor == pytest.approx(math.exp(0.5))
+    assert error == pytest.approx(0.5 * 0.5 / 1.645)
+    assert grown(100, 60.0, 0.5) == (1.0, 0.0), "less training is not extrapolated"
+    assert 1 < grown(1000, 60.0, 4.0)[0] < grown(1000, 60.0, 400.0)[0] < factor
+    assert grown(1, 60.0, 4.0)[0] == pytest.approx(math.exp(1.2)), "the first steps say nothing of the limit"
     # Three nodes pay before and after: at 1.3 tokens a pass they would be as fast as none.
     known = replace(tuning(), expected_accepted_length=(1.0, 1.4, 1.6))
     now, later = (predicted(known, 1, 0.0, growth, 3.0) for growth in ((1.0, 0.0), (2.0, 0.1)))
