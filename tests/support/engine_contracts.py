@@ -3,8 +3,9 @@
 Each contract names all that an engine would not do as the drafter was trained: a parameter without a tensor, a tensor
 that no parameter reads, a shape, a key. Engines say little of it themselves: they start, and accept fewer drafts.
 Sources: the wheel of SGLang 0.5.23 (`srt/models/llama_eagle3.py`, `llama_eagle.py`,
-`model_runner_components/spec_aux_hidden_state.py`), TensorRT-LLM of 2026 (`_torch/models/modeling_speculative.py`),
-Text Generation Inference 3 (`layers/medusa.py`), the conversion of llama.cpp.
+`model_runner_components/spec_aux_hidden_state.py`), TensorRT-LLM of 2026 (`_torch/models/modeling_speculative.py`,
+`modeling_dflash.py`, `modeling_dspark_qwen3.py`), Text Generation Inference 3 (`layers/medusa.py`), the conversion of
+llama.cpp.
 """
 
 import json
@@ -177,6 +178,31 @@ def mask_drafts(folder: Folder) -> list[str]:
 # Drafters of blocks --------------------------------------------------------------------------------------------------
 
 
+def backbone_of(config: dict[str, Any]) -> Shapes:
+    """Parameters of the layers of a drafter of blocks."""
+    width, head, read = config["hidden_size"], config["head_dim"], dict[str, tuple[int, ...]]()
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"layers.{layer}."
+        read |= llama_layer(config, prefix, ("input_layernorm", "post_attention_layernorm"), width)
+        read |= {f"{prefix}self_attn.q_norm.weight": (head,), f"{prefix}self_attn.k_norm.weight": (head,)}
+    taps = config["dflash_config"].get("target_layer_ids") or ()
+    return read | {"fc.weight": (width, len(taps) * width), "hidden_norm.weight": (width,), "norm.weight": (width,)}
+
+
+def dspark_heads(config: dict[str, Any]) -> Shapes:
+    """Parameters of DSpark's two heads, by the keys at the top."""
+    width, rank = config["hidden_size"], config["markov_rank"]
+    read: Shapes = {f"markov_head.{name}.weight": (config["vocab_size"], rank) for name in ("markov_w1", "markov_w2")}
+    for form, name, shape in (("gated", "gate_proj", (rank, width + rank)),
+                              ("rnn", "joint_proj", (3 * rank, width + 2 * rank))):
+        if config["markov_head_type"] == form:
+            read |= {f"markov_head.{name}.weight": shape, f"markov_head.{name}.bias": shape[:1]}
+    if config.get("enable_confidence_head"):
+        joined = width + rank * config["confidence_head_with_markov"]
+        read |= {"confidence_head.proj.weight": (1, joined), "confidence_head.proj.bias": (1,)}
+    return read
+
+
 def blocks_for_sglang(folder: Folder) -> list[str]:
     """SGLang 0.5.23: DFLASH and DSPARK. It reads `is_causal` at the top alone, takes a missing `sample_from_anchor` for
     true, and has no reduced vocabulary."""
@@ -184,13 +210,7 @@ def blocks_for_sglang(folder: Folder) -> list[str]:
     faults = [f"no {key}" for key in ("is_causal", "sample_from_anchor", "block_size") if key not in config]
     faults += [f"no {key} in dflash_config" for key in ("target_layer_ids", "mask_token_id") if key not in inside]
     faults += asked(config, draft_vocab_size=config["vocab_size"])
-    width, head, read = config["hidden_size"], config["head_dim"], dict[str, tuple[int, ...]]()
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"layers.{layer}."
-        read |= llama_layer(config, prefix, ("input_layernorm", "post_attention_layernorm"), width)
-        read |= {f"{prefix}self_attn.q_norm.weight": (head,), f"{prefix}self_attn.k_norm.weight": (head,)}
-    read |= {"fc.weight": (width, len(inside.get("target_layer_ids") or ()) * width), "hidden_norm.weight": (width,),
-             "norm.weight": (width,)}
+    width, read = config["hidden_size"], backbone_of(config)
     if (rank := inside.get("selector_rank")) is not None:
         faults += asked(config, architectures=["DFlash2DraftModel"])
         faults += asked(inside, conv_kernel_size=2, conv_group_size=16, selector_top_k=16)
@@ -200,15 +220,28 @@ def blocks_for_sglang(folder: Folder) -> list[str]:
         for layer, conv in product(range(config["num_hidden_layers"]), ("attention_conv", "mlp_conv")):
             read |= {f"layers.{layer}.{conv}.base_kernel": (2, 2, width),
                      f"layers.{layer}.{conv}.kernel_projection.weight": (4 * width // 16, width)}
-    elif (rank := config.get("markov_rank")) is not None:
+    elif "markov_rank" in config:
         faults += asked(config, architectures=["Qwen3DSparkModel"])
-        read |= {f"markov_head.{name}.weight": (config["vocab_size"], rank) for name in ("markov_w1", "markov_w2")}
-        if config.get("enable_confidence_head"):
-            joined = width + rank * config["confidence_head_with_markov"]
-            read |= {"confidence_head.proj.weight": (1, joined), "confidence_head.proj.bias": (1,)}
+        read |= dspark_heads(config)
     else:
         faults += asked(config, architectures=["DFlashDraftModel"])
     return faults + compared(folder.shapes, read)
+
+
+def blocks_for_tensorrt(folder: Folder) -> list[str]:
+    """TensorRT-LLM's DFlash and DSpark: slots see their whole block whatever the file says, the first slot of DFlash
+    guesses nothing and that of DSpark does, both draft over the target's vocabulary. DFlash is a Qwen3 by its
+    `model_type` with its keys in `dflash_config`; DSpark has them at the top, and every tensor must have a
+    parameter."""
+    config, sparks = folder.config, "markov_rank" in folder.config
+    faults = asked(config, is_causal=False, use_sliding_window=False, draft_vocab_size=config["vocab_size"],
+                   sample_from_anchor=sparks, model_type="qwen3",
+                   architectures=["Qwen3DSparkModel" if sparks else "DFlashDraftModel"])
+    place = config if sparks else config["dflash_config"]
+    faults += [f"no {key}" for key in ("target_layer_ids", "mask_token_id") if key not in place]
+    faults += [] if "block_size" in config else ["no block_size"]
+    faults += [] if (config.get("rope_parameters") or config).get("rope_theta") else ["no rope_theta"]
+    return faults + compared(folder.shapes, backbone_of(config) | (dspark_heads(config) if sparks else {}))
 
 
 def windowed(config: dict[str, Any], layer: int) -> bool:
@@ -247,6 +280,7 @@ CONTRACTS: dict[tuple[str, str, str], Callable[[Folder], list[str]]] = {
     ("eagle3", "eagle", "TensorRT-LLM"): third_for_tensorrt,
     ("eagle3", "eagle", "llama.cpp"): third_for_llama_cpp,
     ("block", "dflash", "SGLang 0.5.23"): blocks_for_sglang,
+    ("block", "dflash", "TensorRT-LLM"): blocks_for_tensorrt,
     ("eagle", "eagle-sglang", "SGLang 0.5.23"): first_for_sglang,
     ("medusa", "medusa", "TGI 3"): medusa_for_tgi,
     ("draft_lm", "huggingface", "SGLang 0.5.23"): draft_model,

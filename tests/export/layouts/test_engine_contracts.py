@@ -79,6 +79,9 @@ MADE: dict[str, Callable[[Target], Drafter]] = {
     "block": lambda target: blocks(aligned="same", causal=False),
     "block reduced": lambda target: blocks(aligned="same", **REDUCED),
     "block dspark": lambda target: blocks(correction="markov", causal=False, confidence=True),
+    "block jetspec": lambda target: blocks(aligned="same"),
+    "block rnn": lambda target: blocks(correction="rnn", causal=False),
+    "block gated": lambda target: blocks(correction="gated", causal=False),
     "block dflash2": lambda target: blocks(aligned="same", causal=False, correction="selector", conv=True),
     "draft_lm": lambda target: DraftLM.create(DraftLMConfig(num_layers=2, hidden_size=16), target),
     "draft_lm tied": lambda target: DraftLM.create(DraftLMConfig(num_layers=1, hidden_size=16), tied_target()),
@@ -86,7 +89,8 @@ MADE: dict[str, Callable[[Target], Drafter]] = {
                                                            target),
 }
 """Drafters, named after their family and what is special about them."""
-NOT_FOR = {"llama.cpp": {"eagle3 layers", "eagle3 norms"}, "SGLang 0.5.23": {"block reduced"}}
+NOT_FOR = {"llama.cpp": {"eagle3 layers", "eagle3 norms"}, "SGLang 0.5.23": {"block reduced"},
+           "TensorRT-LLM": {"block reduced", "block jetspec", "block dflash2"}}
 """Drafters that an engine cannot run."""
 
 
