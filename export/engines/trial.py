@@ -146,11 +146,12 @@ def served(artifact: Artifact, layout: str) -> Served:
         raise UserError("this artifact changes its target, and a trial in vLLM compares with an unchanged one; leave "
                         "try_with out")
     chosen = format_named(layout)
-    if chosen.vllm is None or not isinstance(artifact.drafter, chosen.families):
-        able = ", ".join(one.name for one in formats_of(artifact) if one.vllm is not None)
+    settings = chosen.vllm(artifact.drafter) if isinstance(artifact.drafter, chosen.families) else None
+    if settings is None:
+        able = ", ".join(one.name for one in formats_of(artifact) if one.vllm(artifact.drafter))
         raise UserError(f"vLLM, which tries an export, reads no {layout}; leave try_with out"
                         + (f", or choose --format {able}" if able else ""))
-    return chosen.vllm(artifact.drafter)
+    return settings
 
 
 def try_export(artifact: Artifact, layout: str, folder: Path, python: Path, prompts: Sequence[Sequence[int]],

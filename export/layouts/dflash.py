@@ -1,11 +1,11 @@
-"""Drafters of blocks in the layout of DFlash (z-lab, SpecForge), DSpark (DeepSpec) and DFlash 2, written and read back.
+"""Drafters of blocks in the layouts of DFlash (z-lab, SpecForge) and its corrections, written and read back.
 
 DFlash: `fc`, `hidden_norm`, `layers.{i}` of Qwen3, `norm`; the embedding, with the row of the mask token, and the
 output layer are the target's. DSpark adds `markov_head.markov_w1`, `markov_head.markov_w2` and, by its form,
 `gate_proj` or `joint_proj`, and `confidence_head.proj`, the chance of a guess, by which engines draft less. DFlash 2
 adds `layers.{i}.attention_conv`, `mlp_conv` and `candidate_selector`, whose two codebooks are parameters without
-`.weight`, LiLiCorr the encoder `lilicorr`. A reduced draft vocabulary, which vLLM reads and the first projects do not
-know, adds its rows of the target's output layer, `d2t` and `t2d`.
+`.weight`, LiLiCorr the encoder `lilicorr`, Domino `prefix_gru` and `embed_proj`. A reduced draft vocabulary, which vLLM
+reads and the first projects do not know, adds its rows of the target's output layer, `d2t` and `t2d`.
 
 Readers differ in what they take for granted: vLLM reads `is_causal`, then `dflash_config.causal`, and otherwise takes
 layers with a window for causal and others not; SGLang reads `is_causal` alone; llama.cpp's conversion both, for all
@@ -27,11 +27,12 @@ from torch import Tensor
 from ...modules import BlockDraft, BlockDraftConfig, Target, UserError
 from ...modules.drafters.corrections import lattice
 from ...modules.drafters.corrections.correction import CorrectionName
+from ...modules.drafters.corrections.gru import WIDER
 from ...modules.drafters.corrections.selector import CANDIDATES, Selector
 from ...modules.drafters.corrections.slot_block import GROUP, TAPS
 from ...modules.drafters.parts.feature_drafter import chosen_taps
 from .parts.compressed_tensors import OUTPUT, as_compressed, compressed, compressed_config, compressed_table
-from .parts.eagle_folder import EMBEDDING, entries, layer_config
+from .parts.eagle_folder import EMBEDDING, entries, layer_config, sglang_command
 from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Served
 from .parts.gguf_file import BFLOAT16, FLOAT32
 from .parts.head_blocks import output_bias
@@ -51,6 +52,7 @@ KNOWN: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, False, True), "speculators_model_type": (None, "dflash", "dspark", "dflash2"),
     "conv_kernel_size": (None, TAPS), "conv_group_size": (None, GROUP), "selector_top_k": (None, CANDIDATES),
     **{f"lilicorr_{key}": (None, value) for key, value in LATTICE.items()},
+    "markov_head_type": (None, "vanilla", "gated", "rnn"),
     "input_embedding_scale": (None, 1), "output_multiplier": (None, 1), "final_logit_softcapping": (None,),
 }
 """Settings that are fixed in this implementation, with the values that a configuration may give them."""
@@ -60,8 +62,13 @@ FORMS: dict[CorrectionName, str] = {"markov": "vanilla", "gated": "gated", "rnn"
 """Corrections by their names in `markov_head_type`."""
 _OURS = "correction."
 """Start of the names of a correction's tensors here."""
-_BOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
-"""Parameters of DFlash 2 that have no layer of their own there, and therefore no `.weight`."""
+_BARE = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook",
+         "prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0")
+"""Parameters of DFlash 2 and of Domino that have no layer of their own there, and therefore no `.weight`."""
+_MARKS: dict[CorrectionName, tuple[str, int]] = {
+    "markov": ("markov_w1", 1), "selector": ("predecessor_codebook", 1), "lattice": ("pass_hidden_proj", 0),
+    "refiner": ("w1", 1), "gru": ("embed_proj.2", 1)}
+"""The layer by which a correction is known, and the axis of its weight that is as long as the rank."""
 
 
 class Kind(NamedTuple):
@@ -72,9 +79,9 @@ class Kind(NamedTuple):
     library: str | None
     """The speculators library's name; None where it has none."""
     method: str
-    """vLLM's and llama.cpp's name."""
+    """vLLM's and llama.cpp's name; empty where they have none."""
     head: str
-    """Start of the names of its correction's tensors."""
+    """Start of the names of its correction's tensors; empty where they have none in common."""
 
 
 _DSPARK = Kind("DSpark", "Qwen3DSparkModel", "dspark", "dspark", "markov_head.")
@@ -82,11 +89,12 @@ KINDS: dict[CorrectionName, Kind] = {
     "none": Kind("DFlash", "DFlashDraftModel", "dflash", "dflash", _OURS), **dict.fromkeys(FORMS, _DSPARK),
     "selector": Kind("DFlash 2", "DFlash2DraftModel", "dflash2", "dflash", "candidate_selector."),
     "refiner": Kind("XPress", "Qwen3XPressModel", None, "dflash", "xpress_head."),
+    "gru": Kind("Domino", "DFlashDraftModel", None, "", ""),
     "lattice": Kind("LiLiCorr", "LiLiCorrDraftModel", None, "dflash", "lilicorr."),
 }
 """Methods by their correction."""
-_FLAT = ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.")
-"""Starts of the same names in files of ModelOpt, which has no prefix."""
+_FLAT = ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.", "prefix_gru.", "embed_proj.")
+"""Starts of the names of a correction that has no such start: of Domino's, and in files of ModelOpt of DSpark's."""
 _CONFIDENCE, _JUDGE = ("confidence_head.proj.", "confidence_proj."), "confidence."
 """Starts of the names of a head that says how sure a guess is, there and here."""
 TEMPERATURES, _SCALES = "draftsmith_confidence_temperatures", "judge_temperatures_K"
@@ -127,7 +135,7 @@ def block_tensors(drafter: BlockDraft, target: Target) -> dict[str, Tensor]:
     head = KINDS[drafter.config.correction].head
     named = {renamed(renamed(name, _OURS, head), _JUDGE, _CONFIDENCE[0]): tensor
              for name, tensor in drafter.state_dict().items() if name not in ("token_ids", _SCALES)}
-    tensors = {book if (book := name.removesuffix(".weight")) in _BOOKS else name: tensor
+    tensors = {bare if (bare := name.removesuffix(".weight")) in _BARE else name: tensor
                for name, tensor in named.items()}
     ids_Q = drafter.token_ids_Q
     if ids_Q is None:
@@ -148,22 +156,21 @@ def block_table(drafter: BlockDraft) -> Table:
         for conv in ("attention_conv.", "mlp_conv.") if drafter.config.conv else ():
             table |= {f"{prefix}{conv}base_kernel": TensorForm((2, TAPS, width)),
                       f"{prefix}{conv}kernel_projection.weight": TensorForm((2 * TAPS * width // GROUP, width))}
-    head = KINDS[drafter.config.correction].head
-    if drafter.config.correction == "selector":
-        table |= {**dict.fromkeys(_BOOKS, TensorForm((drafter.vocab_size, rank))),
-                  f"{head}hidden_projection.weight": TensorForm((rank, width))}
-    elif drafter.config.correction in ("lattice", "refiner"):
-        table |= {head + name: TensorForm(tuple(tensor.shape)) for name, tensor in
-                  drafter.correction.state_dict().items()}
-    elif drafter.config.correction != "none":
-        table |= {f"{head}markov_w1.weight": TensorForm((drafter.vocab_size, rank)),
-                  f"{head}markov_w2.weight": TensorForm((tokens, rank))}
+    bigram: dict[str, tuple[int, ...]] = {"markov_w1.weight": (drafter.vocab_size, rank),
+                                          "markov_w2.weight": (tokens, rank)}
+    state = WIDER * rank
+    shapes: dict[CorrectionName, dict[str, tuple[int, ...]]] = {
+        "markov": bigram, "gated": {**bigram, "gate_proj.weight": (rank, width + rank), "gate_proj.bias": (rank,)},
+        "rnn": {**bigram, "joint_proj.weight": (3 * rank, width + 2 * rank), "joint_proj.bias": (3 * rank,)},
+        "selector": {"predecessor_codebook": (tokens, rank), "successor_codebook": (tokens, rank),
+                     "hidden_projection.weight": (rank, width)},
+        "gru": {"prefix_gru.weight_ih_l0": (3 * state, width), "prefix_gru.weight_hh_l0": (3 * state, state),
+                "embed_proj.0.weight": (rank, width + state), "embed_proj.2.weight": (tokens, rank)}}
+    kind, own = KINDS[drafter.config.correction], drafter.correction.state_dict()
+    forms = shapes.get(drafter.config.correction) or {name: tuple(tensor.shape) for name, tensor in own.items()}
+    table |= {kind.head + name: TensorForm(shape) for name, shape in forms.items()}
     if drafter.config.confidence:
         table |= {f"{_CONFIDENCE[0]}weight": TensorForm((1, width + rank)), f"{_CONFIDENCE[0]}bias": TensorForm((1,))}
-    for form, name, shape in (("gated", "gate_proj", (rank, width + rank)),
-                              ("rnn", "joint_proj", (3 * rank, width + 2 * rank))):
-        if drafter.config.correction == form:
-            table |= {f"{head}{name}.weight": TensorForm(shape), f"{head}{name}.bias": TensorForm(shape[:1])}
     if drafter.token_ids_Q is not None:
         table |= {OUTPUT: TensorForm((tokens, width)), "d2t": TensorForm((tokens,), torch.int64),
                   "t2d": TensorForm((drafter.vocab_size,), torch.bool)}
@@ -190,6 +197,9 @@ def slot_config(drafter: BlockDraft) -> dict[str, Any]:
     if config.correction == "refiner":
         return {**said, "xpress_rank": config.rank, "xpress_mlp_hidden": 2 * config.rank,
                 "xpress_block_size": config.block_size, "xpress_num_passes": min(PASSES, config.num_steps)}
+    if config.correction == "gru":
+        return {**said, "projector_type": "domino", "shift_label": said["sample_from_anchor"],
+                "pure_draft_prefix_len": 1, "gru_hidden_dim": WIDER * config.rank, "emb_dim": config.rank}
     if config.correction == "lattice":
         return {**said, **{f"lilicorr_{key}": value for key, value in LATTICE.items()},
                 "lilicorr_hidden_size": config.rank, "lilicorr_factor_dim": config.rank}
@@ -213,9 +223,10 @@ def block_contents(drafter: BlockDraft, table: Table, *notes: str) -> Contents:
     """Title and paragraphs on a drafter of blocks."""
     config = drafter.config
     seen = "those before it" if config.causal else "the whole block"
-    slots = (f"Blocks of {config.block_size} slots draft {config.num_steps} tokens; a slot sees {seen}. An engine must "
-             "be asked for as many, as below" + ("." if config.causal else ": with fewer, slots see another block than "
-                                                 "in training."))
+    slots = (f"Blocks of {config.block_size} slots draft {config.num_steps} tokens; a slot sees {seen}. " + (
+        f"SGLang, which alone has Domino, drafts {config.block_size - 1}, without sampling, on a GPU and in bfloat16."
+        if config.correction == "gru" else "An engine must be asked for as many, as below" + (
+            "." if config.causal else ": with fewer, slots see another block than in training.")))
     reduced = () if drafter.token_ids_Q is None else (
         "vLLM reads its reduced vocabulary; SGLang and the first projects' own code do not know one.",)
     return Contents(title=f"{KINDS[config.correction].title} drafter", table=table, paragraphs=(
@@ -235,11 +246,12 @@ def refusal(drafter: BlockDraft, target: Target) -> str:
     if config.correction != "lattice" and (config.correction == "selector") != config.conv:
         return (f"this drafter has correction {config.correction!r} and conv {str(config.conv).lower()}, and engines "
                 "know a selector and convolutions together, as DFlash 2 has them; train with both, or with neither")
-    if config.correction == "refiner" and drafter.token_ids_Q is not None:
-        return "vLLM has XPress over the whole vocabulary alone; train without vocabulary_size"
-    if config.aligned == "next" and KINDS[config.correction] is not _DSPARK:
-        return (f"this drafter has aligned 'next' and correction {config.correction!r}, and engines draft so with "
-                "DSpark's correction alone; train with aligned: same, or with correction: markov")
+    whole = {"refiner": "vLLM has XPress", "gru": "SGLang has Domino"}.get(config.correction)
+    if whole and drafter.token_ids_Q is not None:
+        return f"{whole} over the whole vocabulary alone; train without vocabulary_size"
+    if config.aligned == "next" and config.correction not in (*FORMS, "gru"):
+        return (f"this drafter has aligned 'next' and correction {config.correction!r}, and engines draft so with the "
+                "corrections of DSpark and Domino alone; train with aligned: same, or with correction: markov")
     return output_bias(target) or ("" if config.correction == "none" else _scaled_logits(target))
 
 
@@ -256,7 +268,7 @@ def _scaled_logits(target: Target) -> str:
 
 
 def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[BlockDraft, dict[str, Tensor]]:
-    """DFlash, DFlash 2 or DSpark as DeepSpec, z-lab, SpecForge, ModelOpt or the speculators library write it.
+    """DFlash or one of its corrections as DeepSpec, z-lab, SpecForge, ModelOpt or the speculators library write it.
 
     Raises:
         UserError: if a key is missing, no value says which token a slot predicts or what it sees, the mask is a token
@@ -264,7 +276,9 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     """
     # A key of the inner section goes before the same one at the top, as in vLLM.
     said, tensors, folder = {**given.said, **(given.said.get("dflash_config") or {})}, given.tensors(), given.folder
-    if missing := [key for key in ("block_size", "mask_token_id", "num_hidden_layers") if said.get(key) is None]:
+    domino = said.get("projector_type") == "domino"
+    needed = ("block_size", "mask_token_id", "num_hidden_layers", *(("pure_draft_prefix_len",) if domino else ()))
+    if missing := [key for key in needed if said.get(key) is None]:
         raise UserError(f"{given.config} lacks {', '.join(missing)}; copy it again")
     if (layers := said.get("num_target_layers")) not in (None, target.num_layers):
         raise UserError(f"{given.config} says num_target_layers: {layers}, but {target.identity.name} has "
@@ -286,29 +300,23 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     check_borrowed(own_QD, rows_VD if reduced is None else rows_VD[tensors["token_ids"].to(rows_VD.device)],
                    "output layer", target, folder)
     check_joined(tensors, taps, target, folder)
-    tensors = {name + ".weight" if name in _BOOKS else name: tensor for name, tensor in tensors.items()}
-    for head in {kind.head for kind in KINDS.values()}:
+    tensors = {name + ".weight" if name in _BARE else name: tensor for name, tensor in tensors.items()}
+    for head in {kind.head for kind in KINDS.values()} - {""}:
         tensors = {renamed(name, head, _OURS): tensor for name, tensor in tensors.items()}
     tensors = {_OURS + name if name.startswith(_FLAT) else
                renamed(renamed(name, _CONFIDENCE[0], _JUDGE), _CONFIDENCE[1], _JUDGE): tensor
                for name, tensor in tensors.items()}
-    selected_VR = tensors.get(f"{_OURS}predecessor_codebook.weight")
-    encoder_WD = tensors.get(f"{_OURS}pass_hidden_proj.weight")
-    table_VR, form = tensors.get(f"{_OURS}markov_w1.weight"), said.get("markov_head_type") or FORMS["markov"]
-    named = {there: here for here, there in FORMS.items()}
-    correction: CorrectionName = "none"
-    if table_VR is not None:
-        if form not in named:
-            raise UserError(f"{given.config} says markov_head_type: {json.dumps(form)}; only {', '.join(named)} can be "
-                            "imported, choose such a checkpoint")
-        correction = named[form]
-    elif selected_VR is not None:
-        correction, table_VR = "selector", selected_VR
-    elif encoder_WD is not None:
-        # Its rank is the number of rows.
-        correction, table_VR = "lattice", encoder_WD.mT
-    elif f"{_OURS}mix.L" in tensors:
-        correction, table_VR = "refiner", tensors.get(f"{_OURS}w1.weight")
+    correction, rank = next(((name, tensors[mark].shape[axis]) for name, (layer, axis) in _MARKS.items()
+                             if (mark := f"{_OURS}{layer}.weight") in tensors), ("none", BlockDraftConfig.rank))
+    if correction == "markov":
+        correction = {there: here for here, there in FORMS.items()}.get(
+            said.get("markov_head_type") or "", correction)
+    if domino != (correction == "gru"):
+        raise UserError(f"{given.config} says projector_type: {json.dumps(said.get('projector_type'))}, and {folder} "
+                        f"holds {'no' if domino else 'an'} embed_proj.2.weight of domino; copy both again")
+    if domino:
+        given.require({**KNOWN, "pure_draft_prefix_len": (1,), "emb_dim": (rank,), "gru_hidden_dim": (WIDER * rank,)},
+                      target)
     if reduced is not None and correction in ("selector", "lattice"):
         raise UserError(f"{folder} holds a draft vocabulary of {reduced} tokens (d2t), and its {correction} has a row "
                         "for every token of the target; choose a checkpoint without d2t")
@@ -317,8 +325,7 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     config = BlockDraftConfig(
         taps=taps, num_layers=said["num_hidden_layers"], block_size=said["block_size"], aligned=aligned, causal=causal,
         correction=correction, mask_token_id=said["mask_token_id"],
-        conv=any(".attention_conv." in name for name in tensors), vocabulary_size=reduced,
-        rank=BlockDraftConfig.rank if table_VR is None else table_VR.shape[1])
+        conv=any(".attention_conv." in name for name in tensors), vocabulary_size=reduced, rank=rank)
     if (judge_1X := tensors.get(f"{_JUDGE}weight")) is not None:
         if correction not in FORMS or judge_1X.shape[-1] != target.hidden_size + config.rank:
             raise UserError(f"the confidence head in {folder} does not read the token before a guess "
@@ -374,13 +381,14 @@ def _taps(given: Checkpoint, said: dict[str, Any], target: Target) -> tuple[int,
     return tuple(said["target_layer_ids"])
 
 
-def served_by_vllm(drafter: BlockDraft) -> Served:
-    """The settings of vLLM, which has a method for each kind."""
-    return Served(method={"method": KINDS[drafter.config.correction].method}, loader={},
-                  tokens=drafter.config.num_steps)
+def served_by_vllm(drafter: BlockDraft) -> Served | None:
+    """The settings of vLLM, which has a method for each kind but Domino."""
+    method = KINDS[drafter.config.correction].method
+    return Served(method={"method": method}, loader={}, tokens=drafter.config.num_steps) if method else None
 
 
 DFLASH = ExportFormat[BlockDraft](
     name="dflash", content="drafters of blocks", readers="vLLM, SGLang", families=(BlockDraft,), refusal=refusal,
     write=export_dflash, read=read_blocks, opens=OPENS, known=KNOWN, weights=WEIGHTS, as_read=as_compressed,
-    vllm=served_by_vllm)
+    vllm=served_by_vllm, others=lambda drafter, places: {} if drafter.config.correction != "gru" else {
+        "SGLang": sglang_command("DFLASH", places, num_draft_tokens=drafter.config.block_size)})

@@ -222,7 +222,7 @@ def served_by_vllm(drafter: Eagle | Eagle3) -> Served:
 def _commands(drafter: Eagle | Eagle3, places: Places) -> dict[str, str]:
     """The command of SGLang for EAGLE-3, whose `fc` it passes over where one layer is read."""
     return {} if isinstance(drafter, Eagle) or len(drafter.taps) == 1 else {
-        "SGLang": sglang_command("EAGLE3", places, steps=3, width=1, tokens=4)}
+        "SGLang": sglang_command("EAGLE3", places, num_steps=3, eagle_topk=1, num_draft_tokens=4)}
 
 
 EAGLE = ExportFormat[Eagle | Eagle3](
@@ -235,4 +235,5 @@ EAGLE = ExportFormat[Eagle | Eagle3](
 EAGLE_SGLANG = ExportFormat(
     name="eagle-sglang", content="EAGLE-1 drafters", readers="SGLang", families=(Eagle,), refusal=refusal,
     write=export_eagle_sglang, file=EAGLE_FILE,
-    others=lambda drafter, places: {"SGLang": sglang_command("EAGLE", places, steps=3, width=4, tokens=16)})
+    others=lambda drafter, places: {
+        "SGLang": sglang_command("EAGLE", places, num_steps=3, eagle_topk=4, num_draft_tokens=16)})

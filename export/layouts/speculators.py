@@ -115,7 +115,7 @@ def _refusal(drafter: Eagle3 | BlockDraft, target: Target) -> str:
         return eagle.refusal(drafter, target)
     kind = dflash.KINDS.get(drafter.config.correction)
     return dflash.refusal(drafter, target) or ("" if kind is None or kind.library else (
-        f"the speculators library has no {kind.title}; choose --format dflash"))
+        f"the speculators library has no {kind.title}; train another"))
 
 
 def read_speculators(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Any, dict[str, Tensor]]:

@@ -29,6 +29,7 @@ from ..row_buffers import RowBuffer
 from ..target.draft_vocabulary import OwnOutput, carry_rows
 from ..target.model import Target
 from .corrections.correction import Correction, CorrectionName
+from .corrections.gru import RecurrentBias
 from .corrections.lattice import HEADS, Lattice
 from .corrections.markov import Markov
 from .corrections.refiner import Refiner
@@ -73,11 +74,11 @@ class BlockDraftConfig(FeatureConfig):
     """Lets a guess depend on the tokens before it in its block. `markov`: a low-rank bigram table (DSpark), `gated` and
     `rnn` its two other forms; `selector`: a choice among a slot's 16 likeliest tokens (DFlash 2); `lattice`: one among
     its 8 likeliest, encoded with those of all slots (LiLiCorr); `refiner`: a bias by all tokens before in the block,
-    mixed place by place (XPress); `state`: a gated layer that changes the slot's state before the output layer (DFly);
-    `none`: each slot guesses alone (DFlash)."""
+    mixed place by place (XPress); `gru`: one by these tokens in a recurrent state (Domino); `state`: a gated layer that
+    changes the slot's state before the output layer (DFly); `none`: each slot guesses alone (DFlash)."""
     rank: int = 64
-    """Rank of the correction, 256 in the papers; of `state` the width of its gated layer, in the paper the target's; of
-    `lattice` that of its encoder, in the paper 1,024."""
+    """Rank of the correction, 256 in the papers; of `gru` a quarter of the recurrent state; of `state` the width of its
+    gated layer, in the paper the target's; of `lattice` that of its encoder, in the paper 1,024."""
     conv: bool = False
     """Whether the slots before it flow into a slot's input and output of each attention and MLP (DFlash 2)."""
     confidence: bool = False
@@ -109,7 +110,10 @@ class BlockDraftConfig(FeatureConfig):
         if self.correction == "refiner" and self.aligned != "same":
             raise UserError("correction is 'refiner', whose slots predict their own token, and aligned is 'next'; set "
                             "aligned to same, or correction to markov")
-        if self.confidence and self.correction in ("selector", "lattice", "refiner", "state"):
+        if self.correction == "gru" and self.num_steps == 1:
+            raise UserError(f"correction is 'gru', which corrects every guess of a block but the first, and block_size "
+                            f"{self.block_size} drafts one token; raise block_size, or set correction to none")
+        if self.confidence and self.correction in ("selector", "lattice", "refiner", "gru", "state"):
             raise UserError(f"confidence reads the table of a Markov head, and correction is {self.correction!r}; set "
                             "confidence to false, or correction to markov")
         if self.confidence and self.correction == "none":
@@ -186,7 +190,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
     `correction.{gate_proj,joint_proj}.{weight,bias}`, or the selector's
     `correction.{predecessor_codebook,successor_codebook}.weight` [V, rank] and `correction.hidden_projection.weight`,
     the state's `correction.{hidden_norm,embed_norm}.weight` and `correction.mlp.{gate,up,down}_proj.weight`, or those
-    of `corrections.lattice` and `corrections.refiner`; with convolutions
+    of `corrections.lattice`, `corrections.refiner` and `corrections.gru`; with convolutions
     `layers.{i}.{attention_conv,mlp_conv}.{base_kernel,kernel_projection.weight}`; with a confidence
     `confidence.{weight,bias}` and `judge_temperatures_K`; with a reduced vocabulary its ids, `token_ids` [Q].
     The target's embedding and output layer are borrowed. Make a new one with `BlockDraft.create`.
@@ -199,8 +203,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
 
     family = "block"
     card = FamilyCard(
-        name="DFlash, DFlash 2, DSpark, JetSpec, LiLiCorr, XPress",
-        papers=("2602.06036", "2607.05147", "2606.18394", "2608.20530", "2608.02438"),
+        name="DFlash, DFlash 2, Domino, DSpark, JetSpec, LiLiCorr, XPress",
+        papers=("2602.06036", "2605.29707", "2607.05147", "2606.18394", "2608.20530", "2608.02438"),
         guesses="decoder layers over several of the target's states guess a block of tokens in one run; a correction "
                 "reads those before each guess",
         cost="one run of the layers for a tree, and one of the correction for each level; learns more slowly than "
@@ -238,6 +242,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
                 self.correction = Lattice(width, config.rank, config.block_size, sizes.vocab_size, eps)
             case "refiner":
                 self.correction = Refiner(width, config.rank, config.block_size, sizes.vocab_size, entries)
+            case "gru":
+                self.correction = RecurrentBias(width, config.rank, entries)
             case "state":
                 self.correction = StateCorrection(width, config.rank, eps)
             case form:
@@ -394,8 +400,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             return Drafts(hidden_BLKD=torch.stack(states * 2, dim=2), offsets=self.offsets * 2, indices_BL=indices_BA,
                           valid_BLK=torch.cat([learned_BAK, valid_BAK], dim=-1), choices=steps,
                           distractors=self.correction.encodes)
-        if valid_BAK is not None and self.config.correction == "refiner":
-            # The slots alone learn too, as engines start from their guesses.
+        if valid_BAK is not None and self.correction.alone_too:
+            # Engines refine the guesses of the slots alone, and a bias is learned on top of good ones.
             states, valid_BAK = states * 2, torch.cat([valid_BAK] * 2, dim=-1)
         return Drafts(hidden_BLKD=torch.stack(states, dim=2), offsets=self.offsets * (len(states) // steps),
                       valid_BLK=valid_BAK, indices_BL=indices_BA)

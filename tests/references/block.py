@@ -131,3 +131,24 @@ def plain_refiner(own: Any, block_SD: Tensor, before: list[int]) -> Tensor:
     x = torch.tensor(mixed, dtype=block_SD.dtype)
     inner = functional.silu(own.mlp.gate_proj.weight @ x) * (own.mlp.up_proj.weight @ x)
     return own.w2.weight @ (x + own.mlp.down_proj.weight @ inner)
+
+
+def plain_gru(own: Any, slot_D: Tensor, before: list[Tensor]) -> Tensor:
+    """The bias [V] of Domino for the guess of a slot after the tokens with these embeddings, the root's first, gate by
+    gate and component by component."""
+    if len(before) == 1:
+        return torch.zeros(own.embed_proj[2].out_features, dtype=slot_D.dtype)
+    size = own.path_size
+    read, kept = (own.prefix_gru[f"weight_{side}_l0"].weight for side in ("ih", "hh"))
+    state = [0.0] * size
+    for embedded in before:
+        held, following = torch.tensor(state, dtype=slot_D.dtype), []
+        for place in range(size):
+            reset, update, new = ((float(read[place + gate * size] @ embedded), float(kept[place + gate * size] @ held))
+                                  for gate in range(3))
+            share = 1 / (1 + math.exp(-sum(update)))
+            fresh = math.tanh(new[0] + new[1] / (1 + math.exp(-sum(reset))))
+            following.append((1 - share) * fresh + share * state[place])
+        state = following
+    joined = own.embed_proj[0].weight @ torch.cat([slot_D, torch.tensor(state, dtype=slot_D.dtype)])
+    return own.embed_proj[2].weight @ (joined / (1 + (-joined).exp()))

@@ -18,7 +18,7 @@ from draftsmith.recipes.commands.artifact_commands import trial_prompts
 
 def layout_of(artifact: Artifact) -> str:
     """The format in which vLLM reads the artifact's drafter best."""
-    able = [one.name for one in formats_of(artifact) if one.vllm is not None]
+    able = [one.name for one in formats_of(artifact) if one.vllm(artifact.drafter)]
     return "medusa-vllm" if "medusa-vllm" in able else next(iter(able), "none")
 
 

@@ -205,7 +205,8 @@ def dspark_heads(config: dict[str, Any]) -> Shapes:
 
 def blocks_for_sglang(folder: Folder) -> list[str]:
     """SGLang 0.5.23: DFLASH and DSPARK. It reads `is_causal` at the top alone, takes a missing `sample_from_anchor` for
-    true, and has no reduced vocabulary."""
+    true, and has no reduced vocabulary. With the projector `domino` it takes no key for granted, and refuses an
+    alignment that differs from `sample_from_anchor`, or an `emb_dim` that differs at the top."""
     config, inside = folder.config, folder.config.get("dflash_config") or {}
     faults = [f"no {key}" for key in ("is_causal", "sample_from_anchor", "block_size") if key not in config]
     faults += [f"no {key} in dflash_config" for key in ("target_layer_ids", "mask_token_id") if key not in inside]
@@ -220,6 +221,16 @@ def blocks_for_sglang(folder: Folder) -> list[str]:
         for layer, conv in product(range(config["num_hidden_layers"]), ("attention_conv", "mlp_conv")):
             read |= {f"layers.{layer}.{conv}.base_kernel": (2, 2, width),
                      f"layers.{layer}.{conv}.kernel_projection.weight": (4 * width // 16, width)}
+    elif inside.get("projector_type") == "domino":
+        faults += asked(config, architectures=["DFlashDraftModel"])
+        faults += asked(inside, pure_draft_prefix_len=1)
+        faults += ["a single slot"] if config["block_size"] < 2 else []
+        faults += ["no alignment"] if not isinstance(inside.get("shift_label"), bool) else asked(
+            config, sample_from_anchor=inside["shift_label"])
+        rank, state = inside["emb_dim"], inside["gru_hidden_dim"]
+        faults += asked({"emb_dim": rank, **config}, emb_dim=rank)
+        read |= {"prefix_gru.weight_ih_l0": (3 * state, width), "prefix_gru.weight_hh_l0": (3 * state, state),
+                 "embed_proj.0.weight": (rank, width + state), "embed_proj.2.weight": (config["vocab_size"], rank)}
     elif "markov_rank" in config:
         faults += asked(config, architectures=["Qwen3DSparkModel"])
         read |= dspark_heads(config)

@@ -13,6 +13,8 @@ from .eagle_base import FeatureModule, FeatureTrainConfig
 
 CHOICE_WEIGHT = 0.25
 """Weight of the choice among the candidates of a lattice next to the slots' own loss (arXiv:2608.20530)."""
+ALONE_UNTIL = 0.5
+"""Share of a training in which the weight goes from the slots' own guesses to those by a GRU (arXiv:2605.29707)."""
 SLOTS_WEIGHT = 0.6
 """Weight of the slots' own guesses next to those of a refiner (arXiv:2608.02438)."""
 
@@ -62,4 +64,7 @@ class BlockModule(FeatureModule):
                 return (CHOICE_WEIGHT,) * len(own) + own
             case "refiner":
                 return own + tuple(SLOTS_WEIGHT * weight for weight in own)
+            case "gru":
+                alone = max(0.0, 1 - self.progress_at(self.global_step) / ALONE_UNTIL)
+                return tuple(share * weight for share in (1 - alone, alone) for weight in own)
         return own * 2

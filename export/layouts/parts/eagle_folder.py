@@ -148,17 +148,8 @@ def eagle_contents(drafter: Eagle | Eagle3, table: Table, *notes: str) -> Conten
     return Contents(title="EAGLE-3 drafter", table=table, paragraphs=(layout, *notes, end))
 
 
-def sglang_command(algorithm: str, places: Places, *, steps: int, width: int, tokens: int) -> str:
-    """SGLang's server.
-
-    Args:
-        algorithm: its name of the method.
-        places: paths.
-        steps: depth of a draft.
-        width: children of a node.
-        tokens: tokens of a draft.
-    """
-    drafts = {"algorithm": algorithm, "draft-model-path": places.folder, "num-steps": steps, "eagle-topk": width,
-              "num-draft-tokens": tokens}
-    return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", places.target,
-                       *(word for name, value in drafts.items() for word in (f"--speculative-{name}", str(value)))])
+def sglang_command(algorithm: str, places: Places, **drafts: int) -> str:
+    """SGLang's server with its name of the method, and its options of drafts, such as `num_draft_tokens`."""
+    options = {"algorithm": algorithm, "draft-model-path": places.folder, **drafts}
+    return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", places.target, *(
+        word for name, value in options.items() for word in (f"--speculative-{name.replace('_', '-')}", str(value)))])

@@ -159,7 +159,7 @@ class ExportFormat(Generic[D]):
     as_read: Callable[[Tensor, str, bool], Tensor] = lambda weight, weights, linear: weight
     """A weight as an engine reads it: from the trained one, a number format, and whether it is the matrix of a linear
     layer that is no embedding too."""
-    vllm: Callable[[D], Served] | None = None
+    vllm: Callable[[D], Served | None] = lambda drafter: None
     """vLLM's settings for the folder; None where vLLM does not read it."""
     others: Callable[[D, Places], Mapping[str, str]] = lambda drafter, places: {}
     """Commands of other engines that serve the folder, by engine."""
@@ -176,5 +176,6 @@ class ExportFormat(Generic[D]):
 
     def commands(self, drafter: D, places: Places) -> dict[str, str]:
         """The commands that serve the folder, by engine."""
-        first = {} if self.vllm is None else {"vLLM": self.vllm(drafter).command(places)}
+        served = self.vllm(drafter)
+        first = {} if served is None else {"vLLM": served.command(places)}
         return {**first, **self.others(drafter, places)}

@@ -63,8 +63,7 @@ def folder_readme(chosen: ExportFormat[Any], artifact: Artifact, contents: Conte
         parts += [contents.example] if contents.example else []
         if "vLLM" in commands:
             spoken = getattr(artifact.target.tokenizer, "chat_template", None)
-            parts.append(CLIENT.format_map(CHAT if spoken else PLAIN_TEXT))
-        parts += [] if chosen.vllm is None else [HALF]
+            parts += [CLIENT.format_map(CHAT if spoken else PLAIN_TEXT), HALF]
     others = [f"* `--format {one.name}`: {one.readers}" for one in fitting if one.name != chosen.name]
     if others and chosen.write is not None:
         parts += ["## Other formats of this drafter", "\n".join(others)]

@@ -71,8 +71,9 @@ class Checkpoint:
         said = {**self.said, **(self.said.get("dflash_config") or {})}
         for key, values in {**_EVERYWHERE, **known}.items():
             if key in said and said[key] not in values:
-                raise UserError(f"{self.config} says {key}: {json.dumps(said[key])}; only "
-                                f"{json.dumps(values[-1])} can be imported, choose such a checkpoint")
+                able = ", ".join(json.dumps(value) for value in values if value is not None) or "null"
+                raise UserError(f"{self.config} says {key}: {json.dumps(said[key])}; only {able} can be imported, "
+                                "choose such a checkpoint")
         if (tokens := self.said.get("vocab_size")) not in (None, target.vocab_size):
             raise UserError(f"{self.config} says vocab_size: {json.dumps(tokens)}, but {target.identity.name} has "
                             f"{target.vocab_size} tokens; load the target it was trained for with --target.name")

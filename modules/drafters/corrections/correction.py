@@ -14,11 +14,11 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-CorrectionName = Literal["none", "markov", "gated", "rnn", "selector", "lattice", "refiner", "state"]
+CorrectionName = Literal["none", "markov", "gated", "rnn", "selector", "lattice", "refiner", "gru", "state"]
 """Names for recipes: no correction; DSpark's Markov head, with a gate, or with a recurrent state (arXiv:2607.05147);
 the selector of DFlash 2 among a slot's likeliest tokens; LiLiCorr's lattice of those of all slots (arXiv:2608.20530);
-XPress's refiner, which reads all tokens before in the block (arXiv:2608.02438); a correction of the slot's state, as in
-DFly (arXiv:2607.25852)."""
+XPress's refiner and Domino's gated recurrent unit, which read all tokens before in the block (arXiv:2608.02438,
+arXiv:2605.29707); a correction of the slot's state, as in DFly (arXiv:2607.25852)."""
 Embed = Callable[[Tensor], Tensor]
 """The target's embeddings [..., D] of tokens."""
 Logits = Callable[[Tensor], Tensor]
@@ -36,6 +36,8 @@ class Correction(nn.Module):
     """Numbers that a path keeps, P."""
     reads_block = False
     """Whether `begin` reads the states of all slots of a block, that of the root too where it guesses nothing."""
+    alone_too = False
+    """Whether the slots learn to guess without it too."""
     chooses = False
     """Whether it chooses among a few candidates of each slot."""
     encodes = False

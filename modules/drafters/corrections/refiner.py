@@ -24,7 +24,7 @@ class Refiner(Correction):
         entries: of the draft vocabulary.
     """
 
-    reads_block = True
+    reads_block = alone_too = True
 
     def __init__(self, width: int, rank: int, slots: int, tokens: int, entries: int) -> None:
         super().__init__(width)

@@ -38,6 +38,7 @@ MADE: dict[str, dict[str, Any]] = {
     "dspark rnn": {"aligned": "next", "correction": "rnn"},
     "dflash2": {"aligned": "same", "causal": False, "correction": "selector", "conv": True},
     "xpress": {"aligned": "same", "causal": False, "correction": "refiner"},
+    "domino": {"aligned": "next", "causal": False, "correction": "gru"},
     "lilicorr": {"aligned": "same", "causal": False, "correction": "lattice", "rank": 16},
     "lilicorr conv": {"aligned": "same", "causal": False, "correction": "lattice", "rank": 32, "conv": True},
 }
@@ -71,9 +72,9 @@ def made(name: str, target: Target, **settings: Any) -> BlockDraft:
 
 @pytest.mark.parametrize(("name", "layout"), others_long(
     [(name, layout) for name in MADE for layout in ("dflash", "speculators")
-     if not (name.startswith(("lilicorr", "xpress")) and layout == "speculators")],
+     if not (name.startswith(("lilicorr", "xpress", "domino")) and layout == "speculators")],
     [("dspark gated", "dflash"), ("dflash2", "dflash"), ("dflash2", "speculators"), ("lilicorr conv", "dflash"),
-     ("xpress", "dflash")]))
+     ("xpress", "dflash"), ("domino", "dflash")]))
 def test_a_checkpoint_comes_back_byte_for_byte(tmp_path: Path, target: Target, name: str, layout: str) -> None:
     drafter = made(name, target)
     folder = written(drafter, target, layout, tmp_path / "out")
@@ -138,6 +139,34 @@ def test_xpress_has_the_names_that_vllm_reads(target: Target, checkpoint: Callab
         torch.testing.assert_close(own, torch.einsum("rj,jr->r", served[:, place], parts))
 
 
+def test_domino_has_the_names_that_sglang_reads(target: Target, checkpoint: Callable[[str], Path]) -> None:
+    """torch's names of a GRU's weights; the alignment under the first project's name too. No command is vLLM's."""
+    config = json.loads((checkpoint("domino") / "config.json").read_text())
+    keys = {"projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 1, "gru_hidden_dim": 24,
+            "emb_dim": 6, "sample_from_anchor": True, "block_size": 4}
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert keys.items() <= config["dflash_config"].items()
+    held = load_file(checkpoint("domino") / "model.safetensors")
+    own = {"prefix_gru.weight_ih_l0": (72, 32), "prefix_gru.weight_hh_l0": (72, 24), "embed_proj.0.weight": (6, 56),
+           "embed_proj.2.weight": (104, 6)}
+    assert own == {name: tuple(held[name].shape) for name in held if name.startswith(("prefix_gru", "embed_proj"))}
+    # torch's own GRU with these weights gives the states after root and guesses.
+    drafter = import_drafter("dflash", checkpoint("domino"), target)
+    assert isinstance(drafter, BlockDraft)
+    gru = torch.nn.GRU(32, 24, batch_first=True, bias=False)
+    gru.load_state_dict({name.removeprefix("prefix_gru."): held[name] for name in list(own)[:2]})
+    tokens_N, table_VD = torch.tensor([5, 40, 7]), target.model.get_input_embeddings().weight
+    path_P = torch.zeros(24)
+    with torch.no_grad():
+        for step, wanted_P in enumerate(gru(table_VD[tokens_N][None])[0][0]):
+            path_P, _ = drafter.correction.extend(torch.zeros(32), path_P, tokens_N[step], drafter.embed, step)
+            torch.testing.assert_close(path_P, wanted_P)
+    text = (checkpoint("domino") / "README.md").read_text()
+    assert "SGLang, which alone has Domino, drafts 3, without sampling" in text
+    assert "--speculative-algorithm DFLASH --speculative-draft-model-path . --speculative-num-draft-tokens 4" in text
+    assert "vllm" not in text
+
+
 def test_lilicorr_has_the_names_of_its_first_project(target: Target, checkpoint: Callable[[str], Path]) -> None:
     """Engines take none of its keys for granted; a projection of the tokens is there where the widths differ."""
     inside = json.loads((checkpoint("lilicorr") / "config.json").read_text())["dflash_config"]
@@ -187,7 +216,8 @@ def of_modelopt(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "spelling", "head", "given"), [
     ("dspark", flat, "markov_head.", ImportSettings(aligned="next", causal=False)),
-    ("dspark", nested, "markov_head.", ImportSettings()), ("dspark gated", of_modelopt, "", ImportSettings()),
+    ("dspark", nested, "markov_head.", ImportSettings()), ("domino", of_modelopt, "", ImportSettings()),
+    ("dspark gated", of_modelopt, "", ImportSettings()),
     ("dspark rnn", of_modelopt, "", ImportSettings())])
 def test_the_spellings_of_other_projects_are_read(
     tmp_path: Path, target: Target, name: str, spelling: Callable[[dict[str, Any]], dict[str, Any]], head: str,
@@ -255,11 +285,20 @@ def test_layers_with_a_window_are_read_and_a_warning_says_what_differs(tmp_path:
     ("dflash2", {}, vocabulary_marks(IDS, SimpleNamespace(vocab_size=104)),
      r"holds a draft vocabulary of 26 tokens \(d2t\), and its selector has a row for every token of the target; cho"),
     ("dflash", {"vocab_size": 100}, {}, "says vocab_size: 100, but tiny-target has 104 tokens"),
-    ("dspark", {"markov_head_type": "deep", "dflash_config": None}, {}, 'markov_head_type: "deep"; only vanilla'),
+    ("dspark", {"markov_head_type": "deep", "dflash_config": None}, {},
+     'says markov_head_type: "deep"; only "vanilla", "gated", "rnn" can be imported'),
     ("dspark", {}, {"markov_head.markov_w2.weight": torch.zeros(90, 6)}, "does not fit its configuration or tiny"),
     ("dspark", {}, {"confidence_head.proj.weight": torch.zeros(1, 32)}, "does not read the token before a guess"),
-    ("dflash", {}, {"prefix_gru.weight_hh_l0": torch.zeros(2, 2)},
-     "holds prefix_gru.weight_hh_l0, a part that this reader knows of no method; choose a checkpoint of DFlash,"),
+    ("dflash", {}, {"input_proj.weight": torch.zeros(2, 2)},
+     "holds input_proj.weight, a part that this reader knows of no method; choose a checkpoint of DFlash,"),
+    ("domino", {}, {"prefix_gru.weight_hh_l0": torch.zeros(72, 20)}, "does not fit its configuration or tiny-target"),
+    ("domino", {"pure_draft_prefix_len": None, "dflash_config": None}, {}, "lacks pure_draft_prefix_len; copy it"),
+    ("domino", {"pure_draft_prefix_len": 2, "dflash_config": None}, {}, "pure_draft_prefix_len: 2; only 1 can be imp"),
+    ("domino", {"gru_hidden_dim": 20, "dflash_config": None}, {}, "says gru_hidden_dim: 20; only 24 can be imported"),
+    ("domino", {"projector_type": None, "dflash_config": None}, {},
+     "says projector_type: null, and .* holds an embed_proj.2.weight of domino; copy both again"),
+    ("dflash", {"projector_type": "domino", "pure_draft_prefix_len": 1}, {},
+     'says projector_type: "domino", and .* holds no embed_proj.2.weight of domino; copy both again'),
     ("dflash2", {}, {"candidate_selector.successor_codebook": torch.zeros(90, 6)}, "does not fit its configuration or"),
     ("dflash2", {"selector_top_k": 8, "dflash_config": None}, {}, "says selector_top_k: 8; only 16 can be imported"),
     ("dflash2", {"dflash_config": {"conv_kernel_size": 3}}, {}, "says conv_kernel_size: 3; only 2 can be imported"),
@@ -356,7 +395,12 @@ def test_layers_without_a_word_of_the_speculators_library_are_not_causal(tmp_pat
     ("dflash", "dflash", {"conv": True}, "has correction 'none' and conv true, .* train with both, or with neither"),
     ("speculators", "dflash2", {"conv": False}, "has correction 'selector' and conv false, .* train with both,"),
     ("dflash", "xpress", {"vocabulary_size": len(IDS)}, "vLLM has XPress over the whole vocabulary alone; train"),
-    ("speculators", "lilicorr", {}, "the speculators library has no LiLiCorr; choose --format dflash"),
+    ("dflash", "domino", {"vocabulary_size": len(IDS)}, "SGLang has Domino over the whole vocabulary alone; train"),
+    ("dflash", "domino", {"conv": True}, "has correction 'gru' and conv true, .* train with both, or with neither"),
+    ("gguf", "domino", {}, "this drafter has the correction gru; train another, or choose --format dflash"),
+    ("openvino", "domino", {}, "has aligned: next and the correction gru; train another, or choose --format dflash"),
+    ("speculators", "domino", {}, "the speculators library has no Domino; train another, or choose --format dflash"),
+    ("speculators", "lilicorr", {}, "the speculators library has no LiLiCorr; train another, or choose --format"),
     ("gguf", "lilicorr", {}, "this drafter has the correction lattice; train another, or choose --format dflash"),
     ("gguf", "dflash2", {}, "this drafter has a width of 32, where a selector needs 272; train another"),
     ("dflash", "dflash", {"residual": True}, "no engine adds a state of the text to its slots .residual.; decode the"),

@@ -83,6 +83,7 @@ MADE: dict[str, Callable[[Target], Drafter]] = {
     "block rnn": lambda target: blocks(correction="rnn", causal=False),
     "block gated": lambda target: blocks(correction="gated", causal=False),
     "block dflash2": lambda target: blocks(aligned="same", causal=False, correction="selector", conv=True),
+    "block domino": lambda target: blocks(correction="gru", causal=False, rank=6),
     "draft_lm": lambda target: DraftLM.create(DraftLMConfig(num_layers=2, hidden_size=16), target),
     "draft_lm tied": lambda target: DraftLM.create(DraftLMConfig(num_layers=1, hidden_size=16), tied_target()),
     "draft_lm, mask tokens": lambda target: DraftLM.create(DraftLMConfig(layers=(0, 5), depths=3, mask_token_id=3),
@@ -90,7 +91,7 @@ MADE: dict[str, Callable[[Target], Drafter]] = {
 }
 """Drafters, named after their family and what is special about them."""
 NOT_FOR = {"llama.cpp": {"eagle3 layers", "eagle3 norms"}, "SGLang 0.5.23": {"block reduced"},
-           "TensorRT-LLM": {"block reduced", "block jetspec", "block dflash2"}}
+           "TensorRT-LLM": {"block reduced", "block jetspec", "block dflash2", "block domino"}}
 """Drafters that an engine cannot run."""
 
 

@@ -1,7 +1,7 @@
 """Corrections of a block's guesses: what they are at the start, that some text needs them, and that samples drawn with
 them leave the target's law exact."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from references.rejection import level_law
 from support.families import randomised
 from torch import Tensor
 
-NAMES = ("markov", "gated", "rnn", "state")
+NAMES = ("markov", "gated", "rnn", "gru", "state")
 IDS = torch.tensor([5, 9, 30, 31, 60, 61])
 
 
@@ -119,19 +119,30 @@ def read(drafter: BlockDraft, features: Features) -> BlockState:
     return state
 
 
-def drafts_of(drafter: BlockDraft, target: Target, temperature: float) -> Callable[[tuple[int, ...]], Tensor]:
-    """q [6] of the children of a path below the root, as decoding makes it."""
-    features = features_of(target, drafter)
+def scores(drafter: BlockDraft, features: Features, path: tuple[int, ...]) -> Tensor:
+    """log q [Q] of the children of a path below the root, as decoding makes it; minus infinity for no candidate."""
+    state = read(drafter, features)
+    for depth, token in enumerate([int(features.tokens_BL[0, 6]), *path]):
+        found = drafter.expand(state, Frontier(nodes_BF=torch.tensor([[depth]]), tokens_BF=torch.tensor([[token]]),
+                                               parents_BF=torch.tensor([[depth - 1]])))
+    log_q_Q = found.log_probs_BFHQ[0, 0, 0]
+    if found.candidates_BFHQ is None:
+        return log_q_Q
+    return torch.full((drafter.vocab_size,), -torch.inf).to(log_q_Q).scatter(0, found.candidates_BFHQ[0, 0, 0], log_q_Q)
 
-    def q_of(path: tuple[int, ...]) -> Tensor:
-        state = read(drafter, features)
-        tokens = [int(features.tokens_BL[0, 6]), *(int(IDS[token]) for token in path)]
-        for depth, token in enumerate(tokens):
-            scores = drafter.expand(state, Frontier(nodes_BF=torch.tensor([[depth]]), tokens_BF=torch.tensor([[token]]),
-                                                    parents_BF=torch.tensor([[depth - 1]])))
-        return (scores.log_probs_BFHQ[0, 0, 0] / temperature).softmax(-1)
 
-    return q_of
+def branches(drafter: BlockDraft, features: Features) -> Iterator[tuple[list[int], Tensor]]:
+    """(tokens from the root on, log q [Q] of the children) of each node of a tree with branches, level by level."""
+    state, root = read(drafter, features), int(features.tokens_BL[0, 6])
+    paths: dict[int, list[int]] = {-1: []}
+    for level in ([(-1, root)], [(0, 44), (0, 61)], [(1, 7), (2, 8)], [(4, 9), (3, 9)]):
+        nodes = [len(paths) - 1 + place for place in range(len(level))]
+        found = drafter.expand(state, Frontier(
+            nodes_BF=torch.tensor([nodes]), parents_BF=torch.tensor([[parent for parent, _ in level]]),
+            tokens_BF=torch.tensor([[token for _, token in level]])))
+        for place, (node, (parent, token)) in enumerate(zip(nodes, level, strict=True)):
+            paths[node] = [*paths[parent], token]
+            yield paths[node], found.log_probs_BFHQ[0, place, 0]
 
 
 Law = Callable[[tuple[int, ...]], Tensor]
@@ -159,9 +170,40 @@ def pair_law(p_of: Law, drawn_of: Law, told_of: Law, keep: Callable[[Tensor], Te
     accepted, bonus = level(())
     rows = []
     for token in range(len(accepted)):
-        below = p_of((token,)) if token in stops else sum(level((token,)))
+        below = p_of((token,)) if token in stops or not accepted[token] else sum(level((token,)))
         rows.append(accepted[token] * below + bonus[token] * p_of((token,)))
     return torch.stack(rows)
+
+
+def check_law(size: int, drawn: Law, wrong: Callable[[Law], Sequence[Tensor]], least: float) -> Law:
+    """Check that tests by what was drawn from leave the law of a random target with `size` tokens, and that the laws
+    of other tests, made from that target, differ by at least so much. Returns the target."""
+    table = torch.randn(size + 1, size, generator=torch.Generator().manual_seed(5), dtype=torch.float64).softmax(-1)
+
+    def p_of(path: tuple[int, ...]) -> Tensor:
+        return table[path[-1] if path else size]
+
+    wanted = table[size][:, None] * table[:size]
+    torch.testing.assert_close(pair_law(p_of, drawn, drawn), wanted, atol=1e-12, rtol=0)
+    for one in wrong(p_of):
+        assert float((one - wanted).abs().max()) > least
+    return p_of
+
+
+def check_choices(drafter: BlockDraft, target: Target, most: int) -> None:
+    """Check samples among the candidates of a slot, at temperature 0.7; tests by the slots alone are seen."""
+    features = features_of(target, drafter)
+    with torch.no_grad():
+        slots_KD = drafter(features).hidden_BLKD[0, 5, :, : target.hidden_size]
+
+    def drawn(path: tuple[int, ...]) -> Tensor:
+        return (scores(drafter, features, path) / 0.7).softmax(-1)
+
+    def alone(path: tuple[int, ...]) -> Tensor:
+        base = target.logits(slots_KD[len(path)])
+        return (torch.full_like(base, -torch.inf).scatter(0, *base.topk(most)[::-1]) / 0.7).softmax(-1)
+
+    check_law(target.vocab_size, drawn, lambda p_of: [pair_law(p_of, drawn, alone)], 1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -171,29 +213,26 @@ def test_samples_of_the_corrected_draft_leave_the_targets_law(name: Any, tiny_ta
     config = BlockDraftConfig(block_size=3, num_layers=1, correction=name, rank=4, vocabulary_size=6)
     drafter = BlockDraft.create(config, tiny_target_f64, IDS)
     drafter = randomised(drafter.to(torch.float64))
-    layer = drafter.correction.mlp.up_proj if name == "state" else drafter.correction.markov_w2
+    own = drafter.correction
+    layer = own.mlp.up_proj if name == "state" else own.embed_proj[2] if name == "gru" else own.markov_w2
     layer.weight.data *= 8
     plain = BlockDraft.create(replace(config, correction="none"), tiny_target_f64, IDS).double().eval()
     plain.load_state_dict({key: value for key, value in drafter.state_dict().items() if key in plain.state_dict()})
-    chance = torch.Generator().manual_seed(5)
-    table = torch.randn(7, 6, generator=chance, dtype=torch.float64).softmax(-1)
+    features = features_of(tiny_target_f64, drafter)
 
-    def p_of(path: tuple[int, ...]) -> Tensor:
-        return table[path[-1] if path else 6]
-
-    drawn, hot = drafts_of(drafter, tiny_target_f64, 0.7), drafts_of(drafter, tiny_target_f64, 1.0)
+    def at(temperature: float) -> Law:
+        return lambda path: (scores(drafter, features, tuple(IDS[list(path)].tolist())) / temperature).softmax(-1)
 
     def uncorrected(path: tuple[int, ...]) -> Tensor:
-        features = features_of(tiny_target_f64, plain)
         with torch.no_grad():
             return (plain.project(plain(features).hidden_BLKD[0, 5, len(path)], 0) / 0.7).softmax(-1)
 
-    wanted = table[6][:, None] * table[:6]
-    torch.testing.assert_close(pair_law(p_of, drawn, drawn), wanted, atol=1e-12, rtol=0)
+    drawn = at(0.7)
+    p_of = check_law(6, drawn, lambda p_of: [
+        pair_law(p_of, drawn, uncorrected), pair_law(p_of, drawn, at(1.0)),
+        pair_law(p_of, drawn, drawn, keep=lambda lists: (lists != 1) & (lists != 4))], 1e-4)
+    wanted = torch.stack([p_of(())[token] * p_of((token,)) for token in range(6)])
     torch.testing.assert_close(pair_law(p_of, drawn, drawn, stops=(1, 4)), wanted, atol=1e-12, rtol=0)
-    for wrong in (pair_law(p_of, drawn, uncorrected), pair_law(p_of, drawn, hot),
-                  pair_law(p_of, drawn, drawn, keep=lambda lists: (lists != 1) & (lists != 4))):
-        assert float((wrong - wanted).abs().max()) > 1e-4
 
 
 # Judgement ------------------------------------------------------------------------------------------------------------

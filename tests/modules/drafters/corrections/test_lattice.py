@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target, UserError
-from draftsmith.modules.verification.acceptance_rules import reject_siblings
 from draftsmith.trainers import BlockModule, BlockTrainConfig
 from draftsmith.trainers.losses.metrics import COLUMNS, weighted_mean_loss
 from references.block import plain_lattice, plain_slots
-from references.rejection import level_law
 from support.families import randomised
 from torch import Tensor
 
-from .test_selector import features_of, scores
+from .test_corrections import check_choices, features_of, scores
 
 CONFIG = BlockDraftConfig(block_size=4, num_layers=1, aligned="same", causal=False, correction="lattice", rank=16)
 PATH = (44, 61)
@@ -190,34 +188,7 @@ def test_a_shorter_block_reads_the_first_rows_of_the_tables(tiny_target_f64: Tar
 def test_samples_among_the_candidates_leave_the_targets_law(tiny_target_f64: Target) -> None:
     """By enumeration of a tree of two levels with two children each, at temperature 0.7; the slots alone are not what
     was drawn from."""
-    drafter = made(tiny_target_f64)
-    features, size = features_of(tiny_target_f64, drafter), tiny_target_f64.vocab_size
-    table = torch.randn(size + 1, size, generator=torch.Generator().manual_seed(5), dtype=torch.float64).softmax(-1)
-    with torch.no_grad():
-        slots_KD = drafter(features).hidden_BLKD[0, 5, :, : tiny_target_f64.hidden_size]
-
-    def alone(path: tuple[int, ...]) -> Tensor:
-        base = tiny_target_f64.logits(slots_KD[len(path)])
-        return torch.full_like(base, -torch.inf).scatter(0, *base.topk(8)[::-1])
-
-    def law(told: Any) -> Tensor:
-        def level(path: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-            log_told = (told(path) / 0.7).log_softmax(-1)
-
-            def reject(p: Tensor, log_q: Tensor, lists: Tensor, real: Tensor, marks: Tensor) -> Any:
-                return reject_siblings(p, log_told.expand_as(log_q), lists, real, marks)
-
-            drawn = (scores(drafter, features, path) / 0.7).softmax(-1)
-            return level_law(reject, table[path[-1] if path else size], drawn, 2, True)
-
-        accepted, bonus = level(())
-        rows = [accepted[token] * (sum(level((token,))) if accepted[token] else 0.0) + bonus[token] * table[token]
-                for token in range(size)]
-        return torch.stack(rows)
-
-    wanted = table[size][:, None] * table[:size]
-    torch.testing.assert_close(law(lambda path: scores(drafter, features, path)), wanted, atol=1e-12, rtol=0)
-    assert float((law(alone) - wanted).abs().max()) > 1e-5
+    check_choices(made(tiny_target_f64), tiny_target_f64, 8)
 
 
 @pytest.mark.parametrize(("settings", "message"), [

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Frontier, Target, UserError
+from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target, UserError
 from draftsmith.trainers import BlockModule, BlockTrainConfig
 from references.block import plain_refiner, plain_slots
 from support.families import randomised
 from torch import Tensor
 
-from .test_corrections import features_of, read
+from .test_corrections import branches, features_of
 
 CONFIG = BlockDraftConfig(block_size=5, num_layers=1, aligned="same", causal=False, correction="refiner", rank=6)
 
@@ -43,25 +43,14 @@ def test_a_bias_is_that_of_the_formula(tiny_target_f64: Target) -> None:
     """In training along the true tokens, and in decoding along the branches of a tree."""
     drafter = made(tiny_target_f64)
     features = features_of(tiny_target_f64, drafter)
-    root, block_SD = block_of(drafter, features)
+    _, block_SD = block_of(drafter, features)
     text = features.tokens_BL[0].tolist()
     hidden_KX = drafter(features).hidden_BLKD[0, 5]
     for step, wanted in enumerate(guesses(drafter, tiny_target_f64, block_SD, [text[6 : 7 + n] for n in range(4)])):
         torch.testing.assert_close(drafter.project(hidden_KX[step], step), wanted, atol=1e-9, rtol=1e-9)
-    state = read(drafter, features)
-    levels = [[(-1, root)], [(0, 44), (0, 61)], [(1, 7), (2, 8)], [(4, 9), (3, 9)]]
-    paths: dict[int, list[int]] = {-1: []}
-    for level in levels:
-        nodes = [len(paths) - 1 + place for place in range(len(level))]
-        for node, (parent, token) in zip(nodes, level, strict=True):
-            paths[node] = [*paths[parent], token]
-        found = drafter.expand(state, Frontier(
-            nodes_BF=torch.tensor([nodes]), parents_BF=torch.tensor([[parent for parent, _ in level]]),
-            tokens_BF=torch.tensor([[token for _, token in level]])))
-        for place, node in enumerate(nodes):
-            step = len(paths[node]) - 1
-            wanted = guesses(drafter, tiny_target_f64, block_SD, [paths[node][:n + 1] for n in range(step + 1)])[step]
-            torch.testing.assert_close(found.log_probs_BFHQ[0, place, 0], wanted.log_softmax(-1), atol=1e-9, rtol=1e-9)
+    for path, found in branches(drafter, features):
+        wanted = guesses(drafter, tiny_target_f64, block_SD, [path[: n + 1] for n in range(len(path))])[-1]
+        torch.testing.assert_close(found, wanted.log_softmax(-1), atol=1e-9, rtol=1e-9)
 
 
 @torch.no_grad()

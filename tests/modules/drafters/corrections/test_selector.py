@@ -8,39 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Frontier, Observation, Target, UserError
-from draftsmith.modules.drafters.block import BlockState
-from draftsmith.modules.verification.acceptance_rules import reject_siblings
+from draftsmith.modules import BlockDraft, BlockDraftConfig, Target, UserError
 from draftsmith.trainers import BlockModule, BlockTrainConfig
 from draftsmith.trainers.losses.metrics import weighted_mean_loss
-from references.rejection import level_law
 from support.families import randomised
-from torch import Tensor
+
+from .test_corrections import check_choices, features_of, scores
 
 CONFIG = BlockDraftConfig(block_size=4, num_layers=1, aligned="same", correction="selector", rank=8, conv=True)
-
-
-def features_of(target: Target, drafter: BlockDraft) -> Features:
-    return target.encode(Features.from_rows([(list(range(20, 32)), [True] * 12)]), drafter.taps)
-
-
-def read(drafter: BlockDraft, features: Features) -> BlockState:
-    """Six tokens of the text are read, the seventh is the root."""
-    state = drafter.start(1, 32)
-    drafter.observe(state, torch.tensor([0]), Observation(
-        tokens_BN=features.tokens_BL[:, :6], counts_B=torch.tensor([6]), final_BND=features.final()[:, :6],
-        taps={layer: states[:, :6] for layer, states in features.taps.items()}, roots_B=features.tokens_BL[:, 6]))
-    return state
-
-
-def scores(drafter: BlockDraft, features: Features, path: tuple[int, ...]) -> Tensor:
-    """log q [V] of the children of a path below the root, as decoding makes it; minus infinity for no candidate."""
-    state = read(drafter, features)
-    for depth, token in enumerate([int(features.tokens_BL[0, 6]), *path]):
-        found = drafter.expand(state, Frontier(nodes_BF=torch.tensor([[depth]]), tokens_BF=torch.tensor([[token]]),
-                                               parents_BF=torch.tensor([[depth - 1]])))
-    log_q_V = torch.full((drafter.vocab_size,), -torch.inf, dtype=found.log_probs_BFHQ.dtype)
-    return log_q_V.scatter(0, found.candidates_BFHQ[0, 0, 0], found.log_probs_BFHQ[0, 0, 0])
 
 
 def test_new_convolutions_and_a_new_selector_change_nothing(tiny_target: Target) -> None:
@@ -126,34 +101,7 @@ def test_samples_among_the_candidates_leave_the_targets_law(tiny_target_f64: Tar
     drafter = randomised(BlockDraft.create(CONFIG, tiny_target_f64).double())
     drafter.correction.most = 3
     drafter.correction.successor_codebook.weight.data *= 8
-    features, size = features_of(tiny_target_f64, drafter), tiny_target_f64.vocab_size
-    table = torch.randn(size + 1, size, generator=torch.Generator().manual_seed(5), dtype=torch.float64).softmax(-1)
-    with torch.no_grad():
-        slots_KD = drafter(features).hidden_BLKD[0, 5, :, : tiny_target_f64.hidden_size]
-
-    def alone(path: tuple[int, ...]) -> Tensor:
-        """The slot's own distribution over its candidates."""
-        base = tiny_target_f64.logits(slots_KD[len(path)])
-        return torch.full_like(base, -torch.inf).scatter(0, *base.topk(3)[::-1])
-
-    def law(told: Any) -> Tensor:
-        def level(path: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-            log_told = (told(path) / 0.7).log_softmax(-1)
-
-            def reject(p: Tensor, log_q: Tensor, lists: Tensor, real: Tensor, marks: Tensor) -> Any:
-                return reject_siblings(p, log_told.expand_as(log_q), lists, real, marks)
-
-            drawn = (scores(drafter, features, path) / 0.7).softmax(-1)
-            return level_law(reject, table[path[-1] if path else size], drawn, 2, True)
-
-        accepted, bonus = level(())
-        rows = [accepted[token] * (sum(level((token,))) if accepted[token] else 0.0) + bonus[token] * table[token]
-                for token in range(size)]
-        return torch.stack(rows)
-
-    wanted = table[size][:, None] * table[:size]
-    torch.testing.assert_close(law(lambda path: scores(drafter, features, path)), wanted, atol=1e-12, rtol=0)
-    assert float((law(alone) - wanted).abs().max()) > 1e-5
+    check_choices(drafter, tiny_target_f64, 3)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
