@@ -236,7 +236,7 @@ class _Rows:
         usual = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
         usual *= TRAINED_FACTOR if self.loss.parameters else 1
         size = max(1, (self.loss.chunk_elements or usual) // self.loss.entries)
-        every = range(len(self.loss.weights))
+        every = [step for step, weight in enumerate(self.loss.weights) if weight]
         for steps in [every] if self.supervision.by_token else [(step,) for step in every]:
             for start in range(0, len(self.supervision.valid_NK), size):
                 chunk, teacher_output = slice(start, start + size), None

@@ -51,10 +51,12 @@ def describe(sums_KC: Tensor, weights_K: Sequence[float], offsets: Sequence[int]
     head + top1 of the first times top1 of the second + ... The measured figure is `accepted_length`. It is left out
     unless each draft step predicts further ahead than the one before.
     """
-    total, weight = weighted_mean_loss(sums_KC, weights_K)
-    figures = {"loss": float(total / weight)} if float(weight) else {}
+    total, share = weighted_mean_loss(sums_KC, weights_K)
+    figures = {"loss": float(total / share)} if float(share) else {}
     chances = []
-    for step, row in enumerate(sums_KC.tolist(), start=1):
+    for step, (row, weight) in enumerate(zip(sums_KC.tolist(), weights_K, strict=True), start=1):
+        if not weight:  # Nothing was computed.
+            continue
         sums = dict(zip(COLUMNS, row, strict=True))
         if not sums["count"]:
             return figures

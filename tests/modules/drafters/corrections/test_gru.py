@@ -77,6 +77,10 @@ def test_the_loss_goes_from_the_slots_own_guesses_to_the_corrected_ones(
     learned, hidden = module.loss(features), drafter(features).hidden_BLKD
     decay = [1.0, 0.5, 0.25, 0.125]
     assert learned.weights == pytest.approx([share * one for share in (1 - alone, alone) for one in decay])
+    # Of guesses without weight no logits are made.
+    counts = [10, 9, 8, 7]
+    assert learned.sums_KC[:, 0].tolist() == [*(counts if alone < 1 else [0] * 4), *(counts if alone else [0] * 4)]
+    assert "expected_accepted_length" in module.describe(learned.sums_KC, learned.weights, learned.offsets)
     expected = torch.zeros((), dtype=torch.float64)
     for step in range(4):
         for place in range(10 - step):
