@@ -113,12 +113,9 @@ class BlockDraftConfig(FeatureConfig):
         if self.correction == "gru" and self.num_steps == 1:
             raise UserError(f"correction is 'gru', which corrects every guess of a block but the first, and block_size "
                             f"{self.block_size} drafts one token; raise block_size, or set correction to none")
-        if self.confidence and self.correction in ("selector", "lattice", "refiner", "gru", "state"):
+        if self.confidence and self.correction not in ("markov", "gated", "rnn"):
             raise UserError(f"confidence reads the table of a Markov head, and correction is {self.correction!r}; set "
                             "confidence to false, or correction to markov")
-        if self.confidence and self.correction == "none":
-            raise UserError("confidence judges a guess by the token before it, and correction is 'none', which reads "
-                            "none; set correction to markov, or confidence to false")
 
     @property
     def num_steps(self) -> int:
@@ -393,18 +390,14 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             path_BAP, state_BAX = self.correction.extend(slots_BAKX[:, :, step], path_BAP, before_BAK[..., step],
                                                          self.embed, step)
             states.append(state_BAX)
-        if valid_BAK is not None and self.correction.chooses:
-            # The slots alone learn too which tokens are candidates; the choice among them is learned where the right
-            # one is one of them.
-            learned_BAK = self.correction.learned(slots_BAKX, before_BAK, valid_BAK)
-            return Drafts(hidden_BLKD=torch.stack(states * 2, dim=2), offsets=self.offsets * 2, indices_BL=indices_BA,
-                          valid_BLK=torch.cat([learned_BAK, valid_BAK], dim=-1), choices=steps,
-                          distractors=self.correction.encodes)
         if valid_BAK is not None and self.correction.alone_too:
-            # Engines refine the guesses of the slots alone, and a bias is learned on top of good ones.
-            states, valid_BAK = states * 2, torch.cat([valid_BAK] * 2, dim=-1)
+            # The slots alone learn too: the candidates, what engines refine, or what a bias is added to. The choice
+            # among candidates is learned where the right one is one of them.
+            learned_BAK, states = self.correction.learned(slots_BAKX, before_BAK, valid_BAK), states * 2
+            valid_BAK = torch.cat([learned_BAK, valid_BAK], dim=-1)
         return Drafts(hidden_BLKD=torch.stack(states, dim=2), offsets=self.offsets * (len(states) // steps),
-                      valid_BLK=valid_BAK, indices_BL=indices_BA)
+                      valid_BLK=valid_BAK, indices_BL=indices_BA, distractors=self.correction.encodes,
+                      choices=steps if valid_BAK is not None and self.correction.chooses else 0)
 
     # Decoding --------------------------------------------------------------------------------------------------------
 

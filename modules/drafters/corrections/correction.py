@@ -12,7 +12,10 @@ the draft vocabulary, V tokens of the target's vocabulary.
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
+
+from ...target.draft_vocabulary import OwnOutput
 
 CorrectionName = Literal["none", "markov", "gated", "rnn", "selector", "lattice", "refiner", "gru", "state"]
 """Names for recipes: no correction; DSpark's Markov head, with a gate, or with a recurrent state (arXiv:2607.05147);
@@ -73,7 +76,14 @@ class Correction(nn.Module):
         return path, slot
 
     def correct(self, logits: Tensor, states: Tensor) -> Tensor:
-        """The logits [..., Q] of states [..., X], from those of the slots alone; minus infinity for no guess."""
+        """The logits [..., Q] of states [..., X], from those of the slots alone: the candidates' and minus infinity for
+        other tokens, or with the bias of each own output layer, which reads the last numbers of the state."""
+        if self.chooses:
+            tokens, scores = self.candidates(states, lambda _: logits)
+            return torch.full_like(logits, -torch.inf).scatter(-1, tokens, scores.to(logits.dtype))
+        for layer in self.modules():
+            if isinstance(layer, OwnOutput):
+                logits = logits + layer(states[..., -layer.in_features :]).to(logits.dtype)
         return logits
 
     def candidates(self, states: Tensor, logits: Logits) -> tuple[Tensor, Tensor]:
@@ -95,4 +105,4 @@ class Correction(nn.Module):
 
     def output_parameters(self) -> tuple[nn.Parameter, ...]:
         """The trained weights that `correct` reads."""
-        return ()
+        return tuple(weight for part in self.modules() if isinstance(part, OwnOutput) for weight in part.parameters())

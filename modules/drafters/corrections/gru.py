@@ -45,18 +45,9 @@ class RecurrentBias(Correction):
             return path, nn.functional.pad(slot, (0, self.rank))
         return path, torch.cat([slot, self.embed_proj[:2](torch.cat([slot, path], dim=-1))], dim=-1)
 
-    def correct(self, logits: Tensor, states: Tensor) -> Tensor:
-        """The logits with the bias."""
-        bias: Tensor = self.embed_proj[2](states[..., self.width :])
-        return logits + bias.to(logits.dtype)
-
     def initialise(self, table_VD: Tensor) -> None:
         """No bias yet, where the paper starts with a random one."""
         for layer in self.prefix_gru.values():
             nn.init.uniform_(layer.weight, -self.path_size**-0.5, self.path_size**-0.5)  # type: ignore[arg-type]
         nn.init.normal_(self.embed_proj[0].weight, std=0.02)  # type: ignore[arg-type]
         self.embed_proj[2].weight.zero_()  # type: ignore[operator]
-
-    def output_parameters(self) -> tuple[nn.Parameter, ...]:
-        """W2."""
-        return tuple(self.embed_proj[2].parameters())

@@ -62,7 +62,7 @@ class Lattice(Correction):
         eps: added to the mean square inside the norms.
     """
 
-    chooses = encodes = True
+    chooses = encodes = alone_too = True
 
     def __init__(self, width: int, rank: int, slots: int, tokens: int, eps: float) -> None:
         super().__init__(width)
@@ -164,11 +164,6 @@ class Lattice(Correction):
         """The candidates and their scores, which the state holds."""
         ids, scores = states[..., self.width :].chunk(2, dim=-1)
         return ids.long(), scores
-
-    def correct(self, logits: Tensor, states: Tensor) -> Tensor:
-        """The candidates' scores, minus infinity elsewhere."""
-        tokens, scores = self.candidates(states, lambda _: logits)
-        return torch.full_like(logits, -torch.inf).scatter(-1, tokens, scores.to(logits.dtype))
 
     def learned(self, slots: Tensor, before: Tensor, valid: Tensor) -> Tensor:
         """The steps of whole blocks before which each true token is one of its slot's candidates: the score of a token

@@ -26,7 +26,7 @@ class Markov(Correction):
 
     def __init__(self, width: int, rank: int, tokens: int, entries: int, form: CorrectionName) -> None:
         super().__init__(width)
-        self.form, self.rank = form, rank
+        self.rank = rank
         self.path_size = rank if form == "rnn" else 0
         self.state_size = width + (rank if form == "markov" else 2 * rank)
         # NaN until initialised or loaded: a table that was forgotten shows.
@@ -46,11 +46,6 @@ class Markov(Correction):
         path = keep.sigmoid() * path + (1 - keep.sigmoid()) * new.tanh()
         return path, torch.cat([slot, before, out.tanh()], dim=-1)
 
-    def correct(self, logits: Tensor, states: Tensor) -> Tensor:
-        """The logits with the bias."""
-        bias: Tensor = self.markov_w2(states[..., -self.rank :])
-        return logits + bias.to(logits.dtype)
-
     def initialise(self, table_VD: Tensor) -> None:
         """No bias yet. The rows of W1 are the embeddings' principal components, about 1 in size: a token that training
         seldom sees then has neighbours, where the official code draws its row at random."""
@@ -61,7 +56,3 @@ class Markov(Correction):
         self.markov_w1.weight.zero_()
         self.markov_w1.weight[:, :rows] = wide_VD @ (axes_DD[:, -rows:] * scale)
         self.markov_w2.weight.zero_()
-
-    def output_parameters(self) -> tuple[nn.Parameter, ...]:
-        """W2."""
-        return tuple(self.markov_w2.parameters())

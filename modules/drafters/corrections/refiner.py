@@ -54,18 +54,9 @@ class Refiner(Correction):
         path = torch.cat([*kept, path[..., len(kept) * self.rank :]], dim=-1)
         return path, torch.cat([state, mixed + self.mlp(mixed)], dim=-1)
 
-    def correct(self, logits: Tensor, states: Tensor) -> Tensor:
-        """The logits with the bias."""
-        bias: Tensor = self.w2(states[..., self.width :])
-        return logits + bias.to(logits.dtype)
-
     def initialise(self, table_VD: Tensor) -> None:
         """No bias yet, where the paper starts with a random one."""
         layers = (self.w1, self.down_h, self.down_g, self.in_proj, *self.mlp.children())
         for layer in layers:
             nn.init.normal_(layer.weight, std=0.02)  # type: ignore[arg-type]
         self.w2.weight.zero_()
-
-    def output_parameters(self) -> tuple[nn.Parameter, ...]:
-        """W2."""
-        return tuple(self.w2.parameters())

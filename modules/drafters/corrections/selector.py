@@ -21,7 +21,7 @@ class Selector(Correction):
         tokens: of the vocabulary.
     """
 
-    chooses = True
+    chooses = alone_too = True
 
     def __init__(self, width: int, rank: int, tokens: int) -> None:
         super().__init__(width)
@@ -44,11 +44,6 @@ class Selector(Correction):
         best = logits(states[..., : self.width]).topk(self.most, dim=-1)
         added = (self.successor_codebook(best.indices) * states[..., None, self.width :]).sum(-1)
         return best.indices, best.values + added.to(best.values.dtype)
-
-    def correct(self, logits: Tensor, states: Tensor) -> Tensor:
-        """The candidates' logits, minus infinity elsewhere."""
-        tokens, scores = self.candidates(states, lambda _: logits)
-        return torch.full_like(logits, -torch.inf).scatter(-1, tokens, scores)
 
     def initialise(self, table_VD: Tensor) -> None:
         """Choose the slot's likeliest token: C is zero. A learns nothing before C does."""

@@ -328,5 +328,5 @@ def test_drafts_end_before_a_guess_that_is_judged_unlikely(tiny_target: Target) 
 def test_a_judgement_without_an_acceptance_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         BlockTrainConfig(drafter=BlockDraftConfig(correction="markov", confidence=True), **change)
-    with pytest.raises(UserError, match="confidence judges a guess by the token before it, and correction is 'none'"):
+    with pytest.raises(UserError, match="confidence reads the table of a Markov head, and correction is 'none'; set"):
         BlockDraftConfig(confidence=True)
