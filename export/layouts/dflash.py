@@ -156,10 +156,8 @@ def block_table(drafter: BlockDraft) -> Table:
         for conv in ("attention_conv.", "mlp_conv.") if drafter.config.conv else ():
             table |= {f"{prefix}{conv}base_kernel": TensorForm((2, TAPS, width)),
                       f"{prefix}{conv}kernel_projection.weight": TensorForm((2 * TAPS * width // GROUP, width))}
-    bigram: dict[str, tuple[int, ...]] = {"markov_w1.weight": (drafter.vocab_size, rank),
-                                          "markov_w2.weight": (tokens, rank)}
-    state = WIDER * rank
-    shapes: dict[CorrectionName, dict[str, tuple[int, ...]]] = {
+    bigram, state = {"markov_w1.weight": (drafter.vocab_size, rank), "markov_w2.weight": (tokens, rank)}, WIDER * rank
+    shapes: dict[CorrectionName, dict[str, Any]] = {
         "markov": bigram, "gated": {**bigram, "gate_proj.weight": (rank, width + rank), "gate_proj.bias": (rank,)},
         "rnn": {**bigram, "joint_proj.weight": (3 * rank, width + 2 * rank), "joint_proj.bias": (3 * rank,)},
         "selector": {"predecessor_codebook": (tokens, rank), "successor_codebook": (tokens, rank),
@@ -277,8 +275,8 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     # A key of the inner section goes before the same one at the top, as in vLLM.
     said, tensors, folder = {**given.said, **(given.said.get("dflash_config") or {})}, given.tensors(), given.folder
     domino = said.get("projector_type") == "domino"
-    needed = ("block_size", "mask_token_id", "num_hidden_layers", *(("pure_draft_prefix_len",) if domino else ()))
-    if missing := [key for key in needed if said.get(key) is None]:
+    if missing := [key for key in ("block_size", "mask_token_id", "num_hidden_layers") + (
+            "pure_draft_prefix_len",) * domino if said.get(key) is None]:
         raise UserError(f"{given.config} lacks {', '.join(missing)}; copy it again")
     if (layers := said.get("num_target_layers")) not in (None, target.num_layers):
         raise UserError(f"{given.config} says num_target_layers: {layers}, but {target.identity.name} has "
@@ -315,8 +313,7 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
         raise UserError(f"{given.config} says projector_type: {json.dumps(said.get('projector_type'))}, and {folder} "
                         f"holds {'no' if domino else 'an'} embed_proj.2.weight of domino; copy both again")
     if domino:
-        given.require({**KNOWN, "pure_draft_prefix_len": (1,), "emb_dim": (rank,), "gru_hidden_dim": (WIDER * rank,)},
-                      target)
+        given.require({**KNOWN, "pure_draft_prefix_len": (1,), "gru_hidden_dim": (WIDER * rank,)}, target)
     if reduced is not None and correction in ("selector", "lattice"):
         raise UserError(f"{folder} holds a draft vocabulary of {reduced} tokens (d2t), and its {correction} has a row "
                         "for every token of the target; choose a checkpoint without d2t")

@@ -111,7 +111,7 @@ class BlockDraftConfig(FeatureConfig):
             raise UserError("correction is 'refiner', whose slots predict their own token, and aligned is 'next'; set "
                             "aligned to same, or correction to markov")
         if self.correction == "gru" and self.num_steps == 1:
-            raise UserError(f"correction is 'gru', which corrects every guess of a block but the first, and block_size "
+            raise UserError("correction is 'gru', which corrects every guess of a block but the first, and block_size "
                             f"{self.block_size} drafts one token; raise block_size, or set correction to none")
         if self.confidence and self.correction not in ("markov", "gated", "rnn"):
             raise UserError(f"confidence reads the table of a Markov head, and correction is {self.correction!r}; set "

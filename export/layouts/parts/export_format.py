@@ -176,6 +176,5 @@ class ExportFormat(Generic[D]):
 
     def commands(self, drafter: D, places: Places) -> dict[str, str]:
         """The commands that serve the folder, by engine."""
-        served = self.vllm(drafter)
-        first = {} if served is None else {"vLLM": served.command(places)}
+        first = {"vLLM": served.command(places)} if (served := self.vllm(drafter)) else {}
         return {**first, **self.others(drafter, places)}
