@@ -5,6 +5,7 @@ Records of torch's operations on a pretended device stand in for CUDA graphs (`t
 wait is refused. Tests marked `gpu` replay real graphs.
 """
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -466,8 +467,9 @@ def test_steps_halve() -> None:
     assert steps_to(100, 100) == [100]
 
 
-def test_a_cuda_graph_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run before it would do the work of a round twice."""
+@pytest.fixture
+def pretended_graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls on a pretended `torch.cuda`, in order."""
     done: list[str] = []
 
     @contextmanager
@@ -479,12 +481,42 @@ def test_a_cuda_graph_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded_rounds.torch, "cuda", SimpleNamespace(
         CUDAGraph=lambda: SimpleNamespace(replay=lambda: done.append("replay")),
         device=lambda given: inside(str(given)), graph=lambda _graph: inside("capture")))
+    return done
+
+
+def test_a_cuda_graph_is_captured_once(pretended_graphs: list[str]) -> None:
+    """A run before it would do the work of a round twice."""
+    done = pretended_graphs
     record = recorded_rounds.recorder_for(torch.device("cuda:1"))
     assert not isinstance(record, str)
     replay = record(lambda: done.append("run"))
     assert done == ["cuda:1:", "capture:", "run", "capture ends", "cuda:1 ends"]
     replay()
     assert done[-1] == "replay"
+
+
+@pytest.mark.usefixtures("pretended_graphs")
+@pytest.mark.parametrize("collecting", [True, False])
+def test_nothing_is_collected_while_a_cuda_graph_is_captured(collecting: bool) -> None:
+    """A graph of an earlier batch that the collector freed would end the capture; afterwards all is as before, also
+    after a computation that no graph can hold."""
+    within: list[bool] = []
+
+    def waits() -> None:
+        within.append(gc.isenabled())
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if collecting else gc.disable)()
+        recorded_rounds.record_cuda_graph(torch.device("cuda:1"), lambda: within.append(gc.isenabled()))
+        assert gc.isenabled() == collecting
+        with pytest.raises(RuntimeError, match="not permitted"):
+            recorded_rounds.record_cuda_graph(torch.device("cuda:1"), waits)
+        assert gc.isenabled() == collecting
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert within == [False, False]
 
 
 # Real graphs ----------------------------------------------------------------------------------------------------------
