@@ -11,24 +11,31 @@ from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.memory_plan import plan_recipe
 from draftsmith.recipes.commands.pipeline import ALL, COMMANDS
 from draftsmith.recipes.planning.device_rates import Rates
+from draftsmith.recipes.planning.dry_run import dry_run
 from draftsmith.recipes.planning.stage_plans import StagePlan, cache_bytes
 from support.tiers import others_long
 from transformers import LlamaConfig, NemotronHConfig
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 TRAINING = sorted(file.stem for file in RECIPES.glob("*.yaml") if "\nfamily:" in file.read_text())
+"""Recipes that name their family: those that extend another one by a correction do not."""
 ELSEWHERE = ["--flops", "4e14", "--bandwidth", "3e12"]
 RATES = Rates(flops=4e14, bandwidth=3e12, origin="as stated")
-LARGE = {"8b": (4096, 14336, 32, 32), "70b": (8192, 28672, 80, 64)}
-"""Width, width inside, layers and heads of the models of Llama 3."""
+LARGE = {"8b": (4096, 14336, 32, 32), "8b, short": (4096, 14336, 8, 32), "70b": (8192, 28672, 80, 64),
+         "70b, short": (8192, 28672, 16, 64)}
+"""Width, width inside, layers and heads of the models of Llama 3; short ones have fewer layers: each takes seconds."""
 PARAMETERS = {"8b": r"8,030,261,248 parameters, 15\.0 GiB",
+              "8b, short": r"2,795,573,248 parameters, 5\.2 GiB",
               "hybrid_9b": r"8,888,227,328 parameters, 16\.6 GiB",
-              "70b": r"70,553,706,496 parameters, 19\.9 GiB a device",
-              "70b_zero3": r"70,553,706,496 parameters, 7\.1 GiB a device"}
-
-
-# Those for the embedded model differ from those for large ones in sizes alone: three stand for them.
-PLANNED = [name for name in TRAINING if name.endswith(tuple(PARAMETERS)) or name in ("tiny", "quickstart", "eagle3")]
+              "70b, short": r"15,791,824,896 parameters, "}
+ON_A_SHAPE = {
+    **{name: "8b, short" for name in TRAINING if name.endswith("_8b")},
+    "eagle3_8b": "8b", "eagle3_hybrid_9b": "hybrid_9b", "eagle3_70b": "70b, short", "eagle3_70b_zero3": "70b, short"}
+"""Large recipes that are planned, and the shape of the target that they are planned for."""
+FITTED = {"dspark_8b": ["--drafter.taps", "[1,2,4,5,6]"], "fastdraft_8b": ["--drafter.layers", "[0,1,6,7]"],
+          # Its recurrent network is walked position by position, also in a plan.
+          "falcon_8b": ["--prompts.max_prompt_tokens", "256", "--distill.max_new_tokens", "128"]}
+"""Words with which a recipe fits a target of few layers, or is planned in seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +43,17 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders with the shapes of Llama 3 and of Nemotron Nano 9B v2, and no weights."""
     folders = {}
     for name, (width, inside, layers, heads) in LARGE.items():
-        folders[name] = tmp_path_factory.mktemp(f"llama-{name}")
+        folders[name] = tmp_path_factory.mktemp(f"llama-{name.replace(', ', '-')}")
         LlamaConfig(vocab_size=128256, hidden_size=width, intermediate_size=inside, num_hidden_layers=layers,
                     num_attention_heads=heads, num_key_value_heads=8, max_position_embeddings=131072,
                     architectures=["LlamaForCausalLM"]).save_pretrained(folders[name])
     kinds = {"M": "mamba", "-": "mlp", "*": "attention"}
     layers = [kinds[kind] for kind in "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"]
-    folders["hybrid"] = tmp_path_factory.mktemp("nemotron-9b")
+    folders["hybrid_9b"] = tmp_path_factory.mktemp("nemotron-9b")
     NemotronHConfig(vocab_size=131072, hidden_size=4480, intermediate_size=15680, num_hidden_layers=len(layers),
                     layers_block_type=layers, num_attention_heads=40, head_dim=128, num_key_value_heads=8,
                     mamba_num_heads=128, mamba_head_dim=80, n_groups=8, ssm_state_size=128,
-                    architectures=["NemotronHForCausalLM"]).save_pretrained(folders["hybrid"])
+                    architectures=["NemotronHForCausalLM"]).save_pretrained(folders["hybrid_9b"])
     return folders
 
 
@@ -64,27 +71,33 @@ def test_a_name_that_leads_nowhere_is_told_in_one_sentence(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", others_long(PLANNED, kept=("tiny",)))
+@pytest.mark.parametrize("recipe", others_long(("tiny", "eagle3", *ON_A_SHAPE), kept=("tiny",)))
 def test_a_recipe_states_memory_and_hours_of_its_stages(
     recipe: str, large: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kind = next((kind for kind in PARAMETERS if recipe.endswith(f"_{kind}")), "")
-    shape = kind.partition("_")[0]
-    words = ["--target.name", str(large[shape]), *ELSEWHERE] if kind else []
-    if recipe == "falcon_8b":
-        # Its recurrent network is walked position by position, also in a plan.
-        words += ["--prompts.max_prompt_tokens", "256", "--distill.max_new_tokens", "128"]
+    """Recipes for the embedded model differ from those for large ones in sizes alone: one stands for them."""
+    shape = ON_A_SHAPE.get(recipe, "")
+    words = ["--target.name", str(large[shape]), *ELSEWHERE, *FITTED.get(recipe, ())] if shape else []
     assert main(["plan", "--config", recipe, *words]) == 0
     message = capsys.readouterr().out
     assert re.search(r"drafter +[\d,]+ trained parameters", message)
-    where = "a GPU" if kind else r"a process(, \d of them at once)?"
+    where = "a GPU" if shape else r"a process(, \d of them at once)?"
     for stage in ALL:
         assert re.search(rf"^{stage} +[\d.]+ [GMK]iB {where}, [\d.e+-]+ h: ", message, re.MULTILINE)
-    assert ("as stated" in message) == bool(kind)
-    if kind:
-        assert re.search(PARAMETERS[kind], message)
-    offloaded = "127.5 GiB of the machine's memory: the target's layers, of all processes" in message
+    assert ("as stated" in message) == bool(shape)
+    assert re.search(PARAMETERS.get(shape, ""), message)
+    offloaded = "25.5 GiB of the machine's memory: the target's layers, of all processes" in message
     assert offloaded == recipe.endswith("_zero3")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", sorted(file.stem for file in RECIPES.glob("*.yaml") if re.search(
+    "(?<!specdec)_(8b|hybrid_9b|70b)", file.stem)))
+def test_every_large_recipe_fits_its_target(recipe: str, large: dict[str, Path]) -> None:
+    shape = next(shape for shape in ("hybrid_9b", "70b", "8b") if shape in recipe)
+    parsed = COMMANDS["run"].parse(["--config", recipe, "--target.name", str(large[shape])])
+    drafter = dry_run(parsed.values, sketch_target(parsed.values.target)).drafter
+    assert sum(parameter.numel() for parameter in drafter.parameters()) > 10**7
 
 
 def test_the_figures_are_those_of_the_real_drafter() -> None:
@@ -135,6 +148,7 @@ def test_split_drafters_take_less_in_each_process() -> None:
     assert planned("draft_lm", *split, *layers)[1] - whole == trained + 4 * (trained - 2 * one) - 4 * trained
 
 
+@pytest.mark.long
 def test_stages_grow_with_what_they_hold() -> None:
     def stages(*words: str) -> dict[str, StagePlan]:
         parsed = COMMANDS["run"].parse(["--config", "tiny", *words])
