@@ -1,9 +1,11 @@
 """Targets that tests share, made in memory or loaded once a session, and one finished run of the tiny recipe."""
 
+import inspect
 import os
 import shutil
 from collections import Counter
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,22 +22,33 @@ from filelock import FileLock
 MOST_SECONDS = 8
 """Most processor seconds of a test without a mark."""
 
+# A command reads the meaning of its keys from the sources of their classes, and Python parses a whole file for each:
+# once in a test process, in which hundreds of tests call a command.
+_source = inspect.getsource
+_source_of_class = cache(_source)
+inspect.getsource = lambda found: _source_of_class(found) if isinstance(found, type) else _source(found)
+
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     """Mark the tests whose tensors are on the device of the fixture: `-m device` runs them alone.
 
-    Files with long tests come first, so that no test process is left alone with one of them at the end.
+    Files that take long come first, so that no test process is left alone with one of them at the end. Of the tests
+    that run a slow one counts as twenty others.
     """
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.device)
-    long = Counter(item.path for item in items if any(map(item.get_closest_marker, ("slow", "distributed"))))
-    items.sort(key=lambda item: -long[item.path])
+    yield
+    weights: Counter[Path] = Counter()
+    for item in items:
+        weights[item.path] += 20 if any(map(item.get_closest_marker, ("slow", "distributed"))) else 1
+    items.sort(key=lambda item: -weights[item.path])
 
 
 @pytest.hookimpl(wrapper=True)

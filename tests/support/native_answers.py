@@ -1,6 +1,7 @@
 """Requests, and the answers of transformers' own `generate` to them."""
 
 import random
+from weakref import WeakKeyDictionary
 
 import torch
 from draftsmith.modules import (
@@ -8,10 +9,24 @@ from draftsmith.modules import (
     Target,
 )
 
+_KEPT: WeakKeyDictionary[Target, dict[tuple[object, ...], list[int]]] = WeakKeyDictionary()
+"""Answers of each target by what they follow from. Weights that were written since have another version."""
+
 
 def native_greedy(
     target: Target, prompt: tuple[int, ...], count: int, *, eos: bool = False, penalty: float = 1.0
 ) -> list[int]:
+    """The answer of `generate`, which tests of a target ask for again and again: a shorter one is the start of a longer
+    one, unless an end token may end it."""
+    weights = tuple((weight.data_ptr(), weight._version) for weight in target.model.parameters())
+    kept = _KEPT.setdefault(target, {})
+    asked = (tuple(prompt), penalty, (count, *target.eos_ids) if eos else (), weights)
+    if len(kept.get(asked, ())) < count and not (eos and asked in kept):
+        kept[asked] = _generated(target, prompt, count, eos=eos, penalty=penalty)
+    return kept[asked][:count]
+
+
+def _generated(target: Target, prompt: tuple[int, ...], count: int, *, eos: bool, penalty: float) -> list[int]:
     with target.native() as model:
         out = model.generate(
             torch.tensor([prompt]),
