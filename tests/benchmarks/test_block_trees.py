@@ -54,6 +54,7 @@ def test_marginals_ignore_the_correction_after_the_first_slot(correction: Any, t
         assert [one.tokens for one in drafted] == [one.tokens for one in expected]
 
 
+@pytest.mark.long
 def test_the_table_has_both_ways_where_there_is_a_correction(
     tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,6 +106,7 @@ def test_an_oracle_keeps_the_places_of_rows(target: Target, oracle: Oracle) -> N
     assert found.accepted_length > 1.5
 
 
+@pytest.mark.long
 def test_the_table_has_every_method(capsys: pytest.CaptureFixture[str]) -> None:
     decode_speed.main(["--shape", "tiny", "--new-tokens", "8", "--context", "8", "--batches", "1", "2",
                        "--recipes", "medusa_8b", "eagle3_8b"])

@@ -175,7 +175,7 @@ def _small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftsmith.data.prompts.bounded_template.MOST_STEPS", 20_000)
 
 
-@pytest.mark.parametrize("fault", some_long(FAULTS, 2), ids=ids(FAULTS))
+@pytest.mark.parametrize("fault", some_long(FAULTS, 3), ids=ids(FAULTS))
 def test_what_asks_for_too_much_is_refused_before_work(
     fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from draftsmith.data.store.collate import Piece, packed
 from draftsmith.modules import Features, Target
 from support.families import CASES
 from support.summed_gradients import gradients, module_of
+from support.tiers import others_long
 
 DENSE = "draftsmith.modules.target.attention.segment_attention.DENSE_LENGTH"
 SCRIPT = Path(__file__).resolve().parents[1] / "references" / "long_row.py"
@@ -25,7 +26,8 @@ def two_rows(target: Target) -> Features:
     return packed([[piece(9), piece(14), piece(7)], [piece(19, first=6), piece(6)]], 33).to("cpu")
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("draft-lm-depths", "mtp", "mtp-reduced")])
+@pytest.mark.parametrize("name", others_long(
+    [name for name in CASES if name not in ("draft-lm-depths", "mtp", "mtp-reduced")]))
 def test_long_rows_learn_as_short_ones_do(name: str, tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mask tokens of draft models, and steps of a target's own head after the first one, keep the mask of all
     positions."""
@@ -41,6 +43,7 @@ def test_long_rows_learn_as_short_ones_do(name: str, tiny_target_f64: Target, mo
 
 
 @pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "bound"), [("eagle3", 400), ("kangaroo", 200)])
 def test_a_step_on_32768_tokens_takes_memory_by_the_token(family: str, bound: int) -> None:
     """One boolean mask of all positions takes 1,024 MiB; the whole step took 275 MiB (EAGLE-3) and 129 (Kangaroo)."""

@@ -43,7 +43,7 @@ from support.drafters import ScriptedDrafter, TargetDrafter
 from support.fixed_length import FixedLength
 from support.native_answers import native_greedy, requests_for
 from support.tables import DepthDrafter, TableDrafter, random_log_probs
-from support.tiers import some_long
+from support.tiers import others_long, some_long
 from support.tree_shapes import branching
 from torch import Tensor
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
@@ -61,7 +61,7 @@ def random_topology(rng: random.Random, size: int) -> Topology:
     return Topology(tuple(parents), tuple(ranks))
 
 
-@pytest.mark.parametrize("mode", some_long(["random", "wrong", "oracle", "mixed"], 2))
+@pytest.mark.parametrize("mode", others_long(["random", "wrong", "oracle", "mixed"], ("mixed",)))
 def test_greedy_output_is_the_targets_own_in_float64(tiny_target_f64: Target, mode: str) -> None:
     target, rng = tiny_target_f64, random.Random(7)
     requests = requests_for(target, 12, 60)
@@ -81,7 +81,7 @@ def test_greedy_output_is_the_targets_own_in_float64(tiny_target_f64: Target, mo
             assert result.accepted_length == 1.0
 
 
-@pytest.mark.parametrize("penalty", [1.3, 0.9])
+@pytest.mark.parametrize("penalty", some_long([1.3, 0.9], 2))
 def test_repetition_penalty_is_that_of_generate(tiny_target_f64: Target, penalty: float) -> None:
     target, rng = tiny_target_f64, random.Random(9)
     requests = requests_for(target, 7, 50)
@@ -227,6 +227,7 @@ def test_lossy_verification_says_so(tiny_target_f64: Target) -> None:
     assert lossy.accepted_length > exact.accepted_length
 
 
+@pytest.mark.long
 def test_thousands_of_tokens_through_random_trees(tiny_target_f64: Target) -> None:
     target, rng = tiny_target_f64, random.Random(3)
     requests = requests_for(target, 24, 120)

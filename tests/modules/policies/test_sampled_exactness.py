@@ -21,7 +21,7 @@ from references import wrong_rules
 from support.fixed_length import FixedLength
 from support.goodness_of_fit import chi2_bound, pass_statistic
 from support.tables import CandidateDrafter, DepthDrafter, TableDrafter, random_log_probs
-from support.tiers import some_long
+from support.tiers import others_long, some_long
 from support.tree_shapes import branching
 from torch import Tensor
 
@@ -134,7 +134,7 @@ def ensemble_of(draft: str, *, candidates: bool = False) -> Ensemble:
 
 @pytest.mark.parametrize(("copied", "temperature"), some_long(
     [("chain", 0.7), ("chain", 0.1), ("chain", 1.2), ("tree", 0.7)], 9))
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", others_long(POLICIES, ("tree", "dyspec", "stopped chain")))
 def test_point_masses_beside_samples_leave_the_targets_distribution(
     name: str, copied: str, temperature: float
 ) -> None:

@@ -71,7 +71,7 @@ def test_a_long_row_is_read_by_segments_or_refused(family: str, monkeypatch: pyt
             check(target)
 
 
-@pytest.mark.parametrize("family", [*some_long(MUST_LOAD[::2], 4), *others_long(TRAITS, ("deepseek-v3",))])
+@pytest.mark.parametrize("family", [*some_long(MUST_LOAD[::2], 12), *others_long(TRAITS, ("deepseek-v3",))])
 def test_compiled_layers_answer_the_same_or_are_refused(family: str) -> None:
     target = target_of(family)
     target.compiler = Compiler("eager")

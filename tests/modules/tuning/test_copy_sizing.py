@@ -55,7 +55,7 @@ def decoded(target: Target, drafter: Drafter, requests: list[Request], sizes: Co
 
 @pytest.mark.parametrize(("family", "repeating"), some_long([
     ("medusa-copy", True), ("hydra", True), ("eagle", True), ("falcon", True), ("draft-lm", True), ("eagle", False),
-], 3))
+], 9))
 def test_trials_are_what_decoding_counts(family: str, repeating: bool, tiny_target_f64: Target) -> None:
     target = tiny_target_f64
     drafter = randomised(CASES[family].make(target))

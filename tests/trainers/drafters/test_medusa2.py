@@ -235,6 +235,7 @@ def test_answers_written_anew_are_the_adapted_targets_own(target: Target) -> Non
         torch.testing.assert_close(after.final(), adapted.encode(after).final())
 
 
+@pytest.mark.long
 def test_the_heads_learn_and_the_target_stays_itself(target: Target, tmp_path: Path) -> None:
     """Trained on a deterministic text that the target did not write: the heads learn it, KL keeps the target."""
     settings = config(max_steps=120, lr=1e-2, warmup_steps=5, validate_every=120, checkpoint_every=120,
@@ -265,6 +266,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) ->
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_run_from_prompts_to_the_report_tells_how_far_the_target_moved(tmp_path: Path) -> None:
     from draftsmith.recipes.__main__ import main
 
