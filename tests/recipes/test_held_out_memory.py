@@ -27,6 +27,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_sizing_the_tree_takes_no_more_memory_for_more_held_out_text(
     trained: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

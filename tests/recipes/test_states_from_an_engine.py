@@ -16,6 +16,7 @@ TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_target_on_disk_is_drafted_for_by_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = tmp_path / "target", tmp_path / "run"
     tiny_model().save_pretrained(folder)

@@ -6,10 +6,16 @@ from typing import Any
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from .families import DRAFTERS, cases_of
+from .families import CASES, DRAFTERS, cases_of
 
 FIRST_CASES = tuple(next(iter(cases_of(cls.family))) for cls in DRAFTERS)
 """The first case of each family."""
+DRAFTING = tuple(name for name in CASES if name not in (
+    "medusa-copy", "medusa-copy-reduced", "medusa-one-copy", "medusa-2-copy", "hydra-copy-reduced", "hydra-one-copy",
+    "eagle-hass-reduced", "eagle-sampling", "eagle-partial", "eagle3-shared", "eagle3.1", "eagle3-norms",
+    "eagle3-reduced", "falcon-official"))
+"""Cases whose drafters keep and read states in ways of their own. The others differ from one of them in output rows,
+norms and training, on which waits, memory, graphs and counts do not depend."""
 
 
 def others_long(cases: Iterable[Any], kept: Collection[Any] = FIRST_CASES) -> list[Any]:

@@ -21,7 +21,7 @@ from draftsmith.modules.drafters.parts.lookahead_drafter import LookaheadDrafter
 from draftsmith.modules.interfaces.optional_parts import virtual_nodes
 from draftsmith.recipes.planning.counted_storages import CountedStorages
 from support.families import CASES
-from support.tiers import some_long
+from support.tiers import DRAFTING, some_long
 
 NODES = 4
 
@@ -56,7 +56,7 @@ def steady(original: Target, name: str, context: int) -> tuple[int, int]:
     return tally.largest, rows * heads * context * dim * cache.storage.element_size()
 
 
-@pytest.mark.parametrize("name", some_long(["plain", *CASES, "recycling", "first_layers"], 5))
+@pytest.mark.parametrize("name", some_long(["plain", *DRAFTING, "recycling", "first_layers"], 5))
 def test_no_pass_copies_the_cache(tiny_target: Target, name: str) -> None:
     (short, _), (long, keys) = steady(tiny_target, name, 30), steady(tiny_target, name, 400)
     _, drafter, policy = way(tiny_target, name)
@@ -94,7 +94,7 @@ def test_what_is_made_where_something_else_was_is_counted() -> None:
         assert tally.live == sum(tensor.nbytes for tensor in made)
 
 
-@pytest.mark.parametrize("name", some_long([*CASES, "recycling"], 5))
+@pytest.mark.parametrize("name", some_long([*DRAFTING, "recycling"], 5))
 def test_drafting_takes_little_more_than_plain_decoding(tiny_target: Target, name: str) -> None:
     target, drafter, policy = way(tiny_target, name)
     plain = measured(target, 200, 20, 2, None, None)

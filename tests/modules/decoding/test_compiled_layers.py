@@ -249,13 +249,13 @@ def test_the_watcher_sees_every_graph() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_inductor_gives_the_same_answers() -> None:
-    """The compiler that a user gets, in float32, on a machine with a C++ compiler: a minute for eight graphs."""
+    """The compiler that a user gets, in float32, on a machine with a C++ compiler: many seconds for each graph."""
     target = unpacked("inductor")
     drafter = randomised(CASES["eagle3"].make(target)).eval()
     plain, quick = (answered(target, compiled=compiled, drafter=drafter, policy=StaticTree(TREE))
                     for compiled in (False, True))
     if quick.stats.compile_refusal:
         pytest.skip(quick.stats.compile_refusal)
-    assert tokens(quick) == tokens(plain)
-    assert tokens(quick) == tokens(answered(target, compiled=True))
+    assert tokens(quick) == tokens(plain) == tokens(answered(target, compiled=False))

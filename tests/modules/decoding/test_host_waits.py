@@ -37,7 +37,7 @@ from support.families import CASES, randomised
 from support.policy_cases import EVERY
 from support.pretended_device import DEVICE, Waits, pretended_device
 from support.steady_waits import GREEDY, MIXED, Way, moved, steady
-from support.tiers import others_long, some_long
+from support.tiers import DRAFTING, others_long, some_long
 from torch import Tensor
 
 READ = "modules/decoding/rounds.py"
@@ -89,7 +89,7 @@ def test_a_pass_without_a_draft_waits_once(
     check(steady(tiny_target, plain, temperatures, **settings))
 
 
-@pytest.mark.parametrize("name", others_long(CASES))
+@pytest.mark.parametrize("name", others_long(DRAFTING))
 def test_a_pass_of_every_family_waits_once(tiny_target: Target, name: str) -> None:
     check(steady(CASES[name].verifier(tiny_target), drafted(name, StaticTree(WIDE)), GREEDY))
 

@@ -56,7 +56,7 @@ from support.pretended_device import place, pretended_device
 from support.recorded_operations import Records
 from support.steady_waits import GREEDY, MIXED, Way, moved, on_device
 from support.targets import random_target
-from support.tiers import FIRST_CASES, others_long, some_long
+from support.tiers import DRAFTING, FIRST_CASES, others_long, some_long
 from support.wrapped_drafter import Wrapped, WrappedState
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -128,7 +128,7 @@ def check(found: tuple[DecodeResult, DecodeResult], records: Records, shapes: in
     assert records.replays >= 4 * (replayed.stats.target_calls - 1 - shapes) > 0
 
 
-@pytest.mark.parametrize("name", some_long(CASES, 9))
+@pytest.mark.parametrize("name", some_long(DRAFTING, 9))
 def test_replayed_rounds_decode_the_same_with_every_family(
     tiny_target_f64: Target, name: str, records: Records
 ) -> None:
@@ -196,7 +196,7 @@ def looking(stop: StoppingRule) -> StoppedChain:
     return StoppedChain(4, stop, check_every=1)
 
 
-@pytest.mark.parametrize("stop", [MaxProbability(0.05), PathProbability(0.02), EarlyExit(0.1)],
+@pytest.mark.parametrize("stop", some_long([PathProbability(0.02), MaxProbability(0.05), EarlyExit(0.1)], 3),
                          ids=lambda stop: type(stop).__name__)
 def test_a_chain_that_looks_between_its_steps_is_replayed_without_looks(
     tiny_target_f64: Target, stop: StoppingRule, records: Records
@@ -356,7 +356,7 @@ def test_a_steady_round_of_every_baseline_writes_to_the_same_places(
     check_places(steady(tiny_target, without_training(name), records))
 
 
-@pytest.mark.parametrize("name", [*CASES, *BASELINES])
+@pytest.mark.parametrize("name", others_long([*CASES, *BASELINES], (*DRAFTING, *BASELINES)))
 def test_computed_rounds_write_what_they_leave_to_the_same_places(tiny_target: Target, name: str) -> None:
     """A record reads what the round before it has left: nothing of it may be made anew."""
     target = CASES[name].verifier(tiny_target) if name in CASES else tiny_target

@@ -22,7 +22,7 @@ from references.confidence import Judged, judged
 from support.encoded_answers import encoded_answers
 from support.families import CASES, randomised
 from support.tables import CandidateDrafter, DepthDrafter, TableDrafter
-from support.tiers import others_long
+from support.tiers import DRAFTING, others_long
 from support.tree_shapes import paths
 from torch import Tensor
 
@@ -148,7 +148,7 @@ def test_guesses_after_the_end_of_the_answer_are_not_counted(tiny_target: Target
     assert (found["path"].guesses, found["path"].acceptance_rate) == (2, 1.0)
 
 
-@pytest.mark.parametrize("name", others_long(CASES))
+@pytest.mark.parametrize("name", others_long(DRAFTING))
 def test_the_confidence_of_every_family_is_counted(name: str, tiny_target_f64: Target) -> None:
     target = tiny_target_f64
     drafter = randomised(CASES[name].make(target).to(target.dtype))

@@ -105,6 +105,7 @@ def test_growth_falls_with_the_steps_taken_and_its_half_is_uncertain() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_families_are_calibrated_on_a_hybrid_target_with_another_template(tmp_path: Path) -> None:
     place = SERVED["gated delta rule and experts"](tmp_path / "target")
     template = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"

@@ -274,6 +274,7 @@ def test_an_import_is_measured_next_to_it(tmp_path: Path, tiny: Target) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), [
     ("medusa", "medusa"), ("hydra", "hydra"), ("eagle", "eagle"), ("eagle3", "eagle"),
     ("eagle3-reduced", "speculators"), ("kangaroo", "kangaroo"), ("prompt-tokens", "ppd"), ("draft-lm", "huggingface")])

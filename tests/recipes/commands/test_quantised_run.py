@@ -14,6 +14,7 @@ FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "w
 
 
 @pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["fp8", "compressed-tensors", "int8"])
 def test_a_draft_of_a_quantised_target_is_exact_and_says_so(
     form: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -17,6 +17,7 @@ from support.template_shapes import GEMMA, LLAMA3, shaped_tokenizer
 
 
 @pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [GEMMA, LLAMA3], ids=["gemma", "llama3"])
 def test_a_hybrid_target_with_another_template(source: str) -> None:
     tokenizer = shaped_tokenizer(source)
