@@ -33,6 +33,7 @@ ON_A_SHAPE = {
     "eagle3_8b": "8b", "eagle3_hybrid_9b": "hybrid_9b", "eagle3_70b": "70b, short", "eagle3_70b_zero3": "70b, short"}
 """Large recipes that are planned, and the shape of the target that they are planned for."""
 FITTED = {"dspark_8b": ["--drafter.taps", "[1,2,4,5,6]"], "fastdraft_8b": ["--drafter.layers", "[0,1,6,7]"],
+          "hidden_transfer_8b": ["--drafter.layer", "6"],
           # Its recurrent network is walked position by position, also in a plan.
           "falcon_8b": ["--prompts.max_prompt_tokens", "256", "--distill.max_new_tokens", "128"]}
 """Words with which a recipe fits a target of few layers, or is planned in seconds."""
