@@ -57,6 +57,8 @@ class Prediction:
     """Relative standard error of the tokens by the answers they were counted on; None where these chose the draft."""
     time_error: float = 0.0
     """Relative standard error of the speed-up by the seconds."""
+    degrees: float = 1.0
+    """Degrees of freedom of the error of the tokens."""
     answers: int = 0
     """Answers that the tokens were counted on."""
 
@@ -64,9 +66,10 @@ class Prediction:
         """The 90 % interval of the tokens per pass of `measured` other answers to such prompts."""
         return self._interval(self.accepted_length, measured, 0.0)
 
-    def speedup_interval(self, measured: int) -> tuple[float, float] | None:
-        """The 90 % interval of their speed-up."""
-        return self._interval(self.speedup, measured, self.time_error)
+    def speedup_interval(self, measured: int, speed: tuple[float, float] | None = None) -> tuple[float, float] | None:
+        """The 90 % interval of their speed-up, measured with a speed of this 95 % interval."""
+        error = 0.0 if speed is None else math.log(speed[1] / speed[0]) / (2 * 1.96)
+        return self._interval(self.speedup, measured, math.hypot(self.time_error, error))
 
     def _interval(self, value: float, measured: int, error: float) -> tuple[float, float] | None:
         if self.length_error is None or not measured:
@@ -74,7 +77,7 @@ class Prediction:
         # What is measured varies with its own answers too.
         spread = math.hypot(self.length_error * (1 + self.answers / measured) ** 0.5, error)
         # The 95 % quantile of Student's t by its expansion in 1 / degrees (Abramowitz and Stegun 1964, 26.7.5).
-        degrees, normal = self.answers - 1, 1.645
+        degrees, normal = self.degrees, 1.645
         quantile = normal + (normal**3 + normal) / (4 * degrees) + (5 * normal**5 + 16 * normal**3 + 3 * normal) / (
             96 * degrees**2)
         return value * math.exp(-quantile * spread), value * math.exp(quantile * spread)
@@ -162,7 +165,8 @@ class Tuning:
             speedup = self.cost.answer_speedup(length, self.cost.step_seconds(size, batch_size), known.prompt_tokens,
                                                known.answer_tokens, batch_size)
             return Prediction(speedup=speedup, accepted_length=length, length_error=known.errors[size - 1],
-                              time_error=self.cost.relative_error if size > 1 else 0.0, answers=known.answers)
+                              degrees=known.degrees[size - 1], answers=known.answers,
+                              time_error=self.cost.relative_error(size, batch_size) if size > 1 else 0.0)
         if size > len(lengths):
             return None
         return Prediction(speedup=self.cost.predict(lengths[size - 1], size, batch_size),
@@ -183,7 +187,8 @@ class Tuning:
         speedup = self.cost.answer_speedup(found.accepted_length, seconds, known.prompt_tokens, known.answer_tokens,
                                            batch_size)
         return Prediction(speedup=speedup, accepted_length=found.accepted_length, length_error=found.error,
-                          time_error=self.cost.relative_error, answers=known.answers)
+                          degrees=found.degrees, answers=known.answers,
+                          time_error=self.cost.relative_error(sizing.tree_size, batch_size))
 
     def copying_at(self, temperature: float) -> CopySizing | None:
         """The replays of copied chains that hold for a temperature."""

@@ -277,7 +277,8 @@ class Evaluation:
         """
         found, group = self.prediction, self.predicted_for[1]
         return {"predicted_speedup": found and found.speedup,
-                "predicted_speedup_interval": found and found.speedup_interval(group.prompts),
+                "predicted_speedup_interval": found and found.speedup_interval(group.prompts,
+                                                                               group.tokens_per_second_interval),
                 "predicted_accepted_length": found and found.accepted_length,
                 "predicted_accepted_length_interval": found and found.length_interval(group.prompts)}
 

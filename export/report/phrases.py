@@ -193,9 +193,10 @@ def prediction_note(evaluation: Evaluation) -> str:
     whose = "prompts like the training's" if name == OWN else "all prompts, predicted for those like the training's"
     chosen = ("" if found.length_error is not None or found.accepted_length == 1 else
               " Too few answers were held out to predict from any that did not choose the draft: expect less.")
+    faster = found.speedup_interval(measures.prompts, measures.tokens_per_second_interval)
     return (f"Predicted and measured on {whose}: tokens per pass{joined} {found.accepted_length:.2f}"
             f"{within(found.length_interval(measures.prompts))}, measured: {measures.accepted_length:.2f}; speed-up "
-            f"over this loop without drafts {times(found.speedup)}{within(found.speedup_interval(measures.prompts))}, "
+            f"over this loop without drafts {times(found.speedup)}{within(faster)}, "
             f"measured: {measured}.{chosen}")
 
 

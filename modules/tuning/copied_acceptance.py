@@ -28,7 +28,9 @@ class Counted:
     nodes: float
     """Nodes verified, the root included."""
     error: float
-    """Relative standard error of the tokens, by resampling the answers; 0 of fewer than two."""
+    """Relative standard error of the tokens, as of `relative_errors`; 0 of fewer than two answers."""
+    degrees: float
+    """Its degrees of freedom."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +80,16 @@ class CopiedText:
             depths_P = torch.where(true[-1] & new_P, depths_P.clamp(min=depth), depths_P)
         starts_S = pass_starts(self.left_P, depths_P)
         if not len(starts_S):
-            return Counted(accepted_length=1.0, nodes=1.0, error=0.0)
+            return Counted(accepted_length=1.0, nodes=1.0, error=0.0, degrees=1.0)
         emitted_S = torch.minimum(depths_P + 1, self.left_P)[starts_S]
         nodes_S = (1 + kept_P + copied * found_P)[starts_S]
         sums_A2 = torch.zeros(int(self.rows_P.max()) + 1, 2, dtype=torch.float64)
         sums_A2.index_add_(0, self.rows_P[starts_S], torch.stack([emitted_S, torch.ones_like(emitted_S)], 1).double())
         sums_A2 = sums_A2[sums_A2[:, 1] > 0]
-        error = float(relative_errors(sums_A2[:, :1], sums_A2[:, 1:])) if len(sums_A2) >= FEWEST_ANSWERS else 0.0
+        error, degrees = (map(float, relative_errors(sums_A2[:, :1], sums_A2[:, 1:]))
+                          if len(sums_A2) >= FEWEST_ANSWERS else (0.0, 1.0))
         return Counted(accepted_length=float(emitted_S.double().mean()), nodes=float(nodes_S.double().mean()),
-                       error=error)
+                       error=error, degrees=degrees)
 
 
 def copied_text(text: ProposedText, copied: int) -> CopiedText:

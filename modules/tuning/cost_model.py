@@ -151,10 +151,12 @@ class CostModel:
         """Speed-up over plain decoding of the same batch, if a pass emits `accepted_length` tokens for each row."""
         return accepted_length * self.pass_seconds(1, batch, context) / self.step_seconds(size, batch, context)
 
-    @property
-    def relative_error(self) -> float:
-        """Relative standard error of a predicted speed-up by the seconds alone: the fit's, and the measurements'."""
-        return math.hypot(self.pass_error / NORMAL_MEDIAN, self.spread)
+    def relative_error(self, size: int, batch: int = 1) -> float:
+        """Relative standard error of a predicted speed-up by the seconds alone: the fit's of the plain pass and of both
+        parts of a drafted step of `size` nodes, and the measurements'."""
+        drafting = self.draft_seconds(size, batch) / self.step_seconds(size, batch)
+        fits = self.pass_error, (1 - drafting) * self.pass_error, drafting * self.draft_error
+        return math.hypot(math.hypot(*fits) / NORMAL_MEDIAN, self.spread)
 
     def answer_speedup(self, accepted_length: float, step_seconds: float, prompt: float, answer: float,
                        batch: int = 1) -> float:

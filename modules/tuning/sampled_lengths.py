@@ -28,7 +28,6 @@ SIZING_TEMPERATURE = 1.0
 same sizes, since more is accepted there; above it nothing is known."""
 FEWEST_ANSWERS = 2
 """Fewest answers whose spread says anything."""
-RESAMPLES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,9 @@ class PredictedLengths:
     lengths: tuple[float, ...]
     """Tokens per pass for a tree of 1, 2, 3 ... nodes, the bonus included."""
     errors: tuple[float, ...]
-    """Relative standard error of each, by resampling the answers."""
+    """Relative standard error of each, by leaving out one answer at a time."""
+    degrees: tuple[float, ...]
+    """Degrees of freedom of each error: fewer where few answers make up most of it."""
     answers: int
     """Number of answers."""
     prompt_tokens: float
@@ -47,7 +48,8 @@ class PredictedLengths:
     """Mean tokens of the answers."""
 
     def __post_init__(self) -> None:
-        if len(self.lengths) != len(self.errors) or self.answers < FEWEST_ANSWERS or min(self.lengths, default=1.0) < 1:
+        same = len(self.lengths) == len(self.errors) == len(self.degrees)
+        if not same or self.answers < FEWEST_ANSWERS or min((*self.lengths, *self.degrees), default=1.0) < 1:
             raise ValueError(f"predicted lengths need an error each, {FEWEST_ANSWERS} answers and at least 1 token a "
                              f"pass, got {len(self.lengths)} and {len(self.errors)} numbers of {self.answers} answers")
 
@@ -86,17 +88,21 @@ def counted(text: DrawnText, topology: Topology) -> tuple[Tensor, Tensor]:
     return sums_AN2[..., 0], sums_AN2[..., 1]
 
 
-def relative_errors(sums_AN: Tensor, counts_AN: Tensor) -> Tensor:
-    """Relative standard errors of sums over counts, [N]: both are drawn again by answers (bootstrap; Efron and
-    Tibshirani 1993, chapter 6)."""
+def relative_errors(sums_AN: Tensor, counts_AN: Tensor) -> tuple[Tensor, Tensor]:
+    """(relative standard errors of sums over counts, their degrees of freedom), both [N], of two answers or more.
+
+    Each answer is left out once (jackknife; Efron and Tibshirani 1993, equation 11.5): one long answer may hold most of
+    the passes, which draws with replacement leave out too rarely to show. The degrees of freedom are those of a
+    variance with the found kurtosis k, 2 A / (k - 1) (Satterthwaite 1946), which for normal values is A.
+    """
     answers = len(sums_AN)
-    drawn_RA = torch.randint(answers, (RESAMPLES, answers), generator=torch.Generator().manual_seed(0))
-    weights_RA = torch.zeros(RESAMPLES, answers, dtype=torch.float64)
-    weights_RA.scatter_add_(1, drawn_RA, torch.ones_like(weights_RA))
-    ratios_RN = weights_RA @ sums_AN / (weights_RA @ counts_AN).clamp(min=1e-12)
-    # A resample can consist of few distinct answers; n / (n - 1) makes up for its smaller spread.
-    errors_N: Tensor = ratios_RN.log().std(0) * (answers / (answers - 1)) ** 0.5
-    return errors_N
+    ratios_AN = ((sums_AN.sum(0) - sums_AN) / (counts_AN.sum(0) - counts_AN)).log()
+    squares_AN = (ratios_AN - ratios_AN.mean(0)) ** 2
+    sums_N = squares_AN.sum(0)
+    # Where all answers are alike the kurtosis is that of a fair coin, 1.
+    kurtosis_N = (answers * (squares_AN**2).sum(0) / sums_N**2).nan_to_num(1.0)
+    return (sums_N * (answers - 1) / answers).sqrt(), (
+        2 * answers / (kurtosis_N - 1).clamp(min=0)).clamp(1, answers - 1)
 
 
 def predicted_lengths(text: ProposedText, chances: DrawnText, topology: Topology,
@@ -116,12 +122,13 @@ def predicted_lengths(text: ProposedText, chances: DrawnText, topology: Topology
     if len(emitted_AN) < FEWEST_ANSWERS:
         return None
     lengths = (emitted_AN.sum(0) / passes_AN.sum(0)).tolist()
-    errors = relative_errors(emitted_AN, passes_AN).tolist()
+    errors, degrees = (each_N.tolist() for each_N in relative_errors(emitted_AN, passes_AN))
     more = max(0, sizes - topology.size)
     # Every first token of an answer comes from the pass over its prompt.
     after_P = text.left_P > 0
     firsts = [int((after_P & (text.rows_P == row)).int().argmax()) for row in set(text.rows_P[after_P].tolist())]
     return PredictedLengths(
         lengths=tuple(lengths + lengths[-1:] * more)[:sizes], errors=tuple(errors + errors[-1:] * more)[:sizes],
-        answers=len(emitted_AN), prompt_tokens=float(text.roots_P[firsts].double().mean()),
+        degrees=tuple(degrees + degrees[-1:] * more)[:sizes], answers=len(emitted_AN),
+        prompt_tokens=float(text.roots_P[firsts].double().mean()),
         answer_tokens=1 + float(text.left_P[firsts].double().mean()))

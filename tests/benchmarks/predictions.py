@@ -3,9 +3,9 @@
     python tests/benchmarks/predictions.py --out DIR [--target NAME] [--config RECIPE] [--only N] [WORDS ...]
 
 Ten families are trained for three tiny random targets in turn, or all for one target; each run predicts tokens a pass
-and speed-up from held-out answers that chose nothing, and is then evaluated on its test prompts. WORDS go to every
-run, such as `-- --train.max_minutes 2`. A finished run is read, not repeated. On a machine that is busy the intervals
-of speeds are wide; tokens a pass are not affected.
+and speed-up from held-out answers that chose nothing, and is then evaluated on its test prompts. Each has prompts of
+its own: runs with the same ones miss together. WORDS go to every run, such as `-- --train.max_minutes 2`. A finished
+run is read, not repeated. On a machine that is busy the intervals of speeds are wide; tokens a pass are not affected.
 """
 
 import argparse
@@ -69,6 +69,7 @@ def main() -> None:
             policy = ("--evaluate.policies", "[static-8]") if given.config == "tiny" else ()
             if draftsmith(["run", "--config", given.config, "--out", str(folder), "--family", family, *words,
                            "--target.name", str(place) if target in SERVED else target,
+                           "--distill.seed", str(number),
                            *(TINY if given.config == "tiny" else ()), *policy, *given.words]):
                 raise SystemExit(f"the run {name} failed")
         row = [name, target]

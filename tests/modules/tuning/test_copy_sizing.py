@@ -32,7 +32,7 @@ WIDE = Topology((-1, *[0] * 10, *[1] * 10, *[2] * 10), (0, *range(10), *range(10
 def cost(node: float, batch_knot: int = 64) -> CostModel:
     """A pass takes 0.1 s and `node` s for each token after the first; a draft 0.01 s."""
     return CostModel(knots=(1, batch_knot), pass_weights=(0.1, node, node, 0.0, 0.0), largest=8, context=32,
-                     pass_error=0.0, draft_weights=(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.0)
+                     pass_error=0.0, draft_weights=(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.0, degrees=1.0)
 
 
 def trial(copied: int, extra: int, length: float, nodes: float) -> CopyTrial:
@@ -79,9 +79,9 @@ def test_a_guess_that_the_copy_repeats_takes_no_node() -> None:
     text = CopiedText(proposals_PKR=torch.tensor([[[7], [8]]]), copies_PC=torch.tensor([[7, 9]]),
                       following_PF=torch.tensor([[7, 9, 3]]), left_P=torch.tensor([3]), rows_P=torch.tensor([0]))
     tree = Topology.chain(2)
-    assert text.count(tree, 2, 2) == Counted(accepted_length=3.0, nodes=4.0, error=0.0)
+    assert text.count(tree, 2, 2) == Counted(accepted_length=3.0, nodes=4.0, error=0.0, degrees=1.0)
     assert text.count(tree, 2, 0).nodes == 3.0, "a pass of three nodes has no room for the 8"
-    assert text.count(tree, 0, 0) == Counted(accepted_length=2.0, nodes=3.0, error=0.0)
+    assert text.count(tree, 0, 0) == Counted(accepted_length=2.0, nodes=3.0, error=0.0, degrees=1.0)
 
 
 def test_a_dear_node_asks_for_a_small_pass_and_a_cheap_one_for_a_large() -> None:

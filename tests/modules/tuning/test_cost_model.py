@@ -23,7 +23,7 @@ from draftsmith.modules import (
     measure_cost,
 )
 from draftsmith.modules.files.json_records import record_of
-from draftsmith.modules.tuning.cost_model import least_squares
+from draftsmith.modules.tuning.cost_model import NORMAL_MEDIAN, least_squares
 from scipy.optimize import nnls
 from support.drafters import ScriptedDrafter
 
@@ -74,6 +74,13 @@ def test_a_known_law_is_recovered() -> None:
         assert model.pass_seconds(size, batch, context) == pytest.approx(roofline(size, batch, context), rel=1e-6)
         assert model.draft_seconds(size, batch, context) == pytest.approx(draft(size, batch, context), rel=1e-6)
     assert model.draft_seconds(1, 4, 192) == 0.0
+
+
+def test_the_error_of_a_speedup_has_the_fit_of_both_parts_of_a_step() -> None:
+    """A step of two nodes drafts for half of its time; a plain one does not."""
+    model = CostModel(knots=(1,), pass_weights=(0.1, 0.0, 0.0, 0.0), draft_weights=(0.1, *[0.0] * 5), largest=2,
+                      context=1, pass_error=0.02 * NORMAL_MEDIAN, draft_error=0.1 * NORMAL_MEDIAN, spread=0.04)
+    assert model.relative_error(2) == pytest.approx((0.02**2 + 0.01**2 + 0.05**2 + 0.04**2) ** 0.5)
 
 
 def test_noise_changes_the_law_a_little_and_nothing_gets_faster_by_being_larger() -> None:
