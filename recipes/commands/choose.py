@@ -20,7 +20,7 @@ from ...data import DistillConfig, PromptConfig
 from ...data.store.disk_room import in_words
 from ...export import Artifact, Tuning, load_artifact
 from ...export.artifact_files import WEIGHTS
-from ...export.layouts.registry import EXPORT_FORMATS, formats_of
+from ...export.layouts.registry import formats_of
 from ...export.tuning import Prediction
 from ...modules import DEFAULT_NAME, Target, TargetConfig, UserError, choose_size, load_target, measure_cost
 from ...modules.config_checks import MOST_ROWS
@@ -49,6 +49,8 @@ CURVE, MOST_GROWTH = 10.0, 1.2
 hundred steps and several thousand (tests/benchmarks/README.md); and the largest growth, in natural logs."""
 ANSWER_TOKENS = 64
 """Tokens of the answers that are predicted."""
+ENGINES = ("vLLM", "SGLang", "llama.cpp", "OpenVINO GenAI", "TensorRT-LLM", "Text Generation Inference", "transformers")
+"""Programs that load some layout."""
 MANY = 10**6
 """Answers of a prediction that is not compared with a few measured ones."""
 
@@ -72,7 +74,7 @@ class ChooseArguments:
     temperatures: tuple[float, ...] = (0.0,)
     """Sampling temperatures that will be used, up to 1."""
     engine: str | None = None
-    """Take only drafts that this engine loads, such as vLLM, SGLang or llama.cpp."""
+    """Take only drafts that this engine loads, such as vLLM, SGLang or llama.cpp; upper and lower case are alike."""
     memory_gib: float | None = None
     """Take only recipes whose training is planned to need at most so much memory."""
     target: TargetConfig = field(default_factory=own_target)
@@ -98,9 +100,8 @@ class ChooseArguments:
             raise UserError(f"a temperature must be {TEMPERATURES}, got {wrong_degrees[0]}")
         if not self.batch_sizes or not self.temperatures:
             raise UserError("choose needs at least one of batch_sizes and one of temperatures; give --batch_sizes [1]")
-        if self.engine is not None and not any(loads(self.engine, one.readers) for one in EXPORT_FORMATS):
-            raise UserError(f"no layout is known that {self.engine} loads; choose vLLM, SGLang, llama.cpp, OpenVINO "
-                            "GenAI, TensorRT-LLM, transformers, or leave engine out")
+        if self.engine is not None and self.engine.lower() not in map(str.lower, ENGINES):
+            raise UserError(f"engine must be one of {', '.join(ENGINES)}, got {self.engine}; or leave it out")
         if len(self.calibrated) * LEAST_MINUTES > self.minutes:
             raise UserError(f"minutes {self.minutes:g} is shorter than calibrating {len(self.calibrated)} rows, which "
                             f"takes {len(self.calibrated) * LEAST_MINUTES:g} at least; give more, fewer --rows, or "
@@ -145,7 +146,7 @@ class Candidate:
 
 
 def loads(engine: str, readers: str) -> bool:
-    """True if an engine is among the readers of a layout."""
+    """True if an engine, by its whole name, is among the readers of layouts."""
     return engine.lower() in readers.lower()
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
+from draftsmith.export.layouts.registry import EXPORT_FORMATS
 from draftsmith.recipes.__main__ import main
-from draftsmith.recipes.commands.choose import grown, predicted
+from draftsmith.recipes.commands.choose import ENGINES, grown, loads, predicted
 from support.artifacts import tuning
 from support.served_targets import SERVED
 
@@ -71,7 +72,8 @@ def test_a_draft_that_the_engine_does_not_load_is_left_out(tiny_run: Path, tmp_p
 @pytest.mark.parametrize(("words", "sentence"), [
     (("--minutes", "1"), "minutes 1 is shorter than calibrating 5 rows, which takes 1.25 at least; give more, fewer"),
     (("--minutes", "-1"), "minutes must be above 0, got -1"),
-    (("--engine", "vlm"), "no layout is known that vlm loads; choose vLLM"),
+    *((("--engine", name), f"engine must be one of vLLM, SGLang, llama.cpp, OpenVINO GenAI, TensorRT-LLM, Text "
+       f"Generation Inference, transformers, got {name}; or leave it out") for name in ("m", "official code")),
     (("--batch_sizes", "[0]"), "batch_sizes must lie between 1 and"),
     (("--temperatures", "[-1]"), "a temperature must be"),
     (("--target.device", "cuda:7"), "'cuda:7' was asked for, but no CUDA device is available; use cpu or auto"),
@@ -86,6 +88,10 @@ def test_bad_input_gets_one_sentence(
     said = capsys.readouterr().err
     assert sentence in said
     assert not (tmp_path / "out" / "choose.json").exists()
+
+
+def test_every_engine_loads_some_layout() -> None:
+    assert [name for name in ENGINES if not any(loads(name, one.readers) for one in EXPORT_FORMATS)] == []
 
 
 def test_growth_falls_with_the_steps_taken_and_its_half_is_uncertain() -> None:
