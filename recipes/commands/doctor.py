@@ -65,7 +65,7 @@ def doctor(parsed: Parsed[DoctorArguments]) -> None:
     case = Case(artifact=artifact, target=target, template=given.template.build(target), data=data,
                 why_no_data=reason, temperature=given.temperature)
     found = diagnose(case, [case.template.prompt(one.history()) for one in handwritten_prompts()],
-                     folder.parent / "evaluation.json")
+                     folder.parent / "evaluation.json", lambda text: say(f"     {text}", file=sys.stderr))
     text = json.dumps(found.to_dict(), indent=2, ensure_ascii=False)
     if given.out is not None:
         title = f"{artifact.drafter.family.capitalize()} drafts for {target.identity.name}: doctor"

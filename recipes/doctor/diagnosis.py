@@ -1,6 +1,6 @@
 """All checks of a case, in order, and the text of their findings."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,15 @@ class Diagnosis:
                 "sample": [{"text": text, "supervised": learned} for text, learned in self.sample]}
 
 
-def diagnose(case: Case, prompts: Sequence[Sequence[int]], report: Path) -> Diagnosis:
+def diagnose(case: Case, prompts: Sequence[Sequence[int]], report: Path,
+             say: Callable[[str], object] = str) -> Diagnosis:
     """Run every check that the case allows; what it does not allow says why.
 
     Args:
         case: what is read.
         prompts: tokens of prompts that are answered, up to the answer.
         report: evaluation.json of its run; it need not be there.
+        say: is told what is checked next, since the whole can take minutes.
 
     Raises:
         UserError: if a file of the data is corrupted.
@@ -62,9 +64,12 @@ def diagnose(case: Case, prompts: Sequence[Sequence[int]], report: Path) -> Diag
     if case.data is None:
         findings.append(unchecked("data", case.why_no_data))
     else:
+        say(f"{len(case.data.names)} training rows are read, and some of them compared with the target's own")
         findings += [*text_findings(case, case.data), *target_findings(case, case.data)]
+    say("hand-written prompts are decoded with the draft")
     texts = read_texts(case, prompts)
     gains = read_gains(case, report)
+    say("the draft is tried with other layers, rotary bases and longer contexts")
     findings += [*draft_findings(case, texts), *gain_findings(case, texts, gains)]
     curves = {"decoded": acceptance_of(texts.emitted, texts.topology.depth).by_position,
               "training forward": accepted(case, texts.decoded, texts.topology).by_position}

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ...data.batches.label_weights import coverage
 from ...data.batches.learned_tokens import LearnedTokens, repetitions
 from ...modules.decoding.token_text import TokenText
 from .case import Case, DataSample
@@ -27,6 +28,9 @@ LEAST_AT_USE = 0.25
 """Least share of rows at a temperature like that of the use; the recipes that mix them give each a third at least."""
 MOST_CUT = 0.05
 """Largest share of the labels that may stand after the end of packed rows."""
+SHORT, MOST_SHORT = 4, 0.25
+"""Labels of an answer that is hardly one, and largest share of rows with no more labels than a draft has steps: of 15
+steps, a few rows in a hundred of any chat have no more."""
 SAMPLE_TOKENS = 160
 """Tokens of the rendered row."""
 
@@ -41,7 +45,8 @@ def text_findings(case: Case, data: DataSample) -> Iterator[Finding]:
     yield _lengths(case, data)
     yield _temperature(case, data)
     if (ids_Q := case.artifact.drafter.token_ids_Q) is not None:
-        yield _vocabulary(data, ids_Q)
+        # A vocabulary that few answers chose holds all of their tokens: what others lack is seen in held-out ones.
+        yield _vocabulary(data, ids_Q, coverage(data.folder, ids_Q) if data.manifest.split("validation") else 1.0)
 
 
 def rendered(case: Case, data: DataSample) -> list[tuple[str, bool]]:
@@ -171,7 +176,9 @@ def _lengths(case: Case, data: DataSample) -> Finding:
     length = batch.get("row_length") if batch.get("states") == "computed" else None
     lost = sum(int(row[length:].sum()) for row in rows if length) / max(1, sum(counts))
     # A row in which nothing is learned at all, such as one that repeats itself, is left out of training.
-    short = group(data.names, [row for row, count in enumerate(counts) if 0 < count <= steps])
+    of_steps = [row for row, count in enumerate(counts) if 0 < count <= steps]
+    short = group(data.names, [row for row in of_steps if counts[row] <= SHORT]) or group(
+        data.names, of_steps, MOST_SHORT)
     return judged("lengths", f"{sorted(counts)[len(counts) // 2]} labels in the median row, {min(counts)} to "
                   f"{max(counts)}", "rows are long enough for the draft's steps",
                   (short, f"{short} have no more labels than the {steps} draft steps: later ones learn nothing there",
@@ -192,8 +199,8 @@ def _temperature(case: Case, data: DataSample) -> Finding:
                    f"add {use:g} to distill.temperatures, or tell this command the --temperature of the use"))
 
 
-def _vocabulary(data: DataSample, ids_Q: torch.Tensor) -> Finding:
-    """Coverage of the answers by the reduced draft vocabulary, over all rows and by row."""
+def _vocabulary(data: DataSample, ids_Q: torch.Tensor, held_out: float) -> Finding:
+    """Coverage of the answers by the reduced draft vocabulary, over all rows, by row, and of held-out answers."""
     shard = data.shard
     inside_T = torch.isin(shard.tokens_T, ids_Q.cpu().to(shard.tokens_T.dtype))
     places = [slice(*shard.span(row)) for row in range(shard.num_rows)]
@@ -202,7 +209,10 @@ def _vocabulary(data: DataSample, ids_Q: torch.Tensor) -> Finding:
     poor = group(data.names, [row for row, found in enumerate(rows) if float(found.mean()) < LEAST_INSIDE_ROW])
     remedy = ("raise drafter.vocabulary_size (null for all tokens), and distil prompts of all kinds that are served "
               "(prompts.path)")
-    return judged("draft vocabulary", f"{len(ids_Q):,} tokens hold {whole:.1%} of the answers' tokens",
+    return judged("draft vocabulary", f"{len(ids_Q):,} tokens hold {whole:.1%} of the answers' tokens" + (
+                      f", {held_out:.1%} in held-out ones" if held_out < 1 else ""),
                   "hardly a draft ends at a token outside",
                   (whole < LEAST_INSIDE, f"{1 - whole:.0%} of the answers' tokens can never be guessed", remedy),
+                  (held_out < LEAST_INSIDE <= whole, f"{1 - held_out:.0%} of the tokens of other answers can never be "
+                   "guessed: too few answers chose the vocabulary", f"raise distill.budget_tokens; or {remedy}"),
                   (poor, f"{poor} have more than a quarter outside: another language or kind of text", remedy))

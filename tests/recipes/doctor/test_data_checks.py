@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.data import ChatTemplate
-from draftsmith.data.store.token_store import Row
+from draftsmith.data.store.token_store import Manifest, Row
 from draftsmith.export import Artifact
 from draftsmith.modules import Drafter, Target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
@@ -166,6 +166,28 @@ def test_a_vocabulary_that_is_too_small_is_found(tiny_target: Target, healthy: l
     rows = planted(rows, share, lambda row: with_answer(row, [80 + token % 15 for token in row.tokens[answer(row) :]]))
     verdict = faults(rows, tiny_target, drafter=narrow)["draft vocabulary"].verdict
     assert f"{40 * share:.0f} of 40 rows" in verdict
+
+
+def test_a_vocabulary_that_too_few_answers_chose_is_found(
+    tiny_target: Target, healthy: list[Row], tiny_run: Path
+) -> None:
+    rows = [with_answer(row, [3 + token % 70 for token in row.tokens[answer(row) :]]) for row in healthy]
+    folder = tiny_run / "data"
+    data = replace(sample_of(rows, tiny_target), folder=folder, manifest=Manifest.load(folder))
+    one = case(data, tiny_target, heads(tiny_target, vocabulary_size=75))
+    found = {finding.name: finding for finding in text_findings(one, data)}["draft vocabulary"]
+    assert "hold 100.0% of the answers' tokens, " in found.figure
+    assert "too few answers chose the vocabulary" in found.verdict
+
+
+def test_some_short_answers_are_no_fault_of_a_draft_with_many_steps(tiny_target: Target, healthy: list[Row]) -> None:
+    def brief(row: Row) -> Row:
+        return with_answer(row, row.tokens[answer(row) :][:8])
+
+    many = heads(tiny_target, num_heads=12)
+    assert "lengths" not in faults(planted(healthy, 0.1, brief), tiny_target, drafter=many)
+    assert "12 draft steps" in faults(planted(healthy, 0.5, brief), tiny_target, drafter=many)["lengths"].verdict
+    assert "12 draft steps" in faults(planted(healthy, 0.1, too_short), tiny_target, drafter=many)["lengths"].verdict
 
 
 @TENTH
