@@ -91,15 +91,13 @@ def counted(text: DrawnText, topology: Topology) -> tuple[Tensor, Tensor]:
 def relative_errors(sums_AN: Tensor, counts_AN: Tensor) -> tuple[Tensor, Tensor]:
     """(relative standard errors of sums over counts, their degrees of freedom), both [N], of two answers or more.
 
-    Each answer is left out once (jackknife; Efron and Tibshirani 1993, equation 11.5): one long answer may hold most of
-    the passes, which draws with replacement leave out too rarely to show. The degrees of freedom are those of a
-    variance with the found kurtosis k, 2 A / (k - 1) (Satterthwaite 1946), which for normal values is A.
+    Each answer is left out once (jackknife; Efron and Tibshirani 1993, equation 11.5), since one may hold most of the
+    passes. Of a variance with the found kurtosis k the degrees are 2 A / (k - 1) (Satterthwaite 1946): A if normal.
     """
     answers = len(sums_AN)
     ratios_AN = ((sums_AN.sum(0) - sums_AN) / (counts_AN.sum(0) - counts_AN)).log()
     squares_AN = (ratios_AN - ratios_AN.mean(0)) ** 2
     sums_N = squares_AN.sum(0)
-    # Where all answers are alike the kurtosis is that of a fair coin, 1.
     kurtosis_N = (answers * (squares_AN**2).sum(0) / sums_N**2).nan_to_num(1.0)
     return (sums_N * (answers - 1) / answers).sqrt(), (
         2 * answers / (kurtosis_N - 1).clamp(min=0)).clamp(1, answers - 1)
@@ -121,14 +119,13 @@ def predicted_lengths(text: ProposedText, chances: DrawnText, topology: Topology
     emitted_AN, passes_AN = emitted_AN[kept_A], passes_AN[kept_A]
     if len(emitted_AN) < FEWEST_ANSWERS:
         return None
-    lengths = (emitted_AN.sum(0) / passes_AN.sum(0)).tolist()
-    errors, degrees = (each_N.tolist() for each_N in relative_errors(emitted_AN, passes_AN))
     more = max(0, sizes - topology.size)
+    lengths, errors, degrees = (tuple([*one_N.tolist(), *one_N[-1:].tolist() * more][:sizes]) for one_N in (
+        emitted_AN.sum(0) / passes_AN.sum(0), *relative_errors(emitted_AN, passes_AN)))
     # Every first token of an answer comes from the pass over its prompt.
     after_P = text.left_P > 0
     firsts = [int((after_P & (text.rows_P == row)).int().argmax()) for row in set(text.rows_P[after_P].tolist())]
     return PredictedLengths(
-        lengths=tuple(lengths + lengths[-1:] * more)[:sizes], errors=tuple(errors + errors[-1:] * more)[:sizes],
-        degrees=tuple(degrees + degrees[-1:] * more)[:sizes], answers=len(emitted_AN),
+        lengths=lengths, errors=errors, degrees=degrees, answers=len(emitted_AN),
         prompt_tokens=float(text.roots_P[firsts].double().mean()),
         answer_tokens=1 + float(text.left_P[firsts].double().mean()))

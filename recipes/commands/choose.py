@@ -145,11 +145,6 @@ class Candidate:
                    for one in self.predictions.values())
 
 
-def loads(engine: str, readers: str) -> bool:
-    """True if an engine, by its whole name, is among the readers of layouts."""
-    return engine.lower() in readers.lower()
-
-
 def choose_draft(parsed: Parsed[ChooseArguments]) -> None:
     """One recommendation for a target on this device, and the table after it: speed-ups, costs, engines, the start."""
     given, notes, found = parsed.values, list[str](), list[Candidate]()
@@ -159,7 +154,7 @@ def choose_draft(parsed: Parsed[ChooseArguments]) -> None:
     if given.calibrated:
         found += calibrated(parsed, notes)
     found.sort(key=lambda one: -one.score)
-    suited = [one for one in found if given.engine is None or loads(given.engine, one.engines)]
+    suited = [one for one in found if given.engine is None or given.engine.lower() in one.engines.lower()]
     notes += [f"{one.name} is left out: {given.engine} does not load it" for one in found if one not in suited]
     best = suited[0] if suited else None
     if best is None:

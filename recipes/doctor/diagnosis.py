@@ -66,10 +66,9 @@ def diagnose(case: Case, prompts: Sequence[Sequence[int]], report: Path,
     else:
         say(f"{len(case.data.names)} training rows are read, and some of them compared with the target's own")
         findings += [*text_findings(case, case.data), *target_findings(case, case.data)]
-    say("hand-written prompts are decoded with the draft")
+    say("hand-written prompts are decoded with the draft, and other layers and longer contexts tried")
     texts = read_texts(case, prompts)
     gains = read_gains(case, report)
-    say("the draft is tried with other layers, rotary bases and longer contexts")
     findings += [*draft_findings(case, texts), *gain_findings(case, texts, gains)]
     curves = {"decoded": acceptance_of(texts.emitted, texts.topology.depth).by_position,
               "training forward": accepted(case, texts.decoded, texts.topology).by_position}

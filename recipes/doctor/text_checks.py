@@ -29,8 +29,7 @@ LEAST_AT_USE = 0.25
 MOST_CUT = 0.05
 """Largest share of the labels that may stand after the end of packed rows."""
 SHORT, MOST_SHORT = 4, 0.25
-"""Labels of an answer that is hardly one, and largest share of rows with no more labels than a draft has steps: of 15
-steps, a few rows in a hundred of any chat have no more."""
+"""Labels of an answer that is hardly one, and largest share of rows with no more labels than the draft has steps."""
 SAMPLE_TOKENS = 160
 """Tokens of the rendered row."""
 

@@ -72,13 +72,13 @@ def main() -> None:
                            "--distill.seed", str(number),
                            *(TINY if given.config == "tiny" else ()), *policy, *given.words]):
                 raise SystemExit(f"the run {name} failed")
-        row = [name, target]
+        row = [name, target.replace(" ", "-")]
         for place_of, (predicted, (low, high), measured) in enumerate(predicted_and_measured(folder)):
             within = low <= measured <= high
             inside[place_of] += within
-            row.append(f"{predicted:.2f} ({low:.2f} to {high:.2f}), {measured:.2f}{'' if within else ' outside'}")
+            row.append(f"{predicted:.2f} [{low:.2f},{high:.2f}] {measured:.2f}{'' if within else ' outside'}")
         rows.append(row)
-    print("| run | target | tokens a pass: predicted (90 %), measured | speed-up: predicted (90 %), measured |")
+    print("| run | target | tokens a pass: predicted [90 %] measured | speed-up: predicted [90 %] measured |")
     print("|---|---|---|---|")
     print("\n".join(f"| {' | '.join(row)} |" for row in rows))
     print(f"\nIn the interval: tokens a pass {inside[0]} of {len(rows)}, speed-up {inside[1]} of {len(rows)}.")
