@@ -32,7 +32,7 @@ WIDE = Topology((-1, *[0] * 10, *[1] * 10, *[2] * 10), (0, *range(10), *range(10
 def cost(node: float, batch_knot: int = 64) -> CostModel:
     """A pass takes 0.1 s and `node` s for each token after the first; a draft 0.01 s."""
     return CostModel(knots=(1, batch_knot), pass_weights=(0.1, node, node, 0.0, 0.0), largest=8, context=32,
-                     pass_error=0.0, draft_weights=(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.0, degrees=1.0)
+                     pass_error=0.0, draft_weights=(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.0)
 
 
 def trial(copied: int, extra: int, length: float, nodes: float) -> CopyTrial:

@@ -251,7 +251,7 @@ def test_intervals_widen_with_few_answers_and_with_uncertain_seconds() -> None:
     slow, fast = found.speedup_interval(12) or (0, 0)
     assert fast / 1.5 == pytest.approx(1.5 / slow) == pytest.approx(
         math.exp(2.015 * math.hypot(0.04 * 1.5**0.5, 0.03)), rel=1e-3)
-    # The measured speed varies by its own seconds, a standard error of 4 % here.
+    # The two measured speeds vary by their own seconds, a standard error of 4 % here.
     _, fast = found.speedup_interval(12, (100.0, 100 * math.exp(2 * 1.96 * 0.04))) or (0, 0)
-    assert fast / 1.5 == pytest.approx(math.exp(2.015 * math.hypot(0.04 * 1.5**0.5, 0.03, 0.04)), rel=1e-3)
+    assert fast / 1.5 == pytest.approx(math.exp(2.015 * math.hypot(0.04 * 1.5**0.5, 0.03, 0.04, 0.04)), rel=1e-3)
     assert replace(found, length_error=None).length_interval(12) is None
