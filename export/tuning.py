@@ -68,7 +68,7 @@ class Prediction:
 
     def speedup_interval(self, measured: int, speed: tuple[float, float] | None = None) -> tuple[float, float] | None:
         """The 90 % interval of their speed-up, measured with a speed of this 95 % interval."""
-        # The speed without drafts is timed as often, and varies as much.
+        # The speed without drafts varies as much.
         error = 0.0 if speed is None else 2**0.5 * math.log(speed[1] / speed[0]) / (2 * 1.96)
         return self._interval(self.speedup, measured, math.hypot(self.time_error, error))
 
@@ -207,10 +207,7 @@ class Tuning:
         return choose_size(lengths, self.cost.curve(batch_size)).size
 
     def copies(self, batch_size: int, temperature: float = 0.0) -> Copies | None:
-        """Sizes of the policy static+lookup; None where nothing was replayed.
-
-        For sampled rows the tree is that of the replays at every batch size.
-        """
+        """Sizes of the policy static+lookup, of sampled rows with the replays' tree; None without replays."""
         if self.copying is None:
             return None
         known, size = self.copying_at(temperature), self.size_for(batch_size, temperature)

@@ -85,8 +85,7 @@ class CostModel:
     draft_error: float
     """Median relative error of the fitted seconds of a draft."""
     spread: float = 0.0
-    """Relative standard error of the measured seconds of a drafted step over those of a plain one; large on a busy
-    machine."""
+    """Relative standard error of the measured seconds of a drafted step over those of a plain one."""
 
     def __post_init__(self) -> None:
         if self.knots[:1] != (1,) or list(self.knots) != sorted(set(self.knots)):
@@ -152,8 +151,7 @@ class CostModel:
         return accepted_length * self.pass_seconds(1, batch, context) / self.step_seconds(size, batch, context)
 
     def relative_error(self, size: int, batch: int = 1) -> float:
-        """Relative standard error of a predicted speed-up by the seconds alone: the fit's of the plain pass and of both
-        parts of a drafted step of `size` nodes, and the measurements'."""
+        """Relative standard error of a predicted speed-up by the seconds: of the fits of all parts, and measured."""
         drafting = self.draft_seconds(size, batch) / self.step_seconds(size, batch)
         fits = self.pass_error, (1 - drafting) * self.pass_error, drafting * self.draft_error
         return math.hypot(math.hypot(*fits) / NORMAL_MEDIAN, self.spread)
@@ -171,8 +169,7 @@ class CostModel:
         """
         first = self.pass_seconds(max(1, round(prompt)), batch, 0)
         later = max(answer - 1, 0.0)
-        return ((first + later * self.pass_seconds(1, batch))
-                / (first + later / accepted_length * step_seconds))
+        return (first + later * self.pass_seconds(1, batch)) / (first + later / accepted_length * step_seconds)
 
     def curve(self, batch: int = 1, context: int | None = None) -> CostCurve:
         """Seconds of every size up to the largest tree that was drafted."""

@@ -6,10 +6,8 @@ start follows from the text: the next one after the accepted path and the token 
 often in a passage of which little is accepted, so a mean over all positions would promise too much.
 
 What a pass accepts is counted by the target's probabilities, not by the one token that was drawn: a node whose parents
-the text took adds its own probability. In expectation that is the number of accepted nodes, with less noise.
-
-The answers on which a tree was searched, or by which a checkpoint was chosen, accept more of it than others would. So
-what is predicted is counted on answers that chose nothing (`PredictedLengths`).
+the text took adds its own probability, in expectation the number of accepted nodes. Answers that chose a tree or a
+checkpoint accept more than others: predictions are counted on answers that chose nothing (`PredictedLengths`).
 
 Shapes: P places where a draft starts, K draft steps, R proposals of a step, A answers, N sizes of the tree.
 """
@@ -24,8 +22,7 @@ from .held_out_ranks import DrawnText, ProposedText
 from .rank_walk import pass_starts
 
 SIZING_TEMPERATURE = 1.0
-"""Temperature of the held-out answers by which trees for sampled rows are sized. Rows at lower temperatures use the
-same sizes, since more is accepted there; above it nothing is known."""
+"""Temperature of the held-out answers by which trees for sampled rows are sized; at lower ones more is accepted."""
 FEWEST_ANSWERS = 2
 """Fewest answers whose spread says anything."""
 
@@ -48,8 +45,7 @@ class PredictedLengths:
     """Mean tokens of the answers."""
 
     def __post_init__(self) -> None:
-        same = len(self.lengths) == len(self.errors) == len(self.degrees)
-        if not same or self.answers < FEWEST_ANSWERS or min((*self.lengths, *self.degrees), default=1.0) < 1:
+        if len(self.lengths) != len(self.errors) or self.answers < FEWEST_ANSWERS or min(self.lengths, default=1.0) < 1:
             raise ValueError(f"predicted lengths need an error each, {FEWEST_ANSWERS} answers and at least 1 token a "
                              f"pass, got {len(self.lengths)} and {len(self.errors)} numbers of {self.answers} answers")
 
@@ -91,8 +87,8 @@ def counted(text: DrawnText, topology: Topology) -> tuple[Tensor, Tensor]:
 def relative_errors(sums_AN: Tensor, counts_AN: Tensor) -> tuple[Tensor, Tensor]:
     """(relative standard errors of sums over counts, their degrees of freedom), both [N], of two answers or more.
 
-    Each answer is left out once (jackknife; Efron and Tibshirani 1993, equation 11.5), since one may hold most of the
-    passes. Of a variance with the found kurtosis k the degrees are 2 A / (k - 1) (Satterthwaite 1946): A if normal.
+    Each answer is left out once (jackknife; Efron and Tibshirani 1993, equation 11.5): one may hold most of the passes.
+    With the found kurtosis k the degrees are 2 A / (k - 1) (Satterthwaite 1946): A if normal.
     """
     answers = len(sums_AN)
     ratios_AN = ((sums_AN.sum(0) - sums_AN) / (counts_AN.sum(0) - counts_AN)).log()

@@ -64,8 +64,9 @@ def doctor(parsed: Parsed[DoctorArguments]) -> None:
     data, reason = read_data(given.data, folder, target)
     case = Case(artifact=artifact, target=target, template=given.template.build(target), data=data,
                 why_no_data=reason, temperature=given.temperature)
+    say("     the checks start; on a processor they take minutes", file=sys.stderr)
     found = diagnose(case, [case.template.prompt(one.history()) for one in handwritten_prompts()],
-                     folder.parent / "evaluation.json", lambda text: say(f"     {text}", file=sys.stderr))
+                     folder.parent / "evaluation.json")
     text = json.dumps(found.to_dict(), indent=2, ensure_ascii=False)
     if given.out is not None:
         title = f"{artifact.drafter.family.capitalize()} drafts for {target.identity.name}: doctor"

@@ -1,6 +1,6 @@
 """All checks of a case, in order, and the text of their findings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,15 +47,13 @@ class Diagnosis:
                 "sample": [{"text": text, "supervised": learned} for text, learned in self.sample]}
 
 
-def diagnose(case: Case, prompts: Sequence[Sequence[int]], report: Path,
-             say: Callable[[str], object] = str) -> Diagnosis:
+def diagnose(case: Case, prompts: Sequence[Sequence[int]], report: Path) -> Diagnosis:
     """Run every check that the case allows; what it does not allow says why.
 
     Args:
         case: what is read.
         prompts: tokens of prompts that are answered, up to the answer.
         report: evaluation.json of its run; it need not be there.
-        say: is told what is checked next, since the whole can take minutes.
 
     Raises:
         UserError: if a file of the data is corrupted.
@@ -64,9 +62,7 @@ def diagnose(case: Case, prompts: Sequence[Sequence[int]], report: Path,
     if case.data is None:
         findings.append(unchecked("data", case.why_no_data))
     else:
-        say(f"{len(case.data.names)} training rows are read, and some of them compared with the target's own")
         findings += [*text_findings(case, case.data), *target_findings(case, case.data)]
-    say("hand-written prompts are decoded with the draft, and other layers and longer contexts tried")
     texts = read_texts(case, prompts)
     gains = read_gains(case, report)
     findings += [*draft_findings(case, texts), *gain_findings(case, texts, gains)]

@@ -35,11 +35,9 @@ LEAST_DECODED = 0.95
 LEAST_KEPT = 0.8
 """Least share of the accepted drafts that training measured: its number format may be another."""
 BETTER, MORE = 1.15, 0.1
-"""Factor and tokens by which other layers or another base must be better: a draft that was trained with what it reads
-loses by any other."""
+"""Factor and tokens by which other layers or another base must be better than what the draft reads."""
 LONG, LEAST_LONG = 2, 0.7
-"""Context as a multiple of the longest trained one, and least share of the accepted drafts that is left there. A rotary
-embedding reaches somewhat beyond what it has seen, but not for ever."""
+"""Context as a multiple of the longest trained one, and least share of the accepted drafts that is left there."""
 MOST_CONTEXT, LONG_ROWS = 2048, 4
 """Longest context that is read for this check, and rows of each length."""
 

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 LEAST_SHARE = 0.03
-"""Share of rows from which a fault counts: one in a tenth of the rows is then found in a sample of 64 in all but one of
-a hundred draws, and a single odd row of a large file is none."""
+"""Share of rows from which a fault counts: one in a tenth of the rows is found in 99 of a hundred samples of 64."""
 SHOWN = 3
 """Rows of a group that are named."""
 

@@ -27,8 +27,7 @@ LEAST_ARGMAX = 0.9
 """Least share of a greedy answer's tokens that are the target's argmax. Ties in half precision flip one in a hundred;
 an answer that another model wrote has hardly two thirds of its tokens right."""
 MOST_SURPRISE = 5.0
-"""Largest surprise of a sampled answer at its own temperature, in standard deviations of answers that the target draws:
-one of some millions exceeds it."""
+"""Largest surprise of a sampled answer at its own temperature, in standard deviations of what the target draws."""
 ROUNDED_STATES = 0.06
 """Largest difference that a number format of eight bits explains, as a share of a state's length (fp8: 0.02)."""
 

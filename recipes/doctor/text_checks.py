@@ -17,11 +17,9 @@ from .openings import START_KINDS, Openings
 
 LEAST_INSIDE, LEAST_INSIDE_ROW = 0.9, 0.75
 """Least share of the answers' tokens in a reduced vocabulary, of all rows and of one. Each token outside ends a draft,
-so that a tenth outside leaves drafts of nine tokens at most in the mean; 4,096 of 49,152 tokens hold 93 % of the
-embedded target's answers."""
+so that a tenth outside leaves drafts of nine tokens at most in the mean."""
 MOST_REPEATED = 0.5
-"""Largest share of the answers' tokens in repetitions to the end, which are not learned: of every two minutes of
-answering one is then lost."""
+"""Largest share of the answers' tokens in repetitions to the end, which are not learned."""
 LEAST_ENDED = 0.01
 """Least share of answers that end by themselves: below it a draft hardly sees an end token."""
 LEAST_AT_USE = 0.25
@@ -44,7 +42,6 @@ def text_findings(case: Case, data: DataSample) -> Iterator[Finding]:
     yield _lengths(case, data)
     yield _temperature(case, data)
     if (ids_Q := case.artifact.drafter.token_ids_Q) is not None:
-        # A vocabulary that few answers chose holds all of their tokens: what others lack is seen in held-out ones.
         yield _vocabulary(data, ids_Q, coverage(data.folder, ids_Q) if data.manifest.split("validation") else 1.0)
 
 
