@@ -67,8 +67,7 @@ class Prediction:
         return self._interval(self.accepted_length, measured, 0.0)
 
     def speedup_interval(self, measured: int, speed: tuple[float, float] | None = None) -> tuple[float, float] | None:
-        """The 90 % interval of their speed-up, measured with a speed of this 95 % interval."""
-        # The speed without drafts varies as much.
+        """The 90 % interval of their speed-up, of measured speeds that vary by this 95 % interval each."""
         error = 0.0 if speed is None else 2**0.5 * math.log(speed[1] / speed[0]) / (2 * 1.96)
         return self._interval(self.speedup, measured, math.hypot(self.time_error, error))
 

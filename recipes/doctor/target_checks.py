@@ -24,8 +24,7 @@ ROWS, STATE_ROWS = 64, 32
 CHUNK = 128
 """Places whose distributions are formed at once."""
 LEAST_ARGMAX = 0.9
-"""Least share of a greedy answer's tokens that are the target's argmax. Ties in half precision flip one in a hundred;
-an answer that another model wrote has hardly two thirds of its tokens right."""
+"""Least share of a greedy answer's tokens that are the target's argmax; another model has two thirds right."""
 MOST_SURPRISE = 5.0
 """Largest surprise of a sampled answer at its own temperature, in standard deviations of what the target draws."""
 ROUNDED_STATES = 0.06

@@ -16,8 +16,7 @@ from .finding import Finding, group, judged, unchecked
 from .openings import START_KINDS, Openings
 
 LEAST_INSIDE, LEAST_INSIDE_ROW = 0.9, 0.75
-"""Least share of the answers' tokens in a reduced vocabulary, of all rows and of one. Each token outside ends a draft,
-so that a tenth outside leaves drafts of nine tokens at most in the mean."""
+"""Least share of the answers' tokens in a reduced vocabulary, of all rows and of one: a token outside ends a draft."""
 MOST_REPEATED = 0.5
 """Largest share of the answers' tokens in repetitions to the end, which are not learned."""
 LEAST_ENDED = 0.01
@@ -52,7 +51,6 @@ def rendered(case: Case, data: DataSample) -> list[tuple[str, bool]]:
     stop = min(stop, start + SAMPLE_TOKENS)
     for token, learned in zip(data.shard.tokens_T[start:stop].tolist(), data.shard.supervised_T[start:stop].tolist(),
                               strict=True):
-        # Special tokens have a name and no text.
         piece = (text.guess if token in case.target.tokenizer.all_special_ids else text.add)(token)
         if pieces and pieces[-1][1] == learned:
             pieces[-1] = (pieces[-1][0] + piece, learned)
@@ -171,7 +169,6 @@ def _lengths(case: Case, data: DataSample) -> Finding:
     # With stored states a longer row becomes windows; without, the target would not see the tokens before one.
     length = batch.get("row_length") if batch.get("states") == "computed" else None
     lost = sum(int(row[length:].sum()) for row in rows if length) / max(1, sum(counts))
-    # A row in which nothing is learned at all, such as one that repeats itself, is left out of training.
     of_steps = [row for row, count in enumerate(counts) if 0 < count <= steps]
     short = group(data.names, [row for row in of_steps if counts[row] <= SHORT]) or group(
         data.names, of_steps, MOST_SHORT)
