@@ -90,11 +90,12 @@ def _training(case: Case, texts: Texts, training: TrainingRecord | None) -> Find
         hopes.append(f"twice the training, by the slope since its half, {curve[-1].accepted_length + slope:.2f} "
                      f"decoded, where it is {curve[-1].accepted_length:.2f}")
     short = gap > MOST_GAP * (seen - 1) and gap > 0.05
-    learned = ["much of the training text is learned by heart"] * short + [outcome] * bool(outcome)
+    rising = outcome.startswith("Still rising")
+    learned = ["much of the training text is learned by heart"] * short + [outcome] * (bool(outcome) and not rising)
     return judged(name, "; ".join([figure, *hopes]), outcome or "held-out text is guessed as training text is",
                   (short or outcome.startswith("Short of data"), "; ".join(learned),
                    "raise distill.budget_tokens, or give more prompts (prompts.path)"),
-                  (outcome.startswith("Still rising"), outcome, "raise train.max_steps or train.max_minutes"))
+                  (rising, outcome, "raise train.max_steps or train.max_minutes"))
 
 
 def training_rows(case: Case, data: DataSample) -> list[Features]:

@@ -94,16 +94,21 @@ def test_text_that_is_learned_by_heart_is_found(tiny_target: Target, rows: list[
 @pytest.mark.parametrize(("outcome", "remedy"), [
     ("Still rising at the end: more steps will help.", "train.max_steps"), ("Short of data: more will help.",
                                                                            "distill.budget_tokens"), ("Level.", "")])
-def test_the_curve_s_slope_is_that_of_its_second_half(tiny_target: Target, rows: list[Row], outcome: str, remedy: str
-                                                      ) -> None:
+@pytest.mark.parametrize("learned", [1.5, 2.4])
+def test_the_curve_s_slope_is_that_of_its_second_half(
+    tiny_target: Target, rows: list[Row], outcome: str, remedy: str, learned: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also next to a finding on the text that was learned by heart; the outcome is said once."""
+    lengths = iter([learned, 1.5])
+    monkeypatch.setattr(time_checks, "expected_of_chain", lambda *_: next(lengths))
     curve = tuple(MeasuredStep(step=step, accepted_length=length, labels=10 * step)
                   for step, length in ((0, 1.0), (10, 1.2), (20, 1.5), (40, 1.7)))
     record = TrainingRecord(time="", outcome=outcome, best_step=40, curve=curve)
     found = time_checks._training(case(tiny_target, rows), texts(tiny_target, rows[:4]), record)
     assert "by the slope since its half, 1.90 decoded, where it is 1.70" in found.figure
-    assert outcome in found.verdict
+    assert found.verdict.count(outcome) == 1
     assert remedy in found.remedy
-    assert bool(found.remedy) is bool(remedy)
+    assert bool(found.remedy) is (bool(remedy) or learned > 1.5)
 
 
 def test_the_expected_length_is_that_of_a_chain(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
