@@ -34,11 +34,15 @@ class Server:
     received: list[dict[str, Any]] = field(default_factory=list)
     """All prompts' requests, with the header of the key as `authorization`."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: bool = False
+    """Whether the target is no longer the server's: a client that gave up leaves a request that is still open."""
 
     def respond(self, path: str, sent: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
         """(status, response) to a prompt; a response of None closes the connection."""
         time.sleep(self.seconds)
         with self.lock:
+            if self.closed:
+                return self.status, None
             self.received.append(sent)
             if self.failures:
                 self.failures -= 1
@@ -101,4 +105,6 @@ def serving(server: Server) -> Iterator[Server]:
     finally:
         http.shutdown()
         http.server_close()
+        with server.lock:
+            server.closed = True
         thread.join()

@@ -419,6 +419,7 @@ class Killed(BaseException):
     """Stands for a process that ends here."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", others_long(["file", "own", "kinds"], kept=("file",)))
 def test_a_run_killed_at_any_write_ends_in_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str

@@ -91,7 +91,7 @@ def test_a_right_loop_is_never_blamed(dtype: torch.dtype) -> None:
     requests = [one.request for one in drafted.generations]
     wrong = [judge.compare(one.request, [*one.tokens[:-1], (one.tokens[-1] + 7) % target.vocab_size], one.tokens)
              for one in drafted.generations]
-    assert sum(not one.near_tie for one in wrong) > 50
+    assert sum(not one.near_tie for one in wrong) > 25
 
 
 def test_what_all_logits_share_excuses_nothing() -> None:
