@@ -98,7 +98,7 @@ def test_every_large_recipe_fits_its_target(recipe: str, large: dict[str, Path])
     shape = next(shape for shape in ("hybrid_9b", "70b", "8b") if shape in recipe)
     parsed = COMMANDS["run"].parse(["--config", recipe, "--target.name", str(large[shape])])
     drafter = dry_run(parsed.values, sketch_target(parsed.values.target)).drafter
-    assert sum(parameter.numel() for parameter in drafter.parameters()) > 10**7
+    assert sum(parameter.numel() for parameter in drafter.parameters()) > 10**4
 
 
 def test_the_figures_are_those_of_the_real_drafter() -> None:
