@@ -28,7 +28,7 @@ from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
 from ..row_buffers import RowBuffer
 from ..target.draft_vocabulary import OwnOutput, carry_rows
 from ..target.model import Target
-from .corrections.correction import Correction, CorrectionName
+from .corrections.correction import Correction, CorrectionName, Shape
 from .corrections.gru import RecurrentBias
 from .corrections.lattice import HEADS, Lattice
 from .corrections.markov import Markov
@@ -51,6 +51,11 @@ from .parts.feature_drafter import (
 from .parts.mask_tokens import useful
 from .parts.shared_embeddings import Sizes
 from .parts.training_time_test import SlotAttention
+
+CORRECTIONS: dict[CorrectionName, type[Correction]] = {
+    "none": Correction, "markov": Markov, "gated": Markov, "rnn": Markov, "selector": Selector, "lattice": Lattice,
+    "refiner": Refiner, "gru": RecurrentBias, "state": StateCorrection}
+"""Corrections by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,21 +105,21 @@ class BlockDraftConfig(FeatureConfig):
         if self.aligned == "same" and self.block_size == 1:
             raise UserError("block_size is 1 and aligned 'same', and the only slot would predict the token that it "
                             "reads; set block_size to at least 2, or aligned to next")
-        if self.correction in ("selector", "lattice") and self.vocabulary_size is not None:
+        kind = CORRECTIONS[self.correction]
+        if kind.chooses and self.vocabulary_size is not None:
             raise UserError(f"correction is {self.correction!r}, which chooses among all tokens of the target, and "
                             f"vocabulary_size is {self.vocabulary_size}; leave vocabulary_size out, or set correction "
                             "to markov")
-        if self.correction == "lattice" and (self.rank % HEADS or self.aligned != "same"):
-            raise UserError(f"correction is 'lattice', with {HEADS} heads over slots that predict their own token, got "
-                            f"rank {self.rank} and aligned {self.aligned!r}; set rank to a multiple of {HEADS} and "
-                            "aligned to same")
-        if self.correction == "refiner" and self.aligned != "same":
-            raise UserError("correction is 'refiner', whose slots predict their own token, and aligned is 'next'; set "
-                            "aligned to same, or correction to markov")
+        if kind.own_token and self.aligned != "same":
+            raise UserError(f"correction is {self.correction!r}, whose slots predict their own token, and aligned is "
+                            f"{self.aligned!r}; set aligned to same, or correction to markov")
+        if kind is Lattice and self.rank % HEADS:
+            raise UserError(f"correction is 'lattice', with {HEADS} heads, and rank is {self.rank}; set rank to a "
+                            f"multiple of {HEADS}")
         if self.correction == "gru" and self.num_steps == 1:
             raise UserError("correction is 'gru', which corrects every guess of a block but the first, and block_size "
                             f"{self.block_size} drafts one token; raise block_size, or set correction to none")
-        if self.confidence and self.correction not in ("markov", "gated", "rnn"):
+        if self.confidence and kind is not Markov:
             raise UserError(f"confidence reads the table of a Markov head, and correction is {self.correction!r}; set "
                             "confidence to false, or correction to markov")
 
@@ -125,7 +130,7 @@ class BlockDraftConfig(FeatureConfig):
 
     def inherits(self, name: str, start: Any) -> bool:
         """Choices among candidates have the whole vocabulary, whatever the start."""
-        return not (name == "vocabulary_size" and self.correction in ("selector", "lattice"))
+        return not (name == "vocabulary_size" and CORRECTIONS[self.correction].chooses)
 
     def carries(self, name: str, start: Any) -> bool:
         """Further layers pass the state on, `fc` reads nothing of further taps, and a new correction or a further rank
@@ -182,16 +187,8 @@ class BlockState(DraftState):
 class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
     """A backbone over the target's states, and a correction.
 
-    Own weights, named as in DFlash: `fc.weight` [D, taps D], `hidden_norm.weight`, `layers.{i}.*` of Qwen3's layers,
-    `norm.weight`; without a mask token `mask_embedding` [D]; with a correction
-    `correction.markov_w1.weight` [V, rank], `correction.markov_w2.weight` [Q, rank] and
-    `correction.{gate_proj,joint_proj}.{weight,bias}`, or the selector's
-    `correction.{predecessor_codebook,successor_codebook}.weight` [V, rank] and `correction.hidden_projection.weight`,
-    the state's `correction.{hidden_norm,embed_norm}.weight` and `correction.mlp.{gate,up,down}_proj.weight`, or those
-    of `corrections.lattice`, `corrections.refiner` and `corrections.gru`; with convolutions
-    `layers.{i}.{attention_conv,mlp_conv}.{base_kernel,kernel_projection.weight}`; with a confidence
-    `confidence.{weight,bias}` and `judge_temperatures_K`; with a reduced vocabulary its ids, `token_ids` [Q].
-    The target's embedding and output layer are borrowed. Make a new one with `BlockDraft.create`.
+    Own weights are named as in DFlash, with those of the correction after `correction.`; the target's embedding and
+    output layer are borrowed. Make a new one with `BlockDraft.create`.
 
     Args:
         config: its settings, `taps` included.
@@ -230,22 +227,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         else:
             self.register_buffer("mask_id", torch.tensor(config.mask_token_id), persistent=False)
         entries = config.vocabulary_size or sizes.vocab_size
-        self.correction: Correction
-        match config.correction:
-            case "none":
-                self.correction = Correction(width)
-            case "selector":
-                self.correction = Selector(width, config.rank, sizes.vocab_size)
-            case "lattice":
-                self.correction = Lattice(width, config.rank, config.block_size, sizes.vocab_size, eps)
-            case "refiner":
-                self.correction = Refiner(width, config.rank, config.block_size, sizes.vocab_size, entries)
-            case "gru":
-                self.correction = RecurrentBias(width, config.rank, entries)
-            case "state":
-                self.correction = StateCorrection(width, config.rank, eps)
-            case form:
-                self.correction = Markov(width, config.rank, sizes.vocab_size, entries, form)
+        self.correction = CORRECTIONS[config.correction](Shape(
+            width, config.rank, config.block_size, sizes.vocab_size, entries, eps, config.correction))
         self.state_size = self.correction.state_size
         self.reads_newest = config.residual or self.correction.encodes
         self.judges = config.confidence

@@ -10,7 +10,7 @@ the draft vocabulary, V tokens of the target's vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +18,34 @@ from torch import Tensor, nn
 from ...target.draft_vocabulary import OwnOutput
 
 CorrectionName = Literal["none", "markov", "gated", "rnn", "selector", "lattice", "refiner", "gru", "state"]
-"""Names for recipes: no correction; DSpark's Markov head, with a gate, or with a recurrent state (arXiv:2607.05147);
-the selector of DFlash 2 among a slot's likeliest tokens; LiLiCorr's lattice of those of all slots (arXiv:2608.20530);
-XPress's refiner and Domino's gated recurrent unit, which read all tokens before in the block (arXiv:2608.02438,
-arXiv:2605.29707); a correction of the slot's state, as in DFly (arXiv:2607.25852)."""
+"""Names for recipes, see `BlockDraftConfig`."""
 Embed = Callable[[Tensor], Tensor]
 """The target's embeddings [..., D] of tokens."""
 Logits = Callable[[Tensor], Tensor]
 """The output layer's logits [..., Q] of the states of slots, [..., D]."""
 
 
-class Correction(nn.Module):
-    """No correction: a slot's state alone.
+class Shape(NamedTuple):
+    """Shape of a drafter of blocks on which its correction depends."""
 
-    Args:
-        width: of a slot's state.
-    """
+    width: int
+    """Width of a slot's state, D."""
+    rank: int
+    """The setting `rank`, R."""
+    slots: int
+    """Slots of a block, that of the root included."""
+    tokens: int
+    """Tokens of the target's vocabulary, V."""
+    entries: int
+    """Entries of the draft vocabulary, Q."""
+    eps: float
+    """Added to the mean square inside norms."""
+    name: CorrectionName
+    """The correction, by which classes with several forms tell them apart."""
+
+
+class Correction(nn.Module):
+    """No correction: a slot's state alone."""
 
     path_size = 0
     """Numbers that a path keeps, P."""
@@ -45,11 +57,13 @@ class Correction(nn.Module):
     """Whether it chooses among a few candidates of each slot."""
     encodes = False
     """Whether it does all its work in `begin`, where it reads the newest state of the text and the output layer too."""
+    own_token = False
+    """Whether it takes for granted that a slot predicts the token of its own position."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.width = width
-        self.state_size = width
+        self.width, self.rank, self.slots = shape.width, shape.rank, shape.slots
+        self.state_size = shape.width
         """Numbers of a state, X; the first ones are the slot's state."""
 
     def begin(self, slots: Tensor, newest: Tensor | None, logits: Logits, embed: Embed) -> Tensor:
@@ -106,3 +120,8 @@ class Correction(nn.Module):
     def output_parameters(self) -> tuple[nn.Parameter, ...]:
         """The trained weights that `correct` reads."""
         return tuple(weight for part in self.modules() if isinstance(part, OwnOutput) for weight in part.parameters())
+
+
+def table(tokens: int, rank: int) -> nn.Embedding:
+    """A table with a row for each token; NaN until initialised or loaded, so that one that was forgotten shows."""
+    return nn.Embedding(tokens, rank, _weight=torch.full((tokens, rank), torch.nan))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...target.draft_vocabulary import OwnOutput
-from .correction import Correction, Embed
+from .correction import Correction, Embed, Shape
 
 WIDER = 4
 """Width of the recurrent state in ranks: the papers have 1,024 and 256."""
@@ -16,24 +16,19 @@ WIDER = 4
 
 class RecurrentBias(Correction):
     """A bias W2 SiLU(W1 [h ; g]) of every guess but the first of a block, with g the state of a gated recurrent unit
-    (arXiv:1406.1078, without biases) after the embeddings of all tokens before the guess, the root's first.
-
-    Args:
-        width: D.
-        rank: R, a quarter of G.
-        entries: of the draft vocabulary.
-    """
+    (arXiv:1406.1078, without biases) after the embeddings of all tokens before the guess, the root's first."""
 
     alone_too = True
 
-    def __init__(self, width: int, rank: int, entries: int) -> None:
-        super().__init__(width)
-        self.rank, self.path_size, self.state_size = rank, WIDER * rank, width + rank
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        width, rank = self.width, self.rank
+        self.path_size, self.state_size = WIDER * rank, width + rank
         # The names are torch's; so is the order of the three gates: reset, update, new.
         self.prefix_gru = nn.ModuleDict({"weight_ih_l0": nn.Linear(width, 3 * self.path_size, bias=False),
                                          "weight_hh_l0": nn.Linear(self.path_size, 3 * self.path_size, bias=False)})
         self.embed_proj = nn.Sequential(nn.Linear(width + self.path_size, rank, bias=False), nn.SiLU(),
-                                        OwnOutput(rank, entries, bias=False))
+                                        OwnOutput(rank, shape.entries, bias=False))
 
     def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed, step: int) -> tuple[Tensor, Tensor]:
         """The slot's state, and what W2 reads, zeros for the first guess. A path is the recurrent state."""

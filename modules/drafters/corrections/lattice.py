@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...errors import UserError
 from ..parts.decoder_block import RMSNorm
-from .correction import Correction, Embed, Logits
+from .correction import Correction, Embed, Logits, Shape
 
 CANDIDATES = 8
 """Likeliest tokens of a slot among which a lattice chooses."""
@@ -52,24 +52,18 @@ class LatticeLayer(nn.Module):
 
 class Lattice(Correction):
     """A choice among the C likeliest tokens of each slot: 8 cos(out of the token before, in of the token), both of an
-    encoder that reads all candidates; the logits of the slots enter as features alone.
+    encoder that reads all candidates; the logits of the slots enter as features alone. The rank is
+    W, and the width of the compared vectors."""
 
-    Args:
-        width: D.
-        rank: W, and the width of the compared vectors.
-        slots: of a block, that of the root included.
-        tokens: of the vocabulary.
-        eps: added to the mean square inside the norms.
-    """
+    chooses = encodes = alone_too = own_token = True
 
-    chooses = encodes = alone_too = True
-
-    def __init__(self, width: int, rank: int, slots: int, tokens: int, eps: float) -> None:
-        super().__init__(width)
-        if tokens < CANDIDATES:
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        width, rank, slots, eps, self.entries = self.width, self.rank, self.slots, shape.eps, shape.tokens
+        if self.entries < CANDIDATES:
             raise UserError(f"correction is 'lattice', which chooses among {CANDIDATES} tokens, and the target has "
-                            f"{tokens}; set correction to markov")
-        self.state_size, self.slots, self.entries = width + 2 * CANDIDATES, slots, tokens
+                            f"{self.entries}; set correction to markov")
+        self.state_size = width + 2 * CANDIDATES
         self.token_proj = nn.Identity() if rank == width else nn.Linear(width, rank)
         self.pass_hidden_proj, self.context_proj = nn.Linear(width, rank), nn.Linear(width, rank)
         self.feature_mlp = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, rank), nn.SiLU(), nn.Linear(rank, rank))

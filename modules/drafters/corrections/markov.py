@@ -8,32 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from ...target.draft_vocabulary import OwnOutput
-from .correction import Correction, CorrectionName, Embed
+from .correction import Correction, Embed, Shape, table
 
 
 class Markov(Correction):
     """A bias W2 b of rank R with b = W1[x] of the token x before: a bigram table of the draft (DSpark).
 
-    `gated` multiplies b by a gate of slot and b; `rnn` reads b into a recurrent state, from which the bias comes.
+    `gated` multiplies b by a gate of slot and b; `rnn` reads b into a recurrent state, from which the bias comes."""
 
-    Args:
-        width: of a slot's state.
-        rank: R.
-        tokens: of the target's vocabulary.
-        entries: of the draft vocabulary.
-        form: which of the three.
-    """
-
-    def __init__(self, width: int, rank: int, tokens: int, entries: int, form: CorrectionName) -> None:
-        super().__init__(width)
-        self.rank = rank
-        self.path_size = rank if form == "rnn" else 0
-        self.state_size = width + (rank if form == "markov" else 2 * rank)
-        # NaN until initialised or loaded: a table that was forgotten shows.
-        self.markov_w1 = nn.Embedding(tokens, rank, _weight=torch.full((tokens, rank), torch.nan))
-        self.markov_w2 = OwnOutput(rank, entries, bias=False)
-        self.gate_proj = nn.Linear(width + rank, rank) if form == "gated" else None
-        self.joint_proj = nn.Linear(2 * rank + width, 3 * rank) if form == "rnn" else None
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        width, rank = self.width, self.rank
+        self.path_size = rank if shape.name == "rnn" else 0
+        self.state_size = width + (rank if shape.name == "markov" else 2 * rank)
+        self.markov_w1, self.markov_w2 = table(shape.tokens, rank), OwnOutput(rank, shape.entries, bias=False)
+        self.gate_proj = nn.Linear(width + rank, rank) if shape.name == "gated" else None
+        self.joint_proj = nn.Linear(2 * rank + width, 3 * rank) if shape.name == "rnn" else None
 
     def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed, step: int) -> tuple[Tensor, Tensor]:
         """The slot's state, then W1[x], then what is made of it."""

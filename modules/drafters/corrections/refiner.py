@@ -8,33 +8,25 @@ from torch import Tensor, nn
 
 from ...target.draft_vocabulary import OwnOutput
 from ..parts.decoder_block import GatedMLP
-from .correction import Correction, Embed, Logits
+from .correction import Correction, Embed, Logits, Shape, table
 
 
 class Refiner(Correction):
     """A bias W2 x of the token after slot k, with x = y + MLP(y), y = a_k + sum_{j <= k} L[:, k, j] a_j and
     a_k = Win [Dh h_k ; Dg mean h ; E[t_k]] for the token t_k before the guess; before the first two slots stands the
-    root, as in vLLM.
+    root, as in vLLM."""
 
-    Args:
-        width: D.
-        rank: R.
-        slots: S, that of the root included.
-        tokens: of the target's vocabulary.
-        entries: of the draft vocabulary.
-    """
+    reads_block = alone_too = own_token = True
 
-    reads_block = alone_too = True
-
-    def __init__(self, width: int, rank: int, slots: int, tokens: int, entries: int) -> None:
-        super().__init__(width)
-        self.rank, self.path_size, self.state_size = rank, slots * rank, width + rank
-        self.w1 = nn.Embedding(tokens, rank, _weight=torch.full((tokens, rank), torch.nan))
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        width, rank, slots = self.width, self.rank, self.slots
+        self.path_size, self.state_size, self.w1 = slots * rank, width + rank, table(shape.tokens, rank)
         self.down_h, self.down_g = nn.Linear(width, rank, bias=False), nn.Linear(width, rank, bias=False)
         self.in_proj = nn.Linear(3 * rank, rank, bias=False)
         self.mix = nn.ParameterDict({"L": torch.zeros(rank, slots, slots)})
         self.mlp = GatedMLP(rank, 2 * rank)
-        self.w2 = OwnOutput(rank, entries, bias=False)
+        self.w2 = OwnOutput(rank, shape.entries, bias=False)
 
     def begin(self, block: Tensor, newest: Tensor | None, logits: Logits, embed: Embed) -> Tensor:
         """The states of the slots that guess, and the parts of their a and of the first slot's that are known."""

@@ -6,29 +6,22 @@ Shapes: D width of a slot's state, P numbers of a path, X numbers of a state, R 
 import torch
 from torch import Tensor, nn
 
-from .correction import Correction, Embed, Logits
+from .correction import Correction, Embed, Logits, Shape, table
 
 CANDIDATES = 16
 """Likeliest tokens of a slot among which a selector chooses."""
 
 
 class Selector(Correction):
-    """A choice among the likeliest tokens b of a slot: U(b) + <A[a] * (P h), C[b]> for the token a before (DFlash 2).
-
-    Args:
-        width: of a slot's state.
-        rank: R.
-        tokens: of the vocabulary.
-    """
+    """A choice among a slot's likeliest tokens b: U(b) + <A[a] * (P h), C[b]> for the token a before (DFlash 2)."""
 
     chooses = alone_too = True
 
-    def __init__(self, width: int, rank: int, tokens: int) -> None:
-        super().__init__(width)
-        self.state_size, self.most = width + rank, min(CANDIDATES, tokens)
-        self.hidden_projection = nn.Linear(width, rank, bias=False)
-        self.predecessor_codebook = nn.Embedding(tokens, rank, _weight=torch.full((tokens, rank), torch.nan))
-        self.successor_codebook = nn.Embedding(tokens, rank, _weight=torch.full((tokens, rank), torch.nan))
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.state_size, self.most = self.width + self.rank, min(CANDIDATES, shape.tokens)
+        self.hidden_projection = nn.Linear(self.width, self.rank, bias=False)
+        self.predecessor_codebook, self.successor_codebook = (table(shape.tokens, self.rank) for _ in range(2))
 
     def begin(self, slots: Tensor, newest: Tensor | None, logits: Logits, embed: Embed) -> Tensor:
         """The slots' states, and P h."""

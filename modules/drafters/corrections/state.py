@@ -8,22 +8,16 @@ import torch
 from torch import Tensor
 
 from ..parts.decoder_block import GatedMLP, RMSNorm
-from .correction import Correction, Embed
+from .correction import Correction, Embed, Shape
 
 
 class StateCorrection(Correction):
-    """h + down(SiLU(gate u) * up u) with u = [norm h ; norm e(x)], x the token before: the output layer reads it.
+    """h + down(SiLU(gate u) * up u) with u = [norm h ; norm e(x)], x the token before: the output layer reads it."""
 
-    Args:
-        width: of a slot's state.
-        inner: width of the gated layer; the paper's is that of the state.
-        eps: added to the mean square inside the norms.
-    """
-
-    def __init__(self, width: int, inner: int, eps: float) -> None:
-        super().__init__(width)
-        self.hidden_norm, self.embed_norm = RMSNorm(width, eps=eps), RMSNorm(width, eps=eps)
-        self.mlp = GatedMLP(2 * width, inner, output_size=width)
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.hidden_norm, self.embed_norm = (RMSNorm(self.width, eps=shape.eps) for _ in range(2))
+        self.mlp = GatedMLP(2 * self.width, self.rank, output_size=self.width)
 
     def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed, step: int) -> tuple[Tensor, Tensor]:
         """The corrected state."""

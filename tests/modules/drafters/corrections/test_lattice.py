@@ -194,9 +194,8 @@ def test_samples_among_the_candidates_leave_the_targets_law(tiny_target_f64: Tar
 @pytest.mark.parametrize(("settings", "message"), [
     ({"vocabulary_size": 50}, "correction is 'lattice', which chooses among all tokens of the target, and "
      "vocabulary_size is 50; leave vocabulary_size out"),
-    ({"rank": 12}, "correction is 'lattice', with 8 heads over slots that predict their own token, got rank 12 and "
-     "aligned 'same'; set rank to a multiple of 8 and aligned to same"),
-    ({"aligned": "next"}, "got rank 16 and aligned 'next'; set rank to a multiple of 8"),
+    ({"rank": 12}, "correction is 'lattice', with 8 heads, and rank is 12; set rank to a multiple of 8"),
+    ({"aligned": "next"}, "correction is 'lattice', whose slots predict their own token, and aligned is 'next'; set"),
     ({"confidence": True}, "confidence reads the table of a Markov head, and correction is 'lattice'"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
