@@ -25,21 +25,23 @@ import torch
 from torch import Tensor
 
 from ...modules import BlockDraft, BlockDraftConfig, Target, UserError
+from ...modules.drafters.block import CORRECTIONS
 from ...modules.drafters.corrections import lattice
 from ...modules.drafters.corrections.correction import CorrectionName
 from ...modules.drafters.corrections.gru import WIDER
+from ...modules.drafters.corrections.markov import Markov
 from ...modules.drafters.corrections.selector import CANDIDATES, Selector
 from ...modules.drafters.corrections.slot_block import GROUP, TAPS
 from ...modules.drafters.parts.feature_drafter import chosen_taps
 from .parts.compressed_tensors import OUTPUT, as_compressed, compressed, compressed_config, compressed_table
 from .parts.eagle_folder import EMBEDDING, entries, layer_config, sglang_command
-from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Served
+from .parts.export_format import PLAIN, Engine, ExportFormat, ExportSettings, ImportSettings, Served
 from .parts.gguf_file import BFLOAT16, FLOAT32
 from .parts.head_blocks import output_bias
 from .parts.layout_folder import Contents, stored, write_layout
 from .parts.read_shapes import block_of, check_joined, renamed, take_vocabulary, vocabulary_marks
 from .parts.safetensors_reader import Checkpoint, check_borrowed, check_embedding
-from .parts.tensor_table import Table, TensorForm, layer_table
+from .parts.tensor_table import Table, TensorForm, forms_of
 
 PASSES = 6
 """Rounds in which vLLM refines an XPress block; as many as it drafts tokens make the guesses those made one by one."""
@@ -65,10 +67,6 @@ _OURS = "correction."
 _BARE = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook",
          "prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0")
 """Parameters of DFlash 2 and of Domino that have no layer of their own there, and therefore no `.weight`."""
-_MARKS: dict[CorrectionName, tuple[str, int]] = {
-    "markov": ("markov_w1", 1), "selector": ("predecessor_codebook", 1), "lattice": ("pass_hidden_proj", 0),
-    "refiner": ("w1", 1), "gru": ("embed_proj.2", 1)}
-"""The layer by which a correction is known, and the axis of its weight that is as long as the rank."""
 
 
 class Kind(NamedTuple):
@@ -76,21 +74,28 @@ class Kind(NamedTuple):
 
     title: str
     architecture: str
-    library: str | None
-    """The speculators library's name; None where it has none."""
-    method: str
-    """vLLM's and llama.cpp's name; empty where they have none."""
     head: str
     """Start of the names of its correction's tensors; empty where they have none in common."""
+    mark: str
+    """A layer of its correction, with as many columns as the rank, by which it is known; empty for none."""
+    engines: tuple[Engine, ...]
+    """Engines that load it in one of the layouts here."""
+    library: str | None = None
+    """The speculators library's name; None where it has none."""
+    method: str = "dflash"
+    """vLLM's and llama.cpp's name."""
 
 
-_DSPARK = Kind("DSpark", "Qwen3DSparkModel", "dspark", "dspark", "markov_head.")
+_DSPARK = Kind("DSpark", "Qwen3DSparkModel", "markov_head.", "markov_w1", ("vLLM", "SGLang", "TensorRT-LLM"), "dspark",
+               "dspark")
 KINDS: dict[CorrectionName, Kind] = {
-    "none": Kind("DFlash", "DFlashDraftModel", "dflash", "dflash", _OURS), **dict.fromkeys(FORMS, _DSPARK),
-    "selector": Kind("DFlash 2", "DFlash2DraftModel", "dflash2", "dflash", "candidate_selector."),
-    "refiner": Kind("XPress", "Qwen3XPressModel", None, "dflash", "xpress_head."),
-    "gru": Kind("Domino", "DFlashDraftModel", None, "", ""),
-    "lattice": Kind("LiLiCorr", "LiLiCorrDraftModel", None, "dflash", "lilicorr."),
+    "none": Kind("DFlash", "DFlashDraftModel", "", "", (*_DSPARK.engines, "llama.cpp", "OpenVINO GenAI"), "dflash"),
+    "markov": _DSPARK._replace(engines=(*_DSPARK.engines, "llama.cpp")), "gated": _DSPARK, "rnn": _DSPARK,
+    "selector": Kind("DFlash 2", "DFlash2DraftModel", "candidate_selector.", "predecessor_codebook",
+                     ("vLLM", "SGLang", "llama.cpp"), "dflash2"),
+    "refiner": Kind("XPress", "Qwen3XPressModel", "xpress_head.", "w1", ("vLLM",)),
+    "gru": Kind("Domino", "DFlashDraftModel", "", "embed_proj.2", ("SGLang",)),
+    "lattice": Kind("LiLiCorr", "LiLiCorrDraftModel", "lilicorr.", "out_head", ("vLLM", "SGLang")),
 }
 """Methods by their correction."""
 _FLAT = ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.", "prefix_gru.", "embed_proj.")
@@ -130,47 +135,29 @@ def write_blocks(drafter: BlockDraft, target: Target, folder: Path, weights: str
     return table
 
 
-def block_tensors(drafter: BlockDraft, target: Target) -> dict[str, Tensor]:
-    """The weights under their names in DFlash and DSpark, in float32 on the CPU."""
+def _named(drafter: BlockDraft) -> dict[str, Tensor]:
+    """The weights under their names in DFlash and DSpark."""
     head = KINDS[drafter.config.correction].head
     named = {renamed(renamed(name, _OURS, head), _JUDGE, _CONFIDENCE[0]): tensor
              for name, tensor in drafter.state_dict().items() if name not in ("token_ids", _SCALES)}
-    tensors = {bare if (bare := name.removesuffix(".weight")) in _BARE else name: tensor
-               for name, tensor in named.items()}
-    ids_Q = drafter.token_ids_Q
+    return {bare if (bare := name.removesuffix(".weight")) in _BARE else name: tensor for name, tensor in named.items()}
+
+
+def block_tensors(drafter: BlockDraft, target: Target) -> dict[str, Tensor]:
+    """The tensors of the layout, in float32 on the CPU."""
+    ids_Q, tensors = drafter.token_ids_Q, _named(drafter)
     if ids_Q is None:
         return stored(tensors)
     return stored({**tensors, OUTPUT: target.output_weight()[ids_Q]}) | vocabulary_marks(ids_Q, target)
 
 
 def block_table(drafter: BlockDraft) -> Table:
-    """The tensors of a drafter of blocks in the layout."""
-    block, rank, tokens = drafter.block, drafter.config.rank, entries(drafter)
-    width, vector = block.hidden_size, TensorForm((block.hidden_size,))
-    table = {"fc.weight": TensorForm((width, len(drafter.taps) * drafter.hidden_size)),
-             "hidden_norm.weight": vector, "norm.weight": vector}
-    for layer in range(drafter.num_layers):
-        prefix = f"layers.{layer}."
-        table |= layer_table(prefix, block, norms=("input_layernorm", "post_attention_layernorm"))
-        table |= {f"{prefix}self_attn.{norm}.weight": TensorForm((block.head_dim,)) for norm in ("q_norm", "k_norm")}
-        for conv in ("attention_conv.", "mlp_conv.") if drafter.config.conv else ():
-            table |= {f"{prefix}{conv}base_kernel": TensorForm((2, TAPS, width)),
-                      f"{prefix}{conv}kernel_projection.weight": TensorForm((2 * TAPS * width // GROUP, width))}
-    bigram, state = {"markov_w1.weight": (drafter.vocab_size, rank), "markov_w2.weight": (tokens, rank)}, WIDER * rank
-    shapes: dict[CorrectionName, dict[str, Any]] = {
-        "markov": bigram, "gated": {**bigram, "gate_proj.weight": (rank, width + rank), "gate_proj.bias": (rank,)},
-        "rnn": {**bigram, "joint_proj.weight": (3 * rank, width + 2 * rank), "joint_proj.bias": (3 * rank,)},
-        "selector": {"predecessor_codebook": (tokens, rank), "successor_codebook": (tokens, rank),
-                     "hidden_projection.weight": (rank, width)},
-        "gru": {"prefix_gru.weight_ih_l0": (3 * state, width), "prefix_gru.weight_hh_l0": (3 * state, state),
-                "embed_proj.0.weight": (rank, width + state), "embed_proj.2.weight": (tokens, rank)}}
-    kind, own = KINDS[drafter.config.correction], drafter.correction.state_dict()
-    forms = shapes.get(drafter.config.correction) or {name: tuple(tensor.shape) for name, tensor in own.items()}
-    table |= {kind.head + name: TensorForm(shape) for name, shape in forms.items()}
-    if drafter.config.confidence:
-        table |= {f"{_CONFIDENCE[0]}weight": TensorForm((1, width + rank)), f"{_CONFIDENCE[0]}bias": TensorForm((1,))}
+    """The tensors of the layout by the drafter's settings."""
+    with torch.device("meta"):
+        table = forms_of(_named(BlockDraft(drafter.config, drafter, drafter.block)))
+    tokens = entries(drafter)
     if drafter.token_ids_Q is not None:
-        table |= {OUTPUT: TensorForm((tokens, width)), "d2t": TensorForm((tokens,), torch.int64),
+        table |= {OUTPUT: TensorForm((tokens, drafter.block.hidden_size)), "d2t": TensorForm((tokens,), torch.int64),
                   "t2d": TensorForm((drafter.vocab_size,), torch.bool)}
     return table
 
@@ -184,34 +171,36 @@ def block_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
 
 def slot_config(drafter: BlockDraft) -> dict[str, Any]:
     """The keys of the slots and of the correction, under the names that all of these projects share."""
-    config = drafter.config
+    config, rank = drafter.config, drafter.config.rank
     said = {"block_size": config.block_size, "mask_token_id": config.mask_token_id,
             "sample_from_anchor": config.aligned == "next"}
-    if config.correction == "none":
-        return said
     said |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP} if config.conv else {}
-    if isinstance(drafter.correction, Selector):
-        return {**said, "selector_rank": config.rank, "selector_top_k": drafter.correction.most}
-    if config.correction == "refiner":
-        return {**said, "xpress_rank": config.rank, "xpress_mlp_hidden": 2 * config.rank,
-                "xpress_block_size": config.block_size, "xpress_num_passes": min(PASSES, config.num_steps)}
-    if config.correction == "gru":
-        return {**said, "projector_type": "domino", "shift_label": said["sample_from_anchor"],
-                "pure_draft_prefix_len": 1, "gru_hidden_dim": WIDER * config.rank, "emb_dim": config.rank}
-    if config.correction == "lattice":
-        return {**said, **{f"lilicorr_{key}": value for key, value in LATTICE.items()},
-                "lilicorr_hidden_size": config.rank, "lilicorr_factor_dim": config.rank}
-    scales = {TEMPERATURES: drafter.judge_temperatures_K.tolist()} if config.confidence else {}
-    return {**said, "markov_rank": config.rank, "markov_head_type": FORMS[config.correction],
-            "enable_confidence_head": config.confidence, "confidence_head_with_markov": config.confidence, **scales}
+    match drafter.correction, config.correction:
+        case Selector(most=most), _:
+            said |= {"selector_rank": rank, "selector_top_k": most}
+        case _, "refiner":
+            said |= {"xpress_rank": rank, "xpress_mlp_hidden": 2 * rank, "xpress_block_size": config.block_size,
+                     "xpress_num_passes": min(PASSES, config.num_steps)}
+        case _, "gru":
+            said |= {"projector_type": "domino", "shift_label": said["sample_from_anchor"], "pure_draft_prefix_len": 1,
+                     "gru_hidden_dim": WIDER * rank, "emb_dim": rank}
+        case _, "lattice":
+            said |= {**{f"lilicorr_{key}": value for key, value in LATTICE.items()},
+                     "lilicorr_hidden_size": rank, "lilicorr_factor_dim": rank}
+        case Markov(), form:
+            said |= {"markov_rank": rank, "markov_head_type": FORMS[form],
+                     "enable_confidence_head": config.confidence, "confidence_head_with_markov": config.confidence,
+                     **({TEMPERATURES: drafter.judge_temperatures_K.tolist()} if config.confidence else {})}
+    return said
 
 
 def dflash_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
     """config.json of a drafter of blocks."""
     kind = KINDS[drafter.config.correction]
     said = {**slot_config(drafter), "target_layer_ids": list(drafter.taps)}
+    nested = {**said, "causal": drafter.config.causal}
     # SpecForge's name for the correction.
-    nested = {**said, "causal": drafter.config.causal, **({"projector_type": "dspark"} if kind is _DSPARK else {})}
+    nested |= {"projector_type": "dspark"} if kind.method == "dspark" else {}
     return {**block_config(drafter, target), "architectures": [kind.architecture],
             "num_target_layers": target.num_layers, "draft_vocab_size": entries(drafter), **said,
             "dflash_config": nested}
@@ -221,13 +210,14 @@ def block_contents(drafter: BlockDraft, table: Table, *notes: str) -> Contents:
     """Title and paragraphs on a drafter of blocks."""
     config = drafter.config
     seen = "those before it" if config.causal else "the whole block"
+    kind = KINDS[config.correction]
     slots = (f"Blocks of {config.block_size} slots draft {config.num_steps} tokens; a slot sees {seen}. " + (
-        f"SGLang, which alone has Domino, drafts {config.block_size - 1}, without sampling, on a GPU and in bfloat16."
-        if config.correction == "gru" else "An engine must be asked for as many, as below" + (
+        f"{kind.engines[0]}, which alone has {kind.title}, drafts {config.block_size - 1}, without sampling, on a GPU "
+        "and in bfloat16." if kind.engines == ("SGLang",) else "An engine must be asked for as many, as below" + (
             "." if config.causal else ": with fewer, slots see another block than in training.")))
     reduced = () if drafter.token_ids_Q is None else (
         "vLLM reads its reduced vocabulary; SGLang and the first projects' own code do not know one.",)
-    return Contents(title=f"{KINDS[config.correction].title} drafter", table=table, paragraphs=(
+    return Contents(title=f"{kind.title} drafter", table=table, paragraphs=(
         slots, *reduced, *notes, "The artifact's tree is not part of it."))
 
 
@@ -237,16 +227,15 @@ def refusal(drafter: BlockDraft, target: Target) -> str:
     if config.mask_token_id is None:
         return ("the mask of this drafter is a row of its own, and engines read one of the target's embedding; train "
                 "with mask_token_id")
-    if config.correction not in KINDS:
+    if (kind := KINDS.get(config.correction)) is None:
         return f"no layout here holds the correction {config.correction}; decode the artifact with draftsmith"
     if config.residual:
         return "no engine adds a state of the text to its slots (residual); decode the artifact with draftsmith"
     if config.correction != "lattice" and (config.correction == "selector") != config.conv:
         return (f"this drafter has correction {config.correction!r} and conv {str(config.conv).lower()}, and engines "
                 "know a selector and convolutions together, as DFlash 2 has them; train with both, or with neither")
-    whole = {"refiner": "vLLM has XPress", "gru": "SGLang has Domino"}.get(config.correction)
-    if whole and drafter.token_ids_Q is not None:
-        return f"{whole} over the whole vocabulary alone; train without vocabulary_size"
+    if len(kind.engines) == 1 and drafter.token_ids_Q is not None:
+        return f"{kind.engines[0]} has {kind.title} over the whole vocabulary alone; train without vocabulary_size"
     if config.aligned == "next" and config.correction not in (*FORMS, "gru"):
         return (f"this drafter has aligned 'next' and correction {config.correction!r}, and engines draft so with the "
                 "corrections of DSpark and Domino alone; train with aligned: same, or with correction: markov")
@@ -304,8 +293,8 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     tensors = {_OURS + name if name.startswith(_FLAT) else
                renamed(renamed(name, _CONFIDENCE[0], _JUDGE), _CONFIDENCE[1], _JUDGE): tensor
                for name, tensor in tensors.items()}
-    correction, rank = next(((name, tensors[mark].shape[axis]) for name, (layer, axis) in _MARKS.items()
-                             if (mark := f"{_OURS}{layer}.weight") in tensors), ("none", BlockDraftConfig.rank))
+    correction, rank = next(((name, tensors[mark].shape[1]) for name, kind in KINDS.items()
+                             if (mark := f"{_OURS}{kind.mark}.weight") in tensors), ("none", BlockDraftConfig.rank))
     if correction == "markov":
         correction = {there: here for here, there in FORMS.items()}.get(
             said.get("markov_head_type") or "", correction)
@@ -314,7 +303,7 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
                         f"holds {'no' if domino else 'an'} embed_proj.2.weight of domino; copy both again")
     if domino:
         given.require({**KNOWN, "pure_draft_prefix_len": (1,), "gru_hidden_dim": (WIDER * rank,)}, target)
-    if reduced is not None and correction in ("selector", "lattice"):
+    if reduced is not None and CORRECTIONS[correction].chooses:
         raise UserError(f"{folder} holds a draft vocabulary of {reduced} tokens (d2t), and its {correction} has a row "
                         "for every token of the target; choose a checkpoint without d2t")
     if correction != "none" and (reason := _scaled_logits(target)):
@@ -378,14 +367,24 @@ def _taps(given: Checkpoint, said: dict[str, Any], target: Target) -> tuple[int,
     return tuple(said["target_layer_ids"])
 
 
+def _passed_over(drafter: BlockDraft) -> list[str]:
+    """Engines that have not its method, its reduced vocabulary, or, as TensorRT-LLM, its slots."""
+    config, kind, reduced = drafter.config, KINDS[drafter.config.correction], drafter.token_ids_Q is not None
+    other_slots = config.causal or (config.aligned == "next") != (config.correction in FORMS)
+    return [name for name in DFLASH.readers if name not in kind.engines or (name != "vLLM" and reduced)
+            or (name == "TensorRT-LLM" and other_slots)]
+
+
 def served_by_vllm(drafter: BlockDraft) -> Served | None:
-    """The settings of vLLM, which has a method for each kind but Domino."""
-    method = KINDS[drafter.config.correction].method
-    return Served(method={"method": method}, loader={}, tokens=drafter.config.num_steps) if method else None
+    """The settings of vLLM; None for a method that it has not."""
+    kind = KINDS[drafter.config.correction]
+    return Served(method={"method": kind.method}, loader={}, tokens=drafter.config.num_steps) if (
+        "vLLM" in kind.engines) else None
 
 
 DFLASH = ExportFormat[BlockDraft](
-    name="dflash", content="drafters of blocks", readers="vLLM, SGLang", families=(BlockDraft,), refusal=refusal,
+    name="dflash", content="drafters of blocks", families=(BlockDraft,), refusal=refusal,
+    readers={"vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, passed_over=_passed_over,
     write=export_dflash, read=read_blocks, opens=OPENS, known=KNOWN, weights=WEIGHTS, as_read=as_compressed,
-    vllm=served_by_vllm, others=lambda drafter, places: {} if drafter.config.correction != "gru" else {
+    vllm=served_by_vllm, others=lambda drafter, places: {} if served_by_vllm(drafter) else {
         "SGLang": sglang_command("DFLASH", places, num_draft_tokens=drafter.config.block_size)})

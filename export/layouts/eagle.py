@@ -50,7 +50,7 @@ from .parts.eagle_folder import (
     third_table,
     twin,
 )
-from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Places, Served
+from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Served
 from .parts.head_blocks import output_bias
 from .parts.layout_folder import Contents, stored, write_layout
 from .parts.read_shapes import block_of, check_joined, named_base, renamed, take_vocabulary, vocabulary_marks
@@ -219,21 +219,23 @@ def served_by_vllm(drafter: Eagle | Eagle3) -> Served:
     return Served(method={"method": drafter.family}, loader={})
 
 
-def _commands(drafter: Eagle | Eagle3, places: Places) -> dict[str, str]:
-    """The command of SGLang for EAGLE-3, whose `fc` it passes over where one layer is read."""
-    return {} if isinstance(drafter, Eagle) or len(drafter.taps) == 1 else {
-        "SGLang": sglang_command("EAGLE3", places, num_steps=3, eagle_topk=1, num_draft_tokens=4)}
+def _passed_over(drafter: Eagle | Eagle3) -> tuple[str, ...]:
+    """Engines that know EAGLE-1 in another layout alone, or pass over `fc` where one layer is read."""
+    return ("SGLang", "TensorRT-LLM") if isinstance(drafter, Eagle) or len(drafter.taps) == 1 else ()
 
 
 EAGLE = ExportFormat[Eagle | Eagle3](
-    name="eagle", content="EAGLE drafters", readers="the official code, vLLM; of EAGLE-3 also SGLang and TensorRT-LLM",
+    name="eagle", content="EAGLE drafters",
+    readers={"the official code": "", "vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, passed_over=_passed_over,
     families=(Eagle, Eagle3), refusal=refusal, write=export_eagle, read=read_eagle, opens=OPENS, known=KNOWN,
     file=EAGLE_FILE, weights=COMPRESSED,
-    as_read=as_compressed, vllm=served_by_vllm, others=_commands,
+    as_read=as_compressed, vllm=served_by_vllm,
+    others=lambda drafter, places: {} if _passed_over(drafter) else {
+        "SGLang": sglang_command("EAGLE3", places, num_steps=3, eagle_topk=1, num_draft_tokens=4)},
     lost=lambda drafter: LOST_BIAS if isinstance(drafter, Eagle) and drafter.config.bias else "",
 )
 EAGLE_SGLANG = ExportFormat(
-    name="eagle-sglang", content="EAGLE-1 drafters", readers="SGLang", families=(Eagle,), refusal=refusal,
+    name="eagle-sglang", content="EAGLE-1 drafters", readers={"SGLang": ""}, families=(Eagle,), refusal=refusal,
     write=export_eagle_sglang, file=EAGLE_FILE,
     others=lambda drafter, places: {
         "SGLang": sglang_command("EAGLE", places, num_steps=3, eagle_topk=4, num_draft_tokens=16)})

@@ -159,7 +159,7 @@ def _served(drafter: DraftLM) -> Served:
 
 
 HUGGINGFACE = ExportFormat(
-    name="huggingface", content="draft language models", readers="transformers, vLLM, SGLang", families=(DraftLM,),
-    write=export_huggingface, read=read_huggingface, opens=("depths",),
-    file=WEIGHTS, weights=COMPRESSED, as_read=as_compressed, vllm=_served,
+    name="huggingface", content="draft language models", families=(DraftLM,),
+    readers={"transformers": "", "vLLM": "", "SGLang": ""}, write=export_huggingface,
+    read=read_huggingface, opens=("depths",), file=WEIGHTS, weights=COMPRESSED, as_read=as_compressed, vllm=_served,
 )

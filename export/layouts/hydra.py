@@ -180,5 +180,5 @@ def _block(prefix: dict[str, Tensor], target: Target) -> BlockConfig:
                        num_kv_heads=max(1, keys // head_dim), head_dim=head_dim, norm_eps=like.norm_eps)
 
 
-HYDRA = ExportFormat(name="hydra", content="Hydra heads", readers="the official code", families=(Hydra,),
+HYDRA = ExportFormat(name="hydra", content="Hydra heads", readers={"the official code": ""}, families=(Hydra,),
                      refusal=_refusal, write=export_hydra, read=read_hydra, known=_KNOWN, file=HYDRA_FILE, bare=True)

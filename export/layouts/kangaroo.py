@@ -86,6 +86,6 @@ def read_kangaroo(given: Checkpoint, target: Target, settings: ImportSettings) -
     return Kangaroo(fitted, target, block), given.tensors()
 
 
-KANGAROO = ExportFormat(name="kangaroo", content="Kangaroo adapters", readers="the official code", families=(Kangaroo,),
-                        refusal=_refusal, write=export_kangaroo, read=read_kangaroo, opens=("exit_layer",),
-                        file=KANGAROO_FILE)
+KANGAROO = ExportFormat(name="kangaroo", content="Kangaroo adapters", families=(Kangaroo,),
+                        readers={"the official code": ""}, refusal=_refusal, write=export_kangaroo,
+                        read=read_kangaroo, opens=("exit_layer",), file=KANGAROO_FILE)

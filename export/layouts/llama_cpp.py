@@ -98,17 +98,19 @@ def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
     if isinstance(drafter, BlockDraft):
         rope = {"rope_type": "default", **(drafter.block.rope_scaling or {})}
         most = drafter.correction.most if isinstance(drafter.correction, Selector) else 0
-        wrong = {f"the correction {drafter.config.correction}":
-                     drafter.config.correction not in ("none", "markov", "selector"),
+        if reason := dflash.refusal(drafter, target):
+            return reason
+        able = [name for name, kind in dflash.KINDS.items() if "llama.cpp" in kind.engines]
+        wrong = {f"the correction {drafter.config.correction}": drafter.config.correction not in able,
                  # llama.cpp keeps candidates and the scores of their pairs in a slot's state.
                  f"a width of {drafter.hidden_size}, where a selector needs {most * (most + 1)}":
                      drafter.hidden_size < most * (most + 1),
                  f"a rotary embedding of the kind {rope['rope_type']}": rope["rope_type"] not in BY_KEYS,
                  f"YaRN with {unsettled(rope)}": bool(unsettled(rope))}
         found = " and ".join(setting for setting, is_wrong in wrong.items() if is_wrong)
-        return dflash.refusal(drafter, target) or (found and (
-            f"llama.cpp runs drafters of blocks without a correction, with markov or selector, and rotated by one of "
-            f"{', '.join(BY_KEYS)}, this drafter has {found}; train another"))
+        return found and (
+            f"llama.cpp runs drafters of blocks with one of the corrections {', '.join(able)}, rotated by one of "
+            f"{', '.join(BY_KEYS)}, this drafter has {found}; train another")
     config = drafter.config
     wrong = {f"{drafter.num_layers} layers": drafter.num_layers != 1,
              f"{len(drafter.taps)} tapped layers": len(drafter.taps) != _TARGET_LAYERS,
@@ -319,7 +321,7 @@ def _write_blocks(file: Path, drafter: BlockDraft, target: Target, vocabulary: P
 
 
 GGUF = ExportFormat[DraftLM | Eagle3 | BlockDraft](
-    name="gguf", content="draft language models, EAGLE-3 drafters and drafters of blocks", readers="llama.cpp",
+    name="gguf", content="draft language models, EAGLE-3 drafters and drafters of blocks", readers={"llama.cpp": ""},
     families=(DraftLM, Eagle3, BlockDraft), refusal=_refusal, write=export_gguf, option="target_gguf", file=GGUF_FILE,
     weights=WEIGHTS, others=_command,
     # llama.cpp rounds the embedding like any matrix.

@@ -117,7 +117,8 @@ def read_medusa(given: Checkpoint, target: Target, settings: ImportSettings) -> 
 
 
 MEDUSA_HEADS = ExportFormat(
-    name="medusa", content="Medusa heads", readers="Text Generation Inference, vLLM up to 0.32", families=(Medusa,),
+    name="medusa", content="Medusa heads", families=(Medusa,),
+    readers={"Text Generation Inference": "", "vLLM": " up to 0.32"},
     refusal=lambda drafter, target: output_bias(target), write=export_medusa, read=read_medusa,
     file=MEDUSA_FILE, bare=True,
     vllm=lambda drafter: Served(method={"method": "medusa"}, loader={}, tokens=drafter.config.num_heads),

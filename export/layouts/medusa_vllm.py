@@ -113,5 +113,5 @@ def _served(drafter: Medusa) -> Served:
     return Served(method={"method": "medusa"}, loader=loader, tokens=drafter.config.num_heads)
 
 
-MEDUSA_VLLM = ExportFormat(name="medusa-vllm", content="Medusa heads", readers="vLLM up to 0.32, in a small file",
+MEDUSA_VLLM = ExportFormat(name="medusa-vllm", content="Medusa heads", readers={"vLLM": " up to 0.32 in a small file"},
                            families=(Medusa,), refusal=_refusal, write=export_medusa_vllm, vllm=_served)

@@ -108,5 +108,5 @@ def _served(drafter: Mtp, places: Places) -> dict[str, str]:
 
 
 MTP: ExportFormat[Mtp] = ExportFormat(
-    name="mtp", content="heads of the target's own (MTP)", readers="vLLM, SGLang", families=(Mtp,), refusal=_refusal,
-    write=export_mtp, read=read_mtp, in_target=True, others=_served)
+    name="mtp", content="heads of the target's own (MTP)", readers={"vLLM": "", "SGLang": ""}, families=(Mtp,),
+    refusal=_refusal, write=export_mtp, read=read_mtp, in_target=True, others=_served)

@@ -120,7 +120,6 @@ def _command(drafter: DraftLM | Eagle3 | BlockDraft, places: Places) -> dict[str
 
 
 OPENVINO = ExportFormat[DraftLM | Eagle3 | BlockDraft](
-    name="openvino", content="draft language models, EAGLE-3 drafters and DFlash drafters", readers="OpenVINO GenAI",
-    families=(DraftLM, Eagle3, BlockDraft), refusal=_refusal, write=export_openvino, option="convert_with",
-    others=_command,
-)
+    name="openvino", content="draft language models, EAGLE-3 drafters and DFlash drafters",
+    readers={"OpenVINO GenAI": ""}, families=(DraftLM, Eagle3, BlockDraft), refusal=_refusal, write=export_openvino,
+    option="convert_with", others=_command)

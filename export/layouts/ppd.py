@@ -57,6 +57,6 @@ def read_ppd(given: Checkpoint, target: Target, settings: ImportSettings) -> tup
     return drafter, {**own, "rank_chances_KR": drafter.rank_chances_KR}
 
 
-PPD = ExportFormat(name="ppd", content="prompt tokens", readers="the official code", families=(PromptTokens,),
+PPD = ExportFormat(name="ppd", content="prompt tokens", readers={"the official code": ""}, families=(PromptTokens,),
                    write=export_ppd, read=read_ppd, known={name: (value,) for name, value in _PLAIN.items()},
                    file=PPD_FILE, config_file=PPD_CONFIG)

@@ -127,9 +127,8 @@ def read_speculators(given: Checkpoint, target: Target, settings: ImportSettings
 
 SPECULATORS = replace(
     cast(ExportFormat[Any], EAGLE), name="speculators", content="EAGLE-3 drafters and drafters of blocks",
-    families=(Eagle3, BlockDraft), readers="vLLM, as a model of its own; the speculators library",
+    families=(Eagle3, BlockDraft), readers={"vLLM": " as a model of its own", "the speculators library": ""},
     write=export_speculators, read=read_speculators, opens=(*OPENS, "aligned", "causal"),
-    known={"is_causal": (None, False, True)}, others=lambda drafter, places: {},
-    refusal=_refusal,
+    known={"is_causal": (None, False, True)}, others=lambda drafter, places: {}, refusal=_refusal,
     vllm=lambda drafter: (dflash if isinstance(drafter, BlockDraft) else eagle).served_by_vllm(drafter),
 )

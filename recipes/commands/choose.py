@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from safetensors import safe_open
@@ -20,6 +20,7 @@ from ...data import DistillConfig, PromptConfig
 from ...data.store.disk_room import in_words
 from ...export import Artifact, Tuning, load_artifact
 from ...export.artifact_files import WEIGHTS
+from ...export.layouts.parts.export_format import Engine
 from ...export.layouts.registry import formats_of
 from ...export.tuning import Prediction
 from ...modules import DEFAULT_NAME, Target, TargetConfig, UserError, choose_size, load_target, measure_cost
@@ -49,8 +50,6 @@ CURVE, MOST_GROWTH = 10.0, 1.2
 hundred steps and several thousand (tests/benchmarks/README.md); and the largest growth, in natural logs."""
 ANSWER_TOKENS = 64
 """Tokens of the answers that are predicted."""
-ENGINES = ("vLLM", "SGLang", "llama.cpp", "OpenVINO GenAI", "TensorRT-LLM", "Text Generation Inference", "transformers")
-"""Programs that load some layout."""
 MANY = 10**6
 """Answers of a prediction that is not compared with a few measured ones."""
 
@@ -100,8 +99,8 @@ class ChooseArguments:
             raise UserError(f"a temperature must be {TEMPERATURES}, got {wrong_degrees[0]}")
         if not self.batch_sizes or not self.temperatures:
             raise UserError("choose needs at least one of batch_sizes and one of temperatures; give --batch_sizes [1]")
-        if self.engine is not None and self.engine.lower() not in map(str.lower, ENGINES):
-            raise UserError(f"engine must be one of {', '.join(ENGINES)}, got {self.engine}; or leave it out")
+        if self.engine is not None and self.engine.lower() not in map(str.lower, get_args(Engine)):
+            raise UserError(f"engine must be one of {', '.join(get_args(Engine))}, got {self.engine}; or leave it out")
         if len(self.calibrated) * LEAST_MINUTES > self.minutes:
             raise UserError(f"minutes {self.minutes:g} is shorter than calibrating {len(self.calibrated)} rows, which "
                             f"takes {len(self.calibrated) * LEAST_MINUTES:g} at least; give more, fewer --rows, or "
@@ -281,7 +280,7 @@ def of_artifact(folder: Path, target: Target, given: ChooseArguments,
         predictions={f"batch {rows}, temperature {degree:g}":
                      predicted(tuning, rows, degree, growth, artifact.topology.depth + 1)
                      for rows in given.batch_sizes for degree in given.temperatures},
-        engines="; ".join(dict.fromkeys(one.readers for one in formats_of(artifact))),
+        engines="; ".join(dict.fromkeys(one.read_by(artifact.drafter) for one in formats_of(artifact))),
         start=shlex.join(["draftsmith", "generate", "--artifact", str(folder), "--prompt", "TEXT"]))
 
 

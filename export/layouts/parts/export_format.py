@@ -5,7 +5,7 @@ A layout's file defines its object next to its writer; `registry.py` lists the o
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -19,6 +19,11 @@ from .layout_folder import Contents
 from .safetensors_reader import Checkpoint
 
 D = TypeVar("D", bound=Drafter)
+Engine = Literal["vLLM", "SGLang", "llama.cpp", "OpenVINO GenAI", "TensorRT-LLM", "Text Generation Inference",
+                 "transformers"]
+"""Serving engines, and what decodes with drafts too."""
+Project = Literal["the official code", "the speculators library"]
+"""Code of those who made a method or a layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +127,10 @@ class ExportFormat(Generic[D]):
     """Name on the command line."""
     content: str = ""
     """The drafters it holds, in the plural."""
-    readers: str = ""
-    """Programs that read it, for the documents of other formats."""
+    readers: Mapping[Engine | Project, str] = field(default_factory=dict)
+    """Programs that load its folders, at least those of some drafters, each with what is to be said of it."""
+    passed_over: Callable[[D], Collection[str]] = lambda drafter: ()
+    """Programs among these that do not load this drafter."""
     families: tuple[type[D], ...] = ()
     """Their classes."""
     refusal: Callable[[D, Target], str] = lambda drafter, target: ""
@@ -173,6 +180,11 @@ class ExportFormat(Generic[D]):
     def warning(self, drafter: Drafter) -> str:
         """The sentence of `lost` for a drafter of any family."""
         return self.lost(drafter) if isinstance(drafter, self.families) else ""
+
+    def read_by(self, drafter: D) -> str:
+        """The programs that load this drafter, for tables and documents."""
+        unable = self.passed_over(drafter)
+        return ", ".join(name + said for name, said in self.readers.items() if name not in unable)
 
     def commands(self, drafter: D, places: Places) -> dict[str, str]:
         """The commands that serve the folder, by engine."""

@@ -64,7 +64,7 @@ def folder_readme(chosen: ExportFormat[Any], artifact: Artifact, contents: Conte
         if "vLLM" in commands:
             spoken = getattr(artifact.target.tokenizer, "chat_template", None)
             parts += [CLIENT.format_map(CHAT if spoken else PLAIN_TEXT), HALF]
-    others = [f"* `--format {one.name}`: {one.readers}" for one in fitting if one.name != chosen.name]
+    others = [f"* `--format {one.name}`: {one.read_by(artifact.drafter)}" for one in fitting if one.name != chosen.name]
     if others and chosen.write is not None:
         parts += ["## Other formats of this drafter", "\n".join(others)]
     if contents.table is not None:

@@ -35,7 +35,12 @@ def require_table(tensors: Mapping[str, Tensor], table: Table) -> None:
     Raises:
         ValueError: if one is missing, unknown, or of another shape or number format.
     """
-    require_forms({name: TensorForm(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, table)
+    require_forms(forms_of(tensors), table)
+
+
+def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorForm]:
+    """Shapes and number formats of tensors."""
+    return {name: TensorForm(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
 def require_forms(found: Table, table: Table) -> None:

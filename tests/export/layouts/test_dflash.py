@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.export import ExportSettings, ImportSettings, import_drafter, read_description
+from draftsmith.export import Artifact, ExportSettings, ImportSettings, import_drafter, read_description
+from draftsmith.export.layouts.parts.export_format import Places
 from draftsmith.export.layouts.parts.read_shapes import vocabulary_marks
+from draftsmith.export.layouts.registry import formats_of
 from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target, UserError
 from draftsmith.recipes.__main__ import main
 from draftsmith.trainers.start import continued_settings
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
-from support.artifacts import edit
+from support.artifacts import TREE, edit
 from support.engine_contracts import ANCHORS, CAUSAL
 from support.families import IDS, randomised
 from support.gguf_vocabulary import write_vocabulary
@@ -414,6 +416,23 @@ def test_what_a_layout_cannot_hold_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         written(made(name, target, **settings), target, layout, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("name", "readers"), [
+    ("dflash", {"dflash": "vLLM, SGLang, TensorRT-LLM", "gguf": "llama.cpp", "openvino": "OpenVINO GenAI",
+                "speculators": "vLLM as a model of its own, the speculators library"}),
+    ("dspark reduced", {"dflash": "vLLM", "gguf": "llama.cpp",
+                        "speculators": "vLLM as a model of its own, the speculators library"}),
+    ("lilicorr", {"dflash": "vLLM, SGLang"}), ("xpress", {"dflash": "vLLM"}), ("domino", {"dflash": "SGLang"})])
+def test_a_format_names_the_engines_that_have_the_correction(
+    target: Target, name: str, readers: dict[str, str]
+) -> None:
+    """What choose and the README of an export show: no engine but those that load this drafter."""
+    drafter = made(name, target)
+    artifact = Artifact(drafter=drafter, target=target, topology=TREE, identity=target.identity, provenance={})
+    assert {one.name: one.read_by(drafter) for one in formats_of(artifact)} == readers
+    served = {engine for one in formats_of(artifact) for engine in one.commands(drafter, Places())}
+    assert all(engine in "; ".join(readers.values()) for engine in served if "optimum" not in engine)
 
 
 @pytest.mark.parametrize(("name", "method"), [("dflash reduced", "draft-dflash"), ("dspark", "draft-dspark"),

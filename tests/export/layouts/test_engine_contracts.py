@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.export import Artifact, ExportSettings, export_artifact
+from draftsmith.export.layouts.registry import format_named
 from draftsmith.modules import (
     BlockDraft,
     BlockDraftConfig,
@@ -119,6 +120,8 @@ def test_an_engine_reads_all_that_was_trained(
     folder = Folder.read(written(MADE[name](target), target_of(name, target), layout, tmp_path / "out"))
     faults = CONTRACTS[family, layout, engine](folder)
     assert bool(faults) == (name in NOT_FOR.get(engine, ())), faults
+    if (product := engine.split(" 0.")[0]) in format_named(layout).readers:
+        assert bool(faults) == (product not in format_named(layout).read_by(MADE[name](target)))
     numbers = {"d2t": torch.int64, "t2d": torch.bool}
     assert folder.dtypes == {tensor: numbers.get(tensor, torch.float32) for tensor in folder.shapes}
 

@@ -5,13 +5,14 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
+from draftsmith.export.layouts.parts.export_format import Engine
 from draftsmith.export.layouts.registry import EXPORT_FORMATS
 from draftsmith.recipes.__main__ import main
-from draftsmith.recipes.commands.choose import ENGINES, grown, predicted
+from draftsmith.recipes.commands.choose import grown, predicted
 from support.artifacts import tuning
 from support.served_targets import SERVED
 
@@ -91,7 +92,7 @@ def test_bad_input_gets_one_sentence(
 
 
 def test_every_engine_loads_some_layout() -> None:
-    assert [name for name in ENGINES if not any(name in one.readers for one in EXPORT_FORMATS)] == []
+    assert [name for name in get_args(Engine) if not any(name in one.readers for one in EXPORT_FORMATS)] == []
 
 
 def test_growth_falls_with_the_steps_taken_and_its_half_is_uncertain() -> None:
