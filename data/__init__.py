@@ -11,18 +11,6 @@ from .store.feature_store import WantedStates
 from .store.token_store import Manifest, ShardRecord, TokenShard
 
 __all__ = [
-    "ChatTemplate",
-    "DistillConfig",
-    "Manifest",
-    "Message",
-    "Prompt",
-    "PromptConfig",
-    "ReadPrompts",
-    "ShardRecord",
-    "TokenShard",
-    "WantedStates",
-    "Writer",
-    "distill",
-    "read_held_out",
-    "read_prompts",
+    "ChatTemplate", "DistillConfig", "Manifest", "Message", "Prompt", "PromptConfig", "ReadPrompts", "ShardRecord",
+    "TokenShard", "WantedStates", "Writer", "distill", "read_held_out", "read_prompts",
 ]

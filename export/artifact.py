@@ -44,7 +44,7 @@ from ..modules.files.atomic_files import file_sha256, write_file
 from ..modules.files.json_records import typed_fields
 from ..modules.files.owned_folders import whole_folder
 from ..modules.interfaces.optional_parts import GuessesInPasses, virtual_nodes
-from ..modules.policies.registry import MOST
+from ..modules.policies.registry import CONFIDENT, MOST
 from ..modules.target.loading.loading import is_local
 from .acceptance_heads import StoredHead, load_heads, temperature_name
 from .acceptance_profile import DECODED, acceptance_lines, described, profile, read_acceptance, save_acceptance
@@ -200,9 +200,9 @@ class Artifact:
         size = self.size_for(batch_size, temperature)
         plain = size == 1 and temperature > 0 and kind != SPARSE
         # When a chain is cut, its block has been computed: an empty one took as long to draft as a single guess.
-        cost, reach = self.tuning.cost, self.drafter.reach or 0
+        cost, steps = self.tuning.cost, range((self.drafter.reach or 0) + 1) if kind == CONFIDENT else ()
         seconds = [cost.pass_seconds(1 + guesses, batch_size) + cost.draft_seconds(max(2, 1 + guesses), batch_size)
-                   for guesses in range(reach + 1)]
+                   for guesses in steps]
         return policy_named(STATIC if plain else name.own, self.topology.prefix(size), self.drafter, seconds)
 
 

@@ -111,28 +111,24 @@ WEIGHTS = (FLOAT32, BFLOAT16)
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-def export_dflash(drafter: BlockDraft, target: Target, folder: Path, settings: ExportSettings = PLAIN) -> Contents:
+def export_dflash(drafter: BlockDraft, target: Target, folder: Path, settings: ExportSettings = PLAIN,
+                  config: dict[str, Any] | None = None, *notes: str) -> Contents:
     """Write a drafter of blocks as vLLM and SGLang read it.
 
     Args:
         drafter: bound to `target`.
         target: the model it drafts for.
         folder: an empty one.
-        settings: number format of the matrices, one of `WEIGHTS`.
+        settings: number format of the matrices, one of `WEIGHTS`; UserError for fewer bits.
+        config: of another layout with the same tensors.
+        notes: paragraphs on it.
     """
-    table = write_blocks(drafter, target, folder, settings.weights, dflash_config(drafter, target))
-    return block_contents(drafter, table)
-
-
-def write_blocks(drafter: BlockDraft, target: Target, folder: Path, weights: str, config: dict[str, Any]) -> Table:
-    """Write the weights, in this number format, with a configuration; returns their table. Raises UserError for fewer
-    bits."""
-    if weights not in WEIGHTS:
+    if (weights := settings.weights) not in WEIGHTS:
         raise UserError(f"drafters of blocks are written with weights {' or '.join(WEIGHTS)}, got {weights!r}")
-    table = compressed_table(block_table(drafter), (), weights)
+    table = compressed_table(block_table(drafter, target), (), weights)
     write_layout(folder, DFLASH.file, compressed(block_tensors(drafter, target), (), weights), table,
-                 config | compressed_config(weights, ()))
-    return table
+                 (config or dflash_config(drafter, target)) | compressed_config(weights, ()))
+    return block_contents(drafter, table, *notes)
 
 
 def _named(drafter: BlockDraft) -> dict[str, Tensor]:
@@ -151,10 +147,10 @@ def block_tensors(drafter: BlockDraft, target: Target) -> dict[str, Tensor]:
     return stored({**tensors, OUTPUT: target.output_weight()[ids_Q]}) | vocabulary_marks(ids_Q, target)
 
 
-def block_table(drafter: BlockDraft) -> Table:
+def block_table(drafter: BlockDraft, target: Target) -> Table:
     """The tensors of the layout by the drafter's settings."""
     with torch.device("meta"):
-        table = forms_of(_named(BlockDraft(drafter.config, drafter, drafter.block)))
+        table = forms_of(_named(BlockDraft(drafter.config, target, drafter.block)))
     tokens = entries(drafter)
     if drafter.token_ids_Q is not None:
         table |= {OUTPUT: TensorForm((tokens, drafter.block.hidden_size)), "d2t": TensorForm((tokens,), torch.int64),
@@ -172,8 +168,8 @@ def block_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
 def slot_config(drafter: BlockDraft) -> dict[str, Any]:
     """The keys of the slots and of the correction, under the names that all of these projects share."""
     config, rank = drafter.config, drafter.config.rank
-    said = {"block_size": config.block_size, "mask_token_id": config.mask_token_id,
-            "sample_from_anchor": config.aligned == "next"}
+    said: dict[str, Any] = {"block_size": config.block_size, "mask_token_id": config.mask_token_id,
+                            "sample_from_anchor": config.aligned == "next"}
     said |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP} if config.conv else {}
     match drafter.correction, config.correction:
         case Selector(most=most), _:

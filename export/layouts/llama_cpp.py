@@ -30,7 +30,7 @@ from .parts.gguf_file import FLOAT32, WEIGHTS, gguf_forms, held, require_tokens,
 from .parts.gguf_rope import BY_FACTORS, BY_KEYS, GgufRope, by_factors, by_keys, unsettled
 from .parts.head_blocks import output_bias
 from .parts.layout_folder import Contents, stored
-from .parts.tensor_table import Table, TensorForm, require_forms
+from .parts.tensor_table import Table, TensorForm, forms_of, require_forms
 
 GGUF_FILE = "draft.gguf"
 """The one file with settings, tokenizer and weights."""
@@ -154,11 +154,27 @@ def write_model(file: Path, model: Any, vocabulary: Path, weights: str = FLOAT32
                if not (config.tie_word_embeddings and name == "lm_head.weight")}
     kind, heads = config.model_type, (config.num_attention_heads, config.num_key_value_heads)
     named = {_model_name(name, config): _in_order(name, tensor, kind, heads)
-             for name, tensor in stored(tensors).items()} | rope.tensors
-    write_gguf(file, kind, shape | rope.settings, named, vocabulary, weights)
-    table = held({**_model_table(config), **_factor_table(rope)}, weights)
-    require_forms(gguf_forms(file), table)
-    return table
+             for name, tensor in stored(tensors).items()}
+    return _written(file, kind, shape, named, _model_table(config), rope, vocabulary, weights)
+
+
+def _written(file: Path, kind: str, settings: dict[str, Any], tensors: dict[str, Tensor], table: Table, rope: GgufRope,
+             vocabulary: Path, weights: str, mask: int | None = None) -> Table:
+    """Write a file; returns the table of what it holds. Raises ValueError where these are not the tensors of `table`
+    and of the rotary embedding."""
+    write_gguf(file, kind, settings | rope.settings, tensors | rope.tensors, vocabulary, weights, mask=mask)
+    whole = held({**table, **forms_of(rope.tensors)}, weights)
+    require_forms(gguf_forms(file), whole)
+    return whole
+
+
+def _drafter_settings(drafter: Eagle3 | BlockDraft, target: Target) -> dict[str, Any]:
+    """Shape and tapped layers of a drafter over the target's states under llama.cpp's keys."""
+    block = drafter.block
+    return {**_settings(hidden=block.hidden_size, inner=block.intermediate_size, layers=drafter.num_layers,
+                        heads=block.num_heads, kv_heads=block.num_kv_heads, head=block.head_dim, eps=block.norm_eps,
+                        base=block.rope_base, vocab=drafter.vocab_size, context=target.context_length),
+            "target_layers": [tap + 1 for tap in drafter.taps]}
 
 
 def _model_refusal(config: Any) -> str:
@@ -213,10 +229,6 @@ def _model_table(config: Any) -> Table:
             for name, tensor in model.state_dict().items() if name not in tied}
 
 
-def _factor_table(rope: GgufRope) -> dict[str, TensorForm]:
-    return {name: TensorForm(tuple(tensor.shape)) for name, tensor in rope.tensors.items()}
-
-
 def _in_order(name: str, tensor: Tensor, kind: str, heads: tuple[int, int]) -> Tensor:
     """A weight with the rows of queries and keys in llama.cpp's order.
 
@@ -261,16 +273,10 @@ def _write_third(file: Path, drafter: Eagle3, target: Target, vocabulary: Path, 
     scaled, length = frequencies(block.rope_base, block.head_dim, block.rope_scaling, torch.device("cpu"))
     rope = by_factors(scaled, length, block.rope_base)
     settings = {
-        **_settings(hidden=block.hidden_size, inner=block.intermediate_size, layers=1, heads=block.num_heads,
-                    kv_heads=block.num_kv_heads, head=block.head_dim, eps=block.norm_eps, base=block.rope_base,
-                    vocab=drafter.vocab_size, context=target.context_length),
-        "target_layers": [tap + 1 for tap in drafter.taps], "target_hidden_size": drafter.hidden_size,
+        **_drafter_settings(drafter, target), "target_hidden_size": drafter.hidden_size,
         "norm_before_residual": config.norm_before_residual, "norm_before_fc": config.norm_before_fc}
-    write_gguf(file, EAGLE3, settings | rope.settings, named | rope.tensors, vocabulary, weights)
-    table = held({_third_name(name): form for name, form in third_table(drafter).items()
-                  if name not in left_out} | _factor_table(rope), weights)
-    require_forms(gguf_forms(file), table)
-    return table
+    table = {_third_name(name): form for name, form in third_table(drafter).items() if name not in left_out}
+    return _written(file, EAGLE3, settings, named, table, rope, vocabulary, weights)
 
 
 def _third_name(name: str) -> str:
@@ -307,17 +313,12 @@ def _write_blocks(file: Path, drafter: BlockDraft, target: Target, vocabulary: P
     rope = by_keys({"rope_type": "default", "original_max_position_embeddings": target.context_length,
                     **(block.rope_scaling or {})}, length)
     settings = {
-        **_settings(hidden=block.hidden_size, inner=block.intermediate_size, layers=drafter.num_layers,
-                    heads=block.num_heads, kv_heads=block.num_kv_heads, head=block.head_dim, eps=block.norm_eps,
-                    base=block.rope_base, vocab=drafter.vocab_size, context=target.context_length),
-        "target_layers": [tap + 1 for tap in drafter.taps], "block_size": config.block_size,
+        **_drafter_settings(drafter, target), "block_size": config.block_size,
         "sample_from_anchor": config.aligned == "next", "attention.causal": config.causal,
         "has_confidence_head": config.confidence,
         **{key: value for key, value in dflash.slot_config(drafter).items() if key.startswith(("conv_", "selector_"))}}
-    write_gguf(file, DFLASH, settings | rope.settings, tensors, vocabulary, weights, mask=config.mask_token_id)
-    table = held({named(name): form for name, form in dflash.block_table(drafter).items() if name != "t2d"}, weights)
-    require_forms(gguf_forms(file), table)
-    return table
+    table = {named(name): form for name, form in dflash.block_table(drafter, target).items() if name != "t2d"}
+    return _written(file, DFLASH, settings, tensors, table, rope, vocabulary, weights, mask=config.mask_token_id)
 
 
 GGUF = ExportFormat[DraftLM | Eagle3 | BlockDraft](

@@ -18,13 +18,7 @@ from ...modules import BlockDraft, Eagle3, Target
 from ..artifact import portable
 from . import dflash, eagle
 from .eagle import EAGLE, EAGLE_FILE, OPENS, borrows_output, read_eagle, third_tensors
-from .parts.compressed_tensors import (
-    OUTPUT,
-    compressed,
-    compressed_config,
-    compressed_note,
-    compressed_table,
-)
+from .parts.compressed_tensors import OUTPUT, compressed, compressed_config, compressed_note, compressed_table
 from .parts.eagle_folder import FIRST, MIDLAYER, NORMS, entries, layer_config, linear_names, tapped, third_table, twin
 from .parts.export_format import ExportFormat, ExportSettings, ImportSettings
 from .parts.layout_folder import Contents, write_layout
@@ -48,8 +42,7 @@ def export_speculators(drafter: Eagle3 | BlockDraft, target: Target, folder: Pat
             "and then takes the target from `speculators_config.verifier.name_or_path` in config.json, a name on the "
             f"Hub or a folder: `{name}`.{other}")
     if isinstance(drafter, BlockDraft):
-        table = dflash.write_blocks(drafter, target, folder, settings.weights, _block_config(drafter, target))
-        return dflash.block_contents(drafter, table, note)
+        return dflash.export_dflash(drafter, target, folder, settings, _block_config(drafter, target), note)
     weights = settings.weights
     # The official layout has a second name of some norms for other engines; the library takes the target's output.
     left_out = {twin(layer) for layer in range(1, drafter.num_layers)}

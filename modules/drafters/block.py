@@ -159,12 +159,8 @@ class BlockDraftConfig(FeatureConfig):
 
 
 class BlockState(DraftState):
-    """The layers' cache of each row's text, and the block and the paths of the tree that grows.
-
-    Args:
-        rows: the cache; the slots of a block take places after the text and are never committed.
-        newest: the last fused state of each row's text; None where slots do not read it.
-    """
+    """The layers' cache of each row's text, after which the slots of a block take places and are never committed, the
+    text's last fused state, None where slots do not read it, and the block and the paths of the tree that grows."""
 
     slots_RKX: Tensor
     """Part of each slot that guesses, as the correction reads it."""
@@ -189,11 +185,6 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
 
     Own weights are named as in DFlash, with those of the correction after `correction.`; the target's embedding and
     output layer are borrowed. Make a new one with `BlockDraft.create`.
-
-    Args:
-        config: its settings, `taps` included.
-        sizes: of the target.
-        block: the shape of its layers.
     """
 
     family = "block"

@@ -111,15 +111,8 @@ class Lattice(Correction):
     def scores(self, ids_NKC: Tensor, log_q_NKC: Tensor, slots_NKD: Tensor, newest_ND: Tensor, embed: Embed
                ) -> tuple[Tensor, Tensor]:
         """(the score of each candidate of the first slot after the text, [N, C], that of each candidate of a later slot
-        after each of the slot before, [N, K - 1, C, C]). Blocks may be shorter than trained.
-
-        Args:
-            ids_NKC: the candidates.
-            log_q_NKC: log-probability of each in its slot.
-            slots_NKD: the slots' states.
-            newest_ND: the fused state of the text's last token.
-            embed: the target's embedding.
-        """
+        after each of the slot before, [N, K - 1, C, C]), from candidates, their log-probabilities in their slots, the
+        states of the slots and the newest one of the text. Blocks may be shorter than trained."""
         count, order_C = ids_NKC.shape[1], torch.arange(CANDIDATES, device=ids_NKC.device)
         ranks = [order_C.to(log_q_NKC) / (CANDIDATES - 1), order_C == 0]
         features = torch.stack([log_q_NKC, log_q_NKC.exp(), log_q_NKC - log_q_NKC.amax(-1, keepdim=True),
