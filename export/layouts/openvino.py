@@ -29,14 +29,13 @@ PIPELINE = """OpenVINO GenAI decodes with both in Python, in this folder:
 import openvino_genai
 
 draft = openvino_genai.draft_model(".", "CPU")
-pipeline = openvino_genai.LLMPipeline("../target-openvino", "CPU", draft_model=draft)
+{scheduler}pipeline = openvino_genai.LLMPipeline("../target-openvino", "CPU", draft_model=draft{given})
 print(pipeline.generate("What is a draft horse?", max_new_tokens=64, num_assistant_tokens={tokens}))
 ```"""
-"""Lines that decode with it, for a number of tokens of a draft."""
-UNCACHED = """scheduler = openvino_genai.SchedulerConfig()
-scheduler.enable_prefix_caching = False
-pipeline = openvino_genai.LLMPipeline("../target-openvino", "CPU", draft_model=draft, scheduler_config=scheduler)"""
-"""The pipeline of DFlash, which refuses to keep the states of equal prefixes."""
+"""Lines that decode with it."""
+UNCACHED = {"given": ", scheduler_config=scheduler", "scheduler": (
+    "scheduler = openvino_genai.SchedulerConfig()\nscheduler.enable_prefix_caching = False\n")}
+"""Parts of the lines for DFlash, with which the engine refuses to keep the states of equal prefixes."""
 
 
 def export_openvino(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, folder: Path,
@@ -80,13 +79,13 @@ def export_openvino(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, fold
     if isinstance(drafter, BlockDraft):
         return Contents(title="DFlash drafter for OpenVINO GenAI,", paragraphs=(
             f"The layers that it reads, {list(drafter.taps)}, counted from 0 by their outputs, and its mask token are "
-            "in the model.",), example="\n".join(UNCACHED if line.startswith("pipeline =") else line for line in (
-                PIPELINE.replace("{tokens}", str(drafter.config.num_steps)).splitlines())))
+            "in the model.",), example=PIPELINE.format(tokens=drafter.config.num_steps, **UNCACHED))
     read = () if layers is None else (
         f"The layers that it reads, {layers}, counted from 0 by their outputs, are in the model "
         "(`hidden_layers_list`).",)
     title = "A draft language model" if layers is None else "EAGLE-3 drafter"
-    return Contents(title=f"{title} for OpenVINO GenAI,", paragraphs=read, example=PIPELINE.replace("{tokens}", "3"))
+    return Contents(title=f"{title} for OpenVINO GenAI,", paragraphs=read,
+                    example=PIPELINE.format(tokens=3, given="", scheduler=""))
 
 
 def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:

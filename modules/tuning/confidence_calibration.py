@@ -140,7 +140,7 @@ def calibrate_judgement(drafter: Drafter, features: Sequence[Features]) -> Tenso
     if not (isinstance(drafter, JudgesGuesses) and drafter.judges):
         raise ValueError("this drafter does not judge its guesses")
     drafter.judge_temperatures_K.fill_(1.0)
-    found: list[list[Tensor]] = []
+    found: list[list[Tensor]] = [[] for _ in drafter.judge_temperatures_K]
     for batch in features:
         drafts = drafter(batch)
         # Guesses after a wrong one, or beyond the answer, are not verified.
@@ -154,9 +154,8 @@ def calibrate_judgement(drafter: Drafter, features: Sequence[Features]) -> Tenso
                 rights.append(guesses_N if drafter.token_ids_Q is None else drafter.token_ids_Q[guesses_N])
                 logits.append(drafter.judge(states_NX, step))
             right_BL = (torch.cat(rights) == labels_BL.flatten()).view_as(there_BL)
-            found += [[]] * (step == len(found))
-            found[step] = [*found[step], torch.stack([torch.cat(logits).double(), right_BL.flatten().double(),
-                                                      reached_BL.flatten().double()])]
+            found[step].append(torch.stack([torch.cat(logits).double(), right_BL.flatten().double(),
+                                            reached_BL.flatten().double()]))
     before_P, right_P, chosen = torch.zeros(1), torch.ones(1), []
     for parts in found:
         logits_P, rights_P, reached_P = torch.cat(parts, dim=1).cpu()

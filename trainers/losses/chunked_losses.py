@@ -148,10 +148,9 @@ class VocabularyLoss:
         """
         supervision = supervise(features, drafts.offsets, index_V, drafts.valid_BLK, drafts.indices_BL)
         hidden_NKD = supervision.sources(drafts.hidden_BLKD)
-        rows = _Rows(self, supervision, None if self.teacher is None else features.final().flatten(0, 1),
-                     drafts.choices, drafts.distractors)
+        rows = _Rows(self, supervision, drafts, None if self.teacher is None else features.final().flatten(0, 1))
         if self.paths is not None:
-            rows.weigh(hidden_NKD.detach(), drafts.hidden_BLKD.shape[:2].numel(), drafts.offsets)
+            rows.weigh(self.paths, hidden_NKD.detach())
         if torch.is_grad_enabled():
             total, sums_KC = _ChunkedSum.apply(rows, hidden_NKD, *self.parameters)  # type: ignore[no-untyped-call]
         else:
@@ -193,21 +192,17 @@ class _Rows:
 
     loss: VocabularyLoss
     supervision: Supervision
+    drafts: Drafts
     final_MD: Tensor | None
     """The target's final states; None where nobody reads its distribution."""
-    choices: int = 0
-    """Number of the first steps that choose among candidates."""
-    distractors: bool = False
-    """Whether they learn from the target too."""
     weights_NK2: Tensor | None = None
     """Weight of each entry in the loss and its share in the divisor, where the steps of a place have their own."""
 
     @torch.no_grad()
-    def weigh(self, hidden_NKD: Tensor, places: int, offsets: Sequence[int]) -> None:
+    def weigh(self, name: PathWeights, hidden_NKD: Tensor) -> None:
         """Find the weights of all entries, for `path_weights`, from all steps of their places."""
-        supervision, name = self.supervision, self.loss.paths
-        if name is None:
-            raise ValueError("these entries have one weight for each step; set paths")
+        supervision, offsets = self.supervision, self.drafts.offsets
+        places = self.drafts.hidden_BLKD.shape[:2].numel()
         valid_NK, steps_K = supervision.valid_NK, torch.arange(len(offsets), device=hidden_NKD.device)
         chances_NK = hidden_NKD.new_ones(valid_NK.shape, dtype=torch.promote_types(hidden_NKD.dtype, torch.float32))
         for chunk, steps, teacher_output in self.chunks(hidden_NKD.device):
@@ -226,9 +221,9 @@ class _Rows:
         valid_PK[places_NK, steps_K] = valid_NK
         found = [part_PK[places_NK, steps_K] for part_PK in path_weights(name, chances_PK, valid_PK, offsets)]
         self.weights_NK2 = torch.stack(found, dim=-1)
-        if self.distractors:
+        if self.drafts.distractors:
             # Choices among encoded candidates learn whole blocks, of which none depends on the chance of another.
-            self.weights_NK2[:, : self.choices] = 1.0
+            self.weights_NK2[:, : self.drafts.choices] = 1.0
 
     def chunks(self, device: torch.device) -> Iterator[tuple[slice, Sequence[int], TeacherOutput | None]]:
         """Consecutive ranges of the N entries such that one step's logits stay within CHUNK_ELEMENTS, with draft steps
@@ -254,11 +249,11 @@ class _Rows:
         logits_NQ = self.loss.project(states_ND, step)
         weights_N2 = None if self.weights_NK2 is None else self.weights_NK2[chunk, step]
         judged_N = None if self.loss.confidence is None else self.loss.confidence(states_ND, step)
-        if step >= self.choices:
+        if step >= self.drafts.choices:
             return self.loss.measure(logits_NQ, labels_N, valid_N, teacher_output, self.loss.objective, weights_N2,
                                      judged_N)
         offered_N = valid_N & (logits_NQ.detach().gather(1, labels_N[:, None])[:, 0] > -torch.inf)
-        name: LossName = "choice" if self.distractors else "hard"
+        name: LossName = "choice" if self.drafts.distractors else "hard"
         loss, sums_C = self.loss.measure(logits_NQ, labels_N, offered_N, teacher_output, name, weights_N2, judged_N)
         sums_C[COLUMNS.index("missed")] += (valid_N & ~offered_N).sum()
         return loss, sums_C
@@ -273,14 +268,13 @@ class _Rows:
         """Scale losses and divisors of the choices, in place, so that their mean counts as their first weight next to
         the mean of the other steps, however few labels are candidates; returns the factor. It is that of a batch: a
         step of several batches has the mean of theirs."""
-        if not self.choices:
+        if not (choices := self.drafts.choices):
             return 1.0
         weights, shares_K = self.loss.weights, sums_KC[:, COLUMNS.index("share")]
-        own, others = (weighted(shares_K[part], weights[part]) for part in (slice(self.choices),
-                                                                            slice(self.choices, None)))
+        own, others = (weighted(shares_K[part], weights[part]) for part in (slice(choices), slice(choices, None)))
         factor = torch.where(own > 0, weights[0] * others / own, 0.0)
         for name in ("loss", "share"):
-            sums_KC[: self.choices, COLUMNS.index(name)] *= factor
+            sums_KC[:choices, COLUMNS.index(name)] *= factor
         return factor
 
     def total(self, sums_KC: Tensor, like: Tensor) -> Tensor:
@@ -394,12 +388,12 @@ class _ChunkedSum(torch.autograd.Function):
                     found = torch.autograd.grad(loss, (states_ND, *parameters), allow_unused=True)
                 gradient_NKD[chunk, step] = found[0]
                 # In the memory of the first one: a copy of the output weight is dear.
-                kind = int(step >= rows.choices)
+                kind = int(step >= rows.drafts.choices)
                 owned[kind] = [part if total is None else total if part is None else total.add_(part)
                                for total, part in zip(owned[kind], found[1:], strict=True)]
                 sums_KC[step] += sums_C
         factor = rows.balance(sums_KC)
-        gradient_NKD[:, : rows.choices] *= factor
+        gradient_NKD[:, : rows.drafts.choices] *= factor
         parts = [[None if part is None else part * factor for part in owned[0]], owned[1]]
         complete = [torch.zeros_like(weight) if one is None and other is None else other if one is None else one
                     if other is None else one + other for weight, one, other in zip(parameters, *parts, strict=True)]

@@ -26,22 +26,16 @@ Logits = Callable[[Tensor], Tensor]
 
 
 class Shape(NamedTuple):
-    """Shape of a drafter of blocks on which its correction depends."""
+    """What a correction is made from: the width D of a slot's state, the rank R, the slots of a block, that of the root
+    included, the target's V tokens, the Q entries of the draft vocabulary, the eps of norms, and its own name."""
 
     width: int
-    """Width of a slot's state, D."""
     rank: int
-    """The setting `rank`, R."""
     slots: int
-    """Slots of a block, that of the root included."""
     tokens: int
-    """Tokens of the target's vocabulary, V."""
     entries: int
-    """Entries of the draft vocabulary, Q."""
     eps: float
-    """Added to the mean square inside norms."""
     name: CorrectionName
-    """The correction, by which classes with several forms tell them apart."""
 
 
 class Correction(nn.Module):

@@ -156,17 +156,11 @@ class SlotAttention(AttentionContext):
     @classmethod
     def after(cls, text: AttentionContext, features: Features, indices_BA: Tensor | None, slots: int, *, causal: bool
               ) -> "SlotAttention":
-        """The context of blocks whose first slot is one position after each index.
-
-        Args:
-            text: the context of the rows.
-            features: the rows.
-            indices_BA: the indices in their rows; None for all.
-        """
+        """The context of blocks whose first slot is one position after each index in a row; None for all indices."""
         positions_BA, visible = text.positions_BN, text.visible_BNW
         if indices_BA is not None:
-            order_L, positions_BA = torch.arange(positions_BA.shape[1], device=indices_BA.device), positions_BA.gather(
-                1, indices_BA)
+            order_L = torch.arange(positions_BA.shape[1], device=indices_BA.device)
+            positions_BA = positions_BA.gather(1, indices_BA)
             own_BA1 = features.segments_BL.gather(1, indices_BA)[..., None]
             visible = (features.segments_BL[:, None] == own_BA1) & (order_L <= indices_BA[..., None])
         positions_BN = torch.cat([positions_BA + 1 + slot for slot in range(slots)], dim=1)

@@ -427,7 +427,7 @@ def test_what_a_layout_cannot_hold_is_refused(
 def test_a_format_names_the_engines_that_have_the_correction(
     target: Target, name: str, readers: dict[str, str]
 ) -> None:
-    """What choose and the README of an export show: no engine but those that load this drafter."""
+    """As `choose` and the README of an export show them, from the same data."""
     drafter = made(name, target)
     artifact = Artifact(drafter=drafter, target=target, topology=TREE, identity=target.identity, provenance={})
     assert {one.name: one.read_by(drafter) for one in formats_of(artifact)} == readers
