@@ -21,12 +21,7 @@ AGAIN = "start the engine and the same command again: finished shards are kept"
 
 
 class StateEngine:
-    """An engine that reads whole rows; called as `read_rows` is without its target.
-
-    Args:
-        place: address or folder.
-        target: the model that it should have.
-    """
+    """An engine at an address or in a folder that reads whole rows; called as `read_rows` is without its target."""
 
     width: ClassVar[int]
     """Requests at once."""

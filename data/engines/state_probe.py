@@ -33,15 +33,8 @@ def engine_at(place: str, target: Target) -> StateEngine:
 
 
 def probe(engine: StateEngine, encoding: Encoding) -> str:
-    """Compare an engine's states with the target's own; returns how much they differ, in words.
-
-    Args:
-        engine: to be tried.
-        encoding: of the data, whose first rows are read.
-
-    Raises:
-        UserError: naming the first kind of states that are others, and what they are.
-    """
+    """Compare an engine's states of the first rows with the target's own; returns how much they differ, in words.
+    Raises UserError naming the first kind of states that are others, and what they are."""
     shard, reference = own_states(encoding)
     target, names, rows = encoding.target, encoding.names, range(shard.num_rows)
     read = engine(shard, rows, names, target.dtype)

@@ -98,10 +98,12 @@ KINDS: dict[CorrectionName, Kind] = {
     "lattice": Kind("LiLiCorr", "LiLiCorrDraftModel", "lilicorr.", "out_head", ("vLLM", "SGLang")),
 }
 """Methods by their correction."""
-_FLAT = ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.", "prefix_gru.", "embed_proj.")
-"""Starts of the names of a correction that has no such start: of Domino's, and in files of ModelOpt of DSpark's."""
-_CONFIDENCE, _JUDGE = ("confidence_head.proj.", "confidence_proj."), "confidence."
+_CONFIDENCE, _JUDGE = "confidence_head.proj.", "confidence."
 """Starts of the names of a head that says how sure a guess is, there and here."""
+_STARTS = (*((kind.head, _OURS) for kind in KINDS.values() if kind.head), (_CONFIDENCE, _JUDGE),
+           ("confidence_proj.", _JUDGE), *((start, _OURS + start) for start in (
+               "markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.", "prefix_gru.", "embed_proj.")))
+"""Starts of names, there and here; the last ones are those of Domino, and in files of ModelOpt those of DSpark."""
 TEMPERATURES, _SCALES = "draftsmith_confidence_temperatures", "judge_temperatures_K"
 """By what each step's confidence is divided: a key that engines do not read, and the tensor here."""
 WEIGHTS = (FLOAT32, BFLOAT16)
@@ -113,16 +115,8 @@ WEIGHTS = (FLOAT32, BFLOAT16)
 
 def export_dflash(drafter: BlockDraft, target: Target, folder: Path, settings: ExportSettings = PLAIN,
                   config: dict[str, Any] | None = None, *notes: str) -> Contents:
-    """Write a drafter of blocks as vLLM and SGLang read it.
-
-    Args:
-        drafter: bound to `target`.
-        target: the model it drafts for.
-        folder: an empty one.
-        settings: number format of the matrices, one of `WEIGHTS`; UserError for fewer bits.
-        config: of another layout with the same tensors.
-        notes: paragraphs on it.
-    """
+    """Write a drafter of blocks as vLLM and SGLang read it, or with the configuration of another layout of the same
+    tensors, and notes on that. Raises UserError for fewer bits than those of `WEIGHTS`."""
     if (weights := settings.weights) not in WEIGHTS:
         raise UserError(f"drafters of blocks are written with weights {' or '.join(WEIGHTS)}, got {weights!r}")
     table = compressed_table(block_table(drafter, target), (), weights)
@@ -134,7 +128,7 @@ def export_dflash(drafter: BlockDraft, target: Target, folder: Path, settings: E
 def _named(drafter: BlockDraft) -> dict[str, Tensor]:
     """The weights under their names in DFlash and DSpark."""
     head = KINDS[drafter.config.correction].head
-    named = {renamed(renamed(name, _OURS, head), _JUDGE, _CONFIDENCE[0]): tensor
+    named = {renamed(renamed(name, _OURS, head), _JUDGE, _CONFIDENCE): tensor
              for name, tensor in drafter.state_dict().items() if name not in ("token_ids", _SCALES)}
     return {bare if (bare := name.removesuffix(".weight")) in _BARE else name: tensor for name, tensor in named.items()}
 
@@ -258,7 +252,7 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
             of the target's text, the taps are no layers of it, or the checkpoint has a part that is not implemented.
     """
     # A key of the inner section goes before the same one at the top, as in vLLM.
-    said, tensors, folder = {**given.said, **(given.said.get("dflash_config") or {})}, given.tensors(), given.folder
+    said, folder = {**given.said, **(given.said.get("dflash_config") or {})}, given.folder
     domino = said.get("projector_type") == "domino"
     if missing := [key for key in ("block_size", "mask_token_id", "num_hidden_layers") + (
             "pure_draft_prefix_len",) * domino if said.get(key) is None]:
@@ -276,19 +270,8 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
                       "here see all of it: in longer texts the draft reads more than in its training, and less of it "
                       "may be accepted", stacklevel=2)
     taps = chosen_taps(_taps(given, said, target) if settings.taps is None else settings.taps, target)
-    check_embedding(tensors.pop(EMBEDDING, None), target, folder)
-    own_QD = tensors.pop(OUTPUT, None)
-    reduced = take_vocabulary(tensors, target, folder)
-    rows_VD = target.output_weight()
-    check_borrowed(own_QD, rows_VD if reduced is None else rows_VD[tensors["token_ids"].to(rows_VD.device)],
-                   "output layer", target, folder)
+    tensors, reduced = _own_tensors(given, target)
     check_joined(tensors, taps, target, folder)
-    tensors = {name + ".weight" if name in _BARE else name: tensor for name, tensor in tensors.items()}
-    for head in {kind.head for kind in KINDS.values()} - {""}:
-        tensors = {renamed(name, head, _OURS): tensor for name, tensor in tensors.items()}
-    tensors = {_OURS + name if name.startswith(_FLAT) else
-               renamed(renamed(name, _CONFIDENCE[0], _JUDGE), _CONFIDENCE[1], _JUDGE): tensor
-               for name, tensor in tensors.items()}
     correction, rank = next(((name, tensors[mark].shape[1]) for name, kind in KINDS.items()
                              if (mark := f"{_OURS}{kind.mark}.weight") in tensors), ("none", BlockDraftConfig.rank))
     if correction == "markov":
@@ -324,6 +307,21 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
         raise UserError(f"{folder} holds {strange[0]}, a part that this reader knows of no method; choose a checkpoint "
                         f"of {', '.join(dict.fromkeys(kind.title for kind in KINDS.values()))}")
     return drafter, tensors
+
+
+def _own_tensors(given: Checkpoint, target: Target) -> tuple[dict[str, Tensor], int | None]:
+    """(its tensors by their names here, the size of its reduced vocabulary). Raises UserError where a matrix that it
+    shares with its target is not the one of this target."""
+    tensors, folder, rows_VD = given.tensors(), given.folder, target.output_weight()
+    check_embedding(tensors.pop(EMBEDDING, None), target, folder)
+    own_QD = tensors.pop(OUTPUT, None)
+    reduced = take_vocabulary(tensors, target, folder)
+    check_borrowed(own_QD, rows_VD if reduced is None else rows_VD[tensors["token_ids"].to(rows_VD.device)],
+                   "output layer", target, folder)
+    tensors = {name + ".weight" if name in _BARE else name: tensor for name, tensor in tensors.items()}
+    for there, here in _STARTS:
+        tensors = {renamed(name, there, here): tensor for name, tensor in tensors.items()}
+    return tensors, reduced
 
 
 def _slots(given: Checkpoint, said: dict[str, Any], settings: ImportSettings, kinds: set[str]

@@ -128,14 +128,8 @@ class Confidence:
 @torch.no_grad()
 def calibrate_judgement(drafter: Drafter, features: Sequence[Features]) -> Tensor:
     """Give the judgement of each draft step a temperature, [K], so that the product of the judged chances down to it is
-    calibrated on held-out answers (sequential temperature scaling, arXiv:2607.05147): those before it are fixed.
-
-    Args:
-        drafter: one that judges its guesses.
-        features: encoded rows of greedy answers.
-
-    Raises:
-        ValueError: if it does not.
+    calibrated on held-out greedy answers (sequential temperature scaling, arXiv:2607.05147): those before it are fixed.
+    Raises ValueError for a drafter that does not judge its guesses.
     """
     if not (isinstance(drafter, JudgesGuesses) and drafter.judges):
         raise ValueError("this drafter does not judge its guesses")

@@ -158,15 +158,8 @@ class CostModel:
 
     def answer_speedup(self, accepted_length: float, step_seconds: float, prompt: float, answer: float,
                        batch: int = 1) -> float:
-        """Speed-up over plain decoding of whole answers, whose first token comes from the pass over the prompt.
-
-        Args:
-            accepted_length: tokens of a pass after that.
-            step_seconds: of such a pass, drafting included.
-            prompt: tokens of the prompt.
-            answer: tokens of the answer.
-            batch: rows.
-        """
+        """Speed-up over plain decoding of whole answers, of so many tokens after prompts of so many; their first token
+        comes from the pass over the prompt, the others from steps of `step_seconds`, drafting included."""
         first = self.pass_seconds(max(1, round(prompt)), batch, 0)
         later = max(answer - 1, 0.0)
         return (first + later * self.pass_seconds(1, batch)) / (first + later / accepted_length * step_seconds)

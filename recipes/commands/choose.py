@@ -246,12 +246,8 @@ def calibrated(parsed: Parsed[ChooseArguments], notes: list[str]) -> list[Candid
 def grown(steps: int, seconds: float, minutes: float) -> tuple[float, float]:
     """(factor of the accepted drafts of a pass, its relative error) of longer training after a short one.
 
-    The fewer steps the short one took, the more is still to come; half of the growth is its 90 % uncertainty.
-
-    Args:
-        steps: of the short training.
-        seconds: that it took.
-        minutes: of the longer training.
+    The fewer steps the short one took, the more is still to come; half of the growth is its 90 % uncertainty. Steps and
+    seconds are those of the short one, minutes those of the longer one.
     """
     longer = max(1.0, 60 * minutes / max(1e-3, seconds))
     growth = min(MOST_GROWTH, CURVE * max(1, steps) ** -0.5 * (1 - longer**-0.5))
@@ -260,17 +256,8 @@ def grown(steps: int, seconds: float, minutes: float) -> tuple[float, float]:
 
 def of_artifact(folder: Path, target: Target, given: ChooseArguments,
                 growth: tuple[float, float] = (1.0, 0.0)) -> Candidate:
-    """The figures of an artifact on this device.
-
-    Args:
-        folder: the artifact's.
-        target: its target.
-        given: what is asked.
-        growth: of `grown`.
-
-    Raises:
-        UserError: if it is damaged or belongs to another target.
-    """
+    """The figures of an artifact on this device, after the growth of `grown`. Raises UserError if it is damaged or
+    belongs to another target."""
     artifact = load_artifact(folder, target, trust=given.trust)
     tuning = measured_here(artifact)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
@@ -299,16 +286,9 @@ def measured_here(artifact: Artifact) -> Tuning:
 
 
 def predicted(tuning: Tuning, rows: int, degree: float, growth: tuple[float, float], most: float) -> Prediction | None:
-    """The prediction for the fastest size of the tree, or for copies next to it where these are faster; None where no
-    accepted length is known.
-
-    Args:
-        tuning: of this device.
-        rows: decoded at once.
-        degree: their temperature.
-        growth: of `grown`.
-        most: tokens of a pass that accepts the deepest path.
-    """
+    """The prediction of the fastest size of the tree, or of copies next to it where these are faster: for as many rows
+    at a temperature, after the growth of `grown`, with `most` tokens of the deepest path; None where no accepted length
+    is known."""
     factor, error = growth
     lengths = [min(most, 1 + (one - 1) * factor) for one in tuning.lengths_at(degree)]
     found = tuning.prediction(choose_size(lengths, tuning.cost.curve(rows)).size, rows, degree) if lengths else None

@@ -24,14 +24,8 @@ class Finding:
 
 
 def judged(name: str, figure: str, fine: str, *faults: tuple[object, str, str]) -> Finding:
-    """A finding of several possible faults.
-
-    Args:
-        name: of the check.
-        figure: what was measured.
-        fine: the verdict where no fault is there.
-        faults: whether it is there (true or not empty), its verdict and its remedy, each.
-    """
+    """The finding of a check of several faults: of each, whether it is there (true or not empty), its verdict and its
+    remedy; `fine` is the verdict where none is."""
     there = [(verdict, remedy) for found, verdict, remedy in faults if found]
     return Finding(name=name, figure=figure, verdict="; ".join(verdict for verdict, _ in there) or fine,
                    remedy="; ".join(dict.fromkeys(remedy for _, remedy in there)))
@@ -46,11 +40,6 @@ def group(names: Sequence[str], rows: Iterable[int], least: float = LEAST_SHARE)
     """Words on some of the rows, "6 of 64 rows (train-00000:3, ...)"; empty where they are too few.
 
     A group has words of its own: in the mean over all rows, a fault in a tenth of them would vanish.
-
-    Args:
-        names: of all rows.
-        rows: the faulty ones by number.
-        least: share of them that counts.
     """
     found = [names[row] for row in sorted(set(rows))]
     if not found or len(found) < least * len(names):

@@ -18,12 +18,7 @@ STYLE = """  .checks td { white-space: normal; text-align: left; vertical-align:
 
 
 def page(found: Diagnosis, title: str) -> str:
-    """The whole page.
-
-    Args:
-        found: the diagnosis.
-        title: name of the draft and its target.
-    """
+    """The whole page; the title names the draft and its target."""
     # A verdict may be sentences of the report.
     said = [(f"{one.name.capitalize()}: {one.verdict}".rstrip("."), one) for one in found.faults]
     boxes = [f'<div class="box warn"><p><b>{escape(verdict)}.</b> {escape(one.figure)}. <b>Remedy:</b> '

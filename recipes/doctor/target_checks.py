@@ -97,14 +97,8 @@ def _policy(case: Case, data: DataSample) -> Finding:
 
 @torch.no_grad()
 def agreement(target: Target, final_ND: Tensor, tokens_N: Tensor, temperature: float) -> Agreement:
-    """Compare the tokens of an answer with the target's distributions at them.
-
-    Args:
-        target: that should have written it.
-        final_ND: the target's final states before each token.
-        tokens_N: the tokens.
-        temperature: at which it was written; 0 is greedy.
-    """
+    """Compare the tokens of an answer with the target's distributions at them, made from its final states before each;
+    at temperature 0 it was greedy."""
     surprise = variance = hits = 0.0
     for states_CD, tokens_C in zip(torch.split(final_ND, CHUNK), torch.split(tokens_N, CHUNK), strict=True):
         logits_CV = target.logits(states_CD.to(target.device, target.dtype)).double().cpu()

@@ -26,8 +26,8 @@ Logits = Callable[[Tensor], Tensor]
 
 
 class Shape(NamedTuple):
-    """What a correction is made from: the width D of a slot's state, the rank R, the slots of a block, that of the root
-    included, the target's V tokens, the Q entries of the draft vocabulary, the eps of norms, and its own name."""
+    """Sizes from which a correction is made: the width D of a slot's state, its rank R, the slots of a block, that of
+    the root included, the target's V tokens, Q entries of the draft vocabulary, the eps of norms; and its name."""
 
     width: int
     rank: int

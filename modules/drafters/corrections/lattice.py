@@ -25,12 +25,7 @@ CHUNK = 1 << 24
 
 
 class LatticeLayer(nn.Module):
-    """A layer over all candidates of a block, each of which sees all.
-
-    Args:
-        width: W.
-        eps: added to the mean square inside the norms.
-    """
+    """A layer over all candidates of a block, each of which sees all."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

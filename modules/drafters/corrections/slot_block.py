@@ -17,10 +17,6 @@ TAPS, GROUP = 2, 16
 class SlotConvolution(nn.Module):
     """A convolution over the slots of a block, before and after a sublayer, whose kernel depends on the slot:
     out_t = sum_tau (base[tau] + delta_t[tau]) x_{t - tau}, a delta for each group of components, zero before a block.
-
-    Args:
-        width: of the states.
-        slots: of a block.
     """
 
     def __init__(self, width: int, slots: int) -> None:
@@ -38,13 +34,7 @@ class SlotConvolution(nn.Module):
         self.kernel_projection.weight.zero_()
 
     def forward(self, hidden_BND: Tensor, kernels_BNJ: Tensor, side: int) -> Tensor:
-        """The states convolved on one side of the sublayer.
-
-        Args:
-            hidden_BND: slot by slot, those of all blocks adjacent.
-            kernels_BNJ: `kernel_projection` of the sublayer's input.
-            side: 0 before it, 1 after it.
-        """
+        """The states convolved before the sublayer, side 0, or after it, 1; kernels are projections of its input."""
         delta_BNTG = torch.unflatten(kernels_BNJ, -1, (2, TAPS, -1))[:, :, side]
         kernel_BNTD = self.base_kernel[side] + delta_BNTG.repeat_interleave(GROUP, dim=-1)
         mixed_BND: Tensor = kernel_BNTD[:, :, 0] * hidden_BND

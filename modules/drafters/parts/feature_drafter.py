@@ -99,13 +99,7 @@ def check_ascending(taps: Sequence[int] | None) -> None:
 
 
 def columns_for(taps: Sequence[int], former_EF: Tensor, former_taps: Sequence[int]) -> Tensor:
-    """The weight of a layer that joins tapped states, with columns of zeros for further taps.
-
-    Args:
-        taps: that are joined now.
-        former_EF: the weight, with columns for each former tap.
-        former_taps: among the taps.
-    """
+    """The weight of a layer that joins tapped states, with columns of zeros for taps that are not among the former."""
     former_ETD = torch.unflatten(former_EF.detach(), 1, (len(former_taps), -1))
     columns_ETD = former_ETD.new_zeros(len(former_ETD), len(taps), former_ETD.shape[-1])
     columns_ETD[:, [taps.index(tap) for tap in former_taps]] = former_ETD
