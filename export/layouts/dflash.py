@@ -361,6 +361,11 @@ def _taps(given: Checkpoint, said: dict[str, Any], target: Target) -> tuple[int,
     return tuple(said["target_layer_ids"])
 
 
+def corrections_of(engine: Engine) -> list[CorrectionName]:
+    """The corrections that an engine has."""
+    return [name for name, kind in KINDS.items() if engine in kind.engines]
+
+
 def _passed_over(drafter: BlockDraft) -> list[str]:
     """Engines that have not its method, its reduced vocabulary, or, as TensorRT-LLM, its slots."""
     config, kind, reduced = drafter.config, KINDS[drafter.config.correction], drafter.token_ids_Q is not None

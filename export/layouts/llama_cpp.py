@@ -100,7 +100,7 @@ def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
         most = drafter.correction.most if isinstance(drafter.correction, Selector) else 0
         if reason := dflash.refusal(drafter, target):
             return reason
-        able = [name for name, kind in dflash.KINDS.items() if "llama.cpp" in kind.engines]
+        able = dflash.corrections_of("llama.cpp")
         wrong = {f"the correction {drafter.config.correction}": drafter.config.correction not in able,
                  # llama.cpp keeps candidates and the scores of their pairs in a slot's state.
                  f"a width of {drafter.hidden_size}, where a selector needs {most * (most + 1)}":

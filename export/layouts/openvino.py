@@ -95,7 +95,8 @@ def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
     if isinstance(drafter, BlockDraft):
         # It has no mask within a block, drops the first slot, and knows no correction.
         wrong = {"causal slots": drafter.config.causal, "aligned: next": drafter.config.aligned == "next",
-                 f"the correction {drafter.config.correction}": drafter.config.correction != "none"}
+                 f"the correction {drafter.config.correction}":
+                     drafter.config.correction not in dflash.corrections_of("OpenVINO GenAI")}
         found = " and ".join(setting for setting, is_wrong in wrong.items() if is_wrong)
         return dflash.refusal(drafter, target) if not found else (
             "OpenVINO GenAI runs DFlash alone, with slots that see their whole block, aligned: same and no correction, "

@@ -2,6 +2,7 @@
 projects' spellings, what each engine takes for granted, and what is refused."""
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.export import Artifact, ExportSettings, ImportSettings, import_drafter, read_description
+from draftsmith.export.layouts.dflash import KINDS
 from draftsmith.export.layouts.parts.export_format import Places
 from draftsmith.export.layouts.parts.read_shapes import vocabulary_marks
 from draftsmith.export.layouts.registry import formats_of
@@ -433,6 +435,23 @@ def test_a_format_names_the_engines_that_have_the_correction(
     assert {one.name: one.read_by(drafter) for one in formats_of(artifact)} == readers
     served = {engine for one in formats_of(artifact) for engine in one.commands(drafter, Places())}
     assert all(engine in "; ".join(readers.values()) for engine in served if "optimum" not in engine)
+
+
+def test_a_weight_that_no_setting_asks_for_is_not_written(tmp_path: Path, target: Target) -> None:
+    drafter = made("dflash", target)
+    drafter.own_part = torch.nn.Linear(2, 2, bias=False)
+    with pytest.raises(ValueError, match=r"the export would hold wrong tensors: own_part\.weight$"):
+        written(drafter, target, "dflash", tmp_path / "out")
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"])
+def test_the_readme_names_the_same_engines(engine: str) -> None:
+    text = (Path(__file__).resolve().parents[3] / "export" / "README.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| DFlash") and "| `dflash` |" in line)
+    said = next(part for part in row.rstrip(" |").split("|")[-1].split(";") if part.strip().startswith(engine))
+    named = {kind.title for kind in KINDS.values() if re.search(rf"\b{kind.title}(?=,| and|$)", said.rstrip())}
+    able = {kind.title for kind in KINDS.values() if engine in kind.engines}
+    assert named == ({kind.title for kind in KINDS.values()} - able if "but for" in said else able)
 
 
 @pytest.mark.parametrize(("name", "method"), [("dflash reduced", "draft-dflash"), ("dspark", "draft-dspark"),
