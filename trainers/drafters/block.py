@@ -50,7 +50,6 @@ class BlockModule(FeatureModule):
         self, target: Target, config: TrainConfig | None = None, *, token_counts: Tensor | None = None
     ) -> None:
         super().__init__(target, config, token_counts=token_counts)
-        BlockDraft.fitted(self.config.drafter, target)
         # The choice among encoded candidates learns from the target whatever the slots learn from.
         self.needs_teacher = self.needs_teacher or self.config.drafter.correction == "lattice"
 

@@ -2,11 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from ...modules.drafters.eagle3 import Eagle3, Eagle3Config
-from ...modules.target.model import Target
-from ..train_config import TrainConfig
 from .eagle_base import FeatureModule, FeatureTrainConfig
 
 
@@ -33,9 +29,3 @@ class Eagle3Module(FeatureModule):
     drafter_class = Eagle3
     config: Eagle3TrainConfig
     drafter: Eagle3
-
-    def __init__(
-        self, target: Target, config: TrainConfig | None = None, *, token_counts: Tensor | None = None
-    ) -> None:
-        super().__init__(target, config, token_counts=token_counts)
-        Eagle3.fitted(self.config.drafter, target)

@@ -1,6 +1,7 @@
 """Shared training of feature drafters: the target as teacher, position ids that may be offset."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -29,9 +30,10 @@ class FeatureModule(DraftModule):
     """A drafter in training that reads the target's states, and after them its own.
 
     Raises:
-        UserError: if positions would leave the target's context; see DraftModule for others.
+        UserError: if settings do not fit the target, or positions would leave its context; see DraftModule for others.
     """
 
+    drafter_class: ClassVar[type[FeatureDrafter]]
     config: FeatureTrainConfig
     drafter: FeatureDrafter
 
@@ -39,6 +41,8 @@ class FeatureModule(DraftModule):
         self, target: Target, config: TrainConfig | None = None, *, token_counts: Tensor | None = None
     ) -> None:
         super().__init__(target, config, token_counts=token_counts)
+        # Before the target answers anything, which the drafter's making comes after.
+        self.drafter_class.fitted(self.config.drafter, target)
         self._largest_offset = self.config.positions.limit(target)
 
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
