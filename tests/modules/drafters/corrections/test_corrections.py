@@ -1,6 +1,7 @@
 """Corrections of a block's guesses: what they are at the start, that some text needs them, and that samples drawn with
 them leave the target's law exact."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -233,6 +234,25 @@ def test_samples_of_the_corrected_draft_leave_the_targets_law(name: Any, tiny_ta
         pair_law(p_of, drawn, drawn, keep=lambda lists: (lists != 1) & (lists != 4))], 1e-4)
     wanted = torch.stack([p_of(())[token] * p_of((token,)) for token in range(6)])
     torch.testing.assert_close(pair_law(p_of, drawn, drawn, stops=(1, 4)), wanted, atol=1e-12, rtol=0)
+
+
+WHOLE = "which chooses among all tokens of the target, and vocabulary_size is 50; leave vocabulary_size out"
+OWN = "whose slots predict their own token, and aligned is 'next'; set aligned to same, or correction to markov"
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), [
+    ("selector", {"vocabulary_size": 50}, f"correction is 'selector', {WHOLE}"),
+    ("lattice", {"vocabulary_size": 50}, f"correction is 'lattice', {WHOLE}"),
+    ("lattice", {"rank": 12, "aligned": "same"}, "correction is 'lattice', with 8 heads, and rank is 12; set rank"),
+    ("lattice", {}, f"correction is 'lattice', {OWN}"), ("refiner", {}, f"correction is 'refiner', {OWN}"),
+    ("gru", {"block_size": 1}, "corrects every guess of a block but the first, and block_size 1 drafts one token; rai"),
+    ("gru", {"block_size": 2, "aligned": "same"}, "block_size 2 drafts one token; raise block_size, or set correction"),
+    *((name, {"aligned": "same", "confidence": True}, "confidence reads the table of a Markov head, and correction is "
+       f"{name!r}") for name in ("none", "selector", "lattice", "refiner", "gru", "state")),
+])
+def test_impossible_settings_are_refused(name: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        BlockDraftConfig(correction=name, **settings)
 
 
 # Judgement ------------------------------------------------------------------------------------------------------------

@@ -1,14 +1,13 @@
 """Domino's recurrent bias: by the formula in training and along the branches of a tree, none for the first guess, and a
 loss that goes from the slots' own guesses to the corrected ones."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target, UserError
+from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target
 from draftsmith.trainers import BlockModule, BlockTrainConfig, fit
 from references.block import plain_gru, plain_slots
 from support.cycle import CYCLE, CycleData, cycle_target
@@ -108,13 +107,3 @@ def test_both_alignments_propose_the_same(tmp_path: Path) -> None:
             path = (*path, int(scores(module.drafter.eval(), features, path).argmax()))
         proposed.append(path)
     assert proposed == [tuple(CYCLE[7:11])] * 2
-
-
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"block_size": 1}, "corrects every guess of a block but the first, and block_size 1 drafts one token; raise"),
-    ({"block_size": 2, "aligned": "same"}, "and block_size 2 drafts one token; raise block_size, or set correction to"),
-    ({"confidence": True}, "confidence reads the table of a Markov head, and correction is 'gru'"),
-])
-def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        replace(CONFIG, **settings)

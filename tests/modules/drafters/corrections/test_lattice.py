@@ -1,13 +1,12 @@
 """LiLiCorr's lattice: its scores by the formula, its loss by hand, what it learns from, and that samples among its
 candidates leave the target's law exact."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target, UserError
+from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target
 from draftsmith.trainers import BlockModule, BlockTrainConfig
 from draftsmith.trainers.losses.metrics import COLUMNS, weighted_mean_loss
 from references.block import plain_lattice, plain_slots
@@ -189,18 +188,6 @@ def test_samples_among_the_candidates_leave_the_targets_law(tiny_target_f64: Tar
     """By enumeration of a tree of two levels with two children each, at temperature 0.7; the slots alone are not what
     was drawn from."""
     check_choices(made(tiny_target_f64), tiny_target_f64, 8)
-
-
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"vocabulary_size": 50}, "correction is 'lattice', which chooses among all tokens of the target, and "
-     "vocabulary_size is 50; leave vocabulary_size out"),
-    ({"rank": 12}, "correction is 'lattice', with 8 heads, and rank is 12; set rank to a multiple of 8"),
-    ({"aligned": "next"}, "correction is 'lattice', whose slots predict their own token, and aligned is 'next'; set"),
-    ({"confidence": True}, "confidence reads the table of a Markov head, and correction is 'lattice'"),
-])
-def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        replace(CONFIG, **settings)
 
 
 def test_a_lattice_goes_on_from_slots_that_guess_alone(tiny_target: Target) -> None:

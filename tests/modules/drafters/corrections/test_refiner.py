@@ -1,13 +1,10 @@
 """XPress's refiner: its bias by the formula, the rounds of engines, which reach the guesses made one by one, and its
 loss."""
 
-import re
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target, UserError
+from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target
 from draftsmith.trainers import BlockModule, BlockTrainConfig
 from references.block import plain_refiner, plain_slots
 from support.families import randomised
@@ -100,12 +97,3 @@ def test_slots_learn_to_guess_alone_too(tiny_target_f64: Target) -> None:
             for weight, logits in ((1.0, drafter.project(hidden[0, place, step], step)), (0.6, alone)):
                 expected = expected - weight * 0.5**step * logits.log_softmax(-1)[label]
     torch.testing.assert_close(learned.total, expected, atol=1e-9, rtol=1e-9)
-
-
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"aligned": "next"}, "correction is 'refiner', whose slots predict their own token, and aligned is 'next'; set"),
-    ({"confidence": True}, "confidence reads the table of a Markov head, and correction is 'refiner'"),
-])
-def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        replace(CONFIG, **settings)

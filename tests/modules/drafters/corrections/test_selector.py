@@ -1,7 +1,6 @@
 """The selector of DFlash 2 and its convolutions: no-ops at the start, the choice by its formula, what it learns, and
 that samples among its candidates leave the target's law exact."""
 
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -102,16 +101,6 @@ def test_samples_among_the_candidates_leave_the_targets_law(tiny_target_f64: Tar
     drafter.correction.most = 3
     drafter.correction.successor_codebook.weight.data *= 8
     check_choices(drafter, tiny_target_f64, 3)
-
-
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"vocabulary_size": 50}, "correction is 'selector', which chooses among all tokens of the target, and "
-     "vocabulary_size is 50; leave vocabulary_size out"),
-    ({"confidence": True}, "confidence reads the table of a Markov head, and correction is 'selector'"),
-])
-def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        replace(CONFIG, **settings)
 
 
 def test_a_width_without_whole_groups_is_refused() -> None:
