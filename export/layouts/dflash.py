@@ -253,9 +253,9 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     """
     # A key of the inner section goes before the same one at the top, as in vLLM.
     said, folder = {**given.said, **(given.said.get("dflash_config") or {})}, given.folder
-    domino = said.get("projector_type") == "domino"
-    if missing := [key for key in ("block_size", "mask_token_id", "num_hidden_layers") + (
-            "pure_draft_prefix_len",) * domino if said.get(key) is None]:
+    needed = ["block_size", "mask_token_id", "num_hidden_layers"]
+    needed += ["pure_draft_prefix_len"] if said.get("projector_type") == "domino" else []
+    if missing := [key for key in needed if said.get(key) is None]:
         raise UserError(f"{given.config} lacks {', '.join(missing)}; copy it again")
     if (layers := said.get("num_target_layers")) not in (None, target.num_layers):
         raise UserError(f"{given.config} says num_target_layers: {layers}, but {target.identity.name} has "
@@ -272,21 +272,10 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     taps = chosen_taps(_taps(given, said, target) if settings.taps is None else settings.taps, target)
     tensors, reduced = _own_tensors(given, target)
     check_joined(tensors, taps, target, folder)
-    correction, rank = next(((name, tensors[mark].shape[1]) for name, kind in KINDS.items()
-                             if (mark := f"{_OURS}{kind.mark}.weight") in tensors), ("none", BlockDraftConfig.rank))
-    if correction == "markov":
-        correction = {there: here for here, there in FORMS.items()}.get(
-            said.get("markov_head_type") or "", correction)
-    if domino != (correction == "gru"):
-        raise UserError(f"{given.config} says projector_type: {json.dumps(said.get('projector_type'))}, and {folder} "
-                        f"holds {'no' if domino else 'an'} embed_proj.2.weight of domino; copy both again")
-    if domino:
-        given.require({**KNOWN, "pure_draft_prefix_len": (1,), "gru_hidden_dim": (WIDER * rank,)}, target)
+    correction, rank = _correction(given, said, tensors, target)
     if reduced is not None and CORRECTIONS[correction].chooses:
         raise UserError(f"{folder} holds a draft vocabulary of {reduced} tokens (d2t), and its {correction} has a row "
                         "for every token of the target; choose a checkpoint without d2t")
-    if correction != "none" and (reason := _scaled_logits(target)):
-        raise UserError(reason)
     config = BlockDraftConfig(
         taps=taps, num_layers=said["num_hidden_layers"], block_size=said["block_size"], aligned=aligned, causal=causal,
         correction=correction, mask_token_id=said["mask_token_id"],
@@ -322,6 +311,26 @@ def _own_tensors(given: Checkpoint, target: Target) -> tuple[dict[str, Tensor], 
     for there, here in _STARTS:
         tensors = {renamed(name, there, here): tensor for name, tensor in tensors.items()}
     return tensors, reduced
+
+
+def _correction(given: Checkpoint, said: dict[str, Any], tensors: dict[str, Tensor], target: Target
+                ) -> tuple[CorrectionName, int]:
+    """(the correction whose layers are among the tensors, its rank). Raises UserError where the configuration says
+    another one, or the target scales the logits to which it is added."""
+    correction, rank = next(((name, tensors[mark].shape[1]) for name, kind in KINDS.items()
+                             if (mark := f"{_OURS}{kind.mark}.weight") in tensors), ("none", BlockDraftConfig.rank))
+    if correction == "markov":
+        correction = {there: here for here, there in FORMS.items()}.get(said.get("markov_head_type") or "", correction)
+    domino = said.get("projector_type") == "domino"
+    if domino != (correction == "gru"):
+        raise UserError(f"{given.config} says projector_type: {json.dumps(said.get('projector_type'))}, and "
+                        f"{given.folder} holds {'no' if domino else 'an'} embed_proj.2.weight of domino; copy both "
+                        "again")
+    if domino:
+        given.require({**KNOWN, "pure_draft_prefix_len": (1,), "gru_hidden_dim": (WIDER * rank,)}, target)
+    if correction != "none" and (reason := _scaled_logits(target)):
+        raise UserError(reason)
+    return correction, rank
 
 
 def _slots(given: Checkpoint, said: dict[str, Any], settings: ImportSettings, kinds: set[str]
