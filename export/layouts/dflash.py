@@ -17,7 +17,6 @@ Shapes: V target vocabulary, Q entries of the draft vocabulary.
 
 import json
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +32,8 @@ from ...modules.drafters.corrections.markov import Markov
 from ...modules.drafters.corrections.selector import CANDIDATES, Selector
 from ...modules.drafters.corrections.slot_block import GROUP, TAPS
 from ...modules.drafters.parts.feature_drafter import chosen_taps
+from ...modules.files.json_records import typed
+from ...modules.target.loading.claimed_sizes import check_parameters
 from .parts.compressed_tensors import OUTPUT, as_compressed, compressed, compressed_config, compressed_table
 from .parts.eagle_folder import EMBEDDING, entries, layer_config, sglang_command
 from .parts.export_format import PLAIN, Engine, ExportFormat, ExportSettings, ImportSettings, Served
@@ -51,7 +52,9 @@ LATTICE = {"enabled": True, "candidate_topk": lattice.CANDIDATES, "num_layers": 
 """Settings of LiLiCorr that are fixed here, by their keys after `lilicorr_`; engines take none of them for granted."""
 KNOWN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (None, False), "mlp_bias": (None, False),
-    "is_causal": (None, False, True), "speculators_model_type": (None, "dflash", "dspark", "dflash2"),
+    **dict.fromkeys(("is_causal", "causal", "causal_head", "sample_from_anchor", "shift_label",
+                     "sliding_window_non_causal"), (None, False, True)),
+    "partial_rotary_factor": (None, 1), "speculators_model_type": (None, "dflash", "dspark", "dflash2"),
     "conv_kernel_size": (None, TAPS), "conv_group_size": (None, GROUP), "selector_top_k": (None, CANDIDATES),
     **{f"lilicorr_{key}": (None, value) for key, value in LATTICE.items()},
     "markov_head_type": (None, "vanilla", "gated", "rnn"),
@@ -238,7 +241,7 @@ def _scaled_logits(target: Target) -> str:
     one = torch.ones(1, device=target.device)
     return "" if torch.equal(target.post_process(one), one) else (
         f"{target.identity.name} scales or caps its logits, which a correction goes before in engines and after here; "
-        " train with correction: none")
+        "train with correction: none")
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -263,6 +266,9 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     # Qwen3's two keys stand for a window where no list says which layers have one.
     kinds = said.get("layer_types") or ["sliding_attention"] * any(
         said.get(key) for key in ("use_sliding_window", "use_swa"))
+    if strange := {*kinds} - {"full_attention", "sliding_attention"}:
+        raise UserError(f"{given.config} says layer_types: {json.dumps(sorted(strange))}; only full_attention and "
+                        "sliding_attention can be imported, choose such a checkpoint")
     aligned, causal = _slots(given, said, settings, {*kinds})
     if "sliding_attention" in kinds:
         size = json.dumps(said.get("sliding_window"))
@@ -276,24 +282,33 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     if reduced is not None and CORRECTIONS[correction].chooses:
         raise UserError(f"{folder} holds a draft vocabulary of {reduced} tokens (d2t), and its {correction} has a row "
                         "for every token of the target; choose a checkpoint without d2t")
-    config = BlockDraftConfig(
-        taps=taps, num_layers=said["num_hidden_layers"], block_size=said["block_size"], aligned=aligned, causal=causal,
-        correction=correction, mask_token_id=said["mask_token_id"],
-        conv=any(".attention_conv." in name for name in tensors), vocabulary_size=reduced, rank=rank)
-    if (judge_1X := tensors.get(f"{_JUDGE}weight")) is not None:
-        if correction not in FORMS or judge_1X.shape[-1] != target.hidden_size + config.rank:
-            raise UserError(f"the confidence head in {folder} does not read the token before a guess "
-                            "(confidence_head_with_markov), as the one here does; choose a checkpoint with it")
-        config = replace(config, confidence=True)
-        tensors.setdefault(f"{_JUDGE}bias", torch.zeros(1))
-        tensors[_SCALES] = torch.tensor(said.get(TEMPERATURES) or [1.0] * config.num_steps)
+    judge_1X, block = tensors.get(f"{_JUDGE}weight"), block_of(given, target, None)
+    if judge_1X is not None and (correction not in FORMS or judge_1X.shape[-1] != target.hidden_size + rank):
+        raise UserError(f"the confidence head in {folder} does not read the token before a guess "
+                        "(confidence_head_with_markov), as the one here does; choose a checkpoint with it")
     try:
+        config = typed({
+            "taps": taps, "num_layers": said["num_hidden_layers"], "block_size": said["block_size"], "aligned": aligned,
+            "causal": bool(causal), "correction": correction, "mask_token_id": said["mask_token_id"],
+            "conv": any(".attention_conv." in name for name in tensors), "confidence": judge_1X is not None,
+            "vocabulary_size": reduced, "rank": rank}, BlockDraftConfig)
         BlockDraft.fitted(config, target)
+        with torch.device("meta"):
+            # A configuration can claim any size: no memory is taken for what the files cannot hold.
+            sketch = BlockDraft(config, target, block)
     except UserError as error:
         raise UserError(f"{given.config} is not for {target.identity.name}: {error}") from error
-    drafter = BlockDraft(config, target, block_of(given, target, None))
-    if strange := sorted(tensors.keys() - drafter.state_dict().keys()):
-        raise UserError(f"{folder} holds {strange[0]}, a part that this reader knows of no method; choose a checkpoint "
+    check_parameters(sketch, sum(file.stat().st_size for file in given.files), str(folder))
+    drafter = BlockDraft(config, target, block)
+    if config.confidence:
+        tensors.setdefault(f"{_JUDGE}bias", torch.zeros(1))
+        tensors[_SCALES] = torch.tensor(said.get(TEMPERATURES) or [1.0] * config.num_steps)
+        if not bool((tensors[_SCALES] > 0).all()):
+            raise UserError(f"{given.config} says {TEMPERATURES}: {json.dumps(said[TEMPERATURES])}; all of them divide "
+                            "a confidence and must be above 0, copy it again")
+    if unknown := sorted(tensors.keys() - drafter.state_dict().keys()):
+        named = renamed(unknown[0], _OURS, KINDS[correction].head)
+        raise UserError(f"{folder} holds {named}, a part that this reader knows of no method; choose a checkpoint "
                         f"of {', '.join(dict.fromkeys(kind.title for kind in KINDS.values()))}")
     return drafter, tensors
 

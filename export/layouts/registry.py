@@ -60,8 +60,8 @@ def import_drafter(format_name: str, folder: Path | Checkpoint, target: Target, 
     if chosen.read is None:
         raise UserError(f"the format {format_name} holds {chosen.content} and no drafter; choose another one")
     given = chosen.checkpoint(folder) if isinstance(folder, Path) else folder
-    given.require(chosen.known, target)
     try:
+        given.require(chosen.known, target)
         drafter, tensors = chosen.read(given, target, settings)
     except UserError:
         raise

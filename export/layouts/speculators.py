@@ -122,6 +122,7 @@ SPECULATORS = replace(
     cast(ExportFormat[Any], EAGLE), name="speculators", content="EAGLE-3 drafters and drafters of blocks",
     families=(Eagle3, BlockDraft), readers={"vLLM": " as a model of its own", "the speculators library": ""},
     write=export_speculators, read=read_speculators, opens=(*OPENS, "aligned", "causal"),
-    known={"is_causal": (None, False, True)}, others=lambda drafter, places: {}, refusal=_refusal,
+    known={"is_causal": (None, False, True), "speculators_model_type": (None, "eagle3", "dflash", "dspark", "dflash2")},
+    others=lambda drafter, places: {}, refusal=_refusal,
     vllm=lambda drafter: (dflash if isinstance(drafter, BlockDraft) else eagle).served_by_vllm(drafter),
 )

@@ -1,6 +1,7 @@
 """Shapes of drafters over the target's states in the configurations and tensors of published layouts."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ....modules import Target, UserError
 from ....modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
-from ....modules.drafters.parts.rotary import SCALINGS, carried_scaling
+from ....modules.drafters.parts.rotary import SCALINGS, carried_scaling, frequencies
 from .safetensors_reader import Checkpoint
 
 
@@ -30,9 +31,9 @@ def take_vocabulary(tensors: dict[str, Tensor], target: Target, folder: Path) ->
     # Without d2t the entries are the target's tokens.
     if offsets_Q is None:
         return None
-    ids_Q = offsets_Q.long() + torch.arange(len(offsets_Q))
-    if int(ids_Q.min()) < 0 or int(ids_Q.max()) >= target.vocab_size:
-        raise UserError(f"d2t in {folder} names the token {int(ids_Q.max())}, but {target.identity.name} has "
+    ids_Q = offsets_Q + torch.arange(len(offsets_Q))
+    if outside := [one for one in (int(ids_Q.min()), int(ids_Q.max())) if not 0 <= one < target.vocab_size]:
+        raise UserError(f"d2t in {folder} names the token {outside[-1]}, but {target.identity.name} has "
                         f"{target.vocab_size}; load the target it was trained for")
     if inside_V is not None and len(inside_V) != target.vocab_size:
         raise UserError(f"t2d in {folder} marks {len(inside_V)} tokens, but {target.identity.name} has "
@@ -53,8 +54,10 @@ def vocabulary_marks(ids_Q: Tensor, target: Target) -> dict[str, Tensor]:
 
 def check_joined(tensors: dict[str, Tensor], taps: Sequence[int], target: Target, folder: Path) -> None:
     """Check that `fc` is as wide as the tapped states. Raises UserError."""
+    if "fc.weight" not in tensors:
+        raise UserError(f"{folder} holds no fc.weight, which joins the taps; copy it again")
     # Checked before the drafter is made, whose message would name a shape and not the layers.
-    width, wanted = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else 0, len(taps) * target.hidden_size
+    width, wanted = tensors["fc.weight"].shape[1], len(taps) * target.hidden_size
     if width != wanted:
         raise UserError(f"fc in {folder} reads {width} numbers, but the {len(taps)} taps {list(taps)} of "
                         f"{target.identity.name} are {wanted}; give the layers that are read with --taps")
@@ -85,7 +88,7 @@ def block_of(given: Checkpoint, target: Target, rope_base: float | None) -> Bloc
         hidden_size=said["hidden_size"], intermediate_size=said["intermediate_size"], num_heads=heads,
         num_kv_heads=said.get("num_key_value_heads") or heads,
         head_dim=said.get("head_dim") or said["hidden_size"] // heads,
-        norm_eps=said.get("rms_norm_eps", BlockConfig.norm_eps),
+        norm_eps=float(said.get("rms_norm_eps", BlockConfig.norm_eps)),
         rope_base=float(rope_base or named),
         # A trainer that passes over the base passes over its scaling too.
         rope_scaling=_scaling(said, target) if rope_base in (None, named) else None,
@@ -96,12 +99,17 @@ def _scaling(said: dict[str, Any], target: Target) -> dict[str, Any] | None:
     """The scaling of the rotary embedding. Raises UserError for one that is not implemented."""
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type"))
+    if (share := rope.get("partial_rotary_factor")) not in (None, 1):
+        raise UserError(f"config.json says partial_rotary_factor: {json.dumps(share)}; heads rotate whole here; "
+                        "take it out if the trainer passed over it, or choose another checkpoint")
     if kind == "default" or set(rope) <= {"rope_theta"}:
         return None
     named = {name: value for name, value in rope.items() if name != "type"} | {"rope_type": kind}
     head_dim = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
     scaling = carried_scaling(named, head_dim, said.get("max_position_embeddings", target.context_length))
-    if scaling is None:
+    # A scaling without its numbers, or with others, would fail in the first pass, or draft nothing of use.
+    scaled_J = None if scaling is None else frequencies(named_base(said), head_dim, scaling, torch.device("cpu"))[0]
+    if scaled_J is None or not all(0 < one < math.inf for one in scaled_J.tolist()):
         raise UserError(f"config.json says rope_scaling: {json.dumps(rope)}; only the rope_type {', '.join(SCALINGS)} "
-                        "can be imported, choose such a checkpoint")
+                        "with factors above 0 can be imported, choose such a checkpoint")
     return scaling

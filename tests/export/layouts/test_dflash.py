@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.export import Artifact, ExportSettings, ImportSettings, import_drafter, read_description
-from draftsmith.export.layouts.dflash import KINDS
+from draftsmith.export.layouts.dflash import KINDS, TEMPERATURES
 from draftsmith.export.layouts.parts.export_format import Places
 from draftsmith.export.layouts.parts.read_shapes import vocabulary_marks
 from draftsmith.export.layouts.registry import formats_of
@@ -312,6 +312,33 @@ def test_layers_with_a_window_are_read_and_a_warning_says_what_differs(tmp_path:
     ("dflash", {}, {"lm_head.weight": torch.ones(104, 32)}, "the output layer in .* is not that of tiny-target"),
     ("dflash reduced", {}, {"lm_head.weight": torch.ones(26, 32)}, "the output layer in .* is not that of tiny-target"),
     ("dflash", {}, {"embed_tokens.weight": torch.ones(104, 32)}, "the embedding in .* is not that of tiny-target"),
+    ("dflash", {"dflash_config": 3}, {}, "config.json is damaged: 'int' object is not a mapping; copy it again"),
+    ("dflash", {"dflash_config": {"mask_token_id": 101.5}}, {},
+     "is damaged: mask_token_id must be a whole number or null, got 101.5; copy it again"),
+    ("dflash", {"dflash_config": {"target_layer_ids": [0, True, 3]}}, {},
+     r"is damaged: taps must be .*, got \[0, true, 3\]; copy it again"),
+    ("dflash", {"is_causal": None, "dflash_config": {"causal": "no"}}, {},
+     'says causal: "no"; only false, true can be imported'),
+    ("dflash", {"dflash_config": {"sample_from_anchor": "no"}}, {},
+     'says sample_from_anchor: "no"; only false, true can be imported'),
+    ("dflash", {"dflash_config": {"block_size": 0}}, {},
+     "config.json is not for tiny-target: block_size must be a whole number of at least 1, got 0"),
+    ("dflash", {"layer_types": ["chunked_attention", "full_attention"]}, {},
+     r'says layer_types: \["chunked_attention"\]; only full_attention and sliding_attention can be imported'),
+    ("dflash", {"partial_rotary_factor": 0.5}, {}, "says partial_rotary_factor: 0.5; only 1 can be imported"),
+    ("dflash", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, {},
+     "says partial_rotary_factor: 0.5; heads rotate whole here; take it out if the trainer passed over it"),
+    ("dflash", {"rope_scaling": {"rope_type": "yarn"}}, {}, "config.json lacks .*factor.*; copy it again"),
+    ("dflash", {"rope_scaling": {"rope_type": "linear", "factor": 0}}, {},
+     'says rope_scaling: {"rope_type": "linear", "factor": 0}; only the rope_type linear, .* with factors above 0 can'),
+    ("dflash", {"intermediate_size": 2**26}, {},
+     r"makes 12,884,\d*,\d* parameters, but its weights have \d*,\d* bytes; correct it, or copy the model again"),
+    ("dspark", {"dflash_config": {TEMPERATURES: [1.0, 1.0, 1.0, 0.0]}}, {}, "must be above 0, copy it again"),
+    ("dspark gated", {"markov_head_type": "vanilla", "dflash_config": None}, {},
+     "holds markov_head.gate_proj.bias, a part that this reader knows of no method"),
+    ("dflash reduced", {}, {"d2t": IDS - torch.arange(len(IDS)) + 0.4},
+     "(d2t and t2d in .* name different tokens|config.json is damaged: )"),
+    ("dflash reduced", {}, {"d2t": torch.arange(-1, -27, -1)}, "d2t in .* names the token -1, but tiny-target has 104"),
 ])
 def test_what_is_open_or_does_not_fit_is_refused(
     tmp_path: Path, target: Target, checkpoint: Callable[[str], Path], name: str, change: dict[str, Any],
@@ -324,6 +351,27 @@ def test_what_is_open_or_does_not_fit_is_refused(
         save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
     with pytest.raises(UserError, match=message):
         import_drafter("dflash", folder, target)
+
+
+def test_a_checkpoint_without_the_layer_that_joins_the_taps_is_refused(
+    tmp_path: Path, target: Target, checkpoint: Callable[[str], Path]
+) -> None:
+    folder = Path(copytree(checkpoint("dflash"), tmp_path / "out"))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if name != "fc.weight"}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"out holds no fc\.weight, which joins the taps; copy it again"):
+        import_drafter("dflash", folder, target)
+
+
+def test_a_number_in_place_of_a_truth_value_is_read_as_one(
+    tmp_path: Path, target: Target, checkpoint: Callable[[str], Path]
+) -> None:
+    """An artifact with the number would not be read again."""
+    folder = Path(copytree(checkpoint("dflash"), tmp_path / "out"))
+    edit(folder, is_causal=1)
+    drafter = import_drafter("dflash", folder, target)
+    assert isinstance(drafter, BlockDraft)
+    assert drafter.config.causal is True
 
 
 T, F = True, False
@@ -389,7 +437,7 @@ def test_layers_without_a_word_of_the_speculators_library_are_not_causal(tmp_pat
     edit(folder, transformer_layer_config={key: value for key, value in inside.items() if key != "is_causal"})
     assert import_drafter("speculators", folder, target).config.causal is False
     edit(folder, speculators_model_type="mtp")
-    with pytest.raises(UserError, match='says speculators_model_type: "mtp"; only "eagle3" can be imported'):
+    with pytest.raises(UserError, match='"mtp"; only "eagle3", "dflash", "dspark", "dflash2" can be imported'):
         import_drafter("speculators", folder, target)
 
 
