@@ -213,6 +213,9 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         self.layers = nn.ModuleList(SlotBlock(block, layer, config.block_size, convolved=config.conv)
                                     for layer in range(config.num_layers))
         self.norm = RMSNorm(width, eps=eps)
+        if (mask := config.mask_token_id) is not None and not 0 <= mask < sizes.vocab_size:
+            raise UserError(f"mask_token_id must lie between 0 and {sizes.vocab_size - 1}, the rows of the target's "
+                            f"embedding, got {mask}")
         if config.mask_token_id is None:
             self.mask_embedding = nn.Parameter(torch.full((width,), torch.nan))
         else:
@@ -235,13 +238,10 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             raise UserError(f"conv has kernels for groups of {GROUP} components, and {target.identity.name} is "
                             f"{target.hidden_size} wide; set conv to false")
         if (mask := config.mask_token_id) is not None:
-            if not 0 <= mask < target.vocab_size:
-                raise UserError(f"mask_token_id must lie between 0 and {target.vocab_size - 1}, the rows of the "
-                                f"target's embedding, got {mask}")
             # Rows after the tokenizer's last token, and tokens added for other purposes, stand in no text. A sketch of
             # a target may have no tokenizer: a run asks again.
             tokens = target.tokenizer
-            if tokens is not None and mask < len(tokens) and mask not in {*tokens.added_tokens_decoder} - {
+            if tokens is not None and 0 <= mask < len(tokens) and mask not in {*tokens.added_tokens_decoder} - {
                     *tokens.all_special_ids, *target.eos_ids}:
                 raise UserError(f"mask_token_id {mask} is {tokens.decode([mask])!r} to "
                                 f"{target.identity.name}, a token that its text has; choose the id of a reserved "

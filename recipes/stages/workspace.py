@@ -105,9 +105,10 @@ class Workspace:
         # Before any prompt is answered: the sketch has no files.
         if self.trains_head or (self.evaluates and NATIVE in self.recipe.evaluate.baseline_names):
             Mtp.native(target)
+        # A mask that is a token of the text, or a start that does not fit, is reported before any prompt is answered:
+        # the sketch has no tokenizer and compares shapes alone.
+        self.recipe.module(target, torch.ones(target.vocab_size))
         if self.recipe.train.start is not None:
-            # A start that does not fit is reported before any prompt is answered; the sketch has compared shapes alone.
-            self.recipe.module(target, torch.ones(target.vocab_size))
             former = TargetIdentity.from_dict(read_description(Path(self.recipe.train.start))["target"])
             if self.recipe.retarget:
                 say(f"     carries the draft for {former.name} over to {target.identity.name}")

@@ -32,6 +32,9 @@ class BlockTrainConfig(FeatureTrainConfig):
             raise UserError("confidence learns the acceptance from the target's distribution, with fixed weights of the"
                             f" steps, got objective {self.objective!r} and step_weights {self.step_weights!r}; set "
                             "objective to soft or hard_tvd and step_weights to a number, or confidence to false")
+        if self.feature_weight:
+            raise UserError(f"feature_weight is {self.feature_weight}, but slots estimate no state of the target; set "
+                            "feature_weight to 0")
 
 
 class BlockModule(FeatureModule):

@@ -268,6 +268,9 @@ def test_a_mask_token_reads_the_targets_row(tiny_target: Target, monkeypatch: py
     features = text(tiny_target, drafter, TOKENS)
     with torch.no_grad():
         torch.testing.assert_close(drafter(features).hidden_BLKD, own(features).hidden_BLKD)
+    # An artifact that was written so by hand would fail in its first pass.
+    with pytest.raises(UserError, match="mask_token_id must lie between 0 and 99, the rows of the target's embedding"):
+        BlockDraft.rebuild({**drafter.describe(), "mask_token_id": 100}, tiny_target.identity)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
@@ -284,6 +287,12 @@ def test_a_mask_token_reads_the_targets_row(tiny_target: Target, monkeypatch: py
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str, tiny_target: Target) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         BlockDraft.create(BlockDraftConfig(**settings), tiny_target)
+
+
+def test_a_loss_that_slots_do_not_have_is_refused() -> None:
+    """Before a target answers, not in the first step of a training."""
+    with pytest.raises(UserError, match=r"feature_weight is 0.5, but slots estimate no state of the target; set"):
+        BlockTrainConfig(feature_weight=0.5)
 
 
 def test_rows_too_short_for_a_block_are_refused(tiny_target: Target) -> None:

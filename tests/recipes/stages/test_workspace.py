@@ -73,6 +73,7 @@ TWO = ("--train.devices", "2", "--train.accelerator", "cpu")
     (["--train.strategy", "fsdp"], "train.strategy must be one of auto, ddp, fsdp2, deepspeed_stage_1, "),
     (["--family", "medusa2", "--batch.states", "computed", "--train.strategy", "fsdp2"],
      "train.strategy fsdp2 splits the drafter's weights or their optimizer, and Medusa2Module trains weights of the"),
+    (["--family", "block", "--drafter.mask_token_id", "40"], "a token that its text has; choose the id of a reserved"),
     (["--train.num_nodes", "2"], "train.num_nodes is 2, but this process was started alone; start draftsmith train on"),
 ], 4))
 def test_a_run_that_cannot_work_leaves_nothing(
