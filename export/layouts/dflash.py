@@ -263,18 +263,7 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     if (layers := said.get("num_target_layers")) not in (None, target.num_layers):
         raise UserError(f"{given.config} says num_target_layers: {layers}, but {target.identity.name} has "
                         f"{target.num_layers}; load the target it was trained for")
-    # Qwen3's two keys stand for a window where no list says which layers have one.
-    kinds = said.get("layer_types") or ["sliding_attention"] * any(
-        said.get(key) for key in ("use_sliding_window", "use_swa"))
-    if strange := {*kinds} - {"full_attention", "sliding_attention"}:
-        raise UserError(f"{given.config} says layer_types: {json.dumps(sorted(strange))}; only full_attention and "
-                        "sliding_attention can be imported, choose such a checkpoint")
-    aligned, causal = _slots(given, said, settings, {*kinds})
-    if "sliding_attention" in kinds:
-        size = json.dumps(said.get("sliding_window"))
-        warnings.warn(f"{given.config} has layers with a window over the text (sliding_window: {size} tokens), which "
-                      "here see all of it: in longer texts the draft reads more than in its training, and less of it "
-                      "may be accepted", stacklevel=2)
+    aligned, causal = _slots(given, said, settings)
     taps = chosen_taps(_taps(given, said, target) if settings.taps is None else settings.taps, target)
     tensors, reduced = _own_tensors(given, target)
     check_joined(tensors, taps, target, folder)
@@ -348,11 +337,16 @@ def _correction(given: Checkpoint, said: dict[str, Any], tensors: dict[str, Tens
     return correction, rank
 
 
-def _slots(given: Checkpoint, said: dict[str, Any], settings: ImportSettings, kinds: set[str]
-           ) -> tuple[Literal["next", "same"], bool]:
-    """(what a slot predicts, whether it sees those before it alone), where the layers are of these kinds. Raises
-    UserError where neither checkpoint nor user says it: readers that assume either are wrong about every other
-    checkpoint, and merely accept less."""
+def _slots(given: Checkpoint, said: dict[str, Any], settings: ImportSettings) -> tuple[Literal["next", "same"], bool]:
+    """(what a slot predicts, whether it sees those before it alone). Raises UserError for unknown kinds of layers, and
+    where neither checkpoint nor user says it: readers that assume either are wrong about every other checkpoint, and
+    merely accept less. Warns of layers with a window."""
+    # Qwen3's two keys stand for a window where no list says which layers have one.
+    kinds = {*(said.get("layer_types") or ["sliding_attention"] * any(
+        said.get(key) for key in ("use_sliding_window", "use_swa")))}
+    if strange := kinds - {"full_attention", "sliding_attention"}:
+        raise UserError(f"{given.config} says layer_types: {json.dumps(sorted(strange))}; only full_attention and "
+                        "sliding_attention can be imported, choose such a checkpoint")
     anchor = said.get("sample_from_anchor", said.get("shift_label"))
     aligned = settings.aligned or (None if anchor is None else "next" if anchor else "same")
     # vLLM's order; JetSpec has a key of its own. In the speculators library a layer without a window is never causal,
@@ -367,12 +361,18 @@ def _slots(given: Checkpoint, said: dict[str, Any], settings: ImportSettings, ki
                             "say --causal true or false to draft with that, and compare what is accepted")
         stated += trained
     causal = next((one for one in stated if one is not None), None)
-    if aligned is not None and causal is not None:
-        return aligned, causal
-    left = [("which token a slot predicts (sample_from_anchor)", "--aligned same as in DFlash, or next as in DSpark"),
-            ("whether a slot sees those after it (is_causal)", "--causal false as in both, or true as in JetSpec")]
-    what, remedy = zip(*(left if aligned is causal else left[:1] if aligned is None else left[1:]), strict=True)
-    raise UserError(f"{given.config} does not say {' and '.join(what)}; give {' and '.join(remedy)}")
+    if aligned is None or causal is None:
+        left = [("which token a slot predicts (sample_from_anchor)",
+                 "--aligned same as in DFlash, or next as in DSpark"),
+                ("whether a slot sees those after it (is_causal)", "--causal false as in both, or true as in JetSpec")]
+        what, remedy = zip(*(left if aligned is causal else left[:1] if aligned is None else left[1:]), strict=True)
+        raise UserError(f"{given.config} does not say {' and '.join(what)}; give {' and '.join(remedy)}")
+    if "sliding_attention" in kinds:
+        size = json.dumps(said.get("sliding_window"))
+        warnings.warn(f"{given.config} has layers with a window over the text (sliding_window: {size} tokens), which "
+                      "here see all of it: in longer texts the draft reads more than in its training, and less of it "
+                      "may be accepted", stacklevel=3)
+    return aligned, causal
 
 
 def _taps(given: Checkpoint, said: dict[str, Any], target: Target) -> tuple[int, ...]:
