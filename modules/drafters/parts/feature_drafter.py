@@ -117,8 +117,8 @@ def block_like(target: Target, rope_base: float | None = None) -> BlockConfig:
     kinds = rope_by_kind(given.get("rope_parameters"))
     # A drafter's layers see the whole text, as the target's layers with full attention do.
     rope = kinds.get("full_attention") or next(iter(kinds.values()))
-    own = rope.get("rope_theta") or given.get("rope_theta")
-    block = BlockConfig.like(target, rope_base=float(rope_base or own or OFFICIAL_ROPE_BASE))
+    own = rope.get("rope_theta") or given.get("rope_theta") or OFFICIAL_ROPE_BASE
+    block = BlockConfig.like(target, rope_base=float(own if rope_base is None else rope_base))
     if rope_base is not None:
         return block
     return replace(block, rope_scaling=carried_scaling(rope, block.head_dim, target.context_length))

@@ -283,6 +283,7 @@ def test_a_mask_token_reads_the_targets_row(tiny_target: Target, monkeypatch: py
     ({"anchors": 0}, "anchors must be a whole number of at least 1, got 0"),
     ({"mask_token_id": 40}, "mask_token_id 40 is"),
     ({"mask_token_id": -1}, "mask_token_id must lie between 0 and"),
+    ({"rope_base": 0.0}, "rope_base must be above 0, got 1e-06 and 0.0"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str, tiny_target: Target) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
