@@ -160,6 +160,6 @@ def _served(drafter: DraftLM) -> Served:
 
 HUGGINGFACE = ExportFormat(
     name="huggingface", content="draft language models", families=(DraftLM,),
-    readers={"transformers": "", "vLLM": "", "SGLang": ""}, write=export_huggingface,
+    readers={"transformers": "", "vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, write=export_huggingface,
     read=read_huggingface, opens=("depths",), file=WEIGHTS, weights=COMPRESSED, as_read=as_compressed, vllm=_served,
 )
