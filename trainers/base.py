@@ -216,10 +216,9 @@ class DraftModule(L.LightningModule):
         judge = self.drafter.judge if isinstance(self.drafter, JudgesGuesses) and self.drafter.judges else None
         mass = objective in NEEDS_MASS or paths == "e2e" or judge is not None
         teacher = Teacher(self.target, ids_Q, mass=mass) if self.needs_teacher else None
-        entries = self.target.vocab_size if ids_Q is None else len(ids_Q)
         return VocabularyLoss(
             project=self.drafter.project,
-            entries=entries if teacher is None else max(entries, teacher.entries),
+            entries=self.target.vocab_size if ids_Q is None else len(ids_Q),
             weights=weights,
             # Several draft steps may share an output layer, whose gradient is then one.
             parameters=tuple(dict.fromkeys(weight for step in range(len(weights))

@@ -88,7 +88,7 @@ class BlockDraftConfig(FeatureConfig):
     """Whether the slots before it flow into a slot's input and output of each attention and MLP (DFlash 2)."""
     confidence: bool = False
     """Whether the drafter also learns the chance that each of its guesses is accepted, from the slot and the token
-    before (DSpark); the policy `confident` ends drafts by it. With a draft vocabulary steps take several times as long,
+    before (DSpark); the policy `confident` ends drafts by it. With a draft vocabulary steps take nearly twice as long,
     since the chance needs the target's whole distribution."""
     residual: bool = False
     """Whether every slot also reads the newest fused state of the text, added to its embedding; no engine does."""

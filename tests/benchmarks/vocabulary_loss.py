@@ -38,14 +38,20 @@ def measure(variant: str, options: argparse.Namespace) -> dict[str, float]:
     def chunked(states, final, features):
         from draftsmith.modules.interfaces.drafter import Drafts
         from draftsmith.trainers.losses.chunked_losses import VocabularyLoss
-        from draftsmith.trainers.losses.objectives import teacher_output_of
+        from draftsmith.trainers.losses.objectives import Teacher, teacher_output_of
 
-        def teacher(rows):
-            return teacher_output_of(functional.linear(rows, weight), rows.new_zeros(len(rows)))
+        class Given(Teacher):
+            whole = None
+
+            def __init__(self):
+                pass
+
+            def __call__(self, rows, log_sums_N=None):
+                return teacher_output_of(functional.linear(rows, weight), rows.new_zeros(len(rows)))
 
         loss = VocabularyLoss(project=project, entries=vocabulary, weights=(1.0,) * HEADS, parameters=tuple(owned),
                               chunk_elements=options.chunk, objective="soft" if kind == "soft" else "hard",
-                              teacher=teacher if kind == "soft" else None)
+                              teacher=Given() if kind == "soft" else None)
         return loss(Drafts(hidden_BLKD=states, offsets=tuple(range(2, 2 + HEADS))), features)[0]
 
     def plain(states, final, features):

@@ -9,6 +9,7 @@ same tokens, so that the target's distribution there is computed once for all of
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ...modules.errors import UserError
 from ...modules.features import Features
 from ...modules.interfaces.drafter import Drafts
 from .metrics import COLUMNS, rank_hits, weighted, weighted_mean_loss
-from .objectives import LossName, ObjectiveName, TeacherOutput, accepted, objective_loss, wide
+from .objectives import LossName, ObjectiveName, Teacher, TeacherOutput, accepted, objective_loss, wide
 from .path_weights import PathWeights, path_weights
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
@@ -117,14 +118,14 @@ class VocabularyLoss:
     project: Callable[[Tensor, int], Tensor]
     """Draft logits [..., Q] of a step for its states [..., D]."""
     entries: int
-    """Logits per token: those of the draft vocabulary, or the teacher's when these are more."""
+    """Logits per token: those of the draft vocabulary."""
     weights: tuple[float, ...]
     """Weight of each draft step in the loss."""
     parameters: tuple[nn.Parameter, ...] = ()
     """Trained weights that `project` reads."""
     objective: ObjectiveName
     """Name of the loss of all draft steps."""
-    teacher: Callable[[Tensor], TeacherOutput] | None = None
+    teacher: Teacher | None = None
     """The target's distribution for its final states [..., D]; None when no objective reads it."""
     feature_weight: float = 0.0
     """Weight of the feature loss relative to the objective's 1."""
@@ -225,20 +226,39 @@ class _Rows:
             # Choices among encoded candidates learn whole blocks, of which none depends on the chance of another.
             self.weights_NK2[:, : self.drafts.choices] = 1.0
 
+    def elements(self, device: torch.device) -> int:
+        """Logits in memory at once."""
+        usual = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
+        return self.loss.chunk_elements or usual * (TRAINED_FACTOR if self.loss.parameters else 1)
+
+    @cached_property
+    def log_sums_M(self) -> Tensor | None:
+        """`Teacher.log_sums` after each position that is read, once for all entries: steps after sampled places predict
+        the same tokens many times. None where nothing needs them."""
+        teacher, final_MD = self.loss.teacher, self.final_MD
+        if teacher is None or final_MD is None or teacher.whole is None:
+            return None
+        read_P: Tensor | slice = self.supervision.teachers_NK[:, 0] if self.supervision.by_token else slice(None)
+        most = max(1, self.elements(final_MD.device) // len(teacher.whole.weight_QD))
+        read_PD = final_MD[read_P]
+        sums_P = torch.cat([teacher.log_sums(read_PD[first : first + most]) for first in range(0, len(read_PD), most)])
+        log_sums_M = sums_P.new_zeros(len(final_MD))
+        log_sums_M[read_P] = sums_P
+        return log_sums_M
+
     def chunks(self, device: torch.device) -> Iterator[tuple[slice, Sequence[int], TeacherOutput | None]]:
         """Consecutive ranges of the N entries such that one step's logits stay within CHUNK_ELEMENTS, with draft steps
         there, and the target's distribution over the draft vocabulary, computed once for these steps."""
-        usual = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
-        usual *= TRAINED_FACTOR if self.loss.parameters else 1
-        size = max(1, (self.loss.chunk_elements or usual) // self.loss.entries)
+        size = max(1, self.elements(device) // self.loss.entries)
         every = [step for step, weight in enumerate(self.loss.weights) if weight]
         for steps in [every] if self.supervision.by_token else [(step,) for step in every]:
             for start in range(0, len(self.supervision.valid_NK), size):
                 chunk, teacher_output = slice(start, start + size), None
                 if self.loss.teacher is not None and self.final_MD is not None:
+                    places_N = self.supervision.teachers_NK[chunk, steps[0]]
                     with torch.no_grad():
-                        states_ND = self.final_MD[self.supervision.teachers_NK[chunk, steps[0]]]
-                        teacher_output = self.loss.teacher(states_ND)
+                        teacher_output = self.loss.teacher(
+                            self.final_MD[places_N], None if self.log_sums_M is None else self.log_sums_M[places_N])
                 yield chunk, steps, teacher_output
 
     def step(

@@ -65,25 +65,31 @@ class Teacher:
     Args:
         target: the teacher model.
         ids_Q: the reduced draft vocabulary; None for the whole one.
-        mass: compute the target's whole distribution even for a reduced vocabulary, at the cost of its whole output
-            layer for every token, since the acceptance needs it.
+        mass: also find the target's probability of a reduced vocabulary, which the acceptance needs, at the cost of
+            its whole output layer.
     """
 
     def __init__(self, target: Target, ids_Q: Tensor | None = None, *, mass: bool = False) -> None:
-        self.inside_Q = ids_Q if mass else None
-        self.rows = OutputRows(target, None if mass else ids_Q)
-        self.entries = len(self.rows.weight_QD)
-        """Logits computed for each token."""
+        self.rows = OutputRows(target, ids_Q)
+        self.whole = OutputRows(target) if mass and ids_Q is not None else None
+        """The whole output layer; None where the draft vocabulary is whole, or its mass not asked for."""
 
     @torch.no_grad()
-    def __call__(self, final_ND: Tensor) -> TeacherOutput:
-        """The target's distribution for its final states."""
+    def __call__(self, final_ND: Tensor, log_sums_N: Tensor | None = None) -> TeacherOutput:
+        """The target's distribution for its final states; `log_sums_N` is that of `log_sums`, where it is known."""
         # In float32: probabilities of a large vocabulary are below the resolution of half precision.
-        logits = wide(self.rows(final_ND))
-        if self.inside_Q is not None:
-            inside_NQ = logits[:, self.inside_Q]
-            return teacher_output_of(inside_NQ, inside_NQ.logsumexp(-1) - logits.logsumexp(-1))
-        return teacher_output_of(logits, None if self.rows.ids_Q is not None else logits.new_zeros(len(logits)))
+        logits_NQ = wide(self.rows(final_ND))
+        if self.whole is not None:
+            log_sums_N = self.log_sums(final_ND) if log_sums_N is None else log_sums_N
+            return teacher_output_of(logits_NQ, logits_NQ.logsumexp(-1) - log_sums_N)
+        return teacher_output_of(logits_NQ, None if self.rows.ids_Q is not None else logits_NQ.new_zeros(len(final_ND)))
+
+    @torch.no_grad()
+    def log_sums(self, final_ND: Tensor) -> Tensor:
+        """Log of the sum of all exponentiated logits of the target, [N]. Raises ValueError where nothing needs it."""
+        if self.whole is None:
+            raise ValueError("this teacher finds no mass of a reduced vocabulary; use Teacher(target, ids, mass=True)")
+        return wide(self.whole(final_ND)).logsumexp(-1)
 
 
 def teacher_output_of(logits_NQ: Tensor, log_mass_N: Tensor | None) -> TeacherOutput:

@@ -337,6 +337,23 @@ def test_the_logits_alive_stay_within_the_budget(tiny_target: Target) -> None:
     assert len(seen) > 9
 
 
+def test_the_whole_output_layer_runs_once_for_a_position(
+    tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps after sampled places predict the same token several times: the mass there is that of one run."""
+    features, drafter, log_sums, seen = ragged(tiny_target_f64), heads(tiny_target_f64, ids=IDS), Teacher.log_sums, []
+    monkeypatch.setattr(Teacher, "log_sums", lambda self, final: (seen.append(len(final)), log_sums(self, final))[1])
+    places = torch.arange(12).expand(3, 12).contiguous()
+    sampled = lambda drafts: dataclasses.replace(drafts, indices_BL=places)  # noqa: E731
+    wanted, alone = run(drafter, tiny_target_f64, features, "lk_alpha", 500), sum(seen)
+    found = run(drafter, tiny_target_f64, features, "lk_alpha", 500, sampled)
+    assert 0 < alone <= 36
+    assert sum(seen) - alone == 36
+    assert max(seen) <= 500 // tiny_target_f64.vocab_size
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
 def test_offsets_and_not_the_order_of_steps_decide_the_label(tiny_target: Target) -> None:
     features, drafter = ragged(tiny_target), heads(tiny_target)
     drafts = drafter(features)
