@@ -360,17 +360,25 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             1, indices_BA[..., None].expand(-1, -1, context_BLD.shape[-1]))
         slots_BAKX = self.correction.begin(self.slots(before_BAK[..., 0], newest_BAD, attention), newest_BAD,
                                            self.base_logits, self.embed)
-        path_BAP, states = slots_BAKX.new_zeros(*before_BAK.shape[:2], self.correction.path_size), []
-        for step in range(steps):
-            path_BAP, state_BAX = self.correction.extend(slots_BAKX[:, :, step], path_BAP, before_BAK[..., step],
-                                                         self.embed, step)
-            states.append(state_BAX)
+        path_BAP = slots_BAKX.new_zeros(*before_BAK.shape[:2], self.correction.path_size)
+        if self.correction.path_size:
+            states = []
+            for step in range(steps):
+                path_BAP, state_BAX = self.correction.extend(slots_BAKX[:, :, step], path_BAP, before_BAK[..., step],
+                                                             self.embed, step)
+                states.append(state_BAX)
+            states_BAKX = torch.stack(states, dim=2)
+        else:
+            # All guesses at once: a table has one dense gradient for them.
+            states_BAKX = self.correction.extend(slots_BAKX, path_BAP, before_BAK, self.embed, 0)[1]
+        offsets = self.offsets
         if valid_BAK is not None and self.correction.alone_too:
             # The slots alone learn too: the candidates, what engines refine, or what a bias is added to. The choice
             # among candidates is learned where the right one is one of them.
-            learned_BAK, states = self.correction.learned(slots_BAKX, before_BAK, valid_BAK), states * 2
-            valid_BAK = torch.cat([learned_BAK, valid_BAK], dim=-1)
-        return Drafts(hidden_BLKD=torch.stack(states, dim=2), offsets=self.offsets * (len(states) // steps),
+            learned_BAK = self.correction.learned(slots_BAKX, before_BAK, valid_BAK)
+            valid_BAK, states_BAKX = torch.cat([learned_BAK, valid_BAK], dim=-1), states_BAKX.repeat(1, 1, 2, 1)
+            offsets = offsets * 2
+        return Drafts(hidden_BLKD=states_BAKX, offsets=offsets,
                       valid_BLK=valid_BAK, indices_BL=indices_BA, distractors=self.correction.encodes,
                       choices=steps if valid_BAK is not None and self.correction.chooses else 0)
 

@@ -226,10 +226,9 @@ class _Rows:
             # Choices among encoded candidates learn whole blocks, of which none depends on the chance of another.
             self.weights_NK2[:, : self.drafts.choices] = 1.0
 
-    def elements(self, device: torch.device) -> int:
-        """Logits in memory at once."""
-        usual = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
-        return self.loss.chunk_elements or usual * (TRAINED_FACTOR if self.loss.parameters else 1)
+    def elements(self, device: torch.device, factor: int = 1) -> int:
+        """Logits in memory at once, so many times the usual ones."""
+        return self.loss.chunk_elements or CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"]) * factor
 
     @cached_property
     def log_sums_M(self) -> Tensor | None:
@@ -238,8 +237,11 @@ class _Rows:
         teacher, final_MD = self.loss.teacher, self.final_MD
         if teacher is None or final_MD is None or teacher.whole is None:
             return None
-        read_P: Tensor | slice = self.supervision.teachers_NK[:, 0] if self.supervision.by_token else slice(None)
-        most = max(1, self.elements(final_MD.device) // len(teacher.whole.weight_QD))
+        places_NK = self.supervision.teachers_NK[:, :1] if self.supervision.by_token else self.supervision.teachers_NK
+        # After few sampled places in long rows the steps read fewer positions than there are, else nearly all of them.
+        read_P = places_NK.flatten() if places_NK.numel() < len(final_MD) else slice(None)
+        # Half of the usual: of larger pieces of memory the system takes each one back and clears it for the next chunk.
+        most = max(1, self.elements(final_MD.device) // 2 // len(teacher.whole.weight_QD))
         read_PD = final_MD[read_P]
         sums_P = torch.cat([teacher.log_sums(read_PD[first : first + most]) for first in range(0, len(read_PD), most)])
         log_sums_M = sums_P.new_zeros(len(final_MD))
@@ -249,7 +251,8 @@ class _Rows:
     def chunks(self, device: torch.device) -> Iterator[tuple[slice, Sequence[int], TeacherOutput | None]]:
         """Consecutive ranges of the N entries such that one step's logits stay within CHUNK_ELEMENTS, with draft steps
         there, and the target's distribution over the draft vocabulary, computed once for these steps."""
-        size = max(1, self.elements(device) // self.loss.entries)
+        factor = TRAINED_FACTOR if self.loss.parameters else 1
+        size = max(1, self.elements(device, factor) // self.loss.entries)
         every = [step for step, weight in enumerate(self.loss.weights) if weight]
         for steps in [every] if self.supervision.by_token else [(step,) for step in every]:
             for start in range(0, len(self.supervision.valid_NK), size):

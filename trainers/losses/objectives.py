@@ -86,10 +86,11 @@ class Teacher:
 
     @torch.no_grad()
     def log_sums(self, final_ND: Tensor) -> Tensor:
-        """Log of the sum of all exponentiated logits of the target, [N]. Raises ValueError where nothing needs it."""
+        """Log of the sum of all exponentiated logits of the target, [N], in the format of autocast, in which the draft
+        vocabulary's are. Raises ValueError where nothing needs it."""
         if self.whole is None:
             raise ValueError("this teacher finds no mass of a reduced vocabulary; use Teacher(target, ids, mass=True)")
-        return wide(self.whole(final_ND)).logsumexp(-1)
+        return wide(self.whole.unpacked(final_ND)).logsumexp(-1)
 
 
 def teacher_output_of(logits_NQ: Tensor, log_mass_N: Tensor | None) -> TeacherOutput:

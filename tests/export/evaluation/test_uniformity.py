@@ -56,7 +56,7 @@ def test_a_wrong_rule_is_seen(name: str, tiny_target_f64: Target) -> None:
     settings = DecodeSettings(batch_size=25, ignore_eos=True, lossy=Rejection())
     for context, seen in ((inside, True), (nullcontext(), False)):
         with context:
-            found = distribution_of(answers(tiny_target_f64, settings, TREE, 300))
+            found = distribution_of(answers(tiny_target_f64, settings, TREE, 150))
         assert found is not None
         assert found.differs is seen
 

@@ -63,3 +63,20 @@ def test_selected_rows_are_given_back_at_once(tiny_target: Target) -> None:
         assert selected() is None
     finally:
         gc.enable()
+
+
+def test_autocast_s_logits_come_from_rows_that_are_cast_once(tiny_target: Target) -> None:
+    rows = OutputRows(tiny_target, torch.arange(7))
+    states = torch.randn(3, tiny_target.hidden_size, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = torch.nn.functional.linear(states, rows.weight_QD)
+        # A first call without gradients, as in validation, must not keep the next from having one.
+        with torch.inference_mode():
+            rows.unpacked(states)
+        cast, found = rows._cast, rows(states)
+        rows(states)
+    assert rows._cast is cast
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert torch.autograd.grad(found.float().sum(), states)[0].any()
+    assert rows(states).dtype == torch.float32

@@ -122,7 +122,7 @@ def test_families_are_calibrated_on_a_hybrid_target_with_another_template(tmp_pa
     for name, family, drafter in (("heads", "medusa", {"num_heads": 3}), ("features", "eagle", {})):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tiny | {"family": family, "drafter": drafter}))
     words = ["choose", "--config", "tiny", "--out", str(tmp_path / "out"), "--target.name", str(place), "--rows",
-             f"[{tmp_path / 'heads.yaml'},{tmp_path / 'features.yaml'}]", "--minutes", "2", "--train_minutes", "5",
+             f"[{tmp_path / 'heads.yaml'},{tmp_path / 'features.yaml'}]", "--minutes", "0.7", "--train_minutes", "5",
              "--distill.validation_prompts", "8", "--distill.test_prompts", "2", "--distill.budget_tokens", "400"]
     assert main([*words, "--memory_gib", "0.001"]) == 0
     none = json.loads((tmp_path / "out" / "choose.json").read_text())

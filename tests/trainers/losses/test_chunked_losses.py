@@ -352,6 +352,10 @@ def test_the_whole_output_layer_runs_once_for_a_position(
     assert max(seen) <= 500 // tiny_target_f64.vocab_size
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    seen.clear()
+    run(drafter, tiny_target_f64, features, "lk_alpha", 500, lambda drafts: dataclasses.replace(
+        drafts, hidden_BLKD=drafts.hidden_BLKD[:, :2], indices_BL=places[:, :2]))
+    assert sum(seen) == 3 * 2 * 3, "three steps after two places in each of three rows"
 
 
 def test_offsets_and_not_the_order_of_steps_decide_the_label(tiny_target: Target) -> None:
