@@ -38,7 +38,7 @@ def measure(variant: str, options: argparse.Namespace) -> dict[str, float]:
     def chunked(states, final, features):
         from draftsmith.modules.interfaces.drafter import Drafts
         from draftsmith.trainers.losses.chunked_losses import VocabularyLoss
-        from draftsmith.trainers.losses.objectives import Teacher, teacher_output_of
+        from draftsmith.trainers.losses.objectives import Teacher, TeacherOutput
 
         class Given(Teacher):
             whole = None
@@ -47,7 +47,7 @@ def measure(variant: str, options: argparse.Namespace) -> dict[str, float]:
                 pass
 
             def __call__(self, rows, log_sums_N=None):
-                return teacher_output_of(functional.linear(rows, weight), rows.new_zeros(len(rows)))
+                return TeacherOutput(logits_NQ=functional.linear(rows, weight), log_mass_N=rows.new_zeros(len(rows)))
 
         loss = VocabularyLoss(project=project, entries=vocabulary, weights=(1.0,) * HEADS, parameters=tuple(owned),
                               chunk_elements=options.chunk, objective="soft" if kind == "soft" else "hard",

@@ -76,4 +76,4 @@ def ahead(teacher, size, places, places_BA=None):
             return None
         return chosen(values.view(*size, *values.shape[1:]).roll(-places, 1), places_BA).flatten(0, 1)
 
-    return replace(teacher, log_p_NQ=moved(teacher.log_p_NQ), log_mass_N=moved(teacher.log_mass_N))
+    return replace(teacher, logits_NQ=moved(teacher.logits_NQ), log_mass_N=moved(teacher.log_mass_N))

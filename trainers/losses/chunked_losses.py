@@ -360,7 +360,12 @@ class _FusedOutput(TeacherOutput):
     @property
     def p_NQ(self) -> Tensor:
         """The probabilities."""
-        return self.log_p_NQ.exp()
+        return self.probabilities()
+
+    @property
+    def log_p_NQ(self) -> Tensor:
+        """Their logarithms."""
+        return self.logarithms()
 
 
 def compiled_measure(compiler: Compiler) -> Measure:
@@ -369,9 +374,9 @@ def compiled_measure(compiler: Compiler) -> Measure:
     The number of tokens of a chunk becomes a symbol when it changes first, at the last chunk of a batch.
     """
 
-    def run(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, log_p_NQ: Tensor | None, log_mass_N: Tensor | None,
+    def run(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, known_NQ: Tensor | None, log_mass_N: Tensor | None,
             objective: LossName, weights_N2: Tensor | None, judged_N: Tensor | None) -> tuple[Tensor, Tensor]:
-        known = None if log_p_NQ is None else _FusedOutput(log_p_NQ=log_p_NQ, log_mass_N=log_mass_N)
+        known = None if known_NQ is None else _FusedOutput(logits_NQ=known_NQ, log_mass_N=log_mass_N)
         return chunk_loss(logits_NQ, labels_N, valid_N, known, objective, weights_N2, judged_N, whole=True)
 
     # No class of ours crosses into the graph: only tensors and the name of the loss are arguments that it is made for.
@@ -380,7 +385,7 @@ def compiled_measure(compiler: Compiler) -> Measure:
     def measure(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
                 objective: LossName, weights_N2: Tensor | None = None, judged_N: Tensor | None = None
                 ) -> tuple[Tensor, Tensor]:
-        given = (None, None) if teacher_output is None else (teacher_output.log_p_NQ, teacher_output.log_mass_N)
+        given = (None, None) if teacher_output is None else (teacher_output.logits_NQ, teacher_output.log_mass_N)
         with bounded():
             found: tuple[Tensor, Tensor] = form(logits_NQ, labels_N, valid_N, *given, objective, weights_N2, judged_N)
         return found

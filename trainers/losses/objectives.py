@@ -48,15 +48,29 @@ def wide(logits: Tensor) -> Tensor:
 class TeacherOutput:
     """The target's distribution at N predicted tokens."""
 
-    log_p_NQ: Tensor
-    """Log-probabilities over the draft vocabulary, renormalised."""
+    logits_NQ: Tensor
+    """Its logits over the draft vocabulary."""
     log_mass_N: Tensor | None
     """Log of the target's probability of the whole draft vocabulary; None when it was not computed."""
 
     @cached_property
     def p_NQ(self) -> Tensor:
         """The probabilities, computed once for all draft steps that predict these tokens."""
-        return self.log_p_NQ.exp()
+        return self.probabilities()
+
+    @cached_property
+    def log_p_NQ(self) -> Tensor:
+        """Their logarithms, likewise."""
+        return self.logarithms()
+
+    def probabilities(self) -> Tensor:
+        """The probabilities over the draft vocabulary, renormalised, in float32 at least: half precision would resolve
+        none of a large vocabulary."""
+        return wide(self.logits_NQ).softmax(-1)
+
+    def logarithms(self) -> Tensor:
+        """Their logarithms, at least `LEAST_LOG_P`."""
+        return wide(self.logits_NQ).log_softmax(-1).clamp(min=LEAST_LOG_P)
 
 
 class Teacher:
@@ -77,12 +91,12 @@ class Teacher:
     @torch.no_grad()
     def __call__(self, final_ND: Tensor, log_sums_N: Tensor | None = None) -> TeacherOutput:
         """The target's distribution for its final states; `log_sums_N` is that of `log_sums`, where it is known."""
-        # In float32: probabilities of a large vocabulary are below the resolution of half precision.
-        logits_NQ = wide(self.rows(final_ND))
+        logits_NQ = self.rows(final_ND)
+        log_mass_N = None if self.rows.ids_Q is not None else final_ND.new_zeros(len(final_ND))
         if self.whole is not None:
-            log_sums_N = self.log_sums(final_ND) if log_sums_N is None else log_sums_N
-            return teacher_output_of(logits_NQ, logits_NQ.logsumexp(-1) - log_sums_N)
-        return teacher_output_of(logits_NQ, None if self.rows.ids_Q is not None else logits_NQ.new_zeros(len(final_ND)))
+            log_mass_N = wide(logits_NQ).logsumexp(-1) - (
+                self.log_sums(final_ND) if log_sums_N is None else log_sums_N)
+        return TeacherOutput(logits_NQ=logits_NQ, log_mass_N=log_mass_N)
 
     @torch.no_grad()
     def log_sums(self, final_ND: Tensor) -> Tensor:
@@ -91,11 +105,6 @@ class Teacher:
         if self.whole is None:
             raise ValueError("this teacher finds no mass of a reduced vocabulary; use Teacher(target, ids, mass=True)")
         return wide(self.whole.unpacked(final_ND)).logsumexp(-1)
-
-
-def teacher_output_of(logits_NQ: Tensor, log_mass_N: Tensor | None) -> TeacherOutput:
-    """The distribution of the target's logits over the draft vocabulary."""
-    return TeacherOutput(log_p_NQ=wide(logits_NQ).log_softmax(-1).clamp(min=LEAST_LOG_P), log_mass_N=log_mass_N)
 
 
 def hard(logits_NQ: Tensor, labels_N: Tensor) -> Tensor:
@@ -110,7 +119,7 @@ def soft(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
 
 def argmax(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """-log q(argmax p): cross entropy with the target's most probable token, which greedy decoding writes."""
-    return functional.cross_entropy(wide(logits_NQ), teacher_output.log_p_NQ.argmax(-1), reduction="none")
+    return functional.cross_entropy(wide(logits_NQ), teacher_output.logits_NQ.argmax(-1), reduction="none")
 
 
 def forward_kl(log_q_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:

@@ -13,9 +13,9 @@ from draftsmith.trainers.losses.objectives import (
     NEEDS_MASS,
     OBJECTIVES,
     Teacher,
+    TeacherOutput,
     log_alpha,
     objective_loss,
-    teacher_output_of,
 )
 from references import objectives as plain
 from torch import Tensor
@@ -74,7 +74,7 @@ def test_the_acceptance_counts_the_mass_outside_as_lost(tiny_target_f64: Target)
 @pytest.mark.parametrize("name", NAMES)
 def test_half_precision_losses_are_computed_in_float32(name: Any) -> None:
     logits, labels = torch.randn(3, 50).bfloat16(), torch.tensor([1, 2, 3])
-    teacher_output = teacher_output_of(torch.randn(3, 50).bfloat16(), torch.zeros(3))
+    teacher_output = TeacherOutput(logits_NQ=torch.randn(3, 50).bfloat16(), log_mass_N=torch.zeros(3))
     found = objective_loss(name, logits, labels, teacher_output)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, objective_loss(name, logits.float(), labels, teacher_output))
@@ -87,7 +87,7 @@ def test_extreme_logits_stay_finite(name: Any) -> None:
     logits[0, 7] = 1e4
     known = torch.tensor([[0.0, 1.0, 2.0, 3.0, *[-math.inf] * 4]])
     rows = logits.requires_grad_()
-    loss = objective_loss(name, rows, torch.tensor([1]), teacher_output_of(known, torch.zeros(1)))
+    loss = objective_loss(name, rows, torch.tensor([1]), TeacherOutput(logits_NQ=known, log_mass_N=torch.zeros(1)))
     loss.sum().backward()
     assert loss.isfinite().all()
     assert rows.grad is not None
@@ -106,7 +106,7 @@ def test_a_one_hot_target_makes_lk_alpha_cross_entropy() -> None:
     logits, labels = torch.randn(3, 20, dtype=torch.float64), torch.tensor([4, 0, 19])
     known = torch.full((3, 20), -math.inf, dtype=torch.float64)
     known[torch.arange(3), labels] = 0.0
-    teacher_output = teacher_output_of(known, torch.zeros(3, dtype=torch.float64))
+    teacher_output = TeacherOutput(logits_NQ=known, log_mass_N=torch.zeros(3, dtype=torch.float64))
     torch.testing.assert_close(objective_loss("lk_alpha", logits, labels, teacher_output),
                                objective_loss("hard", logits, labels, None))
 
