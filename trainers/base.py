@@ -2,7 +2,8 @@
 
 The loss of an optimizer step is one weighted mean over all its micro-batches on all ranks. Its count is known only
 after the last of them, so each micro-batch back-propagates its *sum*, and the gradient is divided by the reduced count
-just before it is clipped. Padding, packing, accumulation and world size change nothing.
+just before it is clipped. Padding, packing, accumulation and world size change nothing, but for the weight of choices
+among candidates, which is found in each batch.
 
 Shapes: B rows, L positions, D hidden size, K draft steps, C columns of sums, V vocabulary.
 """

@@ -44,8 +44,6 @@ from .parts.read_shapes import block_of, check_joined, renamed, take_vocabulary,
 from .parts.safetensors_reader import Checkpoint, check_borrowed, check_embedding
 from .parts.tensor_table import Table, TensorForm, forms_of
 
-PASSES = 6
-"""Rounds in which vLLM refines an XPress block; as many as it drafts tokens make the guesses those made one by one."""
 LATTICE = {"enabled": True, "candidate_topk": lattice.CANDIDATES, "num_layers": lattice.LAYERS,
            "num_heads": lattice.HEADS, "mlp_ratio": float(lattice.MLP_RATIO), "vector_eps": lattice.LEAST_LENGTH,
            "logit_scale": lattice.SCALE}
@@ -173,7 +171,8 @@ def slot_config(drafter: BlockDraft) -> dict[str, Any]:
             said |= {"selector_rank": rank, "selector_top_k": most}
         case _, "refiner":
             said |= {"xpress_rank": rank, "xpress_mlp_hidden": 2 * rank, "xpress_block_size": config.block_size,
-                     "xpress_num_passes": min(PASSES, config.num_steps)}
+                     # As many rounds as tokens make vLLM's guesses those made one by one, as the drafter was trained.
+                     "xpress_num_passes": config.num_steps}
         case _, "gru":
             said |= {"projector_type": "domino", "shift_label": said["sample_from_anchor"], "pure_draft_prefix_len": 1,
                      "gru_hidden_dim": WIDER * rank, "emb_dim": rank}

@@ -129,8 +129,10 @@ class BlockDraftConfig(FeatureConfig):
         return self.block_size - (self.aligned == "same")
 
     def inherits(self, name: str, start: Any) -> bool:
-        """Choices among candidates have the whole vocabulary, whatever the start."""
-        return not (name == "vocabulary_size" and CORRECTIONS[self.correction].chooses)
+        """Alignment and sight are those asked for, whose defaults are two of several methods; choices among candidates
+        have the whole vocabulary."""
+        return name not in ("aligned", "causal") and not (
+            name == "vocabulary_size" and CORRECTIONS[self.correction].chooses)
 
     def carries(self, name: str, start: Any) -> bool:
         """Further layers pass the state on, `fc` reads nothing of further taps, and a new correction or a further rank

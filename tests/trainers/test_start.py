@@ -62,8 +62,9 @@ def test_loss_and_acceptance_start_as_those_of_the_start(name: str, tiny_target:
     made, drafter = CASES[name], randomised(CASES[name].make(tiny_target))
     start = stored(tmp_path, tiny_target, drafter, made.change(tiny_target))
     module = type(made.module(tiny_target))(tiny_target)
-    # The family's defaults: every setting that shapes the drafter follows the start.
-    same = {key: getattr(start.drafter.config, key) for key in module.config.drafter.training_only}
+    # The family's defaults: every setting that shapes the drafter follows the start, unless the family says otherwise.
+    asked = {key for key in vars(start.drafter.config) if not start.drafter.config.inherits(key, start.drafter.config)}
+    same = {key: getattr(start.drafter.config, key) for key in (*module.config.drafter.training_only, *asked)}
     module.config = replace(module.config, drafter=replace(module.config.drafter, **same))
     before = load_artifact(tmp_path, tiny_target)
     assert continuing(module, start).drafter.describe() == before.drafter.describe()
@@ -84,7 +85,8 @@ def test_loss_and_acceptance_start_as_those_of_the_start(name: str, tiny_target:
 
 
 MEDUSA, HYDRA, EAGLE3 = MedusaConfig(num_heads=2), HydraConfig(num_heads=2), Eagle3Config(steps=2, taps=(1,))
-DFLASH = BlockDraftConfig(num_layers=1, taps=(1,), block_size=3, aligned="same", causal=False)
+SLOTS: dict[str, Any] = {"aligned": "same", "causal": False}
+DFLASH = BlockDraftConfig(num_layers=1, taps=(1,), block_size=3, **SLOTS)
 DSPARK = BlockDraftConfig(num_layers=1, taps=(1,), block_size=3, correction="markov", rank=6)
 CARRIED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "medusa, heads": ("medusa", replace(MEDUSA, output="copy"), {"num_heads": 5}),
@@ -103,10 +105,10 @@ CARRIED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "eagle3, tokens": ("eagle3", replace(EAGLE3, vocabulary_size=7), {"vocabulary_size": 8}),
     "eagle3, everything": ("eagle3", replace(EAGLE3, vocabulary_size=7, fc_norm=True),
                            {"vocabulary_size": 8, "taps": (0, 1), "num_layers": 2}),
-    "block, DFlash to DSpark": ("block", DFLASH, {"correction": "markov", "rank": 6, "confidence": True}),
+    "block, DFlash to DSpark": ("block", DFLASH, {**SLOTS, "correction": "markov", "rank": 6, "confidence": True}),
     "block, DFlash to DFlash 2": ("block", replace(DFLASH, vocabulary_size=7),
-                                  {"correction": "selector", "conv": True, "rank": 6}),
-    "block, DFlash to a state": ("block", DFLASH, {"correction": "state", "num_layers": 3, "taps": (0, 1)}),
+                                  {**SLOTS, "correction": "selector", "conv": True, "rank": 6}),
+    "block, DFlash to a state": ("block", DFLASH, {**SLOTS, "correction": "state", "num_layers": 3, "taps": (0, 1)}),
     "block, rank of a table": ("block", replace(DSPARK, confidence=True), {"rank": 9, "block_size": 4}),
     "block, rank of a selector": ("block", replace(DSPARK, correction="selector"), {"rank": 9}),
     "block, rank of a state": ("block", replace(DSPARK, correction="state"), {"rank": 9}),
@@ -171,11 +173,16 @@ def test_further_parts_change_nothing_of_what_the_start_computes(
             torch.testing.assert_close(layer.weight[new_Q], rows)
 
 
-def test_slots_of_another_alignment_and_sight_start_with_all_weights(tiny_target: Target, tmp_path: Path) -> None:
-    before = randomised(BlockDraft.create(DSPARK, tiny_target))
-    settings = {"aligned": "same", "causal": False, "block_size": 4}
+@pytest.mark.parametrize(("former", "settings"), [({}, {**SLOTS, "block_size": 4}), (SLOTS, {"block_size": 2}),
+                                                  (SLOTS, {"aligned": "same"})])
+def test_slots_of_another_alignment_and_sight_start_with_all_weights(
+    former: dict[str, Any], settings: dict[str, Any], tiny_target: Target, tmp_path: Path
+) -> None:
+    """Also where the recipe asks for the family's defaults, as DSpark's and JetSpec's do."""
+    before = randomised(BlockDraft.create(replace(DSPARK, **former), tiny_target))
     after = continuing(wanted("block", tiny_target, **settings), stored(tmp_path, tiny_target, before)).drafter
-    assert (after.config.correction, after.config.causal, after.config.num_steps) == ("markov", False, 3)
+    assert (after.config.correction, after.config.aligned, after.config.causal) == (
+        "markov", settings.get("aligned", "next"), settings.get("causal", True))
     assert before.state_dict().keys() == after.state_dict().keys()
     assert all(torch.equal(weight, after.state_dict()[name]) for name, weight in before.state_dict().items())
 

@@ -49,8 +49,8 @@ class Supervision:
     """The token's entry in the draft vocabulary; 0 where it has none, which no draft step learns."""
     teachers_NK: Tensor
     """Position of the final state from which the target predicts the token."""
-    missed_K: Tensor
-    """Number of labels of each draft step outside the draft vocabulary, which are not learned."""
+    missed_PK: Tensor
+    """True where the label of a draft step after place P is outside the draft vocabulary, and is not learned."""
     by_token: bool = True
     """True if all steps of an entry have one label, so that the target's distribution serves them all."""
 
@@ -87,13 +87,16 @@ def supervise(
             sources_NK=each_N1.expand(-1, len(offsets)), valid_NK=(labelled_BLK & (entries_BLK >= 0)).flatten(0, 1),
             labels_NK=entries_BLK.clamp(min=0).flatten(0, 1), by_token=False,
             teachers_NK=(rows_B1[..., None] * length + there_BLK - 1).flatten(0, 1).clamp(min=0),
-            missed_K=(labelled_BLK & (entries_BLK < 0)).sum((0, 1)))
+            missed_PK=(labelled_BLK & (entries_BLK < 0)).flatten(0, 1))
     if valid_BLK is not None:
         predicts = [labelled_BL & valid_BLK[:, :, step] for step, labelled_BL in enumerate(predicts)]
+    outside_BL = entries_BL < 0
+    missed = [here_BL & functional.pad(outside_BL, (0, offset))[:, offset:]
+              for here_BL, offset in zip(predicts, offsets, strict=True)]
     # Masks over predicting positions, moved to the positions of the predicted tokens.
     labelled_BLK = torch.stack([functional.pad(here_BL, (offset, 0))[:, : here_BL.shape[1]]
                                 for here_BL, offset in zip(predicts, offsets, strict=True)], dim=-1)
-    valid_BLK = labelled_BLK & (entries_BL >= 0)[..., None]
+    valid_BLK = labelled_BLK & ~outside_BL[..., None]
     predicted_X, most = valid_BLK.any(-1).flatten(), features.labels_at_most
     # Where a bound of their number is known, the host does not wait for it: spare places hold the first token of all,
     # which nothing predicts.
@@ -107,7 +110,7 @@ def supervise(
         # The first token may have no entry, and -1 is out of a cross entropy's bounds: on a GPU it ends the process.
         labels_NK=entries_BL.flatten()[chosen_N].clamp(min=0)[:, None].expand_as(valid_NK),
         teachers_NK=(chosen_N - 1)[:, None].expand_as(valid_NK),
-        missed_K=(labelled_BLK & ~(entries_BL >= 0)[..., None]).sum((0, 1)),
+        missed_PK=torch.stack(missed, dim=-1).flatten(0, 1),
     )
 
 
@@ -215,12 +218,19 @@ class _Rows:
                 elif teacher_output is not None:
                     chances_NK[chunk, step] = accepted(logits_NQ, teacher_output)
         # By place, with a place more for entries that no step learns there.
-        places_NK = torch.where(valid_NK, supervision.sources_NK, places)
+        places_NK = supervision.sources_NK
+        if supervision.by_token:
+            places_NK = torch.where(valid_NK, places_NK, places)
         chances_PK = chances_NK.new_ones(places + 1, len(offsets))
         chances_PK[places_NK, steps_K] = chances_NK
-        valid_PK = torch.zeros_like(chances_PK, dtype=torch.bool)
-        valid_PK[places_NK, steps_K] = valid_NK
-        found = [part_PK[places_NK, steps_K] for part_PK in path_weights(name, chances_PK, valid_PK, offsets)]
+        counted_PK = torch.zeros_like(chances_PK, dtype=torch.bool)
+        counted_PK[places_NK, steps_K] = valid_NK
+        # A step whose label the draft vocabulary has not is reached too, and never gives that label; its acceptance is
+        # known where each place has entries of its own.
+        counted_PK[:-1] |= supervision.missed_PK
+        if name == "d_pace":
+            chances_PK[:-1].masked_fill_(supervision.missed_PK, 0.0)
+        found = [part_PK[places_NK, steps_K] for part_PK in path_weights(name, chances_PK, counted_PK, offsets)]
         self.weights_NK2 = torch.stack(found, dim=-1)
         if self.drafts.distractors:
             # Choices among encoded candidates learn whole blocks, of which none depends on the chance of another.
@@ -271,20 +281,23 @@ class _Rows:
         valid_N, labels_N = self.supervision.valid_NK[chunk, step], self.supervision.labels_NK[chunk, step]
         logits_NQ = self.loss.project(states_ND, step)
         weights_N2 = None if self.weights_NK2 is None else self.weights_NK2[chunk, step]
-        judged_N = None if self.loss.confidence is None else self.loss.confidence(states_ND, step)
+        judged = None
+        if self.loss.confidence is not None:
+            # An acceptance does not depend on the label: it is learned where the draft vocabulary has not that, too.
+            missed = False if self.supervision.by_token else self.supervision.missed_PK[chunk, step]
+            judged = self.loss.confidence(states_ND, step), valid_N | missed
         if step >= self.drafts.choices:
-            return self.loss.measure(logits_NQ, labels_N, valid_N, teacher_output, self.loss.objective, weights_N2,
-                                     judged_N)
+            return self.loss.measure(logits_NQ, labels_N, valid_N, teacher_output, self.loss.objective, weights_N2, judged)
         offered_N = valid_N & (logits_NQ.detach().gather(1, labels_N[:, None])[:, 0] > -torch.inf)
         name: LossName = "choice" if self.drafts.distractors else "hard"
-        loss, sums_C = self.loss.measure(logits_NQ, labels_N, offered_N, teacher_output, name, weights_N2, judged_N)
+        loss, sums_C = self.loss.measure(logits_NQ, labels_N, offered_N, teacher_output, name, weights_N2, judged)
         sums_C[COLUMNS.index("missed")] += (valid_N & ~offered_N).sum()
         return loss, sums_C
 
     def empty(self, device: torch.device) -> Tensor:
         """Sums before the first chunk, [K, C]: zero but for the labels outside the draft vocabulary."""
         sums_KC = torch.zeros(len(self.loss.weights), len(COLUMNS), dtype=torch.float64, device=device)
-        sums_KC[:, COLUMNS.index("missed")] = self.supervision.missed_K.to(sums_KC)
+        sums_KC[:, COLUMNS.index("missed")] = self.supervision.missed_PK.sum(0).to(sums_KC)
         return sums_KC
 
     def balance(self, sums_KC: Tensor) -> Tensor | float:
@@ -314,14 +327,16 @@ class _Rows:
         return self.total(sums_KC, hidden_NKD), sums_KC
 
 
-Measure = Callable[[Tensor, Tensor, Tensor, TeacherOutput | None, LossName, Tensor | None, Tensor | None],
+Judged = tuple[Tensor, Tensor]
+"""(a drafter's logit of the acceptance of each guess, where it learns that), [N] each."""
+Measure = Callable[[Tensor, Tensor, Tensor, TeacherOutput | None, LossName, Tensor | None, Judged | None],
                    tuple[Tensor, Tensor]]
 """A function like `chunk_loss`."""
 
 
 def chunk_loss(
     logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
-    objective: LossName, weights_N2: Tensor | None = None, judged_N: Tensor | None = None, *, whole: bool = False,
+    objective: LossName, weights_N2: Tensor | None = None, judged: Judged | None = None, *, whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(loss, sums_C) of one draft step's logits at the tokens of a chunk; the loss is a sum, without the weight.
 
@@ -332,7 +347,7 @@ def chunk_loss(
         teacher_output: the target's distribution; None for objectives that do not read it.
         objective: name of the loss.
         weights_N2: weight of each row in the loss, and its share in the divisor; None for 1.
-        judged_N: the drafter's logit of the acceptance of its guess, which adds a loss of its own.
+        judged: the drafter's logits of the acceptance of its guesses, which add a loss of their own.
         whole: count the acceptance of all rows at once, for a compiler that keeps none of it in memory.
     """
     alpha_N = None
@@ -340,11 +355,12 @@ def chunk_loss(
     if teacher_output is not None and teacher_output.log_mass_N is not None:
         alpha_N = accepted(logits_NQ, teacher_output, whole=whole)
     losses_N = objective_loss(objective, logits_NQ, labels_N, teacher_output)
-    if judged_N is not None and alpha_N is not None:
-        losses_N = losses_N + functional.binary_cross_entropy_with_logits(wide(judged_N), alpha_N, reduction="none")
-    if weights_N2 is not None:
-        losses_N = losses_N * weights_N2[:, 0]
-    loss = torch.where(valid_N, losses_N, 0.0).sum()
+    weight = 1.0 if weights_N2 is None else weights_N2[:, 0]
+    loss = torch.where(valid_N, losses_N * weight, 0.0).sum()
+    if judged is not None and alpha_N is not None:
+        logits_N, judged_N = judged
+        apart_N = functional.binary_cross_entropy_with_logits(wide(logits_N), alpha_N, reduction="none")
+        loss = loss + torch.where(judged_N, apart_N * weight, 0.0).sum()
     with torch.no_grad():
         none, count = torch.zeros_like(loss), valid_N.sum()
         share = count if weights_N2 is None else torch.where(valid_N, weights_N2[:, 1], 0.0).sum()
@@ -375,19 +391,19 @@ def compiled_measure(compiler: Compiler) -> Measure:
     """
 
     def run(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, known_NQ: Tensor | None, log_mass_N: Tensor | None,
-            objective: LossName, weights_N2: Tensor | None, judged_N: Tensor | None) -> tuple[Tensor, Tensor]:
+            objective: LossName, weights_N2: Tensor | None, judged: Judged | None) -> tuple[Tensor, Tensor]:
         known = None if known_NQ is None else _FusedOutput(logits_NQ=known_NQ, log_mass_N=log_mass_N)
-        return chunk_loss(logits_NQ, labels_N, valid_N, known, objective, weights_N2, judged_N, whole=True)
+        return chunk_loss(logits_NQ, labels_N, valid_N, known, objective, weights_N2, judged, whole=True)
 
     # No class of ours crosses into the graph: only tensors and the name of the loss are arguments that it is made for.
     form = compiler.compiled(run, dynamic=None)
 
     def measure(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
-                objective: LossName, weights_N2: Tensor | None = None, judged_N: Tensor | None = None
+                objective: LossName, weights_N2: Tensor | None = None, judged: Judged | None = None
                 ) -> tuple[Tensor, Tensor]:
         given = (None, None) if teacher_output is None else (teacher_output.logits_NQ, teacher_output.log_mass_N)
         with bounded():
-            found: tuple[Tensor, Tensor] = form(logits_NQ, labels_N, valid_N, *given, objective, weights_N2, judged_N)
+            found: tuple[Tensor, Tensor] = form(logits_NQ, labels_N, valid_N, *given, objective, weights_N2, judged)
         return found
 
     return measure

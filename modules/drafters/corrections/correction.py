@@ -88,7 +88,7 @@ class Correction(nn.Module):
         other tokens, or with the bias of each own output layer, which reads the last numbers of the state."""
         if self.chooses:
             tokens, scores = self.candidates(states, lambda _: logits)
-            return torch.full_like(logits, -torch.inf).scatter(-1, tokens, scores.to(logits.dtype))
+            return torch.full_like(logits, -torch.inf, dtype=scores.dtype).scatter(-1, tokens, scores)
         for layer in self.modules():
             if isinstance(layer, OwnOutput):
                 logits = logits + layer(states[..., -layer.in_features :]).to(logits.dtype)

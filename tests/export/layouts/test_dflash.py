@@ -96,7 +96,8 @@ def test_an_imported_dflash_goes_on_as_a_dspark_with_the_same_guesses(
 ) -> None:
     start = import_drafter("dflash", checkpoint("dflash"), target)
     assert isinstance(start, BlockDraft)
-    config = continued_settings(BlockDraftConfig(correction="markov", rank=5, confidence=True), start.config)
+    asked = BlockDraftConfig(aligned="same", causal=False, correction="markov", rank=5, confidence=True)
+    config = continued_settings(asked, start.config)
     drafter = BlockDraft.create(config, target, start=start).eval()
     start.bind(target)
     features = target.encode(Features.from_rows([(list(range(20, 36)), [True] * 16)]), drafter.taps)

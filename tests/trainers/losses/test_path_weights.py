@@ -98,39 +98,53 @@ def rows_of(target: Target, places: list[list[int]] | None) -> tuple[Features, D
     return features, drafts, torch.randn(target.vocab_size, target.hidden_size, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("left", [7, 0], ids=["reduced", "whole"])
 @pytest.mark.parametrize("places", [None, [[0, 3, 4, 7, 12], [2, 5, 6, 8, 9]]], ids=["all", "sampled"])
 @pytest.mark.parametrize(("objective", "paths"), [("hard", None), ("hard", "d_pace"), ("tvd", "e2e"), ("soft", None)])
 def test_the_chunked_loss_equals_the_sum_over_places(
-    objective: Any, paths: Any, places: Any, tiny_target_f64: Target
+    objective: Any, paths: Any, places: Any, left: int, tiny_target_f64: Target
 ) -> None:
+    """A token of seven is outside the reduced vocabulary: no step learns it, and no draft gets past it by the text."""
     target = tiny_target_f64
     features, drafts, weight = rows_of(target, places)
+    ids = [token for token in range(target.vocab_size) if not left or token % left]
+    index_V = torch.full((target.vocab_size,), -1)
+    index_V[ids] = torch.arange(len(ids))
+    weight = weight[ids]
     steps = (1.0, 1.0, 1.0) if paths else (1.0, 0.5, 0.25)
-    loss = VocabularyLoss(project=lambda hidden, step: hidden @ weight.mT / (1 + step), entries=target.vocab_size,
-                          weights=steps, objective=objective, paths=paths, chunk_elements=4 * target.vocab_size,
-                          teacher=None if objective == "hard" else Teacher(target))
-    total, sums = loss(drafts, features)
+    loss = VocabularyLoss(project=lambda hidden, step: hidden @ weight.mT / (1 + step), entries=len(ids),
+                          weights=steps, objective=objective, paths=paths, chunk_elements=4 * len(ids),
+                          teacher=None if objective == "hard" else Teacher(
+                              target, torch.tensor(ids) if left else None, mass=True))
+    total, sums = loss(drafts, features, index_V)
     found = torch.autograd.grad(total, drafts.hidden_BLKD)[0]
-    expected, divisor, ids = torch.zeros((), dtype=torch.float64), 0.0, list(range(target.vocab_size))
+    expected, divisor, missed = torch.zeros((), dtype=torch.float64), 0.0, 0
     indices = torch.arange(13).expand(2, -1) if drafts.indices_BL is None else drafts.indices_BL
     for row, place in [(row, place) for row in range(2) for place in range(indices.shape[1])]:
-        index, valid, losses, chances = int(indices[row, place]), [], [], []
+        index, valid, learned, losses, chances = int(indices[row, place]), [], [], [], []
         for step, offset in enumerate(OFFSETS):
             there = bool(drafts.valid_BLK[row, place, step]) and supervised(features, row, index, offset)
             valid.append(there)
+            losses.append(torch.zeros(()))
+            chances.append(1.0)
+            learned.append(False)
             if not there:
-                losses.append(torch.zeros(()))
-                chances.append(1.0)
                 continue
-            label = int(features.tokens_BL[row, index + offset])
+            label = int(index_V[features.tokens_BL[row, index + offset]])
+            learned[-1], missed = label >= 0, missed + (label < 0)
             q = (drafts.hidden_BLKD[row, place, step] @ weight.mT / (1 + step)).softmax(-1)
             p = target.logits(features.final()[row, index + offset - 1]).softmax(-1)
-            losses.append(objectives.loss(objective, p, q, ids, label))
-            chances.append(float((q[label] if paths == "d_pace" else torch.minimum(p, q).sum()).detach()))
+            if learned[-1]:
+                losses[-1] = objectives.loss(objective, p, q, ids, label)
+            if paths == "d_pace":
+                chances[-1] = float(q[label].detach()) if learned[-1] else 0.0
+            elif learned[-1] or places is not None:
+                chances[-1] = float(objectives.alpha(p, q, ids).detach())
         weights, shares = plain_weights(paths, chances, valid) if paths else (steps, steps)
-        for there, one, own, share in zip(valid, losses, weights, shares, strict=True):
+        for there, one, own, share in zip(learned, losses, weights, shares, strict=True):
             if there:
                 expected, divisor = expected + own * one, divisor + share
+    assert (missed > 0) is bool(left)
     torch.testing.assert_close(total, expected.detach(), atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(found, torch.autograd.grad(expected, drafts.hidden_BLKD)[0], atol=1e-9, rtol=1e-9)
     assert float(weighted_mean_loss(sums, steps)[1]) == pytest.approx(divisor)

@@ -23,6 +23,8 @@ from draftsmith.modules import (
     policy_named,
 )
 from draftsmith.modules.drafters.block import BlockState
+from draftsmith.modules.drafters.corrections.correction import Shape
+from draftsmith.modules.drafters.corrections.markov import Markov
 from draftsmith.modules.tuning.confidence_calibration import TEMPERATURES, calibrate_judgement
 from draftsmith.modules.verification.acceptance_rules import reject_siblings
 from draftsmith.trainers import BlockModule, BlockTrainConfig
@@ -31,7 +33,7 @@ from references.rejection import level_law
 from support.families import randomised
 from torch import Tensor
 
-NAMES = ("markov", "gated", "rnn", "gru", "state")
+NAMES = ("markov", "gated", "rnn", "gru", "state", "refiner")
 IDS = torch.tensor([5, 9, 30, 31, 60, 61])
 
 
@@ -47,7 +49,7 @@ def logits(drafter: BlockDraft, features: Features) -> Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_new_correction_corrects_nothing(name: Any, tiny_target: Target) -> None:
     """Also one that is added to a trained drafter without one, and after an artifact's rebuilding."""
-    config = BlockDraftConfig(block_size=3, num_layers=1, rank=8)
+    config = BlockDraftConfig(block_size=3, num_layers=1, rank=8, aligned="same" if name == "refiner" else "next")
     plain = randomised(BlockDraft.create(config, tiny_target))
     drafter = BlockDraft.create(replace(config, correction=name), tiny_target, start=plain).eval()
     other = BlockDraft.rebuild(drafter.describe(), tiny_target.identity)
@@ -59,6 +61,18 @@ def test_a_new_correction_corrects_nothing(name: Any, tiny_target: Target) -> No
         assert torch.equal(logits(drafter, features), wanted)
         assert torch.equal(logits(other.eval(), features), wanted)
         assert not torch.allclose(logits(randomised(drafter), features), wanted)
+
+
+def test_a_table_of_further_rank_has_other_directions_in_its_new_columns() -> None:
+    """One that continues a smaller one takes over the first columns."""
+    tokens_VD = torch.randn(40, 12)
+    small, large = (Markov(Shape(width=12, rank=rank, slots=3, tokens=40, entries=40, eps=1e-6, name="markov"))
+                    for rank in (3, 6))
+    with torch.no_grad():
+        for one in (small, large):
+            one.initialise(tokens_VD)
+    torch.testing.assert_close(large.markov_w1.weight[:, :3], small.markov_w1.weight)
+    assert torch.linalg.matrix_rank(large.markov_w1.weight) == 6
 
 
 @pytest.mark.long
@@ -211,11 +225,13 @@ def check_choices(drafter: BlockDraft, target: Target, most: int) -> None:
 def test_samples_of_the_corrected_draft_leave_the_targets_law(name: Any, tiny_target_f64: Target) -> None:
     """By enumeration at temperature 0.7. Tests by the draft without its correction, or at temperature 1, are seen; so
     is a cut by a number of the drawn token, and not one by a number of the token before it."""
-    config = BlockDraftConfig(block_size=3, num_layers=1, correction=name, rank=4, vocabulary_size=6)
+    config = BlockDraftConfig(block_size=3, num_layers=1, correction=name, rank=4, vocabulary_size=6,
+                              aligned="same" if name == "refiner" else "next")
     drafter = BlockDraft.create(config, tiny_target_f64, IDS)
     drafter = randomised(drafter.to(torch.float64))
     own = drafter.correction
-    layer = own.mlp.up_proj if name == "state" else own.embed_proj[2] if name == "gru" else own.markov_w2
+    layer = {"state": lambda: own.mlp.up_proj, "gru": lambda: own.embed_proj[2], "refiner": lambda: own.w2}.get(
+        name, lambda: own.markov_w2)()
     layer.weight.data *= 8
     plain = BlockDraft.create(replace(config, correction="none"), tiny_target_f64, IDS).double().eval()
     plain.load_state_dict({key: value for key, value in drafter.state_dict().items() if key in plain.state_dict()})
