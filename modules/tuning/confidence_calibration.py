@@ -137,8 +137,8 @@ def calibrate_judgement(drafter: Drafter, features: Sequence[Features]) -> Tenso
     found: list[list[Tensor]] = [[] for _ in drafter.judge_temperatures_K]
     for batch in features:
         drafts = drafter(batch)
-        # Guesses after a wrong one, or beyond the answer, are not verified.
-        reached_BL = torch.ones_like(batch.supervised_BL)
+        # Guesses after a wrong one, or beyond the answer, are not verified; a block starts with a token of the answer.
+        reached_BL = batch.labels(1)[1]
         for step, offset in enumerate(drafts.offsets):
             labels_BL, there_BL = batch.labels(offset)
             reached_BL = reached_BL & there_BL

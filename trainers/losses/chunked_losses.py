@@ -287,7 +287,8 @@ class _Rows:
             missed = False if self.supervision.by_token else self.supervision.missed_PK[chunk, step]
             judged = self.loss.confidence(states_ND, step), valid_N | missed
         if step >= self.drafts.choices:
-            return self.loss.measure(logits_NQ, labels_N, valid_N, teacher_output, self.loss.objective, weights_N2, judged)
+            return self.loss.measure(logits_NQ, labels_N, valid_N, teacher_output, self.loss.objective, weights_N2,
+                                     judged)
         offered_N = valid_N & (logits_NQ.detach().gather(1, labels_N[:, None])[:, 0] > -torch.inf)
         name: LossName = "choice" if self.drafts.distractors else "hard"
         loss, sums_C = self.loss.measure(logits_NQ, labels_N, offered_N, teacher_output, name, weights_N2, judged)

@@ -42,7 +42,7 @@ class Markov(Correction):
         wide_VD = table_VD.to(torch.promote_types(table_VD.dtype, torch.float32))
         values_D, axes_DD = torch.linalg.eigh(wide_VD.mT @ wide_VD / len(wide_VD))
         rows = min(self.rank, len(values_D))
-        # The largest first, so that a table of further rank, which continues a smaller one, has others in its new columns.
+        # The largest first: the new columns of a table that continues one of smaller rank are others then.
         scale = values_D.flip(0)[:rows].clamp(min=1e-12).rsqrt()
         self.markov_w1.weight.zero_()
         self.markov_w1.weight[:, :rows] = wide_VD @ (axes_DD.flip(1)[:, :rows] * scale)

@@ -358,6 +358,29 @@ def test_the_whole_output_layer_runs_once_for_a_position(
     assert sum(seen) == 3 * 2 * 3, "three steps after two places in each of three rows"
 
 
+def test_an_acceptance_is_learned_where_the_vocabulary_has_not_the_label(tiny_target_f64: Target) -> None:
+    target = tiny_target_f64
+    features, drafter = ragged(target), heads(target, ids=IDS)
+    places = torch.arange(12).expand(3, 12).contiguous()
+    sampled = lambda drafts: dataclasses.replace(drafts, indices_BL=places)  # noqa: E731
+    judge = lambda states, step: states[..., step]  # noqa: E731
+    with_it, without = (run(drafter, target, features, "lk_alpha", 500, sampled, confidence=one)[0]
+                        for one in (judge, None))
+    expected, missed = torch.zeros((), dtype=torch.float64), 0
+    with torch.no_grad():
+        hidden = drafter(features).hidden_BLKD
+        for step in range(3):
+            labels, there = features.labels(step + 2)
+            for row, place in there.nonzero().tolist():
+                missed += int(labels[row, place]) not in IDS
+                p = target.logits(features.final()[row, place + step + 1]).softmax(-1)[IDS]
+                alpha = torch.minimum(p, drafter.project(hidden[row, place, step], step).softmax(-1)).sum()
+                logit = hidden[row, place, step, step]
+                expected += WEIGHTS[step] * torch.nn.functional.binary_cross_entropy_with_logits(logit, alpha)
+    assert missed > 10
+    torch.testing.assert_close(with_it - without, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_offsets_and_not_the_order_of_steps_decide_the_label(tiny_target: Target) -> None:
     features, drafter = ragged(tiny_target), heads(tiny_target)
     drafts = drafter(features)
