@@ -270,15 +270,26 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     if reduced is not None and CORRECTIONS[correction].chooses:
         raise UserError(f"{folder} holds a draft vocabulary of {reduced} tokens (d2t), and its {correction} has a row "
                         "for every token of the target; choose a checkpoint without d2t")
-    judge_1X, block = tensors.get(f"{_JUDGE}weight"), block_of(given, target, None)
+    judge_1X, conv = tensors.get(f"{_JUDGE}weight"), any(".attention_conv." in name for name in tensors)
+    # What the configuration says and no file holds would be left out of every guess, unseen.
+    held = {"markov_rank": correction in FORMS, "selector_rank": correction == "selector",
+            "xpress_rank": correction == "refiner", "lilicorr_enabled": correction == "lattice",
+            "conv_kernel_size": conv, "enable_confidence_head": judge_1X is not None}
+    if gone := [key for key, there in held.items() if said.get(key) and not there]:
+        raise UserError(f"{given.config} says {gone[0]}: {json.dumps(said[gone[0]])}, and {folder} holds no tensors of "
+                        "it; copy all files of weights again")
     if judge_1X is not None and (correction not in FORMS or judge_1X.shape[-1] != target.hidden_size + rank):
         raise UserError(f"the confidence head in {folder} does not read the token before a guess "
                         "(confidence_head_with_markov), as the one here does; choose a checkpoint with it")
     try:
+        block = block_of(given, target, None)
+        if block.hidden_size != target.hidden_size:
+            raise UserError(f"its layers are {block.hidden_size} wide (hidden_size), and a drafter of blocks is as "
+                            f"wide as its target, {target.hidden_size}; choose another checkpoint")
         config = typed({
             "taps": taps, "num_layers": said["num_hidden_layers"], "block_size": said["block_size"], "aligned": aligned,
             "causal": bool(causal), "correction": correction, "mask_token_id": said["mask_token_id"],
-            "conv": any(".attention_conv." in name for name in tensors), "confidence": judge_1X is not None,
+            "conv": conv, "confidence": judge_1X is not None,
             "vocabulary_size": reduced, "rank": rank}, BlockDraftConfig)
         BlockDraft.fitted(config, target)
         with torch.device("meta"):
@@ -310,10 +321,15 @@ def _own_tensors(given: Checkpoint, target: Target) -> tuple[dict[str, Tensor], 
     reduced = take_vocabulary(tensors, target, folder)
     check_borrowed(own_QD, rows_VD if reduced is None else rows_VD[tensors["token_ids"].to(rows_VD.device)],
                    "output layer", target, folder)
-    tensors = {name + ".weight" if name in _BARE else name: tensor for name, tensor in tensors.items()}
-    for there, here in _STARTS:
-        tensors = {renamed(name, there, here): tensor for name, tensor in tensors.items()}
-    return tensors, reduced
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        own = name + ".weight" if name in _BARE else name
+        for there, here in _STARTS:
+            own = renamed(own, there, here)
+        if own in found:
+            raise UserError(f"{folder} holds {name} twice, under two names; choose a checkpoint with one of them")
+        found[own] = tensor
+    return found, reduced
 
 
 def _correction(given: Checkpoint, said: dict[str, Any], tensors: dict[str, Tensor], target: Target
@@ -347,10 +363,14 @@ def _slots(given: Checkpoint, said: dict[str, Any], settings: ImportSettings) ->
         raise UserError(f"{given.config} says layer_types: {json.dumps(sorted(strange))}; only full_attention and "
                         "sliding_attention can be imported, choose such a checkpoint")
     anchor = said.get("sample_from_anchor", said.get("shift_label"))
+    if None not in (shift := said.get("shift_label"), anchor) and bool(shift) != bool(anchor):
+        raise UserError(f"{given.config} says sample_from_anchor: {json.dumps(anchor)} and shift_label: "
+                        f"{json.dumps(shift)}, which mean the opposite; copy it again")
     aligned = settings.aligned or (None if anchor is None else "next" if anchor else "same")
     # vLLM's order; JetSpec has a key of its own. In the speculators library a layer without a window is never causal,
     # one with a window is unless the checkpoint says otherwise; of DFlash 2 it has to say that it is.
-    stated = [settings.causal, *(said.get(key) for key in ("is_causal", "causal", "causal_head"))]
+    stated = [settings.causal, given.said.get("is_causal"), *(said.get(key) for key in (
+        "is_causal", "causal", "causal_head"))]
     trained = {kind == "sliding_attention" and not said.get("sliding_window_non_causal", said.get(
         "speculators_model_type") == "dflash2") for kind in kinds or {"full_attention"}}
     if given.by_speculators and all(one is None for one in stated):

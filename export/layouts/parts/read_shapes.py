@@ -29,8 +29,12 @@ def take_vocabulary(tensors: dict[str, Tensor], target: Target, folder: Path) ->
     """
     offsets_Q, inside_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
     # Without d2t the entries are the target's tokens.
-    if offsets_Q is None:
+    if offsets_Q is None and inside_V is None:
         return None
+    if offsets_Q is None or offsets_Q.ndim != 1 or not len(offsets_Q):
+        held = "t2d and no d2t" if offsets_Q is None else "a d2t that is no list of offsets"
+        raise UserError(f"{folder} holds {held}, which says which token each entry of the draft "
+                        "vocabulary is; copy it again")
     ids_Q = offsets_Q + torch.arange(len(offsets_Q))
     if outside := [one for one in (int(ids_Q.min()), int(ids_Q.max())) if not 0 <= one < target.vocab_size]:
         raise UserError(f"d2t in {folder} names the token {outside[-1]}, but {target.identity.name} has "
@@ -108,8 +112,8 @@ def _scaling(said: dict[str, Any], target: Target) -> dict[str, Any] | None:
     head_dim = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
     scaling = carried_scaling(named, head_dim, said.get("max_position_embeddings", target.context_length))
     # A scaling without its numbers, or with others, would fail in the first pass, or draft nothing of use.
-    scaled_J = None if scaling is None else frequencies(named_base(said), head_dim, scaling, torch.device("cpu"))[0]
-    if scaled_J is None or not all(0 < one < math.inf for one in scaled_J.tolist()):
+    found = None if scaling is None else frequencies(named_base(said), head_dim, scaling, torch.device("cpu"))
+    if found is None or not all(0 < one < math.inf for one in (*found[0].tolist(), found[1])):
         raise UserError(f"config.json says rope_scaling: {json.dumps(rope)}; only the rope_type {', '.join(SCALINGS)} "
                         "with factors above 0 can be imported, choose such a checkpoint")
     return scaling

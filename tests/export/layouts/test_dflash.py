@@ -340,16 +340,29 @@ def test_layers_with_a_window_are_read_and_a_warning_says_what_differs(tmp_path:
     ("dflash reduced", {}, {"d2t": IDS - torch.arange(len(IDS)) + 0.4},
      "(d2t and t2d in .* name different tokens|config.json is damaged: )"),
     ("dflash reduced", {}, {"d2t": torch.arange(-1, -27, -1)}, "d2t in .* names the token -1, but tiny-target has 104"),
+    ("dflash reduced", {}, {"d2t": None}, "out holds t2d and no d2t, which says which token each entry of the draft"),
+    ("dflash reduced", {}, {"d2t": torch.zeros(26, 1)}, "out holds a d2t that is no list of offsets, which says which"),
+    ("dspark", {}, {"markov_head.markov_w1.weight": None}, "says markov_rank: 6, and .* no tensors of it; copy all"),
+    ("dspark", {}, {"confidence_head.proj.weight": None}, "says enable_confidence_head: true, and .* no tensors of it"),
+    ("dspark", {}, {"markov_w1.weight": torch.zeros(104, 6)}, "twice, under two names; choose a checkpoint with"),
+    ("dflash2", {}, {"candidate_selector.predecessor_codebook": None}, "says selector_rank: 6, and .* no tens"),
+    ("dflash2", {}, {f"layers.{layer}.attention_conv.{name}": None for layer in (0, 1) for name in (
+        "base_kernel", "kernel_projection.weight")}, "says conv_kernel_size: 2, and .* no tensors of it"),
+    ("dflash", {"hidden_size": 64, "target_hidden_size": 32}, {}, "its layers are 64 wide .hidden_size., and a draft"),
+    ("dflash", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+                                 "attention_factor": 0.0}}, {}, "with factors above 0 can be imported, choose such a"),
+    ("dspark", {"shift_label": False}, {}, "says sample_from_anchor: true and shift_label: false, which mean the oppo"),
 ])
 def test_what_is_open_or_does_not_fit_is_refused(
     tmp_path: Path, target: Target, checkpoint: Callable[[str], Path], name: str, change: dict[str, Any],
-    tensors: dict[str, torch.Tensor], message: str,
+    tensors: dict[str, torch.Tensor | None], message: str,
 ) -> None:
     folder = Path(copytree(checkpoint(name), tmp_path / "out"))
     said = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
     if tensors:
-        save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
+        held = load_file(folder / "model.safetensors") | tensors
+        save_file({key: one for key, one in held.items() if one is not None}, folder / "model.safetensors")
     with pytest.raises(UserError, match=message):
         import_drafter("dflash", folder, target)
 
