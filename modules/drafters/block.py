@@ -240,11 +240,11 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             raise UserError(f"conv has kernels for groups of {GROUP} components, and {target.identity.name} is "
                             f"{target.hidden_size} wide; set conv to false")
         if (mask := config.mask_token_id) is not None:
-            # Rows after the tokenizer's last token, and tokens added for other purposes, stand in no text. A sketch of
-            # a target may have no tokenizer: a run asks again.
+            # Rows after the tokenizer's last token, its own mask, and tokens added for other purposes stand in no text.
+            # A sketch of a target may have no tokenizer: a run asks again.
             tokens = target.tokenizer
-            if tokens is not None and 0 <= mask < len(tokens) and mask not in {*tokens.added_tokens_decoder} - {
-                    *tokens.all_special_ids, *target.eos_ids}:
+            if tokens is not None and 0 <= mask < len(tokens) and mask != tokens.mask_token_id and (
+                    mask not in {*tokens.added_tokens_decoder} - {*tokens.all_special_ids, *target.eos_ids}):
                 raise UserError(f"mask_token_id {mask} is {tokens.decode([mask])!r} to "
                                 f"{target.identity.name}, a token that its text has; choose the id of a reserved "
                                 "token, or leave mask_token_id out for a row of the drafter's own")
