@@ -289,6 +289,10 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         logits = self.base_logits(hidden[..., : self.hidden_size])
         return self.correction.correct(logits, hidden) if step < self.config.num_steps else logits
 
+    def candidates(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens, their logits), [..., C] each, of a correction that chooses among them, for states [..., X]."""
+        return self.correction.candidates(states, self.base_logits)
+
     def base_logits(self, hidden: Tensor) -> Tensor:
         """The target's output layer, without a correction."""
         return super().project(hidden, 0)
@@ -380,9 +384,9 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             learned_BAK = self.correction.learned(slots_BAKX, before_BAK, valid_BAK)
             valid_BAK, states_BAKX = torch.cat([learned_BAK, valid_BAK], dim=-1), states_BAKX.repeat(1, 1, 2, 1)
             offsets = offsets * 2
-        return Drafts(hidden_BLKD=states_BAKX, offsets=offsets,
-                      valid_BLK=valid_BAK, indices_BL=indices_BA, distractors=self.correction.encodes,
-                      choices=steps if valid_BAK is not None and self.correction.chooses else 0)
+        return Drafts(hidden_BLKD=states_BAKX, offsets=offsets, valid_BLK=valid_BAK, indices_BL=indices_BA,
+                      choices=steps if valid_BAK is not None and self.correction.chooses else 0,
+                      candidates=self.candidates, distractors=self.correction.encodes)
 
     # Decoding --------------------------------------------------------------------------------------------------------
 
@@ -439,7 +443,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             state.paths_RFP, states_RFX = self.correction.extend(slot_RFX, paths_RFP, frontier.tokens_BF, self.embed,
                                                                  step)
             if self.correction.chooses:
-                ids_RFQ, logits_RFQ = self.correction.candidates(states_RFX, self.base_logits)
+                ids_RFQ, logits_RFQ = self.candidates(states_RFX)
                 return replace(Scores.from_logits(logits_RFQ[:, :, None], None, states_RFX[:, :, None]),
                                candidates_BFHQ=ids_RFQ[:, :, None], all_guesses=True)
             logits_RFQ = self.project(states_RFX, step)

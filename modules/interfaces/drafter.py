@@ -7,6 +7,7 @@ Q entries of the draft vocabulary or candidates of a node, R ranks used, M nodes
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -66,9 +67,11 @@ class Drafts:
     """The estimated target states, for families that keep them apart from the states that the output layer reads; None
     when they are `hidden_BLKD`."""
     choices: int = 0
-    """Number of the first steps that choose among a few candidates: their other logits are minus infinity. They learn
-    the label by cross entropy where it is a candidate, and nothing elsewhere, whatever the objective; their mean counts
-    as the weight of the first of them next to that of the other steps."""
+    """Number of the first steps that choose among a few candidates. They learn the label by cross entropy where it is a
+    candidate, and nothing elsewhere, whatever the objective; their mean counts as the weight of the first of them next
+    to that of the other steps."""
+    candidates: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    """(these tokens, their logits), [..., C] each, for such a step's states [..., D]."""
     distractors: bool = False
     """Whether they also learn to avoid candidates that the target finds less likely than the label."""
     indices_BL: Tensor | None = None

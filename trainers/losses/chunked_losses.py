@@ -10,7 +10,7 @@ same tokens, so that the target's distribution there is computed once for all of
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +125,7 @@ class VocabularyLoss:
     weights: tuple[float, ...]
     """Weight of each draft step in the loss."""
     parameters: tuple[nn.Parameter, ...] = ()
-    """Trained weights that `project` reads."""
+    """Trained weights that `project` reads, or a draft's `candidates`."""
     objective: ObjectiveName
     """Name of the loss of all draft steps."""
     teacher: Teacher | None = None
@@ -190,6 +190,16 @@ def feature_loss(estimated_NKD: Tensor, supervision: Supervision, drafts: Drafts
     return torch.where(supervision.valid_NK, apart_NKD.mean(-1), 0.0).sum(0)
 
 
+class _Read(NamedTuple):
+    """N tokens of a chunk as a draft step reads them: its logits, each one's label among them, whether it learns from
+    that, and the target's distribution over the same entries."""
+
+    logits_NQ: Tensor
+    labels_N: Tensor
+    valid_N: Tensor
+    teacher_output: TeacherOutput | None
+
+
 @dataclass
 class _Rows:
     """The predicted tokens of a batch, divided into chunks."""
@@ -211,12 +221,12 @@ class _Rows:
         chances_NK = hidden_NKD.new_ones(valid_NK.shape, dtype=torch.promote_types(hidden_NKD.dtype, torch.float32))
         for chunk, steps, teacher_output in self.chunks(hidden_NKD.device):
             for step in steps:
-                logits_NQ = self.loss.project(hidden_NKD[chunk, step], step)
+                read = self.read(hidden_NKD[chunk, step], step, chunk, teacher_output)
                 if name == "d_pace":
-                    labels_N1 = supervision.labels_NK[chunk, step, None]
-                    chances_NK[chunk, step] = wide(logits_NQ).log_softmax(-1).gather(1, labels_N1)[:, 0].exp()
-                elif teacher_output is not None:
-                    chances_NK[chunk, step] = accepted(logits_NQ, teacher_output)
+                    chances_N1 = wide(read.logits_NQ).log_softmax(-1).gather(1, read.labels_N[:, None]).exp()
+                    chances_NK[chunk, step] = torch.where(read.valid_N, chances_N1[:, 0], 0.0)
+                elif read.teacher_output is not None:
+                    chances_NK[chunk, step] = accepted(read.logits_NQ, read.teacher_output)
         # By place, with a place more for entries that no step learns there.
         places_NK = supervision.sources_NK
         if supervision.by_token:
@@ -274,25 +284,36 @@ class _Rows:
                             self.final_MD[places_N], None if self.log_sums_M is None else self.log_sums_M[places_N])
                 yield chunk, steps, teacher_output
 
+    def read(self, states_ND: Tensor, step: int, chunk: slice, teacher_output: TeacherOutput | None) -> "_Read":
+        """The logits of a draft step at the tokens of the chunk, and what it learns from there."""
+        valid_N, labels_N = self.supervision.valid_NK[chunk, step], self.supervision.labels_NK[chunk, step]
+        if step >= self.drafts.choices or self.drafts.candidates is None:
+            return _Read(self.loss.project(states_ND, step), labels_N, valid_N, teacher_output)
+        # Of the candidates alone, as if each token had a vocabulary of its own.
+        tokens_NC, scores_NC = self.drafts.candidates(states_ND)
+        label_NC = tokens_NC == labels_N[:, None]
+        if teacher_output is not None:
+            inside_NC = teacher_output.logits_NQ.gather(1, tokens_NC)
+            mass_N = wide(inside_NC).logsumexp(-1) - wide(teacher_output.logits_NQ).logsumexp(-1)
+            teacher_output = TeacherOutput(logits_NQ=inside_NC, log_mass_N=mass_N)
+        return _Read(scores_NC, label_NC.long().argmax(-1), valid_N & label_NC.any(-1), teacher_output)
+
     def step(
         self, states_ND: Tensor, step: int, chunk: slice, teacher_output: TeacherOutput | None
     ) -> tuple[Tensor, Tensor]:
         """Return (loss, sums_C) of one draft step at the tokens of the chunk; the loss is a sum, without the weight."""
-        valid_N, labels_N = self.supervision.valid_NK[chunk, step], self.supervision.labels_NK[chunk, step]
-        logits_NQ = self.loss.project(states_ND, step)
+        valid_N, judged = self.supervision.valid_NK[chunk, step], None
         weights_N2 = None if self.weights_NK2 is None else self.weights_NK2[chunk, step]
-        judged = None
         if self.loss.confidence is not None:
             # An acceptance does not depend on the label: it is learned where the draft vocabulary has not that, too.
             missed = False if self.supervision.by_token else self.supervision.missed_PK[chunk, step]
             judged = self.loss.confidence(states_ND, step), valid_N | missed
-        if step >= self.drafts.choices:
-            return self.loss.measure(logits_NQ, labels_N, valid_N, teacher_output, self.loss.objective, weights_N2,
-                                     judged)
-        offered_N = valid_N & (logits_NQ.detach().gather(1, labels_N[:, None])[:, 0] > -torch.inf)
-        name: LossName = "choice" if self.drafts.distractors else "hard"
-        loss, sums_C = self.loss.measure(logits_NQ, labels_N, offered_N, teacher_output, name, weights_N2, judged)
-        sums_C[COLUMNS.index("missed")] += (valid_N & ~offered_N).sum()
+        name: LossName = self.loss.objective
+        if step < self.drafts.choices:
+            name = "choice" if self.drafts.distractors else "hard"
+        read = self.read(states_ND, step, chunk, teacher_output)
+        loss, sums_C = self.loss.measure(*read, name, weights_N2, judged)
+        sums_C[COLUMNS.index("missed")] += (valid_N & ~read.valid_N).sum()
         return loss, sums_C
 
     def empty(self, device: torch.device) -> Tensor:
