@@ -270,7 +270,8 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     if reduced is not None and CORRECTIONS[correction].chooses:
         raise UserError(f"{folder} holds a draft vocabulary of {reduced} tokens (d2t), and its {correction} has a row "
                         "for every token of the target; choose a checkpoint without d2t")
-    judge_1X, conv = tensors.get(f"{_JUDGE}weight"), any(".attention_conv." in name for name in tensors)
+    judge_1X, block = tensors.get(f"{_JUDGE}weight"), block_of(given, target, None)
+    conv = any(".attention_conv." in name for name in tensors)
     # What the configuration says and no file holds would be left out of every guess, unseen.
     held = {"markov_rank": correction in FORMS, "selector_rank": correction == "selector",
             "xpress_rank": correction == "refiner", "lilicorr_enabled": correction == "lattice",
@@ -282,7 +283,6 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
         raise UserError(f"the confidence head in {folder} does not read the token before a guess "
                         "(confidence_head_with_markov), as the one here does; choose a checkpoint with it")
     try:
-        block = block_of(given, target, None)
         if block.hidden_size != target.hidden_size:
             raise UserError(f"its layers are {block.hidden_size} wide (hidden_size), and a drafter of blocks is as "
                             f"wide as its target, {target.hidden_size}; choose another checkpoint")
@@ -365,7 +365,7 @@ def _slots(given: Checkpoint, said: dict[str, Any], settings: ImportSettings) ->
     anchor = said.get("sample_from_anchor", said.get("shift_label"))
     if None not in (shift := said.get("shift_label"), anchor) and bool(shift) != bool(anchor):
         raise UserError(f"{given.config} says sample_from_anchor: {json.dumps(anchor)} and shift_label: "
-                        f"{json.dumps(shift)}, which mean the opposite; copy it again")
+                        f"{json.dumps(shift)}, which contradict each other; correct one of them")
     aligned = settings.aligned or (None if anchor is None else "next" if anchor else "same")
     # vLLM's order; JetSpec has a key of its own. In the speculators library a layer without a window is never causal,
     # one with a window is unless the checkpoint says otherwise; of DFlash 2 it has to say that it is.

@@ -149,7 +149,7 @@ class OutputRows:
         self.weight_QD = weight_VD if ids_Q is None else weight_VD[ids_Q.to(weight_VD.device)]
         if ids_Q is not None and self.bias_Q is not None:
             self.bias_Q = self.bias_Q[ids_Q.to(weight_VD.device)]
-        self._packed_from, self._cast_from = 0, self.weight_QD.dtype
+        self._packed_from, self._cast_to = 0, self.weight_QD.dtype
         # No method of this object: holding itself, it would keep the selected rows until the garbage collector came by.
         self._plain: Callable[[Tensor], Tensor] = partial(functional.linear, weight=self.weight_QD, bias=self.bias_Q)
         self._form: Callable[[Tensor], Tensor] = self._plain
@@ -174,12 +174,10 @@ class OutputRows:
         device, dtype, states = self.weight_QD.device.type, self.weight_QD.dtype, final.to(self.weight_QD.dtype)
         if dtype == torch.float32 and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        if dtype == self.weight_QD.dtype:
-            return self.target.post_process(self._plain(states))
-        if dtype != self._cast_from:
+        if dtype != self._cast_to:
             with torch.inference_mode(False), torch.no_grad():
                 bias_Q = None if self.bias_Q is None else self.bias_Q.to(dtype)
-                self._cast_from = dtype
+                self._cast_to = dtype
                 self._cast = partial(functional.linear, weight=self.weight_QD.to(dtype), bias=bias_Q)
         return self.target.post_process(self._cast(states))
 

@@ -1,7 +1,7 @@
 """Losses over the vocabulary in chunks: no tensor of size tokens x vocabulary outlives its chunk.
 
 Shapes: B rows, L positions, N predicted tokens, K draft steps, D hidden size, V target vocabulary, Q entries of the
-draft vocabulary, C columns of sums (`metrics.COLUMNS`).
+draft vocabulary, E candidates, C columns of sums (`metrics.COLUMNS`), P places after which drafts start.
 
 The batch is divided by *predicted token*, not by position: one chunk holds the guesses of all K draft steps about the
 same tokens, so that the target's distribution there is computed once for all of them.
@@ -9,7 +9,7 @@ same tokens, so that the target's distribution there is computed once for all of
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -91,8 +91,7 @@ def supervise(
     if valid_BLK is not None:
         predicts = [labelled_BL & valid_BLK[:, :, step] for step, labelled_BL in enumerate(predicts)]
     outside_BL = entries_BL < 0
-    missed = [here_BL & functional.pad(outside_BL, (0, offset))[:, offset:]
-              for here_BL, offset in zip(predicts, offsets, strict=True)]
+    missed = [here_BL & outside_BL.roll(-offset, 1) for here_BL, offset in zip(predicts, offsets, strict=True)]
     # Masks over predicting positions, moved to the positions of the predicted tokens.
     labelled_BLK = torch.stack([functional.pad(here_BL, (offset, 0))[:, : here_BL.shape[1]]
                                 for here_BL, offset in zip(predicts, offsets, strict=True)], dim=-1)
@@ -221,22 +220,22 @@ class _Rows:
         chances_NK = hidden_NKD.new_ones(valid_NK.shape, dtype=torch.promote_types(hidden_NKD.dtype, torch.float32))
         for chunk, steps, teacher_output in self.chunks(hidden_NKD.device):
             for step in steps:
-                read = self.read(hidden_NKD[chunk, step], step, chunk, teacher_output)
+                # With a gradient the output layer runs in the number format of the loss.
+                with torch.enable_grad():
+                    read = self.read(hidden_NKD[chunk, step], step, chunk, teacher_output)
                 if name == "d_pace":
                     chances_N1 = wide(read.logits_NQ).log_softmax(-1).gather(1, read.labels_N[:, None]).exp()
                     chances_NK[chunk, step] = torch.where(read.valid_N, chances_N1[:, 0], 0.0)
                 elif read.teacher_output is not None:
                     chances_NK[chunk, step] = accepted(read.logits_NQ, read.teacher_output)
         # By place, with a place more for entries that no step learns there.
-        places_NK = supervision.sources_NK
-        if supervision.by_token:
-            places_NK = torch.where(valid_NK, places_NK, places)
+        places_NK = torch.where(valid_NK | (not supervision.by_token), supervision.sources_NK, places)
         chances_PK = chances_NK.new_ones(places + 1, len(offsets))
         chances_PK[places_NK, steps_K] = chances_NK
         counted_PK = torch.zeros_like(chances_PK, dtype=torch.bool)
         counted_PK[places_NK, steps_K] = valid_NK
         # A step whose label the draft vocabulary has not is reached too, and never gives that label; its acceptance is
-        # known where each place has entries of its own.
+        # known where each place has entries of its own, and elsewhere taken for 1.
         counted_PK[:-1] |= supervision.missed_PK
         if name == "d_pace":
             chances_PK[:-1].masked_fill_(supervision.missed_PK, 0.0)
@@ -284,19 +283,18 @@ class _Rows:
                             self.final_MD[places_N], None if self.log_sums_M is None else self.log_sums_M[places_N])
                 yield chunk, steps, teacher_output
 
-    def read(self, states_ND: Tensor, step: int, chunk: slice, teacher_output: TeacherOutput | None) -> "_Read":
+    def read(self, states_ND: Tensor, step: int, chunk: slice, teacher_output: TeacherOutput | None) -> _Read:
         """The logits of a draft step at the tokens of the chunk, and what it learns from there."""
         valid_N, labels_N = self.supervision.valid_NK[chunk, step], self.supervision.labels_NK[chunk, step]
         if step >= self.drafts.choices or self.drafts.candidates is None:
             return _Read(self.loss.project(states_ND, step), labels_N, valid_N, teacher_output)
         # Of the candidates alone, as if each token had a vocabulary of its own.
-        tokens_NC, scores_NC = self.drafts.candidates(states_ND)
-        label_NC = tokens_NC == labels_N[:, None]
+        tokens_NE, scores_NE = self.drafts.candidates(states_ND)
+        label_NE = tokens_NE == labels_N[:, None]
         if teacher_output is not None:
-            inside_NC = teacher_output.logits_NQ.gather(1, tokens_NC)
-            mass_N = wide(inside_NC).logsumexp(-1) - wide(teacher_output.logits_NQ).logsumexp(-1)
-            teacher_output = TeacherOutput(logits_NQ=inside_NC, log_mass_N=mass_N)
-        return _Read(scores_NC, label_NC.long().argmax(-1), valid_N & label_NC.any(-1), teacher_output)
+            inside_NE = teacher_output.log_p_NQ.gather(1, tokens_NE)
+            teacher_output = TeacherOutput(logits_NQ=inside_NE, log_mass_N=inside_NE.logsumexp(-1))
+        return _Read(scores_NE, label_NE.long().argmax(-1), valid_N & label_NE.any(-1), teacher_output)
 
     def step(
         self, states_ND: Tensor, step: int, chunk: slice, teacher_output: TeacherOutput | None
@@ -312,7 +310,9 @@ class _Rows:
         if step < self.drafts.choices:
             name = "choice" if self.drafts.distractors else "hard"
         read = self.read(states_ND, step, chunk, teacher_output)
-        loss, sums_C = self.loss.measure(*read, name, weights_N2, judged)
+        # Kernels are made for the width of the draft vocabulary.
+        measure: Measure = partial(chunk_loss, whole=True) if step < self.drafts.choices else self.loss.measure
+        loss, sums_C = measure(*read, name, weights_N2, judged)
         sums_C[COLUMNS.index("missed")] += (valid_N & ~read.valid_N).sum()
         return loss, sums_C
 
@@ -395,15 +395,7 @@ def chunk_loss(
 class _FusedOutput(TeacherOutput):
     """The target's distribution inside a kernel, which keeps no probabilities for other draft steps."""
 
-    @property
-    def p_NQ(self) -> Tensor:
-        """The probabilities."""
-        return self.probabilities()
-
-    @property
-    def log_p_NQ(self) -> Tensor:
-        """Their logarithms."""
-        return self.logarithms()
+    p_NQ, log_p_NQ = property(TeacherOutput.probabilities), property(TeacherOutput.logarithms)
 
 
 def compiled_measure(compiler: Compiler) -> Measure:

@@ -211,7 +211,7 @@ NEEDS_MASS: tuple[ObjectiveName, ...] = ("lk_alpha", "lk_hybrid")
 
 def choice(logits_NQ: Tensor, labels_N: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """-log q(label) + sum q_j max(0, log p(label) - log p_j): LiLiCorr's loss, in which a wrong candidate counts the
-    more, the less likely the target finds it (arXiv:2608.20530). Minus infinity among the logits is no candidate."""
+    more, the less likely the target finds it (arXiv:2608.20530)."""
     rejected_NQ = (teacher_output.log_p_NQ.gather(1, labels_N[:, None]) - teacher_output.log_p_NQ).clamp(min=0)
     return hard(logits_NQ, labels_N) + (wide(logits_NQ).softmax(-1) * rejected_NQ).sum(-1)
 

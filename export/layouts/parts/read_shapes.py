@@ -28,7 +28,7 @@ def take_vocabulary(tensors: dict[str, Tensor], target: Target, folder: Path) ->
         UserError: if the two differ, or name other tokens than the target's.
     """
     offsets_Q, inside_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    # Without d2t the entries are the target's tokens.
+    # Without both the entries are the target's tokens.
     if offsets_Q is None and inside_V is None:
         return None
     if offsets_Q is None or offsets_Q.ndim != 1 or not len(offsets_Q):

@@ -351,7 +351,7 @@ def test_layers_with_a_window_are_read_and_a_warning_says_what_differs(tmp_path:
     ("dflash", {"hidden_size": 64, "target_hidden_size": 32}, {}, "its layers are 64 wide .hidden_size., and a draft"),
     ("dflash", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
                                  "attention_factor": 0.0}}, {}, "with factors above 0 can be imported, choose such a"),
-    ("dspark", {"shift_label": False}, {}, "says sample_from_anchor: true and shift_label: false, which mean the oppo"),
+    ("dspark", {"shift_label": False}, {}, "says sample_from_anchor: true and shift_label: false, which contradict"),
 ])
 def test_what_is_open_or_does_not_fit_is_refused(
     tmp_path: Path, target: Target, checkpoint: Callable[[str], Path], name: str, change: dict[str, Any],
@@ -399,6 +399,7 @@ STATED: list[tuple[dict[str, Any], bool, dict[str, bool], bool | str]] = [
     ({"causal": F}, F, {"vLLM": F, "SGLang": F, "llama.cpp": F}, F),
     ({"causal": F}, T, {"vLLM": F, "SGLang": T, "llama.cpp": F}, F),
     ({"is_causal": F, "causal": T}, F, {"vLLM": F, "SGLang": F, "llama.cpp": F}, F),
+    ({"is_causal": T, "inner is_causal": F}, F, {"vLLM": T, "SGLang": T, "llama.cpp": T}, T),
     ({}, F, {"vLLM": F, "SGLang": F, "llama.cpp": F}, "is_causal"),
     ({}, T, {"vLLM": T, "SGLang": T, "llama.cpp": F}, "is_causal"),
 ]
@@ -415,6 +416,7 @@ def test_engines_differ_in_what_they_make_of_a_configuration(
     config = json.loads((folder / "config.json").read_text())
     inside = {key: value for key, value in config["dflash_config"].items() if key != "causal"}
     inside |= {"causal": stated["causal"]} if "causal" in stated else {}
+    inside |= {"is_causal": stated["inner is_causal"]} if "inner is_causal" in stated else {}
     config = {key: value for key, value in config.items() if key != "is_causal"} | {"dflash_config": inside}
     config |= {"is_causal": stated["is_causal"]} if "is_causal" in stated else {}
     config["layer_types"] = ["sliding_attention" if window else "full_attention"] * 2
