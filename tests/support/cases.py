@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 from draftsmith.modules import Adapter, Drafter, Target
+from draftsmith.modules.interfaces.drafter import DrafterConfig
 from draftsmith.trainers import DraftModule
 from support.cycle import cycle_target
 
@@ -70,3 +71,9 @@ def randomised(drafter: D) -> D:
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data += (0.3 if parameter.ndim == 1 else 0.3 / parameter.shape[-1] ** 0.5) * noise.to(parameter)
     return drafter.eval()
+
+
+def asked_for(config: DrafterConfig) -> dict[str, Any]:
+    """The settings that a drafter which continues one of this configuration has only if its recipe states them."""
+    return {name: value for name, value in vars(config).items()
+            if name in config.training_only or not config.inherits(name, config)}

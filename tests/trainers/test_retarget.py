@@ -27,6 +27,7 @@ from draftsmith.trainers import DraftModule, fit
 from draftsmith.trainers.start import Start
 from safetensors.torch import load_file
 from support.artifacts import edit
+from support.cases import asked_for
 from support.cycle import CycleData, cycle_rows
 from support.families import CASES, randomised
 from support.quantised_folders import write_quantised
@@ -50,7 +51,7 @@ def carried(name: str, folder: Path, former: Target, target: Target) -> tuple[Dr
     save_artifact(folder, drafter, former.identity, {}, TREE, case.change(former))
     stored = load_drafter(folder, target, retarget=True)
     module = type(case.module(former))(target)
-    same = {key: getattr(stored.drafter.config, key) for key in module.config.drafter.training_only}
+    same = asked_for(stored.drafter.config)
     module.config = replace(module.config, drafter=replace(module.config.drafter, **same))
     module.continue_from(Start(drafter=stored.drafter, adapter=stored.adapter,
                                weights_sha256=stored.config["weights_sha256"]))

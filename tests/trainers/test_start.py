@@ -32,6 +32,7 @@ from draftsmith.trainers.drafters.lora import LoraConfig
 from draftsmith.trainers.families import family_module
 from draftsmith.trainers.start import Start
 from safetensors.torch import load_file
+from support.cases import asked_for
 from support.cycle import CYCLE, CycleData, cycle_rows
 from support.families import CASES, randomised
 from support.tiers import FIRST_CASES, others_long
@@ -63,8 +64,7 @@ def test_loss_and_acceptance_start_as_those_of_the_start(name: str, tiny_target:
     start = stored(tmp_path, tiny_target, drafter, made.change(tiny_target))
     module = type(made.module(tiny_target))(tiny_target)
     # The family's defaults: every setting that shapes the drafter follows the start, unless the family says otherwise.
-    asked = {key for key in vars(start.drafter.config) if not start.drafter.config.inherits(key, start.drafter.config)}
-    same = {key: getattr(start.drafter.config, key) for key in (*module.config.drafter.training_only, *asked)}
+    same = asked_for(start.drafter.config)
     module.config = replace(module.config, drafter=replace(module.config.drafter, **same))
     before = load_artifact(tmp_path, tiny_target)
     assert continuing(module, start).drafter.describe() == before.drafter.describe()
