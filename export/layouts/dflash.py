@@ -4,7 +4,7 @@ DFlash: `fc`, `hidden_norm`, `layers.{i}` of Qwen3, `norm`; the embedding, with 
 output layer are the target's. DSpark adds `markov_head.markov_w1`, `markov_head.markov_w2` and, by its form,
 `gate_proj` or `joint_proj`, and `confidence_head.proj`, the chance of a guess, by which engines draft less. DFlash 2
 adds `layers.{i}.attention_conv`, `mlp_conv` and `candidate_selector`, whose two codebooks are parameters without
-`.weight`, LiLiCorr the encoder `lilicorr`, Domino `prefix_gru` and `embed_proj`. A reduced draft vocabulary, which vLLM
+`.weight`, Domino `prefix_gru` and `embed_proj`. A reduced draft vocabulary, which vLLM
 reads and the first projects do not know, adds its rows of the target's output layer, `d2t` and `t2d`.
 
 Readers differ in what they take for granted: vLLM reads `is_causal`, then `dflash_config.causal`, and otherwise takes
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from ...modules import BlockDraft, BlockDraftConfig, Target, UserError
 from ...modules.drafters.block import CORRECTIONS
-from ...modules.drafters.corrections import lattice
 from ...modules.drafters.corrections.correction import CorrectionName
 from ...modules.drafters.corrections.gru import WIDER
 from ...modules.drafters.corrections.markov import Markov
@@ -44,17 +43,13 @@ from .parts.read_shapes import block_of, check_joined, renamed, take_vocabulary,
 from .parts.safetensors_reader import Checkpoint, check_borrowed, check_embedding
 from .parts.tensor_table import Table, TensorForm, forms_of
 
-LATTICE = {"enabled": True, "candidate_topk": lattice.CANDIDATES, "num_layers": lattice.LAYERS,
-           "num_heads": lattice.HEADS, "mlp_ratio": float(lattice.MLP_RATIO), "vector_eps": lattice.LEAST_LENGTH,
-           "logit_scale": lattice.SCALE}
-"""Settings of LiLiCorr that are fixed here, by their keys after `lilicorr_`; engines take none of them for granted."""
 KNOWN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (None, False), "mlp_bias": (None, False),
     **dict.fromkeys(("is_causal", "causal", "causal_head", "sample_from_anchor", "shift_label",
                      "sliding_window_non_causal"), (None, False, True)),
     "partial_rotary_factor": (None, 1), "speculators_model_type": (None, "dflash", "dspark", "dflash2"),
     "conv_kernel_size": (None, TAPS), "conv_group_size": (None, GROUP), "selector_top_k": (None, CANDIDATES),
-    **{f"lilicorr_{key}": (None, value) for key, value in LATTICE.items()},
+    "lilicorr_enabled": (None, False),
     "markov_head_type": (None, "vanilla", "gated", "rnn"),
     "input_embedding_scale": (None, 1), "output_multiplier": (None, 1), "final_logit_softcapping": (None,),
 }
@@ -96,7 +91,6 @@ KINDS: dict[CorrectionName, Kind] = {
                      ("vLLM", "SGLang", "llama.cpp"), "dflash2"),
     "refiner": Kind("XPress", "Qwen3XPressModel", "xpress_head.", "w1", ("vLLM",)),
     "gru": Kind("Domino", "DFlashDraftModel", "", "embed_proj.2", ("SGLang",)),
-    "lattice": Kind("LiLiCorr", "LiLiCorrDraftModel", "lilicorr.", "out_head", ("vLLM", "SGLang")),
 }
 """Methods by their correction."""
 _CONFIDENCE, _JUDGE = "confidence_head.proj.", "confidence."
@@ -176,9 +170,6 @@ def slot_config(drafter: BlockDraft) -> dict[str, Any]:
         case _, "gru":
             said |= {"projector_type": "domino", "shift_label": said["sample_from_anchor"], "pure_draft_prefix_len": 1,
                      "gru_hidden_dim": WIDER * rank, "emb_dim": rank}
-        case _, "lattice":
-            said |= {**{f"lilicorr_{key}": value for key, value in LATTICE.items()},
-                     "lilicorr_hidden_size": rank, "lilicorr_factor_dim": rank}
         case Markov(), form:
             said |= {"markov_rank": rank, "markov_head_type": FORMS[form],
                      "enable_confidence_head": config.confidence, "confidence_head_with_markov": config.confidence,
@@ -223,7 +214,7 @@ def refusal(drafter: BlockDraft, target: Target) -> str:
         return f"no layout here holds the correction {config.correction}; decode the artifact with draftsmith"
     if config.residual:
         return "no engine adds a state of the text to its slots (residual); decode the artifact with draftsmith"
-    if config.correction != "lattice" and (config.correction == "selector") != config.conv:
+    if (config.correction == "selector") != config.conv:
         return (f"this drafter has correction {config.correction!r} and conv {str(config.conv).lower()}, and engines "
                 "know a selector and convolutions together, as DFlash 2 has them; train with both, or with neither")
     if len(kind.engines) == 1 and drafter.token_ids_Q is not None:
@@ -274,7 +265,7 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     conv = any(".attention_conv." in name for name in tensors)
     # What the configuration says and no file holds would be left out of every guess, unseen.
     held = {"markov_rank": correction in FORMS, "selector_rank": correction == "selector",
-            "xpress_rank": correction == "refiner", "lilicorr_enabled": correction == "lattice",
+            "xpress_rank": correction == "refiner",
             "conv_kernel_size": conv, "enable_confidence_head": judge_1X is not None}
     if gone := [key for key, there in held.items() if said.get(key) and not there]:
         raise UserError(f"{given.config} says {gone[0]}: {json.dumps(said[gone[0]])}, and {folder} holds no tensors of "

@@ -30,7 +30,6 @@ from ..target.draft_vocabulary import OwnOutput, carry_rows
 from ..target.model import Target
 from .corrections.correction import Correction, CorrectionName, Shape
 from .corrections.gru import RecurrentBias
-from .corrections.lattice import HEADS, Lattice
 from .corrections.markov import Markov
 from .corrections.refiner import Refiner
 from .corrections.selector import Selector
@@ -53,7 +52,7 @@ from .parts.shared_embeddings import Sizes
 from .parts.training_time_test import SlotAttention
 
 CORRECTIONS: dict[CorrectionName, type[Correction]] = {
-    "none": Correction, "markov": Markov, "gated": Markov, "rnn": Markov, "selector": Selector, "lattice": Lattice,
+    "none": Correction, "markov": Markov, "gated": Markov, "rnn": Markov, "selector": Selector,
     "refiner": Refiner, "gru": RecurrentBias, "state": StateCorrection}
 """Corrections by name."""
 
@@ -77,13 +76,13 @@ class BlockDraftConfig(FeatureConfig):
     """Whether a slot sees the slots before it alone (JetSpec) or the whole block (DFlash, DSpark)."""
     correction: CorrectionName = "none"
     """Lets a guess depend on the tokens before it in its block. `markov`: a low-rank bigram table (DSpark), `gated` and
-    `rnn` its two other forms; `selector`: a choice among a slot's 16 likeliest tokens (DFlash 2); `lattice`: one among
-    its 8 likeliest, encoded with those of all slots (LiLiCorr); `refiner`: a bias by all tokens before in the block,
-    mixed place by place (XPress); `gru`: one by these tokens in a recurrent state (Domino); `state`: a gated layer that
-    changes the slot's state before the output layer (DFly); `none`: each slot guesses alone (DFlash)."""
+    `rnn` its two other forms; `selector`: a choice among a slot's 16 likeliest tokens (DFlash 2); `refiner`: a bias by
+    all tokens before in the block, mixed place by place (XPress); `gru`: one by these tokens in a recurrent state
+    (Domino); `state`: a gated layer that changes the slot's state before the output layer (DFly); `none`: each slot
+    guesses alone (DFlash)."""
     rank: int = 64
     """Rank of the correction, 256 in the papers; of `gru` a quarter of the recurrent state; of `state` the width of its
-    gated layer, in the paper the target's; of `lattice` that of its encoder, in the paper 1,024."""
+    gated layer, in the paper the target's."""
     conv: bool = False
     """Whether the slots before it flow into a slot's input and output of each attention and MLP (DFlash 2)."""
     confidence: bool = False
@@ -113,9 +112,6 @@ class BlockDraftConfig(FeatureConfig):
         if kind.own_token and self.aligned != "same":
             raise UserError(f"correction is {self.correction!r}, whose slots predict their own token, and aligned is "
                             f"{self.aligned!r}; set aligned to same, or correction to markov")
-        if kind is Lattice and self.rank % HEADS:
-            raise UserError(f"correction is 'lattice', with {HEADS} heads, and rank is {self.rank}; set rank to a "
-                            f"multiple of {HEADS}")
         if self.correction == "gru" and self.num_steps == 1:
             raise UserError("correction is 'gru', which corrects every guess of a block but the first, and block_size "
                             f"{self.block_size} drafts one token; raise block_size, or set correction to none")
@@ -136,9 +132,8 @@ class BlockDraftConfig(FeatureConfig):
 
     def carries(self, name: str, start: Any) -> bool:
         """Further layers pass the state on, `fc` reads nothing of further taps, and a new correction or a further rank
-        of it corrects nothing. These leave all guesses as they were (but of a new lattice, which chooses at random); so
-        do fewer or further slots if they are causal. All weights also fit slots of another alignment or sight, which
-        training then has to tell what to guess."""
+        of it corrects nothing. These leave all guesses as they were; so do fewer or further slots if they are causal.
+        All weights also fit slots of another alignment or sight, which training then has to tell what to guess."""
         former = getattr(start, name)
         match name:
             case "num_layers":
@@ -152,11 +147,9 @@ class BlockDraftConfig(FeatureConfig):
                     self.correction in ("markov", "selector", "state") and former < self.rank)
             case "confidence" | "conv":
                 fits = not former
-            case "block_size":
-                # The refiner's mixture of further slots is none; a lattice's table of distances has another middle.
-                fits = start.correction != "lattice"
             case _:
-                fits = name in ("aligned", "causal")
+                # The refiner's mixture of further slots is none.
+                fits = name in ("aligned", "causal", "block_size")
         return super().carries(name, start) or fits
 
 
@@ -191,8 +184,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
 
     family = "block"
     card = FamilyCard(
-        name="DFlash, DFlash 2, Domino, DSpark, JetSpec, LiLiCorr, XPress",
-        papers=("2602.06036", "2605.29707", "2607.05147", "2606.18394", "2608.20530", "2608.02438"),
+        name="DFlash, DFlash 2, Domino, DSpark, JetSpec, XPress",
+        papers=("2602.06036", "2605.29707", "2607.05147", "2606.18394", "2608.02438"),
         guesses="decoder layers over several of the target's states guess a block of tokens in one run; a correction "
                 "reads those before each guess",
         cost="one run of the layers for a tree, and one of the correction for each level; learns more slowly than "
@@ -226,7 +219,6 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         self.correction = CORRECTIONS[config.correction](Shape(
             width, config.rank, config.block_size, sizes.vocab_size, entries, eps, config.correction))
         self.state_size = self.correction.state_size
-        self.reads_newest = config.residual or self.correction.encodes
         self.judges = config.confidence
         self.confidence = nn.Linear(width + config.rank, 1) if config.confidence else None
         if config.confidence:
@@ -319,7 +311,6 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         first tokens, after texts with these newest states."""
         mask = self.mask_embedding if self.config.mask_token_id is None else self.embed(self.mask_id)
         first_BAD = self.embed(roots_BA)
-        newest_BAD = newest_BAD if self.config.residual else None
         inputs = [first_BAD, *[mask.expand_as(first_BAD)] * (self.block_size - 1)]
         # Slot by slot, so that each slot's states of all blocks are adjacent.
         hidden_BND = torch.cat([slot if newest_BAD is None else slot + newest_BAD for slot in inputs], dim=1)
@@ -362,10 +353,9 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         # Beyond a row's end stands its last token; no step learns there.
         before_BAK = torch.stack([features.tokens_BL.gather(1, (places_BA + 1 + step).clamp(max=length - 1))
                                   for step in range(steps)], dim=-1)
-        newest_BAD = None if not self.reads_newest else context_BLD if indices_BA is None else context_BLD.gather(
+        newest_BAD = None if not self.config.residual else context_BLD if indices_BA is None else context_BLD.gather(
             1, indices_BA[..., None].expand(-1, -1, context_BLD.shape[-1]))
-        slots_BAKX = self.correction.begin(self.slots(before_BAK[..., 0], newest_BAD, attention), newest_BAD,
-                                           self.base_logits, self.embed)
+        slots_BAKX = self.correction.begin(self.slots(before_BAK[..., 0], newest_BAD, attention))
         path_BAP = slots_BAKX.new_zeros(*before_BAK.shape[:2], self.correction.path_size)
         if self.correction.path_size:
             states = []
@@ -379,14 +369,12 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             states_BAKX = self.correction.extend(slots_BAKX, path_BAP, before_BAK, self.embed, 0)[1]
         offsets = self.offsets
         if valid_BAK is not None and self.correction.alone_too:
-            # The slots alone learn too: the candidates, what engines refine, or what a bias is added to. The choice
-            # among candidates is learned where the right one is one of them.
-            learned_BAK = self.correction.learned(slots_BAKX, before_BAK, valid_BAK)
-            valid_BAK, states_BAKX = torch.cat([learned_BAK, valid_BAK], dim=-1), states_BAKX.repeat(1, 1, 2, 1)
+            # The slots alone learn too: the candidates, what engines refine, or what a bias is added to.
+            valid_BAK, states_BAKX = valid_BAK.repeat(1, 1, 2), states_BAKX.repeat(1, 1, 2, 1)
             offsets = offsets * 2
         return Drafts(hidden_BLKD=states_BAKX, offsets=offsets, valid_BLK=valid_BAK, indices_BL=indices_BA,
                       choices=steps if valid_BAK is not None and self.correction.chooses else 0,
-                      candidates=self.candidates, distractors=self.correction.encodes)
+                      candidates=self.candidates)
 
     # Decoding --------------------------------------------------------------------------------------------------------
 
@@ -394,7 +382,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         """A state in which no row has been observed yet."""
         self.pack_linears()
         device, width = self.fc.weight.device, self.block.hidden_size
-        newest = RowBuffer(rows, width, device=device, dtype=self.dtype) if self.reads_newest else None
+        newest = RowBuffer(rows, width, device=device, dtype=self.dtype) if self.config.residual else None
         # The slots of a block take places after the text for one pass, whatever the tree.
         return BlockState(BlockRows(self.num_layers, rows, capacity + self.block_size, device), newest)
 
@@ -429,9 +417,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             if step == 0:
                 attention = state.rows.read(list(range(rows)), self.block_size, causal=self.config.causal)
                 newest_R1D = None if state.newest is None else state.newest.values[:rows, None]
-                slots_RKD = self.slots(frontier.tokens_BF, newest_R1D, attention)[:, 0]
-                state.slots_RKX = self.correction.begin(slots_RKD, None if newest_R1D is None else newest_R1D[:, 0],
-                                                        self.base_logits, self.embed)
+                state.slots_RKX = self.correction.begin(self.slots(frontier.tokens_BF, newest_R1D, attention)[:, 0])
                 paths_RFP = state.slots_RKX.new_zeros(rows, width, self.correction.path_size)
             else:
                 columns_RF = frontier.parents_among(state.nodes_RF)
@@ -455,8 +441,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         calls = 1 if self.config.correction == "none" else self.config.num_steps
         looked_up = {id(part.weight) for part in self.correction.modules() if isinstance(part, nn.Embedding)}
         apart = sum(weight.nbytes for weight in self.correction.parameters() if id(weight) not in looked_up)
-        each = apart + self.output_rows().weight_QD.nbytes
-        return (layers + each) // calls if self.correction.encodes else layers // calls + each
+        return layers // calls + apart + self.output_rows().weight_QD.nbytes
 
     def observe_bytes(self) -> int:
         """Bytes of `fc` and of the layers' projections to keys and values."""

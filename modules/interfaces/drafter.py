@@ -72,8 +72,6 @@ class Drafts:
     to that of the other steps."""
     candidates: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     """(these tokens, their logits), [..., C] each, for such a step's states [..., D]."""
-    distractors: bool = False
-    """Whether they also learn to avoid candidates that the target finds less likely than the label."""
     indices_BL: Tensor | None = None
     """Index in its row of each of the L positions, where drafts start at a few sampled ones alone, as in training with
     anchors; None when the positions are those of the whole row."""

@@ -68,55 +68,6 @@ def convolved(conv: SlotConvolution | None, states_SD: Tensor, read_SD: Tensor, 
     return torch.stack(slots)
 
 
-def plain_lattice(own: Any, slots_KD: Tensor, newest_D: Tensor, logits_KV: Tensor, table_VD: Tensor
-                  ) -> tuple[list[list[int]], list[list[list[float]]]]:
-    """(candidates of each slot, their scores after each candidate of the slot before) of LiLiCorr's lattice for one
-    block, one candidate and one head at a time; before the first slot stands the text alone."""
-    ids = [row.topk(8).indices.tolist() for row in logits_KV]
-    cells = [(slot, rank) for slot in range(len(ids)) for rank in range(8)]
-    hidden = []
-    for slot, rank in cells:
-        log_q = float(logits_KV[slot].log_softmax(-1)[ids[slot][rank]])
-        best = float(logits_KV[slot].log_softmax(-1).max())
-        features = torch.tensor([log_q, math.exp(log_q), log_q - best, rank / 7, float(rank == 0)],
-                                dtype=slots_KD.dtype)
-        hidden.append(own.token_proj(table_VD[ids[slot][rank]]) + own.pass_hidden_proj(slots_KD[slot])
-                      + own.feature_mlp(features) + own.slot_embedding[0, 0, slot, 0]
-                      + own.rank_embedding[0, 0, 0, rank])
-    width = len(hidden[0])
-    for layer in own.layers:
-        normed = [layer.attn_norm(one) for one in hidden]
-        joined = [layer.attn.in_proj_weight @ one + layer.attn.in_proj_bias for one in normed]
-        mixed = []
-        for place, (slot, _) in enumerate(cells):
-            heads = []
-            for head in range(8):
-                part = slice(head * width // 8, (head + 1) * width // 8)
-                biases = [own.relative_slot_bias[head, slot - there + own.slots - 1]
-                          + (own.same_slot_bias[head] if there == slot else 0.0) for there, _ in cells]
-                keys, values = (torch.stack(joined)[:, start : start + width][:, part] for start in (width, 2 * width))
-                scores = keys @ joined[place][:width][part] / (width / 8) ** 0.5 + torch.stack(biases)
-                heads.append(scores.softmax(0) @ values)
-            mixed.append(layer.attn.out_proj.weight @ torch.cat(heads) + layer.attn.out_proj.bias)
-        hidden = [one + added for one, added in zip(hidden, mixed, strict=True)]
-        hidden = [one + layer.mlp(layer.mlp_norm(one)) for one in hidden]
-    text = own.anchor_norm(own.context_proj(newest_D))
-    factors = []
-    for one in hidden:
-        normed = own.output_norm(one)
-        factors.append(functional.silu(own.factor_input_proj(torch.cat([normed, text, normed * text]))))
-
-    def cosine(one: Tensor, other: Tensor) -> float:
-        return 8 * float(one / max(float(one.norm()), 1e-4) @ other / max(float(other.norm()), 1e-4))
-
-    table = []
-    for slot in range(len(ids)):
-        before = [own.anchor_out_head(text)] * 8 if slot == 0 else [
-            own.out_head(factors[(slot - 1) * 8 + rank]) for rank in range(8)]
-        table.append([[cosine(one, own.in_head(factors[slot * 8 + rank])) for rank in range(8)] for one in before])
-    return ids, table
-
-
 def plain_refiner(own: Any, block_SD: Tensor, before: list[int]) -> Tensor:
     """The bias [V] of XPress for the guess after these tokens of the block, the root first, entry by entry of the sum
     over places; before the first slot's guess stands the root too."""

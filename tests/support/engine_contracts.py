@@ -3,7 +3,7 @@
 Each contract names all that an engine would not do as the drafter was trained: a parameter without a tensor, a tensor
 that no parameter reads, a shape, a key. Engines say little of it themselves: they start, and accept fewer drafts.
 Sources: the wheel of SGLang 0.5.23 (`srt/models/llama_eagle3.py`, `llama_eagle.py`,
-`model_runner_components/spec_aux_hidden_state.py`) and its head of LiLiCorr, TensorRT-LLM of 2026
+`model_runner_components/spec_aux_hidden_state.py`), TensorRT-LLM of 2026
 (`_torch/models/modeling_speculative.py`, `modeling_dflash.py`, `modeling_dspark_qwen3.py`), Text Generation Inference 3
 (`layers/medusa.py`), the conversion of llama.cpp.
 """
@@ -203,31 +203,6 @@ def dspark_heads(config: dict[str, Any]) -> Shapes:
     return read
 
 
-def lilicorr_head(config: dict[str, Any], inside: dict[str, Any]) -> Shapes:
-    """Parameters of LiLiCorr's encoder of candidates, whose two norms have weights alone."""
-    width, slots = config["hidden_size"], config["block_size"]
-    rank, factor, heads, most = (inside[f"lilicorr_{key}"] for key in (
-        "hidden_size", "factor_dim", "num_heads", "candidate_topk"))
-    linears = {"pass_hidden_proj": (rank, width), "context_proj": (rank, width), "feature_mlp.1": (rank, 5),
-               "feature_mlp.3": (rank, rank), "factor_input_proj": (rank, 3 * rank), "feature_mlp.0": (5,),
-               **dict.fromkeys(("out_head", "in_head", "anchor_out_head"), (factor, rank))}
-    linears |= {"token_proj": (rank, width)} if rank != width else {}
-    inner = int(rank * inside["lilicorr_mlp_ratio"])
-    read: Shapes = {"slot_embedding": (1, 1, slots - 1, 1, rank), "rank_embedding": (1, 1, 1, most, rank),
-                    "relative_slot_bias": (heads, 2 * slots - 1), "same_slot_bias": (heads,)}
-    norms = ["output_norm", "anchor_norm"]
-    for layer in range(inside["lilicorr_num_layers"]):
-        prefix = f"layers.{layer}."
-        linears |= {f"{prefix}attn.out_proj": (rank, rank), f"{prefix}mlp.0": (inner, rank),
-                    f"{prefix}mlp.2": (rank, inner)}
-        read |= {f"{prefix}attn.in_proj_weight": (3 * rank, rank), f"{prefix}attn.in_proj_bias": (3 * rank,)}
-        norms += [f"{prefix}attn_norm", f"{prefix}mlp_norm"]
-    read |= {f"{name}.weight": (rank,) for name in norms}
-    for name, shape in linears.items():
-        read |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    return {f"lilicorr.{name}": shape for name, shape in read.items()}
-
-
 def blocks_for_sglang(folder: Folder) -> list[str]:
     """SGLang 0.5.23: DFLASH and DSPARK. It reads `is_causal` at the top alone, takes a missing `sample_from_anchor` for
     true, and has no reduced vocabulary. With the projector `domino` it takes no key for granted, and refuses an
@@ -259,11 +234,6 @@ def blocks_for_sglang(folder: Folder) -> list[str]:
     elif "markov_rank" in config:
         faults += asked(config, architectures=["Qwen3DSparkModel"])
         read |= dspark_heads(config)
-    elif "lilicorr_enabled" in inside:
-        faults += asked(config, architectures=["LiLiCorrDraftModel"])
-        # These change no shape: another value would score otherwise.
-        faults += [f"no lilicorr_{key}" for key in ("vector_eps", "logit_scale") if f"lilicorr_{key}" not in inside]
-        read |= lilicorr_head(config, inside)
     else:
         faults += asked(config, architectures=["DFlashDraftModel"])
     return faults + compared(folder.shapes, read)

@@ -3,16 +3,10 @@ arXiv:2607.05147; JetSpec, arXiv:2606.18394)."""
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from ...modules.drafters.block import BlockDraft, BlockDraftConfig
 from ...modules.errors import UserError
-from ...modules.target.model import Target
-from ..train_config import TrainConfig
 from .eagle_base import FeatureModule, FeatureTrainConfig
 
-CHOICE_WEIGHT = 0.25
-"""Weight of the choice among the candidates of a lattice next to the slots' own loss (arXiv:2608.20530)."""
 ALONE_UNTIL = 0.5
 """Share of a training in which the weight goes from the slots' own guesses to those by a GRU (arXiv:2605.29707)."""
 SLOTS_WEIGHT = 0.6
@@ -49,21 +43,12 @@ class BlockModule(FeatureModule):
     config: BlockTrainConfig
     drafter: BlockDraft
 
-    def __init__(
-        self, target: Target, config: TrainConfig | None = None, *, token_counts: Tensor | None = None
-    ) -> None:
-        super().__init__(target, config, token_counts=token_counts)
-        # The choice among encoded candidates learns from the target whatever the slots learn from.
-        self.needs_teacher = self.needs_teacher or self.config.drafter.correction == "lattice"
-
     def weights(self, steps: int) -> tuple[float, ...]:
         """Weight of each draft step; where a choice among candidates is learned too, first those of its steps."""
         own = super().weights(self.config.drafter.num_steps)
         if steps == len(own):
             return own
         match self.config.drafter.correction:
-            case "lattice":
-                return (CHOICE_WEIGHT,) * len(own) + own
             case "refiner":
                 return own + tuple(SLOTS_WEIGHT * weight for weight in own)
             case "gru":

@@ -22,7 +22,7 @@ from ...modules.errors import UserError
 from ...modules.features import Features
 from ...modules.interfaces.drafter import Drafts
 from .metrics import COLUMNS, rank_hits, weighted, weighted_mean_loss
-from .objectives import LossName, ObjectiveName, Teacher, TeacherOutput, accepted, objective_loss, wide
+from .objectives import ObjectiveName, Teacher, TeacherOutput, accepted, objective_loss, wide
 from .path_weights import PathWeights, path_weights
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
@@ -241,9 +241,6 @@ class _Rows:
             chances_PK[:-1].masked_fill_(supervision.missed_PK, 0.0)
         found = [part_PK[places_NK, steps_K] for part_PK in path_weights(name, chances_PK, counted_PK, offsets)]
         self.weights_NK2 = torch.stack(found, dim=-1)
-        if self.drafts.distractors:
-            # Choices among encoded candidates learn whole blocks, of which none depends on the chance of another.
-            self.weights_NK2[:, : self.drafts.choices] = 1.0
 
     def elements(self, device: torch.device, factor: int = 1) -> int:
         """Logits in memory at once, so many times the usual ones."""
@@ -306,9 +303,7 @@ class _Rows:
             # An acceptance does not depend on the label: it is learned where the draft vocabulary has not that, too.
             missed = False if self.supervision.by_token else self.supervision.missed_PK[chunk, step]
             judged = self.loss.confidence(states_ND, step), valid_N | missed
-        name: LossName = self.loss.objective
-        if step < self.drafts.choices:
-            name = "choice" if self.drafts.distractors else "hard"
+        name: ObjectiveName = "hard" if step < self.drafts.choices else self.loss.objective
         read = self.read(states_ND, step, chunk, teacher_output)
         # Kernels are made for the width of the draft vocabulary.
         measure: Measure = partial(chunk_loss, whole=True) if step < self.drafts.choices else self.loss.measure
@@ -351,14 +346,14 @@ class _Rows:
 
 Judged = tuple[Tensor, Tensor]
 """(a drafter's logit of the acceptance of each guess, where it learns that), [N] each."""
-Measure = Callable[[Tensor, Tensor, Tensor, TeacherOutput | None, LossName, Tensor | None, Judged | None],
+Measure = Callable[[Tensor, Tensor, Tensor, TeacherOutput | None, ObjectiveName, Tensor | None, Judged | None],
                    tuple[Tensor, Tensor]]
 """A function like `chunk_loss`."""
 
 
 def chunk_loss(
     logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
-    objective: LossName, weights_N2: Tensor | None = None, judged: Judged | None = None, *, whole: bool = False,
+    objective: ObjectiveName, weights_N2: Tensor | None = None, judged: Judged | None = None, *, whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(loss, sums_C) of one draft step's logits at the tokens of a chunk; the loss is a sum, without the weight.
 
@@ -405,7 +400,7 @@ def compiled_measure(compiler: Compiler) -> Measure:
     """
 
     def run(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, known_NQ: Tensor | None, log_mass_N: Tensor | None,
-            objective: LossName, weights_N2: Tensor | None, judged: Judged | None) -> tuple[Tensor, Tensor]:
+            objective: ObjectiveName, weights_N2: Tensor | None, judged: Judged | None) -> tuple[Tensor, Tensor]:
         known = None if known_NQ is None else _FusedOutput(logits_NQ=known_NQ, log_mass_N=log_mass_N)
         return chunk_loss(logits_NQ, labels_N, valid_N, known, objective, weights_N2, judged, whole=True)
 
@@ -413,7 +408,7 @@ def compiled_measure(compiler: Compiler) -> Measure:
     form = compiler.compiled(run, dynamic=None)
 
     def measure(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
-                objective: LossName, weights_N2: Tensor | None = None, judged: Judged | None = None
+                objective: ObjectiveName, weights_N2: Tensor | None = None, judged: Judged | None = None
                 ) -> tuple[Tensor, Tensor]:
         given = (None, None) if teacher_output is None else (teacher_output.logits_NQ, teacher_output.log_mass_N)
         with bounded():

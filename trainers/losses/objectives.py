@@ -24,8 +24,6 @@ from ...modules.target.model import Target
 
 ObjectiveName = Literal["hard", "argmax", "soft", "reverse_kl", "jsd", "tvd", "hard_tvd", "lk_alpha", "lk_hybrid"]
 """Names for recipes; each is a function in this file."""
-LossName = ObjectiveName | Literal["choice"]
-"""The same, and the loss of a choice among candidates that also learns from the target."""
 HARD_SHARE, TVD_SHARE = 0.1, 1.8
 """Weights of `hard_tvd`: DSpark's 0.1 of cross entropy and 0.9 of |p - q|, twice the total variation
 (arXiv:2607.05147)."""
@@ -209,15 +207,8 @@ NEEDS_MASS: tuple[ObjectiveName, ...] = ("lk_alpha", "lk_hybrid")
 """Losses that read the acceptance and therefore the target's whole distribution."""
 
 
-def choice(logits_NQ: Tensor, labels_N: Tensor, teacher_output: TeacherOutput) -> Tensor:
-    """-log q(label) + sum q_j max(0, log p(label) - log p_j): LiLiCorr's loss, in which a wrong candidate counts the
-    more, the less likely the target finds it (arXiv:2608.20530)."""
-    rejected_NQ = (teacher_output.log_p_NQ.gather(1, labels_N[:, None]) - teacher_output.log_p_NQ).clamp(min=0)
-    return hard(logits_NQ, labels_N) + (wide(logits_NQ).softmax(-1) * rejected_NQ).sum(-1)
-
-
 def objective_loss(
-    name: LossName, logits_NQ: Tensor, labels_N: Tensor, teacher_output: TeacherOutput | None
+    name: ObjectiveName, logits_NQ: Tensor, labels_N: Tensor, teacher_output: TeacherOutput | None
 ) -> Tensor:
     """The loss of each row by its name, [N], in nats but for `tvd` and the part of `lk_hybrid` that is 1 - alpha.
 
@@ -228,8 +219,6 @@ def objective_loss(
         return hard(logits_NQ, labels_N)
     if teacher_output is None:
         raise ValueError(f"the objective {name} needs the target's distribution; give a teacher")
-    if name == "choice":
-        return choice(logits_NQ, labels_N, teacher_output)
     if (loss := OBJECTIVES[name]) is None:
         return HARD_SHARE * hard(logits_NQ, labels_N) + TVD_SHARE * tvd(logits_NQ, teacher_output)
     return loss(logits_NQ, teacher_output)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...target.draft_vocabulary import OwnOutput
 
-CorrectionName = Literal["none", "markov", "gated", "rnn", "selector", "lattice", "refiner", "gru", "state"]
+CorrectionName = Literal["none", "markov", "gated", "rnn", "selector", "refiner", "gru", "state"]
 """Names for recipes, see `BlockDraftConfig`."""
 Embed = Callable[[Tensor], Tensor]
 """The target's embeddings [..., D] of tokens."""
@@ -49,8 +49,6 @@ class Correction(nn.Module):
     """Whether the slots learn to guess without it too."""
     chooses = False
     """Whether it chooses among a few candidates of each slot."""
-    encodes = False
-    """Whether it does all its work in `begin`, where it reads the newest state of the text and the output layer too."""
     own_token = False
     """Whether it takes for granted that a slot predicts the token of its own position."""
 
@@ -60,15 +58,9 @@ class Correction(nn.Module):
         self.state_size = shape.width
         """Numbers of a state, X; the first ones are the slot's state."""
 
-    def begin(self, slots: Tensor, newest: Tensor | None, logits: Logits, embed: Embed) -> Tensor:
-        """The inputs of `extend` at each slot, [..., K, any], whose first ones are the slot's state.
-
-        Args:
-            slots: states of a block, [..., K, D].
-            newest: the fused state of the text before it, [..., D]; None where nothing reads it.
-            logits: the output layer.
-            embed: the target's embedding.
-        """
+    def begin(self, slots: Tensor) -> Tensor:
+        """The inputs of `extend` at each slot, [..., K, any], whose first ones are the slot's state, from the states of
+        a block, [..., K, D]."""
         return slots
 
     def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed, step: int) -> tuple[Tensor, Tensor]:
@@ -97,16 +89,6 @@ class Correction(nn.Module):
     def candidates(self, states: Tensor, logits: Logits) -> tuple[Tensor, Tensor]:
         """(a few tokens, their logits), [..., any] each, of a correction that chooses. Raises ValueError for others."""
         raise ValueError("this correction scores all tokens; it has no candidates")
-
-    def learned(self, slots: Tensor, before: Tensor, valid: Tensor) -> Tensor:
-        """The steps at which a choice is learned, [..., K], of the valid ones.
-
-        Args:
-            slots: the result of `begin`.
-            before: the true token before each guess, [..., K].
-            valid: the steps whose tokens up to the label are supervised.
-        """
-        return valid
 
     def initialise(self, table_VD: Tensor) -> None:
         """Set first weights that correct nothing, from the target's embeddings; called without gradients."""

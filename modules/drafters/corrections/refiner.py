@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ...target.draft_vocabulary import OwnOutput
 from ..parts.decoder_block import GatedMLP
-from .correction import Correction, Embed, Logits, Shape, table
+from .correction import Correction, Embed, Shape, table
 
 
 class Refiner(Correction):
@@ -28,7 +28,7 @@ class Refiner(Correction):
         self.mlp = GatedMLP(rank, 2 * rank)
         self.w2 = OwnOutput(rank, shape.entries, bias=False)
 
-    def begin(self, block: Tensor, newest: Tensor | None, logits: Logits, embed: Embed) -> Tensor:
+    def begin(self, block: Tensor) -> Tensor:
         """The states of the slots that guess, and the parts of their a and of the first slot's that are known."""
         mean = self.down_g(block.mean(-2, keepdim=True)).expand(*block.shape[:-1], -1)
         known = nn.functional.linear(torch.cat([self.down_h(block), mean], -1), self.in_proj.weight[:, : 2 * self.rank])

@@ -23,7 +23,7 @@ class Selector(Correction):
         self.hidden_projection = nn.Linear(self.width, self.rank, bias=False)
         self.predecessor_codebook, self.successor_codebook = (table(shape.tokens, self.rank) for _ in range(2))
 
-    def begin(self, slots: Tensor, newest: Tensor | None, logits: Logits, embed: Embed) -> Tensor:
+    def begin(self, slots: Tensor) -> Tensor:
         """The slots' states, and P h."""
         return torch.cat([slots, self.hidden_projection(slots)], dim=-1)
 

@@ -43,8 +43,6 @@ MADE: dict[str, dict[str, Any]] = {
     "dflash2": {"aligned": "same", "causal": False, "correction": "selector", "conv": True},
     "xpress": {"aligned": "same", "causal": False, "correction": "refiner"},
     "domino": {"aligned": "next", "causal": False, "correction": "gru"},
-    "lilicorr": {"aligned": "same", "causal": False, "correction": "lattice", "rank": 16},
-    "lilicorr conv": {"aligned": "same", "causal": False, "correction": "lattice", "rank": 32, "conv": True},
 }
 """Settings by name: the method, and what is special."""
 
@@ -76,9 +74,9 @@ def made(name: str, target: Target, **settings: Any) -> BlockDraft:
 
 @pytest.mark.parametrize(("name", "layout"), others_long(
     [(name, layout) for name in MADE for layout in ("dflash", "speculators")
-     if not (name.startswith(("lilicorr", "xpress", "domino")) and layout == "speculators")],
-    [("dspark gated", "dflash"), ("dflash2", "dflash"), ("dflash2", "speculators"), ("lilicorr conv", "dflash"),
-     ("xpress", "dflash"), ("domino", "dflash")]))
+     if not (name in ("xpress", "domino") and layout == "speculators")],
+    [("dspark gated", "dflash"), ("dflash2", "dflash"), ("dflash2", "speculators"), ("xpress", "dflash"),
+     ("domino", "dflash")]))
 def test_a_checkpoint_comes_back_byte_for_byte(tmp_path: Path, target: Target, name: str, layout: str) -> None:
     drafter = made(name, target)
     folder = written(drafter, target, layout, tmp_path / "out")
@@ -170,33 +168,6 @@ def test_domino_has_the_names_that_sglang_reads(target: Target, checkpoint: Call
     assert "SGLang, which alone has Domino, drafts 3, without sampling" in text
     assert "--speculative-algorithm DFLASH --speculative-draft-model-path . --speculative-num-draft-tokens 4" in text
     assert "vllm" not in text
-
-
-def test_lilicorr_has_the_names_of_its_first_project(target: Target, checkpoint: Callable[[str], Path]) -> None:
-    """Engines take none of its keys for granted; a projection of the tokens is there where the widths differ."""
-    inside = json.loads((checkpoint("lilicorr") / "config.json").read_text())["dflash_config"]
-    keys = {"enabled": True, "candidate_topk": 8, "hidden_size": 16, "num_layers": 2, "num_heads": 8, "mlp_ratio": 2.0,
-            "factor_dim": 16, "vector_eps": 1e-4, "logit_scale": 8.0}
-    assert {f"lilicorr_{key}": value for key, value in keys.items()}.items() <= inside.items()
-    assert json.loads((checkpoint("lilicorr") / "config.json").read_text())["architectures"] == ["LiLiCorrDraftModel"]
-    linear = {"token_proj": (16, 32), "pass_hidden_proj": (16, 32), "context_proj": (16, 32), "feature_mlp.1": (16, 5),
-              "feature_mlp.3": (16, 16), "factor_input_proj": (16, 48), "out_head": (16, 16), "in_head": (16, 16),
-              "anchor_out_head": (16, 16)}
-    for layer in range(2):
-        linear |= {f"layers.{layer}.attn.out_proj": (16, 16), f"layers.{layer}.mlp.0": (32, 16),
-                   f"layers.{layer}.mlp.2": (16, 32)}
-    wanted = {f"{name}.weight": shape for name, shape in linear.items()}
-    wanted |= {f"{name}.bias": shape[:1] for name, shape in linear.items()}
-    wanted |= {"slot_embedding": (1, 1, 3, 1, 16), "rank_embedding": (1, 1, 1, 8, 16), "relative_slot_bias": (8, 7),
-               "same_slot_bias": (8,), "feature_mlp.0.weight": (5,), "feature_mlp.0.bias": (5,),
-               "output_norm.weight": (16,), "anchor_norm.weight": (16,)}
-    for layer in range(2):
-        wanted |= {f"layers.{layer}.{norm}.weight": (16,) for norm in ("attn_norm", "mlp_norm")}
-        wanted |= {f"layers.{layer}.attn.in_proj_weight": (48, 16), f"layers.{layer}.attn.in_proj_bias": (48,)}
-    held = load_file(checkpoint("lilicorr") / "model.safetensors")
-    assert {f"lilicorr.{name}": shape for name, shape in wanted.items()} == {
-        name: tuple(tensor.shape) for name, tensor in held.items() if name.startswith("lilicorr.")}
-    assert not [name for name in load_file(checkpoint("lilicorr conv") / "model.safetensors") if "token_proj" in name]
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -307,8 +278,8 @@ def test_layers_with_a_window_are_read_and_a_warning_says_what_differs(tmp_path:
     ("dflash2", {}, {"candidate_selector.successor_codebook": torch.zeros(90, 6)}, "does not fit its configuration or"),
     ("dflash2", {"selector_top_k": 8, "dflash_config": None}, {}, "says selector_top_k: 8; only 16 can be imported"),
     ("dflash2", {"dflash_config": {"conv_kernel_size": 3}}, {}, "says conv_kernel_size: 3; only 2 can be imported"),
-    ("lilicorr", {"dflash_config": {"lilicorr_logit_scale": 4.0}}, {}, "says lilicorr_logit_scale: 4.0; only 8.0 can"),
-    ("lilicorr", {}, {"lilicorr.out_head.weight": torch.zeros(8, 16)}, "does not fit its configuration or tiny-target"),
+    ("dflash", {"dflash_config": {"lilicorr_enabled": True, "lilicorr_num_layers": 2}}, {},
+     "says lilicorr_enabled: true; only false can be imported"),
     ("dflash", {"output_multiplier": 2.0}, {}, "says output_multiplier: 2.0; only 1 can be imported"),
     ("dflash", {}, {"lm_head.weight": torch.ones(104, 32)}, "the output layer in .* is not that of tiny-target"),
     ("dflash reduced", {}, {"lm_head.weight": torch.ones(26, 32)}, "the output layer in .* is not that of tiny-target"),
@@ -468,8 +439,6 @@ def test_layers_without_a_word_of_the_speculators_library_are_not_causal(tmp_pat
     ("gguf", "domino", {}, "this drafter has the correction gru; train another, or choose --format dflash"),
     ("openvino", "domino", {}, "has aligned: next and the correction gru; train another, or choose --format dflash"),
     ("speculators", "domino", {}, "the speculators library has no Domino; train another, or choose --format dflash"),
-    ("speculators", "lilicorr", {}, "the speculators library has no LiLiCorr; train another, or choose --format"),
-    ("gguf", "lilicorr", {}, "this drafter has the correction lattice; train another, or choose --format dflash"),
     ("gguf", "dflash2", {}, "this drafter has a width of 32, where a selector needs 272; train another"),
     ("dflash", "dflash", {"residual": True}, "no engine adds a state of the text to its slots .residual.; decode the"),
     ("gguf", "dflash", {"correction": "state"}, "no layout here holds the correction state; decode the artifact with"),
@@ -489,7 +458,7 @@ def test_what_a_layout_cannot_hold_is_refused(
                 "speculators": "vLLM as a model of its own, the speculators library"}),
     ("dspark reduced", {"dflash": "vLLM", "gguf": "llama.cpp",
                         "speculators": "vLLM as a model of its own, the speculators library"}),
-    ("lilicorr", {"dflash": "vLLM, SGLang"}), ("xpress", {"dflash": "vLLM"}), ("domino", {"dflash": "SGLang"})])
+    ("xpress", {"dflash": "vLLM"}), ("domino", {"dflash": "SGLang"})])
 def test_a_format_names_the_engines_that_have_the_correction(
     target: Target, name: str, readers: dict[str, str]
 ) -> None:

@@ -83,8 +83,6 @@ MADE: dict[str, Callable[[Target], Drafter]] = {
     "block jetspec": lambda target: blocks(aligned="same"),
     "block rnn": lambda target: blocks(correction="rnn", causal=False),
     "block gated": lambda target: blocks(correction="gated", causal=False),
-    "block lilicorr": lambda target: blocks(aligned="same", causal=False, correction="lattice", rank=16),
-    "block lilicorr wide": lambda target: blocks(aligned="same", causal=False, correction="lattice", rank=32),
     "block dflash2": lambda target: blocks(aligned="same", causal=False, correction="selector", conv=True),
     "block domino": lambda target: blocks(correction="gru", causal=False, rank=6),
     "draft_lm": lambda target: DraftLM.create(DraftLMConfig(num_layers=2, hidden_size=16), target),
@@ -94,8 +92,7 @@ MADE: dict[str, Callable[[Target], Drafter]] = {
 }
 """Drafters, named after their family and what is special about them."""
 NOT_FOR = {"llama.cpp": {"eagle3 layers", "eagle3 norms"}, "SGLang 0.5.23": {"block reduced"},
-           "TensorRT-LLM": {"block reduced", "block jetspec", "block dflash2", "block lilicorr", "block lilicorr wide",
-                            "block domino"}}
+           "TensorRT-LLM": {"block reduced", "block jetspec", "block dflash2", "block domino"}}
 """Drafters that an engine cannot run."""
 
 

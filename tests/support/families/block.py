@@ -19,8 +19,6 @@ CASES = {
                                                   vocabulary_size=len(IDS)), IDS),
     "block-markov": _block(BlockDraftConfig(block_size=3, correction="markov", rank=16)),
     "block-selector": _block(BlockDraftConfig(block_size=3, aligned="same", correction="selector", rank=8, conv=True)),
-    "block-lattice": _block(BlockDraftConfig(block_size=3, aligned="same", causal=False, correction="lattice",
-                                             rank=16)),
     "block-refiner": _block(BlockDraftConfig(block_size=4, aligned="same", correction="refiner", rank=8)),
     "block-gru": _block(BlockDraftConfig(block_size=3, correction="gru", rank=4)),
     "block-state-reduced": _block(BlockDraftConfig(block_size=4, correction="state", rank=24, residual=True,

@@ -257,13 +257,11 @@ OWN = "whose slots predict their own token, and aligned is 'next'; set aligned t
 
 @pytest.mark.parametrize(("name", "settings", "message"), [
     ("selector", {"vocabulary_size": 50}, f"correction is 'selector', {WHOLE}"),
-    ("lattice", {"vocabulary_size": 50}, f"correction is 'lattice', {WHOLE}"),
-    ("lattice", {"rank": 12, "aligned": "same"}, "correction is 'lattice', with 8 heads, and rank is 12; set rank"),
-    ("lattice", {}, f"correction is 'lattice', {OWN}"), ("refiner", {}, f"correction is 'refiner', {OWN}"),
+    ("refiner", {}, f"correction is 'refiner', {OWN}"),
     ("gru", {"block_size": 1}, "corrects every guess of a block but the first, and block_size 1 drafts one token; rai"),
     ("gru", {"block_size": 2, "aligned": "same"}, "block_size 2 drafts one token; raise block_size, or set correction"),
     *((name, {"aligned": "same", "confidence": True}, "confidence reads the table of a Markov head, and correction is "
-       f"{name!r}") for name in ("none", "selector", "lattice", "refiner", "gru", "state")),
+       f"{name!r}") for name in ("none", "selector", "refiner", "gru", "state")),
 ])
 def test_impossible_settings_are_refused(name: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
