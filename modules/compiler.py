@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_settings
-import torch._functorch.config as gradient_settings
 import torch.fx.experimental._config as symbol_settings
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
@@ -42,14 +41,13 @@ class Compiler:
         self.watch: Callable[[bool], None] = lambda _busy: None
         """Called with True when a graph is being made, and with False when it is done."""
 
-    def compiled(self, function: Callable[..., Any], *, dynamic: bool | None = True) -> Callable[..., Any]:
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled when it is called, and plain where that is impossible.
 
         Args:
             function: of tensors, without a cache and without reading a value from its device.
-            dynamic: True for sizes that are symbols from the start; None for those that have changed.
         """
-        made = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=self._make)
+        made = torch.compile(function, fullgraph=True, dynamic=True, backend=self._make)
         return partial(self._run, made, function)
 
     def _run(self, made: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -91,10 +89,8 @@ class Compiler:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """A block in which graphs are made for no more shapes than they must be, at most `MOST_GRAPHS` of them, each with
-    its backward pass: made later, that would fail where nothing catches it."""
+    """A block in which graphs are made for no more shapes than they must be, at most `MOST_GRAPHS` of them."""
     # Two sizes that are equal once need not be so the next time.
     equal_sizes_apart = symbol_settings.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    backward_too = gradient_settings.patch(force_non_lazy_backward_lowering=True)
-    with equal_sizes_apart, backward_too, dynamo_settings.patch(recompile_limit=MOST_GRAPHS):
+    with equal_sizes_apart, dynamo_settings.patch(recompile_limit=MOST_GRAPHS):
         yield

@@ -38,7 +38,6 @@ from .processes.split_drafter import SplitDrafter, shard_fully, whole_state
 from .processes.zero_strategy import ZeroDrafter
 from .start import WARMUP_SHARE, Start, continued
 from .steps.checkpoints import require_same_settings
-from .steps.compiled_step import CompiledStep
 from .steps.optimizers import optimizer_for
 from .steps.schedules import time_leads, warmup_cosine
 from .steps.step_guard import KINDS, FinishedStep, StepGuard
@@ -111,8 +110,6 @@ class DraftModule(L.LightningModule):
         """Whether the run ends after this optimizer step although it is not finished."""
         self.peak_memory_bytes = 0
         self.guard = StepGuard()
-        self.compiled_step = CompiledStep(None)
-        """Kernels of the training step; those of no compiler before `setup`."""
         self.split: SplitDrafter | None = None
         """Keeper of the drafter where its weights are split among processes."""
         self._pending: BatchLoss | None = None
@@ -142,7 +139,6 @@ class DraftModule(L.LightningModule):
         self.target.to(self.trainer.strategy.root_device)
         if "drafter" in self._modules:
             self.drafter.bind(self.target)
-        self.compiled_step = CompiledStep.on(self.target.device, self.config.compile)
 
     def configure_model(self) -> None:
         """Build the drafter once, and split it if processes share it; called for loading a checkpoint and for
@@ -226,7 +222,6 @@ class DraftModule(L.LightningModule):
                                            for weight in self.drafter.output_parameters(step))),
             objective=objective, teacher=teacher, feature_weight=self.config.feature_weight,
             paths=paths if isinstance(paths, str) else None, confidence=judge,
-            measure=self.compiled_step.measure,
         )
 
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
@@ -243,8 +238,7 @@ class DraftModule(L.LightningModule):
         """
         # Without states: tokens say which row it was, and states would be kept for a whole step.
         self.guard.batches.append((batch_idx, Features(**{kind: getattr(batch, kind) for kind in KINDS})))
-        with self.compiled_step.attention():
-            learned, before = self.loss(batch), self._pending
+        learned, before = self.loss(batch), self._pending
         sums_KC = learned.sums_KC if before is None else before.sums_KC + learned.sums_KC
         # The graph of a micro-batch ends with its own backward pass; only figures are carried on.
         self._pending = learned._replace(total=learned.total.detach(), sums_KC=sums_KC)
@@ -337,16 +331,11 @@ class DraftModule(L.LightningModule):
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self.stopped, self.trainer.should_stop = False, self.finished
-        mixed = str(self.trainer.precision).startswith("bf16")
-        self.compiled_step.try_attention(self.target, self.drafter, self.device,
-                                         torch.bfloat16 if mixed else torch.float32)
-        self.compiled_step.complain()
         self.wait.start(self.trainer.datamodule)  # type: ignore[attr-defined]
         self.clock.start()
 
     def on_train_batch_end(self, outputs: Any, batch: Features, batch_idx: int) -> None:
         """Stop after the last step, once the callbacks have measured and saved it."""
-        self.compiled_step.complain()
         self.trainer.should_stop = self.finished or self.stopped
 
     # Validation and trained weights ----------------------------------------------------------------------------------

@@ -161,14 +161,6 @@ class ProgressLine(EveryStep):
         if trainer.is_global_zero:
             self.line = tqdm(total=self.module.config.max_steps, initial=self.seen, desc="train", unit="step",
                              dynamic_ncols=True)
-            # The first kernels take a minute in which no step ends: the line says why.
-            if (compiler := self.module.compiled_step.compiler) is not None:
-                compiler.watch = self._describe
-
-    def _describe(self, compiling: bool) -> None:
-        """Show that a kernel is being made, and when it is done."""
-        if self.line is not None:
-            self.line.set_description("compile" if compiling else "train")
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Advance the line."""

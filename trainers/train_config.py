@@ -14,7 +14,7 @@ Precision = Literal["auto", "32-true", "bf16-mixed"]
 """Lightning's names of precisions, and `auto`."""
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 """Lightning's names of the device kinds that train here."""
-UNDECISIVE = ("activation_checkpointing", "compile")
+UNDECISIVE = ("activation_checkpointing",)
 """Settings of training that decide no weight but by rounding: a run may be resumed with others."""
 DIVISION = ("accumulate", "devices", "num_nodes")
 """Settings whose product is the number of micro-batches of an optimizer step: it alone decides, up to rounding."""
@@ -75,10 +75,6 @@ class TrainConfig:
     precision: Precision = "auto"
     """Precision of the drafter's arithmetic in training; its weights stay float32. `auto` is bf16-mixed on CUDA and on
     CPUs with instructions for it (AVX512-BF16, AMX), 32-true elsewhere."""
-    compile: bool | Literal["auto"] = "auto"
-    """Compile the vocabulary loss with torch.compile, and attend by flex attention inside packed rows and in the
-    training-time test, in place of masks. `auto` does on CUDA. The first step takes a minute longer; what fails is
-    computed as without, and a warning says why."""
     activation_checkpointing: bool = False
     """Compute states inside of the drafter's layers again in the backward pass, in place of keeping them: less memory
     of a step, more time. For families with MLPs or whole layers of their own."""

@@ -139,8 +139,6 @@ class Target:
                      if not self.recurrent or self.cache_groups[layer] is not None}
         self.attention_calls = self_check.check_attention(
             name, self.config, attending, calls, passes=self_check.PASSES, context_length=self.context_length)
-        self.head_shapes = {call.shape for call in calls}
-        """Heads of the layers' attention."""
         # Latent attention stores what keys and values are made of, and some layers attend with keys of an earlier one.
         read = [tuple(dict.fromkeys(((groups, width), (groups, wide))))
                 for _, groups, width, wide in (call.shape for call in calls[: len(attending)])]

@@ -1,10 +1,9 @@
 """Training steps by recipe: tokens per second, peak memory, and the share of time in target, vocabulary loss, drafter,
-optimizer and data; with `--against plain` next to the textbook's in the same run, with `--against checkpointing` next
-to steps that compute states inside of layers again, and with `--forms` with the vocabulary loss compiled, and with flex
-attention in place of masks and segments as well.
+optimizer and data; with `--against plain` next to the textbook's in the same run, and with `--against checkpointing`
+next to steps that compute states inside of layers again.
 
     python tests/benchmarks/training_step.py [--shape NAME] [--recipes NAME ...] [--precisions 32-true bf16-mixed]
-        [--against plain checkpointing] [--forms NAME ...] [--steps N] [--row-length N] [--rows N] [--device cpu|cuda]
+        [--against plain checkpointing] [--steps N] [--row-length N] [--rows N] [--device cpu|cuda]
 
 The target has random weights of a stated shape, so that nothing is loaded; the cost of a step does not depend on
 them. Its states are computed in the step. Each step reads the same new conversations in every way: packed into rows
@@ -37,24 +36,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from draftsmith.data.batches.prefetch import Prefetched
 from draftsmith.data.store.collate import PackedBatch, Piece, packed, pad, plan_bins
 from draftsmith.modules import Drafter, DraftLM, Features, Target
-from draftsmith.modules.compiler import Compiler
 from draftsmith.modules.drafters.parts.decoder_block import GatedMLP
 from draftsmith.recipes.planning.counted_storages import CountedStorages
 from draftsmith.trainers import DraftModule
 from draftsmith.trainers.losses.chunked_losses import VocabularyLoss
 from draftsmith.trainers.losses.metrics import weighted_mean_loss
-from draftsmith.trainers.steps.compiled_step import CompiledStep
 from references.textbook_step import textbook_gradient
 from support.model_shapes import SHAPES, shaped_target
 from support.shaped_modules import RECIPES, shaped_module, shaped_recipe
 
 PARTS = ("target", "vocabulary loss", "drafter", "optimizer", "data")
 PRECISIONS = ("32-true", "bf16-mixed")
-FORMS = ("", "compiled loss", "compiled loss, flex attention")
-"""Kernels of the step: none of a compiler; those of the vocabulary loss; flex attention as well."""
-COMPILING, SPARE = 2, 10_000
-"""Steps of a compiled way before its first one, of two sizes: a graph for all sizes follows the one of the first size;
-number of the first of them."""
+SPARE = 10_000
+"""Number of a step before those of all ways."""
 WARM_UP = 1
 """Steps of each way that are not counted."""
 
@@ -66,14 +60,12 @@ class Way:
     plain: bool
     """Whether it is the textbook's."""
     precision: str
-    form: str = ""
-    """One of FORMS."""
     checkpointing: bool = False
     """Whether states inside of the drafter's layers are computed again in the backward pass."""
 
     def __str__(self) -> str:
         again = "activation checkpointing" if self.checkpointing else ""
-        return ", ".join(filter(None, ["textbook" if self.plain else "ours", self.precision, self.form, again]))
+        return ", ".join(filter(None, ["textbook" if self.plain else "ours", self.precision, again]))
 
 
 @dataclass
@@ -83,8 +75,6 @@ class Taken:
     parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     tokens: list[int] = field(default_factory=list)
     peak_bytes: int = 0
-    refusals: tuple[str, ...] = ()
-    """Why some of its kernels were not used."""
 
     @property
     def seconds(self) -> float:
@@ -140,18 +130,6 @@ class Bench:
         module.train()
         self.optimizer = module.configure_optimizers()["optimizer"]
         self.trained = [weight for weight in module.parameters() if weight.requires_grad]
-        self.steps: dict[Way, CompiledStep] = {}
-
-    def compiled_step(self, way: Way) -> CompiledStep:
-        """The kernels of a way, made once."""
-        if way not in self.steps:
-            step = CompiledStep(Compiler() if way.form else None)
-            if way.form == FORMS[2]:
-                half = way.precision == "bf16-mixed"
-                step.try_attention(self.target, self.module.drafter, self.target.device,
-                                   torch.bfloat16 if half else torch.float32)
-            self.steps[way] = step
-        return self.steps[way]
 
     def conversations(self, number: int) -> list[Piece]:
         """As many conversations of step `number` as fill the packed rows about once; the last two thirds of each are
@@ -204,8 +182,7 @@ class Bench:
         mixed = torch.autocast(self.target.device.type, torch.bfloat16, enabled=way.precision == "bf16-mixed")
         if way.plain:
             return textbook_gradient(self.module, batch, mixed, clock.part)
-        self.module.compiled_step = self.compiled_step(way)
-        with mixed, self.module.compiled_step.attention():
+        with mixed:
             learned = self.module.loss(batch)
         learned.total.backward()
         return weighted_mean_loss(learned.sums_KC, learned.weights)[1]
@@ -256,14 +233,11 @@ def measure(bench: Bench, ways: Sequence[Way], steps: int, deadline: float = flo
                     if not bench.optimizer.state:
                         # Its moments would count for the first way alone.
                         bench.step(way, iter([bench.batch(bench.conversations(SPARE), way.plain)]))
-                    for spare in range(COMPILING if way.form else 0):
-                        bench.step(way, iter([bench.batch(bench.conversations(SPARE + spare), way.plain)]))
                     taken.peak_bytes = bench.peak(way, coming)
                     continue
                 for part, seconds in bench.step(way, coming).items():
                     taken.parts[part].append(seconds)
                 taken.tokens.append(sum(len(piece.tokens_N) for piece in pieces[number]))
-                taken.refusals = bench.compiled_step(way).refusals
             except torch.OutOfMemoryError:
                 bench.optimizer.zero_grad()
                 torch.cuda.empty_cache()
@@ -283,7 +257,6 @@ def table(found: dict[str, dict[str, Taken | str]]) -> list[str]:
                 lines.append(f"| {recipe} | {way} | {taken} |" + " |" * (2 + len(PARTS)))
                 continue
             figures = taken.to_dict()
-            way += "".join(f" (without: {reason})" for reason in taken.refusals)
             shares = " | ".join(f"{100 * figures[f'{part} share']:.{1 if part == 'data' else 0}f}" for part in PARTS)
             lines.append(f"| {recipe} | {way} | {figures['tokens_per_second']:.0f} | {figures['step_seconds']:.3f} | "
                          f"{figures['peak_mib']:.0f} | {shares} |")
@@ -299,7 +272,6 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=[PRECISIONS[0]], help="of the drafter")
     parser.add_argument("--against", nargs="+", choices=["plain", "checkpointing"], default=[],
                         help="measure the textbook's steps too, or those with activation checkpointing")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=[FORMS[0]], help="kernels of our steps")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each way")
     parser.add_argument("--row-length", type=int, default=512, help="tokens of a packed row")
     parser.add_argument("--rows", type=int, default=4, help="packed rows of a batch")
@@ -309,7 +281,7 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error("--steps and --rows must be at least 1 and --row-length at least 32, got "
                      f"{options.steps}, {options.rows} and {options.row_length}")
     target = shaped_target(options.shape, options.device)
-    ways = [Way(False, precision, form) for precision, form in product(options.precisions, options.forms)]
+    ways = [Way(False, precision) for precision in options.precisions]
     ways += [Way(kind == "plain", precision, checkpointing=kind == "checkpointing")
              for precision, kind in product(options.precisions, options.against)]
     found = {}

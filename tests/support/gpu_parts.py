@@ -180,9 +180,7 @@ def training(settings: Settings) -> Measured:
     target = shaped_target(shape, settings.device)
     precision = "32-true" if settings.small else "bf16-mixed"
     recipes = ("medusa_8b", "fastdraft_8b") if settings.small else RECIPES
-    forms = training_step.FORMS[: 1 if settings.brief else None]
-    ways = [training_step.Way(False, precision, form) for form in forms]
-    ways.append(training_step.Way(True, precision))
+    ways = [training_step.Way(plain, precision) for plain in (False, True)]
     found = {}
     for name in recipes:
         if time.monotonic() > settings.deadline:

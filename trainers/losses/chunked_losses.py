@@ -8,8 +8,8 @@ same tokens, so that the target's distribution there is computed once for all of
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ...modules.compiler import Compiler, bounded
 from ...modules.errors import UserError
 from ...modules.features import Features
 from ...modules.interfaces.drafter import Drafts
@@ -137,8 +136,6 @@ class VocabularyLoss:
     confidence: Callable[[Tensor, int], Tensor] | None = None
     """The drafter's logit, for its states [..., D] at a step, of the acceptance of what it guesses there; it learns the
     acceptance, which it does not change (arXiv:2607.05147). None for a drafter that does not judge its guesses."""
-    measure: "Measure" = field(default_factory=lambda: chunk_loss)
-    """Loss and figures of a chunk's logits: `chunk_loss`, or its compiled form."""
     chunk_elements: int | None = None
     """Logits in memory at once; None takes the device's CHUNK_ELEMENTS."""
 
@@ -305,9 +302,7 @@ class _Rows:
             judged = self.loss.confidence(states_ND, step), valid_N | missed
         name: ObjectiveName = "hard" if step < self.drafts.choices else self.loss.objective
         read = self.read(states_ND, step, chunk, teacher_output)
-        # Kernels are made for the width of the draft vocabulary.
-        measure: Measure = partial(chunk_loss, whole=True) if step < self.drafts.choices else self.loss.measure
-        loss, sums_C = measure(*read, name, weights_N2, judged)
+        loss, sums_C = chunk_loss(*read, name, weights_N2, judged)
         sums_C[COLUMNS.index("missed")] += (valid_N & ~read.valid_N).sum()
         return loss, sums_C
 
@@ -346,14 +341,11 @@ class _Rows:
 
 Judged = tuple[Tensor, Tensor]
 """(a drafter's logit of the acceptance of each guess, where it learns that), [N] each."""
-Measure = Callable[[Tensor, Tensor, Tensor, TeacherOutput | None, ObjectiveName, Tensor | None, Judged | None],
-                   tuple[Tensor, Tensor]]
-"""A function like `chunk_loss`."""
 
 
 def chunk_loss(
     logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
-    objective: ObjectiveName, weights_N2: Tensor | None = None, judged: Judged | None = None, *, whole: bool = False,
+    objective: ObjectiveName, weights_N2: Tensor | None = None, judged: Judged | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, sums_C) of one draft step's logits at the tokens of a chunk; the loss is a sum, without the weight.
 
@@ -365,12 +357,11 @@ def chunk_loss(
         objective: name of the loss.
         weights_N2: weight of each row in the loss, and its share in the divisor; None for 1.
         judged: the drafter's logits of the acceptance of its guesses, which add a loss of their own.
-        whole: count the acceptance of all rows at once, for a compiler that keeps none of it in memory.
     """
     alpha_N = None
     # Where the mass inside the draft vocabulary is unknown, so is the acceptance.
     if teacher_output is not None and teacher_output.log_mass_N is not None:
-        alpha_N = accepted(logits_NQ, teacher_output, whole=whole)
+        alpha_N = accepted(logits_NQ, teacher_output)
     losses_N = objective_loss(objective, logits_NQ, labels_N, teacher_output)
     weight = 1.0 if weights_N2 is None else weights_N2[:, 0]
     loss = torch.where(valid_N, losses_N * weight, 0.0).sum()
@@ -385,37 +376,6 @@ def chunk_loss(
         sums = (count, none, loss, alpha, known, none, share)
         hits_R = rank_hits(logits_NQ, labels_N, valid_N)
         return loss, torch.cat([torch.stack([value.to(torch.float64) for value in sums]), hits_R])
-
-
-class _FusedOutput(TeacherOutput):
-    """The target's distribution inside a kernel, which keeps no probabilities for other draft steps."""
-
-    p_NQ, log_p_NQ = property(TeacherOutput.probabilities), property(TeacherOutput.logarithms)
-
-
-def compiled_measure(compiler: Compiler) -> Measure:
-    """`chunk_loss` as a few kernels, which write none of the tensors of the vocabulary's width between logits and loss.
-
-    The number of tokens of a chunk becomes a symbol when it changes first, at the last chunk of a batch.
-    """
-
-    def run(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, known_NQ: Tensor | None, log_mass_N: Tensor | None,
-            objective: ObjectiveName, weights_N2: Tensor | None, judged: Judged | None) -> tuple[Tensor, Tensor]:
-        known = None if known_NQ is None else _FusedOutput(logits_NQ=known_NQ, log_mass_N=log_mass_N)
-        return chunk_loss(logits_NQ, labels_N, valid_N, known, objective, weights_N2, judged, whole=True)
-
-    # No class of ours crosses into the graph: only tensors and the name of the loss are arguments that it is made for.
-    form = compiler.compiled(run, dynamic=None)
-
-    def measure(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
-                objective: ObjectiveName, weights_N2: Tensor | None = None, judged: Judged | None = None
-                ) -> tuple[Tensor, Tensor]:
-        given = (None, None) if teacher_output is None else (teacher_output.logits_NQ, teacher_output.log_mass_N)
-        with bounded():
-            found: tuple[Tensor, Tensor] = form(logits_NQ, labels_N, valid_N, *given, objective, weights_N2, judged)
-        return found
-
-    return measure
 
 
 class _ChunkedSum(torch.autograd.Function):

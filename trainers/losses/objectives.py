@@ -31,8 +31,8 @@ JSD_BETA = 0.5
 """Weight of the target in the mixture of `jsd`: the symmetric divergence."""
 LK_ETA = 3.0
 """Rate at which `lk_hybrid` changes from KL to acceptance (arXiv:2602.23881)."""
-ACCEPTANCE_ROWS = 32
-"""Tokens whose acceptance is computed at once."""
+ACCEPTANCE_ELEMENTS = 1 << 21
+"""Logits whose acceptance is computed at once: forty rows of a usual vocabulary."""
 LEAST_LOG_P = -100.0
 """Lower bound of log p in nats, for tokens that the target excludes (minus infinity): divergences stay finite."""
 
@@ -53,21 +53,13 @@ class TeacherOutput:
 
     @cached_property
     def p_NQ(self) -> Tensor:
-        """The probabilities, computed once for all draft steps that predict these tokens."""
-        return self.probabilities()
+        """The probabilities over the draft vocabulary, renormalised, computed once for all draft steps that predict
+        these tokens; in float32 at least: half precision would resolve none of a large vocabulary."""
+        return wide(self.logits_NQ).softmax(-1)
 
     @cached_property
     def log_p_NQ(self) -> Tensor:
-        """Their logarithms, likewise."""
-        return self.logarithms()
-
-    def probabilities(self) -> Tensor:
-        """The probabilities over the draft vocabulary, renormalised, in float32 at least: half precision would resolve
-        none of a large vocabulary."""
-        return wide(self.logits_NQ).softmax(-1)
-
-    def logarithms(self) -> Tensor:
-        """Their logarithms, at least `LEAST_LOG_P`."""
+        """Their logarithms, likewise, at least `LEAST_LOG_P`."""
         return wide(self.logits_NQ).log_softmax(-1).clamp(min=LEAST_LOG_P)
 
 
@@ -157,13 +149,12 @@ def log_alpha(log_q_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
 
 
 @torch.no_grad()
-def accepted(logits_NQ: Tensor, teacher_output: TeacherOutput, *, whole: bool = False) -> Tensor:
+def accepted(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """The acceptance sum_v min(p_v, q_v) of each row, [N].
 
     Args:
         logits_NQ: the draft's logits.
         teacher_output: the target's distribution, with the mass inside the draft vocabulary.
-        whole: all rows at once, for a compiler that keeps none of it in memory.
 
     Raises:
         ValueError: if that mass is unknown.
@@ -171,12 +162,11 @@ def accepted(logits_NQ: Tensor, teacher_output: TeacherOutput, *, whole: bool = 
     if teacher_output.log_mass_N is None:
         raise ValueError("the acceptance over a reduced vocabulary needs the mass inside it; use Teacher(mass=True)")
     mass_N1 = teacher_output.log_mass_N.exp()[:, None]
-    if whole:
-        return torch.minimum(wide(logits_NQ).softmax(-1), teacher_output.p_NQ * mass_N1).sum(-1)
     # A figure for the log must be cheap compared with the loss: a few rows at a time, in their own memory.
     pieces = [wide(logits_NQ[:0]).sum(-1)]
-    for first in range(0, len(logits_NQ), ACCEPTANCE_ROWS):
-        piece = slice(first, first + ACCEPTANCE_ROWS)
+    rows = max(1, ACCEPTANCE_ELEMENTS // logits_NQ.shape[-1])
+    for first in range(0, len(logits_NQ), rows):
+        piece = slice(first, first + rows)
         q_NQ = wide(logits_NQ[piece]).softmax(-1)
         pieces.append(torch.minimum(q_NQ, teacher_output.p_NQ[piece] * mass_N1[piece], out=q_NQ).sum(-1))
     return torch.cat(pieces)

@@ -22,7 +22,6 @@ from ...config_checks import CheckedSettings
 from ...errors import UserError
 from ...features import Features
 from ...files.json_records import MistypedError, typed_fields
-from ...target.attention.flex_segments import FlexSegments
 from ...target.attention.segment_attention import Segments, Sight, attend_inside
 from ...target.kv_cache import RowCache
 from ...target.model import Target
@@ -124,7 +123,7 @@ class AttentionContext:
     """Position id of each token, int64."""
     visible_BNW: Sight
     """True where a token sees a key. Every token must see at least one, such as itself. For training rows on a CPU, and
-    for long ones or by flex attention elsewhere, the segments that see themselves causally."""
+    for long ones elsewhere, the segments that see themselves causally."""
     cache: RowCache | None = None
     """The cache of keys and values; None when the tokens see each other alone."""
     key_positions: Callable[[], Tensor] | None = field(default=None, compare=False)
@@ -148,8 +147,6 @@ class AttentionContext:
         """Attention output of a layer's heads, [B, H, N, E]; the new keys and values are added to the cache."""
         if self.cache is not None:
             key_BGNE, value_BGNE = self.cache.write(layer, key_BGNE, value_BGNE)
-        if isinstance(self.visible_BNW, FlexSegments):
-            return self.visible_BNW.attend(query_BHNE, key_BGNE, value_BGNE)
         if isinstance(self.visible_BNW, Segments):
             attend = attend_segments if query_BHNE.device.type == "cpu" else attend_inside
             return attend(query_BHNE, key_BGNE, value_BGNE, self.visible_BNW)

@@ -19,19 +19,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...features import Features
-from ...target.attention.flex_segments import FlexSegments
 from ...target.attention.segment_attention import Segments, Sight, Span, visible_text
 
 
 def visible_rows(features: Features) -> Sight:
     """Sight of the tokens of training rows in a layer that a drafter trains: their segments on a CPU, and elsewhere as
-    `visible_text` has it: one launch for each segment, and the wait for their borders, cost a GPU more than a mask or
-    one kernel of flex attention for the row."""
-    if (flex := FlexSegments.asked(features)) is not None:
-        return flex
-    if features.tokens_BL.device.type != "cpu":
-        return visible_text(features)
-    return Segments.of(features)
+    `visible_text` has it: one launch for each segment, and the wait for their borders, cost a GPU more than a mask."""
+    return Segments.of(features) if features.tokens_BL.device.type == "cpu" else visible_text(features)
 
 
 def attend_segments(query_BHLE: Tensor, key_BGLE: Tensor, value_BGLE: Tensor, segments: Segments,

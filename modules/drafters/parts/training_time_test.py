@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...features import Features
-from ...target.attention.flex_segments import FlexSegments
 from ...target.attention.scored_attention import AttentionForm
 from ...target.attention.segment_attention import Segments, Sight, additive, attend_inside
 from .decoder_block import AttentionContext
@@ -178,14 +177,14 @@ class SlotAttention(AttentionContext):
 
 
 def _needs_no_room(visible: Sight, query_BHLE: Tensor) -> bool:
-    """True where the attention over step 0 comes with its log-sum-exp: by segments on a CPU, or by flex attention."""
-    return isinstance(visible, FlexSegments) or (isinstance(visible, Segments) and query_BHLE.device.type == "cpu")
+    """True where the attention over step 0 comes with its log-sum-exp: by segments on a CPU."""
+    return isinstance(visible, Segments) and query_BHLE.device.type == "cpu"
 
 
 def _with_column(visible_BLL: Sight, dtype: torch.dtype) -> Sight:
     """A mask with one more key for every position, as numbers to add to the scores; all layers share it. Each step
     would convert a boolean mask to such numbers and keep its own copy for backward. Segments stay as they are."""
-    if isinstance(visible_BLL, Segments | FlexSegments):
+    if isinstance(visible_BLL, Segments):
         return visible_BLL
     return additive(functional.pad(visible_BLL, (0, 1), value=True)[:, None], dtype)
 
@@ -211,8 +210,6 @@ def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
     With d the log-sum-exp of the diagonal scores, softmax over [step 0, d] gives the final weights of step 0 and the
     total weight of the diagonal, which the diagonal's own softmax distributes.
     """
-    if isinstance(held.visible, FlexSegments):
-        return _joined_sums(query_BHLE, held, held.visible)
     if isinstance(held.visible, Segments) and query_BHLE.device.type == "cpu":
         return attend_segments(query_BHLE, *held.past_BGLX, held.visible, held.own)
     size = query_BHLE.shape[-1]
@@ -248,19 +245,3 @@ def _own_scores(query_BHLE: Tensor, held: _Keys) -> Tensor:
     scores_BHLJ = torch.stack(scores, dim=-1).flatten(1, 2)
     scale: float = query_BHLE.shape[-1] ** -0.5
     return scores_BHLJ.to(torch.promote_types(scores_BHLJ.dtype, torch.float32)) * scale
-
-
-def _joined_sums(query_BHLE: Tensor, held: _Keys, flex: FlexSegments) -> Tensor:
-    """The same by the log-sum-exp that flex attention gives, which has a gradient too: no key needs room for it."""
-    mixed_BHLE, total_BHL = flex.attend_with_sums(query_BHLE, *held.past_BGLX)
-    if not held.own:
-        return mixed_BHLE
-    scores_BHLJ = _own_scores(query_BHLE, held)
-    shares_BHLJ = torch.cat([total_BHL.to(scores_BHLJ.dtype)[..., None], scores_BHLJ], dim=-1).softmax(-1)
-    shares_BHLJ = shares_BHLJ.to(query_BHLE.dtype)
-    mixed_BHLE = shares_BHLJ[..., :1] * mixed_BHLE
-    for step, (_, value_BGLE) in enumerate(held.own, start=1):
-        # Every value serves the query heads of its group.
-        value_BHLE = value_BGLE.repeat_interleave(query_BHLE.shape[1] // value_BGLE.shape[1], 1)
-        mixed_BHLE = mixed_BHLE + shares_BHLJ[..., step, None] * value_BHLE
-    return mixed_BHLE

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ...errors import UserError
 from ...features import Features
-from .flex_segments import FlexSegments
 from .scored_attention import PLAIN, QUERIES, AttentionForm, attend_by_scores
 
 Span = tuple[int, slice]
@@ -69,13 +68,12 @@ class Segments:
         return tuple(found)
 
 
-Sight = Tensor | Segments | FlexSegments
+Sight = Tensor | Segments
 """Sight of tokens: a mask [B, N, W], or the segments of training rows, which see themselves causally."""
 
 
 def visible_text(features: Features, decoder: Any = None) -> Sight:
-    """Sight of the tokens of training rows: inside a block with flex attention the segments for it, elsewhere a mask
-    [B, L, L], or beyond `DENSE_LENGTH` tokens the segments.
+    """Sight of the tokens of training rows: a mask [B, L, L], or beyond `DENSE_LENGTH` tokens the segments.
 
     Args:
         features: the rows.
@@ -90,8 +88,6 @@ def visible_text(features: Features, decoder: Any = None) -> Sight:
             raise UserError(f"{type(decoder).__name__} forms its attention itself, by a mask of all positions of a row "
                             f"of {length} tokens; set row_length to at most {DENSE_LENGTH}, or choose another target")
         return features.visible()
-    if (flex := FlexSegments.asked(features)) is not None:
-        return flex
     return features.visible() if length <= DENSE_LENGTH else Segments.of(features)
 
 
@@ -118,7 +114,7 @@ def mask_arguments(visible: Sight, decoder: Any, like: Tensor) -> dict[str, Any]
         decoder: that is called.
         like: states on the device and in the number format of its scores.
     """
-    if isinstance(visible, Segments | FlexSegments):
+    if isinstance(visible, Segments):
         # transformers would make a mask of its own where it is given none, and hands on any that has four dimensions:
         # a blank one stands for the segments.
         blank = torch.zeros(len(like), 1, 1, 1, dtype=torch.bool, device=like.device)

@@ -21,7 +21,6 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ...errors import UserError
 from .apart_attention import attend_apart
-from .flex_segments import FlexSegments, HeadShape
 from .scored_attention import AttentionForm, attend_by_scores
 from .segment_attention import DENSE_LENGTH, Segments, attend_inside
 
@@ -41,8 +40,8 @@ class AttentionCall:
     """The layer's window and its chunk in tokens; None for what does not bound it."""
     placed: bool
     """Whether it gave the positions of queries and keys."""
-    shape: HeadShape
-    """Of its queries, keys and values."""
+    shape: tuple[int, int, int, int]
+    """Query heads, key-value heads, width of a key, and width of a value."""
 
 
 _CALLS: ContextVar[list[AttentionCall]] = ContextVar("attention calls")
@@ -69,7 +68,7 @@ def tree_attention(
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
     s_aux: Tensor | None = None,
-    segments: Segments | FlexSegments | None = None,
+    segments: Segments | None = None,
     near_masks: dict[tuple[int | None, int | None], Tensor] | None = None,
     apart: bool = False,
     **_: Any,
@@ -94,8 +93,6 @@ def tree_attention(
     if apart:
         attended: Tensor = attend_apart(query, key, value, scaling, sliding_window, form.chunk, softcap, s_aux)
         return attended, None
-    if isinstance(segments, FlexSegments):
-        return segments.attend(query, key, value, form).transpose(1, 2).contiguous(), None
     if segments is not None:
         return attend_inside(query, key, value, segments, form).transpose(1, 2).contiguous(), None
     mask = attention_mask

@@ -27,7 +27,7 @@ OWN = {
     "the sampling of the user's application": (
         "evaluate.top_k", "evaluate.top_p", "evaluate.repetition_penalty"),
     "what an evaluation compares": ("evaluate.batch_sizes",),
-    "the user's devices": ("evaluate.graphs", "evaluate.compile", "train.compile", "train.activation_checkpointing",
+    "the user's devices": ("evaluate.graphs", "evaluate.compile", "train.activation_checkpointing",
                            "train.num_nodes"),
     "another draw": ("train.seed",),
     "another version of the user's target": ("retarget",),

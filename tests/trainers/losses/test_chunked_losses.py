@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import Features, Target, UserError
-from draftsmith.modules.compiler import Compiler
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.modules.interfaces.drafter import Drafts
 from draftsmith.modules.target.draft_vocabulary import draft_index
-from draftsmith.trainers.losses.chunked_losses import VocabularyLoss, compiled_measure, supervise
+from draftsmith.trainers.losses.chunked_losses import VocabularyLoss, supervise
 from draftsmith.trainers.losses.metrics import COLUMNS, RANKS, describe, rank_hits, weighted_mean_loss
 from draftsmith.trainers.losses.objectives import NEEDS_MASS, Teacher
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from references.vocabulary_loss import plain_loss, supervised
-from support.tiers import some_long
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -96,24 +94,6 @@ def test_loss_and_gradients_equal_the_plain_twins(
     compare(drafter, tiny_target_f64, features, name, found)
 
 
-@pytest.mark.parametrize("name", some_long(NAMES, 5))
-@pytest.mark.parametrize("ids", [None, IDS], ids=["whole", "reduced"])
-def test_compiled_chunks_have_the_same_figures_and_gradients(
-    name: str, ids: Tensor | None, tiny_target_f64: Target
-) -> None:
-    """Through the compiler's own backward pass; full chunks and a last one of another size share two graphs."""
-    torch._dynamo.reset()
-    features, drafter, compiler = ragged(tiny_target_f64), heads(tiny_target_f64, "copy", ids), Compiler("aot_eager")
-    elements = 4 * (len(ids) if ids is not None else 99)
-    wanted = run(drafter, tiny_target_f64, features, name, elements)
-    for found, expected in zip(run(drafter, tiny_target_f64, features, name, elements,
-                                   measure=compiled_measure(compiler)), wanted, strict=True):
-        torch.testing.assert_close(found, expected)
-    assert compiler.refusal == ""
-    assert 1 <= compiler.graphs <= 2
-    assert float(wanted[1][:, 0].sum()) > 10
-
-
 @pytest.mark.parametrize("name", ["soft", "hard"])
 @pytest.mark.parametrize("more", [0, 7])
 def test_a_known_number_of_labels_changes_nothing(more: int, name: str, tiny_target_f64: Target) -> None:
@@ -133,18 +113,6 @@ def test_a_number_of_labels_is_counted_where_rows_leave_the_host(tiny_target: Ta
     features = ragged(tiny_target)
     assert features.to("cpu").labels_at_most is None
     assert features.to("meta").labels_at_most == int(features.supervised_BL.sum())
-
-
-@pytest.mark.long
-def test_chunks_compiled_by_inductor_have_the_same_figures_and_gradients(tiny_target: Target) -> None:
-    torch._dynamo.reset()
-    features, drafter, compiler = ragged(tiny_target), heads(tiny_target, "copy"), Compiler()
-    wanted = run(drafter, tiny_target, features, "lk_hybrid", 4 * 99)
-    found = run(drafter, tiny_target, features, "lk_hybrid", 4 * 99, measure=compiled_measure(compiler))
-    if compiler.refusal:
-        pytest.skip(compiler.refusal)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_dropped_draft_step_neither_learns_nor_counts(tiny_target_f64: Target) -> None:
