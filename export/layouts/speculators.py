@@ -20,7 +20,7 @@ from . import dflash, eagle
 from .eagle import EAGLE, EAGLE_FILE, OPENS, borrows_output, read_eagle, third_tensors
 from .parts.compressed_tensors import OUTPUT, compressed, compressed_config, compressed_note, compressed_table
 from .parts.eagle_folder import FIRST, MIDLAYER, NORMS, entries, layer_config, linear_names, tapped, third_table, twin
-from .parts.export_format import ExportFormat, ExportSettings, ImportSettings
+from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Served
 from .parts.layout_folder import Contents, write_layout
 from .parts.read_shapes import renamed
 from .parts.safetensors_reader import Checkpoint
@@ -118,11 +118,16 @@ def read_speculators(given: Checkpoint, target: Target, settings: ImportSettings
     return (dflash.read_blocks if blocks else read_eagle)(given, target, settings)
 
 
+def _served_by_vllm(drafter: Eagle3 | BlockDraft) -> Served | None:
+    served = (dflash.served_by_vllm(drafter) if isinstance(drafter, BlockDraft) else eagle.served_by_vllm(drafter))
+    return None if served is None else replace(served, names_target=True)
+
+
 SPECULATORS = replace(
     cast(ExportFormat[Any], EAGLE), name="speculators", content="EAGLE-3 drafters and drafters of blocks",
     families=(Eagle3, BlockDraft), readers={"vLLM": " as a model of its own", "the speculators library": ""},
     write=export_speculators, read=read_speculators, opens=(*OPENS, "aligned", "causal"),
     known={"is_causal": (None, False, True), "speculators_model_type": (None, "eagle3", "dflash", "dspark", "dflash2")},
     others=lambda drafter, places: {}, refusal=_refusal,
-    vllm=lambda drafter: (dflash if isinstance(drafter, BlockDraft) else eagle).served_by_vllm(drafter),
+    vllm=_served_by_vllm,
 )

@@ -25,7 +25,7 @@ from ...export import (
 from ...export.acceptance_profile import described, save_acceptance
 from ...export.engine_process import require_engine
 from ...export.engines.trial import rounding_loss
-from ...export.layouts.parts.export_format import ExportFormat, Places
+from ...export.layouts.parts.export_format import ON_CPU, WRONG_SAMPLES, ExportFormat, Places
 from ...export.layouts.parts.folder_readme import hub_name, target_command
 from ...export.layouts.parts.gguf_file import FLOAT32
 from ...export.layouts.registry import EVERY_FORMAT, EXPORT_FORMATS, format_named, in_fewer_bits, require_number_format
@@ -229,12 +229,15 @@ def say_commands(given: ExportArguments, chosen: ExportFormat[Any], artifact: Ar
     there = name if Path(name).is_dir() else hub_name(name)
     # Not the folder of the export itself, which it would replace.
     neighbour = str(given.out.parent / ("target" if given.out.name != "target" else "whole-target"))
-    places = Places(folder=str(given.out), target=there or neighbour, gguf=str(gguf or Places.gguf))
+    places = Places(folder=str(given.out), target=there or neighbour, gguf=str(gguf or Places.gguf),
+                    on_hub=there is not None and there == hub_name(name))
     commands = chosen.commands(artifact.drafter, places)
     if there is None and (writing := target_command(artifact, commands, places, str(given.artifact), named)):
         commands = {"the target as a folder": writing, **commands}
     for engine, command in commands.items():
         say(f"\n{engine}:\n{command}")
+        if engine == ON_CPU and chosen.write is not None:
+            say(WRONG_SAMPLES)
 
 
 def trial_prompts(template: ChatTemplate) -> list[list[int]]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...export.artifact_files import CARD, CHANGING, CONFIG, HEAD, TUNING
+from ...export.acceptance_profile import described, read_acceptance
+from ...export.artifact_files import ACCEPTANCE, CARD, CHANGING, CONFIG, HEAD, TUNING
 from ...export.layouts.parts.layout_folder import EXPORT, ORIGIN
 from ...export.model_card import hub_card
 from ...export.stored_drafter import read_description
@@ -34,6 +35,8 @@ class PushArguments:
     """Licence of the target, by the Hub's name of it, such as apache-2.0: it binds what is learnt from the target."""
     artifact: Path | None = None
     """With an exported folder, the artifact that was exported, for the card."""
+    base_model: str | None = None
+    """Name of the target on the Hub, OWNER/NAME, for the card of a target in a folder; null takes the artifact's."""
     evaluation: Path | None = None
     """evaluation.json of the artifact, for the accepted lengths by kind of prompt in the card."""
     private: bool = True
@@ -42,22 +45,28 @@ class PushArguments:
     """Show what would be uploaded, and upload nothing; --dry_run false uploads."""
 
     def __post_init__(self) -> None:
-        from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
-        try:
-            validate_repo_id(self.repository)
-        except HFValidationError as error:
-            # Its sentences end with the name, which is said before them here.
-            rules = str(error).removesuffix(".").removesuffix(f"'{self.repository}'").rstrip(": ")
-            raise UserError(f"repository must be OWNER/NAME, got {self.repository!r}: {rules}; choose another "
-                            "name") from error
-        if "/" not in self.repository:
-            raise UserError(f"repository must be OWNER/NAME, got {self.repository!r}; give both parts")
+        require_hub_name("repository", self.repository)
+        if self.base_model is not None:
+            require_hub_name("base_model", self.base_model)
         # Which names the Hub knows, it says itself before anything is uploaded.
         if self.licence.split() != [self.licence]:
             raise UserError(f"licence must be a name as the Hub writes it, such as apache-2.0, llama3.2 or other, got "
                             f"{self.licence!r}; choose one of https://huggingface.co/docs/hub/repositories-licenses")
+
+
+def require_hub_name(key: str, name: str) -> None:
+    """Refuse what is no OWNER/NAME of the Hub. Raises UserError."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        # Its sentences end with the name, which is said before them here.
+        rules = str(error).removesuffix(".").removesuffix(f"'{name}'").rstrip(": ")
+        raise UserError(f"{key} must be OWNER/NAME, got {name!r}: {rules}; choose another name") from error
+    if "/" not in name:
+        raise UserError(f"{key} must be OWNER/NAME, got {name!r}; give both parts")
 
 
 def push(parsed: Parsed[PushArguments]) -> None:
@@ -94,7 +103,13 @@ def planned(given: PushArguments) -> dict[str, Path | bytes]:
         raise UserError(f"{given.folder} is of another artifact ({origin.get('family')} for "
                         f"{origin.get('target', {}).get('name')}) than {given.artifact} ({config['family']} for "
                         f"{config['target']['name']}); give its own with --artifact DIR")
-    card = hub_card((given.folder / CARD).read_text(encoding="utf-8"), config, given.licence, given.evaluation)
+    # An evaluation may rewrite this file, so that its hash is not the folder's.
+    counted = read_acceptance(given.folder)
+    if counted and any(counted.get(name) != value for name, value in described(config).items()):
+        raise UserError(f"{given.folder / ACCEPTANCE} counts another draft ({counted.get('family')} for "
+                        f"{counted.get('target')}); delete it, draftsmith evaluate writes it again")
+    card = hub_card((given.folder / CARD).read_text(encoding="utf-8"), config, given.licence, given.evaluation,
+                    given.base_model)
     kept = [name for name in names if Path(name).name not in KEPT_BACK and name != CARD]
     return {CARD: card.encode(), **{name: given.folder / name for name in kept}}
 

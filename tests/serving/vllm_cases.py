@@ -9,7 +9,7 @@ from typing import Any
 
 from draftsmith.export.engine_process import EngineProcess
 from draftsmith.export.engines.trial import VllmProcess
-from draftsmith.export.layouts.parts.export_format import VLLM
+from draftsmith.export.layouts.parts.export_format import VLLM_ON_CPU
 from safetensors.torch import load_file, save_file
 from serving.openai_client import SCRIPT
 from serving.overfitted import ANSWER_TOKENS, PROMPT_TOKENS, STEPS, Texts
@@ -111,7 +111,7 @@ class Vllm:
         variables = environment(self.python, {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
         example, = blocks((place / "README.md").read_text(), "python")[-1:]
         process = EngineProcess(engine="OpenAI's client", python=self.python, script=SCRIPT, folder=place)
-        with server(["bash", "-c", shlex.join(command(place, *VLLM))], place, variables, f"{ADDRESS}/health"):
+        with server(["bash", "-c", shlex.join(command(place, *VLLM_ON_CPU))], place, variables, f"{ADDRESS}/health"):
             found = process.run({"address": ADDRESS, "prompts": [list(prompt) for prompt in prompts],
                                  "max_tokens": ANSWER_TOKENS, "example": example}, f"asking the server of {folder}")
         version = ran(["python", "-c", "import vllm; print(vllm.__version__)"], place, self.python).split()[-1]

@@ -79,6 +79,25 @@ class Places:
     """The target: a folder that the format `target` writes, or a name on the Hub."""
     gguf: str = "../target.gguf"
     """The target's GGUF file."""
+    on_hub: bool = False
+    """Whether the target is a name on the Hub."""
+
+
+VLLM = ("vllm", "serve")
+VLLM_ON_CPU = ("VLLM_CPU_KVCACHE_SPACE=4", "python", "-m", "vllm.entrypoints.openai.api_server", "--dtype", FLOAT32,
+               "--model")
+"""Starts of the commands. The wheel for CPUs has no command `vllm`, and asks for nine tenths of the memory without the
+variable."""
+ON_CPU = "vLLM on a CPU"
+WRONG_SAMPLES = ("With a draft, vLLM 0.32 on a CPU gives wrong answers to every request whose temperature is above 0: "
+                 "send `temperature=0` there. Its code for GPUs is another.")
+"""On the CPU, vLLM's sampler reads a temperature of drafted tokens that was never set (`utils/cpu_triton_utils.py`)."""
+
+
+def vllm_commands(model: str, *options: str) -> dict[str, str]:
+    """Commands of vLLM's server for OpenAI's clients: on a GPU in the number format that vLLM chooses, on a CPU in
+    float32, in which drafts change the fewest answers."""
+    return {"vLLM": shlex.join([*VLLM, model, *options]), ON_CPU: shlex.join([*VLLM_ON_CPU, model, *options])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,23 +110,16 @@ class Served:
     """Extra settings for loading."""
     tokens: int = 3
     """Tokens of a draft."""
+    names_target: bool = False
+    """Whether the folder can be served as a model of its own, whose configuration names a target on the Hub."""
 
-    def command(self, places: Places) -> str:
-        """The command of vLLM's server."""
+    def commands(self, places: Places) -> dict[str, str]:
+        """The commands of vLLM's server."""
+        if self.names_target and places.on_hub:
+            return vllm_commands(places.folder)
         drafts = {**self.method, "model": places.folder, "num_speculative_tokens": self.tokens}
         loader = ["--model-loader-extra-config", json.dumps(self.loader)] if self.loader else []
-        return vllm_command(places.target, "--speculative-config", json.dumps(drafts), *loader)
-
-
-VLLM = ("VLLM_CPU_KVCACHE_SPACE=4", "python", "-m", "vllm.entrypoints.openai.api_server", "--model")
-"""Start of the command. On a CPU, where alone the variable matters, vLLM would ask for nine tenths of the memory."""
-
-
-def vllm_command(model: str, *options: str) -> str:
-    """vLLM's server for OpenAI's clients, in the number format in which drafts change the fewest answers. Its module is
-    called, since the wheel for CPUs has no command `vllm`."""
-    return shlex.join([*VLLM, model, "--dtype", FLOAT32, *options])
-
+        return vllm_commands(places.target, "--speculative-config", json.dumps(drafts), *loader)
 
 
 Writer = Callable[[D, Target, Path, ExportSettings], Contents]
@@ -188,5 +200,5 @@ class ExportFormat(Generic[D]):
 
     def commands(self, drafter: D, places: Places) -> dict[str, str]:
         """The commands that serve the folder, by engine."""
-        first = {"vLLM": served.command(places)} if (served := self.vllm(drafter)) else {}
+        first = served.commands(places) if (served := self.vllm(drafter)) else {}
         return {**first, **self.others(drafter, places)}

@@ -9,7 +9,7 @@ from ....modules.target.loading.loading import DEFAULT_NAME, is_local
 from ....modules.target.loading.tiny_model import TINY_NAME
 from ...acceptance_profile import acceptance_lines
 from ...artifact import Artifact, portable
-from .export_format import ExportFormat, Places
+from .export_format import ON_CPU, WRONG_SAMPLES, ExportFormat, Places
 from .layout_folder import Contents
 from .tensor_table import table_text
 
@@ -27,12 +27,14 @@ QUESTION = '[{"role": "user", "content": "What is a draft horse?"}]'
 CHAT = {"asked": f"chat.completions.create(model=model, messages={QUESTION}", "text": "message.content"}
 PLAIN_TEXT = {"asked": 'completions.create(model=model, prompt="A draft horse is"', "text": "text"}
 """Calls for a target with a chat template, and for one without."""
+LLAMA_CPP = """`llama-server` is a program of llama.cpp, which you install apart. llama.cpp's own
+`convert_hf_to_gguf.py FOLDER --outfile FILE` makes the GGUF file of a target in a folder."""
 REMOTE = "transformers_modules."
 """Start of the names of modules that transformers has read next to a model."""
-HALF = """In float32 a draft changes no word of an answer, but for rare ties within rounding. Without `--dtype` vLLM
-takes bfloat16 or float16, which is faster on most machines and rounds more: a pass over several tokens then rounds
-otherwise than a pass over one, so that an answer with drafts can leave the one without where two tokens are almost
-equally likely. `draftsmith export` with `--try_with PYTHON`, the interpreter of an environment with vLLM, counts such
+HALF = """With `--dtype float32` a draft changes no word of an answer, but for rare ties within rounding. Without it
+vLLM takes bfloat16 or float16, which is faster on most machines and rounds more: a pass over several tokens then rounds
+differently from a pass over one, so an answer with drafts can leave the one without where two tokens are almost equally
+likely. `draftsmith export` with `--try_with PYTHON`, the interpreter of an environment with vLLM, counts such
 answers and measures both speeds."""
 
 
@@ -48,18 +50,21 @@ def folder_readme(chosen: ExportFormat[Any], artifact: Artifact, contents: Conte
     """
     name = artifact.identity.name
     parts = [f"# {contents.title} for {portable(name)}", *contents.paragraphs]
-    places = Places(target=hub_name(name) or Places.target)
+    places = Places(target=hub_name(name) or Places.target, on_hub=hub_name(name) is not None)
     # A folder with the adapted target and drafts in one is none that `commands` is about.
     if (artifact.adapter is None or chosen.write is None) and (
             commands := chosen.commands(artifact.drafter, places)):
         parts.append("## Serve it")
-        given = portable(name) if is_local(name) else None
+        # An export keeps no path of this machine.
+        given = f"/path/to/{portable(name)}" if is_local(name) else None
         if hub_name(name) is None and (writing := target_command(artifact, commands, places, "../artifact", given)):
-            where = "; give the path of its folder or file as `--target.name`" if given else ""
+            where = f"; replace `{given}` by the path of its folder or file" if given else ""
             parts.append(f"`{places.target}` is the target as a folder, which this command writes from the artifact"
                          f"{where}:\n\n```bash\n{writing}\n```")
         for engine, command in commands.items():
             parts.append(f"{engine}, in this folder:\n\n```bash\n{command}\n```")
+            parts += [WRONG_SAMPLES] if engine == ON_CPU and chosen.write is not None else []
+        parts += [LLAMA_CPP] if "llama.cpp" in commands else []
         parts += [contents.example] if contents.example else []
         if "vLLM" in commands:
             spoken = getattr(artifact.target.tokenizer, "chat_template", None)

@@ -17,7 +17,7 @@ import pytest
 from draftsmith.export import Artifact, ExportSettings, export_artifact, save_artifact
 from draftsmith.export.artifact import portable
 from draftsmith.export.layouts.parts import folder_readme
-from draftsmith.export.layouts.parts.export_format import VLLM
+from draftsmith.export.layouts.parts.export_format import VLLM, VLLM_ON_CPU, WRONG_SAMPLES
 from draftsmith.export.layouts.registry import EXPORT_FORMATS
 from draftsmith.modules import DraftLM, DraftLMConfig, Target, TargetConfig, Topology, UserError, load_target
 from draftsmith.recipes.__main__ import COMMANDS, main
@@ -53,18 +53,25 @@ def run_in_the_proof() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return [({key: value for key, value in one.items() if key != LOADER}, one.get(LOADER, {})) for one in asked]
 
 
+def served_by_vllm(words: list[str]) -> list[str]:
+    """The model and the options of a command that starts vLLM; empty for another one."""
+    for start in (VLLM, VLLM_ON_CPU):
+        if tuple(words[: len(start)]) == start:
+            return words[len(start):]
+    return []
+
+
 def check(words: list[str]) -> None:
     """Fail unless the command is our own, or one that a proof starts."""
     if words[0] == "draftsmith":
         module = import_module(f"draftsmith.recipes.commands.{COMMANDS[words[1]][0]}")
         module.COMMANDS[words[1]].parse(words[2:])
-    elif tuple(words[: len(VLLM)]) == VLLM:
+    elif model := served_by_vllm(words):
         parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
-        parser.add_argument("--model", required=True)
-        parser.add_argument("--dtype", choices=["float32"], required=True)
+        parser.add_argument("model")
         parser.add_argument("--speculative-config", type=json.loads)
         parser.add_argument("--model-loader-extra-config", type=json.loads, default={})
-        given = parser.parse_args(words[len(VLLM) - 1:])
+        given = parser.parse_args(model)
         drafts = given.speculative_config
         if drafts is not None:
             assert drafts.pop("model") != given.model
@@ -131,8 +138,8 @@ def test_transformers_runs_the_printed_lines(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     assert main(["export", "--artifact", "artifact", "--format", "huggingface", "--out", "draft"]) == 0
     printed = [shlex.split(line) for line in capsys.readouterr().out.splitlines()
-               if line.startswith(("draftsmith ", VLLM[0]))]
-    assert [words[0] for words in printed] == ["draftsmith", VLLM[0]]
+               if line.startswith(("draftsmith ", VLLM[0], VLLM_ON_CPU[0]))]
+    assert [words[0] for words in printed] == ["draftsmith", VLLM[0], VLLM_ON_CPU[0]]
     for words in printed:
         check(words)
     assert "target" in printed[1]
@@ -156,10 +163,11 @@ def test_a_target_is_named_as_it_can_be_found(tmp_path: Path, name: str, target:
     found = commands((export_artifact(artifact, target, "eagle", tmp_path / "out") / "README.md").read_text())
     for words in found:
         check(words)
-    served = next(words for words in found if tuple(words[: len(VLLM)]) == VLLM)
     on_the_hub = name == "owner/llama"
-    assert served[len(VLLM)] == (name if on_the_hub else "../target")
-    assert [words[5] for words in found if words[0] == "draftsmith"] == ([] if on_the_hub else [portable(name)])
+    assert [words[0] for words in map(served_by_vllm, found) if words] == [name if on_the_hub else "../target"] * 2
+    # The folder keeps no path: the reader puts theirs in its place.
+    assert [words[5] for words in found if words[0] == "draftsmith"] == (
+        [] if on_the_hub else [f"/path/to/{portable(name)}"])
 
 
 def test_the_target_is_written_where_a_command_reads_it_and_with_the_trust_that_it_takes(
@@ -239,14 +247,25 @@ def test_commands_in_messages_are_commands() -> None:
 def test_heads_are_exported_with_a_whole_command(tmp_path: Path, target: Target) -> None:
     reduced = heads(target, output="one_copy", vocabulary_size=20)
     text = (written(reduced, target, "medusa-vllm", tmp_path / "out") / "README.md").read_text()
-    words = next(words for words in commands(text) if tuple(words[: len(VLLM)]) == VLLM)
-    assert words[words.index("--model") + 1] == "tiny-target"
-    assert words[-2:] == ["--model-loader-extra-config", '{"enable_weights_track": false}']
+    for words in filter(served_by_vllm, commands(text)):
+        assert served_by_vllm(words)[0] == "tiny-target"
+        assert words[-2:] == ["--model-loader-extra-config", '{"enable_weights_track": false}']
+    # Each place that prints a draft's command for a CPU says so.
+    assert WRONG_SAMPLES in text
+
+
+def test_a_folder_that_names_a_target_on_the_hub_is_served_in_one_line(tmp_path: Path, target: Target) -> None:
+    for name, served in (("owner/llama", ["."]), ("./llama", ["../target", "--speculative-config"])):
+        artifact = Artifact(drafter=MADE["eagle3"](target), target=target, topology=TREE, provenance={},
+                            identity=replace(target.identity, name=name))
+        folder = export_artifact(artifact, target, "speculators", tmp_path / portable(name))
+        found = [served_by_vllm(words) for words in commands((folder / "README.md").read_text())]
+        assert [words[:2] for words in found if words] == [served] * 2
 
 
 def test_the_guide_starts_vllm_as_the_folders_do() -> None:
     found = [words for words in commands((ROOT / "export" / "README.md").read_text())
-             if tuple(words[: len(VLLM)]) == VLLM]
-    assert len(found) == 4
+             if served_by_vllm(words)]
+    assert len(found) == 5
     for words in found:
         check(words)

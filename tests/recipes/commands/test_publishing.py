@@ -44,9 +44,9 @@ def evaluation(file: Path, weights: str, **changes: Any) -> Path:
     """evaluation.json of an artifact with these weights, with the fields that the card shows."""
     measured = {"prompts": 6, "accepted_length": 2.0}
     file.write_text(json.dumps({
-        "method": "medusa, static", "family": "medusa", "temperature": 0.0, "batch_size": 1, "speedup": 1.5, "nodes": 6,
-        "contended": False, "header": {"dtype": "float32", "machine": {"processor": "a CPU"},
-                                       "artifacts": {"medusa, static": weights}}, **measured,
+        "method": "medusa, static", "family": "medusa", "target": "owner/model", "temperature": 0.0, "batch_size": 1,
+        "speedup": 1.5, "nodes": 6, "contended": False, **measured,
+        "header": {"dtype": "float32", "machine": {"processor": "a CPU"}, "artifacts": {"medusa, static": weights}},
         "by_category": {"math": {"prompts": 4, "accepted_length": 2.5},
                         "writing": {"prompts": 2, "accepted_length": 1.0}},
         **changes}))
@@ -180,6 +180,16 @@ def test_the_evaluation_of_another_artifact_is_refused(folder: Path, tmp_path: P
         planned(given(folder, evaluation=file))
 
 
+def test_measurements_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    file = evaluation(tmp_path / "evaluation.json", weights_of(folder))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "target": "other"}))
+    with pytest.raises(UserError, match="is an evaluation with the target other, this artifact is for owner/model"):
+        planned(given(folder, evaluation=file))
+    (folder / "acceptance.json").write_text(json.dumps({"family": "eagle", "target": "other", "weights_sha256": "1"}))
+    with pytest.raises(UserError, match=r"acceptance.json counts another draft \(eagle for other\); delete it"):
+        planned(given(folder))
+
+
 def test_a_speed_of_a_busy_machine_says_so(folder: Path, tmp_path: Path) -> None:
     for contended in (False, True):
         found = evaluation(tmp_path / "evaluation.json", weights_of(folder), contended=contended)
@@ -253,6 +263,10 @@ def test_a_target_in_a_folder_has_no_name_on_the_hub(tmp_path: Path, tiny_target
         assert "base_model" not in fields(card)
         assert "## Training data" not in card
         assert "## Recipe" not in card
+        card = bytes(planned(given(tmp_path / "artifact", base_model="owner/mine"))["README.md"]).decode()
+        assert fields(card)["base_model"] == "owner/mine"
+    with pytest.raises(UserError, match="base_model must be OWNER/NAME, got 'mine'; give both parts"):
+        given(tmp_path / "artifact", base_model="mine")
 
 
 def test_a_failed_upload_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
