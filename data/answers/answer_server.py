@@ -220,7 +220,7 @@ def at_once(work: Callable[[Asked], Given], items: Sequence[Asked], width: int) 
         stopped.set()
 
 
-def check_address(address: str, possible: str = "distill.engine must be own, transformers or") -> None:
+def check_address(address: str, possible: str = "distill.engine must be own or") -> None:
     """Refuse what is no address of a server, by a sentence that begins with what is possible. Raises UserError."""
     try:
         parts = urlsplit(address)

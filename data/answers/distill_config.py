@@ -16,8 +16,6 @@ AUTO = "auto"
 """Workers: as many as GPUs or threads, as long as prompts and memory last."""
 LIMITS = ("budget_tokens", "budget_minutes")
 """Settings that end the answers and change none of them; None is no limit."""
-ENGINES = ("own", "transformers")
-"""Writers of the target's answers besides inference servers."""
 TrainFormat = Literal["own", "fastest", "float32", "bfloat16"]
 """Number formats for train prompts. A target in float16 has another hash of its weights than in float32."""
 
@@ -62,12 +60,11 @@ class DistillConfig:
     target; fastest is bfloat16 where it was measured to decode `slots` rows faster on this processor, which the run's
     folder keeps. Held-out prompts are always answered in the target's own format."""
     engine: str = "own"
-    """Writer of the target's answers to train prompts. own: this project's decoding loop; transformers: its continuous
-    batching, for a target that is whole on one GPU; an address: an inference server of the same model, which must
-    return token ids, http://host:port/v1 of vLLM or another OpenAI-style server with `return_token_ids`, or
-    http://host:port/generate of SGLang. Its key, where it asks for one, is the environment's DRAFTSMITH_SERVER_KEY. The
-    answers of the last two are compared with the target's first, and may differ from one run to the next; finished
-    shards do not. Held-out prompts and drafts' rows are always decoded here."""
+    """Writer of the target's answers to train prompts. own: this project's decoding loop; an address: an inference
+    server of the same model, which must return token ids, http://host:port/v1 of vLLM or another OpenAI-style server
+    with `return_token_ids`, or http://host:port/generate of SGLang. Its key, where it asks for one, is the
+    environment's DRAFTSMITH_SERVER_KEY. Its answers are compared with the target's first, and may differ from one run
+    to the next; finished shards do not. Held-out prompts and drafts' rows are always decoded here."""
     states_from: str | None = None
     """Engine that gives the target's states in place of its own passes, for a target beyond one machine: the address
     http://host:port/v1 of vLLM with `extract_hidden_states`, or a folder in which an engine takes requests, such as
@@ -133,7 +130,7 @@ class DistillConfig:
     @property
     def server(self) -> str | None:
         """Address of the server that answers; None where none does."""
-        return None if self.engine in ENGINES else self.engine
+        return None if self.engine == "own" else self.engine
 
     @property
     def shares(self) -> dict[SourceName, float]:

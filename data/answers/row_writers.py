@@ -9,7 +9,6 @@ from ..prompts.prompt import Prompt
 from ..store.token_store import SOURCES, SourceName
 from .answer_server import AnswerServer, ServerAnswerer
 from .answering import Answerer, Conversation
-from .continuous_batching import BatchAnswerer
 from .distill_task import DistillTask
 from .writers import source_of
 
@@ -36,10 +35,8 @@ class RowWriters:
         common = task.template, settings, config.max_new_tokens, on_tokens
         self.task = task
         self.target: Answerer
-        """The target, or the engine that answers for it."""
-        if config.engine == "transformers":
-            self.target = BatchAnswerer(task.train_target, *common)
-        elif config.server is not None:
+        """The target, or the server that answers for it."""
+        if config.server is not None:
             self.target = ServerAnswerer(AnswerServer(config.server), task.train_target, *common)
         else:
             self.target = Answerer(task.train_target, *common, on_slots=on_slots)

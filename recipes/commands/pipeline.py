@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from ...data import DistillConfig, Manifest, Prompt, WantedStates, read_held_out
-from ...data.answers.continuous_batching import require_whole
 from ...data.answers.distill_config import require_enough
 from ...data.answers.shard_queue import QUEUE
 from ...data.batches.datamodule import BatchConfig, DraftDataModule, HeldOutRows
@@ -94,8 +93,6 @@ def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Se
     recipe = workspace.recipe
     require_enough(recipe.prompts, recipe.distill)
     workspace.require_askable({"handwritten": handwritten_prompts()})
-    if recipe.distill.engine == "transformers":
-        require_whole(workspace.placement)
     wanted = [*workspace.wanted_states(), *more]
     if wanted and (tokens := missing_tokens(workspace)):
         # A full disk is reported now, and not after hours. The states of the prompts come on top; what several

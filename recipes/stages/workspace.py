@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...data import ChatTemplate, DistillConfig, Manifest, Prompt, WantedStates
-from ...data.answers.distill_config import ENGINES, raised_limits
+from ...data.answers.distill_config import raised_limits
 from ...data.batches.datamodule import BatchConfig, learned
 from ...data.batches.label_weights import count_labels
 from ...data.batches.learned_tokens import prompts_learnable
@@ -269,7 +269,7 @@ class Workspace:
         answers.pop("workers")
         answers.pop("states_from")
         # A server's address is one machine's.
-        answers["engine"] = answers["engine"] if answers["engine"] in ENGINES else "server"
+        answers["engine"] = "own" if answers["engine"] == "own" else "server"
         if drafter.get("folder") is not None:
             drafter["model_in_folder"] = folder_digest(Path(drafter["folder"]))
         if train["start"] is not None:

@@ -3,10 +3,9 @@
     python tests/benchmarks/distillation.py [--target NAME] [--answers N] [--slots N] [--new-tokens N] [--taps N ...]
                                             [--repeats N]
 
-Each repeat distils the same small folder in five ways that take turns: with a sampler that sorts the whole vocabulary
+Each repeat distils the same small folder in four ways that take turns: with a sampler that sorts the whole vocabulary
 and adds up all of it; with the sampling of this package; with that, while the states are kept; and so again, with
-prompts and answers in bfloat16; and with answers by transformers' continuous batching. After the first two and the last
-one, a second pass computes the states. Medians are printed, and the
+prompts and answers in bfloat16. After the first two, a second pass computes the states. Medians are printed, and the
 medians of the ratios within a repeat, which other work on the machine affects least.
 """
 
@@ -30,7 +29,7 @@ from draftsmith.modules.verification import acceptance_rules
 from support.stored_states import encode
 from torch import Tensor
 
-WAYS = ("sorted", "ours", "kept", "half", "batched")
+WAYS = ("sorted", "ours", "kept", "half")
 TEMPERATURES = (0.0, 0.0, 0.8)
 """Of the answers, as in the recipes for the embedded target."""
 
@@ -54,13 +53,13 @@ def sorting() -> Iterator[None]:
 
 def measured(
     target: Target, config: DistillConfig, prompts: PromptConfig, folder: Path, taps: tuple[int, ...], *, kept: bool,
-    half: Target | None = None, engine: str = "own",
+    half: Target | None = None,
 ) -> dict[str, float]:
     """Tokens per second of passes over answers, and over prompts that the target writes, where they are ours, and of
     answers with their prompts' passes (`written`); seconds of the answers with their states, and of the second pass for
     a thousand tokens."""
     states = [WantedStates(taps=taps)] if kept else []
-    config = replace(config, engine=engine, train_dtype="own" if half is None else "bfloat16")
+    config = replace(config, train_dtype="own" if half is None else "bfloat16")
     distill(target, prompts, config, ChatTemplate(target.tokenizer), folder, train_target=half, states=states,
             progress=False)
     stats = json.loads((folder / "stats.json").read_text())
@@ -102,8 +101,7 @@ def main() -> None:
         for way in WAYS:
             with tempfile.TemporaryDirectory() as folder, sorting() if way == "sorted" else nullcontext():
                 found[way].append(measured(target, config, prompts, Path(folder), tuple(options.taps),
-                                           kept=way in ("kept", "half"), half=half if way == "half" else None,
-                                           engine="transformers" if way == "batched" else "own"))
+                                           kept=way in ("kept", "half"), half=half if way == "half" else None))
     print(f"{options.target}, {options.slots} slots, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print("| part | whole vocabulary sorted | ours | ratio |\n|---|---|---|---|")
     for part in ("prompts", "answers"):
@@ -116,8 +114,6 @@ def main() -> None:
     print("\n| part | float32 | bfloat16 | ratio |\n|---|---|---|---|")
     for part in ("prompts", "answers"):
         print(line(f"{part}, tokens/s", part, found, ("kept", "half"), 0))
-    print("\n| part | own loop | continuous batching | ratio |\n|---|---|---|---|")
-    print(line("prompts' passes and answers, tokens/s", "written", found, ("ours", "batched"), 0))
 
 
 if __name__ == "__main__":

@@ -363,14 +363,3 @@ def test_a_process_that_helped_a_comparison_trains_no_row(tmp_path: Path, monkey
     monkeypatch.setattr(compare_families, "run_row", lambda *_: pytest.fail("a row was trained"))
     words = ["families", "--config", "tiny", "--rows", "[tiny]", "--distill.workers", "2", "--out", str(tmp_path)]
     assert main(words) == 0
-
-
-def test_a_placement_on_several_devices_is_refused_before_the_target_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("draftsmith.recipes.stages.workspace.load_target",
-                        lambda *_: pytest.fail("the target was loaded"))
-    words = ["distill", "--config", "tiny", "--out", str(tmp_path), "--distill.engine", "transformers"]
-    assert main([*words, "--target.placement", "layers"]) == 2
-    assert "target.placement is layers; set distill.engine: own, or target.placement: replicated" in (
-        capsys.readouterr().err)
