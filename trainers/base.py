@@ -34,7 +34,7 @@ from .losses.batch_loss import BatchLoss
 from .losses.chunked_losses import VocabularyLoss
 from .losses.metrics import describe, weighted_mean_loss
 from .losses.objectives import NEEDS_MASS, Teacher
-from .processes.split_drafter import SplitDrafter, shard_fully, whole_state
+from .processes.split_drafter import SplitDrafter, whole_state
 from .processes.zero_strategy import ZeroDrafter
 from .start import WARMUP_SHARE, Start, continued
 from .steps.checkpoints import require_same_settings
@@ -43,7 +43,7 @@ from .steps.schedules import time_leads, warmup_cosine
 from .steps.step_guard import KINDS, FinishedStep, StepGuard
 from .steps.training_clock import Clock, DataWait, peak_memory_bytes
 from .steps.training_curve import TrainingCurve
-from .train_config import SPLITTING, TrainConfig, decisive_settings
+from .train_config import ZERO_STAGES, TrainConfig, decisive_settings
 
 PATIENCE = 8
 """Optimizer steps without a supervised token after which a run stops: long prompts may fill one step, but not eight."""
@@ -95,7 +95,7 @@ class DraftModule(L.LightningModule):
             raise UserError(f"{type(self).__name__} trains through the target's layers, which target.placement "
                             f"{target.placement.name} does not keep whole on one device; set target.placement: "
                             "replicated, or choose another family")
-        if self.changes_target and config.strategy in SPLITTING:
+        if self.changes_target and config.strategy in ZERO_STAGES:
             raise UserError(f"train.strategy {config.strategy} splits the drafter's weights or their optimizer, and "
                             f"{type(self).__name__} trains weights of the target too; set train.strategy: ddp")
         self.target = target
@@ -141,23 +141,20 @@ class DraftModule(L.LightningModule):
             self.drafter.bind(self.target)
 
     def configure_model(self) -> None:
-        """Build the drafter once, and split it if processes share it; called for loading a checkpoint and for
-        fitting."""
-        # Lightning calls it twice, and only here are the processes joined that split the weights.
-        if "drafter" not in self._modules:
-            # The first weights depend on the seed alone, and the random numbers outside do not change.
-            with torch.random.fork_rng():
-                torch.manual_seed(self.config.seed)
-                self.drafter = self.build_drafter()
-            # The backward pass computes states inside the layers again from their inputs (arXiv:1604.06174): those of
-            # a decoder layer's MLP, several times as wide as its input. Attention leaves keys for the draft steps after
-            # it and runs once.
-            if self.config.activation_checkpointing and not self.drafter.recompute_layers():
-                raise UserError("activation_checkpointing computes the states inside of MLPs again, and the "
-                                f"{self.drafter.family} drafter has none; set train.activation_checkpointing: false")
-        if self.device_mesh is not None and self.split is None:
-            self.split = SplitDrafter(self.drafter)
-            shard_fully(self, self.drafter, self.device_mesh["data_parallel"])
+        """Build the drafter once; called for loading a checkpoint and for fitting."""
+        # Lightning calls it twice.
+        if "drafter" in self._modules:
+            return
+        # The first weights depend on the seed alone, and the random numbers outside do not change.
+        with torch.random.fork_rng():
+            torch.manual_seed(self.config.seed)
+            self.drafter = self.build_drafter()
+        # The backward pass computes states inside the layers again from their inputs (arXiv:1604.06174): those of a
+        # decoder layer's MLP, several times as wide as its input. Attention leaves keys for the draft steps after it
+        # and runs once.
+        if self.config.activation_checkpointing and not self.drafter.recompute_layers():
+            raise UserError("activation_checkpointing computes the states inside of MLPs again, and the "
+                            f"{self.drafter.family} drafter has none; set train.activation_checkpointing: false")
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """The chosen optimizer with warm-up and cosine."""
@@ -234,7 +231,7 @@ class DraftModule(L.LightningModule):
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
         """Back-propagate the sum of the losses of one micro-batch.
 
-        Lightning divides by the number of micro-batches, DDP, FSDP2 and ZeRO by that of ranks; both are undone here.
+        Lightning divides by the number of micro-batches, DDP and ZeRO by that of ranks; both are undone here.
         """
         # Without states: tokens say which row it was, and states would be kept for a whole step.
         self.guard.batches.append((batch_idx, Features(**{kind: getattr(batch, kind) for kind in KINDS})))

@@ -23,7 +23,7 @@ from ..modules.tuning.replay_acceptance import MeasuredStep, held_out_acceptance
 from .base import DraftModule
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine
 from .interruption import StopAtSignal
-from .processes.strategies import strategy_for
+from .processes.zero_strategy import strategy_for
 from .steps.checkpoints import AtomicCheckpointIO, load_weights
 from .train_config import TrainConfig
 

@@ -20,13 +20,9 @@ DIVISION = ("accumulate", "devices", "num_nodes")
 """Settings whose product is the number of micro-batches of an optimizer step: it alone decides, up to rounding."""
 MOST_LR = 100.0
 """Largest learning rate: beyond it no optimizer here learns, and float32 overflows."""
-FSDP2 = "fsdp2"
-"""Name of the strategy that splits the drafter's weights, gradients and optimizer states."""
 ZERO_STAGES = {f"deepspeed_stage_{stage}": stage for stage in (1, 2, 3)}
 """Lightning's names of DeepSpeed's strategies, and the stage of ZeRO (arXiv:1910.02054, section 5)."""
-SPLITTING = (FSDP2, *ZERO_STAGES)
-"""Names of the strategies that split something of the drafter among the processes."""
-STRATEGIES = ("auto", "ddp", *SPLITTING)
+STRATEGIES = ("auto", "ddp", *ZERO_STAGES)
 """Names of the strategies of several processes."""
 
 
@@ -85,9 +81,9 @@ class TrainConfig:
     num_nodes: int = 1
     """Machines that train together; more than one are started with torchrun."""
     strategy: str = "auto"
-    """Distribution of the drafter. auto: whole in every process; ddp: the same, by Lightning's name; fsdp2: its
-    weights, gradients and optimizer states split among the processes; deepspeed_stage_1, _2 and _3: DeepSpeed's ZeRO,
-    which splits the optimizer states, then the gradients too, then the weights too. Wherever the target is."""
+    """Distribution of the drafter. auto: whole in every process; ddp: the same, by Lightning's name;
+    deepspeed_stage_1, _2 and _3: DeepSpeed's ZeRO, which splits the optimizer states among the processes, then the
+    gradients too, then the weights too. Wherever the target is."""
     seed: int = 0
     """Seed of all random numbers of training."""
     start: str | None = None

@@ -22,7 +22,6 @@ from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafter, Drafts
 from ..interfaces.family_card import FamilyCard
-from ..interfaces.optional_parts import GathersApart
 from ..interfaces.proposer import Scores
 from ..target.attention.segment_attention import Sight, mask_arguments, visible_text
 from ..target.attention.tree_attention import place_arguments
@@ -42,7 +41,7 @@ from .parts.decoder_block import AttentionContext
 from .parts.mask_tokens import KEEP_LEAST, KEEP_RATE, by_depth, conditional_drop, pack, useful, visible
 
 
-class DraftLM(CausalDraft, Drafter[CausalState], GathersApart):
+class DraftLM(CausalDraft, Drafter[CausalState]):
     """A causal language model of transformers as a drafter; it borrows no weights.
 
     Own weights: `decoder.*` under transformers' names, `head.weight` unless the output layer is the embedding,

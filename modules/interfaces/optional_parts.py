@@ -7,12 +7,11 @@ Shapes: P places of held-out text, K draft steps.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..compiler import Compiler
 from ..config_checks import CheckedSettings
@@ -123,13 +122,6 @@ class RunsCompiled(ABC):
     @abstractmethod
     def compiled(self, compiler: Compiler) -> AbstractContextManager[None]:
         """A block in which its layers run compiled."""
-
-
-class GathersApart:
-    """A drafter some of whose weights are gathered only while they run, where each process holds a part of them."""
-
-    layers: Sequence[nn.Module]
-    """Modules that are called whole in every training step; their weights are gathered one after the other."""
 
 
 def virtual_nodes(drafter: Proposer | None) -> int:

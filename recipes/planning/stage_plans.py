@@ -9,14 +9,13 @@ from torch.optim import AdamW, Optimizer
 from ...data.batches.prefetch import AHEAD
 from ...export.evaluation.schedule import UNTIMED_ROWS
 from ...modules import Target
-from ...modules.interfaces.optional_parts import GathersApart
 from ...modules.target.devices.placement import Zero3
 from ...modules.target.linears.packed_linear import has_packed_product, linear_layers
 from ...modules.tuning.copy_sizing import TIMED
 from ...trainers import DraftModule
 from ...trainers.processes.zero_strategy import BUCKET
 from ...trainers.steps.optimizers import Together
-from ...trainers.train_config import FSDP2, ZERO_STAGES
+from ...trainers.train_config import ZERO_STAGES
 from ..chat_settings import handwritten_prompts
 from ..recipe import Recipe
 from .device_rates import Rates
@@ -87,14 +86,9 @@ class StagePlans:
         """Processes that answer prompts on one machine, as far as its memory holds them."""
         self.moments = moments(module)
         self.zero = ZERO_STAGES.get(recipe.train.strategy, 0)
-        self.split = recipe.train.world if recipe.train.strategy == FSDP2 or self.zero == 3 else 1
+        self.split = recipe.train.world if self.zero == 3 else 1
         """Processes among which the drafter's weights, gradients and moments are divided."""
-        drafter, whole = module.drafter, parameters_of(module)
-        if isinstance(drafter, GathersApart) and not self.zero:
-            # FSDP2 gathers such parts one after the other, so that only the largest counts; ZeRO-3 all of them at once.
-            apart = [parameters_of(part) for part in drafter.layers]
-            whole += max(apart, default=0) - sum(apart)
-        self.gathered = FLOAT32 * whole if self.split > 1 else 0
+        self.gathered = FLOAT32 * parameters_of(module) if self.split > 1 else 0
         """Bytes of the weights that a step has whole at once, next to this process's part of all."""
         self.longest = min(target.context_length, opening(recipe) + recipe.distill.max_new_tokens)
         self.held_out = self.work.held_out()

@@ -45,7 +45,7 @@ class Trained:
     """Seconds between the files of training."""
 
 
-SHARED = (("tensor_parallel", "fsdp2"), ("zero3", "deepspeed_stage_3"))
+SHARED = (("tensor_parallel", "ddp"), ("zero3", "deepspeed_stage_3"))
 
 
 @pytest.fixture(scope="module", params=SHARED, ids="-".join)

@@ -87,8 +87,8 @@ def is_kept(tensor: Tensor, kept: list[Any]) -> bool:
 
 
 def local(tensor: Any) -> Tensor:
-    """The part of a tensor that this process holds, of FSDP2 or ZeRO-3."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else getattr(tensor, "ds_tensor", tensor)
+    """The part of a tensor that this process holds, of ZeRO-3."""
+    part: Tensor = getattr(tensor, "ds_tensor", tensor)
     return part
 
 

@@ -76,5 +76,5 @@ def test_a_run_is_resumed_by_any_processes_that_read_as_many_micro_batches(tiny_
     module(1, 4, "auto").on_load_checkpoint(checkpoint)
     expected = {"ready": 48, "started": 48, "processed": 48, "completed": 47}
     assert loops["fit_loop"]["epoch_loop.batch_progress"] == {"total": expected, "current": expected}
-    module(4, 1, "fsdp2").on_load_checkpoint(checkpoint)
+    module(4, 1, "deepspeed_stage_1").on_load_checkpoint(checkpoint)
     assert loops["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == 12

@@ -34,8 +34,7 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=[
-    ("fully_sharded", "fsdp2", 2, True), ("tensor_parallel", "ddp", 4, False),
-    ("tensor_parallel", "fsdp2", 4, False),
+    ("fully_sharded", "ddp", 2, True), ("tensor_parallel", "ddp", 4, False),
     ("zero3", "deepspeed_stage_3", 2, False),
     ("zero3 offload", "ddp", 2, True),
 ], ids=lambda given: "-".join(given[:2]))

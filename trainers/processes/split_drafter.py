@@ -1,8 +1,7 @@
 """A drafter in training whose weights are split among processes, and the whole one that decodes.
 
-Each process holds a part of every weight, of its gradient and of its optimizer state. A training step gathers the
-weights, those of `GathersApart.layers` for the moment in which each of these parts runs; the gradients are
-summed over the processes and split. What decodes in validation is a whole copy that holds the same weights.
+Each process holds a part of what ZeRO's stage divides: optimizer states, gradients, weights. What decodes in validation
+is a whole copy that holds the same weights.
 """
 
 import copy
@@ -14,7 +13,6 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from ...modules.interfaces.drafter import Drafter
-from ...modules.interfaces.optional_parts import GathersApart
 from ...modules.target.devices.split_weights import whole
 from ...modules.target.model import Target
 
@@ -58,48 +56,6 @@ class WholeCheckpoints:
         return {name: tensor.cpu() for name, tensor in whole_state(self.lightning_module).items()}
 
 
-def shard_fully(module: nn.Module, drafter: Drafter, mesh: Any) -> None:
-    """Split a drafter's weights in place (FSDP2).
-
-    Args:
-        module: the training module, a child of which is the drafter; it is the root whose `training_step` gathers.
-        drafter: whole yet.
-        mesh: the processes, of one dimension.
-    """
-    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-
-    # From the inside out: a part that is split already is left out of the one around it.
-    for part in drafter.layers if isinstance(drafter, GathersApart) else ():
-        fully_shard(part, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            # Gloo knows sums alone; the mean that follows is undone by the training step.
-            part.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(module, "training_step")
-
-
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
     """The weights and buffers of a module, each whole; the processes that split them must call it together."""
     return {name: whole(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
-
-
-def like(tensor: Tensor, held: Tensor) -> Tensor:
-    """This process's part of a whole tensor, split as the one that it holds; the tensor itself where that is whole."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if not isinstance(held, DTensor):
-        return tensor
-    # Every process has the whole tensor: none sends its own.
-    return distribute_tensor(tensor.to(held.device), held.device_mesh, held.placements, src_data_rank=None)
-
-
-def made_whole(value: Any) -> Any:
-    """A nested state with whole tensors on the CPU; the processes that split them must call it together."""
-    if isinstance(value, Tensor):
-        return whole(value).cpu()
-    if isinstance(value, dict):
-        return {name: made_whole(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(made_whole(one) for one in value)
-    return value

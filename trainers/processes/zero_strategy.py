@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from torch import nn
 from torch.optim import Optimizer
 
 from ...modules.deepspeed_import import prepare_deepspeed, require_deepspeed
 from ...modules.errors import UserError
+from ..train_config import ZERO_STAGES, TrainConfig
 from .split_drafter import SplitDrafter, WholeCheckpoints
 from .zero_states import load_optimizer_state, optimizer_layout, whole_optimizer_state
 
@@ -40,7 +41,7 @@ class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
     """
 
     def __init__(self, stage: int, *, clip: float, on_cpu: bool) -> None:
-        require_deepspeed(f"train.strategy deepspeed_stage_{stage}", "train.strategy: fsdp2", on_cpu=on_cpu)
+        require_deepspeed(f"train.strategy deepspeed_stage_{stage}", "train.strategy: ddp", on_cpu=on_cpu)
         super().__init__(logging_level=40, config={
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": float(clip),
             "zero_allow_untested_optimizer": True,
@@ -177,3 +178,13 @@ class OneModule(nn.Module):
         # With a cache, gradients of a weight that is used several times would be added up in bfloat16.
         with torch.autocast(device, torch.bfloat16, enabled=self.mixed, cache_enabled=False):
             return self.called[0](*given)
+
+
+def strategy_for(config: TrainConfig) -> str | Strategy:
+    """Lightning's strategy, or its name. Raises UserError for one under which a training would learn something else."""
+    if config.strategy not in ZERO_STAGES:
+        return config.strategy
+    if config.optimizer == "muon":
+        raise UserError(f"train.optimizer muon orthogonalises whole matrices, and train.strategy {config.strategy} "
+                        "steps pieces of the joined weights; set train.optimizer: adamw, or train.strategy: ddp")
+    return ZeroDrafter(ZERO_STAGES[config.strategy], clip=config.clip, on_cpu=config.accelerator == "cpu")

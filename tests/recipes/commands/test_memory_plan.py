@@ -132,24 +132,6 @@ def test_stages_of_zero_take_less_each() -> None:
 
 
 @pytest.mark.long
-def test_split_drafters_take_less_in_each_process() -> None:
-    """Heads are gathered together, the layers of a language model one after the other."""
-    def planned(family: str, *words: str) -> tuple[int, int, int]:
-        plan = plan_recipe(COMMANDS["run"].parse(["--config", "tiny", "--family", family, *words]).values, RATES)
-        parts = next(stage.parts for stage in plan.stages if stage.name == "train")
-        return plan.drafter_parameters, parts["drafter"], parts["optimizer"]
-
-    split = ("--train.devices", "4", "--train.strategy", "fsdp2")
-    trained, whole, moments = planned("medusa", "--train.devices", "4")
-    assert moments == 8 * trained
-    assert planned("medusa", *split) == (trained, whole + trained, 2 * trained), "a quarter, and all for the step"
-    layers = ("--drafter.num_layers", "3")
-    trained, whole, _ = planned("draft_lm", "--train.devices", "4", *layers)
-    one = trained - planned("draft_lm", *split, "--drafter.num_layers", "2")[0]
-    assert planned("draft_lm", *split, *layers)[1] - whole == trained + 4 * (trained - 2 * one) - 4 * trained
-
-
-@pytest.mark.long
 def test_stages_grow_with_what_they_hold() -> None:
     def stages(*words: str) -> dict[str, StagePlan]:
         parsed = COMMANDS["run"].parse(["--config", "tiny", *words])
