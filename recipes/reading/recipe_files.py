@@ -13,8 +13,8 @@ from ...modules.files.bounded_reading import read_bounded_text
 EXTENDS, FAMILY, DRAFTER = "extends", "family", "drafter"
 RECIPE_BYTES = 2**20
 """Largest recipe file."""
-MOST_LEVELS, MOST_VALUES, MOST_DIGITS = 50, 100_000, 1_000
-"""Bounds of a recipe: levels of nesting, values with all aliases written out, digits of a number."""
+MOST_LEVELS = 50
+"""Most levels of nesting in a recipe."""
 
 
 def recipe_path(name: str) -> str:
@@ -66,7 +66,7 @@ def read_recipe(path: str, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]
 def load_yaml(file: Path) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty one. Raises UserError when it is none."""
     try:
-        content = yaml.load(read_bounded_text(file, RECIPE_BYTES), Loader=BoundedLoader)
+        content = yaml.load(read_bounded_text(file, RECIPE_BYTES), Loader=PlainLoader)
     except OSError as error:
         raise UserError(f"cannot read the recipe {file}: {error.strerror}; check its path and permissions") from error
     except (yaml.YAMLError, ValueError) as error:
@@ -88,83 +88,56 @@ def load_yaml(file: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-def check_plain(value: Any, where: str) -> None:
-    """Refuse text that UTF-8 cannot hold or no name of a file may. Raises UserError.
+def check_plain(value: Any, where: str, level: int = 0) -> None:
+    """Refuse text that UTF-8 cannot hold or no name of a file may, and a value that holds itself. Raises UserError.
 
     Args:
         value: of YAML or a command line.
         where: its place, for the error's sentence.
+        level: how deep it lies.
     """
+    if level > MOST_LEVELS:
+        raise UserError(f"{where[:60]}... has more than {MOST_LEVELS} levels, or a value that holds itself; write it flat")
     if isinstance(value, str) and any(sign == "\0" or "\ud800" <= sign <= "\udfff" for sign in value):
         raise UserError(f"{where} holds text that is not UTF-8, or a null character ({value[:60]!r}); write it in "
                         "plain UTF-8")
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in parts:
         check_plain(key, f"a key of {where}")
-        check_plain(part, f"{where}.{key}")
+        check_plain(part, f"{where}.{key}", level + 1)
 
 
 def check_word(text: str) -> None:
-    """Refuse a value of the command line that would take all memory or the whole stack to read. Raises UserError."""
+    """Refuse a value of the command line that would take the whole stack to read. Raises UserError."""
     try:
-        BoundedLoader(text).get_single_node()
-    except TooMuchError as error:
+        value = yaml.load(text, Loader=PlainLoader)
+    except TooDeepError as error:
         raise UserError(f"{error.problem} in {text[:20]}...; shorten it") from error
     except (yaml.YAMLError, ValueError):
         # No YAML at all: plain text, or its key's own error.
         return
+    check_plain(value, text[:20])
 
 
-class TooMuchError(yaml.composer.ComposerError):
-    """A document with too many levels or values."""
+class TooDeepError(yaml.composer.ComposerError):
+    """A document with too many levels."""
 
 
-class BoundedLoader(yaml.SafeLoader):
-    """PyYAML's safe loader within bounds: of levels, of values once its aliases are written out, of digits.
+class PlainLoader(yaml.SafeLoader):
+    """PyYAML's safe loader of so many levels for the values of JSON alone: no dates, bytes, sets or pairs. A key that
+    is given twice is an error."""
 
-    It reads the values of JSON alone: no dates, bytes, sets or pairs. A key that is given twice is an error.
-    """
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self.level = 0
-        self.values: dict[int, int] = {}
+    level = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """A node of the document.
-
-        Raises:
-            TooMuchError: if it lies too deep, holds itself, or stands for too many values.
-        """
+        """A node of the document. Raises TooDeepError."""
         if self.level > MOST_LEVELS:
             event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-            raise TooMuchError(None, None, f"more than {MOST_LEVELS} levels", event.start_mark)
-        alias = self.check_event(yaml.AliasEvent)
+            raise TooDeepError(None, None, f"more than {MOST_LEVELS} levels", event.start_mark)
         self.level += 1
         node = super().compose_node(parent, index)
         self.level -= 1
-        if node is not None and not alias:
-            self.values[id(node)] = self._count(node)
-        elif node is not None and id(node) not in self.values:
-            raise TooMuchError(None, None, "a value that holds itself", node.start_mark)
         return node
-
-    def _count(self, node: yaml.Node) -> int:
-        """Values of a node with its aliases written out."""
-        parts = node.value if isinstance(node, yaml.CollectionNode) else []
-        flat = [one for pair in parts for one in pair] if isinstance(node, yaml.MappingNode) else parts
-        count = 1 + sum(self.values[id(one)] for one in flat)
-        if count > MOST_VALUES:
-            raise TooMuchError(None, None, f"more than {MOST_VALUES:,} values", node.start_mark)
-        return count
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """A whole number. Raises yaml.YAMLError where it has more digits than any setting."""
-        if len(node.value) > MOST_DIGITS:
-            raise yaml.constructor.ConstructorError(None, None, f"a number of {len(node.value):,} digits",
-                                                    node.start_mark)
-        found: int = super().construct_yaml_int(node)
-        return found
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """A mapping whose keys are all different."""
@@ -175,16 +148,14 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 # A date is text, as in JSON.
-BoundedLoader.yaml_implicit_resolvers = {
+PlainLoader.yaml_implicit_resolvers = {
     sign: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:timestamp"]
     for sign, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-BoundedLoader.yaml_constructors = {
+PlainLoader.yaml_constructors = {
     tag: function for tag, function in yaml.SafeLoader.yaml_constructors.items()
     if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
 }
-# The mapping of tags holds the parent's functions, so that overriding the method alone would change nothing.
-BoundedLoader.add_constructor("tag:yaml.org,2002:int", BoundedLoader.construct_yaml_int)
 
 
 def merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

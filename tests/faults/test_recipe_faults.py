@@ -41,11 +41,11 @@ CONTENTS = [
     (f"tree: {{used_nodes: {'9' * 5000}}}", r"r\.yaml is not a YAML file: .*digits.*correct it"),
     (f"out: {'[' * 3000}", r"r\.yaml is not a YAML file: more than 50 levels .*; correct it"),
     # Values that hold themselves.
-    ("out: &a [*a]", r"r\.yaml is not a YAML file: a value that holds itself .*; correct it"),
-    ("target: &a {name: *a}", r"r\.yaml is not a YAML file: a value that holds itself .*; correct it"),
-    ("prompts: &a {x: *a}", r"r\.yaml is not a YAML file: a value that holds itself .*; correct it"),
-    ("train: &a {max_steps: *a}", r"r\.yaml is not a YAML file: a value that holds itself .*; correct it"),
-    ("distill: &a {temperatures: [0, *a]}", r"r\.yaml is not a YAML file: a value that holds itself .*; correct it"),
+    ("out: &a [*a]", r"r\.yaml: .* levels, or a value that holds itself; write it flat"),
+    ("target: &a {name: *a}", r"r\.yaml: .* levels, or a value that holds itself; write it flat"),
+    ("prompts: &a {x: *a}", r"r\.yaml: .* levels, or a value that holds itself; write it flat"),
+    ("train: &a {max_steps: *a}", r"r\.yaml: .* levels, or a value that holds itself; write it flat"),
+    ("distill: &a {temperatures: [0, *a]}", r"r\.yaml: .* levels, or a value that holds itself; write it flat"),
     # Broken YAML.
     ("out: [", r"r\.yaml is not a YAML file: .*line \d+.*correct it"),
     ("out: 'a", r"r\.yaml is not a YAML file: .*line \d+.*correct it"),
@@ -135,7 +135,7 @@ ROWS = [
     ("rows: [medusa]\nminutes: 0", "minutes must be above 0"), ("rows: [medusa]\nminutes: .nan", "minutes must be"),
     ("rows: [medusa]\nonly: hydra", "only names 'hydra'; choose one of medusa"),
     ("rows: [medusa]\ntarget: null", "target is a section with the keys"),
-    ("rows: &a [*a]", "a value that holds itself"), ("rows: [families]", "names no family and cannot be a row; give"),
+    ("rows: &a [*a]", "or a value that holds itself; write it flat"), ("rows: [families]", "names no family and cannot be a row; give"),
 ]
 FAULTS += [Fault(f"families: {content}", "families --config f.yaml", says,
                  lambda place, content=content: place.write("f.yaml", f"out: o\n{content}\n"))  # type: ignore[misc]
