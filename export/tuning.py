@@ -13,6 +13,7 @@ from ..modules import (
     NONE,
     SIZING_TEMPERATURE,
     STATIC,
+    SURE_LENGTH,
     CopySizing,
     CopyTrial,
     CostModel,
@@ -212,7 +213,9 @@ class Tuning:
         known, size = self.copying_at(temperature), self.size_for(batch_size, temperature)
         # What another tree accepts next to copies is not known for sampled rows.
         if temperature > 0 and not self.given:
-            if known is None or known.speedup(known.best(self.cost, batch_size), self.cost, batch_size) <= 1:
+            best = None if known is None else known.best(self.cost, batch_size)
+            kept = best is not None and self.cost.contended and best.accepted_length >= SURE_LENGTH
+            if known is None or best is None or (known.speedup(best, self.cost, batch_size) <= 1 and not kept):
                 return Copies(1, None, 1.0)
             size = known.tree_size
         sizing = known or self.copying
@@ -229,15 +232,14 @@ class Tuning:
         return choose_trial(sampled.lookahead if sampled else (), self.cost.curve(batch_size), virtual_nodes).size
 
     def fastest(self, batch_size: int = 1, temperature: float = 0.0) -> str:
-        """The policy that is predicted to decode such rows fastest: static, static+lookup, or none."""
+        """The policy that is predicted to decode such rows fastest, by the figures that are reported: static,
+        static+lookup, or none."""
+        size = self.size_for(batch_size, temperature)
+        alone, both = self.prediction(size, batch_size, temperature), self.copying_prediction(batch_size, temperature)
         # A size whose accepted length is not known is predicted to gain nothing, so that copies win where they pay.
-        size, lengths, copies = (self.size_for(batch_size, temperature), self.lengths_at(temperature),
-                                 self.copies(batch_size, temperature))
-        known = 1 < size <= len(lengths)
-        alone = self.cost.predict(lengths[size - 1], size, batch_size) if known else 1.0
-        speedups = {STATIC if size > 1 else NONE: alone}
-        if copies is not None and copies.speedup is not None:
-            speedups[JOINED] = copies.speedup
+        speedups = {STATIC if size > 1 else NONE: 1.0 if alone is None else alone.speedup}
+        if both is not None:
+            speedups[JOINED] = both.speedup
         return max(speedups, key=lambda name: speedups[name])
 
 

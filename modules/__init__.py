@@ -55,7 +55,7 @@ from .token_tree import Drawn, TokenTree, Topology
 from .tuning.acceptance_examples import Examples, Rollouts, chain_for, rollouts
 from .tuning.confidence_calibration import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
 from .tuning.copy_sizing import CopySizing, CopyTrial, size_copies
-from .tuning.cost_model import CostCurve, CostModel, Sample, TreeChoice, choose_size
+from .tuning.cost_model import SURE_LENGTH, CostCurve, CostModel, Sample, TreeChoice, choose_size
 from .tuning.drafted_tokens import DraftedTokens
 from .tuning.held_out_ranks import DrawnText, ProposedText, drawn_text, proposed_text, rank_table, sure_text
 from .tuning.lookahead_sizing import PassTrial, choose_pass_nodes, choose_trial, try_pass_sizes
@@ -75,22 +75,22 @@ DRAFTERS: tuple[type[Drafter], ...] = (
 
 __all__ = [
     "BASELINES", "DEFAULT_NAME", "DRAFTERS", "FASTEST", "JOINED", "NONE", "PARTNERS", "POLICIES", "SIZING_TEMPERATURE",
-    "SPARSE", "SPECDEC", "STATIC", "SURE", "Acceptance", "AcceptanceHead", "AcceptanceHeadConfig", "Accepted",
-    "Adapter", "BlockDraft", "BlockDraftConfig", "Chain", "ChainRejection", "Chances", "Confidence", "ConfidenceBin",
-    "ConfidenceCurve", "CopySizing", "CopyTrial", "CostCurve", "CostModel", "DecodeError", "DecodeResult",
-    "DecodeSettings", "DecodeStats", "DraftLM", "DraftLMConfig", "DraftState", "Drafted", "DraftedTokens", "Drafter",
-    "Drafts", "Drawn", "DrawnText", "Draws", "DySpecTree", "Eagle", "Eagle2Tree", "Eagle3", "Eagle3Config",
-    "EagleConfig", "EarlyExit", "Ensemble", "Equality", "Examples", "Falcon", "FalconConfig", "Features", "Frontier",
-    "Generation", "HiddenTransfer", "HiddenTransferConfig", "Hydra", "HydraConfig", "Kangaroo", "KangarooConfig",
-    "LayerDraft", "Loop", "MaxProbability", "MeasuredStep", "Medusa", "MedusaConfig", "Mtp", "MtpConfig", "NgramConfig",
-    "Ngrams", "Observation", "PassOutput", "PassTrial", "PathProbability", "Policy", "PredictedLengths", "PromptLookup",
-    "PromptLookupConfig", "PromptTokens", "PromptTokensConfig", "ProposedText", "Proposer", "Rejection",
-    "RejectionRisk", "Replay", "Request", "Rollouts", "Rule", "Sample", "SampledChain", "SampledTree", "Sampling",
-    "SamplingSetting", "Scores", "StaticTree", "StoppedChain", "StoppingRule", "Target", "TargetConfig",
-    "TargetIdentity", "TargetRows", "TokenRecycling", "TokenText", "TokenTree", "Topology", "TreeChoice", "TreeError",
-    "Typical", "Union", "UserError", "Verified", "answered_anew", "baseline", "chain_for", "choose",
-    "choose_pass_nodes", "choose_size", "choose_trial", "decode", "drawn_text", "exact_rule", "expected_lengths",
-    "follow", "held_out_acceptance", "load_target", "measure_cost", "parse_joined", "parse_policy", "policy_named",
-    "predicted_lengths", "proposed_text", "rank_table", "recycling_tree", "repeats_itself", "replay", "replay_noting",
-    "rollouts", "search_tree", "size_copies", "stream", "sure_text", "try_pass_sizes",
+    "SPARSE", "SPECDEC", "STATIC", "SURE", "SURE_LENGTH", "Acceptance", "AcceptanceHead", "AcceptanceHeadConfig",
+    "Accepted", "Adapter", "BlockDraft", "BlockDraftConfig", "Chain", "ChainRejection", "Chances", "Confidence",
+    "ConfidenceBin", "ConfidenceCurve", "CopySizing", "CopyTrial", "CostCurve", "CostModel", "DecodeError",
+    "DecodeResult", "DecodeSettings", "DecodeStats", "DraftLM", "DraftLMConfig", "DraftState", "Drafted",
+    "DraftedTokens", "Drafter", "Drafts", "Drawn", "DrawnText", "Draws", "DySpecTree", "Eagle", "Eagle2Tree", "Eagle3",
+    "Eagle3Config", "EagleConfig", "EarlyExit", "Ensemble", "Equality", "Examples", "Falcon", "FalconConfig",
+    "Features", "Frontier", "Generation", "HiddenTransfer", "HiddenTransferConfig", "Hydra", "HydraConfig", "Kangaroo",
+    "KangarooConfig", "LayerDraft", "Loop", "MaxProbability", "MeasuredStep", "Medusa", "MedusaConfig", "Mtp",
+    "MtpConfig", "NgramConfig", "Ngrams", "Observation", "PassOutput", "PassTrial", "PathProbability", "Policy",
+    "PredictedLengths", "PromptLookup", "PromptLookupConfig", "PromptTokens", "PromptTokensConfig", "ProposedText",
+    "Proposer", "Rejection", "RejectionRisk", "Replay", "Request", "Rollouts", "Rule", "Sample", "SampledChain",
+    "SampledTree", "Sampling", "SamplingSetting", "Scores", "StaticTree", "StoppedChain", "StoppingRule", "Target",
+    "TargetConfig", "TargetIdentity", "TargetRows", "TokenRecycling", "TokenText", "TokenTree", "Topology",
+    "TreeChoice", "TreeError", "Typical", "Union", "UserError", "Verified", "answered_anew", "baseline", "chain_for",
+    "choose", "choose_pass_nodes", "choose_size", "choose_trial", "decode", "drawn_text", "exact_rule",
+    "expected_lengths", "follow", "held_out_acceptance", "load_target", "measure_cost", "parse_joined", "parse_policy",
+    "policy_named", "predicted_lengths", "proposed_text", "rank_table", "recycling_tree", "repeats_itself", "replay",
+    "replay_noting", "rollouts", "search_tree", "size_copies", "stream", "sure_text", "try_pass_sizes",
 ]

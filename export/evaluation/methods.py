@@ -79,8 +79,8 @@ class EvaluateConfig:
     """Compile the layers of target and drafts with torch.compile, in plain decoding too. The first passes take minutes,
     before anything is timed; the report says where it fails."""
     budget_minutes: float | None = None
-    """Minutes for the evaluation: prompts that do not fit are left out, hand-written ones before own ones and evenly
-    over categories, and the report says how many; None decodes all."""
+    """Minutes for the evaluation: prompts that do not fit are left out, the sets decoded in turn and evenly over
+    categories, and the report says how many; of each set one is decoded, and timed, in any case. None decodes all."""
 
     def __post_init__(self) -> None:
         check_bounds(self, max_new_tokens=(2, MOST_TOKENS), speed_prompts=(0, MOST_ROWS),

@@ -18,12 +18,8 @@ _FORMAT = "draftsmith references"
 
 
 class References:
-    """Store of answers by all that they depend on: target, prompt, settings, versions and machine.
-
-    Args:
-        file: the file they are kept in; None keeps nothing.
-        target: the model that answers.
-        config: its length limit and sampling filters.
+    """Store of answers by all that they depend on: target, prompt, settings, versions and machine. Without a file it is
+    forgotten with the run.
 
     Raises:
         UserError: if the file holds anything but references.
@@ -38,13 +34,7 @@ class References:
                         config.repetition_penalty]
 
     def find(self, prompt: tuple[int, ...], temperature: float, index: int) -> tuple[int, ...] | None:
-        """The known answer to a prompt; None if there is none yet.
-
-        Args:
-            prompt: its tokens.
-            temperature: 0 is greedy.
-            index: number of the random stream of a sampled answer.
-        """
+        """The known answer to a prompt, of a sampled one from the random stream `index`; None if there is none yet."""
         found = self._known.get(self._key(prompt, temperature, index))
         return None if found is None else tuple(found)
 

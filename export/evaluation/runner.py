@@ -1,6 +1,6 @@
 """Runner of an evaluation: the target's own answers first, then every method on the same prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -59,14 +59,8 @@ class Decoded:
 
 
 class Runner:
-    """Carries out a schedule.
-
-    Args:
-        target: the model that answers, and verifies.
-        schedule: what is decoded and what is timed.
-        references: answers of the target alone, known from other runs and added to.
-        probe: repeats passes of the target between timed groups.
-    """
+    """Carries out a schedule, adds the answers of the target alone to `references`, and lets `probe` repeat its passes
+    between timed groups."""
 
     def __init__(self, target: Target, schedule: Schedule, references: References, probe: ContentionProbe) -> None:
         self.target, self.schedule, self.references, self.probe = target, schedule, references, probe
@@ -114,18 +108,13 @@ class Runner:
 
     def _decode(self, bundle: Sequence[Entry], found: Decoded, budget: Budget) -> None:
         """Every batch size and method on some questions at one temperature."""
-        exchanges = self._references(bundle, found.temperature, budget)
-        found.exchanges += exchanges
-        turns: dict[int, list[Exchange]] = {}
-        for exchange in exchanges:
-            turns.setdefault(exchange.entry.number, []).append(exchange)
+        exchanges: dict[int, Exchange] = {}
         for size, records in found.timed.items():
-            groups = [[exchange for entry in group for exchange in turns[entry.number]]
-                      for group in self.schedule.groups(bundle, size)]
+            groups = self.schedule.groups(bundle, size)
             if groups and (size, found.temperature) not in self._warm:
                 # In short: the first pass of a batch size compiles and fills caches, which is no part of decoding.
                 self._warm.add((size, found.temperature))
-                opening = [exchange for exchange in groups[0] if exchange.turn == 1]
+                opening = self._asked(groups[0], 1, {}, found.temperature)
                 for method in (None, *self.schedule.methods):
                     self.decoder.decode(opening, method, size, tokens=WARM_UP_TOKENS)
                 self.decoder.generate(opening, tokens=WARM_UP_TOKENS)
@@ -133,81 +122,111 @@ class Runner:
                 self._forget()
             for group in groups:
                 self.probe.sample()
-                self._time_group(group, size, records, budget)
+                timed = self._time_group(group, size, found.temperature, records, budget)
+                exchanges |= {one.index: one for one in timed}
             if groups:
                 self.probe.sample()
-        untimed = [one for one in exchanges if one.entry.number not in self.schedule.timed]
-        if untimed:
+        found.exchanges += exchanges.values()
+        if others := [entry for entry in bundle if entry.number not in self.schedule.timed]:
+            untimed = self._references(others, found.temperature, budget)
+            found.exchanges += untimed
             self._untimed(untimed, found, budget)
 
     # The target alone ------------------------------------------------------------------------------------------------
 
-    def _references(self, entries: Sequence[Entry], temperature: float, budget: Budget) -> list[Exchange]:
-        """Let the target answer all questions alone, turn by turn, so that every method continues the same texts.
+    def _asked(self, entries: Sequence[Entry], turn: int, answers: Mapping[int, Sequence[Sequence[int]]],
+               temperature: float) -> list[Exchange]:
+        """One turn of some questions, after the target's `answers` to the turns before it, by number of the question.
 
-        Greedy answers are transformers' `generate`'s, sampled ones this project's plain loop's.
+        Raises:
+            UserError: if a prompt with its answer exceeds the context.
         """
+        found = [Exchange(entry=entry, turn=turn, temperature=temperature,
+                          prompt=tuple(entry.question.prompt(answers.get(entry.number, ()))))
+                 for entry in entries if entry.question.turns >= turn]
+        for one in found:
+            # An answer may take more tokens when a later turn reads it than when it was written.
+            request = Request(one.prompt, one.index, self.schedule.config.max_new_tokens, temperature)
+            if fault := request.fault(self.target.context_length, self.target.vocab_size):
+                raise UserError(fault)
+        return found
+
+    def _answered(self, entries: Sequence[Entry], temperature: float,
+                  answer: Callable[[Sequence[Exchange], int], Mapping[int, Sequence[int]]]) -> list[Exchange]:
+        """All turns of some questions with the target's own answers, so that every method continues the same texts;
+        `answer` gives those of a turn by `Exchange.index`, at least where they are not known yet."""
         answers: dict[int, list[tuple[int, ...]]] = {entry.number: [] for entry in entries}
         found: list[Exchange] = []
         for turn in range(1, 1 + max(entry.question.turns for entry in entries)):
-            asked = [Exchange(entry=entry, turn=turn, temperature=temperature,
-                              prompt=tuple(entry.question.prompt(answers[entry.number])))
-                     for entry in entries if entry.question.turns >= turn]
+            asked = self._asked(entries, turn, answers, temperature)
+            made = answer(asked, turn)
             for one in asked:
-                # An answer may take more tokens when a later turn reads it than when it was written.
-                request = Request(one.prompt, one.index, self.schedule.config.max_new_tokens, temperature)
-                if fault := request.fault(self.target.context_length, self.target.vocab_size):
-                    raise UserError(fault)
-            known = {one.index: self.references.find(one.prompt, one.temperature, one.index) for one in asked}
-            budget.answered(sum(answer is not None for answer in known.values()))
-            for group in untimed_batches([one for one in asked if known[one.index] is None]):
-                made = (self.decoder.generate(group)[0] if temperature == 0 else
-                        [one.tokens for one in self.decoder.decode(group, None, len(group))[0].generations])
-                for exchange, answer in zip(group, made, strict=True):
-                    known[exchange.index] = tuple(answer)
-                    self.references.add(exchange.prompt, temperature, exchange.index, tuple(answer))
-                budget.answered(len(group))
-            for exchange in asked:
-                reference = known[exchange.index] or ()
-                answers[exchange.entry.number].append(reference)
-                found.append(replace(exchange, reference=reference))
+                reference = self.references.find(one.prompt, temperature, one.index)
+                if reference is None:
+                    reference = tuple(made[one.index])
+                    self.references.add(one.prompt, temperature, one.index, reference)
+                answers[one.entry.number].append(reference)
+                found.append(replace(one, reference=reference))
             self.references.save()
         return sorted(found, key=lambda exchange: (exchange.entry.number, exchange.turn))
 
+    def _references(self, entries: Sequence[Entry], temperature: float, budget: Budget) -> list[Exchange]:
+        """Let the target answer questions that are not timed alone, many rows at once.
+
+        Greedy answers are transformers' `generate`'s, sampled ones this project's plain loop's.
+        """
+        def answer(asked: Sequence[Exchange], _turn: int) -> dict[int, Sequence[int]]:
+            missing = [one for one in asked if self.references.find(one.prompt, temperature, one.index) is None]
+            budget.answered(len(asked) - len(missing))
+            found: dict[int, Sequence[int]] = {}
+            for group in untimed_batches(missing):
+                made = (self.decoder.generate(group)[0] if temperature == 0 else
+                        [one.tokens for one in self.decoder.decode(group, None, len(group))[0].generations])
+                found |= zip((one.index for one in group), made, strict=True)
+                budget.answered(len(group))
+            return found
+
+        return self._answered(entries, temperature, answer)
+
     # The methods -----------------------------------------------------------------------------------------------------
 
-    def _time_group(self, group: Sequence[Exchange], batch_size: int, found: Sequence[Records],
-                    budget: Budget) -> None:
-        """Decode a group turn by turn with every method and both baselines, each of which goes first in turn."""
+    def _time_group(self, group: Sequence[Entry], batch_size: int, temperature: float, records: Sequence[Records],
+                    budget: Budget) -> list[Exchange]:
+        """Decode a group turn by turn with every method and both baselines, each of which goes first in turn; a
+        baseline's answers are the references, as of questions that are not timed."""
         methods = {str(number): method for number, method in enumerate(self.schedule.methods)}
-        names, place = [PLAIN, GENERATE, *methods], len(found[0].timings)
+        names, place = [PLAIN, GENERATE, *methods], len(records[0].timings)
         tokens, passes, seconds, draft_seconds = (dict.fromkeys(names, 0), dict.fromkeys(names, 0),
                                                   dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0))
-        for number, turn in enumerate(sorted({exchange.turn for exchange in group})):
-            asked = [exchange for exchange in group if exchange.turn == turn]
-            for name in rotated(names, place + number):
+
+        def answer(asked: Sequence[Exchange], turn: int) -> dict[int, Sequence[int]]:
+            made: dict[str, list[list[int]]] = {}
+            for name in rotated(names, place + turn - 1):
                 if name == GENERATE:
-                    answers, taken = self.decoder.generate(asked)
-                    tokens[name] += sum(map(len, answers))
+                    made[name], taken = self.decoder.generate(asked)
                 else:
                     result, taken = self.decoder.decode(asked, methods.get(name), batch_size,
-                                                        records=None if name == PLAIN else found[int(name)])
-                    tokens[name] += sum(len(generation.tokens) for generation in result.generations)
+                                                        records=None if name == PLAIN else records[int(name)])
+                    made[name] = [generation.tokens for generation in result.generations]
                     # The pass over the prompt emits the first token.
                     passes[name] += sum(1 + len(generation.emitted) for generation in result.generations)
                     draft_seconds[name] += result.stats.draft_seconds
+                tokens[name] += sum(map(len, made[name]))
                 seconds[name] += taken
             budget.answered(len(names) * len(asked))
+            return dict(zip((one.index for one in asked), made[PLAIN if temperature else GENERATE], strict=True))
+
+        exchanges = self._answered(group, temperature, answer)
         speeds = {name: tokens[name] / seconds[name] for name in names}
-        categories, modes = ({getattr(exchange.entry.question, name) for exchange in group}
-                             for name in ("category", "mode"))
-        for name, records in zip(methods, found, strict=True):
-            records.timings.append(Timing(
-                prompt_set=group[0].entry.prompt_set, category=min(categories) if len(categories) == 1 else None,
+        categories, modes = ({getattr(entry.question, name) for entry in group} for name in ("category", "mode"))
+        for name, record in zip(methods, records, strict=True):
+            record.timings.append(Timing(
+                prompt_set=group[0].prompt_set, category=min(categories) if len(categories) == 1 else None,
                 mode=min(modes) if len(modes) == 1 else None,
                 drafted=speeds[name], plain=speeds[PLAIN], generate=speeds[GENERATE],
                 efficiency=tokens[name] / passes[name], seconds=seconds[name], draft_seconds=draft_seconds[name],
             ))
+        return exchanges
 
     def _untimed(self, exchanges: Sequence[Exchange], found: Decoded, budget: Budget) -> None:
         """Decode what is not timed, many rows at once, and add to the records of each method, by the shape of its

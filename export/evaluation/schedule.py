@@ -83,12 +83,14 @@ class Schedule:
     def answers(self) -> int:
         """Answers to be decoded in all, those of the target alone included."""
         # Timed questions are decoded by every method at every batch size; others once for each tree.
+        # The answers of the target alone to timed questions are those of a baseline.
         turns = {entry.number: entry.question.turns for entry in self.entries}
         timed = sum(turns[number] for number in self.timed)
         trees = sum(len(method.shapes(self.config.batches, temperature)) for method in self.methods
                     for temperature in self.config.degrees)
-        once = sum(turns.values()) + (2 + len(self.methods)) * len(self.config.batches) * timed
-        return len(self.config.degrees) * once + trees * (sum(turns.values()) - timed)
+        others = sum(turns.values()) - timed
+        once = others + (2 + len(self.methods)) * len(self.config.batches) * timed
+        return len(self.config.degrees) * once + trees * others
 
     def groups(self, entries: Sequence[Entry], size: int) -> list[list[Entry]]:
         """The timed ones of some questions in batches of this many rows, each of one prompt set."""
@@ -101,10 +103,10 @@ class Schedule:
         """The questions in bundles, of which every start of a set covers its categories evenly.
 
         A bundle is decoded as a whole: questions of one set that fill timed batches of every size, or one batch of
-        questions that are not timed. Each set's first bundle comes first; then the sets follow one another, own prompts
-        before hand-written ones, so that figures for a reader's own text are the last that minutes leave out.
+        questions that are not timed. The sets take turns, always the one with the fewest questions so far, so that
+        whatever the minutes are there are figures of each; each set's first bundle is timed if any is.
         """
-        firsts, rest = list[list[Entry]](), list[list[Entry]]()
+        queues = list[list[list[Entry]]]()
         for members in by_prompt_set(self.entries).values():
             timed = self.groups(members, math.lcm(*self.config.batches))
             placed = [(place / len(timed), bundle) for place, bundle in enumerate(timed)]
@@ -117,10 +119,13 @@ class Schedule:
                                                   for place, entry in enumerate(kind)), key=lambda one: one[0])]
             placed += [((start + UNTIMED_ROWS / 2) / len(even), even[start : start + UNTIMED_ROWS])
                        for start in range(0, len(even), UNTIMED_ROWS)]
-            first, *more = [bundle for _, bundle in sorted(placed, key=lambda one: one[0])]
-            firsts.append(first)
-            rest += more
-        return [*firsts, *rest]
+            queues.append([bundle for _, bundle in sorted(placed, key=lambda one: one[0])])
+        found, counts = list[list[Entry]](), [0] * len(queues)
+        while any(queues):
+            turn = min((place for place, queue in enumerate(queues) if queue), key=lambda place: counts[place])
+            found.append(queues[turn].pop(0))
+            counts[turn] += len(found[-1])
+        return found
 
     def replayed(self, entries: Sequence[Entry]) -> list[Entry]:
         """The questions of some whose greedy answers are replayed: each set's spread over it, the sets in turn."""

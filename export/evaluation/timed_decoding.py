@@ -90,12 +90,7 @@ class Records:
 
 
 class TimedDecoder:
-    """Decodes exchanges in one call and measures it.
-
-    Args:
-        target: the model that answers, and verifies.
-        config: length of the answers and sampling filters.
-    """
+    """Decodes exchanges in one call and measures it."""
 
     def __init__(self, target: Target, config: EvaluateConfig) -> None:
         self.target, self.config = target, config
@@ -103,16 +98,10 @@ class TimedDecoder:
     def decode(self, asked: Sequence[Exchange], method: Method | None, batch_size: int, *, rows: int | None = None,
                tokens: int | None = None, records: Records | None = None,
                on_tokens: Callable[[Generation, list[int], bool], None] | None = None) -> tuple[DecodeResult, float]:
-        """This project's loop: its answers, and the seconds it took.
+        """This project's loop on exchanges of one temperature: its answers, and the seconds it took.
 
-        Args:
-            asked: all of one temperature.
-            method: drafts; None decodes with the target alone.
-            batch_size: rows for which the method chooses its tree.
-            rows: rows decoded at once; None for `batch_size`.
-            tokens: longest answer; None for the config's.
-            records: takes the answers and counts of the method; None keeps none.
-            on_tokens: called with new tokens, as in `decode`.
+        The method, None for the target alone, chooses its tree for `batch_size` rows, while `rows` (None for as many)
+        are decoded at once. `records` takes the answers and counts of the method.
         """
         requests = [Request(tokens=exchange.prompt, index=exchange.index, temperature=exchange.temperature,
                             max_new_tokens=tokens or self.config.max_new_tokens) for exchange in asked]

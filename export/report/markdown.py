@@ -6,7 +6,7 @@ from textwrap import wrap
 
 from ...modules.files.atomic_files import write_file
 from ..artifact import Artifact
-from ..evaluation.results import Evaluation, EvaluationRun, Measures
+from ..evaluation.results import Evaluation, EvaluationRun
 from .acceptance_heads import HEADS_NOTE, drafted_table, head_verdicts, reliability_table, title
 from .headline import headline
 from .html import page
@@ -75,7 +75,7 @@ def terminal_table(run: EvaluationRun) -> str:
                                                    zip(row[1:], widths[1:], strict=True))]) for row in rows]
     lines += ["", *wrap(f"{how_measured(run)}. {TERMINAL_NOTE}", WIDTH), ""]
     for evaluation in _firsts(run):
-        lines += wrap(f"{evaluation.name}: {_positions(evaluation.overall)}", WIDTH)
+        lines += wrap(f"{evaluation.name}: {_positions(evaluation)}", WIDTH)
         lines += wrap(replay_note(run, evaluation), WIDTH)
     lines += [line for text in ["", *verdicts(run)] for line in wrap(text, WIDTH) or [""]]
     if run.left_out:
@@ -105,7 +105,7 @@ def markdown(run: EvaluationRun) -> str:
     lines += [COLUMNS_NOTE, "", INTERVALS_NOTE, ""]
     for evaluation in _firsts(run):
         lines += [f"## {label(run, evaluation)}", "", drafting_note(evaluation), ""]
-        lines += [*_pipes(in_detail(run, evaluation)), "", f"{_positions(evaluation.overall).capitalize()}.", ""]
+        lines += [*_pipes(in_detail(run, evaluation)), "", f"{_positions(evaluation).capitalize()}.", ""]
         # An empty note would leave two blank lines, which Markdown tools report.
         if note := prediction_note(evaluation):
             lines += [note, ""]
@@ -134,6 +134,9 @@ def _pipes(table: Table) -> list[str]:
     return lines
 
 
-def _positions(measures: Measures) -> str:
-    shares = [f"{percent(share)} at least {count}" for count, share in enumerate(measures.acceptance_by_position, 1)]
+def _positions(evaluation: Evaluation) -> str:
+    if evaluation.nodes == 1:
+        return "nothing was drafted"
+    found = evaluation.overall.acceptance_by_position
+    shares = [f"{percent(share)} at least {count}" for count, share in enumerate(found, 1)]
     return f"guesses that a pass accepted: {', '.join(shares)}" if shares else "no pass accepted a guess"

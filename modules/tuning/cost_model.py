@@ -22,6 +22,10 @@ MOST_NODES, MOST_CONTEXT = 2**16, 2**24
 """Largest tree and context that a cost model may speak of, in tokens."""
 NORMAL_MEDIAN = 0.6745
 """Median absolute value of a normal error, in standard deviations."""
+MOST_EXCESS = 0.15
+"""Share above which the excess of timed steps speaks of other programs: a quiet machine repeats a step within it."""
+SURE_LENGTH = 1.2
+"""Tokens of a pass from which a draft stays in use where other programs disturbed the timing."""
 MOST_SECONDS = 86_400.0
 """Largest weight of a term, in seconds: beyond it a prediction could overflow."""
 
@@ -54,6 +58,8 @@ class CostCurve:
     """Seconds the drafter needs to grow a tree of so many nodes and observe the pass; 0 for 1 node."""
     context: int
     """Tokens already in the cache."""
+    contended: bool = False
+    """True where other programs slowed the steps down while they were timed."""
 
     def step_seconds(self, size: int) -> float:
         """Seconds of a drafted step with a tree of `size` nodes, interpolated between the known sizes."""
@@ -84,8 +90,8 @@ class CostModel:
     """Median relative error of the fitted seconds of a pass over the samples."""
     draft_error: float
     """Median relative error of the fitted seconds of a draft."""
-    spread: float = 0.0
-    """Relative standard error of the measured seconds of a drafted step over those of a plain one."""
+    excess: float = 0.0
+    """Share by which half of the timed steps took longer than the shortest of their kind; the median over the kinds."""
 
     def __post_init__(self) -> None:
         if self.knots[:1] != (1,) or list(self.knots) != sorted(set(self.knots)):
@@ -105,17 +111,8 @@ class CostModel:
             raise ValueError("a pass of one token must take some time by a cost model")
 
     @classmethod
-    def fit(cls, samples: Sequence[Sample], context: int, spread: float = 0.0) -> "CostModel":
-        """Fit both functions by least squares of the relative error.
-
-        Args:
-            samples: measured steps; some with trees of 1 node.
-            context: default tokens of context of predictions.
-            spread: of the measured seconds.
-
-        Raises:
-            ValueError: if no sample has 1 node.
-        """
+    def fit(cls, samples: Sequence[Sample], context: int, excess: float = 0.0) -> "CostModel":
+        """Fit both functions by least squares of the relative error. Raises ValueError if no sample has 1 node."""
         if not any(sample.size == 1 for sample in samples):
             raise ValueError("a model of the cost needs passes of 1 node to compare with, got none")
         # Measured token counts, thinned out to factors of two; the last slope has samples at both ends.
@@ -130,7 +127,12 @@ class CostModel:
                                              [s.draft_seconds for s in drafted])
         return cls(knots=knots, pass_weights=pass_weights, draft_weights=draft_weights,
                    largest=max(sample.size for sample in samples), context=context, pass_error=pass_error,
-                   draft_error=draft_error, spread=spread)
+                   draft_error=draft_error, excess=excess)
+
+    @property
+    def contended(self) -> bool:
+        """True where other programs slowed the steps down while they were timed."""
+        return self.excess > MOST_EXCESS
 
     def pass_seconds(self, size: int, batch: int = 1, context: int | None = None) -> float:
         """Seconds of a verifying pass."""
@@ -154,7 +156,7 @@ class CostModel:
         """Relative standard error of a predicted speed-up by the seconds: of the fits of all parts, and measured."""
         drafting = self.draft_seconds(size, batch) / self.step_seconds(size, batch)
         fits = self.pass_error, (1 - drafting) * self.pass_error, drafting * self.draft_error
-        return math.hypot(math.hypot(*fits) / NORMAL_MEDIAN, self.spread)
+        return math.hypot(math.hypot(*fits) / NORMAL_MEDIAN, self.excess)
 
     def answer_speedup(self, accepted_length: float, step_seconds: float, prompt: float, answer: float,
                        batch: int = 1) -> float:
@@ -171,7 +173,7 @@ class CostModel:
             sizes=sizes,
             pass_seconds=tuple(self.pass_seconds(size, batch, context) for size in sizes),
             draft_seconds=tuple(self.draft_seconds(size, batch, context) for size in sizes),
-            context=self._context(context),
+            context=self._context(context), contended=self.contended,
         )
 
     def _context(self, context: int | None) -> int:
@@ -195,14 +197,16 @@ def choose_size(expected_lengths: Sequence[float], cost: CostCurve) -> TreeChoic
 
     Args:
         expected_lengths: expected accepted length of each size from 1 on, the bonus included.
-        cost: seconds at the batch and context in question.
+        cost: seconds at the batch and context in question. Contended ones do not switch off a draft that gains tokens,
+            as they slow a pass of many tokens down far more than one of a single token.
     """
     best = TreeChoice(size=1, expected_accepted_length=1.0, predicted_speedup=1.0)
     for size, length in enumerate(expected_lengths, start=1):
         # Beyond the largest size that was timed the curve knows nothing.
         if 1 < size <= cost.sizes[-1]:
             speedup = length * cost.pass_seconds[0] / cost.step_seconds(size)
-            if speedup > best.predicted_speedup:
+            kept = cost.contended and best.size == 1 and length >= SURE_LENGTH
+            if speedup > best.predicted_speedup or kept:
                 best = TreeChoice(size=size, expected_accepted_length=length, predicted_speedup=speedup)
     return best
 

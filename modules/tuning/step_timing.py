@@ -1,11 +1,11 @@
 """Timing of decoding steps on this machine, to which the cost model is fitted.
 
-All kinds of steps take turns, so that contention affects every one alike; medians are used.
+All kinds of steps take turns, so that contention affects every one alike. Of each kind the shortest time counts, since
+other programs only add to it.
 
 Shapes: B rows, N nodes or tokens read, D hidden size, V vocabulary.
 """
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from ..target.model import Target
 from ..token_tree import Topology
 from ..verification.sampling import argmax
 from ..verification.tree_walk import down_to
-from .cost_model import NORMAL_MEDIAN, CostModel, Sample
+from .cost_model import CostModel, Sample
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Tree sizes that are timed with one row."""
@@ -74,27 +74,18 @@ def measure_cost(
             size=size,
             batch=batch,
             context=read,
-            pass_seconds=median(seconds for seconds, _ in found),
-            draft_seconds=median(seconds for _, seconds in found),
+            pass_seconds=min(seconds for seconds, _ in found),
+            draft_seconds=min(seconds for _, seconds in found),
         )
         for (size, batch, read), found in times.items()
     ]
-    return CostModel.fit(samples, benches[0].context, _spread(times))
+    return CostModel.fit(samples, benches[0].context, _excess(times))
 
 
-def _spread(times: Mapping[tuple[int, int, int], Sequence[tuple[float, float]]]) -> float:
-    """Relative standard error of the median seconds of a drafted step over those of the plain step of the same turn,
-    from their median deviation; the median over the kinds of steps with one row."""
-    found = []
-    for (size, batch, context), drafted in times.items():
-        if size > 1 and batch == 1:
-            ratios = [math.log((passed + grown) / plain)
-                      for (passed, grown), (plain, _) in zip(drafted, times[1, 1, context], strict=True)]
-            middle = median(ratios)
-            deviation = median(abs(one - middle) for one in ratios) / NORMAL_MEDIAN
-            # The median of many values varies 1.25 times as much as their mean.
-            found.append(1.25 * deviation / len(ratios) ** 0.5)
-    return median(found) if found else 0.0
+def _excess(times: Mapping[tuple[int, int, int], Sequence[tuple[float, float]]]) -> float:
+    """Share by which the median step of a kind took longer than its shortest one; the median over the kinds."""
+    sums = [[passed + drafted for passed, drafted in found] for found in times.values()]
+    return median(median(found) / min(found) - 1 for found in sums)
 
 
 class _Bench:

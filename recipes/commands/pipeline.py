@@ -319,6 +319,9 @@ def sizes_in_words(tuning: Tuning, topology: Topology) -> Iterator[str]:
     yield (f"tree of {topology.size} nodes; used on this machine: {used[0]}; at temperature {SIZING_TEMPERATURE:g} "
            f"{used[1]}")
     yield from copied
+    if tuning.cost.contended:
+        yield ("the machine was busy with other programs while these passes were timed, so the size may not be the "
+               "fastest and nothing is switched off by it; delete tuning.json and repeat the run on a quiet machine")
 
 
 def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, ...]) -> dict[str, Any]:

@@ -129,10 +129,10 @@ def test_every_batch_size_times_the_same_questions(tiny_target_f64: Target, monk
     asked: dict[int, list[int]] = {}
     real = Runner._time_group
 
-    def watch(self: Runner, group: Any, batch_size: int, *rest: Any) -> None:
+    def watch(self: Runner, group: Any, batch_size: int, *rest: Any) -> Any:
         assert len(group) == batch_size
-        asked.setdefault(batch_size, []).extend(exchange.entry.number for exchange in group)
-        real(self, group, batch_size, *rest)
+        asked.setdefault(batch_size, []).extend(entry.number for entry in group)
+        return real(self, group, batch_size, *rest)
 
     monkeypatch.setattr(Runner, "_time_group", watch)
     found = run(tuned(tiny_target_f64), EvaluateConfig(max_new_tokens=TOKENS, speed_prompts=8, batch_sizes=(1, 3)))

@@ -1,6 +1,7 @@
 """Evaluation: the figures are right, and a changed word is found."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from draftsmith.export import EvaluateConfig, Evaluation, Method, Question, eval
 from draftsmith.export.evaluation import timed_decoding
 from draftsmith.export.evaluation.lossless import generate
 from draftsmith.export.evaluation.runner import Runner
+from draftsmith.export.evaluation.timed_decoding import TimedDecoder
 from draftsmith.modules import (
     Chain,
     DecodeSettings,
@@ -411,15 +413,39 @@ def test_references_are_made_once_for_all_batch_sizes(tiny_target_f64: Target, m
         assert sum(asked) == 11
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_target_alone_answers_a_timed_question_once(temperature: float, tiny_target_f64: Target,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer that is timed without drafts is the reference, which a second turn continues."""
+    asked: list[tuple[str, int]] = []
+    for name in ("generate", "decode"):
+        real = getattr(TimedDecoder, name)
+
+        def watched(self: Any, exchanges: Any, *rest: Any, real: Any = real, name: str = name, **more: Any) -> Any:
+            if more.get("tokens") is None and (name == "generate" or rest[0] is None):
+                asked.extend((name, one.index) for one in exchanges)
+            return real(self, exchanges, *rest, **more)
+
+        monkeypatch.setattr(TimedDecoder, name, watched)
+    config = EvaluateConfig(max_new_tokens=8, speed_prompts=2, temperatures=temperature)
+    found = evaluate(tiny_target_f64, [wide_draft(tiny_target_f64)], {"talk": [talk(place) for place in range(3)]},
+                     config, progress=False)
+    # Two timed questions of two turns by both baselines, and the third by the one whose answers are the references.
+    own = "decode" if temperature else "generate"
+    assert Counter(name for name, _ in asked) == {"generate": 4, "decode": 4} | {own: 6}
+    assert len(set(asked)) == len(asked)
+    assert found.evaluations[0].overall.lossless.identical == 6
+
+
 @pytest.mark.parametrize(("speed_prompts", "sizes"), [(2, (1, 4)), (5, (1, 4)), (1, 2)])
 def test_only_full_batches_are_timed(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, speed_prompts: int,
                                      sizes: Any) -> None:
     rows: list[tuple[int, int]] = []
     real = Runner._time_group
 
-    def watched(self: Any, group: Any, batch_size: int, *rest: Any) -> None:
+    def watched(self: Any, group: Any, batch_size: int, *rest: Any) -> Any:
         rows.append((len(group), batch_size))
-        real(self, group, batch_size, *rest)
+        return real(self, group, batch_size, *rest)
 
     monkeypatch.setattr(Runner, "_time_group", watched)
     config = replace(CONFIG, speed_prompts=speed_prompts, batch_sizes=sizes, baselines=("prompt_lookup",))

@@ -126,6 +126,13 @@ def test_a_fault_of_the_loop_without_drafts_is_not_called_one_of_the_draft() -> 
     assert "The loop without drafts is wrong." in page(run, an_artifact())
 
 
+@pytest.mark.parametrize(("nodes", "said"), [(1, "nothing was drafted"), (6, "no pass accepted a guess")])
+def test_no_accepted_guess_is_told_from_no_guess(nodes: int, said: str) -> None:
+    run = a_run(of={"nodes": nodes}, accepted_length=1.0, acceptance_by_position=())
+    assert f"medusa: {said}\n" in terminal_table(run)
+    assert ("no pass accepted a guess" in terminal_table(run)) == (nodes > 1)
+
+
 @pytest.mark.parametrize(("dtype", "said"), [("float32", False), ("bfloat16", True), ("float16", True)])
 def test_half_precision_says_what_identical_means(dtype: str, said: bool) -> None:
     run = a_run()

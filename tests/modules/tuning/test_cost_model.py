@@ -2,8 +2,9 @@
 
 import json
 import random
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from draftsmith.modules import (
     measure_cost,
 )
 from draftsmith.modules.files.json_records import record_of
+from draftsmith.modules.tuning import step_timing
 from draftsmith.modules.tuning.cost_model import NORMAL_MEDIAN, least_squares
 from scipy.optimize import nnls
 from support.drafters import ScriptedDrafter
@@ -79,7 +81,7 @@ def test_a_known_law_is_recovered() -> None:
 def test_the_error_of_a_speedup_has_the_fit_of_both_parts_of_a_step() -> None:
     """A step of two nodes drafts for half of its time; a plain one does not."""
     model = CostModel(knots=(1,), pass_weights=(0.1, 0.0, 0.0, 0.0), draft_weights=(0.1, *[0.0] * 5), largest=2,
-                      context=1, pass_error=0.02 * NORMAL_MEDIAN, draft_error=0.1 * NORMAL_MEDIAN, spread=0.04)
+                      context=1, pass_error=0.02 * NORMAL_MEDIAN, draft_error=0.1 * NORMAL_MEDIAN, excess=0.04)
     assert model.relative_error(2) == pytest.approx((0.02**2 + 0.01**2 + 0.05**2 + 0.04**2) ** 0.5)
 
 
@@ -166,6 +168,38 @@ def test_cost_is_measured_for_every_drafter(tiny_target: Target, family: str) ->
     assert model.curve().sizes == tuple(range(1, 9))
     assert all(seconds > 0 for seconds in model.curve(2, 30).pass_seconds)
     assert all(seconds > 0 for seconds in model.curve(2, 30).draft_seconds[1:])
+
+
+def clock(monkeypatch: pytest.MonkeyPatch, factors: Sequence[float]) -> None:
+    """Steps of the tiny target by a stand-in clock: a second for each part, times the next factor in turn, as where
+    other programs take the processor for some of them."""
+    now, turn = [0.0], cycle(factors)
+
+    def read(_device: torch.device) -> float:
+        now[0] += next(turn)
+        return now[0]
+
+    monkeypatch.setattr(step_timing, "_now", read)
+
+
+def test_the_shortest_of_the_timed_passes_counts(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of seven times the readings of a pass two or three are not disturbed: medians would hold the others."""
+    drafter = ScriptedDrafter(tiny_target.vocab_size, [], "random")
+    clock(monkeypatch, [1.0, 1.0, 9.0, 17.0, 30.0, 9.0, 5.0])
+    found = measure_cost(tiny_target, drafter, Topology.chain(7), context=20, repeats=60, seconds=1e9)
+    assert [found.pass_seconds(size) for size in (1, 4, 8)] == pytest.approx([1.0] * 3)
+    assert found.contended
+    clock(monkeypatch, [1.0, 1.01])
+    assert not measure_cost(tiny_target, drafter, Topology.chain(7), context=20, repeats=3, seconds=1e9).contended
+
+
+def test_a_contended_timing_does_not_switch_off_a_draft_that_gains() -> None:
+    """A pass of four tokens waited for other programs, ten times as long as it takes; one of a token did not."""
+    curve = CostCurve(sizes=(1, 2, 3, 4), pass_seconds=(1.0, 9.0, 10.0, 10.0), draft_seconds=(0.0, 0.1, 0.1, 0.1),
+                      context=10)
+    for busy, lengths_, size in ((False, (1.0, 1.4, 1.6, 1.66), 1), (True, (1.0, 1.4, 1.6, 1.66), 4),
+                                 (True, (1.0, 1.01, 1.02, 1.03), 1)):
+        assert choose_size(lengths_, replace(curve, contended=busy)).size == size
 
 
 def test_a_tree_of_one_node_is_plain_decoding(tiny_target: Target) -> None:

@@ -24,7 +24,7 @@ def changed(tiny_run: Path, folder: Path, draft_seconds: float) -> Path:
     shutil.copytree(tiny_run / "artifact", folder)
     content = json.loads((folder / "tuning.json").read_text())
     cost, copying = content["cost"], content["copying"]
-    cost |= {"pass_weights": [0.01] + [0.0] * (len(cost["pass_weights"]) - 1), "spread": 0.0, "pass_error": 0.0,
+    cost |= {"pass_weights": [0.01] + [0.0] * (len(cost["pass_weights"]) - 1), "excess": 0.0, "pass_error": 0.0,
              "draft_weights": [draft_seconds] + [0.0] * (len(cost["draft_weights"]) - 1)}
     copying["copy_seconds"] = content["sampled"]["copying"]["copy_seconds"] = 1.0
     (folder / "tuning.json").write_text(json.dumps(content | {"given": False}))

@@ -22,9 +22,11 @@ from draftsmith.data.batches.datamodule import BatchConfig, HeldOutRows
 from draftsmith.data.batches.learned_tokens import answers
 from draftsmith.export import Artifact, export_artifact, load_artifact
 from draftsmith.modules import (
+    JOINED,
     DecodeSettings,
     DraftLM,
     DraftLMConfig,
+    PredictedLengths,
     Request,
     Target,
     TargetConfig,
@@ -37,10 +39,12 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.files.folder_locks import sole_writer
 from draftsmith.modules.target.linears.packed_linear import can_pack
+from draftsmith.modules.tuning.copied_acceptance import Counted
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import compare_families, pipeline
 from draftsmith.recipes.stages.workspace import Workspace
 from safetensors.torch import load_file
+from support.artifacts import copies, tuning
 from support.forked_workers import kill, start
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,6 +59,27 @@ KEYS = {"family", "target", "prompts", "batch_size", "temperature", "new_tokens"
 def run(out: Path, *words: str, command: str = "run") -> None:
     """A command on the tiny recipe that must succeed."""
     assert main([command, "--config", str(TINY), "--out", str(out), *words]) == 0
+
+
+@pytest.mark.parametrize(("chosen", "fresh", "pays"), [(1.1, 2.9, True), (2.9, 1.1, False)])
+def test_the_verdict_reads_what_the_sentence_says(chosen: float, fresh: float, pays: bool) -> None:
+    """Answers that chose the sizes and the others differ on copies: both speak of the latter."""
+    counted = Counted(accepted_length=fresh, nodes=5.0, error=0.1, degrees=5.0)
+    sizing = copies()
+    found = replace(tuning(), expected_accepted_length=(1.0, 1.2, 1.3, 1.9), predicted=PredictedLengths(
+        lengths=(1.0, 1.2, 1.3, 1.9), errors=(0.1,) * 4, degrees=(5.0,) * 4, answers=6, prompt_tokens=9.0,
+        answer_tokens=64.0), copying=replace(sizing, trials=tuple(
+            replace(one, accepted_length=chosen, predicted=counted) for one in sizing.trials)))
+    alone, both = found.prediction(4, 1, 0.0), found.copying_prediction(1, 0.0)
+    assert alone is not None
+    assert both is not None
+    assert (both.speedup > alone.speedup) == pays == (found.fastest() == JOINED)
+    said = " ".join(pipeline.sizes_in_words(found, Topology.chain(7)))
+    assert f"predicted speed-ups {both.speedup:.2f} and {alone.speedup:.2f}, so it is predicted" in said or not pays
+    assert ("so it is not predicted to be faster than static" in said) != pays
+    assert "the machine was busy" not in said
+    busy = replace(found, cost=replace(found.cost, excess=0.5))
+    assert "nothing is switched off by it" in " ".join(pipeline.sizes_in_words(busy, Topology.chain(7)))
 
 
 def test_a_run_leaves_an_artifact_and_a_report(tiny_run: Path) -> None:
