@@ -31,6 +31,7 @@ from draftsmith.export import save_artifact
 from draftsmith.modules import TargetConfig, Topology, UserError, load_target
 from draftsmith.modules.target.loading.loading import find_default_gguf
 from draftsmith.recipes.__main__ import COMMANDS, main
+from draftsmith.recipes.reading.recipe_files import read_recipe, recipe_path
 from support.documents import DOCUMENTS, MARKS, NAMES, ROOT, Block, Command, blocks, commands, statements, unsafe_in_zsh
 from support.families import CASES, randomised
 from support.tiers import others_long
@@ -305,7 +306,7 @@ def option(words: list[str], name: str) -> str | None:
 
 def family_of(recipe: str) -> str:
     """The family of a shipped recipe."""
-    settings = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8"))
+    settings = read_recipe(recipe_path(recipe))
     return str(settings.get("family", "medusa"))
 
 

@@ -37,7 +37,8 @@ EXAMPLES = {
     "bandwidth": "3e12",
 }
 """Keys of a recipe that most runs set, and of `plan`, with an example of each."""
-CONFIG = "Recipe: a YAML file, or the name of a shipped one. Keys given after it win."
+CONFIG = ("Recipe: a YAML file, or the name of a shipped one. Keys given after it win, and so do those of a second "
+          "one: --config eagle3 --config eight_billion.")
 WIDTH = 100
 """Columns of the text."""
 

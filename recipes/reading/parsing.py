@@ -16,7 +16,7 @@ from ...modules import UserError
 from ..terminal.terminal_text import say
 from .help_text import HelpText, asked_help
 from .key_checks import OPTION, KeyChecks, options
-from .recipe_files import check_plain, check_word, merge, read_recipe, recipe_path
+from .recipe_files import BY_FAMILY, check_plain, check_word, layers, merge, recipe_path
 from .recipe_keys import field_docstrings, keys_of
 
 if TYPE_CHECKING:
@@ -97,8 +97,7 @@ class CommandLine(Generic[T]):
 
     def __init__(self, command: Command[T], arguments: Sequence[str]) -> None:
         self.command = command
-        self.content: dict[str, Any] = {}
-        """The recipe, with what it extends and the family of the command line."""
+        given: list[dict[str, Any]] = []
         words = []
         rest = iter(arguments)
         check_plain(list(arguments), "the command line")
@@ -108,7 +107,7 @@ class CommandLine(Generic[T]):
                 if not (file := value or next(rest, "")) or file.startswith("--"):
                     raise UserError("--config names no recipe; give the path of a YAML file or the name of a shipped "
                                     "recipe, such as --config quickstart")
-                self.content = merge(self.content, read_recipe(recipe_path(file)))
+                given += layers(recipe_path(file))
             elif (option := OPTION.fullmatch(word)) is not None:
                 # Written with dashes, as in other programs, an option is the same key.
                 words.append(f"--{option[1].replace('-', '_')}{option[2] or ''}")
@@ -120,9 +119,16 @@ class CommandLine(Generic[T]):
             # The family of the command line, else the recipe's; of another one the recipe's drafter is left out.
             for place, word in enumerate(words):
                 if word.startswith("--family="):
-                    self.content = merge(self.content, {"family": word.partition("=")[2]})
+                    given.append({"family": word.partition("=")[2]})
                 elif word == "--family" and place + 1 < len(words):
-                    self.content = merge(self.content, {"family": words[place + 1]})
+                    given.append({"family": words[place + 1]})
+        self.content = merge(*given)
+        """The recipe: those given, with what they extend and the family of the command line."""
+        if command.families is not None:
+            known = command.families.family_names()
+            for name in (str(name) for one in given for name in one.get(BY_FAMILY, {})):
+                if name not in known and "." not in name:
+                    raise UserError(f"by_family names an unknown family {name!r}; choose one of {', '.join(known)}")
             if (family := self.content.get("family")) is not None:
                 trust = f"--{TRUST}=true" in self._switched_on(words)
                 self.configs = command.families.family_configs(str(family), trust=trust)

@@ -10,7 +10,7 @@ import yaml
 from ...modules import UserError
 from ...modules.files.bounded_reading import read_bounded_text
 
-EXTENDS, FAMILY, DRAFTER = "extends", "family", "drafter"
+EXTENDS, FAMILY, DRAFTER, BY_FAMILY = "extends", "family", "drafter", "by_family"
 RECIPE_BYTES = 2**20
 """Largest recipe file."""
 MOST_LEVELS = 50
@@ -26,7 +26,8 @@ def recipe_path(name: str) -> str:
     if Path(name).is_file():
         return name
     folder = files("draftsmith.recipes")
-    shipped = {entry.name: str(entry) for entry in folder.iterdir() if entry.name.endswith(".yaml")}
+    shipped = {entry.name: str(entry) for place in (folder, folder / "targets") for entry in place.iterdir()
+               if entry.name.endswith(".yaml")}
     found = shipped.get(name) or shipped.get(f"{name}.yaml")
     if found is None:
         names = ", ".join(sorted(file.removesuffix(".yaml") for file in shipped))
@@ -34,8 +35,13 @@ def recipe_path(name: str) -> str:
     return found
 
 
-def read_recipe(path: str, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The sections of a recipe, those of the recipe that it extends included.
+def read_recipe(path: str) -> dict[str, Any]:
+    """The sections of a recipe, those of the recipe that it extends included. Raises as `layers`."""
+    return merge(*layers(path))
+
+
+def layers(path: str, extended_by: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """The sections of a recipe after those of the recipes that it extends, each for itself.
 
     Args:
         path: of the file.
@@ -49,8 +55,12 @@ def read_recipe(path: str, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]
         circle = " -> ".join(one.name for one in (*extended_by[extended_by.index(file):], file))
         raise UserError(f"recipes extend each other in a circle: {circle}; remove one `extends`")
     content = load_yaml(file)
+    given = content.get(BY_FAMILY, {})
+    if not isinstance(given, dict) or not all(isinstance(one, dict) for one in given.values()):
+        raise UserError(f"{path}: by_family must hold the names of families with sections below each, got {given!r}; "
+                        "write it as the recipe eight_billion does")
     if EXTENDS not in content:
-        return content
+        return [content]
     base = content.pop(EXTENDS)
     if not isinstance(base, str):
         raise UserError(f"{path}: extends must be the name or path of one recipe, got {base!r}")
@@ -60,7 +70,7 @@ def read_recipe(path: str, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]
         found = recipe_path(str(near[0]) if near else base)
     except UserError as error:
         raise UserError(f"{path} extends {base!r}, but {error}") from error
-    return merge(read_recipe(found, (*extended_by, file)), content)
+    return [*layers(found, (*extended_by, file)), content]
 
 
 def load_yaml(file: Path) -> dict[str, Any]:
@@ -97,14 +107,14 @@ def check_plain(value: Any, where: str, level: int = 0) -> None:
         level: how deep it lies.
     """
     if level > MOST_LEVELS:
-        raise UserError(f"{where[:60]}... has more than {MOST_LEVELS} levels, or a value that holds itself; write it flat")
+        raise UserError(f"{where} has more than {MOST_LEVELS} levels, or a value that holds itself; write it flat")
     if isinstance(value, str) and any(sign == "\0" or "\ud800" <= sign <= "\udfff" for sign in value):
         raise UserError(f"{where} holds text that is not UTF-8, or a null character ({value[:60]!r}); write it in "
                         "plain UTF-8")
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in parts:
         check_plain(key, f"a key of {where}")
-        check_plain(part, f"{where}.{key}", level + 1)
+        check_plain(part, f"{where}.{key}" if level < 3 else where, level + 1)
 
 
 def check_word(text: str) -> None:
@@ -158,14 +168,21 @@ PlainLoader.yaml_constructors = {
 }
 
 
-def merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of `own`, which win, section by section.
+def merge(*given: dict[str, Any]) -> dict[str, Any]:
+    """One recipe of several, of which later ones win key by key.
 
-    The section `drafter` of `base` is left out where `own` names another family: it is the shape of another drafter.
+    The family is the last one named: the section `drafter` of a recipe for another one is left out, as the shape of
+    another drafter, and the keys below `by_family` are those of this family.
     """
-    if FAMILY in own and FAMILY in base and own[FAMILY] != base[FAMILY]:
-        base = {key: value for key, value in base.items() if key != DRAFTER}
-    return {**base, **{key: _merged(base.get(key), value) for key, value in own.items()}}
+    last = next((layer[FAMILY] for layer in reversed(given) if FAMILY in layer), None)
+    content: dict[str, Any] = {}
+    family = None
+    for layer in given:
+        family = layer.get(FAMILY, family)
+        apart = (BY_FAMILY, DRAFTER) if family not in (None, last) else (BY_FAMILY,)
+        content = _merged(content, {key: value for key, value in layer.items() if key not in apart})
+        content = _merged(content, layer.get(BY_FAMILY, {}).get(str(last), {}))
+    return content
 
 
 def _merged(base: Any, own: Any) -> Any:

@@ -151,7 +151,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=list(SHAPES), default="smollm2-135m", help="the target")
-    parser.add_argument("--recipe", choices=RECIPES, default="medusa_8b", help="shipped recipe of the drafter")
+    parser.add_argument("--recipe", choices=RECIPES, default="medusa", help="shipped recipe of the drafter")
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=["float32", "int8", "fp8"])
     parser.add_argument("--ahead", nargs="+", type=int, default=[0, 2], help="batches read ahead")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps of a training")

@@ -220,7 +220,7 @@ class Bench:
             for form, policy in shapes(drafter).items():
                 for added, settings in self.forms(recipe).items():
                     method = own(self.target, self.new_tokens, oracle, policy, **settings)
-                    yield self.timed(f"{recipe.removesuffix('_8b')}, {form}{added}", batch, method, deadline)
+                    yield self.timed(f"{recipe}, {form}{added}", batch, method, deadline)
 
     def forms(self, recipe: str) -> dict[str, dict[str, bool]]:
         """The settings that are compared with a family; of all families on a CPU one is compiled, to try it out."""

@@ -109,7 +109,7 @@ def test_an_oracle_keeps_the_places_of_rows(target: Target, oracle: Oracle) -> N
 @pytest.mark.long
 def test_the_table_has_every_method(capsys: pytest.CaptureFixture[str]) -> None:
     decode_speed.main(["--shape", "tiny", "--new-tokens", "8", "--context", "8", "--batches", "1", "2",
-                       "--recipes", "medusa_8b", "eagle3_8b"])
+                       "--recipes", "medusa", "eagle3"])
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
     names = [row[0] for row in rows]
     assert {"plain loop", "generate, static cache", "generate, assisted by the first layers", "medusa, tree",

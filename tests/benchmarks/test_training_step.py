@@ -24,8 +24,8 @@ def bench(target: Target, recipe: str, *words: str) -> Bench:
 
 
 @pytest.mark.parametrize(("recipe", "words"), [
-    ("medusa_8b", ()), ("eagle_8b", ("--drafter.noise", "0")), ("eagle3_8b", ("--drafter.steps", "2")),
-    ("fastdraft_8b", ()),
+    ("medusa", ()), ("eagle", ("--drafter.noise", "0")), ("eagle3", ("--drafter.steps", "2")),
+    ("fastdraft", ()),
 ])
 def test_the_textbook_has_the_same_gradient(target: Target, recipe: str, words: tuple[str, ...]) -> None:
     made = bench(target, recipe, *words)
@@ -43,9 +43,9 @@ def test_the_textbook_has_the_same_gradient(target: Target, recipe: str, words: 
 
 @pytest.mark.parametrize("recipe", others_long(RECIPES, RECIPES[:2]))
 def test_every_recipe_makes_steps(target: Target, recipe: str) -> None:
-    words = ("--drafter.steps", "2") if recipe == "eagle3_8b" else ()
-    ways = [Way(False, "32-true"), Way(True, "32-true")] if recipe == "medusa_8b" else [Way(False, "32-true")]
-    ways += [Way(False, "32-true", checkpointing=True)] if recipe in ("eagle3_8b", "fastdraft_8b") else []
+    words = ("--drafter.steps", "2") if recipe == "eagle3" else ()
+    ways = [Way(False, "32-true"), Way(True, "32-true")] if recipe == "medusa" else [Way(False, "32-true")]
+    ways += [Way(False, "32-true", checkpointing=True)] if recipe in ("eagle3", "fastdraft") else []
     found = measure(bench(target, recipe, *words), ways, steps=1)
     for taken in found.values():
         assert isinstance(taken, Taken)
@@ -54,12 +54,12 @@ def test_every_recipe_makes_steps(target: Target, recipe: str) -> None:
         assert taken.peak_bytes > 1000
         assert sum(figures[f"{part} share"] for part in training_step.PARTS) == pytest.approx(1.0)
         assert all(figures[f"{part} share"] > 0 for part in training_step.PARTS if part != "target")
-    if recipe in ("eagle3_8b", "fastdraft_8b"):
+    if recipe in ("eagle3", "fastdraft"):
         kept, again = found.values()
         assert isinstance(kept, Taken)
         assert isinstance(again, Taken)
         assert again.peak_bytes < kept.peak_bytes
-    if recipe == "medusa_8b":
+    if recipe == "medusa":
         ours, theirs = found.values()
         assert isinstance(ours, Taken)
         assert isinstance(theirs, Taken)
@@ -84,7 +84,7 @@ def test_a_part_inside_another_counts_for_itself_alone(monkeypatch: pytest.Monke
 
 
 def test_a_way_without_memory_says_so(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = bench(target, "medusa_8b")
+    made = bench(target, "medusa")
 
     def step(way: Way, _batches: Any) -> dict[str, float]:
         if way.plain:
@@ -95,8 +95,8 @@ def test_a_way_without_memory_says_so(target: Target, monkeypatch: pytest.Monkey
     monkeypatch.setattr(training_step, "CountedStorages", lambda: nullcontext(SimpleNamespace(peak=7)))
     found = measure(made, [Way(False, "32-true"), Way(True, "32-true")], steps=2)
     assert found["textbook, 32-true"] == "out of memory"
-    lines = training_step.table({"medusa_8b": found})
-    assert lines[-1].startswith("| medusa_8b | textbook, 32-true | out of memory |")
+    lines = training_step.table({"medusa": found})
+    assert lines[-1].startswith("| medusa | textbook, 32-true | out of memory |")
     assert len({line.count("|") for line in lines}) == 1
     assert "| 20 | 20 | 20 | 20 | 20.0 |" in lines[-2]
 

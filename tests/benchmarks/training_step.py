@@ -267,7 +267,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=list(SHAPES), default="smollm2-135m", help="the target")
-    parser.add_argument("--recipes", nargs="+", default=["medusa_8b", "eagle3_8b", "fastdraft_8b"],
+    parser.add_argument("--recipes", nargs="+", default=["medusa", "eagle3", "fastdraft"],
                         help=f"shipped recipes, of which the drafters are trained: {', '.join(RECIPES)}")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=[PRECISIONS[0]], help="of the drafter")
     parser.add_argument("--against", nargs="+", choices=["plain", "checkpointing"], default=[],

@@ -135,7 +135,8 @@ ROWS = [
     ("rows: [medusa]\nminutes: 0", "minutes must be above 0"), ("rows: [medusa]\nminutes: .nan", "minutes must be"),
     ("rows: [medusa]\nonly: hydra", "only names 'hydra'; choose one of medusa"),
     ("rows: [medusa]\ntarget: null", "target is a section with the keys"),
-    ("rows: &a [*a]", "or a value that holds itself; write it flat"), ("rows: [families]", "names no family and cannot be a row; give"),
+    ("rows: &a [*a]", "or a value that holds itself; write it flat"),
+    ("rows: [families]", "names no family and cannot be a row; give"),
 ]
 FAULTS += [Fault(f"families: {content}", "families --config f.yaml", says,
                  lambda place, content=content: place.write("f.yaml", f"out: o\n{content}\n"))  # type: ignore[misc]

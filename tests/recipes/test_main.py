@@ -36,7 +36,7 @@ from draftsmith.recipes.stages import answer_workers
 from draftsmith.trainers.families import family_configs, family_names
 from support.tiers import some_long
 
-SHIPPED = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
+SHIPPED = sorted((Path(__file__).resolve().parents[2] / "recipes").rglob("*.yaml"))
 FAMILIES = next(path for path in SHIPPED if path.stem == "families")
 RECIPES = [path for path in SHIPPED if "family" in read_recipe(str(path))]
 TINY = next(path for path in RECIPES if path.stem == "tiny")

@@ -177,7 +177,7 @@ def training(settings: Settings) -> Measured:
     shape = settings.shape(LARGE)
     target = shaped_target(shape, settings.device)
     precision = "32-true" if settings.small else "bf16-mixed"
-    recipes = ("medusa_8b", "fastdraft_8b") if settings.small else RECIPES
+    recipes = ("medusa", "fastdraft") if settings.small else RECIPES
     ways = [training_step.Way(plain, precision) for plain in (False, True)]
     found = {}
     for name in recipes:

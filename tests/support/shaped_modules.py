@@ -7,8 +7,8 @@ from draftsmith.recipes.recipe import Recipe
 from draftsmith.trainers import DraftModule
 from support.model_shapes import SHAPES
 
-RECIPES = ("eagle3_8b", "medusa_8b", "dspark_8b", "hydra_8b", "eagle_8b", "falcon_8b", "kangaroo_8b",
-           "prompt_tokens_8b", "hidden_transfer_8b", "fastdraft_8b")
+RECIPES = ("eagle3", "medusa", "dspark", "hydra", "eagle", "falcon", "kangaroo", "prompt_tokens", "hidden_transfer",
+           "fastdraft")
 """One recipe for each family of drafters that leaves the target as it is; a short measurement takes the first four."""
 
 
@@ -21,7 +21,8 @@ def shaped_recipe(name: str, shape: str, *words: str) -> Recipe:
         words: further options of the command line.
     """
     layers, written = SHAPES[shape].config().num_hidden_layers, SHAPES[shape].written
-    given = COMMANDS["run"].parse(["--config", name, "--out", "runs/shaped"]).values.train.drafter
+    pair = ["--config", name, "--config", "eight_billion", "--out", "runs/shaped"]
+    given = COMMANDS["run"].parse(pair).values.train.drafter
     fitting = {
         "vocabulary_size": min(given.vocabulary_size or written, written) if given.vocabulary_size else None,
         "layers": f"[0,1,{layers - 2},{layers - 1}]" if getattr(given, "layers", None) else None,
@@ -31,7 +32,7 @@ def shaped_recipe(name: str, shape: str, *words: str) -> Recipe:
         "insertions": min(given.insertions, written // 16) if hasattr(given, "insertions") else None,
     }
     options = [word for key, value in fitting.items() if value is not None for word in (f"--drafter.{key}", str(value))]
-    recipe: Recipe = COMMANDS["run"].parse(["--config", name, "--out", "runs/shaped", *options, *words]).values
+    recipe: Recipe = COMMANDS["run"].parse([*pair, *options, *words]).values
     return recipe
 
 

@@ -14,7 +14,6 @@ OWN_FILES = {
     "drafter.py": "modules/drafters/bigram.py",
     "module.py": "trainers/drafters/bigram.py",
     "recipe.yaml": "recipes/bigram.yaml",
-    "recipe_8b.yaml": "recipes/bigram_8b.yaml",
     "cases.py": "tests/support/families/bigram.py",
     "own_tests.py": "tests/modules/drafters/test_bigram.py",
     "reference.py": "tests/references/bigram.py",
@@ -26,9 +25,11 @@ EDITS = {
         ("DRAFTERS: tuple[type[Drafter], ...] = (", "Bigram, "),
     ),
     "recipes/families.yaml": (("rows: [prompt_lookup, ", "bigram, "),),
+    "recipes/targets/eight_billion.yaml": (
+        ("by_family:\n", "  bigram:\n    drafter: {width: 1024, vocabulary_size: null}\n    train: {lr: 1.0e-3}\n"),),
     "modules/README.md": (("| `medusa` · ", "`bigram` · "),),
 }
-"""The edits of steps 7 and 8: in each file, what is inserted after which place."""
+"""The edits of steps 3, 7 and 8: in each file, what is inserted after which place."""
 COMMANDS = (("draftsmith.recipes.commands.method_table", "README.md"), ("draftsmith.recipes.commands.key_reference",))
 """The commands of step 8."""
 
@@ -92,7 +93,8 @@ def test_a_new_family_passes_the_tests_that_all_pass(copy: Path) -> None:
                  "tests/recipes/commands/test_key_reference.py", "tests/recipes/commands/test_method_table.py",
                  "tests/modules/test_readme.py", "tests/test_architecture.py")
     passed(output, "learns", "generate", "artifact", "train_equals_decode", "plain_twin",
-           "stages[bigram_8b]", "module_in_the_file_of_its_name[bigram]", "table_of_the_families", "keys_of_the_code",
+           "stages[bigram eight_billion]",
+           "module_in_the_file_of_its_name[bigram]", "table_of_the_families", "keys_of_the_code",
            "test_readme.py", "star_and_the_floors[modules]")
 
 

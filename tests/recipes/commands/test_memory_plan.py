@@ -13,12 +13,17 @@ from draftsmith.recipes.commands.pipeline import ALL, COMMANDS
 from draftsmith.recipes.planning.device_rates import Rates
 from draftsmith.recipes.planning.dry_run import dry_run
 from draftsmith.recipes.planning.stage_plans import StagePlan, cache_bytes
+from draftsmith.recipes.reading.recipe_files import read_recipe
 from support.tiers import others_long
 from transformers import LlamaConfig, NemotronHConfig
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 TRAINING = sorted(file.stem for file in RECIPES.glob("*.yaml") if "\nfamily:" in file.read_text())
 """Recipes that name their family: those that extend another one by a correction do not."""
+METHODS = sorted(file.stem for file in RECIPES.glob("*.yaml") if "family" in read_recipe(str(file)))
+"""These and those."""
+APART = ("tiny", "quickstart", "mtp")
+"""Those of them for one target."""
 ELSEWHERE = ["--flops", "4e14", "--bandwidth", "3e12"]
 RATES = Rates(flops=4e14, bandwidth=3e12, origin="as stated")
 LARGE = {"8b": (4096, 14336, 32, 32), "8b, short": (4096, 14336, 8, 32), "70b": (8192, 28672, 80, 64),
@@ -29,14 +34,19 @@ PARAMETERS = {"8b": r"8,030,261,248 parameters, 15\.0 GiB",
               "hybrid_9b": r"8,888,227,328 parameters, 16\.6 GiB",
               "70b, short": r"15,791,824,896 parameters, "}
 ON_A_SHAPE = {
-    **{name: "8b, short" for name in TRAINING if name.endswith("_8b")},
-    "eagle3_8b": "8b", "eagle3_hybrid_9b": "hybrid_9b", "eagle3_70b": "70b, short", "eagle3_70b_zero3": "70b, short"}
-"""Large recipes that are planned, and the shape of the target that they are planned for."""
-FITTED = {"dspark_8b": ["--drafter.taps", "[1,2,4,5,6]"], "fastdraft_8b": ["--drafter.layers", "[0,1,6,7]"],
-          "hidden_transfer_8b": ["--drafter.layer", "6"],
+    **{f"{name} eight_billion": "8b, short" for name in TRAINING if name not in APART},
+    "eagle3 eight_billion": "8b", "eagle3 hybrid_9b": "hybrid_9b", "eagle3 seventy_billion": "70b, short",
+    "eagle3 seventy_billion zero3": "70b, short"}
+"""Pairs of a method and a target that are planned, and the shape of the target that they are planned for."""
+FITTED = {"dspark": ["--drafter.taps", "[1,2,4,5,6]"], "dflash": ["--drafter.taps", "[1,2,4,5,6]"],
+          "fastdraft": ["--drafter.layers", "[0,1,6,7]"], "fastdraft_parallel": ["--drafter.layers", "[0,1,6,7]"],
+          "hidden_transfer": ["--drafter.layer", "6"],
           # Its recurrent network is walked position by position, also in a plan.
-          "falcon_8b": ["--prompts.max_prompt_tokens", "256", "--distill.max_new_tokens", "128"]}
-"""Words with which a recipe fits a target of few layers, or is planned in seconds."""
+          "falcon": ["--prompts.max_prompt_tokens", "256", "--distill.max_new_tokens", "128"]}
+"""Words with which a method fits a target of few layers, or is planned in seconds."""
+ZERO3 = ["--target.placement", "zero3", "--target.degree", "null", "--target.offload", "true", "--train.devices", "4",
+         "--batch.rows_per_batch", "2", "--train.optimizer", "adamw", "--train.strategy", "deepspeed_stage_2"]
+"""Words with which four GPUs divide a target that they do not hold together, as in recipes/clusters.md."""
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +87,10 @@ def test_a_recipe_states_memory_and_hours_of_its_stages(
     recipe: str, large: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Recipes for the embedded model differ from those for large ones in sizes alone: one stands for them."""
-    shape = ON_A_SHAPE.get(recipe, "")
-    words = ["--target.name", str(large[shape]), *ELSEWHERE, *FITTED.get(recipe, ())] if shape else []
-    assert main(["plan", "--config", recipe, *words]) == 0
+    (method, *size), shape = recipe.split(), ON_A_SHAPE.get(recipe, "")
+    words = ["--config", size[0], "--target.name", str(large[shape]), *ELSEWHERE] if shape else []
+    words += (ZERO3 if "zero3" in size else FITTED.get(method, [])) if "short" in shape else []
+    assert main(["plan", "--config", method, *words]) == 0
     message = capsys.readouterr().out
     assert re.search(r"drafter +[\d,]+ trained parameters", message)
     where = "a GPU" if shape else r"a process(, \d of them at once)?"
@@ -88,15 +99,15 @@ def test_a_recipe_states_memory_and_hours_of_its_stages(
     assert ("as stated" in message) == bool(shape)
     assert re.search(PARAMETERS.get(shape, ""), message)
     offloaded = "25.5 GiB of the machine's memory: the target's layers, of all processes" in message
-    assert offloaded == recipe.endswith("_zero3")
+    assert offloaded == recipe.endswith("zero3")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", sorted(file.stem for file in RECIPES.glob("*.yaml") if re.search(
-    "(?<!specdec)_(8b|hybrid_9b|70b)", file.stem)))
-def test_every_large_recipe_fits_its_target(recipe: str, large: dict[str, Path]) -> None:
-    shape = next(shape for shape in ("hybrid_9b", "70b", "8b") if shape in recipe)
-    parsed = COMMANDS["run"].parse(["--config", recipe, "--target.name", str(large[shape])])
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in APART])
+@pytest.mark.parametrize("size", ["eight_billion", "hybrid_9b"])
+def test_every_method_fits_a_large_target(method: str, size: str, large: dict[str, Path]) -> None:
+    shape = {"eight_billion": "8b"}.get(size, size)
+    parsed = COMMANDS["run"].parse(["--config", method, "--config", size, "--target.name", str(large[shape])])
     drafter = dry_run(parsed.values, sketch_target(parsed.values.target)).drafter
     assert sum(parameter.numel() for parameter in drafter.parameters()) > 10**4
 

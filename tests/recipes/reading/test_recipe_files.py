@@ -1,6 +1,7 @@
 """Recipe files: what they extend, which keys win, and files that cannot be read."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from draftsmith.modules import UserError
@@ -64,32 +65,81 @@ def test_an_empty_recipe_is_an_empty_one(tmp_path: Path) -> None:
     assert read_recipe(str(write(tmp_path, a="# nothing\n"))) == {}
 
 
-@pytest.mark.parametrize("base", ["embedded", "eight_billion"])
-def test_what_recipes_share_stands_once(base: str, tmp_path: Path) -> None:
+def test_keys_of_one_family_are_read_for_it_alone(tmp_path: Path) -> None:
+    """They win over the recipe in which they stand, and a recipe that extends it wins over them."""
+    families = {"medusa": {"train": {"lr": 2.0}, "drafter": {"num_heads": 5}}, "eagle": {"train": {"lr": 3.0}}}
+    base = {"train": {"lr": 1.0, "clip": 1.0}, "by_family": families}
+    assert merge(base) == {"train": {"lr": 1.0, "clip": 1.0}}
+    assert merge({"family": "medusa", "drafter": {"num_heads": 3, "num_layers": 2}}, base) == {
+        "family": "medusa", "drafter": {"num_heads": 5, "num_layers": 2}, "train": {"lr": 2.0, "clip": 1.0}}
+    assert merge(base, {"family": "eagle", "train": {"clip": 0.5}}) == {
+        "family": "eagle", "train": {"lr": 3.0, "clip": 0.5}}
+    file = write(tmp_path, mine="extends: base\ntrain: {lr: 9.0}\n",
+                 base="by_family: {medusa: {train: {lr: 2.0, clip: 0.1}}}\n")
+    words = ["--config", "tiny", "--config", str(file)]
+    given = COMMANDS["run"].parse(words).values.train
+    assert (given.lr, given.clip, given.max_steps) == (9.0, 0.1, 30)
+    given = COMMANDS["run"].parse([*words, "--train.clip", "0.2"]).values.train
+    assert (given.lr, given.clip) == (9.0, 0.2)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("by_family: {eagel: {}}", "by_family names an unknown family 'eagel'; choose one of medusa, "),
+    ("by_family: [eagle]", r"by_family must hold the names of families with sections below each, got \['eagle'\]"),
+    ("by_family: {eagle: 3}", "by_family must hold the names of families .*; write it as the recipe eight_billion do"),
+    ("by_family: {medusa: {drafter: {heads: 3}}}", r"unknown key drafter.heads: did you mean drafter.num_heads\?"),
+])
+def test_wrong_keys_of_a_family_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        COMMANDS["run"].parse(["--config", "tiny", "--config", str(write(tmp_path, a=text))])
+
+
+def test_what_recipes_share_stands_once(tmp_path: Path) -> None:
     """No recipe repeats a value that it inherits."""
-    shared = read_recipe(recipe_path(base))
-    extending = [file for file in Path(recipe_path(base)).parent.glob("*.yaml")
-                 if f"\nextends: {base}" in file.read_text()]
+    shared, folder = read_recipe(recipe_path("embedded")), Path(recipe_path("tiny")).parent
+    extending = [file for file in folder.glob("*.yaml") if "\nextends: embedded" in file.read_text()]
     assert len(extending) > 5
     for file in extending:
         own = "\n".join(line for line in file.read_text().splitlines() if not line.startswith("extends:"))
         assert not repeated(read_recipe(str(write(tmp_path, own=own))), shared), file.name
 
 
-def test_recipes_for_8b_targets_learn_from_many_long_conversations() -> None:
-    """Their steps read the answers, without prompts, two to ten times."""
-    names = [file.stem for file in Path(recipe_path("eight_billion")).parent.glob("*_8b.yaml")]
-    for name in sorted({*names} - {"specdec_8b"}):
-        recipe = COMMANDS["run"].parse(["--config", name]).values
-        batch, train = recipe.batch, recipe.train
-        read = (train.max_steps or 0) * train.accumulate * batch.rows_per_batch * batch.row_length
-        assert 2 <= read / (recipe.distill.budget_tokens or 1) <= 10, name
-        assert recipe.prompts.origin == "dataset", "the target's own prompts have one turn"
-        large = name not in ("prompt_tokens_8b", "hidden_transfer_8b")
-        assert (recipe.distill.budget_tokens or 0) >= (200_000_000 if large else 20_000_000)
-        assert recipe.distill.max_new_tokens == (2048 if large else 512)
-        if recipe.family in ("medusa", "medusa2"):
-            assert train.drafter.output == "one_copy", "vLLM reads one output layer, with its own tokens"
+def named(content: dict[str, Any], prefix: str = "") -> set[str]:
+    """The keys that a recipe sets."""
+    below = [named(value, f"{prefix}{key}.") for key, value in content.items() if isinstance(value, dict)]
+    return {f"{prefix}{key}" for key in content}.union(*below)
+
+
+def test_a_target_replaces_all_that_the_embedded_one_sets() -> None:
+    """But for what says how a target writes its own prompts, which means nothing to prompts of a dataset."""
+    left = named(read_recipe(recipe_path("embedded"))) - named(read_recipe(recipe_path("eight_billion")))
+    assert left == {"prompts.own_kinds", "prompts.own_openings", "prompts.own_max_tokens"}
+
+
+METHODS = sorted(file.stem for file in Path(recipe_path("tiny")).parent.glob("*.yaml")
+                 if "family" in read_recipe(str(file)) and file.stem not in ("tiny", "mtp", "eagle3_domain"))
+"""Recipes of methods, which a target can follow."""
+TARGETS = {"eight_billion": "Llama-3.1-8B", "hybrid_9b": "Nemotron-Nano-9B", "seventy_billion": "Llama-3.3-70B"}
+"""Targets, and a part of each one's name."""
+
+
+@pytest.mark.parametrize("size", TARGETS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_learns_for_a_large_target_from_many_long_conversations(method: str, size: str) -> None:
+    """Steps read the answers, without prompts, two to ten times; no minutes end anything."""
+    recipe = COMMANDS["run"].parse(["--config", method, "--config", size]).values
+    batch, train, answers = recipe.batch, recipe.train, recipe.distill
+    assert TARGETS[size] in recipe.target.name
+    read = (train.max_steps or 0) * train.accumulate * train.devices * batch.rows_per_batch * batch.row_length
+    assert 2 <= read / (answers.budget_tokens or 1) <= 10
+    assert recipe.prompts.origin == "dataset", "the target's own prompts have one turn"
+    assert {train.max_minutes, answers.budget_minutes, recipe.evaluate.budget_minutes} == {None}
+    large = recipe.family not in ("prompt_tokens", "hidden_transfer")
+    assert answers.budget_tokens == (200_000_000 if large else 20_000_000)
+    assert answers.max_new_tokens == (2048 if large else 512)
+    if recipe.family in ("medusa", "medusa2"):
+        assert train.drafter.output == "one_copy", "vLLM reads one output layer, with its own tokens"
+    assert train.drafter.vocabulary_size in (None, 32000)
 
 
 def repeated(own: dict[str, object], shared: dict[str, object]) -> list[str]:

@@ -1,5 +1,6 @@
 """Every key is set by a shipped recipe or serves a user's own target, data, engine or machine; they are few."""
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ OWN = {
     "the sampling of the user's application": (
         "evaluate.top_k", "evaluate.top_p", "evaluate.repetition_penalty"),
     "what an evaluation compares": ("evaluate.batch_sizes",),
-    "the user's devices": ("evaluate.graphs", "evaluate.compile", "train.activation_checkpointing",
+    "how sure a block is of its guesses": ("drafter.confidence",),
+    "acceptance heads of other drafts": ("fit.lr",),
+    "the user's devices": ("train.strategy", "target.offload",
+                           "evaluate.graphs", "evaluate.compile", "train.activation_checkpointing",
                            "train.num_nodes"),
     "another draw": ("train.seed",),
     "another version of the user's target": ("retarget",),
@@ -61,7 +65,8 @@ def named(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def test_every_key_has_a_use() -> None:
     recipes = Path(__file__).resolve().parents[3] / "recipes"
-    used = {name for file in recipes.glob("*.yaml") for name in named(yaml.safe_load(file.read_text()))}
+    used = {re.sub(r"^by_family\.\w+\.", "", name) for file in recipes.rglob("*.yaml")
+            for name in named(yaml.safe_load(file.read_text()))}
     own = {name for names in OWN.values() for name in names}
     assert known() - used == own
 
