@@ -81,6 +81,8 @@ class DraftModule(L.LightningModule):
     then be whole on one device of each process."""
     validation_rows: int | None = None
     """Held-out conversations that are measured; None for all."""
+    chunk_elements: int | None = None
+    """Logits of the loss in memory at once; None for the device's own number."""
     start: Start | None = None
     """The drafter that the training continues; None for a new one."""
 
@@ -217,6 +219,7 @@ class DraftModule(L.LightningModule):
             # Several draft steps may share an output layer, whose gradient is then one.
             parameters=tuple(dict.fromkeys(weight for step in range(len(weights))
                                            for weight in self.drafter.output_parameters(step))),
+            chunk_elements=self.chunk_elements,
             objective=objective, teacher=teacher, feature_weight=self.config.feature_weight,
             paths=paths if isinstance(paths, str) else None, confidence=judge,
         )

@@ -1,4 +1,4 @@
-"""Bytes and floating-point operations of code that runs on tensors of which only the shape exists.
+"""Bytes of code that runs on tensors of which only the shape exists.
 
 What a program allocates is what its operations make and what autograd keeps of it, and both follow from shapes.
 Weights and states are replaced by tensors that have a shape, a number format and a device but no values (fake tensors
@@ -13,27 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .counted_storages import CountedStorages
 
 LARGE = 1 << 16
 """Elements from which a new floating-point tensor has no values: smaller ones may hold numbers that are read."""
-_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 
 
 class CountedWork(CountedStorages):  # type: ignore[no-untyped-call]
-    """A block whose operations are counted: bytes alive, their peak, and floating-point operations.
+    """A block whose bytes are counted: those alive, and their peak.
 
     An operation that reads a tensor without values gives one without values. All others are performed.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = 0
-        """Floating-point operations of matrix products and attention."""
         self._shapes = FakeTensorMode(allow_non_fake_inputs=True)
 
     def blank(self, tensor: Tensor) -> Tensor:
@@ -45,11 +40,6 @@ class CountedWork(CountedStorages):  # type: ignore[no-untyped-call]
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A new tensor on the CPU without values; it is not counted."""
         return self.blank(torch.empty(shape, dtype=dtype, device="meta"))
-
-    def restart(self) -> None:
-        """Count the peak and the operations from here on."""
-        super().restart()
-        self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -66,12 +56,9 @@ class CountedWork(CountedStorages):  # type: ignore[no-untyped-call]
                 places += index.nonzero(as_tuple=True) if masked else [index]
             args = (args[0], places, *args[2:])
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))) or not _is_large(args, kwargs):
-            answer = func(*args, **kwargs)
-        else:
-            with self._shapes:
-                answer = func(*args, **kwargs)
-        self.operations += _operations(func, args, kwargs, answer)
-        return answer
+            return func(*args, **kwargs)
+        with self._shapes:
+            return func(*args, **kwargs)
 
 
 def blank_tensors(module: nn.Module, count: CountedWork, made: dict[int, Tensor]) -> None:
@@ -104,14 +91,3 @@ def _is_large(args: Any, kwargs: dict[str, Any]) -> bool:
     for size in shape:
         elements *= size if isinstance(size, int) else 1
     return dtype.is_floating_point and elements >= LARGE
-
-
-def _operations(func: Any, args: Any, kwargs: dict[str, Any], answer: Any) -> int:
-    """Floating-point operations of one operation; those that go element by element count nothing."""
-    packet = func._overloadpacket
-    if packet is _CPU_ATTENTION:
-        return int(sdpa_flop_count(*(one.shape for one in args[:3])))  # type: ignore[no-untyped-call]
-    if packet is _CPU_ATTENTION_BACKWARD:
-        return int(sdpa_backward_flop_count(*(one.shape for one in args[:4])))  # type: ignore[no-untyped-call]
-    formula = flop_registry.get(packet)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=answer))

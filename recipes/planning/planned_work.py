@@ -1,4 +1,4 @@
-"""The work of a recipe's stages on tensors without values: passes of the target, training steps, decoding.
+"""The memory of a recipe's stages, counted on tensors without values: passes of the target, training steps, decoding.
 
 Shapes: B rows, L positions, N nodes of a tree, C tokens of a prompt.
 """
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,10 @@ from transformers.integrations import moe
 
 from ...data.batches.learned_tokens import prompts_learnable
 from ...modules import Features, Target, TokenTree, Topology
-from ...modules.drafters.parts import lstm
 from ...modules.target.kv_cache import FIRST_SLOTS
 from ...modules.tuning.held_out_ranks import rank_table
 from ...trainers import DraftModule
-from ...trainers.losses import chunked_losses
+from ...trainers.losses.chunked_losses import CHUNK_ELEMENTS
 from ..recipe import Recipe
 from .counted_work import CountedWork, blank_tensors
 
@@ -31,33 +31,23 @@ ROW_CONVERSATIONS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """Counts of one piece of work."""
-
-    peak: int
-    """Most bytes alive, beyond weights and what was there before."""
-    operations: int
-    """Floating-point operations."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """Counts of a training step on one micro-batch."""
+    """Most bytes alive in the parts of a training step on one micro-batch, beyond weights and what was there before."""
 
-    target: Work
-    """The target's pass; nothing where training reads no states."""
+    target: int
+    """The target's pass; 0 where training reads no states."""
     states: int
-    """Bytes of the target's states that the step reads."""
-    forward: Work
+    """The target's states that the step reads."""
+    forward: int
     """The loss with its gradients of the logits."""
-    whole: Work
+    whole: int
     """Loss and gradients of the weights."""
     gradients: int
-    """Bytes of the gradients of the weights."""
+    """The gradients of the weights."""
 
 
 class PlannedWork:
-    """A recipe's target and training module without values, whose work is counted.
+    """A recipe's target and training module without values, whose memory is counted.
 
     A device other than a CPU is counted as a CPU in its number formats, with its chunks of the loss.
 
@@ -69,7 +59,10 @@ class PlannedWork:
     """
 
     def __init__(self, recipe: Recipe, target: Target, module: DraftModule, *, accelerator: bool) -> None:
-        self.recipe, self.target, self.module, self.accelerator = recipe, target, module, accelerator
+        self.recipe, self.target, self.module = recipe, target, module
+        module.chunk_elements = CHUNK_ELEMENTS["cuda" if accelerator else "cpu"]
+        # Families that train in stages take most in the last one.
+        vars(module)["progress_at"] = lambda _step: 1.0
         self.count = CountedWork()
         made: dict[int, Tensor] = {}
         models: list[nn.Module] = [target.model, module]
@@ -91,7 +84,7 @@ class PlannedWork:
         """
         module, batch = self.module.train(), self.batch()
         before = self.count.live
-        target = Work(peak=0, operations=0)
+        target = 0
         with self._counting():
             if module.needs_states:
                 batch = self.target.encode(batch, module.drafter.taps)
@@ -125,7 +118,7 @@ class PlannedWork:
 
     # Held-out text ---------------------------------------------------------------------------------------------------
 
-    def held_out(self) -> Work:
+    def held_out(self) -> int:
         """A held-out conversation: the target's pass over it, and the drafter's proposals along it."""
         length = min(opening(self.recipe) + self.recipe.distill.max_new_tokens, self.target.context_length)
         row = Features(
@@ -140,7 +133,7 @@ class PlannedWork:
 
     # Decoding --------------------------------------------------------------------------------------------------------
 
-    def reading(self, rows: int, tokens: int) -> Work:
+    def reading(self, rows: int, tokens: int) -> int:
         """Reading of the prompts of a batch in one piece, cache included."""
         before = self.count.live
         with self._counting(), torch.no_grad():
@@ -149,8 +142,8 @@ class PlannedWork:
             del held
             return self._work(before)
 
-    def decoding(self, rows: int, prompt: int, answer: int, nodes: int, taps: tuple[int, ...] = ()) -> Work:
-        """Decoding of a batch from its prompts to its longest answers; the operations are those of its last pass.
+    def decoding(self, rows: int, prompt: int, answer: int, nodes: int, taps: tuple[int, ...] = ()) -> int:
+        """Decoding of a batch from its prompts to its longest answers.
 
         The cache grows as it does in decoding, where the old slots and the new ones of a few layers are alive together;
         the last growth takes most.
@@ -162,7 +155,6 @@ class PlannedWork:
             self._read(held, rows, prompt)
             for width in (*list(grown(prompt, longest))[-1:], longest):
                 held.cache.assume(width - nodes)
-                self.count.operations = 0
                 logits_BNV = held.run(tree).logits_BMV
                 chosen_BN = logits_BNV.float().softmax(-1).argmax(-1)
                 del logits_BNV, chosen_BN
@@ -174,34 +166,15 @@ class PlannedWork:
         output = held.run(prompts, select_BM=torch.full((rows, 1), tokens - 1))
         del output
 
-    def _work(self, before: int) -> Work:
-        return Work(peak=self.count.peak - before, operations=self.count.operations)
+    def _work(self, before: int) -> int:
+        return self.count.peak - before
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """A block that is counted from zero, in the planned device's chunks."""
-        sizes = chunked_losses.CHUNK_ELEMENTS
-        chunks = {**sizes, "cpu": sizes["cuda"]} if self.accelerator else sizes
-        with (_replaced(chunked_losses, "CHUNK_ELEMENTS", chunks), _replaced(lstm, "_Recurrence", _AtOnce),
-              _replaced(moe, "_grouped_mm", _one_expert),
-              # Families that train in stages take most in the last one.
-              _replaced(self.module, "progress_at", lambda _step: 1.0), self.count):
+        """A block that is counted from zero."""
+        with patch.object(moe, "_grouped_mm", _one_expert), self.count:
             self.count.restart()
             yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """A block in which an attribute has another value."""
-    former = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if former is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, former)
 
 
 def _one_expert(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
@@ -223,29 +196,3 @@ def grown(prompt: int, longest: int) -> Iterator[int]:
     while held < longest:
         yield held + 1
         held = min(longest, max(held + 1, held + held // 2))
-
-
-class _AtOnce(torch.autograd.Function):
-    """The recurrence of an LSTM with the tensors and products of all its positions, not one after the other: of values
-    that do not exist the order says nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, gates_PG: Tensor, weight_GD: Tensor, output_BD: Tensor, cell_BD: Tensor,
-                sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        shape = (len(gates_PG), weight_GD.shape[1])
-        steps = [gates_PG.new_empty(shape), gates_PG.new_empty(shape), torch.empty_like(gates_PG)]
-        sums_PG = steps[0] @ weight_GD.mT
-        del sums_PG
-        output_PD, cell_PD, activated_PG = (torch.empty_like(step) for step in steps)
-        ctx.save_for_backward(output_BD, output_PD, cell_PD, activated_PG, weight_GD)
-        return output_PD, cell_PD
-
-    @staticmethod
-    def backward(ctx: Any, d_output_PD: Tensor, d_cell_PD: Tensor) -> tuple[Tensor | None, ...]:
-        output_BD, _, cell_PD, activated_PG, weight_GD = ctx.saved_tensors
-        before_PD, gates = torch.empty_like(cell_PD), torch.empty_like(activated_PG)
-        gates_PG, read_PD = torch.empty_like(gates), torch.empty_like(before_PD)
-        product_PD = gates_PG @ weight_GD
-        del product_PD
-        first_BD = torch.empty_like(output_BD)
-        return gates_PG, gates_PG.mT @ read_PD, first_BD, first_BD.clone(), None

@@ -1,4 +1,4 @@
-"""Peak memory and hours of each stage of a recipe, from shapes and the rates of a device."""
+"""Peak memory of each stage of a recipe, from shapes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,16 +16,12 @@ from ...trainers import DraftModule
 from ...trainers.processes.zero_strategy import BUCKET
 from ...trainers.steps.optimizers import Together
 from ...trainers.train_config import ZERO_STAGES
-from ..chat_settings import handwritten_prompts
 from ..recipe import Recipe
-from .device_rates import Rates
 from .planned_work import PlannedWork, opening
-from .worker_count import gpus_of, most_shards, worker_count
+from .worker_count import gpus_of, worker_count
 
 FLOAT32 = 4
 """Bytes of a number of a drafter in training."""
-READINGS = 2
-"""Times that the states of a held-out row are computed or read after training."""
 TIMED_SLOTS = ((1, 1), (1, 1), (4, 1), (8, 1), (16, 1), (1, 4), (4, 4))
 """Rows of each batch by which a tree's cost is measured, and its context as a multiple of TIMED_CONTEXT."""
 TIMED_CONTEXT = 192
@@ -33,14 +29,12 @@ TIMED_CONTEXT = 192
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """The greatest memory that a stage takes, by purpose, and its seconds."""
+    """The greatest memory that a stage takes, by purpose."""
 
     name: str
     """The stage."""
     parts: dict[str, int]
     """Bytes by purpose, on each device, or in each process on a CPU; alive together."""
-    seconds: float | None
-    """Seconds; None where the recipe does not limit the work."""
     host: dict[str, int] = field(default_factory=dict)
     """Bytes by purpose in the memory of the machine, next to those of an accelerator."""
     processes: int = 1
@@ -59,15 +53,14 @@ class StagePlans:
         recipe: what is planned.
         target: a sketch, of which every tensor is on the meta device.
         module: of `dry_run` with it.
-        rates: of the device.
         accelerator: whether the device is a GPU.
         process: bytes of a process before it loads a model; 0 on an accelerator.
         mixed: whether the drafter computes in bfloat16.
     """
 
-    def __init__(self, recipe: Recipe, target: Target, module: DraftModule, rates: Rates, *, accelerator: bool,
-                 process: int, mixed: bool) -> None:
-        self.recipe, self.target, self.module, self.rates = recipe, target, module, rates
+    def __init__(self, recipe: Recipe, target: Target, module: DraftModule, *, accelerator: bool, process: int,
+                 mixed: bool) -> None:
+        self.recipe, self.target, self.module = recipe, target, module
         self.accelerator, self.mixed = accelerator, mixed
         self.width = target.hidden_size * target.dtype.itemsize
         self.kinds = 1 + len(module.drafter.taps)
@@ -81,7 +74,6 @@ class StagePlans:
         self.trained = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
         self.drafter = FLOAT32 * sum(weight.numel() for weight in module.parameters())
         self.work = PlannedWork(recipe, target, module, accelerator=accelerator)
-        self.threads = torch.get_num_threads()
         self.answering = worker_count(recipe, (gpus_of(recipe.target) or None) if accelerator else 0)
         """Processes that answer prompts on one machine, as far as its memory holds them."""
         self.moments = moments(module)
@@ -112,34 +104,13 @@ class StagePlans:
         kept = config.shard_prompts * self.longest * self.kinds * self.width if self.stores else 0
         # Its pieces are sorted one kind after the other, and one kind is written at a time.
         kept += 2 * kept // self.kinds
-        parts = {**self.base, "cache and passes": self._shared(work.peak)}
+        parts = {**self.base, "cache and passes": self._shared(work)}
         if config.train_dtype != "own" and not self.accelerator:
             parts["second number format"] = (self.base["target"] + self.base["packed"]) // 2
         if not self.accelerator:
             parts["kept states"] = kept
         host = {"kept states, of all processes": processes * kept} if self.accelerator else {}
-        return StagePlan(name="distill", parts=parts, host=host, processes=processes,
-                         seconds=self._answer_seconds(rows, prompt, work.operations))
-
-    def _answer_seconds(self, rows: int, prompt: int, operations: int) -> float | None:
-        """Seconds of writing: of train prompts where the target writes them, of all answers, of held-out ones twice."""
-        config, own = self.recipe.distill, self.recipe.prompts.origin == "own"
-        limit = None if config.budget_minutes is None else 60 * config.budget_minutes
-        count = self.recipe.prompts.limit
-        tokens = config.budget_tokens or (None if count is None else count * config.max_new_tokens)
-        if tokens is None:
-            return limit
-        answers = tokens / config.max_new_tokens + 2 * config.validation_prompts
-        written = answers * (config.max_new_tokens + (self.recipe.prompts.own_max_tokens if own else 0))
-        read = self.weights + rows * self.longest * cache_bytes(self.target) / 2
-        reading = answers * prompt * operations / rows
-        seconds = written / rows * self.rates.seconds(operations, read) + self.rates.seconds(reading)
-        if self.accelerator:
-            seconds /= self.answering
-        elif config.workers is not None and most_shards(self.recipe) != 1:
-            # The rate is that of all threads, and each process answers with one of them where there are several shards.
-            seconds *= self.threads / min(self.answering, self.threads)
-        return seconds if limit is None else min(seconds, limit)
+        return StagePlan(name="distill", parts=parts, host=host, processes=processes)
 
     # States ----------------------------------------------------------------------------------------------------------
 
@@ -150,13 +121,10 @@ class StagePlans:
         kept = config.shard_prompts * self.longest * self.kinds * self.width if reads else 0
         parts = dict(self.base)
         if reads:
-            parts["passes"] = self._shared(self.held_out.peak)
+            parts["passes"] = self._shared(self.held_out)
         if not self.accelerator:
             parts["kept states"] = kept + 2 * kept // self.kinds
-        tokens = (self.recipe.prompts.limit or 0) * self.longest
-        seconds = self.rates.seconds(tokens / self.longest * self.held_out.operations)
-        return StagePlan(name="encode", parts=parts, host={"kept states": kept} if self.accelerator else {},
-                         seconds=0.0 if not reads else seconds or None)
+        return StagePlan(name="encode", parts=parts, host={"kept states": kept} if self.accelerator else {})
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -166,8 +134,8 @@ class StagePlans:
         former = self._part(step.gradients) if self.zero != 2 else step.gradients // self.recipe.train.world
         computed = self.recipe.batch.states != "stored"
         # The former step's gradients live until its backward pass, and over all micro-batches of a step.
-        forward = former + max(step.forward.peak + step.states, step.target.peak if computed else 0)
-        backward = step.states + step.whole.peak
+        forward = former + max(step.forward + step.states, step.target if computed else 0)
+        backward = step.states + step.whole
         if self.split > 1:
             # Of gradients too, no more is whole at once than of weights.
             backward += former - (self.drafter - self.gathered)
@@ -185,28 +153,16 @@ class StagePlans:
                  "held-out states": rows * self.longest * self.kinds * self.width}
         # One more than asked for: the training loop fetches a batch before it hands out the last one.
         ahead = (AHEAD + 1) * step.states if self.stores else 0
-        seconds = self._train_seconds(step.whole.operations + (step.target.operations if computed else 0))
         if not self.accelerator:
             # A checkpoint is written from memory, in which what a step has freed stays with the process.
             parts |= {"checkpoint": self._part(self.drafter + self.moments), "batches read ahead": ahead}
-            return StagePlan(name="train", parts=parts, seconds=seconds)
+            return StagePlan(name="train", parts=parts)
         host = {"batches read ahead": ahead, "the target's layers, of all processes": self.offloaded}
-        return StagePlan(name="train", parts=parts, host=host, seconds=seconds)
+        return StagePlan(name="train", parts=parts, host=host)
 
     def _part(self, size: int) -> int:
         """This process's part of what the processes divide."""
         return -(-size // self.split)
-
-    def _train_seconds(self, operations: int) -> float | None:
-        config = self.recipe.train
-        limit = None if config.max_minutes is None else 60 * config.max_minutes
-        if config.max_steps is None:
-            return limit
-        # AdamW reads and writes weights, gradients and both moments.
-        update = 2 * (self.drafter + self.moments) + 2 * self.drafter
-        seconds = config.max_steps * (config.accumulate * self.rates.seconds(operations)
-                                      + self.rates.seconds(0, update))
-        return seconds if limit is None else min(seconds, limit)
 
     # Tree and evaluation ---------------------------------------------------------------------------------------------
 
@@ -216,12 +172,10 @@ class StagePlans:
         nodes = self.recipe.tree.searched_nodes
         slots = sum(rows * (TIMED_CONTEXT * times + nodes) for rows, times in TIMED_SLOTS)
         timed = slots * cache_bytes(self.target)
-        rows = 2 * self.recipe.distill.validation_prompts
         parts = {**self.base, "drafter": 2 * self.drafter + self.work.borrowed, "timed passes": self._shared(timed),
                  "replayed answers": TIMED * self.longest * self.kinds * self.width,
-                 "proposals": self._shared(self.held_out.peak)}
-        seconds = self.rates.seconds(READINGS * rows * self.held_out.operations)
-        return StagePlan(name="artifact", parts=parts, seconds=seconds + 15)
+                 "proposals": self._shared(self.held_out)}
+        return StagePlan(name="artifact", parts=parts)
 
     def evaluation(self) -> StagePlan:
         """`evaluate`: trees of the largest size in every row, next to the drafter in the target's number format."""
@@ -230,18 +184,8 @@ class StagePlans:
         prompt = opening(self.recipe)
         work = self.work.decoding(rows, prompt, config.max_new_tokens, nodes)
         parts = {**self.base, "drafter": self.drafter // FLOAT32 * self.target.dtype.itemsize + self.work.borrowed,
-                 "cache and passes": self._shared(work.peak)}
-        # Seconds if no draft is accepted: every prompt by `generate` and each method, some alone and timed.
-        sets = [self.recipe.distill.test_prompts, len(handwritten_prompts())]
-        sets = [min(size, config.limit or size) for size in sets]
-        ways = (len(config.policy_names) + len(config.baseline_names)) * len(config.degrees)
-        alone = self.rates.seconds(work.operations / rows, self.weights)
-        together = self.rates.seconds(work.operations, self.weights)
-        timed = sum(config.timed(size) for size in sets)
-        passes = (sum(sets) - timed) / rows * together * (ways + 1) + timed * alone * (ways + 2 * len(config.degrees))
-        seconds = passes * config.max_new_tokens
-        limit = None if config.budget_minutes is None else 60 * config.budget_minutes
-        return StagePlan(name="evaluate", parts=parts, seconds=seconds if limit is None else min(seconds, limit))
+                 "cache and passes": self._shared(work)}
+        return StagePlan(name="evaluate", parts=parts)
 
     def _shared(self, count: int) -> int:
         """Bytes of passes on one of the devices that share the target's layers in decoding."""

@@ -9,7 +9,6 @@ import torch
 from ...data import ReadPrompts
 from ...modules import TargetConfig
 from ..recipe import Recipe
-from .device_rates import on_device
 
 MOST_ON_CPU = 8
 """Most processes that `auto` starts on a CPU, each with a copy of the target: more threads gain a small one nothing."""
@@ -37,9 +36,15 @@ def worker_count(recipe: Recipe, gpus: int | None) -> int:
     return wanted if shards is None else max(1, min(wanted, shards))
 
 
+def on_gpu(target: TargetConfig) -> bool:
+    """Whether a target is on a GPU: on one that is here, or that the recipe names wherever it is."""
+    kind = target.device.partition(":")[0]
+    return kind == "cuda" or (kind == "auto" and torch.cuda.is_available())
+
+
 def gpus_of(target: TargetConfig) -> int:
     """GPUs that hold one copy of the target each: one where the recipe names it or spreads the target; 0 on a CPU."""
-    if on_device(target.device).type == "cpu":
+    if not (torch.cuda.is_available() and on_gpu(target)):
         return 0
     chosen = target.device not in ("auto", "cuda") or target.placement != "replicated"
     return 1 if chosen else torch.cuda.device_count()

@@ -33,10 +33,8 @@ EXAMPLES = {
     "train.devices": "2",
     "tree.used_nodes": "16",
     "evaluate.budget_minutes": "5",
-    "flops": "4e14",
-    "bandwidth": "3e12",
 }
-"""Keys of a recipe that most runs set, and of `plan`, with an example of each."""
+"""Keys of a recipe that most runs set, with an example of each."""
 CONFIG = ("Recipe: a YAML file, or the name of a shipped one. Keys given after it win, and so do those of a second "
           "one: --config eagle3 --config eight_billion.")
 WIDTH = 100

@@ -241,7 +241,7 @@ class _Rows:
 
     def elements(self, device: torch.device, factor: int = 1) -> int:
         """Logits in memory at once, so many times the usual ones."""
-        return self.loss.chunk_elements or CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"]) * factor
+        return (self.loss.chunk_elements or CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])) * factor
 
     @cached_property
     def log_sums_M(self) -> Tensor | None:

@@ -17,7 +17,6 @@ from draftsmith.modules import Eagle3Config, Target, UserError
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.memory_plan import plan_recipe
 from draftsmith.recipes.commands.pipeline import COMMANDS
-from draftsmith.recipes.planning.device_rates import Rates
 from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
 from safetensors.torch import load_file
 from support.stored_states import encode
@@ -177,4 +176,4 @@ def test_a_recipe_stores_the_states_of_its_answers_in_eight_bits(tmp_path: Path)
     records = Manifest.load(data).shards
     assert all(len(shard.slices(0, 2)[0].states()) == 2 for shard in open_features(data, records, ()))
     given = COMMANDS["run"].parse([*words, "--distill.budget_tokens", "1000"]).values
-    assert plan_recipe(given, Rates(flops=1e12, bandwidth=1e11, origin="as stated")).stored_states == 1000 * (32 + 4)
+    assert plan_recipe(given).stored_states == 1000 * (32 + 4)

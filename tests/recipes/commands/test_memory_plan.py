@@ -10,7 +10,6 @@ from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.memory_plan import plan_recipe
 from draftsmith.recipes.commands.pipeline import ALL, COMMANDS
-from draftsmith.recipes.planning.device_rates import Rates
 from draftsmith.recipes.planning.dry_run import dry_run
 from draftsmith.recipes.planning.stage_plans import StagePlan, cache_bytes
 from draftsmith.recipes.reading.recipe_files import read_recipe
@@ -24,8 +23,8 @@ METHODS = sorted(file.stem for file in RECIPES.glob("*.yaml") if "family" in rea
 """These and those."""
 APART = ("tiny", "quickstart", "mtp")
 """Those of them for one target."""
-ELSEWHERE = ["--flops", "4e14", "--bandwidth", "3e12"]
-RATES = Rates(flops=4e14, bandwidth=3e12, origin="as stated")
+ELSEWHERE = ["--target.device", "cuda"]
+"""Words with which a GPU is planned for that is not here."""
 LARGE = {"8b": (4096, 14336, 32, 32), "8b, short": (4096, 14336, 8, 32), "70b": (8192, 28672, 80, 64),
          "70b, short": (8192, 28672, 16, 64)}
 """Width, width inside, layers and heads of the models of Llama 3; short ones have fewer layers: each takes seconds."""
@@ -83,7 +82,7 @@ def test_a_name_that_leads_nowhere_is_told_in_one_sentence(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", others_long(("tiny", "eagle3", *ON_A_SHAPE), kept=("tiny",)))
-def test_a_recipe_states_memory_and_hours_of_its_stages(
+def test_a_recipe_states_the_memory_of_its_stages(
     recipe: str, large: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Recipes for the embedded model differ from those for large ones in sizes alone: one stands for them."""
@@ -95,8 +94,7 @@ def test_a_recipe_states_memory_and_hours_of_its_stages(
     assert re.search(r"drafter +[\d,]+ trained parameters", message)
     where = "a GPU" if shape else r"a process(, \d of them at once)?"
     for stage in ALL:
-        assert re.search(rf"^{stage} +[\d.]+ [GMK]iB {where}, [\d.e+-]+ h: ", message, re.MULTILINE)
-    assert ("as stated" in message) == bool(shape)
+        assert re.search(rf"^{stage} +[\d.]+ [GMK]iB {where}: ", message, re.MULTILINE)
     assert re.search(PARAMETERS.get(shape, ""), message)
     offloaded = "25.5 GiB of the machine's memory: the target's layers, of all processes" in message
     assert offloaded == recipe.endswith("zero3")
@@ -115,7 +113,7 @@ def test_every_method_fits_a_large_target(method: str, size: str, large: dict[st
 def test_the_figures_are_those_of_the_real_drafter() -> None:
     parsed = COMMANDS["run"].parse(["--config", "tiny"])
     target = load_target(TargetConfig(name="tiny-random"))
-    plan = plan_recipe(parsed.values, RATES)
+    plan = plan_recipe(parsed.values)
     module = parsed.values.module(target, torch.ones(target.vocab_size))
     module.configure_model()
     assert plan.drafter_parameters == sum(parameter.numel() for parameter in module.drafter.parameters())
@@ -131,7 +129,7 @@ def test_stages_of_zero_take_less_each() -> None:
     """Of four processes: a quarter of the moments and of the weights' copy, then of gradients, then of weights."""
     def planned(*words: str) -> dict[str, int]:
         parsed = COMMANDS["run"].parse(["--config", "tiny", "--train.devices", "4", *words])
-        return next(stage.parts for stage in plan_recipe(parsed.values, RATES).stages if stage.name == "train")
+        return next(stage.parts for stage in plan_recipe(parsed.values).stages if stage.name == "train")
 
     whole = planned()
     stages = [planned("--train.strategy", f"deepspeed_stage_{stage}") for stage in (1, 2, 3)]
@@ -146,15 +144,11 @@ def test_stages_of_zero_take_less_each() -> None:
 def test_stages_grow_with_what_they_hold() -> None:
     def stages(*words: str) -> dict[str, StagePlan]:
         parsed = COMMANDS["run"].parse(["--config", "tiny", *words])
-        return {stage.name: stage for stage in plan_recipe(parsed.values, RATES).stages}
+        return {stage.name: stage for stage in plan_recipe(parsed.values).stages}
 
-    few, many = stages(), stages("--distill.slots", "4", "--batch.rows_per_batch", "8", "--train.max_steps", "60",
-                                 "--evaluate.batch_sizes", "16")
+    few, many = stages(), stages("--distill.slots", "4", "--batch.rows_per_batch", "8", "--evaluate.batch_sizes", "16")
     assert many["distill"].parts["cache and passes"] < few["distill"].parts["cache and passes"]
     assert 1.5 < many["train"].parts["step"] / few["train"].parts["step"] < 2.1
-    assert few["train"].seconds is not None
-    assert many["train"].seconds is not None
-    assert 2 < many["train"].seconds / few["train"].seconds < 4, "twice the steps, each of twice the rows"
     assert many["evaluate"].parts["cache and passes"] > 1.8 * few["evaluate"].parts["cache and passes"]
     shared = stages("--target.placement", "tensor_parallel", "--train.devices", "2")
     layers = sum(weight.nbytes for weight in load_target(TargetConfig(name="tiny-random", dtype="bfloat16"))
@@ -163,40 +157,23 @@ def test_stages_grow_with_what_they_hold() -> None:
 
 
 @pytest.mark.long
-def test_hours_and_memory_are_those_of_the_processes_that_answer(
+def test_memory_is_that_of_the_processes_that_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The rate of a processor is that of all its threads, of which each process has one; a GPU's is its own."""
-    def answers(*words: str, stated: Rates | None = None) -> StagePlan:
-        return plan_recipe(COMMANDS["run"].parse(["--config", "tiny", *words]).values, stated).stages[0]
+    def answers(*words: str) -> StagePlan:
+        return plan_recipe(COMMANDS["run"].parse(["--config", "tiny", *words]).values).stages[0]
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(Rates, "measured", lambda *_: RATES)
-    seconds = {}
-    for workers, count, times in (("null", 1, 1), ("auto", 4, 1), ("2", 2, 2), ("1", 1, 4), ("8", 8, 1)):
-        stage = answers("--distill.workers", workers)
-        assert stage.processes == count
-        assert stage.seconds is not None
-        seconds[workers] = stage.seconds / times
-    assert max(seconds.values()) == pytest.approx(min(seconds.values()))
-    one, eight = (answers("--distill.workers", workers, stated=RATES) for workers in ("1", "8"))
-    assert one.seconds == pytest.approx(8 * (eight.seconds or 0))
+    for workers, count in (("null", 1), ("auto", 4), ("2", 2), ("1", 1), ("8", 8)):
+        assert answers("--distill.workers", workers).processes == count
+    one, eight = (answers("--distill.workers", workers, *ELSEWHERE) for workers in ("1", "8"))
     assert eight.host == {"kept states, of all processes": 8 * one.host["kept states, of all processes"]}
-    assert answers("--distill.workers", "auto", stated=RATES).processes == 1
+    assert answers("--distill.workers", "auto", *ELSEWHERE).processes == 1
     assert main(["plan", "--config", "tiny", "--distill.workers", "2"]) == 0
-    assert re.search(r"^distill +[\d.]+ [GMK]iB a process, 2 of them at once, ", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^distill +[\d.]+ [GMK]iB a process, 2 of them at once: ", capsys.readouterr().out, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (["--flops", "1e14"], "a device that is not here is stated by --flops and --bandwidth, and bandwidth is missing"),
-    (["--bandwidth", "1e12"], "and flops is missing; give both"),
-    (["--flops", "0", "--bandwidth", "1e12"], "flops must be above 0 and finite, in units a second, got 0"),
-    (["--flops", "1e14", "--bandwidth", "-1"], "bandwidth must be above 0 and finite, in units a second, got -1"),
-])
-def test_a_wrong_device_is_refused_in_one_sentence_before_the_target_is_read(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "--config", "tiny", "--target.name", "nowhere/at-all", *words]) == 2
-    message = capsys.readouterr().err
-    assert says in message
-    assert message.count("\n") == 1
+@pytest.mark.parametrize("key", ["flops", "bandwidth"])
+def test_rates_of_a_device_are_no_keys(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", "tiny", f"--{key}", "1e14"]) == 2
+    assert f"unknown key {key}: " in capsys.readouterr().err
