@@ -10,6 +10,7 @@ from draftsmith.modules import Chain, DecodeSettings, Generation, Request, Targe
 from draftsmith.modules.decoding.loop import shared_prefix
 from draftsmith.modules.decoding.token_text import first_stop
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.token_biases import TokenBiases
 from support.drafters import ScriptedDrafter
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -197,6 +198,35 @@ def test_stop_texts_decode_a_window_of_the_answer() -> None:
     counting = Counting()
     assert first_stop(counting, list(range(2000)), [5, 6, 7], ("stop", "end")) is None
     assert counting.decoded < 100
+
+
+def test_stop_texts_end_an_answer_at_their_token_wherever_a_draft_has_it(tiny_target_f64: Target) -> None:
+    """Seven tokens a pass: the stop text is completed by each of them in turn."""
+    target, request = tiny_target_f64, Request((5, 20, 7, 30), 0, 16)
+    whole = decode(target, [request], DecodeSettings(ignore_eos=True)).generations[0].tokens
+    oracle = ScriptedDrafter(target.vocab_size, [[*request.tokens, *whole]], "oracle")
+    for count in range(1, len(whole) + 1):
+        stop = target.tokenizer.decode(whole[:count], skip_special_tokens=False)
+        found = decode(target, [request], DecodeSettings(ignore_eos=True, stop=(stop,)), drafter=oracle,
+                       policy=Chain(6)).generations[0]
+        assert (found.tokens, found.finish) == (whole[:count], "stop")
+
+
+def test_biases_by_place_are_those_of_each_node_of_a_draft(tiny_target_f64: Target) -> None:
+    """An end token may come inside the draft whose root must not end, and a token that begins no answer after it."""
+    target, prompt = tiny_target_f64, (5, 20, 7, 30)
+    whole = decode(target, [Request(prompt, 0, 16)], DecodeSettings(ignore_eos=True)).generations[0].tokens
+    end = whole[5]
+    assert end not in whole[:5], "the answer would end before"
+    for settings in ({"min_new_tokens": 4}, {"min_new_tokens": 9}, {"begin_suppress_tokens": [end]}):
+        with target.native() as model:
+            answer = model.generate(torch.tensor([prompt], device=target.device), max_new_tokens=16, do_sample=False,
+                                    eos_token_id=end, pad_token_id=0, **settings)[0].tolist()
+        oracle = ScriptedDrafter(target.vocab_size, [answer], "oracle")
+        biases = TokenBiases.of(settings, (end,), target.vocab_size)
+        found = decode(target, [Request(prompt, 0, 16)], DecodeSettings(eos_ids=(end,), biases=biases), drafter=oracle,
+                       policy=Chain(6))
+        assert [*prompt, *found.generations[0].tokens] == answer, settings
 
 
 @pytest.mark.real
