@@ -2,7 +2,8 @@
 # make quickstart   set up, then distill, train and evaluate a draft for the embedded model: runs/quickstart/report.html
 # make families     set up, then train and compare every family (hours): runs/families/families.md; FAMILY=hydra does one
 # make test         set up, then run the tests that this machine can run; PYTEST='-k eagle' selects some
-# make test-long    the long tests that make test leaves out: whole runs, memory, types, further cases; twenty minutes
+# make test-long    the long tests that make test leaves out: whole runs, memory, types, two further cases of a kind
+# make test-full    all other cases, an hour: before an issue is resolved
 # make test-serving vLLM, in an environment of its own, loads overfitted drafters; ARTIFACT=DIR: a draft of the embedded model
 # make test-llamacpp llama.cpp, in an environment of its own, loads overfitted drafters
 # make test-openvino OpenVINO GenAI, in an environment of its own, loads overfitted drafters
@@ -24,7 +25,7 @@ RECIPE ?= recipes/quickstart.yaml
 PYTEST ?=
 STATE ?= faults.jsonl
 # Tests that are run; -m in PYTEST goes before it.
-TIER ?= not long
+TIER ?= not long and not full
 ARGS ?=
 
 # More threads than cores make every pass several times slower; beyond eight a small model gains nothing.
@@ -54,7 +55,7 @@ OPENVINO_STAMP := $(if $(filter .venv-openvino,$(OPENVINO_VENV)),.venv-openvino/
 # A machine that is lent without a network has no .venv: its own interpreter is taken then.
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
 
-.PHONY: help setup quickstart families test test-long test-serving test-llamacpp test-openvino gpu faults architectures check
+.PHONY: help setup quickstart families test test-long test-full test-serving test-llamacpp test-openvino gpu faults architectures check
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -93,7 +94,10 @@ test: $(STAMP)
 		--no-loadscope-reorder $(PYTEST)
 
 test-long:
-	@$(MAKE) --no-print-directory test TIER=long
+	@$(MAKE) --no-print-directory test TIER='long and not full'
+
+test-full:
+	@$(MAKE) --no-print-directory test TIER=full
 
 .venv-serving/.installed:
 	@echo "== Setting up .venv-serving with vLLM for CPUs: about three minutes and 2.5 GB, once"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.faults import ERROR, REMEDIES, Place
 from support.tiers import some_long
 
-EXAMPLES = settings(max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=20, database=None, suppress_health_check=list(HealthCheck))
 TINY = str(Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml")
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=8),

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -65,14 +64,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 # Help ----------------------------------------------------------------------------------------------------------------
 
 
-def test_help_is_quick_and_lists_every_command() -> None:
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        answer = subprocess.run([sys.executable, "-m", "draftsmith.recipes", "--help"], capture_output=True, text=True,
-                                check=True)
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 1.5
+def test_help_lists_every_command() -> None:
+    answer = subprocess.run([sys.executable, "-m", "draftsmith.recipes", "--help"], capture_output=True, text=True,
+                            check=True)
     assert all(f"  {name}" in answer.stdout for name in COMMANDS)
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-_PATIENCE = 1200
-"""Seconds in which a server must answer: vLLM first compiles the layers, which takes minutes on a busy CPU."""
+_PATIENCE = 7200
+"""Seconds after which a server hangs: vLLM first compiles the layers, for minutes on a quiet CPU and ten times as long
+on a busy one."""
 _SHOWN = 2000
 """Last characters of a failed command that are shown."""
 

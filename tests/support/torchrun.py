@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+HANGING = 3600.0
+"""Seconds after which a process hangs: those of the longest test on a busy machine, twenty times."""
 
 
-def torchrun(processes: int, *command: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def torchrun(processes: int, *command: str) -> subprocess.CompletedProcess[str]:
     """Output of a script, or of a module (`-m`, its name), with its arguments when torchrun has started it."""
-    return start(*launcher(processes), *command, timeout=timeout)
+    return start(*launcher(processes), *command)
 
 
 def launcher(processes: int) -> list[str]:
@@ -22,9 +24,9 @@ def launcher(processes: int) -> list[str]:
     return ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={port}"]
 
 
-def start(*command: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def start(*command: str) -> subprocess.CompletedProcess[str]:
     """Output of Python with these arguments, on one thread and without a network."""
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, timeout=timeout,
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, timeout=HANGING,
                           cwd=ROOT, env=environment())
 
 

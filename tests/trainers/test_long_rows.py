@@ -1,8 +1,5 @@
 """Rows of many thousand tokens: no mask of all positions, the same losses and gradients, and memory by the token."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ from draftsmith.modules import Features, Target
 from support.families import CASES
 from support.summed_gradients import gradients, module_of
 from support.tiers import others_long
+from support.torchrun import start
 
 DENSE = "draftsmith.modules.target.attention.segment_attention.DENSE_LENGTH"
 SCRIPT = Path(__file__).resolve().parents[1] / "references" / "long_row.py"
@@ -47,7 +45,6 @@ def test_long_rows_learn_as_short_ones_do(name: str, tiny_target_f64: Target, mo
 @pytest.mark.parametrize(("family", "bound"), [("eagle3", 400), ("kangaroo", 200)])
 def test_a_step_on_32768_tokens_takes_memory_by_the_token(family: str, bound: int) -> None:
     """One boolean mask of all positions takes 1,024 MiB; the whole step took 275 MiB (EAGLE-3) and 129 (Kangaroo)."""
-    answer = subprocess.run([sys.executable, str(SCRIPT), family, "32768"], capture_output=True, text=True, check=False,
-                            timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    answer = start(str(SCRIPT), family, "32768")
     assert answer.returncode == 0, answer.stderr[-3000:]
     assert float(answer.stdout) < bound

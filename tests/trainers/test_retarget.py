@@ -60,7 +60,7 @@ def carried(name: str, folder: Path, former: Target, target: Target) -> tuple[Dr
     return drafter, module
 
 
-@pytest.mark.parametrize("name", others_long(CASES, (*FIRST_CASES, "medusa-2", "eagle3-reduced")))
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_step_0_is_the_former_drafter_with_the_parts_of_the_new_target(
     name: str, tiny_target: Target, tuned: Target, tmp_path: Path
 ) -> None:
@@ -87,7 +87,7 @@ def test_step_0_is_the_former_drafter_with_the_parts_of_the_new_target(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*FIRST_CASES, "medusa-2"])
+@pytest.mark.parametrize("name", others_long([*FIRST_CASES, "medusa-2"], ()))
 def test_a_carried_over_draft_is_trained_and_decodes_what_the_new_target_writes(
     name: str, tiny_target: Target, tuned: Target, tmp_path: Path
 ) -> None:

@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from support.cases import asked_for
 from support.cycle import CYCLE, CycleData, cycle_rows
 from support.families import CASES, randomised
-from support.tiers import FIRST_CASES, others_long
+from support.tiers import others_long
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only", "ignore:.*is_gradient_checkpointing")
 TREE = Topology.from_paths([(0,), (1,), (0, 0)])
@@ -58,7 +58,7 @@ def continuing(module: DraftModule, start: Start) -> DraftModule:
     return module
 
 
-@pytest.mark.parametrize("name", others_long(CASES, (*FIRST_CASES, "medusa-2", "eagle3-reduced")))
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_loss_and_acceptance_start_as_those_of_the_start(name: str, tiny_target: Target, tmp_path: Path) -> None:
     made, drafter = CASES[name], randomised(CASES[name].make(tiny_target))
     start = stored(tmp_path, tiny_target, drafter, made.change(tiny_target))

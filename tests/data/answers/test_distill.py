@@ -575,7 +575,7 @@ def test_growth_that_would_add_nothing_is_refused(
         return []
 
     with monkeypatch.context() as patch:
-        patch.setattr(time, "monotonic", lambda: now() + spent[0])
+        patch.setattr(time, "monotonic", lambda: now() / 1e6 + spent[0])
         patch.setattr(Answerer, "answer", slow)
         few = run(tiny_target, prompts, config, out)
     assert len(few.split("train")) == 1
@@ -659,7 +659,7 @@ def test_a_token_budget_ends_the_run(tmp_path: Path, tiny_target: Target) -> Non
 
 
 def slowed(patch: pytest.MonkeyPatch, seconds: Callable[[Sequence[object]], float]) -> None:
-    """Answers take so many seconds more by the clock, by all that are given together."""
+    """Answers take so many seconds by the clock, by all that are given together, and other work next to none."""
     now, spent, answer = time.monotonic, [0.0], Answerer.answer
 
     def slow(self: Answerer, prompts: Any, *given: Any, **settings: Any) -> Any:
@@ -667,7 +667,7 @@ def slowed(patch: pytest.MonkeyPatch, seconds: Callable[[Sequence[object]], floa
         spent[0] += seconds(found)
         return found
 
-    patch.setattr(time, "monotonic", lambda: now() + spent[0])
+    patch.setattr(time, "monotonic", lambda: now() / 1e6 + spent[0])
     patch.setattr(Answerer, "answer", slow)
 
 

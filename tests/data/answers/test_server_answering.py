@@ -1,7 +1,6 @@
 """Answers from a server: those of the target itself, wrong servers are refused, and a run outlives its server."""
 
 import logging
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,10 +172,8 @@ def test_a_server_that_always_fails_is_named(tmp_path: Path, tiny_target: Target
 def test_a_slow_server_is_given_up(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_server, "ANSWER_SECONDS", 0.05)
     monkeypatch.setattr(answer_server, "PAUSES", ())
-    started = time.monotonic()
     with serving(Server(tiny_target, seconds=1.0)) as server, pytest.raises(UserError, match=r"not answer \(timed out"):
         run(tiny_target, write_prompts(tmp_path, many(9)), asking(server), tmp_path / "out")
-    assert time.monotonic() - started < 5
 
 
 def test_where_no_server_is_one_is_asked_for(tmp_path: Path, tiny_target: Target) -> None:

@@ -60,16 +60,21 @@ def test_batches_come_in_order_and_no_more_are_made_than_asked_for(ahead: int) -
 
 
 def test_the_wait_is_that_for_batches_that_are_not_ready() -> None:
-    def make(_number: int) -> None:
+    made: list[int] = []
+
+    def make(number: int) -> None:
         time.sleep(0.05)
+        made.append(number)
 
     at_once, ahead = Prefetched(make, 0, 0), Prefetched(make, 0, 2)
     for batches in (at_once, ahead):
-        for _ in islice(iter(batches), 4):
-            time.sleep(0.15)
+        made.clear()
+        for number, _ in enumerate(islice(iter(batches), 10)):
+            while batches is ahead and number + 1 not in made:
+                time.sleep(0.01)
         batches.close()
-    assert at_once.waited >= 0.2
-    assert ahead.waited < 0.6 * at_once.waited, "the first batch alone is waited for"
+    assert at_once.waited >= 0.5
+    assert ahead.waited < at_once.waited, "the first batch alone is waited for"
 
 
 def test_an_error_comes_where_its_batch_is_due() -> None:
@@ -91,19 +96,26 @@ def test_a_signal_ends_the_wait_for_a_batch() -> None:
     def stop(_number: int, _frame: object) -> None:
         raise Asked
 
-    def make(_number: int) -> None:
-        if _number:
-            time.sleep(0.5)
+    ended = threading.Event()
+
+    def make(number: int) -> None:
+        if number:
+            ended.wait()
 
     former = signal.signal(signal.SIGTERM, stop)
     batches = iter(Prefetched(make, 0, 2))
     next(batches)
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
+
+    def wait() -> None:
+        timer.start()
+        next(batches)
+
     try:
         with pytest.raises(Asked):
-            next(batches)
+            wait()
     finally:
+        ended.set()
         signal.signal(signal.SIGTERM, former)
         timer.join()
 

@@ -195,7 +195,7 @@ TEXTS = st.text(
 
 @pytest.mark.parametrize("source", [one for one in ENDS if one not in (
     shapes.SHOUTING, shapes.REWRITING, shapes.ANSWERS_CLOSED)])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(texts=st.lists(st.tuples(TEXTS, TEXTS, st.none() | TEXTS), min_size=1, max_size=3))
 def test_each_answer_follows_the_prompt_of_decoding(
     source: str | None, texts: list[tuple[str, str, str | None]]

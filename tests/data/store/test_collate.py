@@ -5,7 +5,7 @@ import torch
 from draftsmith.data.store.collate import OPEN_BINS, Piece, packed, pad, plan_bins
 from draftsmith.data.store.state_formats import StateSlice
 from draftsmith.modules import Target, UserError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 
@@ -21,7 +21,6 @@ def piece(length: int, seed: int = 0, first: int = 0, states: bool = False) -> P
     )
 
 
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), max_size=60), row_length=st.integers(40, 90))
 def test_every_piece_stands_in_one_row_that_holds_it(lengths: list[int], row_length: int) -> None:
     rows = plan_bins(lengths, row_length)

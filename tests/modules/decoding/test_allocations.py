@@ -22,7 +22,7 @@ from draftsmith.modules.interfaces.optional_parts import virtual_nodes
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.recipes.planning.counted_storages import CountedStorages
 from support.families import CASES
-from support.tiers import DRAFTING, some_long
+from support.tiers import DRAFTING, others_long
 
 NODES = 4
 
@@ -57,7 +57,7 @@ def steady(original: Target, name: str, context: int) -> tuple[int, int]:
     return tally.largest, rows * heads * context * dim * cache.storage.element_size()
 
 
-@pytest.mark.parametrize("name", some_long(["plain", *DRAFTING, "recycling", "first_layers"], 5))
+@pytest.mark.parametrize("name", others_long(["plain", *DRAFTING, "recycling", "first_layers"], ("plain", "eagle3")))
 def test_no_pass_copies_the_cache(tiny_target: Target, name: str) -> None:
     (short, _), (long, keys) = steady(tiny_target, name, 30), steady(tiny_target, name, 400)
     _, drafter, policy = way(tiny_target, name)
@@ -95,7 +95,7 @@ def test_what_is_made_where_something_else_was_is_counted() -> None:
         assert tally.live == sum(tensor.nbytes for tensor in made)
 
 
-@pytest.mark.parametrize("name", some_long([*DRAFTING, "recycling"], 5))
+@pytest.mark.parametrize("name", others_long([*DRAFTING, "recycling"]))
 def test_drafting_takes_little_more_than_plain_decoding(name: str) -> None:
     # A target of its own: what others have decoded with a shared one may stay in its memory.
     target, drafter, policy = way(Target(tiny_model(), tiny_tokenizer(), name="tiny-random"), name)

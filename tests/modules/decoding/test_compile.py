@@ -78,8 +78,7 @@ def test_expand_and_accept_are_one_graph_each(tiny_target: Target, policy: Polic
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize(("name", "kind"), others_long(
-    [*((name, "static") for name in DRAFTING), *((name, "sampled") for name in FIRST_CASES)],
-    [(name, "static") for name in FIRST_CASES]))
+    [*((name, "static") for name in DRAFTING), *((name, "sampled") for name in FIRST_CASES)]))
 def test_the_drafts_of_every_family_are_one_graph(tiny_target: Target, name: str, kind: str) -> None:
     """Two tokens deep, which every case answers."""
     hot = kind == "sampled"

@@ -37,7 +37,7 @@ from draftsmith.trainers.losses.chunked_losses import supervise
 from safetensors.torch import load_file
 from support.cycle import CycleData, cycle_target
 from support.families import CASES, randomised
-from support.tiers import DRAFTING, FIRST_CASES, others_long
+from support.tiers import FIRST_CASES, others_long
 from torch import Tensor
 
 TREE = Topology((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))
@@ -119,7 +119,7 @@ def starts(lengths: tuple[int, ...], left: int) -> list[int]:
 # Alignment ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", others_long(CASES, DRAFTING))
+@pytest.mark.parametrize("name", others_long(CASES))
 @pytest.mark.parametrize("left", [0, 4])
 def test_other_segments_and_padding_change_nothing(name: str, left: int, tiny_target_f64: Target) -> None:
     """In float64: each step of some reads the rounding of the one before it, and makes it larger."""
@@ -282,7 +282,7 @@ def test_train_equals_decode(name: str, tiny_target: Target) -> None:
                 torch.testing.assert_close(found[row, level], logits_Q.log_softmax(-1), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", others_long(CASES, DRAFTING))
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_rows_can_be_cleared_moved_and_removed(name: str, tiny_target: Target) -> None:
     drafter, target = made(name, tiny_target)
     features = target.encode(Features.from_rows(conversations(target, (16, 16, 16))), drafter.taps)
@@ -334,8 +334,7 @@ def reference(target: Target) -> list[list[int]]:
 @pytest.mark.parametrize(("name", "policy", "batch_size"), others_long(
     [(name, policy, size) for name in CASES for policy, size in zip(POLICIES, cycle((3, 1)), strict=False)
      # Every policy with a family's first case and with each correction; with other cases a batch and a row alone.
-     if name in (*FIRST_CASES, *CORRECTED) or policy in ("tree", "eagle-2")],
-    [(name, policy, size) for name in FIRST_CASES for policy, size in (("chain", 3), ("dyspec", 1))]))
+     if name in (*FIRST_CASES, *CORRECTED) or policy in ("tree", "eagle-2")]))
 def test_greedy_answers_equal_those_of_generate(
     name: str, policy: str, batch_size: int, tiny_target_f64: Target
 ) -> None:
@@ -516,7 +515,7 @@ def test_a_tree_deeper_than_the_reach_is_refused(name: str, tiny_target: Target)
         Chain(drafter.reach + 1).check(drafter)
 
 
-@pytest.mark.parametrize("name", others_long(CASES, DRAFTING))
+@pytest.mark.parametrize("name", others_long(CASES))
 def test_guesses_do_not_depend_on_earlier_frontiers(name: str, tiny_target: Target) -> None:
     """A node's children depend on its path alone, with siblings in one frontier or one tree after the other.
 

@@ -31,7 +31,7 @@ def test_impossible_sizes_are_refused(size: int, always: tuple[int, ...]) -> Non
         choose(COUNTS, size, always=always)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.data())
 def test_the_index_is_the_inverse_of_the_ids(counts: list[int], data: st.DataObject) -> None:
     size = data.draw(st.integers(1, len(counts)))

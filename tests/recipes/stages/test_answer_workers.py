@@ -157,7 +157,7 @@ def test_a_second_command_helps_the_one_that_leads(
         locks = FolderLocks(out / LOCK)
         assert locks.take(0)
         held.touch()
-        time.sleep(120)
+        time.sleep(600)
 
     leading = start(lead)
     while not held.exists():

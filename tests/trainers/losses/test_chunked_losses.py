@@ -19,7 +19,7 @@ from references.vocabulary_loss import plain_loss, supervised
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_device")
-SHARED = [HealthCheck.function_scoped_fixture]
+SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 """All examples of a test may be on the same device."""
 
 WEIGHTS = (1.0, 0.8, 0.64)
@@ -212,7 +212,7 @@ def test_the_loss_without_gradient_is_the_same(name: str, tiny_target: Target) -
     torch.testing.assert_close(plain_sums, sums)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=SHARED)
+@settings(max_examples=40, suppress_health_check=SHARED)
 @given(st.data())
 def test_supervision_equals_the_token_by_token_twin(data: st.DataObject) -> None:
     rows, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 8))
@@ -266,7 +266,7 @@ def rows_of(features: Features, rows: slice) -> Features:
                     final_BLD=features.final()[rows])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=SHARED)
+@settings(max_examples=25, suppress_health_check=SHARED)
 @given(lengths=st.lists(st.integers(1, 14), min_size=2, max_size=4), left=st.integers(0, 3), right=st.integers(0, 3),
        cut=st.integers(1, 3), name=st.sampled_from(NAMES), seed=st.integers(0, 999))
 def test_padding_packing_and_accumulation_change_nothing(

@@ -131,4 +131,4 @@ def test_a_pause_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_time_is_measured_without_a_limit_too(tmp_path: Path) -> None:
     result = train(tmp_path, MedusaModule, max_steps=2, max_minutes=None)
-    assert 0 < result.seconds < 60
+    assert result.seconds > 0
