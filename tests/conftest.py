@@ -22,6 +22,8 @@ from hypothesis import HealthCheck, settings
 
 USUAL_SECONDS = 8
 """Processor seconds above which a test without a mark is listed at the end."""
+LATER = 2
+"""Cases of a test function that `make test-long` runs; the others run in `make test-full`."""
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
@@ -39,14 +41,21 @@ def _seed() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
-    """Mark the tests whose tensors are on the device of the fixture: `-m device` runs them alone.
+    """Mark the tests whose tensors are on the device of the fixture, which `-m device` runs alone, and those of
+    `make test-full`: further long cases of a test, and long runs of benchmarks.
 
     Files that take long come first, so that no test process is left alone with one of them at the end. Of the tests
     that run a slow one counts as twenty others.
     """
+    long: Counter[str] = Counter()
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.device)
+        if item.get_closest_marker("long"):
+            name = item.nodeid.partition("[")[0]
+            long[name] += 1
+            if long[name] > LATER or item.path.parent.name == "benchmarks":
+                item.add_marker(pytest.mark.full)
     yield
     weights: Counter[Path] = Counter()
     for item in items:

@@ -1,5 +1,5 @@
-"""In which tier a case runs: `make test` tries a mechanism with one case, `make test-long` with two more, and
-`make test-full` with all others."""
+"""Cases of a test that `make test` leaves to later tiers: of those marked as long `make test-long` runs the first two,
+`make test-full` the others (`tests/conftest.py`)."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -20,27 +20,27 @@ norms and training, on which waits, memory, graphs and counts do not depend."""
 TELLING = ("eagle3", "block-markov", "medusa-2", "hydra++", "medusa", "draft-lm")
 """Cases that come first where a mechanism is tried with few: tapped states, a cache and several steps; blocks whose
 guesses are corrected one by one; a target that is trained too; heads that read each other's tokens."""
-LATER = 2
-"""Cases of a kind that `make test-long` runs."""
 
 
 def others_long(cases: Iterable[Any], kept: Collection[Any] | None = None) -> list[Any]:
-    """Parameters of a test, each in its tier: those kept for `make test`, the next two for `make test-long`.
+    """Parameters of a test: those kept, and the others marked as long, the most telling ones first.
 
     Args:
-        cases: all of them. Tuples that begin with a drafter's case belong together.
-        kept: cases, or drafters' cases that tuples begin with; None keeps the most telling one.
+        cases: all of them; a tuple that begins with a drafter's case is one of its cases.
+        kept: cases, or drafters' cases; None keeps the most telling drafter's.
     """
-    listed, kinds = list(cases), list[Any]()
-    for case in listed:
-        if (kind := _kind(case)) not in kinds:
-            kinds.append(kind)
-    kinds.sort(key=lambda kind: TELLING.index(kind) if isinstance(kind, str) and kind in TELLING else len(TELLING))
-    now = kinds[:1] if kept is None else kept
-    left = [case for case in listed if case not in now and _kind(case) not in now]
-    long = [kind for kind in kinds if any(_kind(case) == kind for case in left)][:LATER]
-    marks = {True: pytest.mark.long, False: pytest.mark.full}
-    return [_marked(case, marks[_kind(case) in long]) if case in left else case for case in listed]
+    listed = list(cases)
+    kinds = [_kind(case) for case in listed]
+
+    def rank(place: int) -> tuple[int, int]:
+        # Every drafter once before any comes twice. Other cases stay in their order.
+        drafter = kinds[place] if isinstance(kinds[place], str) and kinds[place] in CASES else None
+        return (0 if drafter is None else kinds[:place].count(drafter),
+                TELLING.index(drafter) if drafter in TELLING else len(TELLING))
+
+    order = sorted(range(len(listed)), key=rank)
+    now = [kinds[order[0]]] if kept is None else kept
+    return [listed[place] if listed[place] in now or kinds[place] in now else _long(listed[place]) for place in order]
 
 
 def some_long(cases: Iterable[Any], every: int, most: int | None = None) -> list[Any]:
@@ -50,12 +50,12 @@ def some_long(cases: Iterable[Any], every: int, most: int | None = None) -> list
 
 
 def _kind(case: Any) -> Any:
-    """The drafter's case that a case begins with, or the case itself."""
+    """What a tuple begins with, or the case itself."""
     first = case.values[0] if isinstance(case, ParameterSet) else case[0] if isinstance(case, tuple) and case else case
     return first if isinstance(first, str) and first in CASES else case
 
 
-def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
+def _long(case: Any) -> Any:
     if isinstance(case, ParameterSet):
-        return case._replace(marks=(*case.marks, mark))
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+        return case._replace(marks=(*case.marks, pytest.mark.long))
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
