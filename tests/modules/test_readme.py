@@ -29,7 +29,9 @@ def test_the_steps_hold_for_every_family() -> None:
             assert (ROOT / step).is_file(), step
     named = re.findall(r"`((?:modules|trainers|recipes|tests|export)/[\w/.<>]+)`", section("Add a method"))
     assert len(named) >= 10
-    for path in named:
+    more = section("Add an objective or a policy")
+    assert {"trainers/losses/objectives.py", "modules/policies/registry.py"} <= set(re.findall(r"`([\w/.]+)`", more))
+    for path in [*named, *re.findall(r"`((?:modules|trainers|tests)/[\w/.]+)`", more)]:
         assert (ROOT / path).exists() or "<family>" in path, path
 
 

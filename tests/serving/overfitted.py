@@ -7,6 +7,7 @@ Shapes: B rows, L positions, K draft steps, Q entries of the draft vocabulary.
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ from draftsmith.modules import (
     Topology,
 )
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.files.atomic_files import write_atomically
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
 from support.gguf_vocabulary import write_vocabulary
 from torch import Tensor
 from torch.nn import functional
@@ -266,7 +270,32 @@ def folder_of(name: str, layout: str, weights: str) -> Path:
     return Path(layout, name if weights == FLOAT32 else f"{name}, {weights}")
 
 
-def write_drafters(folder: Path, wanted: dict[str, list[tuple[str, str]]], python: Path,
+def known(name: str, target: Target, texts: Texts, drafters: Path, say: Callable[[str], None]) -> Drafter:
+    """A drafter that knows the texts: overfitted here, or by another process that proves another engine.
+
+    Args:
+        name: one of MAKERS.
+        target: it drafts for.
+        texts: of the target.
+        drafters: the folder that these processes share.
+        say: prints a line of progress.
+    """
+    torch.manual_seed(0)
+    drafter = MAKERS[name](target, texts.token_ids())
+    file = drafters / f"{name}.safetensors"
+    drafters.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_suffix(".lock")):
+        if file.is_file():
+            drafter.load_state_dict(load_file(file))
+            say(f"{name}: knows its texts, as {file} does")
+            return drafter.eval()
+        held = {part: value for part, value in HELD.items() if part in dict(drafter.named_parameters())}
+        say(f"{name}: knows its texts after {overfit(drafter, texts, held)} optimizer steps")
+        write_atomically(file, partial(save_file, drafter.state_dict()))
+    return drafter
+
+
+def write_drafters(folder: Path, wanted: dict[str, list[tuple[str, str]]], python: Path, drafters: Path,
                    say: Callable[[str], None]) -> Texts:
     """Write the target into `folder/target`, and overfitted drafters in each wanted format, as `folder_of` says.
 
@@ -274,6 +303,7 @@ def write_drafters(folder: Path, wanted: dict[str, list[tuple[str, str]]], pytho
         folder: an empty folder.
         wanted: formats and number formats by name of the drafter.
         python: interpreter of the engine's environment, which converts where a format asks for it.
+        drafters: folder of those that were overfitted before, for any engine.
         say: prints a line of progress.
     """
     model = tiny_llama()
@@ -282,10 +312,7 @@ def write_drafters(folder: Path, wanted: dict[str, list[tuple[str, str]]], pytho
     target = Target(model, tiny_tokenizer(), name="./target", pack=0)
     texts = texts_of(target)
     for name, formats in wanted.items():
-        torch.manual_seed(0)
-        drafter = MAKERS[name](target, texts.token_ids())
-        held = {part: value for part, value in HELD.items() if part in dict(drafter.named_parameters())}
-        say(f"{name}: knows its texts after {overfit(drafter, texts, held)} optimizer steps")
+        drafter = known(name, target, texts, drafters, say)
         artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(STEPS), identity=target.identity,
                             provenance={})
         # The target as engines get it from users: the commands that are printed name it from the folder of a draft.

@@ -103,13 +103,14 @@ def line(found: Outcome) -> str:
             f"{found.drafted} | {'as it must be' if found.holds else 'WRONG'} |")
 
 
-def prove(engine: Engine, cases: Sequence[Case], work: Path) -> list[Outcome]:
+def prove(engine: Engine, cases: Sequence[Case], work: Path, drafters: Path) -> list[Outcome]:
     """Run cases in a folder, as many side by side as there are cores.
 
     Args:
         engine: the engine.
         cases: what it must load.
         work: an empty folder.
+        drafters: folder of overfitted drafters, which the proofs of several engines may share.
 
     Raises:
         RuntimeError: if the engine's answers without drafts are not those of transformers: it reads the target wrongly.
@@ -118,7 +119,7 @@ def prove(engine: Engine, cases: Sequence[Case], work: Path) -> list[Outcome]:
     for case in cases:
         formats, asked = wanted.setdefault(case.name, []), (case.layout, case.weights)
         formats += [] if asked in formats else [asked]
-    texts = write_drafters(work, wanted, engine.python, partial(print, flush=True))
+    texts = write_drafters(work, wanted, engine.python, drafters, partial(print, flush=True))
     engine.prepare(texts)
     alone = engine.plain(texts.prompts)
     plain = alone["answers"]

@@ -37,12 +37,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of name, format or number format of the cases")
     parser.add_argument("--record", action="store_true", help="write figures.json and the tables of export/README.md")
     parser.add_argument("--work", type=Path, help="empty folder that is kept")
+    parser.add_argument("--drafters", type=Path, help="folder of overfitted drafters that the engines share; it is "
+                        "filled by the first that needs one, and has to be emptied when a drafter changes")
     given = parser.parse_args()
     made, all_cases = ENGINES[given.engine]
     cases = [case for case in all_cases if given.only in f"{case.name} {case.layout} {case.weights}"]
     with tempfile.TemporaryDirectory() as scratch:
         work = given.work or Path(scratch)
-        found = prove(made(given.python, work), cases, work) if cases else []
+        found = prove(made(given.python, work), cases, work, given.drafters or work / "drafters") if cases else []
         states = given.engine == "vllm" and given.only in NAME
         sound = not states or prove_states(given.python.absolute(), work)
     wrong = [one for one in found if not one.holds]

@@ -75,19 +75,20 @@ def test_the_common_beginning_leaves_each_prompt_a_token() -> None:
     assert shared_prefix([tuple(range(5)), tuple(range(5))], 512) == ()
 
 
-def test_nothing_is_started_after_the_deadline(tiny_target: Target) -> None:
-    requests = some_requests(6)
-    assert decode(tiny_target, requests, DecodeSettings(), deadline=time.monotonic() - 1).generations == []
+def test_nothing_is_started_after_the_deadline(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, now = some_requests(6), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert decode(tiny_target, requests, DecodeSettings(), deadline=-1.0).generations == []
 
     def slow(_generation: Generation, _tokens: list[int], _done: bool) -> None:
-        time.sleep(0.01)
+        now[0] += 0.01
 
     part = decode(
         tiny_target,
         requests,
         DecodeSettings(batch_size=2, ignore_eos=True),
         on_tokens=slow,
-        deadline=time.monotonic() + 0.05,
+        deadline=0.05,
     )
     assert 2 <= len(part.generations) < 6
     assert all(len(g.tokens) == g.request.max_new_tokens for g in part.generations)

@@ -382,9 +382,11 @@ def test_the_target_processes_each_node_once(name: str, tiny_target: Target) -> 
 
 
 def trained(name: str, folder: Path) -> DraftModule:
+    """By the labels: the cycle is not the target's own text, so its distributions do not help."""
     steps = CASES[name].steps
-    module = CASES[name].module(CASES[name].teacher(), max_steps=steps, lr=CASES[name].lr, warmup_steps=2,
-                                validate_every=steps, checkpoint_every=steps, validation_nodes=4, accelerator="cpu")
+    module = CASES[name].module(CASES[name].teacher(), objective="hard", max_steps=steps, lr=CASES[name].lr,
+                                warmup_steps=2, validate_every=steps, checkpoint_every=steps, validation_nodes=4,
+                                accelerator="cpu")
     fit(module, CycleData(), folder, progress=False)
     return module
 
@@ -461,12 +463,6 @@ def test_an_unbound_drafter_refuses_to_run(name: str, tiny_target: Target) -> No
         assert torch.equal(other.eval()(features).hidden_BLKD, drafter(features).hidden_BLKD)
 
 
-COPYING = ("medusa-copy", "medusa-copy-reduced", "medusa-one-copy", "medusa-2-copy", "hydra-copy-reduced",
-           "hydra-one-copy", "draft-lm-reduced", "eagle3", "eagle3.1", "eagle3-norms", "eagle3-layers",
-           "eagle3-reduced")
-"""Cases with weights that start as copies of the target's."""
-
-
 def copies(drafter: Drafter, target: Target) -> list[str]:
     """Names of own matrices that equal one of the target's, or its rows of the draft vocabulary."""
     theirs = [weight for weight in target.model.parameters() if weight.ndim == 2]
@@ -477,13 +473,13 @@ def copies(drafter: Drafter, target: Target) -> list[str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_weights_that_were_never_loaded_are_nan(name: str, tiny_target: Target) -> None:
-    """A weight that starts as a copy of the target's is NaN until it is loaded."""
+    """A weight that starts as a copy of the target's, as every output layer of its own does, is NaN until then."""
     # With the target's own seed a new model of its shape would equal the target.
     torch.manual_seed(1)
     target = judge(name, tiny_target)
     drafter = CASES[name].make(target)
     copied = copies(drafter, target)
-    assert bool(copied) == (name in COPYING)
+    assert bool(copied) == bool(drafter.output_parameters(0))
     empty = type(drafter).rebuild(drafter.describe(), target.identity).state_dict()
     assert [weight for weight in copied if not bool(empty[weight].isnan().all())] == []
 

@@ -92,10 +92,11 @@ def test_a_new_family_passes_the_tests_that_all_pass(copy: Path) -> None:
                  "tests/recipes/commands/test_memory_plan.py", "tests/trainers/test_families.py",
                  "tests/recipes/commands/test_key_reference.py", "tests/recipes/commands/test_method_table.py",
                  "tests/modules/test_readme.py", "tests/test_architecture.py")
-    passed(output, "learns", "generate", "artifact", "train_equals_decode", "plain_twin",
-           "stages[bigram eight_billion]",
-           "module_in_the_file_of_its_name[bigram]", "table_of_the_families", "keys_of_the_code",
-           "test_readme.py", "star_and_the_floors[modules]")
+    # Its objective is the target's distribution, and one case has an output layer of its own: neither is named there.
+    passed(output, "learns_a_deterministic_text[bigram]", "never_loaded_are_nan[bigram-own]", "generate", "artifact",
+           "train_equals_decode", "plain_twin", "stages[bigram eight_billion]",
+           "module_in_the_file_of_its_name[bigram]", "table_of_the_families", "keys_of_the_code", "test_readme.py",
+           "star_and_the_floors[modules]")
 
 
 @pytest.mark.long

@@ -6,5 +6,6 @@ from support.cases import IDS, case
 
 CASES = {
     "bigram": case(BigramModule, BigramTrainConfig, BigramConfig()),
+    "bigram-own": case(BigramModule, BigramTrainConfig, BigramConfig(own_output=True)),
     "bigram-reduced": case(BigramModule, BigramTrainConfig, BigramConfig(width=16, vocabulary_size=len(IDS)), IDS),
 }

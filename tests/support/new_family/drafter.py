@@ -13,6 +13,7 @@ from ..features import Features
 from ..interfaces.drafter import DrafterConfig, Drafts
 from ..interfaces.family_card import FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
+from ..target.draft_vocabulary import OwnOutput
 from ..target.model import Target
 from .parts.shared_embeddings import BorrowingDrafter, Sizes
 
@@ -23,12 +24,15 @@ class BigramConfig(DrafterConfig):
 
     width: int = 64
     """Width of its hidden layer."""
+    own_output: bool = False
+    """Train an output layer of its own, one for all steps, which starts as the target's."""
 
 
 class Bigram(BorrowingDrafter[DraftState]):
     """up(SiLU(down(e(x_p)))), read by the target's output layer, predicts x_{p+1}.
 
-    Own weights: `down.weight` [width, D], `up.weight` [D, width], and with a reduced vocabulary its ids, `token_ids`.
+    Own weights: `down.weight` [width, D], `up.weight` [D, width], with an output layer of its own `outputs.0.weight`
+    [Q, D], and with a reduced vocabulary its ids, `token_ids`.
     """
 
     family = "bigram"
@@ -44,9 +48,13 @@ class Bigram(BorrowingDrafter[DraftState]):
         super().__init__(config, sizes)
         self.down = nn.Linear(sizes.hidden_size, config.width, bias=False)
         self.up = nn.Linear(config.width, sizes.hidden_size, bias=False)
+        if config.own_output:
+            self.outputs = nn.ModuleList([OwnOutput(sizes.hidden_size, config.vocabulary_size or sizes.vocab_size)])
 
     def initialise(self, target: Target) -> None:
-        """Keep torch's random weights."""
+        """Keep torch's random weights but for the output layer."""
+        for layer in self.outputs:
+            layer.weight.copy_(self.output_rows().weight_QD)
 
     def forward(self, features: Features) -> Drafts:
         """The states of all positions, each of which predicts the next token."""

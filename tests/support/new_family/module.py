@@ -7,6 +7,7 @@ from torch import Tensor
 from ...modules.drafters.bigram import Bigram, BigramConfig
 from ...modules.target.model import Target
 from ..base import DraftModule
+from ..losses.objectives import ObjectiveName
 from ..train_config import TrainConfig
 
 
@@ -14,6 +15,8 @@ from ..train_config import TrainConfig
 class BigramTrainConfig(TrainConfig):
     """Shape and training of a bigram drafter."""
 
+    objective: ObjectiveName = "soft"
+    """As for all families."""
     drafter: BigramConfig = field(default_factory=BigramConfig)
     """The drafter."""
 
