@@ -93,10 +93,12 @@ def test_a_signal_ends_the_wait_for_a_batch() -> None:
     class Asked(BaseException):
         pass
 
-    def stop(_number: int, _frame: object) -> None:
-        raise Asked
-
     ended = threading.Event()
+
+    def stop(_number: int, _frame: object) -> None:
+        # The thread is waited for on the way out.
+        ended.set()
+        raise Asked
 
     def make(number: int) -> None:
         if number:
@@ -115,7 +117,6 @@ def test_a_signal_ends_the_wait_for_a_batch() -> None:
         with pytest.raises(Asked):
             wait()
     finally:
-        ended.set()
         signal.signal(signal.SIGTERM, former)
         timer.join()
 
