@@ -1,11 +1,11 @@
 """Artifacts, checkpoint layouts of other projects, evaluation and its report."""
 
-from .acceptance_heads import HeadMeasurements, StoredHead, save_head
+from .acceptance_heads import StoredHead, save_head
 from .artifact import Artifact, Drafting, load_artifact, save_artifact
 from .engines.trial import Trial, TrialSettings, served, try_export
 from .evaluation.contention import busy_warning
 from .evaluation.evaluate import evaluate
-from .evaluation.methods import EvaluateConfig, MeasuredHead, Method, PromptSets, Question, measured_heads
+from .evaluation.methods import EvaluateConfig, Method, PromptSets, Question
 from .evaluation.results import Evaluation, EvaluationRun, Lossless, Measures, TrainingRecord
 from .evaluation.target_drift import Drift, measure_drift, with_drift
 from .layouts.parts.export_format import ExportSettings, ImportSettings
@@ -16,9 +16,8 @@ from .tuning import SampledTuning, Tuning, save_tuning
 
 __all__ = [
     "EVERY_FORMAT", "FORMAT_VERSION", "Artifact", "Drafting", "Drift", "EvaluateConfig", "Evaluation", "EvaluationRun",
-    "ExportSettings", "HeadMeasurements", "ImportSettings", "Lossless", "MeasuredHead", "Measures", "Method",
-    "PromptSets", "Question", "SampledTuning", "StoredHead", "TrainingRecord", "Trial", "TrialSettings", "Tuning",
-    "busy_warning", "evaluate", "export_artifact", "import_drafter", "load_artifact", "measure_drift", "measured_heads",
-    "read_description", "save_artifact", "save_head", "save_tuning", "served", "terminal_table", "try_export",
-    "with_drift", "write_report",
+    "ExportSettings", "ImportSettings", "Lossless", "Measures", "Method", "PromptSets", "Question", "SampledTuning",
+    "StoredHead", "TrainingRecord", "Trial", "TrialSettings", "Tuning", "busy_warning", "evaluate", "export_artifact",
+    "import_drafter", "load_artifact", "measure_drift", "read_description", "save_artifact", "save_head", "save_tuning",
+    "served", "terminal_table", "try_export", "with_drift", "write_report",
 ]

@@ -1,93 +1,41 @@
-"""Acceptance heads of an artifact: a folder for each temperature inside it, bound to the drafter by its weights' hash.
+"""Acceptance heads of an artifact: one file of tensors, bound to the drafter by its weights' hash.
 
-`acceptance_heads/<temperature>/` holds config.json, model.safetensors and, where the head was measured,
-measurements.json, written whole or not at all. An artifact that is written anew loses its heads: they belong to the
-former weights.
+The tensors of the head for a temperature are named after it, `1/output.weight`; one JSON entry in the header of the
+file says the rest. An artifact that is written anew loses its heads: they belong to the former weights.
 """
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save, save_file
+from torch import Tensor
 
-from ..modules import (
-    AcceptanceHead,
-    AcceptanceHeadConfig,
-    ConfidenceCurve,
-    DraftedTokens,
-    Policy,
-    RejectionRisk,
-    SamplingSetting,
-    UserError,
-    chain_for,
-)
-from ..modules.files.atomic_files import file_sha256, write_file
-from ..modules.files.json_records import read_object, read_record, typed_fields
-from ..modules.files.owned_folders import whole_folder
+from ..modules import AcceptanceHead, AcceptanceHeadConfig, Policy, RejectionRisk, SamplingSetting, UserError, chain_for
+from ..modules.files.atomic_files import write_atomically
+from ..modules.files.json_records import typed
 from ..modules.policies.registry import MOST
-from ..modules.tuning.drafted_tokens import HEAD as HEAD_RULE
-from ..modules.tuning.drafted_tokens import NAMES
-from .artifact_files import AGAIN, CONFIG, HEAD, HEADS, MEASUREMENTS, WEIGHTS
+from .artifact_files import HEADS
+from .stored_drafter import read_description
 from .weight_checks import require_weights
 
-FORMAT, FORMAT_VERSION = "draftsmith acceptance head", 1
-"""Name of the files' content, and a number that is raised when a reader of the previous version could not read them."""
-
-MEASURED, DIGEST = "measurements_sha256", "weights_sha256"
-"""Keys of the hashes in config.json."""
-FIELDS: dict[str, Any] = {
-    "format": str, "format_version": int, "head": dict[str, Any], "drafter": dict[str, str],
-    "sampling": SamplingSetting, "threshold": float, "least": int, "most": int, DIGEST: str,
-    "provenance": dict[str, Any], "versions": dict[str, str],
-}
-"""Fields of config.json and their types; the hash of the measurements is one more."""
-SHAPE: dict[str, Any] = {"num_layers": int, "tie_blocks": bool, "width": int}
-"""Fields of a head's description and their types."""
-RETRAIN = "delete that folder and train the head again with draftsmith specdec"
-"""Remedy for a damaged head; an artifact with one is not loaded, for training either."""
+RETRAIN = "delete that file and train the heads again with draftsmith specdec"
+"""Remedy for damaged heads; an artifact with such is not loaded, for training either."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadMeasurements:
-    """Figures of a head on whole drafts after prompts that neither it nor the drafter was trained on."""
+class HeadRule:
+    """A head but for its tensors: its shape, the answers that it was calibrated for, and how it decides by default."""
 
-    drafts: int
-    """Number of drafts."""
-    length: int
-    """Tokens of each."""
-    calibration: ConfidenceCurve
-    """Reliability: the exact acceptance of drafted tokens by the head's estimate of it."""
-    calibration_error_unweighted: float
-    """Expected calibration error once the estimates are freed from the loss's weights."""
-    policy: DraftedTokens
-    """The head's own policy, and the rules without a head at its accepted length."""
-    fixed: tuple[DraftedTokens, ...]
-    """All rules at the accepted lengths of 1, 2, ... drafted tokens, whatever the threshold of each."""
-
-    def __post_init__(self) -> None:
-        for row in (self.policy, *self.fixed):
-            if row.by_rule.keys() != set(NAMES):
-                raise ValueError(f"by_rule must name {', '.join(NAMES)}, got {', '.join(row.by_rule) or 'nothing'}")
-        if (self.policy.by_rule[HEAD_RULE] or 0) < 1:
-            raise ValueError(f"policy.by_rule lacks the tokens of {HEAD_RULE}, at least 1")
-        if self.drafts < 1 or not 1 <= self.length <= MOST:
-            raise ValueError(f"drafts must be at least 1 and length between 1 and {MOST}, got {self.drafts} and "
-                             f"{self.length}")
-        tokens = [count for row in (self.policy, *self.fixed) for count in row.by_rule.values() if count is not None]
-        if wrong := [count for count in tokens if not 0 <= count <= MOST]:
-            raise ValueError(f"drafted tokens of a rule must lie between 0 and {MOST}, got {wrong[0]:g}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredHead:
-    """An acceptance head with the answers that it was calibrated for, and the rule that it decides by default."""
-
-    head: AcceptanceHead
-    """The head, on the drafter's device."""
+    config: AcceptanceHeadConfig
+    """Shape of the head."""
+    width: int
+    """Width of the drafter's states."""
     setting: SamplingSetting
     """Sampling of the answers and of the drafts that it was fitted to."""
     threshold: float = 0.7
@@ -98,16 +46,37 @@ class StoredHead:
     """Most tokens of a draft."""
     provenance: dict[str, Any] = field(default_factory=dict)
     """Settings of the fit and what came of it, JSON-ready."""
-    measurements: HeadMeasurements | None = None
-    """Figures for the report; None where it was not measured."""
 
     def __post_init__(self) -> None:
         check_rule(self.threshold, self.least, self.most)
 
+
+@dataclass(frozen=True)
+class StoredHead:
+    """An acceptance head and its rule."""
+
+    head: AcceptanceHead
+    """The head, on the drafter's device."""
+    rule: HeadRule
+    """All else of it."""
+
     def policy(self, threshold: float | None = None) -> Policy:
         """The chain that ends by this head; `threshold` in place of its own."""
-        rule = RejectionRisk(self.head.log_acceptance, self.setting, threshold or self.threshold, self.least)
-        return chain_for(self.setting, self.most, rule)
+        rule = self.rule
+        risk = RejectionRisk(self.head.log_acceptance, rule.setting, threshold or rule.threshold, rule.least)
+        return chain_for(rule.setting, rule.most, risk)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """The JSON entry."""
+
+    weights_sha256: str
+    """Hash of the drafter's weights."""
+    tensors_sha256: str
+    """Hash of the heads' tensors."""
+    rules: dict[str, HeadRule]
+    """By temperature."""
 
 
 def check_rule(threshold: float, least: int, most: int) -> None:
@@ -127,38 +96,26 @@ def temperature_name(temperature: float) -> str:
     return short if float(short) == temperature else repr(temperature)
 
 
-def save_head(artifact: Path, stored: StoredHead) -> Path:
+def save_head(artifact: Path, head: AcceptanceHead, **rule: Any) -> Path:
     """Write a head into the artifact whose drafter it judges, in place of a former one for this temperature.
 
-    Returns:
-        Its folder.
+    Args:
+        artifact: its folder.
+        head: the head.
+        rule: fields of `HeadRule` but for its shape.
 
     Raises:
-        UserError: if there is no artifact, or the folder cannot be written.
+        UserError: if there is no artifact, the rule is out of its range, or the file cannot be written.
     """
-    owner = read_object(artifact / CONFIG, AGAIN)
-    folder = artifact / HEADS / temperature_name(stored.setting.temperature)
-    with whole_folder(folder, HEAD) as partial:
-        weights = stored.head.state_dict()
-        save_file({name: tensor.float().cpu().contiguous() for name, tensor in weights.items()}, partial / WEIGHTS,
-                  metadata={"format": "pt"})
-        content = {
-            "format": FORMAT, "format_version": FORMAT_VERSION,
-            "head": {**asdict(stored.head.config), "width": stored.head.width},
-            "drafter": {"family": owner["family"], "weights_sha256": owner["weights_sha256"]},
-            "sampling": asdict(stored.setting),
-            "threshold": stored.threshold, "least": stored.least, "most": stored.most,
-            DIGEST: file_sha256(partial / WEIGHTS), "provenance": stored.provenance,
-            "versions": {name: version(name) for name in ("draftsmith", "torch", "safetensors")},
-        }
-        if stored.measurements is not None:
-            content[MEASURED] = file_sha256(write_file(partial / MEASUREMENTS, _json(asdict(stored.measurements))))
-        write_file(partial / CONFIG, _json(content))
-    return folder
-
-
-def _json(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    owner = read_description(artifact)["weights_sha256"]
+    given = HeadRule(config=head.config, width=head.width, **rule)
+    heads = {**load_heads(artifact, owner), given.setting.temperature: StoredHead(head, given)}
+    rules = {temperature_name(temperature): asdict(one.rule) for temperature, one in heads.items()}
+    tensors = {f"{temperature_name(temperature)}/{name}": tensor.float().cpu().contiguous()
+               for temperature, one in heads.items() for name, tensor in one.head.state_dict().items()}
+    entry = json.dumps({"weights_sha256": owner, "tensors_sha256": _digest(tensors), "rules": rules}, sort_keys=True,
+                       allow_nan=False)
+    return write_atomically(artifact / HEADS, lambda file: save_file(tensors, file, metadata={"heads": entry}))
 
 
 def load_heads(artifact: Path, weights_sha256: str) -> dict[float, StoredHead]:
@@ -169,64 +126,48 @@ def load_heads(artifact: Path, weights_sha256: str) -> dict[float, StoredHead]:
         weights_sha256: hash of its drafter's weights.
 
     Raises:
-        UserError: if a head is damaged, of another format version, or belongs to another drafter.
+        UserError: if the file is damaged or belongs to another drafter.
     """
-    # A folder that starts with a dot is one that was being written.
-    folder = artifact / HEADS
-    places = sorted(folder.iterdir()) if folder.is_dir() else []
-    found = [_load(one, weights_sha256) for one in places if not one.name.startswith(".")]
-    return {stored.setting.temperature: stored for stored in found}
-
-
-def _load(folder: Path, weights_sha256: str) -> StoredHead:
-    """The head in a folder. Raises UserError as `load_heads` does."""
-    config = read_object(folder / CONFIG, RETRAIN)
-    if config.get("format") != FORMAT:
-        raise UserError(f"{folder} holds no acceptance head: {CONFIG} has the format {config.get('format')!r}, not "
-                        f"{FORMAT!r}; {RETRAIN}")
-    if config.get("format_version") != FORMAT_VERSION:
-        raise UserError(f"{folder} has acceptance head format version {config.get('format_version')}, this program "
-                        f"reads {FORMAT_VERSION}; {RETRAIN}")
+    if not (file := artifact / HEADS).exists():
+        return {}
     try:
-        config = typed_fields(config, FIELDS, {MEASURED: str})
-    except ValueError as error:
-        raise UserError(f"{folder} is damaged ({' '.join(str(error).split())}); {RETRAIN}") from error
-    # A drafter that was trained again has other states, which the head cannot judge.
-    owner, theirs = config["drafter"].get("family"), config["drafter"].get(DIGEST, "")
-    if theirs != weights_sha256:
-        raise UserError(f"{folder} judges the {owner} drafter with the weights {theirs[:12]}..., this artifact's are "
-                        f"{weights_sha256[:12]}...; delete that folder and train a head for this drafter with "
-                        "draftsmith specdec")
-    # Hashes come first: a changed file is named as such, not by what its content breaks.
-    hashed = {WEIGHTS: config[DIGEST], **({MEASUREMENTS: config[MEASURED]} if MEASURED in config else {})}
-    for file, expected in hashed.items():
-        if not (folder / file).is_file() or file_sha256(folder / file) != expected:
-            raise UserError(f"{folder / file} does not have the hash that {CONFIG} names ({expected[:12]}...); copy "
-                            f"the head again, or {RETRAIN}")
-    measurements = read_record(HeadMeasurements, folder / MEASUREMENTS, RETRAIN) if MEASURED in config else None
-    try:
-        stored = StoredHead(
-            head=_head(folder, config["head"]), setting=config["sampling"], measurements=measurements,
-            **{name: config[name] for name in ("threshold", "least", "most", "provenance")})
-    except (KeyError, TypeError, ValueError, RuntimeError, OSError, SafetensorError) as error:
-        raise UserError(f"{folder} is damaged ({' '.join(str(error).split())}); {RETRAIN}") from error
-    if folder.name != (own := temperature_name(stored.setting.temperature)):
-        raise UserError(f"{folder} holds the head for temperature {own}; rename it to {own}, or delete that folder")
-    return stored
+        with safe_open(file, framework="pt") as opened:
+            entry: _Entry = typed(json.loads((opened.metadata() or {})["heads"]), _Entry)
+            names: list[str] = opened.keys()
+            tensors: dict[str, Tensor] = {name: opened.get_tensor(name) for name in names}
+        found = _heads(entry, tensors)
+    except (LookupError, TypeError, ValueError, RuntimeError, OSError, SafetensorError) as error:
+        raise UserError(f"{file} is damaged ({' '.join(str(error).split())}); {RETRAIN}") from error
+    # A drafter that was trained again has other states, which the heads cannot judge.
+    if entry.weights_sha256 != weights_sha256:
+        raise UserError(f"{file} judges a drafter with the weights {entry.weights_sha256[:12]}..., this artifact's are "
+                        f"{weights_sha256[:12]}...; {RETRAIN}")
+    return found
 
 
-def _head(folder: Path, described: dict[str, Any]) -> AcceptanceHead:
-    shape = typed_fields(described, SHAPE)
-    weights = load_file(folder / WEIGHTS)
-    require_weights(weights, {}, WEIGHTS)
-    settings = AcceptanceHeadConfig(num_layers=shape["num_layers"], tie_blocks=shape["tie_blocks"])
-    blocks = sum(name.startswith("blocks.") for name in weights) // 2
-    # Compared before a layer is made: a wrong number could ask for all memory.
-    if (claimed := 1 if settings.tie_blocks else settings.num_layers) != blocks:
-        raise ValueError(f"{CONFIG} names {claimed} blocks, {WEIGHTS} holds {blocks}")
-    if list(weights["output.weight"].shape) != [2, shape["width"]]:
-        raise ValueError(f"{CONFIG} names states of width {shape['width']}, {WEIGHTS} has an output layer of "
-                         f"{list(weights['output.weight'].shape)}")
-    head = AcceptanceHead(settings, shape["width"])
-    head.load_state_dict(weights)
-    return head.eval()
+def _heads(entry: _Entry, tensors: Mapping[str, Tensor]) -> dict[float, StoredHead]:
+    """The heads of an entry by temperature. Raises ValueError where the tensors are not theirs."""
+    if _digest(tensors) != entry.tensors_sha256:
+        raise ValueError("its tensors do not have the hash that it names")
+    require_weights(tensors, {}, HEADS)
+    found, left = {}, dict(tensors)
+    for name, rule in entry.rules.items():
+        if name != temperature_name(rule.setting.temperature):
+            raise ValueError(f"the head for temperature {rule.setting.temperature:g} is named {name}")
+        # On the meta device nothing is allocated: the entry could claim any size.
+        with torch.device("meta"):
+            shapes = {part: tensor.shape for part, tensor in AcceptanceHead(rule.config, rule.width)
+                      .state_dict().items()}
+        own = {part: left.pop(f"{name}/{part}") for part in shapes if f"{name}/{part}" in left}
+        if {part: tensor.shape for part, tensor in own.items()} != shapes:
+            raise ValueError(f"its tensors are not those of the head that it describes for temperature {name}")
+        head = AcceptanceHead(rule.config, rule.width)
+        head.load_state_dict(own)
+        found[rule.setting.temperature] = StoredHead(head.eval(), rule)
+    if left:
+        raise ValueError(f"no head has its tensor {min(left)}")
+    return found
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    return hashlib.sha256(save(dict(tensors))).hexdigest()

@@ -48,7 +48,7 @@ from ..modules.policies.registry import CONFIDENT, MOST
 from ..modules.target.loading.loading import is_local
 from .acceptance_heads import StoredHead, load_heads, temperature_name
 from .acceptance_profile import DECODED, acceptance_lines, described, profile, read_acceptance, save_acceptance
-from .artifact_files import ACCEPTANCE, AGAIN, CARD, CHANGING, CONFIG, HEAD, WEIGHTS, as_json
+from .artifact_files import ACCEPTANCE, AGAIN, CARD, CHANGING, CONFIG, WEIGHTS, as_json
 from .model_card import model_card
 from .stored_drafter import FORMAT_VERSION, load_drafter
 from .tuning import Prediction, Tuning, read_tuning
@@ -242,7 +242,7 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
     former: Mapping[str, Any] = {}
     with suppress(UserError):
         former = read_acceptance(folder)
-    with whole_folder(folder, "artifact", changing=CHANGING, inside=HEAD) as partial:
+    with whole_folder(folder, "artifact", changing=CHANGING) as partial:
         # One metadata key: safetensors writes several in an order of its own, and the bytes would differ.
         save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
         config = {

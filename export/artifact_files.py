@@ -6,14 +6,10 @@ from typing import Any
 CONFIG, WEIGHTS, CARD, TUNING = "config.json", "model.safetensors", "README.md", "tuning.json"
 ACCEPTANCE = "acceptance.json"
 """The file with what the target accepts, by position."""
-CHANGING = frozenset({TUNING, ACCEPTANCE})
-"""Files of an artifact that later measurements write."""
-MEASUREMENTS = "measurements.json"
-"""The file of a head with its figures."""
-HEADS = "acceptance_heads"
-"""Folder of the acceptance heads."""
-HEAD = "acceptance head"
-"""The kind of each folder in it."""
+HEADS = "acceptance_heads.safetensors"
+"""The file of the acceptance heads."""
+CHANGING = frozenset({TUNING, ACCEPTANCE, HEADS})
+"""Files of an artifact that are written later than the others."""
 AGAIN = "copy or train the artifact again"
 """Remedy for a damaged artifact."""
 

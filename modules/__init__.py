@@ -56,7 +56,6 @@ from .tuning.acceptance_examples import Examples, Rollouts, chain_for, rollouts
 from .tuning.confidence_calibration import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
 from .tuning.copy_sizing import CopySizing, CopyTrial, size_copies
 from .tuning.cost_model import SURE_LENGTH, CostCurve, CostModel, Sample, TreeChoice, choose_size
-from .tuning.drafted_tokens import DraftedTokens
 from .tuning.held_out_ranks import DrawnText, ProposedText, drawn_text, proposed_text, rank_table, sure_text
 from .tuning.lookahead_sizing import PassTrial, choose_pass_nodes, choose_trial, try_pass_sizes
 from .tuning.replay_acceptance import Acceptance, MeasuredStep, answered_anew, held_out_acceptance, replay
@@ -79,7 +78,7 @@ __all__ = [
     "Accepted", "Adapter", "BlockDraft", "BlockDraftConfig", "Chain", "ChainRejection", "Chances", "Confidence",
     "ConfidenceBin", "ConfidenceCurve", "CopySizing", "CopyTrial", "CostCurve", "CostModel", "DecodeError",
     "DecodeResult", "DecodeSettings", "DecodeStats", "DraftLM", "DraftLMConfig", "DraftState", "Drafted",
-    "DraftedTokens", "Drafter", "Drafts", "Drawn", "DrawnText", "Draws", "DySpecTree", "Eagle", "Eagle2Tree", "Eagle3",
+    "Drafter", "Drafts", "Drawn", "DrawnText", "Draws", "DySpecTree", "Eagle", "Eagle2Tree", "Eagle3",
     "Eagle3Config", "EagleConfig", "EarlyExit", "Ensemble", "Equality", "Examples", "Falcon", "FalconConfig",
     "Features", "Frontier", "Generation", "HiddenTransfer", "HiddenTransferConfig", "Hydra", "HydraConfig", "Kangaroo",
     "KangarooConfig", "LayerDraft", "Loop", "MaxProbability", "MeasuredStep", "Medusa", "MedusaConfig", "Mtp",

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..modules.drafters.acceptance_head import AcceptanceHead, AcceptanceHeadConfig, log_accepted, log_rejected
 from ..modules.errors import UserError
 from ..modules.tuning.acceptance_examples import Examples
-from ..modules.tuning.confidence_calibration import ConfidenceCurve, ConfidenceTally
 from .steps.schedules import warmup_cosine
 
 BATCH_SIZE = 512
@@ -53,8 +52,6 @@ class HeadFit:
     """The epoch after which it was; 0 before the first."""
     loss: float
     """Its weighted held-out loss, in nats."""
-    divergence: float
-    """Mean held-out KL divergence of the acceptance from the estimated one, in nats; the weights do not enter."""
 
 
 def weighted_loss(logits_N2: Tensor, chances_N: Tensor, config: HeadFitConfig) -> tuple[Tensor, Tensor]:
@@ -65,14 +62,6 @@ def weighted_loss(logits_N2: Tensor, chances_N: Tensor, config: HeadFitConfig) -
     rejected_N = config.reject_weight * (1 - chances_N)
     loss_N = -rejected_N * log_rejected(logits_N2) - chances_N * log_accepted(logits_N2)
     return loss_N.sum(), (rejected_N + chances_N).sum()
-
-
-def divergence(logits_N2: Tensor, chances_N: Tensor) -> Tensor:
-    """KL(P || P') of each acceptance, [N], in nats."""
-    entropy_N = torch.special.entr(chances_N) + torch.special.entr(1 - chances_N)
-    cross_N = -chances_N * log_accepted(logits_N2) - (1 - chances_N) * log_rejected(logits_N2)
-    found_N: Tensor = cross_N - entropy_N
-    return found_N
 
 
 def fit_head(
@@ -124,32 +113,7 @@ def fit_head(
 @torch.no_grad()
 def _measured(head: AcceptanceHead, held_out: Examples, config: HeadFitConfig, epoch: int) -> HeadFit:
     """The head as it is now, on held-out examples."""
-    logits_E2 = _logits(head, held_out)
-    total, weight = weighted_loss(logits_E2, held_out.chances_E, config)
-    return HeadFit(head=copy.deepcopy(head), epoch=epoch, loss=float(total / weight),
-                   divergence=float(divergence(logits_E2, held_out.chances_E).mean()))
-
-
-@torch.no_grad()
-def reliability(head: AcceptanceHead, examples: Examples, config: HeadFitConfig | None = None) -> ConfidenceCurve:
-    """Calibration curve of a head: estimated against exact acceptance.
-
-    Args:
-        config: with it the estimate is first freed from the loss's weight of rejections, which divides its odds by
-            it where the head is as good as it can be.
-
-    Raises:
-        ValueError: if there are no examples.
-    """
-    logits_E2, tally = _logits(head, examples), ConfidenceTally()
-    if config is not None:
-        logits_E2 = logits_E2 + torch.tensor([0.0, math.log(config.reject_weight)])
-    tally.add(log_accepted(logits_E2), examples.chances_E)
-    if (curve := tally.curve()) is None:
-        raise ValueError("there are no examples to measure a head on")
-    return curve
-
-
-def _logits(head: AcceptanceHead, examples: Examples) -> Tensor:
     device = head.output.weight.device
-    return torch.cat([head(part.to(device)).cpu() for part in torch.split(examples.states_ED, 4096)])
+    logits_E2 = torch.cat([head(part.to(device)).cpu() for part in torch.split(held_out.states_ED, 4096)])
+    total, weight = weighted_loss(logits_E2, held_out.chances_E, config)
+    return HeadFit(head=copy.deepcopy(head), epoch=epoch, loss=float(total / weight))

@@ -8,7 +8,6 @@ from typing import Any
 from ...modules import ConfidenceCurve, MeasuredStep
 from ..acceptance_profile import Pass
 from ..tuning import Prediction
-from .methods import MeasuredHead
 from .uniformity import Distribution
 
 OWN = "own"
@@ -344,8 +343,6 @@ class EvaluationRun:
     """One for each temperature, batch size and method, in the orders given, the methods changing fastest."""
     samples: tuple[SampleAnswer, ...] = ()
     """Three answers of the first evaluation, with the author of each token."""
-    heads: tuple[MeasuredHead, ...] = ()
-    """Acceptance heads of the artifacts for these answers; none where no artifact has any."""
     left_out: tuple[str, ...] = ()
     """Planned work that did not fit into the given minutes, a sentence each; empty where nothing was left out."""
     training: TrainingRecord | None = None
@@ -356,7 +353,6 @@ class EvaluationRun:
         result, and everything as a flat list under "measurements"."""
         return {"header": self.header, **self.evaluations[0].to_dict(),
                 "sample_answers": [asdict(one) for one in self.samples],
-                "acceptance_heads": [asdict(one) for one in self.heads],
                 "left_out": list(self.left_out),
                 "training": self.training and asdict(self.training),
                 "measurements": [record for one in self.evaluations for record in one.measurements()]}

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ...modules import Drafter, Target, UserError
 from ...modules.files.atomic_files import write_file
@@ -21,23 +21,22 @@ from .medusa_vllm import MEDUSA_VLLM
 from .merged_target import MEDUSA, MERGED, TARGET
 from .mtp import MTP
 from .openvino import OPENVINO
-from .parts.export_format import PLAIN, READ, ExportFormat, ExportSettings, ImportSettings
+from .parts.export_format import PLAIN, READ, ExportFormat, ExportSettings, ImportSettings, Reader
 from .parts.folder_readme import folder_readme
 from .parts.gguf_file import FLOAT32
 from .parts.layout_folder import EXPORT, ORIGIN, Contents
 from .parts.safetensors_reader import Checkpoint, loaded
 from .ppd import PPD
-from .specdec import SPECDEC
 from .speculators import SPECULATORS
 
 EXPORT_FORMATS: tuple[ExportFormat[Any], ...] = (
     DFLASH, EAGLE, EAGLE_SGLANG, HUGGINGFACE, SPECULATORS, GGUF, OPENVINO, HYDRA, KANGAROO, MERGED, MEDUSA, MEDUSA_VLLM,
-    MTP, PPD, SPECDEC, TARGET,
+    MTP, PPD, TARGET,
 )
 """All layouts, in the order of the tables."""
 EVERY_FORMAT: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS))
 """Their names."""
-IMPORTED: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS if one.read or one.read_head))
+IMPORTED: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS if one.read))
 """Names of those whose checkpoints are read."""
 
 
@@ -57,12 +56,10 @@ def import_drafter(format_name: str, folder: Path | Checkpoint, target: Target, 
             settings that are not implemented, or leaves a value open that `settings` do not give.
     """
     chosen = format_named(format_name, IMPORTED)
-    if chosen.read is None:
-        raise UserError(f"the format {format_name} holds {chosen.content} and no drafter; choose another one")
     given = chosen.checkpoint(folder) if isinstance(folder, Path) else folder
     try:
         given.require(chosen.known, target)
-        drafter, tensors = chosen.read(given, target, settings)
+        drafter, tensors = cast("Reader[Any]", chosen.read)(given, target, settings)
     except UserError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -117,7 +114,7 @@ def _writer(chosen: ExportFormat[Any], artifact: Artifact, target: Target,
             settings: ExportSettings) -> Callable[[Path], Contents]:
     """The part of a format that writes this artifact. Raises UserError where it cannot."""
     drafter, fitting = artifact.drafter, ", ".join(one.name for one in formats_of(artifact))
-    part = chosen.write_head or (chosen.write_target if artifact.adapter is None else chosen.write_adapted)
+    part = chosen.write_target if artifact.adapter is None else chosen.write_adapted
     if part is not None:
         return lambda folder: part(artifact, folder, settings)
     if artifact.adapter is not None:

@@ -9,7 +9,6 @@ from ..artifact import Artifact
 from ..evaluation.methods import EvaluateConfig
 from ..evaluation.results import Evaluation, EvaluationRun, Lossless, TrainingRecord
 from . import plots
-from .acceptance_heads import HEADS_NOTE, RELIABILITY_NOTE, drafted_table, head_verdicts, reliability_table, title
 from .headline import headline
 from .page_style import PAGE, colours, themed
 from .phrases import (
@@ -65,7 +64,6 @@ def page(run: EvaluationRun, artifact: Artifact | None) -> str:
         comparison,
         *(_details(run, evaluation) for evaluation in firsts),
         _training(run.training),
-        _heads(run),
         _tree(artifact),
         _facts(run, artifact),
     ]
@@ -224,20 +222,6 @@ def _training(training: TrainingRecord | None) -> str:
                      "the measurement before.")
     return (f"<h2>The training of the draft</h2><p>{escape(training.outcome)}</p>"
             f'<div class="pair">{lengths}{losses}</div>')
-
-
-def _heads(run: EvaluationRun) -> str:
-    """The section on acceptance heads; empty where no artifact has one for these answers."""
-    if not run.heads:
-        return ""
-    curves = {f"{head.name}, {head.setting}": head.measurements.calibration for head in run.heads}
-    first = next(iter(curves))
-    drawn = plots.confidence(curves, curves[first], axis="estimated acceptance", name="reliability")
-    parts = [f"<h3>{escape(title(head))}</h3><p>{escape(' '.join(head_verdicts(head.measurements)))}</p>"
-             f"{_grid(drafted_table(head.measurements))}{_grid(reliability_table(head.measurements))}"
-             for head in run.heads]
-    return (f'<h2>Acceptance heads</h2><p class="muted">{escape(HEADS_NOTE)}</p>'
-            f'{_figure(drawn, f"{RELIABILITY_NOTE} {first}.")}{"".join(parts)}')
 
 
 def _grid(table: Table) -> str:

@@ -7,7 +7,6 @@ from textwrap import wrap
 from ...modules.files.atomic_files import write_file
 from ..artifact import Artifact
 from ..evaluation.results import Evaluation, EvaluationRun
-from .acceptance_heads import HEADS_NOTE, drafted_table, head_verdicts, reliability_table, title
 from .headline import headline
 from .html import page
 from .phrases import (
@@ -115,10 +114,6 @@ def markdown(run: EvaluationRun) -> str:
         lines += [] if parts is None else [PARTS_NOTE, "", *_pipes(parts), ""]
         if (table := confidence_table(evaluation)) is not None:
             lines += [confidence_note(evaluation), "", *_pipes(table), "", CONFIDENCE_NOTE, ""]
-    lines += ["## Acceptance heads", "", HEADS_NOTE, ""] if run.heads else []
-    for head in run.heads:
-        lines += [f"### {title(head)}", "", " ".join(head_verdicts(head.measurements)), "",
-                  *_pipes(drafted_table(head.measurements)), "", *_pipes(reliability_table(head.measurements)), ""]
     return "\n".join(lines)
 
 

@@ -24,17 +24,14 @@ class AcceptanceHeadConfig(CheckedSettings):
     """The shape of an acceptance head."""
 
     num_layers: int = 3
-    """Residual blocks."""
-    tie_blocks: bool = False
-    """Whether the blocks are one block applied `num_layers` times, as in the official code by mistake; the paper's are
-    separate."""
+    """Residual blocks; the official code applies one block as often, by mistake."""
 
 
 class AcceptanceHead(nn.Module):
     """Linear(D, 2) on residual blocks x + SiLU(W x + b); the softmax's second entry is the acceptance (section 3.1).
 
-    Own weights, in float32: `blocks.{layer}.linear.{weight,bias}` (layer 0 alone where blocks are tied) and
-    `output.{weight,bias}`. New blocks are the identity; the official code starts with random ones.
+    Own weights, in float32: `blocks.{layer}.linear.{weight,bias}` and `output.{weight,bias}`. New blocks are the
+    identity; the official code starts with random ones.
 
     Args:
         config: its settings.
@@ -44,7 +41,7 @@ class AcceptanceHead(nn.Module):
     def __init__(self, config: AcceptanceHeadConfig, width: int) -> None:
         super().__init__()
         self.config, self.width = config, width
-        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(1 if config.tie_blocks else config.num_layers))
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(config.num_layers))
         self.output = nn.Linear(width, 2)
 
     def forward(self, states_ND: Tensor) -> Tensor:
@@ -57,8 +54,8 @@ class AcceptanceHead(nn.Module):
             raise UserError(f"this acceptance head reads states of width {self.width}, the drafter's have "
                             f"{states_ND.shape[-1]}; train a head for this drafter with draftsmith specdec")
         hidden_ND = states_ND.to(self.output.weight.dtype)
-        for layer in range(self.config.num_layers):
-            hidden_ND = self.blocks[0 if self.config.tie_blocks else layer](hidden_ND)
+        for block in self.blocks:
+            hidden_ND = block(hidden_ND)
         logits_N2: Tensor = self.output(hidden_ND)
         return logits_N2
 

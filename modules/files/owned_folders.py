@@ -29,9 +29,7 @@ _HERE, _EXCHANGE = -100, 2
 
 
 @contextmanager
-def whole_folder(
-    folder: Path, kind: str, *, changing: frozenset[str] = frozenset(), inside: str | None = None
-) -> Iterator[Path]:
+def whole_folder(folder: Path, kind: str, *, changing: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Give a hidden folder to fill; when the block ends well it takes the place of `folder`, else it vanishes.
 
     An existing `folder` is replaced if it is empty, or all it holds was written here as the same kind and is unchanged:
@@ -41,19 +39,18 @@ def whole_folder(
         folder: its place.
         kind: what it is, in its marker and in messages: "artifact".
         changing: names of files that may be added or changed later.
-        inside: kind of the folders written here that may have been put into it later.
 
     Raises:
         UserError: if `folder` is a link, a file or the current folder, holds anything else, or cannot be written;
             or another process goes on writing it.
     """
     folder = Path(os.path.abspath(folder))
-    with sole_writer(folder), _replacing(folder, kind, changing, inside) as partial:
+    with sole_writer(folder), _replacing(folder, kind, changing) as partial:
         yield partial
 
 
 @contextmanager
-def _replacing(folder: Path, kind: str, changing: frozenset[str], inside: str | None) -> Iterator[Path]:
+def _replacing(folder: Path, kind: str, changing: frozenset[str]) -> Iterator[Path]:
     """Replacement of a folder, as `whole_folder` does it, by the only process that writes there."""
     former = folder.parent / f".{folder.name}.former"
     # A replacement that was killed between its two renamings has left the former folder at its hidden place.
@@ -65,7 +62,7 @@ def _replacing(folder: Path, kind: str, changing: frozenset[str], inside: str | 
     if folder.exists():
         if not folder.is_dir():
             raise UserError(f"{folder} is a file, a folder was expected; choose another place")
-        if foreign := _foreign(folder, kind, changing, inside):
+        if foreign := _foreign(folder, kind, changing):
             raise UserError(f"{folder} holds other files ({foreign}) than an unchanged {kind} of draftsmith and would "
                             "be replaced as a whole; choose another folder, or move them away")
         # The shell that started this would stand in a folder that is no longer there.
@@ -107,15 +104,13 @@ def _exchanged(one: Path, other: Path) -> bool:
     return rename is not None and not rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE)
 
 
-def own_files(folder: Path, kinds: Sequence[str], *, changing: frozenset[str] = frozenset(),
-              inside: str | None = None) -> tuple[str, list[str]]:
+def own_files(folder: Path, kinds: Sequence[str], *, changing: frozenset[str] = frozenset()) -> tuple[str, list[str]]:
     """(kind, names of the files) of a folder that was written here and holds nothing else.
 
     Args:
         folder: the folder.
         kinds: what it may be.
         changing: names of files that may have been added or changed later.
-        inside: kind of the folders written here that may have been put into it later.
 
     Raises:
         UserError: if it is none of the kinds, or holds another or a changed file.
@@ -123,25 +118,22 @@ def own_files(folder: Path, kinds: Sequence[str], *, changing: frozenset[str] = 
     kind = next((one for one in kinds if _written(folder, one) is not None), None)
     if kind is None:
         raise UserError(f"{folder} is no {' or '.join(kinds)} of draftsmith; give the folder of one")
-    if foreign := _foreign(folder, kind, changing, inside):
+    if foreign := _foreign(folder, kind, changing):
         raise UserError(f"{folder} holds other or changed files ({foreign}) than draftsmith wrote as an {kind}; move "
                         f"them away, or write the {kind} again")
     return kind, [str(path.relative_to(folder)) for path in _files(folder)]
 
 
-def _foreign(folder: Path, kind: str, changing: frozenset[str], inside: str | None) -> str:
+def _foreign(folder: Path, kind: str, changing: frozenset[str]) -> str:
     """Names in a folder that were not written here as this kind, or were changed since; empty where there are none."""
     written, found = _written(folder, kind), []
     for path in _files(folder):
-        # A file belongs to the nearest folder above it with a marker: an artifact may lie within another folder.
-        holder = next(above for above in path.parents if above == folder or (above / MARKER).exists())
-        hashes = written if holder == folder else _written(holder, inside)
-        name = str(path.relative_to(holder))
-        known = name == MARKER or (holder == folder and name in changing)
-        if not known and hashes is not None and name in hashes and path.is_file() and not path.is_symlink():
-            known = file_sha256(path) == hashes[name]
-        if written is None or hashes is None or not known:
-            found.append(str(path.relative_to(folder)))
+        name = str(path.relative_to(folder))
+        known = name == MARKER or name in changing
+        if not known and written is not None and name in written and path.is_file() and not path.is_symlink():
+            known = file_sha256(path) == written[name]
+        if written is None or not known:
+            found.append(name)
         # No more than are named: it may be somebody's home.
         if len(found) > NAMED:
             return ", ".join([*found[:NAMED], "..."])
@@ -166,7 +158,7 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def _written(folder: Path, kind: str | None) -> dict[str, str] | None:
+def _written(folder: Path, kind: str) -> dict[str, str] | None:
     """Hashes of the files that were written into a folder; None where they were not, or as another kind."""
     marker = folder / MARKER
     # A link could name the marker of another folder, whose files are not these.

@@ -37,21 +37,10 @@ class Rollouts:
     """The drafter's state at each token, float32."""
     chances_CT: Tensor
     """min(1, p / q) for a sampled token, p for the likeliest one (greedy: 1 if it is the target's), float32."""
-    log_probs_CT: Tensor
-    """The drafter's own log-probability of each token, before any temperature."""
-    peaks_CT: Tensor
-    """The same of the likeliest token at the same place."""
 
     def examples(self) -> "Examples":
         """All tokens of all chains."""
         return Examples(states_ED=self.states_CTD.flatten(0, 1), chances_E=self.chances_CT.flatten())
-
-    def split(self, held_out: float) -> tuple["Rollouts", "Rollouts"]:
-        """(first chains, the last share of them); chains of one answer are next to each other."""
-        first = len(self.chances_CT) - max(1, round(held_out * len(self.chances_CT)))
-        parts = [{name: value[place] for name, value in vars(self).items()}
-                 for place in (slice(None, first), slice(first, None))]
-        return Rollouts(**parts[0]), Rollouts(**parts[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +84,6 @@ class _Recorder(StoppingRule, Rule):
             found = Rollouts(
                 states_CTD=torch.stack(self.states, dim=1),
                 chances_CT=CHANCES.chances(tree, logits_BNV, sampling)[:, : self.length].float(),
-                log_probs_CT=self.drafted.log_probs_BT, peaks_CT=self.drafted.peaks_BT,
             )
             self.passes.append(Rollouts(**{name: value[whole_B].cpu() for name, value in vars(found).items()}))
         return exact_rule(tree).accept(tree, logits_BNV, sampling, chances)

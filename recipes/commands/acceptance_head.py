@@ -7,46 +7,27 @@ from typing import Any
 
 from ...data import Manifest
 from ...data.store.token_store import TokenShard
-from ...export import Artifact, HeadMeasurements, StoredHead, load_artifact, save_head
+from ...export import Artifact, load_artifact, save_head
 from ...export.acceptance_heads import check_rule
-from ...export.report.acceptance_heads import head_verdicts
-from ...modules import (
-    AcceptanceHead,
-    AcceptanceHeadConfig,
-    Examples,
-    Rollouts,
-    SamplingSetting,
-    TargetConfig,
-    UserError,
-    rollouts,
-)
+from ...modules import AcceptanceHeadConfig, Examples, SamplingSetting, TargetConfig, UserError, rollouts
 from ...modules.config_checks import check_bounds, check_sizes
 from ...modules.files.folder_locks import sole_writer
 from ...modules.policies.registry import MOST
-from ...modules.tuning.drafted_tokens import at_fixed_numbers, at_head, rules
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
-from ...trainers.acceptance_head import HELD_OUT, HeadFitConfig, fit_head, reliability
+from ...trainers.acceptance_head import HELD_OUT, HeadFitConfig, fit_head
 from ..chat_settings import artifact_target
 from ..reading.parsing import Command, Parsed
 from ..stages.records import STAGES_FILE
 from ..terminal.terminal_text import say
 from .artifact_commands import own_target
 
-UNMEASURED = ("the data hold out no prompts (distill.validation_prompts is 0): no report will have figures of this "
-              "head")
-"""Sentence where there is nothing to measure a head on."""
-MEASURED = 4
-"""One of so many held-out prompts is kept for the figures, and one drafted token for so many examples is drafted there;
-the other prompts come first in the fit."""
-Rows = list[tuple[list[int], list[bool]]]
-"""(tokens, supervised) of conversations."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LabelConfig:
     """Examples of drafted tokens: whole drafts while the target answers the data's prompts.
 
-    Three in four of the prompts that the data hold out come first, since the drafter knows the others.
+    The prompts that the data hold out come first: a drafter knows the answers that it was trained on, its drafts for
+    those are accepted more often than others, and a head fitted to them promises too much.
     """
 
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -125,41 +106,25 @@ def specdec(parsed: Parsed[SpecdecArguments]) -> None:
 def train_heads(artifact: Artifact, manifest: Manifest, folder: Path, parsed: Parsed[SpecdecArguments]) -> None:
     """Train a head for each sampling and save it into the artifact."""
     given = parsed.values
-    rows, unseen = shared_out(*(list(data_rows(folder, manifest, name)) for name in ("train", "validation")))
+    prompts = [prompt for name in ("validation", "train") for prompt in opened(folder, manifest, name)]
     settings = [SamplingSetting(temperature=one) for one in given.labels.temperatures]
     for number, setting in enumerate(settings, 1):
         say(f"[{number}/{len(settings)}] acceptance head for {setting}")
-        examples = chains(artifact, rows, setting, given.labels, given.labels.examples).examples()
+        examples = rollouts(artifact.target, artifact.drafter, prompts, setting, length=given.labels.length,
+                            max_new_tokens=given.labels.max_new_tokens,
+                            most=-(-given.labels.examples // given.labels.length)).examples()
         learned, held_out = split(examples, HELD_OUT)
         fitted = fit_head(learned, held_out, given.head, given.fit, artifact.target.device)
-        found = measured(artifact, fitted.head, unseen, setting, given) if unseen else None
-        facts = {"examples": len(examples.chances_E), "epoch": fitted.epoch, "loss": fitted.loss,
-                 "divergence": fitted.divergence}
+        facts = {"examples": len(examples.chances_E), "epoch": fitted.epoch, "loss": fitted.loss}
         provenance = {name: parsed.settings[name] for name in ("labels", "fit")}
-        save_head(given.artifact, StoredHead(
-            head=fitted.head, setting=setting, **asdict(given.rule), most=given.labels.length,
-            measurements=found, provenance={**provenance, "data_manifest": manifest.hash, "fitted": facts}))
-        say(f"     fitted to {len(examples.chances_E)} drafted tokens")
-        for sentence in [UNMEASURED] if found is None else head_verdicts(found):
-            say(f"     {sentence}")
+        save_head(given.artifact, fitted.head, setting=setting, **asdict(given.rule), most=given.labels.length,
+                  provenance={**provenance, "data_manifest": manifest.hash, "fitted": facts})
+        say(f"     fitted to {len(learned.chances_E)} drafted tokens; its loss is {fitted.loss:.3f} nats on "
+            f"{len(held_out.chances_E)} others, of which the target accepts {float(held_out.chances_E.mean()):.1%}")
 
 
-def shared_out(trained: Rows, held_out: Rows) -> tuple[Rows, Rows]:
-    """(rows to fit a head to, those that the drafter was not trained on first; rows to measure it on).
-
-    A drafter knows the greedy answers that it was trained on: its drafts for those are accepted more often than others,
-    and a head fitted to them promises too much.
-
-    Args:
-        trained: rows of the training data.
-        held_out: rows that the drafter was not trained on.
-    """
-    measured = -(-len(held_out) // MEASURED)
-    return held_out[measured:] + trained, held_out[:measured]
-
-
-def data_rows(folder: Path, manifest: Manifest, name: str) -> Iterator[tuple[list[int], list[bool]]]:
-    """(tokens, supervised) of each row of a split with an answer, in the order of the shards."""
+def opened(folder: Path, manifest: Manifest, name: str) -> Iterator[list[int]]:
+    """The prompt of each row of a split with an answer, in the order of the shards."""
     for record in manifest.split(name):
         shard = TokenShard.read(folder / record.file, record.sha256)
         # A held-out prompt is there twice: with its greedy answer, and with a drawn one.
@@ -167,14 +132,7 @@ def data_rows(folder: Path, manifest: Manifest, name: str) -> Iterator[tuple[lis
             start, stop = shard.span(row)
             supervised = shard.supervised_T[start:stop].tolist()
             if True in supervised[1:]:
-                yield shard.tokens_T[start:stop].tolist(), supervised
-
-
-def chains(artifact: Artifact, rows: Rows, setting: SamplingSetting, config: LabelConfig, tokens: int) -> Rollouts:
-    """Whole drafts of so many tokens in all, while the target answers the prompts of rows."""
-    prompts = [row[: max(1, supervised.index(True))] for row, supervised in rows]
-    return rollouts(artifact.target, artifact.drafter, prompts, setting, length=config.length,
-                    max_new_tokens=config.max_new_tokens, most=-(-tokens // config.length))
+                yield shard.tokens_T[start : start + max(1, supervised.index(True))].tolist()
 
 
 def split(examples: Examples, held_out: float) -> tuple[Examples, Examples]:
@@ -182,23 +140,6 @@ def split(examples: Examples, held_out: float) -> tuple[Examples, Examples]:
     first = max(1, round(held_out * len(examples.chances_E)))
     return (Examples(states_ED=examples.states_ED[first:], chances_E=examples.chances_E[first:]),
             Examples(states_ED=examples.states_ED[:first], chances_E=examples.chances_E[:first]))
-
-
-def measured(
-    artifact: Artifact, head: AcceptanceHead, unseen: Rows, setting: SamplingSetting, given: SpecdecArguments
-) -> HeadMeasurements:
-    """Figures of a head on drafts after prompts that the data hold out."""
-    found = chains(artifact, unseen, setting, given.labels,
-                   max(1, given.labels.examples // MEASURED))
-    states_CTD = found.states_CTD.to(artifact.target.device)
-    estimates_CT = head.log_acceptance(states_CTD).exp().cpu()
-    rule = given.rule
-    curve, freed = (reliability(head, found.examples(), config) for config in (None, given.fit))
-    return HeadMeasurements(
-        drafts=len(found.chances_CT), length=found.chances_CT.shape[1], calibration=curve,
-        calibration_error_unweighted=freed.expected_calibration_error,
-        policy=at_head(found, estimates_CT, rule.threshold, rule.least, given.labels.length),
-        fixed=at_fixed_numbers(found, rules(found, estimates_CT)))
 
 
 COMMANDS: dict[str, Command[Any]] = {

@@ -1,7 +1,7 @@
 """The commands that measure or export an artifact: evaluate, export. They need none of the training extras."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from ...export import (
     evaluate,
     export_artifact,
     load_artifact,
-    measured_heads,
     served,
     terminal_table,
     try_export,
@@ -108,8 +107,6 @@ def measure(given: EvaluateArguments, target: Target, folders: Sequence[Path], a
         result = evaluate(changed or target, methods, questions, given.evaluate, references=given.references, say=say)
         if changed is not None:
             result = with_drift(result, target, changed, questions, max_new_tokens=given.evaluate.max_new_tokens)
-        called = [name or artifact.drafter.family for artifact, name in zip(artifacts, names(folders), strict=True)]
-        result = replace(result, heads=measured_heads(dict(zip(called, artifacts, strict=True)), given.evaluate))
         written = write_report(given.out, result, artifacts[0] if artifacts else None)
         # Of several artifacts each profile holds its own methods, and only one fits the folder.
         if len(folders) == 1:
@@ -138,15 +135,13 @@ class ExportArguments:
     """Folder of the artifact."""
     format: str = field(metadata={"choices": EVERY_FORMAT})
     """Name of the layout; target is the artifact's target as a folder that engines load, merged that of an artifact
-    that changes its target, specdec an acceptance head of the artifact."""
+    that changes its target."""
     out: Path
     """New or empty folder for it."""
     try_with: Path | None = None
     """Interpreter of an environment with vLLM, which then answers ten prompts with the export and without, in float32
     and in the number format of its own choice: its tokens per second, equal answers, and its accepted length next to
     this project's."""
-    temperature: float | None = None
-    """With specdec, the temperature whose head is written; null takes the only one."""
     target_gguf: Path | None = None
     """With gguf, the target's GGUF file, from which llama.cpp serves it: its tokenizer is copied; null is the file that
     the target itself is read from."""
@@ -167,10 +162,6 @@ class ExportArguments:
 
     def __post_init__(self) -> None:
         chosen = format_named(self.format)
-        if self.temperature is not None and chosen.write_head is None:
-            holding = ", ".join(one.name for one in EXPORT_FORMATS if one.write_head is not None)
-            raise UserError(f"temperature {self.temperature:g} chooses an acceptance head, of which the format "
-                            f"{self.format} holds none; leave it out, or choose --format {holding}")
         for one in EXPORT_FORMATS:
             if one.option and getattr(self, one.option) is not None and one.name != self.format:
                 raise UserError(f"{one.option} {getattr(self, one.option)} is for the format {one.name} alone; leave "
@@ -196,10 +187,9 @@ def export(parsed: Parsed[ExportArguments]) -> None:
     if given.try_with is not None:
         served(artifact, given.format)
     chosen, gguf = format_named(given.format), given.target_gguf or gguf_of(named)
-    settings = ExportSettings(target_gguf=gguf, convert_with=given.convert_with, weights=given.weights,
-                              temperature=given.temperature)
+    settings = ExportSettings(target_gguf=gguf, convert_with=given.convert_with, weights=given.weights)
     folder = export_artifact(artifact, target, given.format, given.out, settings)
-    held = "head" if chosen.write_head else "target" if chosen.write_target else "artifact"
+    held = "target" if chosen.write_target else "artifact"
     say(f"{folder} holds the {held} in the layout {given.format}; its README.md says more")
     if chosen.write is None or artifact.adapter is None:
         say_commands(given, chosen, artifact, gguf)

@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 from ...data import DistillConfig, Manifest, PromptConfig, WantedStates
-from ...export import EvaluateConfig, Method, evaluate, load_artifact, measured_heads, write_report
+from ...export import EvaluateConfig, evaluate, write_report
 from ...export.evaluation.reference_answers import REFERENCES
 from ...export.report.family_comparison import write_standings
-from ...modules import BASELINES, SPECDEC, TargetConfig, UserError, load_target
+from ...modules import BASELINES, TargetConfig, UserError, load_target
 from ...modules.files.atomic_files import write_file
 from ...modules.files.folder_locks import sole_writer
 from ...trainers import Precision
@@ -28,8 +28,6 @@ from ..stages.training_folder import refuse_growth
 from ..stages.workspace import Workspace, target_files
 from ..terminal.interruption import call
 from ..terminal.terminal_text import say, stage_line
-from .acceptance_head import SpecdecArguments
-from .head_rows import PLUS, head_settings, head_stage, source_of
 from .pipeline import COMMANDS as PIPELINE
 from .pipeline import held_out_sets, performed
 
@@ -44,9 +42,7 @@ class FamiliesArguments:
     out: Path
     """Folder of the comparison: the data, a folder for each row, families.json, families.md, families.svg."""
     rows: tuple[str, ...]
-    """Recipes (shipped ones by name, others by path) and training-free baselines by name, in the table's order. A row
-    NAME+HEADS takes the artifact of the row NAME and trains acceptance heads for it, by the recipe HEADS of draftsmith
-    specdec."""
+    """Recipes (shipped ones by name, others by path) and training-free baselines by name, in the table's order."""
     minutes: float = 15.0
     """Training minutes of each row, validation not counted."""
     precision: Precision = "auto"
@@ -74,27 +70,19 @@ class FamiliesArguments:
             raise UserError(f"minutes must be above 0, got {self.minutes}")
         if not self.rows or len(set(map(row_name, self.rows))) < len(self.rows):
             raise UserError(f"rows must be one or more different recipes or baselines, got {list(self.rows)}")
-        names = set(map(row_name, self.rows))
-        for row in self.rows:
-            if PLUS in row and (base := row.partition(PLUS)[0]) not in names - set(BASELINES):
-                raise UserError(f"the row {row} takes the artifact of a row {base!r}, which is no trained row of the "
-                                f"table; choose one of {', '.join(sorted(names - set(BASELINES) - {row_name(row)}))}")
         if self.only is not None and self.only not in map(row_name, self.rows):
             raise UserError(f"only names {self.only!r}; choose one of {', '.join(map(row_name, self.rows))}")
 
 
 def row_name(row: str) -> str:
-    """A row's name in the table: that of its recipe file, of its baseline, or of both its parts."""
-    base, plus, heads = row.partition(PLUS)
-    return f"{base}{plus}{row_name(heads)}" if plus else Path(row).stem if row.endswith(".yaml") else row
+    """A row's name in the table: that of its recipe file or of its baseline."""
+    return Path(row).stem if row.endswith(".yaml") else row
 
 
 def families(parsed: Parsed[FamiliesArguments]) -> None:
     """Every family is trained and measured under equal conditions, in one table; what is complete is skipped."""
     given = parsed.values
-    recipes = {row_name(row): recipe_path(row) for row in given.rows if row not in BASELINES and PLUS not in row}
-    headed = {row_name(row): head_settings(row, given.out / row_name(row), parsed, given.target)
-              for row in given.rows if PLUS in row}
+    recipes = {row_name(row): recipe_path(row) for row in given.rows if row not in BASELINES}
     wanted = [row_name(row) for row in given.rows if given.only in (None, row_name(row))]
     # What the command line trusts is passed on by words, since no recipe can hold it.
     trust = [f"--{TRUST}={str(given.trust).lower()}",
@@ -118,8 +106,6 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
             say(f"\n== row {number}/{len(wanted)}: {name}")
             if name in files:
                 run_row(name, compose(given.out, name, recipes[name], parsed), trust)
-            elif name in headed:
-                measure_heads(name, parsed, headed[name])
             else:
                 measure_baseline(name, parsed)
             written = write_standings(given.out, {row_name(row): given.out / row_name(row) for row in given.rows})
@@ -202,34 +188,6 @@ def baseline_stage(name: str, given: FamiliesArguments) -> Sequence[Path]:
     config = replace(given.evaluate, baselines=(name,))
     result = evaluate(target, [], sets, config, references=given.out / REFERENCES, say=stage_line)
     return list(write_report(given.out / name, result).values())
-
-
-def measure_heads(name: str, parsed: Parsed[FamiliesArguments], heads: Parsed[SpecdecArguments]) -> None:
-    """Train acceptance heads for the artifact of another row, and decode the same prompts with them.
-
-    Raises:
-        UserError: if that row is not trained yet.
-    """
-    out = parsed.values.out
-    source, digest = source_of(name, out)
-    settings = {**heads.settings, **{section: parsed.settings[section] for section in ("template", "evaluate")}}
-    stages = [head_stage(source, out / name, heads),
-              Stage(name="evaluate", title="held-out prompts are decoded", sections=("target", "template", "evaluate"),
-                    work=partial(heads_evaluated, name, parsed.values, f"{SPECDEC}-{heads.values.rule.threshold:g}"),
-                    reads=target_files(parsed.values.target, parsed.values.template))]
-    run_stages(out / name, settings, stages, [stage.name for stage in stages], before=digest)
-
-
-def heads_evaluated(name: str, given: FamiliesArguments, policy: str) -> Sequence[Path]:
-    """Evaluate an artifact with its heads' policy alone."""
-    target, config = load_target(given.target), replace(given.evaluate, policies=(policy,), baselines=())
-    artifact = load_artifact(given.out / name / "artifact", target, trust=given.trust)
-    sets = prompt_sets(given.template.build(target), held_out_sets(given.out / "data"))
-    method = Method.of(artifact, policy=policy, temperature=config.degrees[0])
-    result = evaluate(artifact.target, [method], sets, config, references=given.out / REFERENCES,
-                      say=stage_line)
-    result = replace(result, heads=measured_heads({artifact.drafter.family: artifact}, config))
-    return list(write_report(given.out / name, result, artifact).values())
 
 
 COMMANDS: dict[str, Command[Any]] = {

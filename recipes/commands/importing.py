@@ -1,4 +1,4 @@
-"""The command `draftsmith import`: an artifact of a published checkpoint, or its acceptance head in an artifact."""
+"""The command `draftsmith import`: an artifact of a published checkpoint."""
 
 import json
 import shutil
@@ -6,20 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...export import ImportSettings, StoredHead, import_drafter, load_artifact, save_artifact, save_head
+from ...export import ImportSettings, import_drafter, load_artifact, save_artifact
 from ...export.artifact_files import ACCEPTANCE
 from ...export.layouts.registry import EXPORT_FORMATS, IMPORTED, format_named
-from ...modules import Drafter, SamplingSetting, StaticTree, TargetConfig, Topology, UserError, load_target, rollouts
+from ...modules import Drafter, StaticTree, TargetConfig, Topology, UserError, load_target
 from ...modules.config_checks import check_bounds
-from ...modules.files.folder_locks import sole_writer
 from ...modules.policies.registry import MOST
 from ...modules.target.loading.native_heads import own_folder
-from ...modules.verification.sampling import TEMPERATURES, is_temperature
-from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, handwritten_prompts
+from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, handwritten_prompts
 from ..reading.parsing import Command, Parsed
-from ..stages.records import STAGES_FILE
 from ..terminal.terminal_text import say
-from .artifact_commands import EvaluateArguments, measure, own_target, trial_prompts
+from .artifact_commands import EvaluateArguments, measure, own_target
 
 TREE = ("give --tree N for a chain of N tokens, as engines draft (3 is usual), or the rank paths of its nodes as the "
         "official code of Medusa and EAGLE lists them, such as --tree '[[0],[1],[0,0]]'")
@@ -36,9 +33,9 @@ class ImportFolders:
     format: str = field(metadata={"choices": IMPORTED})
     """Name of its layout."""
     out: Path
-    """New or empty folder for the artifact; with specdec, the artifact whose drafts the head judges."""
+    """New or empty folder for the artifact."""
     target: TargetConfig = field(default_factory=own_target)
-    """The target that the checkpoint was trained for, to be named; with specdec that of the artifact by default."""
+    """The target that the checkpoint was trained for, to be named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,17 +61,11 @@ class ImportArguments(ImportSettings, ImportFolders):
                 raise UserError(f"{name} {json.dumps(value)} is for the formats {' and '.join(takers)} alone; leave "
                                 "it out")
         check_bounds(self, rope_base=(1, 1e9), depths=(2, MOST))
-        if chosen.read_head is not None:
-            if self.temperature is None or not is_temperature(self.temperature):
-                raise UserError(f"a head is for answers of one temperature, which its checkpoint does not name; give "
-                                f"--temperature, {TEMPERATURES}, got {self.temperature}; 0 and 1 are usual")
-        elif self.target.name == ARTIFACT_TARGET:
+        if self.target.name == ARTIFACT_TARGET:
             raise UserError(f"import needs the model that {self.folder or 'the head'} was trained for; give it with "
                             "--target.name")
-        if (self.tree is None) != (chosen.read is None):
-            raise UserError(f"no checkpoint says with which tree it drafts; {TREE}" if chosen.read else
-                            f"tree {self.tree} is that of an artifact, and {self.format} holds a head for one that has "
-                            "its own; leave --tree out")
+        if self.tree is None:
+            raise UserError(f"no checkpoint says with which tree it drafts; {TREE}")
 
     def topology(self, drafter: Drafter[Any]) -> Topology:
         """The draft tree of an imported drafter. Raises UserError for none, or one that is too deep for it."""
@@ -91,7 +82,7 @@ class ImportArguments(ImportSettings, ImportFolders):
 
 
 def import_checkpoint(parsed: Parsed[ImportArguments]) -> None:
-    """Make an artifact of a published checkpoint, or put an acceptance head into one."""
+    """Make an artifact of a published checkpoint."""
     given, chosen = parsed.values, format_named(parsed.values.format)
     # Before a large target is loaded: a file that is missing or a pickle is refused at once.
     loaded, folder = None, given.folder
@@ -101,27 +92,12 @@ def import_checkpoint(parsed: Parsed[ImportArguments]) -> None:
         folder = own_folder(loaded)
     checkpoint = chosen.checkpoint(folder)
     known = {name: getattr(given, name) for name in chosen.opens if getattr(given, name) is not None}
-    if chosen.read_head is not None:
-        head, target = chosen.read_head(checkpoint), artifact_target(given.out, given.target)
-        artifact = load_artifact(given.out, target)
-        setting = SamplingSetting(temperature=given.temperature or 0.0)
-        states = rollouts(artifact.target, artifact.drafter, trial_prompts(given.template.build(artifact.target)),
-                          setting, length=1, max_new_tokens=4, most=1).states_CTD
-        if states.shape[-1] != head.width:
-            raise UserError(f"the head in {folder} judges states {head.width} wide, those of the "
-                            f"{artifact.drafter.family} drafter in {given.out} are {states.shape[-1]}; give the "
-                            "artifact of the drafter that it was trained with")
-        origin = {"imported": {**checkpoint.origin(given.format), **known}}
-        with sole_writer(given.out.absolute().parent / STAGES_FILE, wait=False):
-            save_head(given.out, StoredHead(head=head, setting=setting, provenance=origin))
-        say(f"{given.out} holds the head; draft with --policy specdec --temperature {given.temperature:g}")
-    else:
-        target = loaded or load_target(given.target)
-        drafter = import_drafter(given.format, checkpoint, target, given)
-        origin = {"imported": {**checkpoint.origin(given.format), **known}}
-        save_artifact(given.out, drafter, target.identity, origin, given.topology(drafter))
-        say(f"{given.out} holds the {drafter.family} drafter of {folder}; draftsmith generate, chat, evaluate "
-            "and export take it like a trained one")
+    target = loaded or load_target(given.target)
+    drafter = import_drafter(given.format, checkpoint, target, given)
+    origin = {"imported": {**checkpoint.origin(given.format), **known}}
+    save_artifact(given.out, drafter, target.identity, origin, given.topology(drafter))
+    say(f"{given.out} holds the {drafter.family} drafter of {folder}; draftsmith generate, chat, evaluate and export "
+        "take it like a trained one")
     if given.evaluate:
         report = given.out.with_name(f"{given.out.name}-evaluation")
         measure(EvaluateArguments(out=report, template=given.template), target,

@@ -28,7 +28,6 @@ from ...export import (
     busy_warning,
     evaluate,
     load_artifact,
-    measured_heads,
     save_artifact,
     save_tuning,
     terminal_table,
@@ -354,9 +353,8 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
                       say=stage_line)
     if artifact.adapter is not None:
         result = with_drift(result, workspace.target, artifact.target, questions, max_new_tokens=config.max_new_tokens)
-    heads = measured_heads({artifact.drafter.family: artifact}, config)
     trained = recorded(workspace, read_result(workspace.training))
-    result = replace(result, heads=heads, left_out=(*left_out(workspace), *result.left_out), training=trained)
+    result = replace(result, left_out=(*left_out(workspace), *result.left_out), training=trained)
     written = write_report(workspace.out, result, artifact)
     save_acceptance(workspace.artifact, described(read_description(workspace.artifact)), result.acceptance)
     say(f"\n{terminal_table(result)}\n{written['html']} shows it with plots")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...export.acceptance_profile import described, read_acceptance
-from ...export.artifact_files import ACCEPTANCE, CARD, CHANGING, CONFIG, HEAD, TUNING
+from ...export.artifact_files import ACCEPTANCE, CARD, CHANGING, CONFIG, TUNING
 from ...export.layouts.parts.layout_folder import EXPORT, ORIGIN
 from ...export.model_card import hub_card
 from ...export.stored_drafter import read_description
@@ -89,7 +89,7 @@ def planned(given: PushArguments) -> dict[str, Path | bytes]:
         UserError: if the folder is neither an artifact nor an export, holds other or changed files, or the artifact of
             an export or the evaluation is missing or another.
     """
-    kind, names = own_files(given.folder, ("artifact", EXPORT), changing=CHANGING, inside=HEAD)
+    kind, names = own_files(given.folder, ("artifact", EXPORT), changing=CHANGING)
     if kind == EXPORT and given.artifact is None:
         raise UserError(f"{given.folder} is an export, which does not say how it was trained; give its artifact with "
                         "--artifact DIR")

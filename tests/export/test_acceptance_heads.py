@@ -1,9 +1,9 @@
 """Acceptance heads inside an artifact: what they travel with, what is refused, and that they change no answer."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,19 @@ import torch
 from draftsmith.export import (
     Artifact,
     EvaluateConfig,
-    HeadMeasurements,
     Method,
     Question,
-    StoredHead,
     evaluate,
     load_artifact,
     save_artifact,
     save_head,
 )
+from draftsmith.export.acceptance_heads import HeadRule
 from draftsmith.export.evaluation.runner import Runner
 from draftsmith.modules import (
     AcceptanceHead,
     AcceptanceHeadConfig,
     DecodeSettings,
-    DraftedTokens,
     Ensemble,
     RejectionRisk,
     Request,
@@ -40,11 +38,8 @@ from draftsmith.modules import (
     decode,
     policy_named,
 )
-from draftsmith.modules.files.atomic_files import file_sha256
-from draftsmith.modules.tuning.confidence_calibration import ConfidenceTally
-from draftsmith.modules.tuning.drafted_tokens import NAMES
-from safetensors.torch import load_file, save_file
-from support.artifacts import edit
+from safetensors import safe_open
+from safetensors.torch import load_file, save, save_file
 from support.families import CASES, randomised
 from torch import Tensor
 
@@ -53,9 +48,9 @@ GREEDY = SamplingSetting()
 HOT = SamplingSetting(temperature=1.0, top_k=20)
 
 
-def unsure(width: int = 24, tied: bool = False) -> AcceptanceHead:
+def unsure(width: int = 24) -> AcceptanceHead:
     """A head whose opinion differs from state to state."""
-    head = AcceptanceHead(AcceptanceHeadConfig(num_layers=2, tie_blocks=tied), width)
+    head = AcceptanceHead(AcceptanceHeadConfig(num_layers=2), width)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in head.parameters():
@@ -63,25 +58,16 @@ def unsure(width: int = 24, tied: bool = False) -> AcceptanceHead:
     return head
 
 
-def stored(setting: SamplingSetting = GREEDY, **settings: float) -> StoredHead:
-    return StoredHead(head=unsure(), setting=setting, most=5, least=1, provenance={"a": 1}, **settings)
+def stored(setting: SamplingSetting = GREEDY, **settings: float) -> dict[str, Any]:
+    """Arguments of `save_head`."""
+    return {"head": unsure(), "setting": setting, "most": 5, "least": 1, "provenance": {"a": 1}, **settings}
 
 
-def figures() -> HeadMeasurements:
-    tally = ConfidenceTally()
-    tally.add(torch.tensor([0.2, 0.9]).log(), torch.tensor([0.5, 1.0]))
-    curve = tally.curve()
-    assert curve is not None
-    row = DraftedTokens(expected_accepted_length=2.0, by_rule=dict.fromkeys(NAMES, 3.0) | {"product of q": None})
-    return HeadMeasurements(drafts=1, length=2, calibration=curve, calibration_error_unweighted=0.25, policy=row,
-                            fixed=(row, row))
-
-
-def saved(folder: Path, target: Target, *heads: StoredHead) -> Path:
+def saved(folder: Path, target: Target, *heads: dict[str, Any]) -> Path:
     torch.manual_seed(0)
     save_artifact(folder, randomised(CASES["draft-lm"].make(target)), target.identity, {}, TREE)
     for head in heads:
-        save_head(folder, head)
+        save_head(folder, **head)
     return folder
 
 
@@ -90,9 +76,10 @@ def test_a_head_comes_back_as_it_was_with_its_rule(tmp_path: Path, tiny_target: 
     artifact = load_artifact(saved(tmp_path / "a", tiny_target, given, stored()), tiny_target)
     assert artifact.heads.keys() == {0.0, 1.0}
     back = artifact.heads[1.0]
-    assert (back.setting, back.threshold, back.least, back.most) == (HOT, 0.4, 1, 5)
-    assert back.head.config == given.head.config
-    assert all(torch.equal(tensor, given.head.state_dict()[name]) for name, tensor in back.head.state_dict().items())
+    assert (back.rule.setting, back.rule.threshold, back.rule.least, back.rule.most) == (HOT, 0.4, 1, 5)
+    assert back.rule.provenance == {"a": 1}
+    assert back.head.config == given["head"].config
+    assert all(torch.equal(tensor, given["head"].state_dict()[name]) for name, tensor in back.head.state_dict().items())
     for temperature, kind in ((0.0, StoppedChain), (1.0, SampledChain)):
         policy = artifact.policy("specdec-0.3", temperature=temperature)
         assert type(policy) is kind
@@ -107,101 +94,76 @@ def test_a_head_comes_back_as_it_was_with_its_rule(tmp_path: Path, tiny_target: 
 def test_temperatures_that_differ_little_have_heads_of_their_own(tmp_path: Path, tiny_target: Target) -> None:
     near = [SamplingSetting(temperature=temperature) for temperature in (0.1234567, 0.1234568)]
     folder = saved(tmp_path / "a", tiny_target, *(stored(setting) for setting in (*near, SamplingSetting())))
-    save_head(folder, stored(SamplingSetting(temperature=-0.0)))
+    save_head(folder, **stored(SamplingSetting(temperature=-0.0)))
     artifact = load_artifact(folder, tiny_target)
     assert sorted(artifact.heads) == [0.0, 0.1234567, 0.1234568]
-    assert sorted(path.name for path in (folder / "acceptance_heads").iterdir()) == ["0", "0.1234567", "0.1234568"]
     with pytest.raises(UserError, match=r"for temperature 0.123456, .* heads for: 0, 0.1234567, 0.1234568; train"):
         artifact.policy("specdec", temperature=0.123456)
 
 
-def test_figures_come_back_and_are_refused_when_changed(tmp_path: Path, tiny_target: Target) -> None:
-    folder = saved(tmp_path / "a", tiny_target, replace(stored(), measurements=figures()), stored(HOT))
-    heads = load_artifact(folder, tiny_target).heads
-    assert heads[0.0].measurements == figures()
-    assert heads[1.0].measurements is None
-    assert not (folder / "acceptance_heads" / "1" / "measurements.json").exists()
-    file = folder / "acceptance_heads" / "0" / "measurements.json"
-    text = file.read_text()
-    file.write_text(text.replace("3.0", "2.5"))
-    with pytest.raises(UserError, match=r"measurements.json does not have the hash that config.json names .*delet"):
-        load_artifact(folder, tiny_target)
-    file.write_text("{}")
-    edit(file.parent, measurements_sha256=file_sha256(file))
-    with pytest.raises(UserError, match=r"measurements.json is damaged: its content lacks drafts, .*; delete tha"):
-        load_artifact(folder, tiny_target)
-    for change, message in (({"by_rule": {}}, "by_rule must name fixed number, .* got nothing"),
-                            ({"by_rule": dict.fromkeys(NAMES)}, "by_rule lacks the tokens of acceptance head"),
-                            ({"by_rule": dict.fromkeys(NAMES, 0.0)}, "by_rule lacks .* acceptance head, at least 1"),
-                            ({"by_rule": dict.fromkeys(NAMES, 1e300)}, "must lie between 0 and 1024, got 1e.300")):
-        content = json.loads(text)
-        file.write_text(json.dumps({**content, "policy": {**content["policy"], **change}}))
-        edit(file.parent, measurements_sha256=file_sha256(file))
-        with pytest.raises(UserError, match=message):
-            load_artifact(folder, tiny_target)
-    file.unlink()
-    with pytest.raises(UserError, match=r"measurements.json does not have the hash"):
-        load_artifact(folder, tiny_target)
+def rewritten(artifact: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], object], *, hashed: bool = True
+              ) -> None:
+    """Change the JSON entry or the tensors of the heads, under the hash of the new tensors or that of the former."""
+    file = artifact / "acceptance_heads.safetensors"
+    with safe_open(file, "pt") as opened:
+        entry = json.loads(opened.metadata()["heads"])
+    tensors = load_file(file)
+    change(entry, tensors)
+    if hashed:
+        entry["tensors_sha256"] = hashlib.sha256(save(tensors)).hexdigest()
+    save_file(tensors, file, metadata={"heads": json.dumps(entry)})
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"threshold": 1.5}, r"heads/0 is damaged \(threshold must be above 0 and below 1, got 1.5; .*; delete that fold"),
-    ({"least": 6}, r"heads/0 is damaged \(least and most must satisfy 1 <= least <= most, got 6 and 5"),
-    ({"least": "2"}, r"heads/0 is damaged \(least must be a whole number, got \"2\"\); delete that folder and"),
-    ({"sampling": {"temperature": 0.5}}, "holds the head for temperature 0.5; rename it to 0.5, or delete that folder"),
-    ({"head": {"num_layers": 2, "tie_blocks": False, "width": 10**9}}, "names states of width 1000000000, .* .2, 24"),
-    ({"head": {"num_layers": 5, "tie_blocks": False, "width": 24}}, "names 5 blocks, model.safetensors holds 2"),
-    ({"head": {"num_layers": 2, "tie_blocks": 0, "width": 24}}, "tie_blocks must be true or false, got 0"),
-    ({"most": 1025}, r"heads/0 is damaged \(most must be at most 1,024 tokens of a draft, got 1025; lower it\)"),
-    ({"head": {"num_layers": 10**9, "tie_blocks": False, "width": 24}}, "num_layers must be at most 256, got 10000000"),
+    ({"threshold": 1.5}, r"is damaged \(threshold must be above 0 and below 1, got 1.5; .*; delete that file"),
+    ({"least": 6}, r"is damaged \(least and most must satisfy 1 <= least <= most, got 6 and 5"),
+    ({"least": "2"}, r"is damaged \(\S*least must be a whole number, got \"2\"\); delete that file and"),
+    ({"setting": {"temperature": 0.5}}, "the head for temperature 0.5 is named 0"),
+    ({"width": 10**9}, "its tensors are not those of the head that it describes for temperature 0"),
+    ({"config": {"num_layers": 5}}, "its tensors are not those of the head that it describes for temperature 0"),
+    ({"config": {"num_layers": 1}}, "no head has its tensor 0/blocks.1.linear.bias"),
+    ({"config": {"num_layers": "2"}}, "num_layers must be a whole number, got \"2\""),
+    ({"config": {"num_layers": 10**9}}, "num_layers must be at most 256, got 10000000"),
+    ({"most": 1025}, r"is damaged \(most must be at most 1,024 tokens of a draft, got 1025; lower it\)"),
+    ({"another": 1}, "another"),
 ])
 def test_a_head_whose_description_is_wrong_is_refused(
     tmp_path: Path, tiny_target: Target, changes: dict[str, object], message: str
 ) -> None:
     folder = saved(tmp_path / "a", tiny_target, stored())
-    edit(folder / "acceptance_heads" / "0", **changes)
+    rewritten(folder, lambda entry, _: entry["rules"]["0"].update(changes))
     with pytest.raises(UserError, match=message):
         load_artifact(folder, tiny_target)
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda head: {**head, "output.weight": head["output.weight"] * torch.nan}, "output.weight .* are not finite"),
-    (lambda head: {name: tensor.long() for name, tensor in head.items()}, "holds whole numbers .*, real numbers were"),
-    (lambda head: {**head, "output.weight": head["output.weight"][0]}, r"width 24, .* an output layer of \[24\]"),
+    (lambda tensor: tensor * torch.nan, "0/output.weight .* are not finite"),
+    (lambda tensor: tensor.long(), "holds whole numbers .*, real numbers were"),
+    (lambda tensor: tensor[0], "its tensors are not those of the head that it describes for temperature 0"),
 ])
 def test_weights_that_no_head_of_this_drafter_has_are_refused(
-    tmp_path: Path, tiny_target: Target, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str
+    tmp_path: Path, tiny_target: Target, change: Callable[[Tensor], Tensor], message: str
 ) -> None:
-    """Even under the hash that the description names."""
+    """Even under the hash that the entry names."""
     folder = saved(tmp_path / "a", tiny_target, stored())
-    place = folder / "acceptance_heads" / "0"
-    weights = change(load_file(place / "model.safetensors"))
-    save_file(weights, place / "model.safetensors")
-    edit(place, weights_sha256=file_sha256(place / "model.safetensors"),
-         head={"num_layers": 2, "tie_blocks": False, "width": weights["output.weight"].shape[-1]})
-    with pytest.raises(UserError, match=rf"heads/0 is damaged \(.*{message}.*\); delete that folder and train"):
+    rewritten(folder, lambda _, tensors: tensors.update({
+        "0/output.weight": change(tensors["0/output.weight"]).contiguous()}))
+    with pytest.raises(UserError, match=rf"is damaged \(.*{message}.*\); delete that file and train"):
         load_artifact(folder, tiny_target)
 
 
 def test_a_head_of_another_width_is_refused(tmp_path: Path, tiny_target: Target) -> None:
-    folder = saved(tmp_path / "a", tiny_target, replace(stored(), head=unsure(12)))
+    folder = saved(tmp_path / "a", tiny_target, {**stored(), "head": unsure(12)})
     drafting = load_artifact(folder, tiny_target).drafting("specdec")
     with pytest.raises(UserError, match="head reads states of width 12, the drafter's have 24; train a head for this"):
         decode(tiny_target, [Request((3, 9, 30), 0, 8)], DecodeSettings(), drafter=drafting.drafter,
                policy=drafting.policy)
 
 
-def test_the_head_of_another_temperature_is_refused(tmp_path: Path, tiny_target: Target) -> None:
-    folder = saved(tmp_path / "a", tiny_target, stored(HOT))
-    shutil.copytree(folder / "acceptance_heads" / "1", folder / "acceptance_heads" / "0")
-    with pytest.raises(UserError, match="heads/0 holds the head for temperature 1; rename it to 1, or delete that"):
-        load_artifact(folder, tiny_target)
-
-
 def test_equal_heads_have_equal_bytes_and_a_new_artifact_has_none(tmp_path: Path, tiny_target: Target) -> None:
-    folders = [saved(tmp_path / name, tiny_target, stored()) / "acceptance_heads" / "0" for name in ("a", "b")]
-    for name in ("config.json", "model.safetensors"):
-        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+    files = [saved(tmp_path / name, tiny_target, *heads) / "acceptance_heads.safetensors"
+             for name, heads in (("a", (stored(), stored(HOT))), ("b", (stored(HOT), stored())))]
+    assert files[0].read_bytes() == files[1].read_bytes()
     assert load_artifact(saved(tmp_path / "a", tiny_target), tiny_target).heads == {}
 
 
@@ -209,33 +171,25 @@ def test_the_head_of_another_drafter_is_refused(tmp_path: Path, tiny_target: Tar
     first = saved(tmp_path / "a", tiny_target, stored())
     other = CASES["draft-lm"].make(tiny_target)
     save_artifact(tmp_path / "b", other, tiny_target.identity, {}, TREE)
-    shutil.copytree(first / "acceptance_heads", tmp_path / "b" / "acceptance_heads")
-    with pytest.raises(UserError, match=r"judges the draft_lm drafter with the weights [0-9a-f]{12}\.\.\., this "
-                                        r"artifact's are [0-9a-f]{12}\.\.\.; delete that folder and train a head for"):
+    shutil.copy(first / "acceptance_heads.safetensors", tmp_path / "b")
+    with pytest.raises(UserError, match=r"judges a drafter with the weights [0-9a-f]{12}\.\.\., this artifact's are "
+                                        r"[0-9a-f]{12}\.\.\.; delete that file and train the heads again"):
         load_artifact(tmp_path / "b", tiny_target)
 
 
 def test_a_damaged_head_is_refused(tmp_path: Path, tiny_target: Target) -> None:
     folder = saved(tmp_path / "a", tiny_target, stored())
-    place = folder / "acceptance_heads" / "0"
-    weights = (place / "model.safetensors").read_bytes()
-    (place / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
-    with pytest.raises(UserError, match=r"model.safetensors does not have the hash that config.json names"):
-        load_artifact(folder, tiny_target)
-    (place / "model.safetensors").write_bytes(weights)
-    config = json.loads((place / "config.json").read_text())
-    edit(place, head={**config["head"], "num_layers": 5})
-    with pytest.raises(UserError, match=r"acceptance_heads/0 is damaged .*; delete that folder and train the"):
-        load_artifact(folder, tiny_target)
-    edit(place, format="another")
-    with pytest.raises(UserError, match=r"holds no acceptance head: config\.json has the format 'another', not"):
-        load_artifact(folder, tiny_target)
-    edit(place, format="draftsmith acceptance head", format_version=9)
-    with pytest.raises(UserError, match="has acceptance head format version 9, this program reads 1; delete that fol"):
-        load_artifact(folder, tiny_target)
-    (place / "config.json").unlink()
-    with pytest.raises(UserError, match=r"cannot read .*config\.json: No such file.*delete that folder"):
-        load_artifact(folder, tiny_target)
+    file = folder / "acceptance_heads.safetensors"
+    whole = file.read_bytes()
+    for content, message in ((whole[:-1] + bytes([whole[-1] ^ 1]), "its tensors do not have the hash that it names"),
+                             (whole[:100], "is damaged"), (b"", "is damaged"), (save(load_file(file)), "'heads'"),
+                             (save({}, metadata={"heads": "["}), "is damaged"),
+                             (save({}, metadata={"heads": "[" * 100_000}), "is damaged"),
+                             (save({}, metadata={"heads": "{}"}), "weights_sha256")):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=rf"acceptance_heads.safetensors is damaged \(.*{message}.*delete that file"
+                           if message != "is damaged" else r"is damaged \(.*; delete that file and train the heads"):
+            load_artifact(folder, tiny_target)
 
 
 def test_another_temperature_or_filter_is_refused(tmp_path: Path, tiny_target_f64: Target) -> None:
@@ -274,8 +228,7 @@ def test_greedy_answers_are_the_targets_and_drafts_differ_in_length(
 ) -> None:
     target, drafter = tiny_target_f64, randomised(CASES[family].make(tiny_target_f64))
     save_artifact(tmp_path / "a", drafter, target.identity, {}, TREE)
-    save_head(tmp_path / "a", StoredHead(head=unsure(24 if family == "draft-lm" else 32), setting=SamplingSetting(),
-                                         least=1, most=5))
+    save_head(tmp_path / "a", unsure(24 if family == "draft-lm" else 32), setting=SamplingSetting(), least=1, most=5)
     artifact = load_artifact(tmp_path / "a", target)
     requests = [Request((3 + index, 9, 30), index, 20) for index in range(4)]
     plain = decode(target, requests, DecodeSettings())
@@ -321,4 +274,4 @@ def test_an_evaluation_of_other_answers_is_refused_before_any_answer(
 ])
 def test_rules_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        StoredHead(head=unsure(), setting=SamplingSetting(), **settings)
+        HeadRule(config=AcceptanceHeadConfig(), width=24, setting=SamplingSetting(), **settings)

@@ -14,7 +14,7 @@ from draftsmith.modules import (
     UserError,
 )
 from draftsmith.trainers import acceptance_head
-from draftsmith.trainers.acceptance_head import HeadFitConfig, divergence, fit_head, reliability, weighted_loss
+from draftsmith.trainers.acceptance_head import HeadFitConfig, fit_head, weighted_loss
 from references import specdec
 from support.tables import DepthDrafter
 
@@ -42,23 +42,15 @@ def test_the_loss_is_the_twins() -> None:
     assert float(total / weight) == pytest.approx(plain, rel=1e-9)
 
 
-def test_the_divergence_is_zero_for_the_exact_chance_and_finite_at_the_ends() -> None:
-    chances = torch.tensor([0.0, 0.25, 0.5, 1.0], dtype=torch.float64)
-    logits = torch.stack([torch.zeros_like(chances), chances.logit(eps=1e-12)], dim=1)
-    assert float(divergence(logits, chances).abs().max()) < 1e-6
-    assert bool((divergence(-logits, chances)[[0, 1, 3]] > 0.1).all())
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_tied_blocks_are_stored_once_and_applied_each_time(tied: bool) -> None:
-    head = AcceptanceHead(AcceptanceHeadConfig(num_layers=3, tie_blocks=tied), 16)
-    assert sum(weight.numel() for weight in head.parameters()) == (1 if tied else 3) * (16 * 16 + 16) + 2 * 16 + 2
+def test_a_head_is_an_output_layer_on_residual_blocks() -> None:
+    head = AcceptanceHead(AcceptanceHeadConfig(num_layers=3), 16)
+    assert sum(weight.numel() for weight in head.parameters()) == 3 * (16 * 16 + 16) + 2 * 16 + 2
     with torch.no_grad():
         for weight in head.parameters():
             weight.normal_()
     hidden = states = torch.randn(5, 16)
     for layer in range(3):
-        linear = head.blocks[0 if tied else layer].linear
+        linear = head.blocks[layer].linear
         hidden = hidden + torch.nn.functional.silu(linear(hidden))
     torch.testing.assert_close(head(states), head.output(hidden))
     torch.testing.assert_close(head.log_acceptance(states).exp(), head(states).softmax(-1)[:, 1])
@@ -68,11 +60,9 @@ def test_a_head_learns_where_drafts_end(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(acceptance_head, "EPOCHS", 20)
     fitted = fit_head(examples(4000, 1), examples(500, 2), AcceptanceHeadConfig(num_layers=1),
                       HeadFitConfig(lr=1e-2, reject_weight=1.0))
-    assert fitted.divergence < 0.01
     assert fitted.epoch > 0
     estimates = fitted.head.log_acceptance(torch.eye(TOKENS)).exp()
     assert float((estimates - CHANCES).abs().max()) < 0.05
-    assert reliability(fitted.head, examples(500, 3)).expected_calibration_error < 0.03
 
     class Spelling(DepthDrafter):
         """Drafts the tokens 0 1 6 2 3 4; the state at each says which it is."""
@@ -92,9 +82,11 @@ def test_a_heavy_rejection_makes_the_head_cautious_by_a_known_factor(monkeypatch
     monkeypatch.setattr(acceptance_head, "EPOCHS", 40)
     config = HeadFitConfig(lr=1e-2, reject_weight=6.0)
     fitted = fit_head(examples(4000, 1), examples(500, 2), AcceptanceHeadConfig(num_layers=1), config)
-    cautious, freed = reliability(fitted.head, examples(2000, 3)), reliability(fitted.head, examples(2000, 3), config)
-    assert cautious.mean_confidence < cautious.acceptance_rate - 0.05
-    assert freed.expected_calibration_error < 0.03 < cautious.expected_calibration_error
+    odds = fitted.head.log_acceptance(torch.eye(TOKENS)).exp().logit().exp()
+    # Of the estimated odds the weight is a divisor, where an acceptance is neither sure nor impossible.
+    freed = 6 * odds / (1 + 6 * odds)
+    assert float((freed - CHANCES)[:-1].abs().max()) < 0.05
+    assert float((odds / (1 + odds)).mean()) < float(CHANCES.mean()) - 0.05
 
 
 def test_a_fit_depends_on_its_seed_alone() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from torch import Tensor
 
-from ....modules import AcceptanceHead, Drafter, Target
+from ....modules import Drafter, Target
 from ...artifact import Artifact
 from .gguf_file import FLOAT32
 from .layout_folder import Contents
@@ -34,8 +34,6 @@ class ExportSettings:
     """With gguf, the target's GGUF file, whose tokenizer is copied."""
     convert_with: Path | None = None
     """With openvino, the interpreter of an environment with optimum-intel."""
-    temperature: float | None = None
-    """With specdec, the temperature whose acceptance head is written; None takes the only one."""
     weights: str = FLOAT32
     """Number format of the matrices, one of the format's `weights`."""
 
@@ -61,8 +59,6 @@ class ImportSettings:
     """With kangaroo, the number of the target's layers before the adapter."""
     depths: int | None = None
     """With huggingface, the tokens that a draft with mask tokens guesses in a pass."""
-    temperature: float | None = None
-    """With specdec, the temperature of the answers that the head judges."""
 
 
 READ = ImportSettings()
@@ -153,12 +149,8 @@ class ExportFormat(Generic[D]):
     """Writer of an artifact that changes its target; None where it cannot hold one."""
     write_target: ArtifactWriter | None = None
     """Writer of the target of an artifact that leaves it unchanged; None where it holds none."""
-    write_head: ArtifactWriter | None = None
-    """Writer of an acceptance head; None where it holds none. Raises UserError for an artifact without that head."""
     read: Reader[D] | None = None
     """Reader of a drafter; None where nothing is imported."""
-    read_head: Callable[[Checkpoint], AcceptanceHead] | None = None
-    """Reader of an acceptance head."""
     opens: tuple[str, ...] = ()
     """The fields of `ImportSettings` that its checkpoints may leave open."""
     known: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

@@ -16,9 +16,7 @@ from draftsmith.export import (
     EvaluateConfig,
     Evaluation,
     EvaluationRun,
-    HeadMeasurements,
     Lossless,
-    MeasuredHead,
     Measures,
     TrainingRecord,
     terminal_table,
@@ -27,7 +25,6 @@ from draftsmith.export import (
 from draftsmith.export.evaluation.results import SampleAnswer, SampleToken
 from draftsmith.export.evaluation.uniformity import Distribution
 from draftsmith.export.report import plots
-from draftsmith.export.report.acceptance_heads import head_verdicts
 from draftsmith.export.report.headline import headline
 from draftsmith.export.report.html import page
 from draftsmith.export.report.page_style import DARK_PLOTS
@@ -36,9 +33,7 @@ from draftsmith.export.tuning import Prediction
 from draftsmith.modules import (
     ConfidenceCurve,
     CostCurve,
-    DraftedTokens,
     MeasuredStep,
-    SamplingSetting,
     TargetIdentity,
     Topology,
     UserError,
@@ -359,48 +354,6 @@ def test_the_confidence_of_several_methods_is_compared(tmp_path: Path) -> None:
     drawing, = (one for one in re.findall(r"<svg.*?</svg>", page, re.S) if "confidence of the draft" in one)
     assert "medusa" in drawing
     assert "hydra" in drawing
-
-
-def a_head(drafted: dict[str, float | None], *, name: str = "draft_lm", temperature: float = 0.0) -> MeasuredHead:
-    row = DraftedTokens(expected_accepted_length=2.34, by_rule=drafted)
-    found = HeadMeasurements(drafts=50, length=8, calibration=a_curve(0.65, 0.61), calibration_error_unweighted=0.017,
-                             policy=row, fixed=(replace(row, expected_accepted_length=1.71),))
-    return MeasuredHead(name=name, setting=SamplingSetting(temperature=temperature), threshold=0.7, least=2, most=8,
-                        measurements=found)
-
-
-RULES: dict[str, float | None] = {"acceptance head": 3.0, "fixed number": 3.6, "max q before": None,
-                                  "max q after": None, "product of q": 3.3}
-
-
-def test_acceptance_heads_have_a_section(tmp_path: Path) -> None:
-    heads = (a_head(RULES), a_head({**RULES, "product of q": 2.7}, temperature=1.0))
-    paths = write_report(tmp_path, replace(a_run(), heads=heads))
-    assert json.loads(paths["json"].read_text())["acceptance_heads"][1]["setting"]["temperature"] == 1.0
-    page, text = paths["html"].read_text(), paths["markdown"].read_text()
-    for words in ("draft_lm, temperature 1: drafts of 2 to 8 tokens end at a risk above 0.7", "2.34", "1.71", "65.1%",
-                  "61.0%", "over-confident", "0.017 without the weights of its loss", "3.30", "2.70",
-                  "a pass drafts 3.00 tokens for an expected accepted length of 2.34", "60–70 %",
-                  "The head does best: of the rules without training product of q drafts fewest, 10% more tokens.",
-                  "Without training one does better: product of q drafts 10% fewer tokens than the head."):
-        assert words in page
-        assert words in text
-    assert "accepted length | fixed number | max q before | max q after | product of q | acceptance head |" in text
-    assert page.count("<svg") == 4  # positions, reliability, speed, categories
-    assert page.count("estimated acceptance, %") == 1
-    assert "Acceptance heads" not in write_report(tmp_path, a_run())["html"].read_text()
-
-
-@pytest.mark.parametrize(("drafted", "sentence"), [
-    ({"max q before": 2.5, "product of q": 2.8}, "max q before drafts 17% fewer tokens than the head, product of q "
-                                                 "drafts 7% fewer tokens than the head."),
-    ({"max q before": 2.5}, "Without training one does better: max q before drafts 17%"),
-    ({"product of q": 3.0}, "product of q drafts 0% fewer tokens than the head."),
-    ({"product of q": None, "fixed number": 2.9}, "Without training one does better: fixed number drafts 3%"),
-    ({"product of q": None, "fixed number": None}, "No rule without training reaches that length."),
-])
-def test_a_free_rule_that_wins_is_named(drafted: dict[str, float | None], sentence: str) -> None:
-    assert sentence in head_verdicts(a_head({**RULES, **drafted}).measurements)[-1]
 
 
 def test_turns_have_rows_of_their_own(tmp_path: Path) -> None:

@@ -75,9 +75,6 @@ def test_rollouts_have_the_exact_chances_and_the_states_of_their_tokens(
                 assert float(found.chances_CT[place, step]) == pytest.approx(exact, abs=1e-5)
                 state = specdec.draft_state(drafter, [*text, token])
                 torch.testing.assert_close(found.states_CTD[place, step], state.float(), atol=1e-5, rtol=1e-5)
-                own = specdec.draft_probs(drafter, text, 1.0)
-                assert float(found.log_probs_CT[place, step].exp()) == pytest.approx(float(own[token]), abs=1e-5)
-                assert float(found.peaks_CT[place, step].exp()) == pytest.approx(float(own.max()), abs=1e-5)
     assert float(found.chances_CT.mean()) < 1
     assert float(found.chances_CT.mean()) > 0 or (name, setting) == ("draft-lm", "greedy")
 
@@ -98,12 +95,9 @@ def test_kangaroos_states_are_those_of_the_text(tiny_target_f64: Target, name: s
             torch.testing.assert_close(found.states_CTD[place], state_TD.float(), atol=1e-5, rtol=1e-5)
 
 
-def test_chains_can_be_enough_and_split(tiny_target_f64: Target) -> None:
+def test_chains_can_be_enough(tiny_target_f64: Target) -> None:
     drafter = draft_lm(tiny_target_f64)
     found = rollouts(tiny_target_f64, drafter, PROMPTS, SamplingSetting(), length=LENGTH, max_new_tokens=ANSWER, most=5)
-    first, last = found.split(0.2)
-    assert (len(first.chances_CT), len(last.chances_CT)) == (4, 1)
-    assert torch.equal(last.states_CTD[0], found.states_CTD[4])
     assert found.examples().states_ED.shape == (15, 24)
     assert torch.equal(found.examples().chances_E, found.chances_CT.reshape(-1))
 

@@ -104,53 +104,8 @@ def test_a_baseline_alone_has_the_data_distilled_for_it(recipe: Path, tmp_path: 
     assert [row["name"] for row in json.loads((out / "families.json").read_text())["rows"]] == ["prompt_lookup"]
 
 
-@pytest.fixture(scope="module")
-def headed(recipe: Path) -> Path:
-    """A row whose draft language model gets acceptance heads, next to the same without them."""
-    folder, content = recipe.parent, yaml.safe_load(recipe.read_text())
-    tiny = yaml.safe_load((folder / "two.yaml").read_text())
-    tiny |= {"family": "draft_lm", "drafter": {"layers": [0]}}
-    (folder / "small.yaml").write_text(yaml.safe_dump(tiny))
-    (folder / "ends.yaml").write_text(yaml.safe_dump({
-        "artifact": "another", "labels": {"length": 3, "examples": 60, "max_new_tokens": 8},
-        "head": {"num_layers": 2}, "rule": {"threshold": 0.6}}))
-    content |= {"out": str(folder / "headed"), "rows": [str(folder / "small.yaml"), f"small+{folder / 'ends.yaml'}"],
-                "precision": "32-true"}
-    (folder / "headed.yaml").write_text(yaml.safe_dump(content))
-    return folder / "headed.yaml"
-
-
-@pytest.mark.slow
-def test_a_row_takes_the_artifact_of_another_and_trains_heads_for_it(
-    headed: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    out = headed.parent / "headed"
-    assert main(["families", "--config", str(headed), "--only", "small+ends"]) == 2
-    assert "takes the artifact of the row small, which " in (said := capfd.readouterr().err)
-    assert "with --only small first, or with all rows" in said
-    assert main(["families", "--config", str(headed)]) == 0
-    small, ends = json.loads((out / "families.json").read_text())["rows"]
-    assert (small["name"], ends["name"]) == ("small", "small+ends")
-    width = json.loads((out / "small" / "artifact" / "config.json").read_text())["target"]["hidden_size"]
-    head = 2 * width * (width + 1) + 2 * (width + 1)
-    assert ends["parameters"] == small["parameters"] + 2 * head
-    assert set(ends["accepted_length"]) == {"own, 0", "own, 1", "handwritten, 0", "handwritten, 1"}
-    assert ends["nodes"] == ends["nodes_sampled"] == 4
-    assert ends["answers"] == ends["identical"] + ends["near_ties"] > 0
-    report = json.loads((out / "small+ends" / "evaluation.json").read_text())
-    assert report["method"] == "draft_lm, specdec-0.6"
-    assert [one["setting"]["temperature"] for one in report["acceptance_heads"]] == [0.0, 1.0]
-    assert not (out / "small" / "artifact" / "acceptance_heads").exists()
-    assert "| small+ends |" in (out / "families.md").read_text()
-    capfd.readouterr()
-    assert main(["families", "--config", str(headed), "--only", "small+ends"]) == 0
-    assert capfd.readouterr().out.count("already complete, skipped") == 3  # the data of all rows, and both stages
-
-
 @pytest.mark.parametrize(("words", "message"), [
-    (["--rows", "[medusa, eagle+specdec]"], "a row 'eagle', which is no trained row of the table; choose one of med"),
-    (["--rows", "[prompt_lookup, medusa, prompt_lookup+specdec]"], "a row 'prompt_lookup', which is no trained row"),
-    (["--rows", "[medusa, medusa+nonsense]"], "there is no recipe 'nonsense'"),
+    (["--rows", "[medusa, medusa+specdec]"], "there is no recipe 'medusa.specdec'"),
     (["--only", "four"], "only names 'four'; choose one of prompt_lookup, two, three"),
     (["--minutes", "0"], "minutes must be above 0, got 0.0"),
     (["--rows", "[medusa, medusa]"], "rows must be one or more different recipes or baselines"),

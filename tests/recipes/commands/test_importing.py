@@ -12,23 +12,17 @@ import torch
 import yaml
 from draftsmith.export import (
     Artifact,
-    StoredHead,
     export_artifact,
     load_artifact,
     read_description,
-    save_artifact,
-    save_head,
 )
 from draftsmith.export.layouts.registry import EXPORT_FORMATS, IMPORTED
 from draftsmith.modules import (
-    AcceptanceHead,
-    AcceptanceHeadConfig,
     DecodeSettings,
     Drafter,
     DraftLM,
     DraftLMConfig,
     Request,
-    SamplingSetting,
     Target,
     TargetConfig,
     Topology,
@@ -136,7 +130,7 @@ def test_an_imported_drafter_makes_the_same_passes(
 
 def test_every_layout_that_is_read_is_tried_and_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     # Drafters of blocks need a target with a mask, and have a test of their own.
-    assert {layout for _, layout, _ in LAYOUTS} | {"specdec", "mtp", "dflash"} == set(IMPORTED)
+    assert {layout for _, layout, _ in LAYOUTS} | {"mtp", "dflash"} == set(IMPORTED)
     with pytest.raises(SystemExit):
         main(["import", "--help"])
     assert f"One of {', '.join(IMPORTED)}." in " ".join(capsys.readouterr().out.split())
@@ -176,7 +170,7 @@ FOREIGN = {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": None, "draf
     ("medusa", "medusa", {}, "--tree null", "no checkpoint says with which tree it drafts; give --tree N"),
     ("medusa", "medusa", {}, "--target.name artifact", "give it with --target.name"),
     ("medusa", "medusa", {}, "--format medusa-vllm", "the format 'medusa-vllm' is none of dflash, eagle, huggingface"),
-    ("medusa", "medusa", {}, "--format specdec", "give --temperature"),
+    ("medusa", "medusa", {}, "--format specdec", "the format 'specdec' is none of dflash, eagle, huggingface"),
 ])
 def test_what_is_open_or_does_not_fit_is_refused(
     tmp_path: Path, checkpoint: Callable[[str, str, Path], Path], capsys: pytest.CaptureFixture[str], name: str,
@@ -217,7 +211,7 @@ def test_a_pickle_is_refused_with_the_line_that_converts_it(
 ) -> None:
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled" / "weights.bin").write_bytes(b"\x80\x04.")
-    more = ("--temperature", "0") if layout == "specdec" else ("--target.name", "no such model", "--tree", "2")
+    more = ("--target.name", "no such model", "--tree", "2")
     # Before the target is loaded, which may take minutes.
     assert main(words(layout, tmp_path / "pickled", tmp_path / "back", *more)) == 2
     assert "torch.load('weights.bin', weights_only=True)" in capsys.readouterr().err
@@ -237,30 +231,6 @@ def test_values_that_are_given_are_kept(tmp_path: Path, tiny: Target) -> None:
         assert description["drafter"]["block"]["rope_base"] == base
         assert description["provenance"]["imported"]["rope_base"] == base
         assert description["provenance"]["imported"]["taps"] == [0, 1]
-
-
-def test_a_head_comes_into_the_artifact_of_its_drafter(
-    tmp_path: Path, tiny: Target, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def artifact(name: str) -> Path:
-        return save_artifact(tmp_path / name, made(name, tiny), tiny.identity, {}, Topology.chain(2))
-
-    head = AcceptanceHead(AcceptanceHeadConfig(num_layers=2, tie_blocks=True), 24)
-    save_head(artifact("draft-lm"), StoredHead(head=head, setting=SamplingSetting()))
-    export_artifact(load_artifact(tmp_path / "draft-lm", tiny), tiny, "specdec", tmp_path / "head")
-    artifact("draft-lm")
-    line = words("specdec", tmp_path / "head", tmp_path / "draft-lm", "--temperature", "0.5")
-    assert main(line) == 0
-    (temperature, stored), = load_artifact(tmp_path / "draft-lm", tiny).heads.items()
-    assert temperature == 0.5
-    assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in stored.head.state_dict().items())
-    assert stored.provenance["imported"]["folder"] == "head"
-    assert main(["generate", "--artifact", str(tmp_path / "draft-lm"), "--prompt", "a horse", "--max_new_tokens", "4",
-                 "--policy", "specdec", "--temperature", "0.5"]) == 0
-    assert main(words("specdec", tmp_path / "head", artifact("eagle"), "--temperature", "0.5")) == 2
-    assert "judges states 24 wide, those of the eagle drafter" in capsys.readouterr().err
-    assert main([*line, "--tree", "2"]) == 2
-    assert "holds a head for one that has its own; leave --tree out" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -35,8 +35,7 @@ OWN = {
                            "train.num_nodes"),
     "another draw": ("train.seed",),
     "another version of the user's target": ("retarget",),
-    "checkpoints of other projects": ("drafter.tie_blocks", "drafter.rope_base", "drafter.bias",
-                                      "head.tie_blocks"),
+    "checkpoints of other projects": ("drafter.tie_blocks", "drafter.rope_base", "drafter.bias"),
     "a draft model of the user's own shape or weights": (
         "drafter.hidden_size", "drafter.folder"),
     "drafts that decode through the target's layers or several tokens a pass": (

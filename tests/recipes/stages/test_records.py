@@ -133,7 +133,7 @@ def test_each_stage_names_the_files_that_it_reads(tmp_path: Path) -> None:
     assert found["distill"] == {**target, "prompts": [prompts], "distill.draft": [draft / "config.json"]}
     assert found["encode"] == target
     assert [path.name for paths in found["evaluate"].values() for path in paths] == [
-        "handwritten.jsonl", "acceptance_heads"]
+        "handwritten.jsonl", "acceptance_heads.safetensors"]
 
 
 @pytest.mark.long

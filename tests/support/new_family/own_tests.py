@@ -25,7 +25,7 @@ def test_scores_equal_the_plain_twin(tiny_target_f64: Target) -> None:
             torch.testing.assert_close(scores, twin)
 
 
-@pytest.mark.parametrize("name", sorted({*EVERY_FORMAT} - {"specdec", "target"}))
+@pytest.mark.parametrize("name", sorted({*EVERY_FORMAT} - {"target"}))
 def test_no_format_holds_it(name: str, tiny_target_f64: Target, tmp_path: object) -> None:
     artifact = Artifact(drafter=made(tiny_target_f64), target=tiny_target_f64, topology=Topology.chain(2),
                         identity=tiny_target_f64.identity, provenance={})
