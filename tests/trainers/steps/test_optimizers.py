@@ -5,10 +5,13 @@ import copy
 import pytest
 import torch
 from draftsmith.modules import Target, UserError
+from draftsmith.modules.processes import Processes
 from draftsmith.trainers.drafters.medusa2 import Medusa2TrainConfig
-from draftsmith.trainers.steps.optimizers import MUON_RATE, Together, optimizer_for
+from draftsmith.trainers.steps import optimizers
+from draftsmith.trainers.steps.optimizers import MUON_RATE, Muon, Together, optimizer_for, products_for
+from references.muon import plain_muon
 from support.families import CASES
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
 
 
 def made(target: Target, family: str = "eagle3", name: str = "muon") -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -60,17 +63,74 @@ def step(drafter: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) 
     optimizer.step()
 
 
-def test_a_resumed_optimizer_goes_on_as_if_it_had_not_stopped(tiny_target: Target) -> None:
+@pytest.mark.parametrize(("first", "then"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_resumed_optimizer_goes_on_as_if_it_had_not_stopped(
+    first: str, then: str, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a processor on which another number format is faster."""
+    monkeypatch.setattr(optimizers, "measured_products", lambda: first)
     drafter, optimizer = made(tiny_target)
     step(drafter, optimizer, 1)
     kept, other = copy.deepcopy(optimizer.state_dict()), CASES["eagle3"].make(tiny_target)
     other.load_state_dict(drafter.state_dict())
     step(drafter, optimizer, 2)
+    monkeypatch.setattr(optimizers, "measured_products", lambda: then)
     resumed = optimizer_for(other, "muon", lr=5.0, weight_decay=0.0)
     resumed.load_state_dict(kept)
     step(other, resumed, 2)
     for (name, weight), found in zip(drafter.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(weight, found), name
+
+
+def stepped(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter], steps: int = 3) -> None:
+    for number in range(steps):
+        for weight, gradient in zip(weights, gradients(weights, number), strict=True):
+            weight.grad = gradient
+        optimizer.step()
+
+
+def gradients(weights: list[torch.nn.Parameter], number: int) -> list[torch.Tensor]:
+    draws = torch.Generator().manual_seed(number)
+    return [torch.randn(weight.shape, generator=draws) for weight in weights]
+
+
+def matrices() -> list[torch.nn.Parameter]:
+    draws = torch.Generator().manual_seed(99)
+    return [torch.nn.Parameter(torch.randn(shape, generator=draws)) for shape in ((24, 40), (40, 24), (32, 32))]
+
+
+def test_muon_in_bfloat16_is_that_of_torch() -> None:
+    ours, theirs = matrices(), matrices()
+    stepped(Muon(ours, lr=0.1, weight_decay=0.2, products="bfloat16"), ours)
+    stepped(torch.optim.Muon(theirs, lr=0.1, weight_decay=0.2, momentum=0.95, adjust_lr_fn="match_rms_adamw"), theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_muon_in_float32_has_no_rounding_of_bfloat16() -> None:
+    for products, close in (("float32", True), ("bfloat16", False)):
+        found = matrices()
+        stepped(Muon(found, lr=0.1, weight_decay=0.2, products=products), found)
+        for place, (weight, start) in enumerate(zip(found, matrices(), strict=True)):
+            given = [gradients(found, number)[place] for number in range(3)]
+            wanted = plain_muon(start.detach(), given, 0.1, 0.2)
+            assert torch.allclose(weight.detach().double(), wanted, rtol=1e-4, atol=1e-5) == close
+
+
+@pytest.mark.parametrize(("bfloat16", "float32", "faster"), [
+    ((90, 2, 50, 3), (9, 3, 4, 60), "bfloat16"), ((9, 12, 40, 30), (90, 2, 3, 2), "float32")])
+def test_the_format_of_the_products_is_the_faster_one(
+    bfloat16: tuple[int, ...], float32: tuple[int, ...], faster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the fastest of several times, some of which another program disturbs."""
+    times = [time for pair in zip(bfloat16, float32, strict=True) for taken in pair for time in (0, taken)]
+    monkeypatch.setattr(optimizers.time, "perf_counter", iter(times).__next__)
+    optimizers.measured_products.cache_clear()
+    assert products_for(torch.device("cpu")) == products_for(torch.device("cpu")) == faster
+    assert products_for(torch.device("meta")) == "bfloat16", "it is not measured elsewhere"
+    monkeypatch.setattr(Processes, "gather", lambda _self, _value: ["float32", "bfloat16"])
+    assert products_for(torch.device("cpu")) == "float32", "that of the first process"
+    optimizers.measured_products.cache_clear()
 
 
 def test_a_scheduler_sets_the_rates_of_all_parts(tiny_target: Target) -> None:
