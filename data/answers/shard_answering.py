@@ -1,13 +1,10 @@
 """Answers to the train prompts of a folder, shard by shard, by one process among any number."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from operator import eq
-
-import torch
 
 from ...modules import DecodeStats, UserError
 from ...modules.files.folder_locks import FolderLocks
@@ -73,11 +70,6 @@ class ShardAnswering:
         prompts = ShardPrompts(self.source, self.folder.out, locks, start=manifest.candidates, size=queue.size,
                                held=self.folder.held, seen=self.folder.seen, asked_key=self.task.asked_key,
                                key=self.task.key, first=first)
-        # Of several processes each has one thread, whatever its processor has: a result that depends on their number
-        # is then the same in all. A process that answers alone keeps its threads, also where the recipe asks for
-        # several and one shard is all there is.
-        left = None if self.source.total is None else self.source.total - manifest.candidates
-        alone = config.workers is None or (left is not None and left <= queue.size)
         finished = list(queue.finished().values())
         self.others = _sums(finished)
         goal: tuple[str, float | None, str, float]
@@ -87,7 +79,7 @@ class ShardAnswering:
             goal = "answers", 60 * config.budget_minutes, "s", self.folder.seconds
         else:
             goal = "answers", self.source.total, "prompt", manifest.candidates + self.others["prompt"]
-        with self.progress.stage(*goal), nullcontext() if alone else one_thread():
+        with self.progress.stage(*goal):
             while not self.folder.is_complete():
                 if (end := queue.end()) is not None:
                     self._merge(locks, states, [queue.finished()[number] for number in range(first, end)])
@@ -209,14 +201,3 @@ def _sums(shards: Sequence[FinishedShard]) -> dict[str, int]:
     """Answer tokens and prompts of these shards, by the units of the progress."""
     records = [one.record for one in shards if one.record is not None]
     return {"tok": sum(record.supervised for record in records), "prompt": sum(one.read for one in shards)}
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Context in which torch computes with one thread."""
-    former = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(former)

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -77,7 +77,10 @@ def answers(workspace: Workspace, states: Sequence[WantedStates], *, grow: bool 
     # What is measured for this machine is measured before the others start, who would disturb it; how many have room
     # follows from the memory of this one with its target.
     target, config, train_target = workspace.target, workspace.distill_config, workspace.train_target()
-    with helpers(workspace):
+    # Of several processes each has one thread from the first held-out prompt on, whatever its processor has: a result
+    # that depends on their number is then the same in all, also where one of them works alone.
+    shared = is_shared(recipe) and most_shards(recipe) != 1
+    with helpers(workspace), one_thread() if shared else nullcontext():
         manifest = distill(target, recipe.prompts, config, workspace.template, workspace.data,
                         train_target=train_target, writer=writer_of(workspace), states=states,
                         progress=HELPS not in os.environ, grow=grow)
@@ -134,13 +137,24 @@ def helpers(workspace: Workspace) -> Iterator[None]:
                 # A group of its own, so that Ctrl-C reaches the leading process alone; that says what a helper would.
                 processes.append(subprocess.Popen(
                     helper_words(recipe, file.name), process_group=0, stdout=subprocess.DEVNULL,
-                    env={**os.environ, RANK: str(rank), HELPS: "1"}))
+                    env={**os.environ, RANK: str(rank), HELPS: "1", "OMP_NUM_THREADS": "1"}))
             yield
         finally:
             for process in processes:
                 process.kill()
             for process in processes:
                 process.wait()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Context in which torch computes with one thread."""
+    former = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(former)
 
 
 def workers_here(recipe: Recipe) -> int:

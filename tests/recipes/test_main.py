@@ -415,12 +415,24 @@ def test_other_settings_do_not_mix_with_finished_work(copied_run: Path, capsys: 
     assert "0.25" in sentence
 
 
-@pytest.mark.parametrize(("given", "used"), [(None, "1"), ("0", "0")])
-def test_commands_use_huge_pages_unless_the_variable_says_otherwise(
-    given: str | None, used: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("variable", "given", "used"), [
+    ("THP_MEM_ALLOC_ENABLE", None, "1"), ("THP_MEM_ALLOC_ENABLE", "0", "0"),
+    ("OMP_WAIT_POLICY", None, "PASSIVE"), ("OMP_WAIT_POLICY", "ACTIVE", "ACTIVE")])
+def test_commands_set_variables_that_the_user_has_not(
+    variable: str, given: str | None, used: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    """Huge pages, and threads that sleep while they wait."""
+    monkeypatch.delenv(variable, raising=False)
     if given is not None:
-        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", given)
+        monkeypatch.setenv(variable, given)
     assert main(["generate", "--no_such_key", "1"]) == 2
-    assert os.environ["THP_MEM_ALLOC_ENABLE"] == used
+    assert os.environ[variable] == used
+
+
+def test_threads_of_a_command_sleep_while_they_wait(tmp_path: Path) -> None:
+    """The variable is set before anything loads OpenMP, which says what it has read."""
+    given = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run([sys.executable, "-m", "draftsmith.recipes", "train", "--config", "tiny", "--out", tmp_path],
+                          env={**given, "OMP_DISPLAY_ENV": "TRUE"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert re.search(r"OMP_WAIT_POLICY ?= ?'PASSIVE'", done.stderr)

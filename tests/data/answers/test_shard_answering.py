@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from draftsmith.data import (
     ChatTemplate,
     DistillConfig,
@@ -317,27 +316,6 @@ def test_a_queue_is_cleared_when_its_data_are_complete_and_no_process_is_there(
     clear_queue(out)
     assert not (out / QUEUE).exists()
     assert (out / LOCKS).stat().st_ino == locks_file, "processes that opened it before would lock another file"
-
-
-@pytest.mark.parametrize(("workers", "prompts", "used"), [
-    (2, 9, [3, 3, 3]), (2, 10, [3, 3, 1, 1]), (None, 10, [3, 3, 3, 3])])
-def test_each_process_answers_with_one_thread_unless_one_shard_is_left(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, workers: int | None, prompts: int,
-    used: list[int]
-) -> None:
-    """Held-out prompts, the first two answers, are answered while the others wait."""
-    threads: list[int] = []
-    answer = Answerer.answer
-
-    def count(self: Answerer, *given: Any, **settings: Any) -> Any:
-        threads.append(torch.get_num_threads())
-        return answer(self, *given, **settings)
-
-    monkeypatch.setattr(Answerer, "answer", count)
-    torch.set_num_threads(3)
-    make(tiny_target, write_prompts(tmp_path, many(prompts)), replace(SMALL, workers=workers), tmp_path / "out")
-    assert threads == used
-    assert torch.get_num_threads() == 3
 
 
 def test_the_progress_counts_what_others_have_finished(

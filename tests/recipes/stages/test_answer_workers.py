@@ -20,7 +20,7 @@ from draftsmith.recipes.commands import compare_families, pipeline
 from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.recipes.planning import worker_count
 from draftsmith.recipes.stages import answer_workers
-from draftsmith.recipes.stages.answer_workers import HELPS, LOCK, RANK, helper_words, helpers, on_own_device
+from draftsmith.recipes.stages.answer_workers import HELPS, LOCK, RANK, answers, helper_words, helpers, on_own_device
 from draftsmith.recipes.stages.workspace import Workspace
 from support.forked_workers import ended, kill, start
 from support.prompt_files import contents
@@ -219,6 +219,25 @@ def helped(*words: str) -> int:
     Started.all.clear()
     with helpers(workspace(*words)):
         return len(Started.all)
+
+
+@pytest.mark.parametrize(("workers", "prompts", "helping", "threads"), [
+    ("2", 45, 1, 1), ("auto", 45, 2, 1), ("1", 45, 0, 1), ("2", 36, 0, 3), ("null", 45, 0, 3)])
+def test_each_process_has_one_thread_unless_one_shard_is_all(
+    tmp_path: Path, started: list[Started], monkeypatch: pytest.MonkeyPatch, workers: str, prompts: int, helping: int,
+    threads: int
+) -> None:
+    """The one that leads from held-out prompts on, also where it is alone; the others from their start. 28 prompts are
+    held out, and a shard has 8."""
+    asked, found = tmp_path / "prompts.jsonl", list[int]()
+    asked.write_text("".join(f'{{"prompt": "Tell me {place}."}}\n' for place in range(prompts)))
+    monkeypatch.setattr(answer_workers, "distill", lambda *_, **__: found.append(torch.get_num_threads()))
+    torch.set_num_threads(3)
+    answers(workspace("--distill.workers", workers, "--prompts.origin", "file", "--prompts.path", str(asked),
+                      "--out", str(tmp_path / "out")), ())
+    assert found == [threads]
+    assert [one.options["env"]["OMP_NUM_THREADS"] for one in started] == ["1"] * helping
+    assert torch.get_num_threads() == 3
 
 
 @pytest.mark.long
