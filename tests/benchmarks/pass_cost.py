@@ -5,10 +5,22 @@ float32 and bfloat16.
 
 All forms, formats and sizes take turns in one process, so that other programs slow them alike; the fastest pass of each
 counts, and ratios to the plain float32 pass of one token are printed next to milliseconds.
+
+    python tests/benchmarks/pass_cost.py --waiting [--target NAME] [--context TOKENS] [--repeats N]
+
+compares threads of OpenMP that spin while they wait, as without OMP_WAIT_POLICY, with sleeping ones (PASSIVE), with and
+without a busy program for each thread: medians of passes in float32, each way in a process of its own.
 """
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
 
 import torch
 from draftsmith.modules import DEFAULT_NAME, Target, TargetConfig, TokenTree, Topology, load_target
@@ -17,6 +29,8 @@ from draftsmith.modules.target.linears.packed_linear import has_packed_product
 
 SIZES = (1, 2, 4, 8, 16, 32)
 FORMS = ("packed", "plain", "chosen")
+WAITED = (1, 8)
+"""Tokens of the passes by which ways to wait are compared."""
 
 
 class Bench:
@@ -56,7 +70,12 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128, help="tokens before the pass")
     parser.add_argument("--repeats", type=int, default=7, help="passes of each size")
     parser.add_argument("--formats", default="float32,bfloat16", help="number formats")
+    parser.add_argument("--waiting", action="store_true", help="compare threads that spin and that sleep")
+    parser.add_argument("--medians", action="store_true", help="print the medians that --waiting compares, as JSON")
     options = parser.parse_args()
+    if options.waiting or options.medians:
+        (compare_waiting if options.waiting else show_medians)(options)
+        return
     benches = {name: Bench(load_target(TargetConfig(name=options.target, device="cpu", dtype=name)), options.context)
                for name in options.formats.split(",")}
     best: dict[tuple[str, str, int], float] = {}
@@ -82,6 +101,45 @@ def show(best: dict[tuple[str, str, int], float], formats: list[str]) -> None:
         for form in FORMS:
             cells = [f"{best[name, form, size] * 1e3:.1f} ({best[name, form, size] / base:.2f})" for size in SIZES]
             print(f"| {name} | {form} | {' | '.join(cells)} |")
+
+
+def show_medians(options: argparse.Namespace) -> None:
+    """Print the median seconds of packed passes in float32 for each of WAITED."""
+    target = load_target(TargetConfig(name=options.target, device="cpu", dtype="float32", pack=1))
+    bench = Bench(target, options.context)
+    found = [median(bench.seconds(size) for _ in range(options.repeats)) for size in WAITED]
+    print(json.dumps(found))
+
+
+@contextmanager
+def busy_programs(count: int) -> Iterator[None]:
+    """A block during which so many programs each take what they get of a core."""
+    programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
+def compare_waiting(options: argparse.Namespace) -> None:
+    """Print milliseconds of both ways, with and without busy programs, and their ratios."""
+    plain = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    threads = torch.get_num_threads()
+    print(f"{threads} threads, torch {torch.__version__}\n")
+    print("| busy programs | tokens | spinning, ms | sleeping, ms | ratio |\n|---|---|---|---|---|", flush=True)
+    for busy in (0, threads):
+        found = []
+        for variables in (plain, {**plain, "OMP_WAIT_POLICY": "PASSIVE"}):
+            with busy_programs(busy):
+                done = subprocess.run([sys.executable, __file__, "--medians", "--target", options.target, "--context",
+                                       str(options.context), "--repeats", str(options.repeats)],
+                                      env=variables, stdout=subprocess.PIPE, text=True, check=True)
+            found.append(json.loads(done.stdout))
+        for size, spinning, sleeping in zip(WAITED, *found, strict=True):
+            print(f"| {busy} | {size} | {spinning * 1e3:.0f} | {sleeping * 1e3:.0f} | {spinning / sleeping:.1f} |",
+                  flush=True)
 
 
 if __name__ == "__main__":
