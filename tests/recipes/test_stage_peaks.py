@@ -11,7 +11,7 @@ from draftsmith.recipes.commands.pipeline import ALL
 from support.wide_model import wide_model
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.full,
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read as Linux counts them"),
 ]

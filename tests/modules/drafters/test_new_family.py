@@ -99,8 +99,7 @@ def test_a_new_family_passes_the_tests_that_all_pass(copy: Path) -> None:
            "star_and_the_floors[modules]")
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_new_family_is_in_the_guides_and_in_the_comparison(copy: Path) -> None:
     table = "| bigram | the last token alone predicts the next one |"
     assert table not in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ def test_the_targets_that_people_serve_are_exact(name: str) -> None:
     assert verdict(name) == EXACT
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_table_is_that_of_this_transformers() -> None:
     written = README.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
     assert written.strip() == table(), "run make architectures"
