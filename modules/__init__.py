@@ -1,76 +1,87 @@
-"""Frozen targets, drafters and the one decoding loop."""
+"""Frozen targets, drafters and the one decoding loop; a name is imported with its file once somebody asks for it."""
 
-from .baselines.joined_policies import JOINED, PARTNERS, parse_joined
-from .baselines.ngrams import NgramConfig, Ngrams
-from .baselines.prompt_lookup import PromptLookup, PromptLookupConfig
-from .baselines.registry import BASELINES, baseline
-from .baselines.self_speculation import LayerDraft
-from .baselines.token_recycling import TokenRecycling, recycling_tree
-from .decoding.answers import decode, stream
-from .decoding.loop import Loop
-from .decoding.requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, repeats_itself
-from .decoding.row_errors import DecodeError
-from .decoding.token_text import TokenText
-from .drafters.acceptance_head import AcceptanceHead, AcceptanceHeadConfig
-from .drafters.block import BlockDraft, BlockDraftConfig
-from .drafters.draft_lm import DraftLM
-from .drafters.draft_lm_config import DraftLMConfig
-from .drafters.eagle import Eagle, EagleConfig
-from .drafters.eagle3 import Eagle3, Eagle3Config
-from .drafters.falcon import Falcon, FalconConfig
-from .drafters.hidden_transfer import HiddenTransfer, HiddenTransferConfig
-from .drafters.hydra import Hydra
-from .drafters.hydra_heads import HydraConfig
-from .drafters.kangaroo import Kangaroo, KangarooConfig
-from .drafters.medusa import Medusa, MedusaConfig
-from .drafters.mtp import Mtp, MtpConfig
-from .drafters.prompt_tokens import PromptTokens, PromptTokensConfig
-from .errors import TreeError, UserError
-from .features import Features
-from .interfaces.drafter import Drafter, Drafts
-from .interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores, Verified
-from .policies.base import Policy
-from .policies.dynamic_trees import DySpecTree, Eagle2Tree
-from .policies.ensemble import Ensemble, Union
-from .policies.registry import FASTEST, NONE, POLICIES, SPARSE, SPECDEC, STATIC, SURE, parse_policy, policy_named
-from .policies.sampled_tree import SampledTree
-from .policies.static_tree import Chain, StaticTree
-from .policies.stopping_chains import SampledChain, StoppedChain
-from .policies.stopping_rules import (
-    Drafted,
-    EarlyExit,
-    MaxProbability,
-    PathProbability,
-    RejectionRisk,
-    StoppingRule,
-)
-from .random_streams import Draws
-from .target.adapter import Adapter
-from .target.loading.identity import TargetIdentity
-from .target.loading.loading import DEFAULT_NAME, TargetConfig, load_target
-from .target.model import Target
-from .target.pass_output import PassOutput
-from .target.target_rows import TargetRows
-from .token_tree import Drawn, TokenTree, Topology
-from .tuning.acceptance_examples import Examples, Rollouts, chain_for, rollouts
-from .tuning.confidence_calibration import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
-from .tuning.copy_sizing import CopySizing, CopyTrial, size_copies
-from .tuning.cost_model import SURE_LENGTH, CostCurve, CostModel, Sample, TreeChoice, choose_size
-from .tuning.held_out_ranks import DrawnText, ProposedText, drawn_text, proposed_text, rank_table, sure_text
-from .tuning.lookahead_sizing import PassTrial, choose_pass_nodes, choose_trial, try_pass_sizes
-from .tuning.replay_acceptance import Acceptance, MeasuredStep, answered_anew, held_out_acceptance, replay
-from .tuning.replay_target import Replay
-from .tuning.sampled_lengths import SIZING_TEMPERATURE, PredictedLengths, expected_lengths, predicted_lengths
-from .tuning.step_timing import measure_cost
-from .tuning.tree_search import search_tree
-from .verification.acceptance_rules import ChainRejection, Chances, Equality, Rejection, Rule, Typical, exact_rule
-from .verification.sampling import Sampling, SamplingSetting, choose
-from .verification.tree_walk import Accepted, follow
+import ast
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-DRAFTERS: tuple[type[Drafter], ...] = (
-    Medusa, Hydra, Eagle, Eagle3, BlockDraft, Falcon, Kangaroo, PromptTokens, HiddenTransfer, DraftLM, Mtp
-)
-"""Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""
+if TYPE_CHECKING:
+    from .baselines.joined_policies import JOINED, PARTNERS, parse_joined
+    from .baselines.ngrams import NgramConfig, Ngrams
+    from .baselines.prompt_lookup import PromptLookup, PromptLookupConfig
+    from .baselines.registry import BASELINES, baseline
+    from .baselines.self_speculation import LayerDraft
+    from .baselines.token_recycling import TokenRecycling, recycling_tree
+    from .decoding.answers import decode, stream
+    from .decoding.loop import Loop
+    from .decoding.requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, repeats_itself
+    from .decoding.row_errors import DecodeError
+    from .decoding.token_text import TokenText
+    from .drafters.acceptance_head import AcceptanceHead, AcceptanceHeadConfig
+    from .drafters.block import BlockDraft, BlockDraftConfig
+    from .drafters.draft_lm import DraftLM
+    from .drafters.draft_lm_config import DraftLMConfig
+    from .drafters.eagle import Eagle, EagleConfig
+    from .drafters.eagle3 import Eagle3, Eagle3Config
+    from .drafters.falcon import Falcon, FalconConfig
+    from .drafters.hidden_transfer import HiddenTransfer, HiddenTransferConfig
+    from .drafters.hydra import Hydra
+    from .drafters.hydra_heads import HydraConfig
+    from .drafters.kangaroo import Kangaroo, KangarooConfig
+    from .drafters.medusa import Medusa, MedusaConfig
+    from .drafters.mtp import Mtp, MtpConfig
+    from .drafters.prompt_tokens import PromptTokens, PromptTokensConfig
+    from .errors import TreeError, UserError
+    from .families import DRAFTERS
+    from .features import Features
+    from .interfaces.drafter import Drafter, Drafts
+    from .interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores, Verified
+    from .policies.base import Policy
+    from .policies.dynamic_trees import DySpecTree, Eagle2Tree
+    from .policies.ensemble import Ensemble, Union
+    from .policies.registry import FASTEST, NONE, POLICIES, SPARSE, SPECDEC, STATIC, SURE, parse_policy, policy_named
+    from .policies.sampled_tree import SampledTree
+    from .policies.static_tree import Chain, StaticTree
+    from .policies.stopping_chains import SampledChain, StoppedChain
+    from .policies.stopping_rules import (
+        Drafted,
+        EarlyExit,
+        MaxProbability,
+        PathProbability,
+        RejectionRisk,
+        StoppingRule,
+    )
+    from .random_streams import Draws
+    from .target.adapter import Adapter
+    from .target.loading.identity import TargetIdentity
+    from .target.loading.loading import DEFAULT_NAME, TargetConfig, load_target
+    from .target.model import Target
+    from .target.pass_output import PassOutput
+    from .target.target_rows import TargetRows
+    from .token_tree import Drawn, TokenTree, Topology
+    from .tuning.acceptance_examples import Examples, Rollouts, chain_for, rollouts
+    from .tuning.confidence_calibration import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
+    from .tuning.copy_sizing import CopySizing, CopyTrial, size_copies
+    from .tuning.cost_model import SURE_LENGTH, CostCurve, CostModel, Sample, TreeChoice, choose_size
+    from .tuning.held_out_ranks import DrawnText, ProposedText, drawn_text, proposed_text, rank_table, sure_text
+    from .tuning.lookahead_sizing import PassTrial, choose_pass_nodes, choose_trial, try_pass_sizes
+    from .tuning.replay_acceptance import Acceptance, MeasuredStep, answered_anew, held_out_acceptance, replay
+    from .tuning.replay_target import Replay
+    from .tuning.sampled_lengths import SIZING_TEMPERATURE, PredictedLengths, expected_lengths, predicted_lengths
+    from .tuning.step_timing import measure_cost
+    from .tuning.tree_search import search_tree
+    from .verification.acceptance_rules import ChainRejection, Chances, Equality, Rejection, Rule, Typical, exact_rule
+    from .verification.sampling import Sampling, SamplingSetting, choose
+    from .verification.tree_walk import Accepted, follow
+else:
+    # By the imports above, which would load torch: what reads settings and prints help does without.
+    FILES = {alias.name: f".{node.module}" for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+             if isinstance(node, ast.ImportFrom) and node.level for alias in node.names}
+
+    def __getattr__(name: str) -> Any:
+        if name not in FILES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals().setdefault(name, getattr(import_module(FILES[name], __name__), name))
 
 __all__ = [
     "BASELINES", "DEFAULT_NAME", "DRAFTERS", "FASTEST", "JOINED", "NONE", "PARTNERS", "POLICIES", "SIZING_TEMPERATURE",

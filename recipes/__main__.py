@@ -123,18 +123,20 @@ def complain(message: str) -> int:
 
 
 def run_command(name: str, arguments: list[str]) -> int:
-    """Import what the command needs, parse, run, and turn every mistake of the user into one sentence."""
+    """Check the words, import what the command needs, run, and turn every mistake of the user into one sentence."""
     prepare_process()
-    # Not before: a typing mistake is reported without a second of imports.
-    from jsonargparse import ArgumentError
-
+    # Not before: a misspelt command is reported without them.
     from ..modules.errors import UserError
+    from .reading.command_line import CommandLine
 
     try:
+        # Help, and a misspelt key, need neither torch nor anything else that the command imports.
+        line = CommandLine(name, arguments)
+        line.check()
         command = import_module(f".commands.{COMMANDS[name][0]}", __package__).COMMANDS[name]
-        command.run(command.parse(arguments))
-    except (ArgumentError, UserError) as error:
-        return complain(f"{error}" if isinstance(error, UserError) else f"{error}; see draftsmith {name} --help")
+        command.run(command.parsed(line))
+    except UserError as error:
+        return complain(f"{error}")
     except ModuleNotFoundError as error:
         # A module of this package that is missing is our mistake, not an extra that the user can install.
         if error.name is None or error.name.startswith("draftsmith"):

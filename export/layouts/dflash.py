@@ -228,7 +228,8 @@ def refusal(drafter: BlockDraft, target: Target) -> str:
 def _scaled_logits(target: Target) -> str:
     """The refusal of a target that scales or caps its logits: a correction is added to them here, and in engines and in
     its first projects to what the output layer gives. Empty for any other."""
-    one = torch.ones(1, device=target.device)
+    # Not on its device: a sketch has no values to compare.
+    one = torch.ones(1)
     return "" if torch.equal(target.post_process(one), one) else (
         f"{target.identity.name} scales or caps its logits, which a correction goes before in engines and after here; "
         "train with correction: none")

@@ -97,7 +97,7 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
         artifact = replace(artifact, acceptance=profile(
             {"family": artifact.drafter.family, "target": portable(artifact.identity.name),
              "weights_sha256": artifact.weights_sha256}, ()))
-    write = _writer(chosen, artifact, target, settings)
+    write = writer_of(chosen, artifact, target, settings)
     with whole_folder(out, EXPORT) as scratch:
         contents = write(scratch)
         # A readable copy of what `push` compares: the marker of the folder stays on this machine.
@@ -110,9 +110,9 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
     return out
 
 
-def _writer(chosen: ExportFormat[Any], artifact: Artifact, target: Target,
-            settings: ExportSettings) -> Callable[[Path], Contents]:
-    """The part of a format that writes this artifact. Raises UserError where it cannot."""
+def writer_of(chosen: ExportFormat[Any], artifact: Artifact, target: Target,
+              settings: ExportSettings) -> Callable[[Path], Contents]:
+    """The part of a format that writes this artifact. Raises UserError where it cannot, for sketches of both too."""
     drafter, fitting = artifact.drafter, ", ".join(one.name for one in formats_of(artifact))
     part = chosen.write_target if artifact.adapter is None else chosen.write_adapted
     if part is not None:

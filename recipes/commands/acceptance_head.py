@@ -143,5 +143,5 @@ def split(examples: Examples, held_out: float) -> tuple[Examples, Examples]:
 
 
 COMMANDS: dict[str, Command[Any]] = {
-    "specdec": Command(name="specdec", arguments=SpecdecArguments, run=specdec, home=("labels", LabelConfig)),
+    "specdec": Command(name="specdec", arguments=SpecdecArguments, run=specdec, home="labels"),
 }

@@ -1,7 +1,7 @@
 """The commands that measure or export an artifact: evaluate, export. They need none of the training extras."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,19 @@ from ...export.engines.trial import rounding_loss
 from ...export.layouts.parts.export_format import ON_CPU, WRONG_SAMPLES, ExportFormat, Places
 from ...export.layouts.parts.folder_readme import hub_name, target_command
 from ...export.layouts.parts.gguf_file import FLOAT32
-from ...export.layouts.registry import EVERY_FORMAT, EXPORT_FORMATS, format_named, in_fewer_bits, require_number_format
+from ...export.layouts.registry import (
+    EVERY_FORMAT,
+    EXPORT_FORMATS,
+    format_named,
+    in_fewer_bits,
+    require_number_format,
+    writer_of,
+)
 from ...export.stored_drafter import read_description
-from ...modules import Target, TargetConfig, UserError, load_target
+from ...modules import Adapter, Target, TargetConfig, UserError, load_target
 from ...modules.files.bounded_reading import require_ordinary
 from ...modules.files.folder_locks import sole_writer
-from ...modules.target.loading.loading import gguf_of
+from ...modules.target.loading.loading import gguf_of, sketch_target
 from ..chat_settings import (
     ARTIFACT_TARGET,
     TemplateConfig,
@@ -182,12 +189,17 @@ def export(parsed: Parsed[ExportArguments]) -> None:
         if python is not None:
             require_engine(python, engine, module)
     named = named_target(given.artifact, given.target)
-    target = load_target(named)
-    artifact = load_artifact(given.artifact, target, trust=given.trust)
-    if given.try_with is not None:
-        served(artifact, given.format)
     chosen, gguf = format_named(given.format), given.target_gguf or gguf_of(named)
     settings = ExportSettings(target_gguf=gguf, convert_with=given.convert_with, weights=given.weights)
+    # Whether the format holds it is known by shapes alone, and said before the target's weights are read.
+    sketch = load_artifact(given.artifact, sketch_target(named), trust=given.trust)
+    if "adapter" in read_description(given.artifact):
+        sketch = replace(sketch, adapter=Adapter({}, 1.0))
+    if given.try_with is not None:
+        served(sketch, given.format)
+    writer_of(chosen, sketch, sketch.target, settings)
+    target = load_target(named)
+    artifact = load_artifact(given.artifact, target, trust=given.trust)
     folder = export_artifact(artifact, target, given.format, given.out, settings)
     held = "target" if chosen.write_target else "artifact"
     say(f"{folder} holds the {held} in the layout {given.format}; its README.md says more")
@@ -238,6 +250,6 @@ def trial_prompts(template: ChatTemplate) -> list[list[int]]:
 
 COMMANDS: dict[str, Command[Any]] = {
     "evaluate": Command(name="evaluate", arguments=EvaluateArguments, run=evaluate_artifacts,
-                        home=("evaluate", EvaluateConfig)),
+                        home="evaluate"),
     "export": Command(name="export", arguments=ExportArguments, run=export),
 }

@@ -29,7 +29,8 @@ from ...modules.files.atomic_files import write_file
 from ...modules.files.json_records import read_object
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, named_target
-from ..reading.parsing import TRUST, Command, Parsed
+from ..reading.command_line import TRUST
+from ..reading.parsing import Command, Parsed
 from ..reading.recipe_files import recipe_path
 from ..recipe import TreeConfig
 from ..stages.training_folder import RESULT_FILE, STATS_FILE

@@ -20,7 +20,8 @@ from ...modules.files.atomic_files import write_file
 from ...modules.files.folder_locks import sole_writer
 from ...trainers import Precision
 from ..chat_settings import TemplateConfig, prompt_sets
-from ..reading.parsing import TRUST, Command, Parsed
+from ..reading.command_line import TRUST
+from ..reading.parsing import Command, Parsed
 from ..reading.recipe_files import read_recipe, recipe_path
 from ..recipe import Recipe, TreeConfig
 from ..stages.records import STAGES_FILE, Stage, run_stages
@@ -192,5 +193,5 @@ def baseline_stage(name: str, given: FamiliesArguments) -> Sequence[Path]:
 
 COMMANDS: dict[str, Command[Any]] = {
     "families": Command(name="families", arguments=FamiliesArguments, run=families,
-                        home=("evaluate", EvaluateConfig)),
+                        home="evaluate"),
 }

@@ -8,8 +8,8 @@ import torch
 
 from ...data.store.disk_room import in_words
 from ...data.store.state_formats import format_named
-from ...modules.target.loading.loading import sketch_target
-from ...trainers import families
+from ...modules import UserError
+from ...modules.target.loading.loading import is_local, sketch_target
 from ...trainers.fitting import precision_of
 from ..planning.dry_run import choose_states, dry_run
 from ..planning.stage_plans import StagePlan, StagePlans, held_weights, parameters_of
@@ -52,7 +52,14 @@ def plan_recipe(recipe: Recipe) -> Plan:
         dtype: Any = "bfloat16" if recipe.target.dtype in ("auto", "fastest") else recipe.target.dtype
         recipe = replace(recipe, target=replace(recipe.target, dtype=dtype, device="cpu"),
                          train=replace(recipe.train, accelerator="cpu"))
-    target = sketch_target(recipe.target)
+    try:
+        target = sketch_target(recipe.target)
+    except UserError as error:
+        # Where the Hub cannot be reached, transformers raises an OSError.
+        if is_local(recipe.target.name) or not isinstance(error.__cause__, OSError):
+            raise
+        raise UserError(f"{error}; plan reads no weights, so that a folder with the model's config.json alone will "
+                        "do: --target.name FOLDER") from error
     module = dry_run(recipe, target)
     if recipe.batch.states == "auto":
         choice, reason = choose_states(recipe, module, recipe.data or recipe.out / "data")
@@ -97,4 +104,4 @@ def plan(parsed: Parsed[Recipe]) -> None:
         say(line)
 
 
-COMMANDS: dict[str, Command[Any]] = {"plan": Command(name="plan", arguments=Recipe, run=plan, families=families)}
+COMMANDS: dict[str, Command[Any]] = {"plan": Command(name="plan", arguments=Recipe, run=plan, trains=True)}

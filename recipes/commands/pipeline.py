@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ...data import DistillConfig, Manifest, Prompt, WantedStates, read_held_out
+from ...data import Manifest, Prompt, WantedStates, read_held_out
 from ...data.answers.distill_config import require_enough
 from ...data.answers.shard_queue import QUEUE
 from ...data.batches.datamodule import BatchConfig, DraftDataModule, HeldOutRows
@@ -65,7 +65,7 @@ from ...modules.processes import ALONE, Processes, local_rank
 from ...modules.read_rows import ReadRows
 from ...modules.tuning.confidence_calibration import calibrate_judgement
 from ...modules.tuning.replay_acceptance import held_out_acceptance
-from ...trainers import DraftModule, FitResult, TrainConfig, families, fit
+from ...trainers import DraftModule, FitResult, fit
 from ...trainers.train_config import UNDECISIVE
 from ..chat_settings import HANDWRITTEN, handwritten_prompts, prompt_sets
 from ..reading.parsing import Command, Parsed
@@ -467,8 +467,8 @@ def train(parsed: Parsed[Recipe]) -> None:
 
 
 COMMANDS: dict[str, Command[Any]] = {
-    "run": Command(name="run", arguments=Recipe, run=run, families=families),
-    "distill": Command(name="distill", arguments=Recipe, run=distill_command, home=("distill", DistillConfig),
-                       families=families),
-    "train": Command(name="train", arguments=Recipe, run=train, home=("train", TrainConfig), families=families),
+    "run": Command(name="run", arguments=Recipe, run=run, trains=True),
+    "distill": Command(name="distill", arguments=Recipe, run=distill_command, home="distill",
+                       trains=True),
+    "train": Command(name="train", arguments=Recipe, run=train, home="train", trains=True),
 }

@@ -4,12 +4,11 @@ The parser's own help prints annotations of Python and one list of all keys, 500
 """
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from ...modules import UserError
-from ...modules.files.json_records import kind_in_words
-from .recipe_keys import Key, default_in_words
+from .key_page import CommandKeys
 
 EXAMPLES = {
     "out": "runs/mine",
@@ -35,6 +34,15 @@ EXAMPLES = {
     "evaluate.budget_minutes": "5",
 }
 """Keys of a recipe that most runs set, with an example of each."""
+USES = {
+    "distill": ("--config quickstart --out runs/mine --budget_tokens 200000 --max_new_tokens 256", (
+        "out", "family", "target", "template", "prompts", "distill", "batch", "drafter")),
+    "train": ("--config eagle3 --out runs/eagle3 --data runs/mine/data --max_minutes 10", (
+        "out", "family", "data", "retarget", "target", "template", "drafter", "train", "batch", "tree")),
+    "plan": ("--config eagle3 --config eight_billion --out runs/large --target.device cuda", (
+        "out", "family", "data", "target", "drafter", "train", "batch", "tree", "prompts", "distill", "evaluate")),
+}
+"""Commands that read a part of a recipe: a complete call of each, and the keys and sections that it reads."""
 CONFIG = ("Recipe: a YAML file, or the name of a shipped one. Keys given after it win, and so do those of a second "
           "one: --config eagle3 --config eight_billion.")
 WIDTH = 100
@@ -51,24 +59,14 @@ def asked_help(words: Sequence[str]) -> str | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HelpText:
     """The help of a command."""
 
-    command: str
-    """Its name."""
-    summary: str
-    """Its work, in one paragraph."""
-    keys: Mapping[str, Key]
-    """All its keys by dotted name."""
-    meanings: Mapping[str, str]
-    """Meaning of each section."""
-    home: str | None
-    """The section whose keys may be written without it; None without one."""
-    families: Sequence[str]
-    """Families whose keys --family adds; none for a command that trains nothing, and once a family is named."""
-    recipe: bool
-    """Whether its keys are those of a recipe."""
+    known: CommandKeys
+    """The command, and all its keys."""
+    family: str | None
+    """The family whose keys are among them; None without one."""
 
     def text(self, asked: str) -> str:
         """The help as lines.
@@ -79,10 +77,10 @@ class HelpText:
         Raises:
             UserError: for a section that the command does not have.
         """
-        sections = list(dict.fromkeys(name.partition(".")[0] for name in self.keys if "." in name))
-        top = [name for name in self.keys if "." not in name]
-        lines = [f"usage: draftsmith {self.command} [--config FILE] [--KEY VALUE ...]", "",
-                 *textwrap.wrap(self.summary, WIDTH), ""]
+        sections = list(dict.fromkeys(name.partition(".")[0] for name in self.known.keys if "." in name))
+        top = [name for name in self.known.keys if "." not in name]
+        lines = [f"usage: draftsmith {self.known.command} [--config FILE] [--KEY VALUE ...]", "",
+                 *textwrap.wrap(self.known.summary, WIDTH), ""]
         if asked and asked != "all" and asked not in sections:
             raise UserError(f"there is no help on {asked!r}; choose --help, --help=all or --help.SECTION with one of "
                             f"{', '.join(sections)}")
@@ -92,49 +90,64 @@ class HelpText:
             lines += [*self._entry("config", "FILE", CONFIG),
                       *(line for name in top for line in self._described(name)), ""]
         for section in sections if asked == "all" else [asked] if asked else []:
-            lines += [f"{section}: {self.meanings.get(section, 'Shape of the drafter.')}", ""]
-            inside = [name for name in self.keys if name.startswith(f"{section}.")]
+            lines += [f"{section}: {self.known.meanings[section]}", ""]
+            inside = [name for name in self.known.keys if name.startswith(f"{section}.")]
             lines += [*(line for name in inside for line in self._described(name)), ""]
-        if self.families and asked in ("all", "drafter", "train"):
+        if self.family is None and asked in ("all", "drafter", "train"):
             lines += self._of_families()
         return "\n".join(lines).rstrip()
 
     def _short(self, top: Sequence[str], sections: Sequence[str]) -> Iterator[str]:
         """The keys that most calls set, and the ways to the others."""
-        if self.recipe:
+        call, uses = USES.get(self.known.command, ("", (*top, *sections)))
+        if call:
+            yield from (f"Example: draftsmith {self.known.command} {call}", "")
+        if self.known.families:
             yield "The keys that most runs set, each with an example. A recipe has them in sections, train: {lr: 1e-3}."
             yield from ("", *self._entry("config", "quickstart", CONFIG))
             for name in EXAMPLES:
-                if name in self.keys:
-                    # The first sentence says what it is; --help.SECTION has the rest.
-                    first = self.keys[name].meaning.partition(". ")[0]
-                    yield from self._entry(name, EXAMPLES[name], f"{first.rstrip('.')}.")
+                if name in self.known.keys and name.partition(".")[0] in uses:
+                    yield from self._entry(name, EXAMPLES[name], self._first_sentence(name))
+            if more := [name for name in self._at_home() if name not in EXAMPLES]:
+                yield from ("", f"The other keys of {self.known.home}, each with its default:", "")
+            for name in more:
+                yield from self._entry(name, self.known.keys[name].default, self._first_sentence(name))
         else:
             yield from self._entry("config", "FILE", CONFIG)
-            for name in (*top, *(name for name in self.keys if name.partition(".")[0] == self.home)):
+            for name in (*top, *self._at_home()):
                 yield from self._described(name)
         yield ""
-        if self.home is not None:
-            example = next(name for name in self.keys if name.startswith(f"{self.home}."))
-            yield f"Keys of {self.home} may be written without it: --{example.partition('.')[2]} for --{example}."
+        if self.known.home is not None:
+            example = self._at_home()[0]
+            yield f"Keys of {self.known.home} may be written without it: --{example.partition('.')[2]} for --{example}."
         if sections:
-            yield from textwrap.wrap(f"draftsmith {self.command} --help.SECTION lists the keys of a section: "
-                                     f"{', '.join(sections)}.", WIDTH, break_on_hyphens=False)
-            yield f"draftsmith {self.command} --help=all lists all keys."
-        if self.families:
-            yield from self._of_families()
-        yield f"draftsmith {self.command} ... --print_config prints the whole configuration in force."
+            used = [name for name in sections if name in uses]
+            yield from textwrap.wrap(f"draftsmith {self.known.command} --help.SECTION lists the keys of a section: "
+                                     f"{', '.join(used)}.", WIDTH, break_on_hyphens=False)
+            yield f"draftsmith {self.known.command} --help=all lists all keys."
+        yield from self._of_families()
+        yield f"draftsmith {self.known.command} ... --print_config prints the whole configuration in force."
+
+    def _at_home(self) -> list[str]:
+        """Keys that may be written without their section."""
+        return [name for name in self.known.keys if name.partition(".")[0] == self.known.home]
+
+    def _first_sentence(self, name: str) -> str:
+        """The first sentence on a key; --help.SECTION has the rest."""
+        return f"{self.known.keys[name].meaning.partition('. ')[0].rstrip('.')}."
 
     def _of_families(self) -> list[str]:
-        text = (f"draftsmith {self.command} --family NAME --help.drafter and --help.train list the keys of a family "
-                f"too: {', '.join(self.families)}.")
+        if self.family is not None or not self.known.families:
+            return []
+        text = (f"draftsmith {self.known.command} --family NAME --help.drafter and --help.train list the keys of a "
+                f"family too: {', '.join(self.known.families)}.")
         return textwrap.wrap(text, WIDTH, break_on_hyphens=False)
 
     def _described(self, name: str) -> list[str]:
         """A key with its allowed values, its default and its meaning."""
-        key = self.keys[name]
-        default = "required" if key.default is MISSING else f"default {default_in_words(key)}"
-        return self._entry(name, f"({kind_in_words(key.kind)}; {default})", key.meaning)
+        key = self.known.keys[name]
+        default = key.default if key.default == "required" else f"default {key.default}"
+        return self._entry(name, f"({key.kind}; {default})", key.meaning)
 
     def _entry(self, name: str, value: str, meaning: str) -> list[str]:
         inside = textwrap.wrap(meaning, WIDTH - 8, break_on_hyphens=False)

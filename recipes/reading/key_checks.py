@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...modules import UserError
-from ...modules.files.json_records import kind_in_words
-from .recipe_keys import Key, allows_null
+from .recipe_keys import Key
 
 OPTION = re.compile(r"--([A-Za-z][\w.-]*)(=.*)?", flags=re.DOTALL)
 NAMES = frozenset(("chat_template", "column", "draft", "engine", "folder", "name", "path", "prompts", "repository",
@@ -64,8 +63,8 @@ class KeyChecks:
                 names = dict.fromkeys(key.partition(".")[0] for key in inside)
                 raise UserError(f"{name} is a section with the keys {', '.join(names)}, got "
                                 f"{'null' if value is None else repr(value)}; write {name}: and the keys below it")
-            if name in self.keys and value is None and not allows_null(self.keys[name].kind):
-                raise UserError(f"{name} must be {kind_in_words(self.keys[name].kind)}, got null")
+            if name in self.keys and value is None and not re.search("null|any value", self.keys[name].kind):
+                raise UserError(f"{name} must be {self.keys[name].kind}, got null")
         for name in options(words):
             if name not in PARSER_OPTIONS and not self._is_free(name):
                 self.check_name(name)
@@ -74,7 +73,7 @@ class KeyChecks:
         empty = [name for name, value in flat(content) if value == "" and not self._is_free(name)]
         empty += [word[2:-1] for word in given if OPTION.fullmatch(word) and word.find("=") == len(word) - 1]
         for key in (self.keys[name] for name in empty if name in self.keys):
-            if "Path" in str(key.kind) or key.name.rpartition(".")[2] in NAMES:
+            if "a path" in key.kind or key.name.rpartition(".")[2] in NAMES:
                 raise UserError(f"{key.name} is empty; give it a value")
 
     def _is_free(self, name: str) -> bool:
@@ -112,4 +111,4 @@ class KeyChecks:
                 given = word.partition("=")[2]
             elif word == f"--{key.name}" and place + 1 < len(words):
                 given = words[place + 1]
-        return f"{key.name} must be {kind_in_words(key.kind)}, got {given!r}"
+        return f"{key.name} must be {key.kind}, got {given!r}"

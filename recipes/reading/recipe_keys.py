@@ -4,12 +4,11 @@ import ast
 import inspect
 import re
 import textwrap
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import pairwise
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from ...modules.files.json_records import kind_in_words
 
@@ -20,10 +19,10 @@ class Key:
 
     name: str
     """With its section: distill.seed."""
-    kind: Any
-    """Its type annotation."""
-    default: Any
-    """Its default value; MISSING where one must be given."""
+    kind: str
+    """Its allowed values, in words."""
+    default: str
+    """Its default value as YAML writes it; "required" where one must be given."""
     meaning: str
     """Its docstring, in one line."""
 
@@ -48,7 +47,8 @@ def keys_of(config: type[Any], prefix: str = "", skip: tuple[str, ...] = ()) -> 
             default = field.default if field.default_factory is MISSING else field.default_factory()
             # Names that a table of the code holds are read from it.
             choices = f" One of {', '.join(field.metadata['choices'])}." if "choices" in field.metadata else ""
-            found[name] = Key(name=name, kind=kind, default=default, meaning=meanings.get(field.name, "") + choices)
+            found[name] = Key(name=name, kind=kind_in_words(kind), default=default_in_words(default),
+                              meaning=meanings.get(field.name, "") + choices)
     return found
 
 
@@ -67,14 +67,8 @@ def field_docstrings(config: type[Any]) -> dict[str, str]:
     return found
 
 
-def allows_null(kind: Any) -> bool:
-    """True where a type annotation includes None."""
-    return kind is Any or (get_origin(kind) in (types.UnionType, typing.Union) and type(None) in get_args(kind))
-
-
-def default_in_words(key: Key) -> str:
+def default_in_words(value: Any) -> str:
     """A key's default as YAML writes it; "required" where there is none."""
-    value = key.default
     if value is MISSING:
         return "required"
     if value is None:
@@ -90,6 +84,6 @@ def default_in_words(key: Key) -> str:
 
 def markdown_table(keys: Mapping[str, Key]) -> str:
     """The keys as a Markdown table: name, default, allowed values and meaning."""
-    rows = [" | ".join([f"| `{key.name}`", f"`{default_in_words(key)}`", kind_in_words(key.kind),
+    rows = [" | ".join([f"| `{key.name}`", f"`{key.default}`", key.kind,
                         key.meaning.replace("|", "\\|")]) for key in keys.values()]
     return "\n".join(["| key | default | value | meaning |", "|---|---|---|---|", *(f"{row} |" for row in rows)])

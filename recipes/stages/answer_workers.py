@@ -18,7 +18,7 @@ from ...data.answers.shard_queue import clear_queue
 from ...modules.files.folder_locks import FolderLocks
 from ...modules.processes import Processes, local_rank
 from ..planning.worker_count import MOST_ON_CPU, fitting, gpus_of, most_shards, resident_bytes, worker_count
-from ..reading.parsing import TRUST
+from ..reading.command_line import TRUST
 from ..recipe import Recipe
 from ..terminal.terminal_text import say
 from .draft_writer import writer_of

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.modules import BASELINES
+from draftsmith import modules
+from draftsmith.modules import BASELINES, FASTEST, PARTNERS, POLICIES
 from draftsmith.recipes.__main__ import COMMANDS, main
 from draftsmith.recipes.commands import (
     acceptance_head,
@@ -27,8 +29,9 @@ from draftsmith.recipes.commands import (
     pipeline,
     publishing,
 )
-from draftsmith.recipes.reading.help_text import EXAMPLES
-from draftsmith.recipes.reading.parsing import SECTIONS, TRUST, Command, CommandLine
+from draftsmith.recipes.reading.command_line import SECTIONS, TRUST, CommandLine
+from draftsmith.recipes.reading.help_text import EXAMPLES, USES
+from draftsmith.recipes.reading.parsing import Command
 from draftsmith.recipes.reading.recipe_files import read_recipe
 from draftsmith.recipes.recipe import Recipe
 from draftsmith.recipes.stages import answer_workers
@@ -48,7 +51,9 @@ EVERY: dict[str, Command[Any]] = {name: command for file in FILES.values() for n
 
 def parse(name: str, *words: str) -> Any:
     """The namespace that a command makes of its words."""
-    return CommandLine(EVERY[name], words).namespace()
+    line = CommandLine(name, words)
+    line.check()
+    return EVERY[name].namespace(line)[1]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -76,6 +81,26 @@ def test_help_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
+@pytest.mark.parametrize(("words", "code"), [
+    *(([name, asked], 0) for name in COMMANDS for asked in ("--help", "--help=all")),
+    (["run", "--family", "eagle3", "--help.drafter"], 0), (["train", "--config", "quickstart", "--train.lrr", "1"], 2),
+    (["generate", "--artifcat", "a"], 2), (["evaluate", "--batch_sizse=1"], 2), (["run"], 2),
+])
+def test_help_and_misspelt_keys_need_neither_torch_nor_the_files_of_a_command(words: list[str], code: int) -> None:
+    program = ("import sys; from draftsmith.recipes.__main__ import main\n"
+               "try: code = main(sys.argv[1:])\n"
+               "except SystemExit as end: code = end.code\n"
+               "print(); print(code, sorted({'torch', 'transformers', 'jsonargparse', 'numpy'} & set(sys.modules)))")
+    answer = subprocess.run([sys.executable, "-c", program, *words], check=True, capture_output=True, text=True)
+    assert answer.stdout.splitlines()[-1] == f"{code} []"
+
+
+def test_every_name_of_the_modules_room_is_there() -> None:
+    assert all(hasattr(modules, name) for name in modules.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        modules.Nothing  # noqa: B018
+
+
 def test_the_table_of_commands_is_that_of_the_files() -> None:
     assert {name: file for name, (file, _) in COMMANDS.items()} == {
         name: title for title, file in FILES.items() for name in file.COMMANDS}
@@ -99,11 +124,11 @@ def test_every_command_explains_itself_in_plain_words(
     assert shown.startswith(f"usage: draftsmith {name} [--config FILE]")
     assert re.findall(r"\bNone\b|Union|Optional|<class|typing|Path_fr|Literal|type: |NoneType", shown) == []
     assert max(map(len, shown.splitlines())) <= 120
-    keys = [key for key in CommandLine(EVERY[name], []).checks.keys if asked == "--help=all" or "." not in key]
+    keys = [key for key in CommandLine(name, []).checks.keys if asked == "--help=all" or "." not in key]
     missing = [key for key in keys if not re.search(rf"^  --{re.escape(key)} ", shown, re.MULTILINE)]
-    assert missing == ([] if asked == "--help=all" or EVERY[name].families is None else
+    assert missing == ([] if asked == "--help=all" or not EVERY[name].trains else
                        [key for key in keys if key not in EXAMPLES])
-    for section in {key.partition(".")[0] for key in CommandLine(EVERY[name], []).checks.keys if "." in key}:
+    for section in {key.partition(".")[0] for key in CommandLine(name, []).checks.keys if "." in key}:
         assert f"\n  --{section}." in helped(capsys, name, f"--help.{section}")
 
 
@@ -113,6 +138,24 @@ def test_the_keys_that_most_runs_set_come_first_with_an_example(key: str, capsys
     assert f"\n  --{key} {EXAMPLES[key]}\n        " in shown
     assert len(shown.splitlines()) < 100
     assert parse("run", "--config", str(TINY), f"--{key}={EXAMPLES[key]}")[key] not in (None, "")
+
+
+@pytest.mark.parametrize("name", USES)
+def test_commands_with_a_part_of_a_recipe_list_what_they_use(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown, (call, uses) = helped(capsys, name, "--help"), USES[name]
+    assert f"\nExample: draftsmith {name} {call}\n" in shown
+    assert EVERY[name].parse(shlex.split(call)).values.family
+    listed = {key.partition(".")[0] for key in re.findall(r"^  --([\w.]+) ", shown, re.MULTILINE)} - {"config"}
+    assert listed <= set(uses)
+    home = EVERY[name].home
+    assert not [key for key in CommandLine(name, []).checks.keys
+                if home is not None and key.startswith(f"{home}.") and f"\n  --{key} " not in shown]
+
+
+def test_help_of_an_evaluation_names_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(helped(capsys, "evaluate", "--help").split()).partition("--evaluate.policies")[2]
+    said = set(re.findall(r"[\w-]+", text.partition("--evaluate.baselines")[0]))
+    assert {FASTEST, *POLICIES, *PARTNERS} <= said
 
 
 def test_help_of_a_section_that_is_not_there_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,6 +379,17 @@ def test_an_artifact_of_another_format_version(copied_run: Path, capsys: pytest.
 def test_an_unknown_export_format(tiny_run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "medusa" in refused(capsys, "export", "--artifact", tiny_run / "artifact", "--format", "punchcards",
                                "--out", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_format_that_cannot_hold_the_artifact_is_refused_before_the_target_is_read(
+    tiny_run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifact_commands, "load_target", lambda _: pytest.fail("the target is read"))
+    words = ("export", "--artifact", tiny_run / "artifact", "--out", tmp_path / "x", "--format")
+    assert "the format eagle holds EAGLE drafters, this artifact is medusa; choose --format medusa" in refused(
+        capsys, *words, "eagle")
+    assert "choose --format medusa" in refused(capsys, *words, "merged")
     assert not (tmp_path / "x").exists()
 
 

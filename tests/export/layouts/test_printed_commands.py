@@ -21,6 +21,7 @@ from draftsmith.export.layouts.parts.export_format import VLLM, VLLM_ON_CPU, WRO
 from draftsmith.export.layouts.registry import EXPORT_FORMATS
 from draftsmith.modules import DraftLM, DraftLMConfig, Target, TargetConfig, Topology, UserError, load_target
 from draftsmith.recipes.__main__ import COMMANDS, main
+from draftsmith.recipes.reading.key_page import command_keys
 from serving.llama_cpp_cases import options
 from serving.printed import blocks, commands
 from serving.vllm_cases import LOADER, VLLM_CASES
@@ -238,9 +239,9 @@ def test_commands_in_messages_are_commands() -> None:
     for name, *given in sorted(one for one in found if one[0] != "COMMAND"):
         assert name in COMMANDS, name
         known = {one.removeprefix("--") for one in given}
-        command = import_module(f"draftsmith.recipes.commands.{COMMANDS[name][0]}").COMMANDS[name]
-        home = vars(command.home[1])["__dataclass_fields__"] if command.home else ()
-        keys = {*command.keys, *home, "config", "help"}
+        command = command_keys(name)
+        home = (key.partition(".")[2] for key in command.keys if key.startswith(f"{command.home}."))
+        keys = {*command.top, *home, "config", "help"}
         assert {one.split(".")[0] for one in known} <= keys, (name, given)
 
 

@@ -21,7 +21,10 @@ OWN_FILES = {
 """The family's own files: steps 1 to 5. Step 6 is left out, since no serving engine has a format for it."""
 EDITS = {
     "modules/__init__.py": (
-        ("from .baselines.ngrams import NgramConfig, Ngrams\n", "from .drafters.bigram import Bigram\n"),
+        ("from .baselines.ngrams import NgramConfig, Ngrams\n", "    from .drafters.bigram import Bigram\n"),
+    ),
+    "modules/families.py": (
+        ("from .drafters.block import BlockDraft\n", "from .drafters.bigram import Bigram\n"),
         ("DRAFTERS: tuple[type[Drafter], ...] = (", "Bigram, "),
     ),
     "recipes/families.yaml": (("rows: [prompt_lookup, ", "bigram, "),),

@@ -7,12 +7,15 @@ from typing import Any, Literal
 import pytest
 import yaml
 from draftsmith.modules.files.json_records import kind_in_words
-from draftsmith.recipes.commands.acceptance_head import SpecdecArguments
-from draftsmith.recipes.commands.key_reference import KEYS, reference
-from draftsmith.recipes.reading.parsing import SECTIONS
-from draftsmith.recipes.reading.recipe_keys import allows_null, default_in_words, keys_of
+from draftsmith.recipes.commands.key_reference import FILES, reference
+from draftsmith.recipes.reading.command_line import SECTIONS
+from draftsmith.recipes.reading.key_page import PAGE, command_keys
+from draftsmith.recipes.reading.parsing import Command
+from draftsmith.recipes.reading.recipe_keys import keys_of
+from draftsmith.trainers.families import family_configs, family_names
 
 README = Path(__file__).resolve().parents[3] / "recipes" / "README.md"
+COMMANDS: dict[str, Command[Any]] = {name: command for file in FILES for name, command in file.COMMANDS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +48,28 @@ class Own(Base):
 
 
 def test_the_file_has_the_keys_of_the_code() -> None:
-    assert KEYS.read_text(encoding="utf-8") == reference(), "run python -m draftsmith.recipes.commands.key_reference"
+    assert PAGE.read_text(encoding="utf-8") == reference(), "run python -m draftsmith.recipes.commands.key_reference"
 
 
 def test_every_key_has_a_meaning_and_every_section_a_table() -> None:
     rows = [line.split(" | ") for line in reference().splitlines() if line.startswith("| `")]
     assert len(rows) > 100
     assert [row[0] for row in rows if len(row[-1].strip(" |")) < 10] == []
-    named = {row[0].strip("| `").partition(".")[0] for row in rows}
-    assert named == {*SECTIONS, *(field.name for field in fields(SpecdecArguments))}
+    assert {one for command in COMMANDS.values() for one in command_keys(command.name).top} == {
+        *(field.name for command in COMMANDS.values() for field in fields(command.arguments)), "drafter"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_the_keys_of_its_dataclass(name: str) -> None:
+    command, known = COMMANDS[name], command_keys(name)
+    if not command.trains:
+        assert dict(known.keys) == keys_of(command.arguments)
+        return
+    common = keys_of(command.arguments, skip=("train",))
+    for family in family_names():
+        configs, keys = family_configs(family), known.of_family(family, trust=False).keys
+        assert keys == common | keys_of(configs.drafter, "drafter.") | keys_of(configs.train, "train.",
+                                                                               skip=("drafter",))
 
 
 def test_keys_of_a_dataclass() -> None:
@@ -61,7 +77,7 @@ def test_keys_of_a_dataclass() -> None:
     assert list(keys) == ["own.name", "own.size", "own.inner.rate"]
     assert keys["own.size"].meaning == "Size | of this one."
     assert keys["own.inner.rate"].meaning == "Rate of something."
-    assert [default_in_words(key) for key in keys.values()] == ["required", "3", "0.5"]
+    assert [key.default for key in keys.values()] == ["required", "3", "0.5"]
     assert "own.name" not in keys_of(Own, "own.", skip=("name",))
 
 
@@ -73,7 +89,6 @@ def test_keys_of_a_dataclass() -> None:
 ])
 def test_types_in_words(kind: Any, words: str) -> None:
     assert kind_in_words(kind) == words
-    assert allows_null(kind) == ("null" in words)
 
 
 def test_the_examples_in_the_readme_are_recipes(tmp_path: Path) -> None:

@@ -110,6 +110,18 @@ def test_every_method_fits_a_large_target(method: str, size: str, large: dict[st
     assert sum(parameter.numel() for parameter in drafter.parameters()) > 10**4
 
 
+def test_a_target_that_only_a_network_has_may_be_a_folder_with_its_configuration(
+    large: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Recipes are planned above with such folders."""
+    words = ["plan", "--config", "eagle3", "--config", "eight_billion", "--target.name"]
+    assert main([*words, "no/such-model"]) == 2
+    assert "a folder with the model's config.json alone will do: --target.name FOLDER" in capsys.readouterr().err
+    assert [file.name for file in large["8b"].iterdir()] == ["config.json"]
+    assert main([*words, "gone.gguf"]) == 2
+    assert "alone will do" not in capsys.readouterr().err
+
+
 def test_the_figures_are_those_of_the_real_drafter() -> None:
     parsed = COMMANDS["run"].parse(["--config", "tiny"])
     target = load_target(TargetConfig(name="tiny-random"))
