@@ -4,24 +4,28 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...data import Manifest
 from ...data.store.token_store import MANIFEST
-from ...export import load_artifact
+from ...export import load_artifact, read_description
 from ...export.artifact_files import CONFIG
-from ...modules import Target, TargetConfig, UserError, load_target
+from ...modules import Target, TargetConfig, TargetIdentity, UserError, load_target
 from ...modules.decoding.token_text import visible
 from ...modules.files.atomic_files import write_file
+from ...modules.target.loading.identity import SHAPE
+from ...modules.target.loading.loading import sketch_target
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..chat_settings import TemplateConfig, handwritten_prompts, named_target
 from ..doctor.case import Case, DataSample
 from ..doctor.diagnosis import diagnose, lines
+from ..doctor.finding import Finding, unchecked
 from ..doctor.page import page
 from ..reading.parsing import Command, Parsed
 from ..terminal.draft_colours import RESET, marks_for
-from ..terminal.terminal_text import say
+from ..terminal.terminal_text import say, stage_line
 from .artifact_commands import own_target
 
 
@@ -59,14 +63,20 @@ def doctor(parsed: Parsed[DoctorArguments]) -> None:
         raise UserError(f"{given.out} is a file, a folder was expected; choose another --out")
     inside = given.artifact / "artifact"
     folder = inside if not (given.artifact / CONFIG).is_file() and (inside / CONFIG).is_file() else given.artifact
-    target = load_target(named_target(folder, given.target))
+    named = named_target(folder, given.target)
+    # By shapes alone, before any weight is read.
+    TargetIdentity.from_dict(read_description(folder)["target"]).require_same(
+        sketch_target(named).identity, ("architecture", *SHAPE), "give --target.name the target that it was made for, "
+        "or another version of it")
+    target = load_target(named)
     artifact = load_artifact(folder, target, trust=given.trust, retarget=True)
-    data, reason = read_data(given.data, folder, target)
+    data, no_data = read_data(given.data, folder, target)
     case = Case(artifact=artifact, target=target, template=given.template.build(target), data=data,
-                why_no_data=reason, temperature=given.temperature)
-    say("     the checks start; on a processor they take minutes", file=sys.stderr)
+                no_data=no_data, temperature=given.temperature)
+    tell = partial(stage_line, file=sys.stderr)
+    tell("the checks start; on a processor they take minutes")
     found = diagnose(case, [case.template.prompt(one.history()) for one in handwritten_prompts()],
-                     folder.parent / "evaluation.json")
+                     folder.parent / "evaluation.json", tell)
     text = json.dumps(found.to_dict(), indent=2, ensure_ascii=False)
     if given.out is not None:
         title = f"{artifact.drafter.family.capitalize()} drafts for {target.identity.name}: doctor"
@@ -88,23 +98,25 @@ def doctor(parsed: Parsed[DoctorArguments]) -> None:
         say(f"{given.out / 'doctor.html'} shows it with plots")
 
 
-def read_data(given: Path | None, artifact: Path, target: Target) -> tuple[DataSample | None, str]:
-    """(rows of an artifact's data, the reason where there are none to be read).
+def read_data(given: Path | None, artifact: Path, target: Target) -> tuple[DataSample | None, Finding | None]:
+    """(rows of an artifact's data, a finding on the data where none can be read).
 
     Raises:
         UserError: if the folder is named and holds none, or they are damaged.
     """
     folder = given or artifact.parent / "data"
     if given is None and not (folder / MANIFEST).is_file():
-        return None, f"{folder} holds no data; name their folder with --data"
+        return None, unchecked("data", f"{folder} holds no data; name their folder with --data")
     manifest = Manifest.load(folder)
     written, here = manifest.target, target.identity
     if (written.vocab_size, written.tokens_hash or here.tokens_hash) != (here.vocab_size, here.tokens_hash):
-        return None, (f"the data in {folder} are of {written.name}, whose tokens are others than those of {here.name}; "
-                      "distil with the target that is served")
+        return None, Finding(name="data", figure=f"{folder} holds answers of {written.name}", verdict="its tokens are "
+                             f"others than those of {here.name}: none of their rows can be read", remedy="name the "
+                             "folder of the draft's own data with --data, or, if these are its data, distil with the "
+                             "target.name that is served and train again")
     if not manifest.total("train", "rows"):
-        return None, f"{folder} holds no training row; finish it with draftsmith distill"
-    return DataSample.read(folder, manifest), ""
+        return None, unchecked("data", f"{folder} holds no training row; finish it with draftsmith distill")
+    return DataSample.read(folder, manifest), None
 
 
 COMMANDS: dict[str, Command[Any]] = {

@@ -11,6 +11,7 @@ from ...data.batches.learned_tokens import answers
 from ...data.store.token_store import SOURCES, Row, ShardRecord
 from ...export import Artifact
 from ...modules import Target
+from .finding import Finding
 
 MOST_ROWS, MOST_SHARDS = 512, 16
 """Training rows that are looked at, and shards that they are taken from, both spread over all."""
@@ -82,7 +83,7 @@ class Case:
     """At which the draft is used."""
     data: DataSample | None = None
     """Of the training data; None where there are none here, or they are of no use with this target."""
-    why_no_data: str = ""
+    no_data: Finding | None = None
     """The reason."""
 
     def recipe(self, section: str) -> dict[str, Any]:

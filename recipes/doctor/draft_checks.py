@@ -115,8 +115,9 @@ def draft_findings(case: Case, texts: Texts) -> Iterator[Finding]:
     rounded = "quantised otherwise" if trained.quantization != here.quantization else "another target"
     yield judged("target of the draft", f"{in_words(trained)}; here {in_words(here)}", "it was trained for this target",
                  (trained.weights_hash != here.weights_hash, f"the draft was distilled from one that is {rounded}: it "
-                  "has learned other answers and states", "distil and train for it with target.name and "
-                  "target.quantization as they are served, from this draft (train.start, --retarget)"))
+                  "has learned other answers and states", "give this command the target of the draft with "
+                  "--target.name, or, if the one here is served, continue the draft for it: draftsmith run with this "
+                  "target.name and target.quantization, train.start and --retarget"))
     yield _decoded(case, texts)
     yield _positions(case, texts)
     yield _as_trained(case, texts)

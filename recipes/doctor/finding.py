@@ -21,6 +21,8 @@ class Finding:
     """Its meaning, or why it could not be measured."""
     remedy: str = ""
     """The change to make, with the key of the recipe; empty where nothing is wrong."""
+    follows: str = ""
+    """Names of faults that explain this one; empty where it stands for itself."""
 
 
 def judged(name: str, figure: str, fine: str, *faults: tuple[object, str, str]) -> Finding:

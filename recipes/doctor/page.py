@@ -21,8 +21,9 @@ def page(found: Diagnosis, title: str) -> str:
     """The whole page; the title names the draft and its target."""
     # A verdict may be sentences of the report.
     said = [(f"{one.name.capitalize()}: {one.verdict}".rstrip("."), one) for one in found.faults]
-    boxes = [f'<div class="box warn"><p><b>{escape(verdict)}.</b> {escape(one.figure)}. <b>Remedy:</b> '
-             f"{escape(one.remedy)}.</p></div>" for verdict, one in said]
+    boxes = [f'<div class="box warn"><p><b>{escape(verdict)}.</b> {escape(one.figure)}. '
+             + (f"Perhaps a consequence of {escape(one.follows)}: put that right first. " if one.follows else "")
+             + f"<b>Remedy:</b> {escape(one.remedy)}.</p></div>" for verdict, one in said]
     fine, unchecked = ([one for one in found.findings if not one.remedy and bool(one.figure) is figure]
                        for figure in (True, False))
     drawn = [_figure(plots.acceptance_by_position(found.curves), "Share of passes that accepted at least so many "

@@ -15,6 +15,7 @@ from ...data.engines.state_probe import BOUNDS, gap
 from ...data.store.collate import Piece, pad
 from ...data.store.feature_shards import FINAL, FeatureShard, read_features, tap
 from ...data.store.feature_store import read_rows
+from ...data.store.token_store import SOURCES
 from ...modules import Target, TargetIdentity, UserError
 from .case import Case, DataSample, spread
 from .finding import Finding, group, judged, unchecked
@@ -53,8 +54,14 @@ def target_findings(case: Case, data: DataSample) -> Iterator[Finding]:
 
 def _identity(case: Case, data: DataSample) -> Finding:
     """The target that the data name; a quantised form of a model writes other answers."""
-    written, here = data.manifest.target, case.target.identity
-    return judged("target of the data", f"{in_words(written)}; here {in_words(here)}", "the data are its answers",
+    written, here, name = data.manifest.target, case.target.identity, "target of the data"
+    given = int((data.shard.sources_R == SOURCES.index("text")).sum())
+    # Who wrote answers of a file, no record says: whether they could be the target's is for `_policy`.
+    if given == data.shard.num_rows and written.weights_hash == here.weights_hash:
+        return unchecked(name, "all answers come from prompts.path, see on-policy")
+    others = f"; {given} of {data.shard.num_rows} rows come from prompts.path" if given else ""
+    return judged(name, f"{in_words(written)}; here {in_words(here)}{others}",
+                  "the other rows are its answers" if given else "the data are its answers",
                   (written.weights_hash != here.weights_hash, "the data are answers of another target",
                    "distil with target.name, target.revision and target.quantization as they are served"))
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ...data.answers.distill import TRUNCATED_SHARE
 from ...data.batches.label_weights import coverage
 from ...data.batches.learned_tokens import LearnedTokens, repetitions
 from ...modules.decoding.token_text import TokenText
@@ -19,8 +20,6 @@ LEAST_INSIDE, LEAST_INSIDE_ROW = 0.9, 0.75
 """Least share of the answers' tokens in a reduced vocabulary, of all rows and of one: a token outside ends a draft."""
 MOST_REPEATED = 0.5
 """Largest share of the answers' tokens in repetitions to the end, which are not learned."""
-LEAST_ENDED = 0.01
-"""Least share of answers that end by themselves: below it a draft hardly sees an end token."""
 LEAST_AT_USE = 0.25
 """Least share of rows at a temperature like that of the use; the recipes that mix them give each a third at least."""
 MOST_CUT = 0.05
@@ -142,13 +141,11 @@ def _special(case: Case, data: DataSample, openings: Openings) -> Finding:
 
 def _ends(case: Case, data: DataSample) -> Finding:
     """Answers that the length limit has cut."""
-    ended = [data.tokens(row)[stop - 1] in case.template.ends for row, _, stop in data.answers()
-             if not data.is_document(row)]
-    share = sum(ended) / max(1, len(ended))
-    return judged("truncated answers", f"{1 - share:.0%} of {len(ended)} answers have no end",
-                  "enough answers end by themselves, or too few are here to tell",
-                  (len(ended) >= 1 / LEAST_ENDED and share < LEAST_ENDED, "the draft sees hardly any end of an answer",
-                   "raise distill.max_new_tokens"))
+    cut = [data.tokens(row)[stop - 1] not in case.template.ends for row, _, stop in data.answers()
+           if not data.is_document(row)]
+    share = sum(cut) / max(1, len(cut))
+    return judged("truncated answers", f"{share:.0%} of {len(cut)} answers have no end", "answers end by themselves", (
+        share > TRUNCATED_SHARE, "drafts will rarely learn an end", "raise distill.max_new_tokens"))
 
 
 def _repeated(data: DataSample) -> Finding:

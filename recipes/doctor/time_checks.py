@@ -113,13 +113,20 @@ def _time(case: Case, texts: Texts, gains: Gains) -> Iterator[Finding]:
     cost, size = gains.cost, gains.size
     topology = case.artifact.topology.prefix(size)
     text = proposed_text(case.artifact.drafter, texts.best, 1)
-    # An oracle guesses every token down to the depth of the tree; of a reduced vocabulary another check speaks.
-    emitted = walk(RankedText(ranks_PK=(text.truths_PK < 0).long(), left_P=text.left_P),
-                   Topology.chain(max(1, topology.depth)))
-    ceiling, own = sum(emitted) / max(1, len(emitted)), accepted(case, texts.best, topology).accepted_length
-    perfect, predicted = (cost.predict(length, size) for length in (ceiling, own))
+    # An oracle guesses every token; of a reduced vocabulary another check speaks.
+    right = RankedText(ranks_PK=(text.truths_PK < 0).long(), left_P=text.left_P)
+
+    def oracle(depth: int) -> float:
+        emitted = walk(right, Topology.chain(depth))
+        return sum(emitted) / max(1, len(emitted))
+
+    ceiling, own = oracle(max(1, topology.depth)), accepted(case, texts.best, topology).accepted_length
+    # Of its best number of guesses: the tree in use is as large as pays for this draft, which may be a bad one.
+    perfect, best = max((cost.predict(oracle(depth), depth + 1), depth)
+                        for depth in range(1, max(2, min(case.artifact.topology.depth + 1, cost.largest))))
     yield judged("ceiling", f"{own:.2f} tokens per pass of {size} nodes; {ceiling:.2f} if every guess were right; "
-                 f"predicted speed-ups {predicted:.2f} and {perfect:.2f}", "there is room for a better draft",
+                 f"predicted speed-ups {cost.predict(own, size):.2f}, and {perfect:.2f} of {best} guesses that are all "
+                 "right", "there is room for a better draft",
                  (perfect < LEAST_PERFECT, "even a perfect draft would hardly be faster on this machine",
                   "try target.dtype: fastest, target.pack: auto and fewer nodes (tree.used_nodes), or draft for a "
                   "larger target.name"),

@@ -41,9 +41,9 @@ def one_sentence(text: str) -> str:
     return line if len(line) <= LONGEST_SENTENCE else f"{line[:half]} [...] {line[-half:]}"
 
 
-def stage_line(text: str) -> None:
+def stage_line(text: str, file: TextIO | None = None) -> None:
     """Print a sentence under the title of a run's stage."""
-    say(f"     {text}")
+    say(f"     {text}", file=file)
 
 
 def say(text: str, *, end: str = "\n", file: TextIO | None = None) -> None:

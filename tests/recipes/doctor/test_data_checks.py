@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.data import ChatTemplate
+from draftsmith.data.answers.distill import TRUNCATED_SHARE
 from draftsmith.data.store.token_store import Manifest, Row
 from draftsmith.export import Artifact
 from draftsmith.modules import Drafter, Target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.recipes.doctor.case import Case, DataSample, spread
+from draftsmith.recipes.doctor.diagnosis import lines
 from draftsmith.recipes.doctor.finding import Finding, group
 from draftsmith.recipes.doctor.target_checks import agreement, target_findings
 from draftsmith.recipes.doctor.text_checks import rendered, text_findings
@@ -61,7 +63,8 @@ def faults_of(data: DataSample, target: Target, **of: Any) -> dict[str, Finding]
     one = case(data, target, **of)
     found = [*text_findings(one, data), *target_findings(one, data)]
     assert len({finding.name for finding in found}) == len(found)
-    return {finding.name: finding for finding in found if finding.remedy}
+    # The tiny target, whose weights are random, ends no answer.
+    return {finding.name: finding for finding in found if finding.remedy and finding.name != "truncated answers"}
 
 
 def thinking_target() -> Target:
@@ -218,6 +221,35 @@ def test_data_of_another_target_say_so(tiny_target: Target, healthy: list[Row]) 
     found = faults_of(sample_of(healthy, tiny_target), other)
     assert found["target of the data"].figure == "tiny-random; here other"
     assert "on-policy" in found
+
+
+def test_answers_from_a_file_are_not_called_the_target_s(tiny_target: Target, healthy: list[Row]) -> None:
+    def origin(rows: Sequence[Row]) -> Finding:
+        data = sample_of(rows, tiny_target)
+        return next(target_findings(case(data, tiny_target), data))
+
+    assert origin(healthy).verdict == "the data are its answers"
+    given = [replace(row, source="text") for row in healthy]
+    found = origin(given)
+    assert (found.figure, found.remedy) == ("", "")
+    assert "all answers come from prompts.path" in found.verdict
+    assert lines([found])[0].startswith("– target of the data")
+    half = origin([*healthy[:20], *given[20:]])
+    assert half.figure.endswith("20 of 40 rows come from prompts.path")
+    assert half.verdict == "the other rows are its answers"
+
+
+@pytest.mark.parametrize(("ended", "wrong"), [(10, True), (27, True), (29, False)])
+def test_cut_answers_are_judged_as_the_run_warns_of_them(
+    tiny_target: Target, healthy: list[Row], ended: int, wrong: bool
+) -> None:
+    end = min(ChatTemplate(tiny_target.tokenizer).ends)
+    rows = [with_answer(row, [*row.tokens[answer(row) :], end if number < ended else 5])
+            for number, row in enumerate(healthy)]
+    data = sample_of(rows, tiny_target)
+    found = {one.name: one for one in text_findings(case(data, tiny_target), data)}["truncated answers"]
+    assert found.figure == f"{1 - ended / 40:.0%} of 40 answers have no end"
+    assert bool(found.remedy) is wrong is (40 - ended > TRUNCATED_SHARE * 40)
 
 
 def test_words_of_a_small_group_are_none() -> None:

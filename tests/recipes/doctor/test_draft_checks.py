@@ -15,7 +15,7 @@ from draftsmith.modules import Drafter, Features, Target, Topology
 from draftsmith.recipes.doctor import draft_checks
 from draftsmith.recipes.doctor.case import Case, DataSample
 from draftsmith.recipes.doctor.diagnosis import diagnose
-from draftsmith.recipes.doctor.finding import Finding
+from draftsmith.recipes.doctor.finding import Finding, unchecked
 from support.artifacts import TREE, tuning
 from support.cycle import cycle_rows
 from support.families import CASES, cases_of, randomised
@@ -53,9 +53,10 @@ def test_a_healthy_draft_of_every_family_has_no_findings(name: str) -> None:
     case = Case(artifact=artifact, target=target, template=template, data=sample_of(rows, target))
     found = diagnose(case, prompts(template), Path("none"))
     # The reduced vocabularies of the cases hold a quarter of the tokens of random answers.
-    assert [one.name for one in found.faults] == ["draft vocabulary"] * (drafter.token_ids_Q is not None)
+    assert [one.name for one in found.faults] == [
+        "truncated answers", *["draft vocabulary"] * (drafter.token_ids_Q is not None)]
     # With nothing but the artifact and the target too.
-    alone = diagnose(replace(case, data=None, why_no_data="none"), prompts(template), Path("none"))
+    alone = diagnose(replace(case, data=None, no_data=unchecked("data", "none")), prompts(template), Path("none"))
     assert alone.faults == []
     assert alone.sample == ()
 
