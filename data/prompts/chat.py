@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
@@ -35,6 +35,18 @@ class Surroundings:
     """Tokens before its text."""
     after: tuple[int, ...]
     """Tokens after its text."""
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON writes it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
+    """A message with the arguments of its calls in another form."""
+    calls = [{**call, "function": {**call["function"], "arguments": form(call["function"].get("arguments"))}}
+             for call in message.get("tool_calls") or ()]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 @contextmanager
@@ -92,7 +104,14 @@ class ChatTemplate:
         start, stop = map(re.escape, self.thought)
         self.thought_at_end = re.compile(rf"{start}(?P<gap>\s*)(?P<closed>{stop}\s*)?\Z" if tag else "(?!)")
         """A thought that a generation prompt ends with: opened, or opened and closed again."""
+        # Flags of single tokens say more than the tokenizer's own list of special ones, and some ends are in neither.
+        special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._wordless = {*tokenizer.all_special_ids, *special, *self.ends} - {
+            *tokenizer.convert_tokens_to_ids(list(self.thought))}
+        """Tokens of an answer that are no text of it."""
         self._opens: dict[bool | None, bool] = {}
+        self._as_json: dict[str, bool] = {}
+        """Whether a template, by its source, takes the arguments of a call as JSON text in place of an object."""
         self.nothing = ""
         """Words of an answer that has none, which some templates refuse."""
         known = tokenizer.chat_template or ""
@@ -149,11 +168,10 @@ class ChatTemplate:
             answer: tokens that the target wrote.
             thinking: mode of the prompt; None is the first of the recipe's.
         """
-        # Where a thought is set off by special tokens, decoding without these would lose its ends.
-        special = {*self.tokenizer.all_special_tokens}
-        text = str(self.tokenizer.decode(list(answer), skip_special_tokens=not special & {*self.thought}))
-        for name in special - {*self.thought} if special & {*self.thought} else ():
-            text = text.replace(name, "")
+        # Whatever a tokenizer calls special: the marks of a thought stay, and no space is put around them.
+        text = str(self.tokenizer.decode(
+            [token for token in answer if token not in self._wordless], skip_special_tokens=False,
+            clean_up_tokenization_spaces=False, spaces_between_special_tokens=False))
         if self.thought[1] not in text and self._thinks(text, thinking):
             # An answer that was cut inside its thought has no words yet.
             text += self.thought[1]
@@ -230,8 +248,33 @@ class ChatTemplate:
             if "strftime_now" in source:
                 # Functions do not pass as settings. Compiled templates are kept, so that this is the one rendered.
                 _compile_jinja_template(source).globals["strftime_now"] = self.today.strftime
-            return check_length(str(self.tokenizer.apply_chat_template(
-                own, tools=every, tokenize=False, add_generation_prompt=generation_prompt, **settings)))
+
+        def write(form: Callable[[Any], Any]) -> str:
+            with explained_template(), bounded_rendering():
+                return check_length(str(self.tokenizer.apply_chat_template(
+                    [with_arguments(message, form) for message in own], tools=every, tokenize=False,
+                    add_generation_prompt=generation_prompt, **settings)))
+
+        calls = any(message.get("tool_calls") for message in own)
+        return write(json_text if calls and self._takes_json(source, write) else lambda arguments: arguments)
+
+    def _takes_json(self, source: str, write: Callable[[Callable[[Any], Any]], str]) -> bool:
+        """Whether the arguments of calls are given as JSON text: to a template that refuses objects, or writes them in
+        Python's form, which no model has read. A trial in place of the first ones that it writes decides."""
+        def tried(arguments: Any) -> str:
+            with suppress(UserError):
+                return write(lambda _: arguments)
+            return ""
+
+        if (known := self._as_json.get(source)) is not None:
+            return known
+        trial = {PROBE: PROBE}
+        objects = tried(trial)
+        wanted = (not objects or str(trial) in objects) and bool(tried(json_text(trial)))
+        # A conversation that is refused for another reason, or without its calls, decides nothing.
+        if wanted or PROBE in objects:
+            self._as_json[source] = wanted
+        return wanted
 
     def unwritten(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> list[str]:
         """Parts of a conversation without which its rendering is the same: tools, tool calls, words before these."""
@@ -255,7 +298,9 @@ class ChatTemplate:
         if found["role"] != "assistant":
             return found
         thought, words = found.pop(REASONING, None) or "", found["content"]
-        if not thought and self.thought[1] in words and self._thinks(words, thinking):
+        begun = bool(self.thought[1]) and words.lstrip().startswith(self.thought[0])
+        # A thought without an end is one that was cut: no words follow.
+        if not thought and (begun or (self.thought[1] in words and self._thinks(words, thinking))):
             thought, _, words = words.partition(self.thought[1])
             thought = re.sub(rf"^\s*{re.escape(self.thought[0])}", "", thought).strip("\n")
             words = words.lstrip("\n")

@@ -42,7 +42,7 @@ class GivenText:
     answer: str
     """The answer as the target would write it."""
     ended: bool
-    """True if the token that ends its turn is there."""
+    """True if no end token has to follow: it is there, or the answer was cut before it."""
     thoughtless: bool = False
     """True where the template has no place for the thought that the source gives."""
 
@@ -98,7 +98,8 @@ class GivenAnswers:
 
     def text(self, before: Sequence[Message], answer: Message, tools: Sequence[Message] | None = None) -> GivenText:
         """An answer as the target would write it: after the prompt of thinking if it has a thought, of not thinking
-        otherwise. What the template puts there in place of a thought is part of the prompt.
+        otherwise. What the template puts there in place of a thought is part of the prompt. One that is cut inside its
+        thought has no end.
 
         Args:
             before: messages before the answer.
@@ -109,8 +110,16 @@ class GivenAnswers:
             UserError: if the template does not write the answer as it writes others.
         """
         before, message = [self._bare(one) for one in before], self._bare(answer)
-        words, thought, calls = message["content"], message.get(REASONING, ""), bool(message.get("tool_calls"))
+        thought, calls = message.get(REASONING, ""), bool(message.get("tool_calls"))
         shape, (opening, end) = self._shape(bool(thought), calls), self.template.thought
+        said = (answer.get("content") or "").lstrip()
+        if cut := bool(end) and said.startswith(opening) and end not in said and not (calls or answer.get(REASONING)):
+            # Its words never came: others stand for them while the template writes the thought before them.
+            message = {**message, "content": PROBE}
+            if not (thought and shape.thinks):
+                raise UserError(f"an answer is cut inside a thought, and none of it can be learned, got "
+                                f"{shortened(said)}; leave the row out")
+        words = message["content"]
         if thought and not shape.thinks:
             without = {key: value for key, value in message.items() if key not in (REASONING, "reasoning")}
             return replace(self.text(before, without, tools), thoughtless=True)
@@ -133,11 +142,13 @@ class GivenAnswers:
             # The template loses the thought that the model writes all the same.
             written = written[len(shape.given if shape.between is None else start) :]
             written = f"{'' if opened else opening + gap}{thought}{gap}{end}{2 * gap}{written}"
+        if cut:
+            written = written.partition(end)[0].rstrip()
         if early := [one[0] for one in self._names.finditer(written)
                      if one[0] in self._ends and not (one.end() == len(written) and shape.end)]:
             raise UserError(f"an answer goes on after an end token of the target, got {early[0]} in "
                             f"{shortened(words)}; cut it there, or leave the row out")
-        return GivenText(prompt=asked, answer=written, ended=shape.end is not None)
+        return GivenText(prompt=asked, answer=written, ended=cut or shape.end is not None)
 
     @property
     def end(self) -> str | None:

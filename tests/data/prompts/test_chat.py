@@ -1,6 +1,7 @@
 """A prompt is what the template renders, in its mode and on its day; answers become what a server would send."""
 
 from datetime import date
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_tokenizer
 from support import template_shapes as shapes
 from support.chats import MISTRAL, THINKING, merging_tokenizer
 from support.template_shapes import shaped_tokenizer
+from tokenizers import AddedToken
 
 
 def conversation(texts: list[str]) -> list[dict[str, Any]]:
@@ -124,6 +126,18 @@ def test_tools_of_a_conversation_stand_in_place_of_the_recipes() -> None:
         assert [name for name in ("first", "second") if name in text] == shown
 
 
+def spaced_decode(tokenizer: Any) -> Any:
+    """The decoder of tokenizers written in Python, which puts spaces around added tokens unless it is told not to."""
+    decode, added = tokenizer.decode, {*tokenizer.added_tokens_decoder}
+
+    def spaced(tokens: list[int], *, spaces_between_special_tokens: bool = True, **settings: Any) -> str:
+        between = " " if spaces_between_special_tokens else ""
+        return between.join("".join(decode([token], **settings) for token in run) for _, run in groupby(
+            tokens, lambda token: token in added and token))
+
+    return spaced
+
+
 CALL = {"id": "abcdefghi", "function": {"name": "add", "arguments": {}}}
 CALLED = [{"role": "assistant", "content": "let me", "tool_calls": [CALL]}, {"role": "tool", "content": "3"}]
 
@@ -150,13 +164,23 @@ def test_what_a_template_does_not_write_is_known(source: str | None, left_out: l
     (shapes.V31, "me and", True, ("", "me and")), (shapes.V31, "me and", False, ("me and", None)),
     (CHATML, "<think>\nme\n</think>\n\nfine<|im_end|>", None, ("<think>\nme\n</think>\n\nfine", None)),
 ])
-@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("marks", ["text", "listed", "flagged", "spaced"])
 def test_an_answer_in_the_history_is_what_a_server_would_send(
-    source: str, text: str, thinking: bool | None, message: tuple[str, str | None], special: bool
+    source: str, text: str, thinking: bool | None, message: tuple[str, str | None], marks: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Marks of thoughts are text, special tokens that the tokenizer lists, or ones that only their own flags make
+    special; and some tokenizers put spaces around added tokens."""
     tokenizer = shaped_tokenizer(source, eos="<|im_end|>")
-    if special and source != CHATML:
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    names = ["<think>", "</think>"]
+    if marks == "listed" and source != CHATML:
+        tokenizer.add_special_tokens({"additional_special_tokens": names})
+    elif marks == "flagged" and source != CHATML:
+        tokenizer.backend_tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in names])
+        assert not {*names} & {*tokenizer.all_special_tokens}
+        assert tokenizer.decode(tokenizer.convert_tokens_to_ids(names), skip_special_tokens=True) == ""
+    elif marks == "spaced":
+        monkeypatch.setattr(tokenizer, "decode", spaced_decode(tokenizer))
     template = ChatTemplate(tokenizer)
     said = template.said(template.encode(text), thinking)
     assert (said["content"], said.get("reasoning_content")) == message

@@ -176,7 +176,46 @@ def test_rows_of_real_templates(name: str, source: str | None, messages: list[Me
     assert all(turn.answer[-1] in template.ends for turn in turns), "the end of a turn is a label"
 
 
+@pytest.mark.parametrize(("source", "row"), [
+    (shapes.QWEN3, f"{Q}«<think>\ntwo and»"), (shapes.QWEN3_THINKING, f"{Q}<think>\n«two and»"),
+    (shapes.R1, f"{D}<think>\n«two and»"), (shapes.R1_FIRST, f"{D}«<think>\ntwo and»"),
+    (shapes.V31, f"{D}<think>«two and»"), (shapes.GLM, f"{G}<|assistant|>«\n<think>two and»"),
+])
+@pytest.mark.parametrize("ended", [False, True])
+def test_an_answer_that_is_cut_inside_its_thought_has_no_end(source: str, row: str, ended: bool) -> None:
+    template = template_of(source)
+    words = "<think>\ntwo and" + (template.tokenizer.convert_ids_to_tokens(template.ends[0]) if ended else "")
+    cut = {"role": "assistant", "content": words}
+    assert [shown(template.tokenizer, one) for one in join_turns(turns_of(template, [PLAIN[0], cut]))] == [row]
+    # In a history it is a thought too, of which the template keeps what it keeps of others.
+    later = [PLAIN[0], cut, *PLAIN[2:]]
+    whole = [PLAIN[0], {**cut, "content": "", "reasoning_content": "two and"}, *PLAIN[2:]]
+    assert turns_of(template, later)[1] == GivenAnswers(template).turn(whole[:3], whole[3])
+
+
+@pytest.mark.parametrize(("arguments", "written"), [
+    ("c.function.arguments", '{"a": "é"}'), ("'' ~ c.function.arguments", '{"a": "é"}'),
+    ("c.function.arguments | tojson", '{"a": "é"}'),
+    ("c.function.arguments if c.function.arguments is string else c.function.arguments | tojson", '{"a": "é"}'),
+    ("c.function.arguments.values() | join", "é"),
+])
+def test_arguments_of_calls_are_objects_or_json_as_the_template_writes_them(arguments: str, written: str) -> None:
+    source = shapes.CHATML_CALLS.replace("c.function | tojson", f"c.function.name + '\\n' + ({arguments})")
+    tokenizer = shaped_tokenizer(source, eos="<|im_end|>")
+    template = ChatTemplate(tokenizer)
+    call = {**CALL, "function": {"name": "add", "arguments": {"a": "é"}}}
+    messages = [CALLS[0], {**CALLS[1], "tool_calls": [call]}, *CALLS[2:]]
+    for tools in (TOOLS, None):
+        assert f"<tool_call>\nadd\n{written}\n</tool_call>" in template.rendered(messages, tools=tools)
+    assert template.unwritten(messages, TOOLS) == []
+    first, last = turns_of(template, messages)
+    assert tokenizer.decode(first.answer) == f"<tool_call>\nadd\n{written}\n</tool_call><|im_end|>"
+    assert tokenizer.decode(last.answer) == "it is 3<|im_end|>"
+
+
 @pytest.mark.parametrize(("source", "messages", "reason"), [
+    (shapes.NEVER, [PLAIN[0], {"role": "assistant", "content": "<think>\ntwo and"}], "cut inside a thought, and none"),
+    (shapes.QWEN3, [PLAIN[0], {"role": "assistant", "content": "<think>\n"}], "cut inside a thought, .*leave the row"),
     (shapes.SHOUTING, PLAIN, "otherwise than others"), (shapes.REWRITING, PLAIN, "otherwise than without one"),
     (shapes.CHATML, CALLS, "does not write tool calls; set target.chat_template to one that does, or leave such rows"),
     (shapes.CHATML, [PLAIN[0], {"role": "assistant", "content": "a<|im_end|>\nb"}], r"end token .*<\|im_end\|> in"),
