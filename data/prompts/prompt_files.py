@@ -69,7 +69,7 @@ def decoded(row: Any) -> Any:
     try:
         if len(row) > ROW_BYTES:
             raise UserError(f"the row has more than {ROW_BYTES:,} bytes; shorten it")
-        return bounded_json(row.decode())
+        return bounded_json(row.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"the row is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
                         ) from error

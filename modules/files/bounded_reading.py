@@ -1,10 +1,14 @@
 """Files read within bounds: of size, of waiting time for pipes and devices, and of what JSON may hold."""
 
+import atexit
 import json
 import os
 import select
 import stat
+from codecs import BOM_UTF8
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 from ..errors import UserError
@@ -54,8 +58,26 @@ def read_bounded(file: Path, most: int = SETTINGS_BYTES) -> bytes:
 
 
 def read_bounded_text(file: Path, most: int = SETTINGS_BYTES) -> str:
-    """The text of a UTF-8 file, a pipe or a device. Raises as `read_bounded` does, and UnicodeDecodeError."""
-    return read_bounded(file, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    """The text of a UTF-8 file, a pipe or a device, without its byte order mark. Raises as `read_bounded` does, and
+    UnicodeDecodeError."""
+    return read_bounded(file, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def without_marks(folder: Path) -> Path:
+    """A model's folder for readers that know no byte order marks: the folder itself, or where a text file begins with
+    one, a folder of its texts without marks and links to its other files, which lasts as long as this process."""
+    texts = {file.name: file.read_bytes() for pattern in ("*.json", "*.jinja", "*.txt")
+             for file in folder.glob(pattern) if file.is_file()}
+    if not any(text.startswith(BOM_UTF8) for text in texts.values()):
+        return folder
+    view = Path(mkdtemp())
+    atexit.register(rmtree, view, ignore_errors=True)
+    for file in folder.iterdir():
+        if file.name in texts:
+            (view / file.name).write_bytes(texts[file.name].removeprefix(BOM_UTF8))
+        else:
+            (view / file.name).symlink_to(file.resolve())
+    return view
 
 
 def require_ordinary(file: Path) -> None:

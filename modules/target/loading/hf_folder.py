@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from ...errors import UserError
+from ...files.bounded_reading import without_marks
 from ...files.fingerprints import files_digest
 from ..attention.tree_attention import NAME, attend_by, register
 from ..model import Target
@@ -40,6 +41,13 @@ def without_bars() -> Iterator[None]:
         logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Refuse the folder of an adapter, as PEFT writes it. Raises UserError."""
+    if (folder / "adapter_config.json").exists():
+        raise UserError(f"the folder {str(folder)!r} holds an adapter (adapter_config.json), which names another model "
+                        "to load; merge the adapter into its model, save that and give its folder")
+
+
 def read_config(folder: Path, target: Target) -> Any:
     """The configuration of the causal language model in a Hugging Face folder.
 
@@ -48,6 +56,8 @@ def read_config(folder: Path, target: Target) -> Any:
     """
     from transformers import AutoConfig, PreTrainedConfig
 
+    refuse_adapter(folder)
+    folder = without_marks(folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no config.json; give a folder written by save_pretrained or by "
                         "draftsmith export --format huggingface")
@@ -76,7 +86,7 @@ def read_model(folder: Path, target: Target) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    config, name = read_config(folder, target), f"the model in {folder}"
+    config, name, folder = read_config(folder, target), f"the model in {folder}", without_marks(folder)
     check_layers(config.num_hidden_layers, folder, str(folder))
     try:
         with torch.device("meta"):

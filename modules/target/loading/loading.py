@@ -15,7 +15,7 @@ from torch import nn
 
 from ...deepspeed_import import name_deepspeeds_device
 from ...errors import UserError
-from ...files.bounded_reading import read_bounded_text, require_ordinary
+from ...files.bounded_reading import read_bounded_text, require_ordinary, without_marks
 from ...processes import Processes, destroy_group_at_exit, local_rank
 from ..devices.placement import Placement, PlacementName, placement_named
 from ..linears.linear_forms import Pack
@@ -24,7 +24,7 @@ from ..linears.quantised_weights import is_quantised
 from ..model import Target
 from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
 from .gguf_reading import gguf_config, parsed_once
-from .hf_folder import without_bars
+from .hf_folder import refuse_adapter, without_bars
 from .quantisation import Quantization, quantisation_of, read_quantised
 from .self_check import LIBRARY_ERRORS
 from .stored_weights import read_tokenizer, require_rows
@@ -304,15 +304,14 @@ def _source(config: TargetConfig) -> tuple[str, dict[str, Any]]:
         if not path.is_file():
             raise UserError(f"the GGUF file {config.name!r} does not exist; give the path of an existing file")
         return str(path.parent), {"gguf_file": path.name, **trust}
+    refuse_adapter(path)
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(f"the folder {config.name!r} holds no config.json; give a folder written by save_pretrained")
     for file in path.glob("*"):
         # A pipe would be waited for, in code that no signal ends.
         require_ordinary(file)
-    if (path / "adapter_config.json").exists():
-        raise UserError(f"the folder {config.name!r} holds an adapter (adapter_config.json), which names another model "
-                        "to load; merge the adapter into its model, save that and give its folder")
-    return config.name, trust if config.revision is None else {"revision": config.revision, **trust}
+    source = str(without_marks(path)) if path.is_dir() else config.name
+    return source, trust if config.revision is None else {"revision": config.revision, **trust}
 
 
 def gguf_of(config: TargetConfig) -> Path | None:
