@@ -169,9 +169,9 @@ class Artifact:
         """The tokens that `generate` of transformers gives for the same call, drafted and verified, [B, L + T].
 
         Greedy answers are equal token by token, sampled ones in distribution; `torch.manual_seed` repeats them. It
-        takes the arguments of `generate` (prompts padded on the left, lengths, sampling, penalty, end tokens, a
-        `generation_config`, a `streamer` for one prompt) and a policy of `drafting`. What is not offered is refused by
-        name: it raises UserError.
+        takes the arguments of `generate` (prompts padded on the left, lengths, sampling, penalty, end tokens, stop
+        strings, a `generation_config`, a `streamer` for one prompt) and a policy of `drafting`. What is not offered is
+        refused by name: it raises UserError.
         """
         return drafted_generate(self.target, partial(self.drafting, policy), inputs, streamer, given)
 

@@ -5,6 +5,7 @@ Shapes: B rows, L tokens of the longest prompt, T tokens of the longest answer.
 """
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from ..target.model import Target
 from .answers import decode
 from .requests import DecodeSettings, Generation, Request
 
-_TAKEN = {"input_ids", "attention_mask", "generation_config"}
+_TAKEN = {"input_ids", "attention_mask", "generation_config", "tokenizer"}
 """Arguments that are no settings of a generation config."""
+_STOPS = "stop_strings"
+"""The setting of stop texts."""
 _RICHER = "return_dict_in_generate"
 """The setting that asks for more than tokens."""
 
@@ -42,6 +45,11 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
     # generate takes lists of tokens as tensors too.
     given = {name: value.tolist() if isinstance(value, Tensor) and name not in _TAKEN else value
              for name, value in given.items()}
+    # The loop has stop texts of its own: for its own transformers asks a callable's call for a tokenizer in vain.
+    stops, config = given.pop(_STOPS, None), given.get("generation_config")
+    if config is not None:
+        given["generation_config"] = config = copy(config)
+        stops, config.stop_strings = config.stop_strings if stops is None else stops, None
     known = _TAKEN | vars(GenerationConfig()).keys()  # type: ignore[no-untyped-call]
     _refuse(given, [name for name, value in given.items() if value is not None and name not in known])
 
@@ -66,8 +74,9 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
                     for index, (row_L, mask_L) in enumerate(zip(input_ids, mask_BL, strict=True))]
         # From torch's own random numbers, so that torch.manual_seed decides as it does in `generate`.
         seed = int(torch.randint(2**63 - 1, ())) if defaults.temperature else 0
-        settings = DecodeSettings.as_generate(defaults, batch_size=len(requests), seed=seed, eos_ids=defaults.eos_ids,
-                                              biases=defaults.biases)
+        settings = DecodeSettings.as_generate(
+            defaults, batch_size=len(requests), seed=seed, eos_ids=defaults.eos_ids, biases=defaults.biases,
+            stop=(stops,) if isinstance(stops, str) else tuple(stops or ()), stop_from_prompt=True)
         drafter, policy = drafting(batch_size=len(requests), temperature=defaults.temperature)
 
         def show(_answer: Generation, tokens: list[int], _done: bool) -> None:

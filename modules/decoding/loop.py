@@ -360,7 +360,8 @@ class Loop:
             if ends:
                 kept, generation.finish = kept[: ends[0] + 1], "eos"
         if self.settings.stop:
-            cut = first_stop(self.target.tokenizer, generation.tokens, kept, self.settings.stop)
+            prompt = generation.request.tokens if self.settings.stop_from_prompt else ()
+            cut = first_stop(self.target.tokenizer, generation.tokens, kept, self.settings.stop, prompt)
             if cut is not None:
                 kept, generation.finish = kept[:cut], "stop"
         generation.tokens.extend(kept)

@@ -75,6 +75,8 @@ class DecodeSettings:
     """Together with a request's index, the key of its random numbers."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer; the token that completes one is the last."""
+    stop_from_prompt: bool = False
+    """A stop text may begin in the prompt, as in transformers' `generate`."""
     eos_ids: tuple[int, ...] | None = None
     """Tokens that end an answer; None takes the target's."""
     biases: TokenBiases | None = None

@@ -88,13 +88,18 @@ def visible(text: str, *, breaks: bool = True) -> str:
     return found
 
 
-def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops: Sequence[str]) -> int | None:
-    """The number of new tokens that complete the first stop text, or None.
+def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops: Sequence[str],
+               prompt: Sequence[int] = ()) -> int | None:
+    """The number of new tokens of an answer that complete the first stop text, or None. A stop text may begin in
+    `prompt`, where that is given, but not end there.
 
     Only the end of the answer is decoded: as many tokens as hold a character more than the longest stop text, and a
     few for those whose text depends on the token before. Where a stop text seems to be there, the whole answer decides.
     """
     longest = max(map(len, stops))
+    # A character may have four tokens.
+    prompt = prompt[-(_CONTEXT + 4 * longest) :]
+    before = [*prompt, *before]
     window = _CONTEXT + longest
     while window < len(before):
         if len(tokenizer.decode(list(before[len(before) - window + _CONTEXT :]), skip_special_tokens=False)) > longest:
@@ -104,7 +109,8 @@ def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops:
     for count in range(1, len(new) + 1):
         for start in (len(before) - window, 0):
             text = tokenizer.decode([*before[start:], *new[:count]], skip_special_tokens=False)
-            if not any(stop in text for stop in stops):
+            asked = len(tokenizer.decode(list(prompt[start:]), skip_special_tokens=False).rstrip(_INCOMPLETE))
+            if not any(stop in text[max(0, asked - len(stop) + 1) :] for stop in stops):
                 break
         else:
             return count

@@ -128,6 +128,27 @@ def test_end_tokens_of_the_call_end_the_answer(artifact: Artifact) -> None:
         assert artifact.generate(PROMPT, **given).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("place", [0, 1, 4, 9])
+def test_stop_texts_end_answers_as_by_generate(artifact: Artifact, place: int) -> None:
+    """Wherever a text begins: one may begin in the prompt, and one that stands in the prompt alone ends nothing."""
+    tokenizer, whole = artifact.target.tokenizer, native(artifact, PROMPT, max_new_tokens=20)[0].tolist()
+    texts = [tokenizer.decode(whole[first : 5 + place]) for first in range(4 + place, 0, -1)]
+    assert len(set(texts)) > 3
+    for text in texts:
+        for stops in (text, [tokenizer.decode(whole[:4]), text[1:] or text, "never there"]):
+            given: dict[str, Any] = {"max_new_tokens": 20, "stop_strings": stops, "tokenizer": tokenizer}
+            expected = native(artifact, PROMPT, **given)
+            for policy in ("static", "none"):
+                assert artifact.generate(PROMPT, policy=policy, **given).tolist() == expected.tolist()
+    assert expected.shape[1] < len(whole)
+    config = GenerationConfig(max_new_tokens=20, stop_strings=[texts[0]])
+    # The target's own tokenizer needs no naming.
+    assert artifact.generate(PROMPT, generation_config=config).tolist() == native(
+        artifact, PROMPT, generation_config=config, tokenizer=tokenizer).tolist()
+    batch: dict[str, Any] = {"input_ids": PADDED, "attention_mask": MASK, **given}
+    assert artifact.generate(**batch).tolist() == native(artifact, **batch).tolist()
+
+
 @pytest.mark.parametrize("settings", [
     {"temperature": 1.4}, {"temperature": 0.8, "top_k": 7}, {"top_k": 0, "top_p": 0.6}, {"top_k": 0, "min_p": 0.3},
     {"top_k": 0, "repetition_penalty": 1.8}], ids=str)
@@ -181,7 +202,7 @@ def test_a_streamer_gets_what_generate_gives_it(artifact: Artifact) -> None:
 @pytest.mark.parametrize(("settings", "says"), [
     *(({name: value}, f"does not offer {name}=") for name, value in (
         ("num_beams", 2), ("bad_words_ids", [[5, 6]]), ("sequence_bias", {(4, 5): 1.0}), ("max_time", 1.0),
-        ("no_repeat_ngram_size", 2), ("stop_strings", ["a"]), ("guidance_scale", 1.5), ("forced_eos_token_id", 2))),
+        ("no_repeat_ngram_size", 2), ("guidance_scale", 1.5), ("forced_eos_token_id", 2))),
     ({"do_sample": True, "typical_p": 0.5}, "does not offer typical_p=0.5"),
     ({"return_dict_in_generate": True}, "does not offer return_dict_in_generate; leave it out"),
     ({"generation_config": GenerationConfig(num_beams=3)}, "does not offer num_beams=3"),
