@@ -116,6 +116,8 @@ class DraftModule(L.LightningModule):
         """Keeper of the drafter where its weights are split among processes."""
         self._pending: BatchLoss | None = None
         self._learned = 0.0
+        self.token_counts = token_counts
+        """How often each token is a label, [V]; None where nothing was counted."""
         self.draft_ids_Q: Tensor | None = None
         """Ids of the reduced draft vocabulary."""
         if (size := config.drafter.vocabulary_size) is not None:
@@ -128,8 +130,12 @@ class DraftModule(L.LightningModule):
         """Let the drafter, which is still to be built, start as a trained one. Raises UserError if that cannot be."""
         self.config = continued(self.config, start, self.drafter_class.family, adapts=self.changes_target)
         self.start = start
-        if self.config.drafter.vocabulary_size == start.drafter.config.vocabulary_size:
-            self.draft_ids_Q = start.draft_ids_Q
+        size, ids_Q = self.config.drafter.vocabulary_size, start.draft_ids_Q
+        if size is not None and ids_Q is not None and len(ids_Q) <= size:
+            self.draft_ids_Q = ids_Q
+            if len(ids_Q) < size and self.token_counts is not None:
+                # All tokens that the start has learned to guess, and the most frequent others.
+                self.draft_ids_Q = choose(self.token_counts, size, always=[*ids_Q.tolist(), *self.target.eos_ids])
 
     def build_drafter(self) -> Drafter:
         """A new drafter, or one that starts as a trained one, bound to the target."""
