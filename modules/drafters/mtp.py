@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from ..config_checks import CheckedSettings, settings_of
+from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import DrafterConfig
 from ..interfaces.family_card import FamilyCard
@@ -122,6 +123,12 @@ class Mtp(EagleDrafter):
         Raises:
             UserError: if there is none, or it does not fit the target.
         """
+        if not hasattr(target.decoder, "norm"):
+            # Looked for first: most such targets bring none, and are told that.
+            NativeHead.find(target, folder)
+            raise UserError("a head is read as a layer with a last norm like the target's, and the decoder of "
+                            f"{target.identity.architecture} has none of that name (norm); choose another family, "
+                            "such as medusa or eagle3")
         if target.device.type == "meta":
             # A sketch has no files: its head is of the kind of its last layer.
             sparse = any(".experts." in name for name, _ in target.layers[-1].named_parameters())

@@ -22,7 +22,7 @@ from ..model import Target
 from ..submodel import new_model
 from .excerpt import decoder_of
 from .hf_folder import without_bars
-from .stored_weights import read_model_whole, require_finite
+from .stored_weights import all_finite, read_model_whole
 
 LAYER, NORM = "model.layers.0.", "model.norm.weight"
 """Names that transformers gives the layer and the last norm of a model with one layer."""
@@ -156,7 +156,10 @@ class NativeHead:
                 if (kind := opened.get_slice(name).get_dtype()) not in _FLOATS:
                     raise UserError(f"{file} holds {name} in {kind}, and a head is read unquantised alone; choose the "
                                     "target's unquantised weights")
-                found[self.renamed[name]] = opened.get_tensor(name).float()
+                found[self.renamed[name]] = tensor = opened.get_tensor(name).float()
+            if not all_finite(tensor):
+                raise UserError(f"{file} holds {name} with values that are not finite (nan or inf); save or copy the "
+                                "target again")
         width = target.hidden_size
         expected = {"enorm.weight": (width,), "hnorm.weight": (width,), "eh_proj.weight": (width, 2 * width)}
         for name, shape in expected.items():
@@ -176,7 +179,6 @@ class NativeHead:
         except RuntimeError as error:
             raise UserError(f"the experts of {where} lack a tensor, or one has another shape; copy or save the target "
                             "again") from error
-        require_finite(model, where)
         return apart | {f"decoder.{name}": tensor for name, tensor in decoder_of(model).state_dict().items()
                         if name != "embed_tokens.weight"}
 

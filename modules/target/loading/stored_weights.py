@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...errors import UserError
 from ..devices.split_weights import whole
@@ -95,9 +96,20 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(named) + (f" and {more:,} more" if more > 0 else "")
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """False if a tensor of real numbers holds NaN or infinities."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # torch has no extremes of formats of 8 bits.
+    wide = tensor.float() if tensor.element_size() == 1 else tensor
+    # They take one pass and no memory, and are NaN where an element is.
+    return bool(torch.stack(wide.aminmax()).isfinite().all())
+
+
 @torch.no_grad()
 def require_finite(model: Any, name: str) -> None:
-    """Refuse weights that hold NaN or infinities, but for an input embedding of which a token has a finite row.
+    """Refuse weights and stored buffers that hold NaN or infinities, but for an input embedding of which a token has a
+    finite row.
 
     Processes that share the model must call it together.
 
@@ -105,11 +117,12 @@ def require_finite(model: Any, name: str) -> None:
         UserError: naming the first such tensor.
     """
     embedding = model.get_input_embeddings().weight
-    for path, parameter in model.named_parameters():
+    # Other buffers are in no file: a model makes them, and those of masks are full of infinities.
+    made = {id(module._buffers[key]) for module in model.modules() for key in module._non_persistent_buffers_set}
+    buffers = [one for one in model.named_buffers() if id(one[1]) not in made]
+    for path, parameter in [*model.named_parameters(), *buffers]:
         weight = whole(parameter)
-        # The extremes of a tensor take one pass and no memory, and are NaN where an element is.
-        if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64) or not weight.numel() or \
-                bool(torch.stack(weight.aminmax()).isfinite().all()):
+        if all_finite(weight):
             continue
         # Tokens without a finite embedding end an answer and hurt no other one, unless the output layer has the row.
         rows = weight.isfinite().all(-1) if parameter is embedding else torch.zeros(1)

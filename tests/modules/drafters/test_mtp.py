@@ -30,9 +30,12 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.modules.target.loading.native_heads import NativeHead
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from references.mtp import head_logits
 from safetensors.torch import load_file, save_file
+from support.architectures import random_model
 from support.native_heads import LINES, change, load, with_head
+from support.recurrent_models import recurrent_model
 from support.tiers import others_long
 from torch import Tensor
 
@@ -133,7 +136,9 @@ REFUSED: dict[str, tuple[dict[str, Tensor | None], str]] = {
                  "eh_proj.weight in F8_E4M3, and a head is read unquantised alone"),
     "an embedding of its own": ({"model.layers.3.embed_tokens.weight": torch.zeros(100, 32)},
                                 "embed_tokens.weight with other values than .*, and engines let a head read"),
-    "values": ({"model.layers.3.input_layernorm.weight": torch.full((32,), torch.nan)}, "not finite"),
+    **{f"values of {name}": ({f"model.layers.3.{name}.weight": torch.full(shape, torch.nan)},
+                             rf"holds model\.layers\.3\.{name}\.weight with values that are not finite")
+       for name, shape in (("input_layernorm", (32,)), ("hnorm", (32,)), ("eh_proj", (32, 64)))},
 }
 
 
@@ -198,6 +203,22 @@ def test_the_head_is_that_of_the_targets_revision(tmp_path: Path, monkeypatch: p
     assert {weight.dtype for weight in drafter.parameters()} == {torch.bfloat16}
     found_D = drafter.decoder.norm.weight
     torch.testing.assert_close(found_D, load_file(folder / "model.safetensors")["mtp.norm.weight"].bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["Lfm2", "GPT2", "Jamba"])
+def test_a_target_whose_decoder_has_no_norm_of_that_name_is_refused_in_one_sentence(kind: str, tmp_path: Path) -> None:
+    made = random_model if kind == "GPT2" else recurrent_model
+    made(kind, vocab_size=len(tiny_tokenizer())).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    given = TargetConfig(name=str(tmp_path), dtype="float32")
+    for target in (load_target(given), sketch_target(given)):
+        with pytest.raises(UserError, match=r"brings no head for a token further ahead: .* or another family"):
+            Mtp.create(MtpConfig(), target)
+    change(tmp_path, {f"mtp.{name}.weight": torch.ones(2) for name in (
+        "fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")})
+    for target in (load_target(given), sketch_target(given)):
+        with pytest.raises(UserError, match=rf"the decoder of {kind}\w* has none of that name \(norm\); choose anot"):
+            Mtp.create(MtpConfig(), target)
 
 
 def test_a_target_without_files_is_refused(tiny_target: Target) -> None:
