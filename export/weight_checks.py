@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..modules import DRAFTERS, Drafter, TargetIdentity, UserError
 from ..modules.target.adapter import PREFIX
+from ..modules.target.loading.stored_weights import all_finite
 
 
 def check_shapes(family: type[Drafter], description: dict[str, Any], identity: TargetIdentity, weights: Path) -> None:
@@ -64,7 +65,7 @@ def require_weights(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor
         if _kind(tensor.dtype) != _kind(wanted):
             raise UserError(f"the tensor {name} of {where} holds {_kind(tensor.dtype)} ({tensor.dtype}), "
                             f"{_kind(wanted)} were expected; train, export or copy it again")
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+        if not all_finite(tensor):
             raise UserError(f"the tensor {name} of {where} holds values that are not finite (nan or inf); train, "
                             "export or copy it again")
 

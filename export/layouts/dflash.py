@@ -243,10 +243,13 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
 
     Raises:
         UserError: if a key is missing, no value says which token a slot predicts or what it sees, the mask is a token
-            of the target's text, the taps are no layers of it, or the checkpoint has a part that is not implemented.
+            of the target's text or in a file of its own, the taps are no layers of it, or the checkpoint has a part
+            that is not implemented.
     """
-    # A key of the inner section goes before the same one at the top, as in vLLM.
-    said, folder = {**given.said, **(given.said.get("dflash_config") or {})}, given.folder
+    said, folder = given.settings, given.folder
+    if beside := sorted(folder.glob("mask_embedding.*")):
+        raise UserError(f"{beside[0]} holds a mask of its own, and only one that is a row of the target's embedding "
+                        "(mask_token_id) can be imported; choose a checkpoint without such a file")
     needed = ["block_size", "mask_token_id", "num_hidden_layers"]
     needed += ["pure_draft_prefix_len"] if said.get("projector_type") == "domino" else []
     if missing := [key for key in needed if said.get(key) is None]:

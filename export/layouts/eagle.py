@@ -60,7 +60,7 @@ EAGLE_FILE = "model.safetensors"
 """Official checkpoints hold the same tensors in pytorch_model.bin or here."""
 KNOWN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (None, False), "mlp_bias": (None, False),
-    "speculators_model_type": (None, "eagle3"), "dflash_config": (None,),
+    "speculators_model_type": (None, "eagle3"), "dflash_config": (None,), "dspark_config": (None,),
 }
 """Settings that are fixed in this implementation, with the values that a configuration may give them."""
 OPENS = ("taps", "rope_base")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from ....modules.files.atomic_files import file_sha256
 from ....modules.files.json_records import read_object
 from ....modules.target.draft_vocabulary import require_distinct
 from ....modules.target.loading.claimed_sizes import check_claims
+from ....modules.target.loading.hf_folder import refuse_adapter
 from ...weight_checks import require_weights
 
 _ROUNDING = 1e-2
@@ -22,6 +24,8 @@ _ROUNDING = 1e-2
 _SINGLE = "model.safetensors"
 _LAYERS = "transformer_layer_config"
 """The section of the speculators library with the shape of the layers."""
+_INNER = ("dflash_config", "dspark_config")
+"""Sections with settings of drafters of blocks."""
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, True), "use_bidirectional_attention": (None, False), "quantization_config": (None,)}
 """Settings of all layouts, with the values that can be read: every drafter here sees the text before a token alone, and
@@ -43,6 +47,8 @@ class Checkpoint:
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}; give the one that holds the checkpoint")
         self.folder, self.config = folder, folder / config_file
+        if not self.config.is_file():
+            refuse_adapter(folder)
         whole = next((folder / name for name in (file, _SINGLE) if (folder / name).is_file()), None)
         # Shards, as transformers names them today and as it once did.
         shards = (path for pattern in ("model-*.safetensors", "model.safetensors-*.safetensors")
@@ -65,10 +71,16 @@ class Checkpoint:
         self.by_speculators = _LAYERS in said
         """Whether it is in the layout of the speculators library."""
 
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Its configuration, in which a key of an inner section goes before the same one at the top, as in vLLM."""
+        first, second = (self.said.get(name) or {} for name in _INNER)
+        return {**self.said, **first, **second}
+
     def require(self, known: Mapping[str, tuple[Any, ...]], target: Target) -> None:
         """Refuse a setting whose value is none of the known ones, and another vocabulary than the target's. Raises
         UserError."""
-        said = {**self.said, **(self.said.get("dflash_config") or {})}
+        said = self.settings
         for key, values in {**_EVERYWHERE, **known}.items():
             if key in said and said[key] not in values:
                 able = ", ".join(json.dumps(value) for value in values if value is not None) or "null"
@@ -79,7 +91,7 @@ class Checkpoint:
                             f"{target.vocab_size} tokens; load the target it was trained for with --target.name")
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name. Raises UserError if a file is damaged, or there is no tensor."""
+        """Its tensors by name. Raises UserError if a file is damaged, there is no tensor, or one is not finite."""
         found: dict[str, Tensor] = {}
         for path in self.files:
             try:
@@ -88,6 +100,8 @@ class Checkpoint:
                 raise UserError(f"{path} is not a readable safetensors file ({error}); copy it again") from error
         if not found:
             raise UserError(f"{self.files[0]} holds no tensor; give a folder with a drafter's weights")
+        # Before any of them is compared with the target's, which a value that is no number would never equal.
+        require_weights(found, found, str(self.folder))
         return found
 
     def origin(self, format_name: str) -> dict[str, Any]:

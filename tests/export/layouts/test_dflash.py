@@ -182,6 +182,12 @@ def nested(config: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in config.items() if key not in inside}, "architectures": ["DSparkDraftModel"]}
 
 
+def of_dspark(config: dict[str, Any]) -> dict[str, Any]:
+    """The same in a section by the method's own name."""
+    found = nested(config)
+    return {**found, "dspark_config": found.pop("dflash_config")}
+
+
 def of_modelopt(config: dict[str, Any]) -> dict[str, Any]:
     """As ModelOpt writes it: the alignment by `shift_label`, DFlash's architecture whatever the correction."""
     inside = {key: value for key, value in config["dflash_config"].items() if key != "sample_from_anchor"}
@@ -192,7 +198,8 @@ def of_modelopt(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "spelling", "head", "given"), [
     ("dspark", flat, "markov_head.", ImportSettings(aligned="next", causal=False)),
-    ("dspark", nested, "markov_head.", ImportSettings()), ("domino", of_modelopt, "", ImportSettings()),
+    ("dspark", nested, "markov_head.", ImportSettings()), ("dspark", of_dspark, "markov_head.", ImportSettings()),
+    ("domino", of_modelopt, "", ImportSettings()),
     ("dspark gated", of_modelopt, "", ImportSettings()),
     ("dspark rnn", of_modelopt, "", ImportSettings())])
 def test_the_spellings_of_other_projects_are_read(
@@ -284,6 +291,10 @@ def test_layers_with_a_window_are_read_and_a_warning_says_what_differs(tmp_path:
     ("dflash", {}, {"lm_head.weight": torch.ones(104, 32)}, "the output layer in .* is not that of tiny-target"),
     ("dflash reduced", {}, {"lm_head.weight": torch.ones(26, 32)}, "the output layer in .* is not that of tiny-target"),
     ("dflash", {}, {"embed_tokens.weight": torch.ones(104, 32)}, "the embedding in .* is not that of tiny-target"),
+    ("dspark", {"dspark_config": {"markov_head_type": "deep"}}, {}, 'says markov_head_type: "deep"; only'),
+    ("dflash", {}, {"embed_tokens.weight": torch.full((104, 32), torch.nan)},
+     "the tensor embed_tokens.weight of .* holds values that are not finite"),
+    ("dflash", {}, {"lm_head.weight": torch.full((104, 32), torch.inf)}, "the tensor lm_head.weight of .* not finite"),
     ("dflash", {"dflash_config": 3}, {}, "config.json is damaged: 'int' object is not a mapping; copy it again"),
     ("dflash", {"dflash_config": {"mask_token_id": 101.5}}, {},
      "is damaged: mask_token_id must be a whole number or null, got 101.5; copy it again"),
@@ -346,6 +357,25 @@ def test_a_checkpoint_without_the_layer_that_joins_the_taps_is_refused(
     save_file({name: tensor for name, tensor in tensors.items() if name != "fc.weight"}, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"out holds no fc\.weight, which joins the taps; copy it again"):
         import_drafter("dflash", folder, target)
+
+
+@pytest.mark.parametrize("file", ["mask_embedding.pt", "mask_embedding.safetensors"])
+def test_a_mask_in_a_file_of_its_own_is_refused_by_the_files_name(
+    tmp_path: Path, target: Target, checkpoint: Callable[[str], Path], file: str
+) -> None:
+    folder = Path(copytree(checkpoint("dflash"), tmp_path / "out"))
+    (folder / file).touch()
+    for layout in ("dflash", "speculators"):
+        with pytest.raises(UserError, match=rf"out/{re.escape(file)} holds a mask of its own, .*; choose a checkpoint"):
+            import_drafter(layout, folder, target)
+
+
+@pytest.mark.parametrize("layout", ["dflash", "eagle", "huggingface"])
+def test_an_adapter_as_peft_writes_it_is_named_as_one(tmp_path: Path, target: Target, layout: str) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    save_file({"base_model.model.lora_A.weight": torch.ones(2, 2)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"holds an adapter \(adapter_config\.json\).*merge the adapter into its model"):
+        import_drafter(layout, tmp_path, target)
 
 
 def test_a_number_in_place_of_a_truth_value_is_read_as_one(

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from draftsmith.modules import DraftLM, DraftLMConfig, Target, TargetConfig, Use
 from draftsmith.modules.drafters.draft_lm import as_model
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from safetensors.torch import load_file, save_file
-from support.architectures import MUST_LOAD, random_model
+from support.architectures import MUST_LOAD, random_model, random_trait
 from support.gguf_vocabulary import write_vocabulary
 from support.tiers import others_long
 from torch import Tensor
@@ -152,6 +153,25 @@ def test_nan_in_tied_weights_is_refused(tmp_path: Path) -> None:
         "model.embed_tokens.weight": broken}, tie_word_embeddings=True)
     with pytest.raises(UserError, match=r"the tensor model\.embed_tokens\.weight of .* not finite"):
         load_target(settings(folder))
+
+
+@pytest.mark.parametrize(("trait", "name"), [
+    ("deepseek-v3", "model.layers.1.mlp.gate.e_score_correction_bias")])
+def test_values_outside_of_parameters_are_named_too(trait: str, name: str, tmp_path: Path) -> None:
+    model = random_trait(trait, torch.float32, vocab_size=len(tiny_tokenizer()))
+    dict(model.named_buffers())[name][1] = NAN
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=rf"the tensor {re.escape(name)} of .* not finite \(nan or inf\) in float32"):
+        load_target(settings(tmp_path))
+
+
+def test_an_adapter_without_a_model_is_named_as_one(tmp_path: Path, tiny_target: Target) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    for read in (lambda: load_target(settings(tmp_path)),
+                 lambda: DraftLM.create(DraftLMConfig(folder=str(tmp_path)), tiny_target)):
+        with pytest.raises(UserError, match=r"holds an adapter \(adapter_config\.json\), which names another model"):
+            read()
 
 
 def test_what_a_model_has_no_module_for_is_left_out_with_one_line(
