@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -22,12 +23,15 @@ WRITING = ".lock.partial"
 """End of the hidden file's name whose lock the one writer of a place holds."""
 TAKEN = (errno.EAGAIN, errno.EACCES)
 """Errors of a lock that another process holds."""
+ABSENT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""Errors of a file system without locks."""
 
 
 class FolderLocks:
     """Numbered locks of a folder.
 
-    A process opens them once: its own locks never exclude each other, and closing the file drops them all.
+    A process opens them once: its own locks never exclude each other, and closing the file drops them all. On a file
+    system without locks every lock is free, with a warning: a process that works alone needs none.
 
     Args:
         file: of the locks, made where it is missing; it stays empty.
@@ -37,7 +41,8 @@ class FolderLocks:
     """
 
     def __init__(self, file: Path) -> None:
-        self.path = file
+        self.path, self.work = file, True
+        """Its file, and False once the file system is known to have no locks."""
         make_folder(file.parent)
         # A pipe would be opened only once somebody reads from it.
         if file.exists() and not file.is_file():
@@ -57,20 +62,26 @@ class FolderLocks:
             wait: until they are free.
 
         Raises:
-            UserError: if the file system has no locks.
+            UserError: if the file cannot be locked on a file system that has locks.
         """
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), count, number)
         except OSError as error:
             if error.errno in TAKEN:
                 return False
-            raise UserError(f"{self.path} cannot be locked ({error.strerror}), and without locks processes share no "
-                            "folder; choose an --out on another disk") from error
+            if error.errno not in ABSENT:
+                raise UserError(f"{self.path} cannot be locked ({error.strerror}); choose an --out on another disk"
+                                ) from error
+            self.work = False
+            # In the same words for each file: they are shown once.
+            warnings.warn(f"this disk has no locks ({error.strerror}): start no other process in the same --out, which "
+                          "would overwrite what this one writes", stacklevel=2)
         return True
 
     def drop(self, number: int, count: int = 1) -> None:
         """Give locks back."""
-        fcntl.lockf(self._file, fcntl.LOCK_UN, count, number)
+        if self.work:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, count, number)
 
     @contextmanager
     def holding(self, number: int) -> Iterator[None]:
@@ -119,6 +130,14 @@ def sole_writer(place: Path, *, wait: bool = True) -> Iterator[None]:
             yield
         finally:
             file.unlink(missing_ok=True)
+
+
+def has_locks(folder: Path) -> bool:
+    """False if the file system of a folder has no locks, so that no several processes can share the folder."""
+    with closing(FolderLocks(_lock_of(folder / "trial"))) as locks:
+        locks.take(0)
+    locks.path.unlink(missing_ok=True)
+    return locks.work
 
 
 def _lock_of(place: Path) -> Path:

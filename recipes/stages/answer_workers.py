@@ -15,7 +15,8 @@ import yaml
 from ...data import Manifest, WantedStates, distill
 from ...data.answers.distill_config import AUTO
 from ...data.answers.shard_queue import clear_queue
-from ...modules.files.folder_locks import FolderLocks
+from ...modules.errors import UserError
+from ...modules.files.folder_locks import FolderLocks, has_locks
 from ...modules.processes import Processes, local_rank
 from ..planning.worker_count import MOST_ON_CPU, fitting, gpus_of, most_shards, resident_bytes, worker_count
 from ..reading.command_line import TRUST
@@ -53,14 +54,18 @@ def leading(out: Path) -> Iterator[bool]:
     """Context that says whether this process leads the run in a folder: the first that asks, as long as it lives.
 
     Raises:
-        UserError: if the folder cannot be written, or its file system has no locks.
+        UserError: if the folder cannot be written, or its file system has no locks for several processes.
     """
     if HELPS in os.environ:
         yield False
         return
     locks = FolderLocks(out / LOCK)
     try:
-        yield locks.take(0)
+        leads = locks.take(0)
+        if not locks.work and started_to_help():
+            raise UserError(f"the disk of {out} has no locks, without which processes share no folder; start one "
+                            "process alone, or choose an --out on another disk")
+        yield leads
     finally:
         locks.close()
 
@@ -119,11 +124,12 @@ def on_own_device(workspace: Workspace) -> Workspace:
 @contextmanager
 def helpers(workspace: Workspace) -> Iterator[None]:
     """Context in which other processes of this machine help to answer, as many as `workers_here` says with this one;
-    none where this process is one of several already.
+    none where this process is one of several already, or the disk has no locks.
 
     They are killed at its end: that costs nothing but the shards that they were answering.
     """
-    workers = 1 if RANK in os.environ else workers_here(workspace.recipe)
+    alone = RANK in os.environ or not has_locks(workspace.out)
+    workers = 1 if alone else workers_here(workspace.recipe)
     if workers == 1:
         yield
         return

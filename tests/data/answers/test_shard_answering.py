@@ -5,6 +5,7 @@ import fcntl
 import os
 import random
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -45,8 +46,10 @@ from draftsmith.data.prompts.self_prompting import OwnPrompts
 from draftsmith.data.prompts.sources import Taken
 from draftsmith.data.store.feature_shards import state_file
 from draftsmith.modules import Target, UserError
-from draftsmith.modules.files.folder_locks import FolderLocks, remove_leftovers
+from draftsmith.modules.files.folder_locks import FolderLocks, has_locks, remove_leftovers, sole_writer
+from draftsmith.modules.processes import Processes
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.recipes.stages.answer_workers import leading
 from support.forked_workers import ended, kill, start
 from support.prompt_files import contents, many, rows, shards, spoken, write_prompts
 from support.tiers import others_long, some_long
@@ -493,12 +496,44 @@ def test_a_lock_is_one_processs_and_goes_with_it(tmp_path: Path) -> None:
     locks.close()
 
 
-def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    locks = FolderLocks(tmp_path / "locks")
-
+def without_locks(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let this process meet a disk whose locks fail with this error."""
     def refused(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "lockf", refused)
-    with pytest.raises(UserError, match=r"locks cannot be locked \(No locks available\).*choose an --out on another"):
+
+
+def test_a_lock_that_fails_where_there_are_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locks = FolderLocks(tmp_path / "locks")
+    without_locks(monkeypatch, errno.EIO)
+    with pytest.raises(UserError, match=r"locks cannot be locked \(Input/output error\).*choose an --out on another"):
         locks.take(0)
+
+
+@pytest.mark.filterwarnings("ignore:this disk has no locks")
+def test_several_processes_on_a_disk_without_locks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_locks(monkeypatch, errno.EOPNOTSUPP)
+    with leading(tmp_path) as leads:
+        assert leads
+    monkeypatch.setattr(Processes, "launched", lambda: Processes(world=2))
+    with pytest.raises(UserError, match=r"has no locks, without which processes share no folder; start one process"):
+        leading(tmp_path).__enter__()
+
+
+def test_one_process_on_a_disk_without_locks_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_target: Target
+) -> None:
+    file = write_prompts(tmp_path, many(8))
+    make(tiny_target, file, SMALL, tmp_path / "usual")
+    without_locks(monkeypatch, errno.ENOLCK)
+    with pytest.warns(UserWarning, match=r"no locks \(No locks available\): start no other process in the same --out"):
+        assert not has_locks(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make(tiny_target, file, SMALL, tmp_path / "out")
+        with sole_writer(tmp_path / "place"):
+            remove_leftovers(tmp_path)
+    assert contents(tmp_path / "out") == contents(tmp_path / "usual")
