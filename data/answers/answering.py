@@ -16,6 +16,8 @@ DOCUMENT_OPENING = 32
 """Tokens of a held-out document that the target continues; of a shorter document half."""
 TURNS = 1 << 10
 """Random streams reserved for the turns of one prompt."""
+GREEDY = 1 << 62
+"""Index of the first greedy answer, which draws nothing: a prompt may have both kinds in one run."""
 
 
 @dataclass(kw_only=True)
@@ -99,30 +101,34 @@ class Answerer:
         temperatures: Sequence[float],
         deadline: float | None = None,
         taps: tuple[int, ...] | None = None,
+        *,
+        least: int = 0,
+        every: bool = False,
     ) -> list[Conversation]:
         """Answer every turn of numbered prompts, in order; prompt n gets temperatures[n % len(temperatures)].
 
         Args:
             prompts: with their numbers, which key their random streams.
             temperatures: given to the prompts in turn.
-            deadline: value of `time.monotonic()` after which no answer is started.
+            deadline: value of `time.monotonic()` after which no answer is started, and those that are decoded end.
             taps: layers whose states are recorded with the final ones, unless a writer does not tap them; None records
                 nothing.
+            least: tokens that each first answer gets whatever the time.
+            every: each prompt is answered at all temperatures, together, in the order of these.
 
         Returns:
             The conversations with at least one answer. One ends early where its history outgrows the target's context.
         """
+        turns = 1 if every else len(temperatures)
         conversations = [
-            Conversation(
-                number=number,
-                prompt=prompt,
-                source=self.source,
-                temperature=temperatures[number % len(temperatures)],
-                # Each mode comes with each temperature.
-                thinking=self.template.mode(prompt, number // len(temperatures)),
-            )
-            for number, prompt in prompts
+            # Each mode comes with each temperature.
+            Conversation(number=number, prompt=prompt, source=self.source, temperature=temperature,
+                         thinking=self.template.mode(prompt, number // turns))
+            for place, temperature in enumerate(temperatures)
+            for number, prompt in prompts if every or number % turns == place
         ]
+        if not every:
+            conversations.sort(key=lambda one: one.number)
         # The passes after a draft's chains give the layers that this draft taps, and no others.
         if not self.records or (self.writer is not None and not set(taps or ()) <= set(self.writer.drafter.taps)):
             taps = None
@@ -131,14 +137,15 @@ class Answerer:
         # A second answer needs the first; all conversations together fill the slots in every turn.
         for turn in range(max(asked.values(), default=0)):
             here = [one for one in conversations if asked[one.number] > turn == len(one.turns)]
-            self._answer_turn(here, deadline, None if taps is None else StateRecorder(taps, self.target.dtype))
+            recorder = None if taps is None else StateRecorder(taps, self.target.dtype)
+            self._answer_turn(here, deadline, recorder, 0 if turn else least)
         answered = [one for one in conversations if one.turns]
         for one in answered:
             one.lay_out(join_turns(one.turns))
         return answered
 
     def _answer_turn(
-        self, conversations: Sequence[Conversation], deadline: float | None, recorder: StateRecorder | None
+        self, conversations: Sequence[Conversation], deadline: float | None, recorder: StateRecorder | None, least: int
     ) -> None:
         """Add the next answer to each conversation that still fits the context."""
         asked: dict[int, Conversation] = {}
@@ -154,22 +161,23 @@ class Answerer:
             room = min(self.limit, self.target.context_length - len(tokens))
             one.full = room <= 0
             if room > 0:
-                index = one.number * TURNS + len(one.turns)
+                index = one.number * TURNS + len(one.turns) + (0 if one.temperature else GREEDY)
                 asked[index] = one
                 requests.append(Request(tuple(tokens), index, room, one.temperature))
-        result = self.decoded(requests, deadline, recorder)
+        result = self.decoded(requests, deadline, recorder, least)
         self.stats.add(result.stats)
         states = {} if recorder is None else recorder.states(result.generations)
         for generation in result.generations:
             request = generation.request
             one = asked[request.index]
-            one.full = generation.finish == "length" and request.max_new_tokens < self.limit
+            filled = len(request.tokens) + len(generation.tokens) == self.target.context_length
+            one.full = generation.finish == "length" and filled and len(generation.tokens) < self.limit
             one.take(list(request.tokens), generation, self.template.said(generation.tokens, one.thinking),
                      states.get(request.index))
 
-    def decoded(self, requests: Sequence[Request], deadline: float | None,
-                recorder: StateRecorder | None) -> DecodeResult:
-        """The answers to requests, as `decode` gives them; no request is started after the deadline."""
+    def decoded(self, requests: Sequence[Request], deadline: float | None, recorder: StateRecorder | None,
+                least: int) -> DecodeResult:
+        """The answers to requests, as `decode` gives them."""
         # The cache has room for a whole chunk in every slot, so a chunk is no longer than the longest prompt.
         longest = max((len(request.tokens) for request in requests), default=1)
         settings = replace(self.settings, prefill_chunk=min(self.settings.prefill_chunk, longest))
@@ -190,6 +198,7 @@ class Answerer:
             policy=policy,
             on_tokens=lambda _generation, tokens, _done: self.on_tokens(len(tokens)),
             deadline=deadline,
+            least=least,
             observer=None if self.on_slots is None else observe,
             recorder=recorder,
         )

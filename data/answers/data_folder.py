@@ -13,8 +13,8 @@ from ..prompts.prompt import Prompt
 from ..prompts.sources import Skipped, read_prompts
 from ..store.feature_store import WantedStates
 from ..store.token_store import MANIFEST, Manifest, TokenShard, corrupted, hash_bytes, read_bytes, write_bytes
-from .distill_config import DistillConfig, raised_limits
-from .shard_queue import QUEUE
+from .distill_config import LIMITS, DistillConfig, raised_limits
+from .shard_queue import QUEUE, VALIDATION_PROMPTS
 
 STATS = "stats.json"
 """File of measurements of this machine: nothing in the data depends on them."""
@@ -79,11 +79,17 @@ class DataFolder:
             keys.update(TokenShard.read(self.out / shard.file, shard.sha256).keys_P.tolist())
         if found.held_out is not None:
             self.held.update(map(key, read_held_out(self.out)))
+        # Until they are answered, validation prompts are in the queue.
+        if (waiting := self.out / QUEUE / VALIDATION_PROMPTS).is_file():
+            self.held.update(map(key, read_prompts(waiting)))
         self.manifest, self.spent = found, read_stats(self.out).get("seconds", 0.0)
         if grows:
             config, tokens, reason = self.config, found.total("train", "supervised"), ""
             if config.budget_tokens is not None and tokens >= config.budget_tokens:
                 reason = f"they hold {tokens:,} answer tokens; raise distill.budget_tokens above that"
+            elif self.late and "budget_minutes" in higher:
+                # The first answers took more than the former minutes: all is there that these give.
+                self.manifest = replace(found, complete=True)
             elif self.late:
                 reason = (f"they have taken {self.seconds / 60:.1f} minutes; raise distill.budget_minutes "
                           f"({config.budget_minutes:g}) above that")
@@ -95,7 +101,7 @@ class DataFolder:
                                 "the former limits")
         if raised:
             # All processes that answer together read it.
-            found.save(self.out)
+            self.manifest.save(self.out)
 
     def _require_same_settings(self, found: Manifest) -> None:
         asked = self.manifest
@@ -104,7 +110,9 @@ class DataFolder:
             ("the chat template or its settings", found.template_hash, asked.template_hash)]
         for part in ("prompts", "distill"):
             before, now = found.recipe.get(part, {}), asked.recipe[part]
-            compared += [(f"{part}.{key}", before.get(key), now.get(key)) for key in sorted({*before, *now})]
+            # A limit that was raised is in nobody's way.
+            keys = sorted({*before, *now}, key=lambda key: (key in LIMITS, key))
+            compared += [(f"{part}.{key}", before.get(key), now.get(key)) for key in keys]
         # Other versions may answer otherwise, which complete data have no more to do with.
         if not found.complete:
             compared.append(("the installed versions", found.versions, asked.versions))
@@ -167,7 +175,7 @@ class DataFolder:
 
     @property
     def deadline(self) -> float | None:
-        """Value of `time.monotonic()` after which no answer is started; None without a limit of minutes."""
+        """Value of `time.monotonic()` at which the minutes are over; None without a limit of minutes."""
         minutes = self.config.budget_minutes
         return None if minutes is None else time.monotonic() + 60 * minutes - self.seconds
 

@@ -53,10 +53,10 @@ def distill(
     Args:
         target: answers the prompts.
         prompts: where they come from.
-        config: how much is answered, and how. With `budget_minutes` no answer is started after them; how much that is
-            depends on the machines.
+        config: how much is answered, and how. With `budget_minutes` answers end after them; how much that is depends on
+            the machines.
         template: of the target's tokenizer.
-        out: folder of validation-00000.safetensors, test.jsonl, train-*.safetensors, manifest.json and stats.json. A
+        out: folder of test.jsonl, validation-00000.safetensors, train-*.safetensors, manifest.json and stats.json. A
             folder started with the same recipe is finished; a complete one is left as it is, or gets more answers where
             a limit of tokens or minutes is higher than it was and nothing else is different.
         train_target: the same target in the number format that `config.train_dtype` names, where it names one; it
@@ -92,16 +92,16 @@ def distill(
             if folder.manifest.held_out is None:
                 # A disk without room is reported now, not after the first answers.
                 folder.write_stats(shards.amounts(stored))
-                held_out = HeldOutPrompts(task, source, folder, bar)
-                held_out.set_aside(stored)
-                shards.writers.target.stats.add(held_out.stats)
+                HeldOutPrompts(task, source, folder, bar).set_aside()
                 folder.write_stats(shards.amounts(stored))
         if not folder.manifest.complete:
             shards.work(locks, stored)
             answers, cut = (folder.manifest.total("train", count) for count in ("answers", "truncated"))
             # Of several processes those that help show no progress, and leave the warning to the first one.
             if (progress or config.workers is None) and cut > TRUNCATED_SHARE * answers:
-                log.warning("%d of %d answers were cut at %d tokens: drafts will rarely learn an end; raise "
-                            "distill.max_new_tokens", cut, answers, config.max_new_tokens)
+                log.warning("%d of %d answers were cut at %d tokens%s: drafts will rarely learn an end; raise "
+                            "distill.max_new_tokens%s", cut, answers, config.max_new_tokens, *(
+                                (" or when the minutes were over", " or distill.budget_minutes") if folder.late
+                                else ("", "")))
     clear_queue(folder.out)
     return folder.manifest

@@ -25,7 +25,8 @@ class DistillConfig:
     """Number, length and sampling of the answers, and their writers."""
 
     shard_prompts: int = 128
-    """Prompts of one shard, which a killed run makes again. States that are to be stored are in memory until then."""
+    """Prompts of one shard, which a killed run makes again, and which the target writes before it answers the first:
+    with prompts of its own, no more than slots. States that are to be stored are in memory until then."""
     slots: int = 32
     """Answers generated at once; a finished one makes room for the next prompt of its shard."""
     max_new_tokens: int = 192
@@ -40,10 +41,11 @@ class DistillConfig:
     """Stop after the shard that reaches this many answer tokens; None stops when the prompts are used up. A larger
     number adds answers to a folder that is complete."""
     budget_minutes: float | None = None
-    """Start no answer after this many minutes, interrupted runs included. Not repeatable; tokens are."""
+    """End all answers after this many minutes, interrupted runs included; the first batch of train prompts and a few
+    held-out ones still get the first 32 tokens of theirs. Not repeatable; tokens are."""
     validation_prompts: int = 32
     """Prompts held out: answered greedily to choose checkpoints and the tree by, and once more at temperature 1, by
-    which trees for sampled answers are sized."""
+    which trees for sampled answers are sized. Where minutes are short 12 of them are answered, where none is left 4."""
     test_prompts: int = 0
     """Prompts held out for evaluation, written to test.jsonl."""
     seed: int = 0

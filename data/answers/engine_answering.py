@@ -97,9 +97,9 @@ class EngineAnswerer(Answerer):
         """A whole answer of the engine, which ended at an end token or at the limit."""
         return Generation(request, tokens, finish="eos" if tokens[-1] in self.target.eos_ids else "length")
 
-    def decoded(self, requests: Sequence[Request], deadline: float | None,
-                recorder: StateRecorder | None) -> DecodeResult:
-        """The answers to requests by the engine, which gives no states to record."""
+    def decoded(self, requests: Sequence[Request], deadline: float | None, recorder: StateRecorder | None,
+                least: int) -> DecodeResult:
+        """The answers to requests by the engine, whole, without states to record."""
         started = time.perf_counter()
-        found = self._answers(requests, deadline)
+        found = self._answers(requests, None if least else deadline)
         return DecodeResult(found, DecodeStats(seconds=time.perf_counter() - started))

@@ -2,29 +2,35 @@
 
 import json
 import logging
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 
 from ...modules import SIZING_TEMPERATURE, DecodeSettings, DecodeStats, UserError
 from ..prompts.prompt import Prompt
+from ..prompts.prompt_files import decoded, file_rows
+from ..prompts.rows import parse_prompt
 from ..prompts.self_prompting import OwnPrompts, Source
 from ..prompts.sources import ReadPrompts, Skipped
 from ..store.shard_states import ShardStates
 from ..store.token_store import HeldOut, hash_bytes, write_bytes
 from .answer_server import AnswerServer, ServerAnswerer
-from .answering import Answerer, Conversation, shard_of, states_of
+from .answering import Answerer, shard_of, states_of
 from .data_folder import SKIPPED, DataFolder
 from .distill_task import DistillTask
 from .progress import Progress
+from .shard_queue import QUEUE, VALIDATION_PROMPTS, FinishedShard
 
 TEST = "test.jsonl"
-TRAIN_SHARE = 0.5
-"""Share of `distill.budget_minutes` that held-out text leaves to training text, without which it is of no use."""
-PROBED = 4
-"""Validation prompts that are answered in any case; where minutes are given, their time says how many fit next."""
+HELD_OUT_SHARE = 0.5
+"""Share of the minutes that are left which validation prompts get, at most."""
+FEW, FEWEST = 12, 4
+"""Validation prompts that are answered where all would take more than half of that share, and where no minute is left.
+"""
+LEAST_TOKENS = 32
+"""Tokens that the first answers of the data, and those to held-out prompts, get whatever the time."""
 HELD_OUT_ROUNDS = 20
 """Largest number of rounds in which candidates for held-out prompts are read."""
 log = logging.getLogger(__name__)
@@ -41,12 +47,10 @@ class HeldOutPrompts:
     folder: DataFolder
     """Of the data; it holds none yet."""
     progress: Progress
-    """Counts prompts and answer tokens."""
-    stats: DecodeStats = field(default_factory=DecodeStats)
-    """Passes of the target over them."""
+    """Counts prompts."""
 
-    def set_aside(self, states: ShardStates) -> None:
-        """Choose them, answer those of validation, and write both parts, then the manifest.
+    def set_aside(self) -> None:
+        """Choose them and write both parts, then the manifest.
 
         Raises:
             UserError: if there are too few, a test prompt is a plain document, or the disk is full.
@@ -71,31 +75,22 @@ class HeldOutPrompts:
                 f"only {len(held)} usable prompts among the first {candidates}, but {wanted} are to be held out; "
                 "give more prompts, or lower distill.validation_prompts and distill.test_prompts"
             )
-        # A resumed run knows the held-out prompts, not those left over from the last round.
-        held = held[:wanted]
         if any(prompt.document is not None for _, prompt in held[first:]):
             raise UserError("plain documents are no prompts to be asked in an evaluation; set distill.test_prompts: 0")
-        out, lines = self.folder.out, list[str]()
-        for number, prompt in held[first:]:
-            lines.append(json.dumps({**prompt.row, "number": number}, ensure_ascii=False) + "\n")
-        data = "".join(lines).encode()
+        out = self.folder.out
+        if first:
+            write_bytes(out / QUEUE / VALIDATION_PROMPTS, _rows(held[:first]))
+        data = _rows(held[first:])
         write_bytes(out / TEST, data)
         manifest = replace(self.folder.manifest, candidates=candidates, repeated=repeated,
                            skipped=self.folder.list_skipped(skipped), unwritten=unwritten,
                            held_out=HeldOut(file=TEST, sha256=hash_bytes(data), prompts=len(held) - first))
-        if first:
-            conversations = self._answered(held[:first], states.taps)
-            keys = [self.task.asked_key(prompt) for _, prompt in held[:first]]
-            shard, record, content = shard_of("validation", 0, conversations, keys, candidates)
-            write_bytes(out / record.file, content)
-            states.add(states.write(record, shard, states_of(conversations)))
-            manifest = replace(manifest, shards=(record,))
         self.folder.held = {self.task.asked_key(prompt) for _, prompt in held}
         self.folder.save(manifest)
 
     def _chosen(self, wanted: int, skipped: list[Skipped]) -> tuple[list[tuple[int, Prompt]], int, int]:
-        """(usable prompts without repetitions, at least as many as wanted where there are; candidates read; those of
-        them that repeat others). More rows may be skipped on the way."""
+        """(usable prompts without repetitions, as many as wanted where there are; candidates up to the last of
+        them; those that repeat others). More rows may be skipped on the way."""
         held: dict[int, tuple[int, Prompt]] = {}
         position = repeated = 0
         with self.progress.stage("held-out prompts", wanted, "prompt"):
@@ -104,56 +99,69 @@ class HeldOutPrompts:
                 missing, before = wanted - len(held), len(held)
                 if missing <= 0:
                     break
-                # A target that writes prompts fills its slots at no more cost.
+                # A target that writes prompts fills its slots at no more cost; the rest are the first train prompts.
                 wished = max(missing, self.task.config.slots) if own else missing
                 taken = self.source.take(position, wished)
                 skipped += taken.skipped
+                position += taken.read
                 for number, prompt in taken.prompts:
                     repeated += (key := self.task.asked_key(prompt)) in held
                     held.setdefault(key, (number, prompt))
-                position += taken.read
+                    if len(held) == wanted:
+                        position = number + 1 if own else position
+                        break
                 self.progress.advance("prompt", len(held) - before)
                 if not own and taken.read < wished:
                     break
         return list(held.values()), position, repeated
 
-    def _answered(self, prompts: Sequence[tuple[int, Prompt]], taps: tuple[int, ...] | None) -> list[Conversation]:
-        """Validation prompts, answered by the target in its own number format: greedily, and once more by drawing at
-        the temperature by which trees for sampled rows are sized, without filters."""
-        task, config, found = self.task, self.task.config, list[Conversation]()
-        settings = DecodeSettings(batch_size=config.slots, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
 
-        def answer(these: Sequence[tuple[int, Prompt]]) -> None:
-            for temperature, sampling in ((0.0, settings), (SIZING_TEMPERATURE, replace(settings, top_k=0, top_p=1.0))):
-                given = task.template, sampling, config.max_new_tokens, partial(self.progress.advance, "tok")
-                answerer = Answerer(task.target, *given, on_slots=self.progress.count_slots)
-                if task.target.placement.slow and config.server is not None:
-                    answerer = ServerAnswerer(AnswerServer(config.server), task.target, *given)
-                found.extend(answerer.answer(these, (temperature,), taps=taps))
-                self.stats.add(answerer.stats)
+def validation_prompts(folder: Path) -> list[tuple[int, Prompt]]:
+    """The numbered validation prompts of data that are not complete. Raises UserError if their file cannot be read."""
+    rows = [(decoded(row), place) for place, row in file_rows(folder / QUEUE / VALIDATION_PROMPTS)]
+    return [(row["number"], parse_prompt(row, place)) for row, place in rows]
 
-        with self.progress.stage("held-out answers", 2 * len(prompts) * config.max_new_tokens, "tok"):
-            if config.budget_minutes is None:
-                answer(prompts)
-                return found
-            taken, took, each = 0, 0.0, math.inf
-            if isinstance(self.source, OwnPrompts) and (wrote := self.source.stats).busy_slots:
-                # Prompts that the target wrote were decoded by the same slots: each slot of a pass gave a token.
-                each = 2 * config.max_new_tokens * wrote.seconds / wrote.busy_slots
-            while taken < len(prompts):
-                started = self.folder.seconds
-                left = (1 - TRAIN_SHARE) * 60 * config.budget_minutes - started
-                # Measured anew after each part: rows that are answered together cost less each than few, and a smaller
-                # part takes about as long as the one before.
-                fits = int(left / max(each, 1e-9)) if left >= took else 0
-                if not (part := prompts[taken:taken + (fits if taken else max(PROBED, fits))]):
-                    break
-                answer(part)
-                taken, took = taken + len(part), self.folder.seconds - started
-                each = took / len(part)
-        if taken < len(prompts):
-            log.warning("%d of %d validation prompts were answered: held-out text gets at most half of "
-                        "distill.budget_minutes %g; raise it, or lower distill.validation_prompts", taken, len(prompts),
-                        config.budget_minutes)
-        # As without minutes: greedy answers first.
-        return sorted(found, key=lambda one: one.temperature)
+
+def answer_validation(task: DistillTask, folder: DataFolder, states: ShardStates, each: float,
+                      on_tokens: Callable[[int], None]) -> tuple[FinishedShard, DecodeStats]:
+    """Validation prompts, answered by the target in its own number format: greedily, and at the temperature by which
+    trees for sampled rows are sized, in one batch.
+
+    Args:
+        task: the distillation.
+        folder: of its data.
+        states: of the target, where they are stored.
+        each: seconds that an answer took here so far.
+        on_tokens: called with the number of tokens of each answer in a pass.
+
+    Returns:
+        The shard, and the passes that were made for it.
+
+    Raises:
+        UserError: if the prompts cannot be read, or the disk is full.
+    """
+    config, prompts, deadline = task.config, validation_prompts(folder.out), folder.deadline
+    taken = prompts
+    if deadline is not None:
+        share = HELD_OUT_SHARE * max(0.0, deadline - time.monotonic())
+        if 2 * len(prompts) * each > share / 2 or not share:
+            taken = prompts[:FEW if share else FEWEST]
+        deadline = time.monotonic() + share
+    # Filters would change drawn answers alone.
+    given = task.template, DecodeSettings(batch_size=config.slots, seed=config.seed), config.max_new_tokens, on_tokens
+    answerer = Answerer(task.target, *given)
+    if task.target.placement.slow and config.server is not None:
+        answerer = ServerAnswerer(AnswerServer(config.server), task.target, *given)
+    conversations = answerer.answer(taken, (0.0, SIZING_TEMPERATURE), deadline, states.taps, least=LEAST_TOKENS,
+                                    every=True)
+    keys = [task.asked_key(prompt) for _, prompt in prompts]
+    shard, record, content = shard_of("validation", 0, conversations, keys, folder.manifest.candidates)
+    write_bytes(folder.out / record.file, content)
+    files = states.write(record, shard, states_of(conversations))
+    return FinishedShard(read=0, fresh=0, repeated=0, record=record, states=files), answerer.stats
+
+
+def _rows(prompts: Sequence[tuple[int, Prompt]]) -> bytes:
+    """Numbered prompts as a file, one a line."""
+    return "".join(json.dumps({**prompt.row, "number": number}, ensure_ascii=False) + "\n"
+                   for number, prompt in prompts).encode()

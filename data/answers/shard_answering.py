@@ -15,9 +15,10 @@ from ..store.token_store import ShardRecord, shard_file, write_bytes
 from .answering import shard_of, states_of
 from .data_folder import DataFolder
 from .distill_task import DistillTask
+from .held_out import LEAST_TOKENS, answer_validation
 from .progress import Progress
 from .row_writers import RowWriters
-from .shard_queue import FIRST, MERGE, FinishedShard, ShardPrompts, ShardQueue, remove_shards
+from .shard_queue import FIRST, MERGE, VALIDATION, FinishedShard, ShardPrompts, ShardQueue, remove_shards
 
 POLL_SECONDS = 0.5
 """Time between two looks at the queue while other processes answer the last shards."""
@@ -27,8 +28,8 @@ BARREN_CANDIDATES = 256
 """Prompts written by the target without a usable one among them after which the run stops."""
 
 
-class MergedError(Exception):
-    """The data are complete without the shard that this process is answering."""
+class NeedlessError(Exception):
+    """The data are, or will be, complete without the shard that this process is making."""
 
 
 class ShardAnswering:
@@ -53,13 +54,15 @@ class ShardAnswering:
         """Shards that this process has finished, which its progress counted answer by answer."""
         self.others: dict[str, int] = {}
         """Answer tokens and prompts of the other finished shards, as far as the progress has counted them."""
+        self.answers = 0
+        """Conversations that this process has answered."""
         self.checked = time.monotonic()
 
     def work(self, locks: FolderLocks, states: ShardStates) -> None:
         """Answer shards until the data are complete.
 
         Raises:
-            UserError: if the data hold no answer, a record of the queue is damaged, the limits were raised meanwhile,
+            UserError: if no prompt gives an answer, a record of the queue is damaged, the limits were raised meanwhile,
                 the target writes no usable prompt, or the disk is full.
         """
         manifest, config = self.folder.manifest, self.task.config
@@ -79,27 +82,65 @@ class ShardAnswering:
             goal = "answers", 60 * config.budget_minutes, "s", self.folder.seconds
         else:
             goal = "answers", self.source.total, "prompt", manifest.candidates + self.others["prompt"]
+        if isinstance(self.source, OwnPrompts):
+            self.source.watch = partial(self._watch, queue)
         with self.progress.stage(*goal):
             while not self.folder.is_complete():
-                if (end := queue.end()) is not None:
-                    self._merge(locks, states, [queue.finished()[number] for number in range(first, end)])
-                elif self.folder.late and locks.take(FIRST, 0):
+                validated = self._validated(queue)
+                if validated and (end := queue.end()) is not None:
+                    self._merge(queue, locks, states, [queue.finished()[number] for number in range(first, end)])
+                elif validated and self._over(queue) and locks.take(FIRST, 0):
                     # No process works on a shard, and with all their locks here nobody starts one.
-                    self._merge(locks, states, queue.unbroken())
-                elif self.folder.late or (number := self._claimed(queue)) is None:
-                    time.sleep(POLL_SECONDS)
-                else:
+                    self._merge(queue, locks, states, queue.unbroken())
+                # Train answers first: their pace says how many validation prompts fit.
+                elif queue.finished() and self._validate(queue, locks, states):
+                    pass
+                elif (number := self._claimed(queue)) is not None:
                     try:
                         self._make(number, queue, prompts, locks, states)
-                    except MergedError:
+                    except NeedlessError:
                         # What it has written for this shard is in nobody's way.
                         remove_shards(self.folder.out, partial(eq, shard_file("train", number)))
                     finally:
                         queue.release(number)
+                elif not self._validate(queue, locks, states):
+                    time.sleep(POLL_SECONDS)
+
+    def _fed(self, queue: ShardQueue) -> bool:
+        """True once there is text to train on."""
+        return (self.folder.manifest.total("train", "supervised") > 0
+                or any(one.supervised for one in queue.unbroken()))
+
+    def _over(self, queue: ShardQueue) -> bool:
+        """True once the minutes are over, which text to train on is waited for."""
+        return self.folder.late and self._fed(queue)
+
+    def _validated(self, queue: ShardQueue) -> bool:
+        """True once the validation prompts are answered."""
+        return (not self.task.config.validation_prompts or bool(self.folder.manifest.split("validation"))
+                or queue.validation() is not None)
+
+    def _validate(self, queue: ShardQueue, locks: FolderLocks, states: ShardStates) -> bool:
+        """Answer the validation prompts, if nobody has and nobody is about to."""
+        if self._validated(queue) or not locks.take(VALIDATION):
+            return False
+        try:
+            # Another process may have done so, and completed the data, since the look at the queue.
+            if not self.folder.is_complete() and not self._validated(queue):
+                each = self.writers.target.stats.seconds / max(1, self.answers)
+                shard, stats = answer_validation(self.task, self.folder, states, each, lambda _: self._count(0))
+                self.writers.target.stats.add(stats)
+                queue.publish_validation(shard)
+                self.folder.write_stats(self.amounts(states))
+        finally:
+            locks.drop(VALIDATION)
+        return True
 
     def _claimed(self, queue: ShardQueue) -> int | None:
         """The next shard of this process; None while others answer all that are needed."""
         config, barren = self.task.config, 0
+        if self._over(queue):
+            return None
         if isinstance(self.source, OwnPrompts):
             for _, one in sorted(queue.finished().items()):
                 barren = 0 if one.fresh else barren + one.read
@@ -107,7 +148,8 @@ class ShardAnswering:
                 raise UserError(
                     f"none of {barren} prompts that the target wrote can be used; raise prompts.own_max_tokens "
                     f"({self.task.prompts.own_max_tokens}), or give prompts in a file (prompts.origin: file)")
-        return queue.claim(float(config.max_new_tokens * config.shard_prompts))
+        # When the minutes are over, the first text is all that is waited for.
+        return queue.claim(float(config.max_new_tokens * config.shard_prompts), 1 if self.folder.late else None)
 
     def _make(self, number: int, queue: ShardQueue, prompts: ShardPrompts, locks: FolderLocks, states: ShardStates
               ) -> None:
@@ -119,8 +161,15 @@ class ShardAnswering:
             others = queue.finished().values()
             self.source.require_few([one for shard in others for one in shard.skipped] + [*taken.skipped],
                                     self.folder.manifest.candidates + sum(one.read for one in others) + taken.read)
-        conversations = self.writers.conversations(fresh, self.folder.deadline, states.taps)
-        if fresh and not conversations and self.folder.late:
+        deadline, batch = self.folder.deadline, self.task.config.slots
+        parts = [(fresh, 0)]
+        if deadline is not None and not self._fed(queue):
+            # A least share, whatever the time: without train text no later stage could go on.
+            parts = [(fresh[:batch], LEAST_TOKENS), (fresh[batch:], 0)]
+        conversations = [one for part, least in parts
+                         for one in self.writers.conversations(part, deadline, states.taps, least)]
+        self.answers += len(conversations)
+        if fresh and not conversations and self.folder.late and not isinstance(self.source, OwnPrompts):
             # The time ran out before the first answer: these prompts were not tried.
             return
         record: ShardRecord | None = None
@@ -132,7 +181,7 @@ class ShardAnswering:
             files = states.write(record, shard, states_of(conversations))
         with locks.holding(MERGE):
             if self.folder.is_complete():
-                raise MergedError
+                raise NeedlessError
             # A killed process may have left other files of it.
             written = set() if record is None else {record.file, *files}
             remove_shards(out, partial(eq, shard_file("train", number)), written)
@@ -142,26 +191,22 @@ class ShardAnswering:
             self.folder.write_stats(self.amounts(states))
         self.progress.advance("prompt", taken.read)
 
-    def _merge(self, locks: FolderLocks, states: ShardStates, ordered: Sequence[FinishedShard]) -> None:
+    def _merge(self, queue: ShardQueue, locks: FolderLocks, states: ShardStates, ordered: Sequence[FinishedShard]
+               ) -> None:
         """Complete the data with these shards, which follow those of the manifest."""
         with locks.holding(MERGE):
             if self.folder.is_complete():
                 return
             before = self.folder.manifest
+            # Data that grow have the validation shard.
+            if not before.split("validation") and (validation := queue.validation()) is not None:
+                ordered = [validation, *ordered]
             records = [one.record for one in ordered if one.record is not None]
             manifest = replace(before, shards=(*before.shards, *records), complete=True,
                                candidates=before.candidates + sum(one.read for one in ordered),
                                repeated=before.repeated + sum(one.repeated for one in ordered),
                                skipped=self.folder.list_skipped([row for one in ordered for row in one.skipped]))
             if manifest.total("train", "supervised") == 0:
-                minutes = self.folder.config.budget_minutes
-                if self.folder.late and not records:
-                    raise UserError(
-                        f"no train token would be supervised in {self.folder.out}: distill.budget_minutes {minutes:g} "
-                        f"were over (after {round(self.folder.seconds / 60, 2):g}) before a train prompt was answered, "
-                        "since held-out prompts and their answers come first, and prompts that the target writes "
-                        "before theirs; start again with a larger distill.budget_minutes, and this folder goes on, or "
-                        "lower distill.validation_prompts")
                 raise UserError(
                     f"no train token would be supervised in {self.folder.out}: after {manifest.candidates} prompts, "
                     "held-out ones included, there is no answer with a token; give more prompts or a larger budget")
@@ -177,7 +222,13 @@ class ShardAnswering:
             self.checked = time.monotonic()
             self.count_others(self.queue)
             if self.folder.is_complete():
-                raise MergedError
+                raise NeedlessError
+
+    def _watch(self, queue: ShardQueue) -> None:
+        """Look at the other processes and at the time while prompts are written."""
+        self._count(0)
+        if self._over(queue):
+            raise NeedlessError
 
     def count_others(self, queue: ShardQueue) -> None:
         """Count the shards that other processes have finished since the last call."""

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from itertools import count, takewhile
+from itertools import count, islice, takewhile
 from pathlib import Path
 
 from ...modules import UserError
@@ -24,9 +24,11 @@ from ..store.token_store import Manifest, ShardRecord, write_bytes
 QUEUE, LOCKS = "queue", "queue.lock"
 """Folder of the finished shards' records, gone when the data are complete; and the file of the locks, which stays: a
 process that has opened it and one that finds it removed would lock two different files."""
-MERGE, HELD_OUT, FIRST = 0, 1, 2
-"""Locks: of the list of finished shards, of the held-out prompts, and of the first shard's prompts; those of its
-answers, and of the shards after it, follow in turn."""
+MERGE, HELD_OUT, VALIDATION, FIRST = range(4)
+"""Locks: of the list of finished shards, of the held-out prompts, of the answers to those of validation, and of the
+first shard's prompts; those of its answers, and of the shards after it, follow in turn."""
+VALIDATION_PROMPTS = "validation.jsonl"
+"""File of the queue with the validation prompts."""
 SHARD_FILE = re.compile(r"\.?(?:.+-)?(train-\d{5,}\.safetensors)(?:(?:\.[0-9a-f]{8})?\.partial)?")
 """Name of a train shard, of a file of its states, or of one of them half-written."""
 REMEDY = "delete it, the shard is then answered again"
@@ -53,6 +55,10 @@ class FinishedShard:
     def supervised(self) -> int:
         """Answer tokens."""
         return 0 if self.record is None else self.record.supervised
+
+    def to_bytes(self) -> bytes:
+        """The JSON file."""
+        return json.dumps(asdict(self), indent=2, sort_keys=True).encode()
 
 
 class ShardQueue:
@@ -110,14 +116,15 @@ class ShardQueue:
             found.pop()
         return found
 
-    def claim(self, expected: float) -> int | None:
+    def claim(self, expected: float, most: int | None = None) -> int | None:
         """Take the first free shard that the data are likely to need; None where there is none.
 
         Args:
             expected: answer tokens of a shard, as long as none is finished.
+            most: number of unfinished shards that are looked at; None for all.
         """
         # A lock that is free may be of a shard that was finished since the look at the queue.
-        for number in self._wanted(expected):
+        for number in islice(self._wanted(expected), most):
             if self.locks.take(answers_lock(number)):
                 if number not in self.finished():
                     return number
@@ -145,9 +152,17 @@ class ShardQueue:
 
     def publish(self, number: int, shard: FinishedShard) -> None:
         """Add a finished shard. Raises UserError if the disk is full."""
-        content = json.dumps(asdict(shard), indent=2, sort_keys=True).encode()
-        write_bytes(self.folder / f"train-{number:05d}.json", content)
+        write_bytes(self.folder / f"train-{number:05d}.json", shard.to_bytes())
         self._finished[number] = shard
+
+    def validation(self) -> FinishedShard | None:
+        """The validation shard, once it is finished. Raises UserError if its record is damaged."""
+        file = self.folder / "validation-00000.json"
+        return read_record(FinishedShard, file, REMEDY) if file.is_file() else None
+
+    def publish_validation(self, shard: FinishedShard) -> None:
+        """Add the validation shard. Raises UserError if the disk is full."""
+        write_bytes(self.folder / "validation-00000.json", shard.to_bytes())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,13 @@ message's first words can be given (`prompt_kinds`).
 """
 
 import hashlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 from ...modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode, repeats_itself
 from .chat import ChatTemplate
@@ -20,10 +24,15 @@ OPENING_TOKENS = 16
 """Tokens of a prompt that a base model without a chat template writes: the start of a text to be continued."""
 TOP_P = 0.95
 """Nucleus from which the target draws its prompts."""
+RECORDED = Path(__file__).with_name("recorded.jsonl")
+"""Candidates 0, 1, ... that the embedded target wrote once (`tests/benchmarks/record_prompts.py`), since to write them
+takes as long as to answer them. First comes `OwnPrompts.origin`, then the text of each, empty where it is unusable."""
 
 
 class OwnPrompts:
     """Candidates that the target writes; candidate n is a pure function of the weights, the config and the seed.
+
+    None is written twice: what is recorded for these weights and settings is read, and what was written is kept.
 
     Args:
         target: writes them.
@@ -63,6 +72,8 @@ class OwnPrompts:
                     raise UserError(f"{asked} does not show; leave prompts.own_kinds out")
                 self.befores[kind] = shown.before
         self.stats = DecodeStats()
+        self.watch: Callable[[], None] = lambda: None
+        """Called in every pass; what it raises ends the writing."""
         # An end token of the target ends a message; where the template writes something else after one, that text does.
         end = self.around.after
         stop = () if not end or end[0] in target.eos_ids else (target.tokenizer.decode(list(end)),)
@@ -70,13 +81,40 @@ class OwnPrompts:
         stream = int.from_bytes(hashlib.sha256(f"prompts {seed}".encode()).digest()[:8], "little")
         self.settings = DecodeSettings(batch_size=slots, top_p=TOP_P, seed=stream, stop=stop)
 
+    @property
+    def origin(self) -> dict[str, Any]:
+        """All that decides the candidates, as JSON has it."""
+        return {"target": self.target.identity.weights_hash, "tokens": self.target.identity.tokens_hash,
+                "befores": {kind: list(tokens) for kind, tokens in self.befores.items()},
+                "stop": list(self.settings.stop), "seed": self.seed, "top_p": TOP_P,
+                **{name: getattr(self.config, name) for name in ("own_max_tokens", "own_temperature", "own_openings")}}
+
+    @cached_property
+    def texts(self) -> dict[int, str]:
+        """Candidates that are known, by number; the text of an unusable one is empty."""
+        with RECORDED.open(encoding="utf-8") as lines:
+            known = json.loads(next(lines)) == self.origin
+            return {number: json.loads(line) for number, line in enumerate(lines)} if known else {}
+
     def take(self, start: int, count: int) -> Taken:
-        """Write candidates start to start + count - 1 and keep the usable ones."""
-        limit, longest = self.config.limit, self.config.own_max_tokens
-        count = count if limit is None else max(0, min(count, limit - start))
-        longest = min(OPENING_TOKENS, longest) if self.plain else longest
+        """Candidates start to start + count - 1, without the unusable ones."""
+        limit = self.config.limit
+        numbers = range(start, start + (count if limit is None else max(0, min(count, limit - start))))
+        self.texts.update(self._written(number for number in numbers if number not in self.texts))
+        prompts = []
+        for number in numbers:
+            if text := self.texts[number]:
+                prompt = Prompt.from_turns(text, id=str(number), category="own")
+                with suppress(UserError):
+                    self.check(number, prompt)
+                    prompts.append((number, prompt))
+        return Taken(prompts=prompts, read=len(numbers))
+
+    def _written(self, numbers: Iterable[int]) -> dict[int, str]:
+        """These candidates, written now."""
+        longest = min(OPENING_TOKENS, self.config.own_max_tokens) if self.plain else self.config.own_max_tokens
         openings, requests = dict[int, str](), list[Request]()
-        for number in range(start, start + count):
+        for number in numbers:
             kind, opening = drawn(self.kinds, self.seed, number)
             openings[number] = opening if self.config.own_openings else ""
             first = self.target.tokenizer(openings[number], add_special_tokens=False)["input_ids"]
@@ -84,21 +122,19 @@ class OwnPrompts:
             # A kind's system prompt may fill a short context; such a candidate counts as read and unusable.
             if len(tokens) + longest <= self.target.context_length:
                 requests.append(Request(tokens, number, longest, self.config.own_temperature))
+        found = dict.fromkeys(openings, "")
         if not requests:
-            return Taken(prompts=[], read=count)
+            return found
         # Every slot holds a whole chunk of its prompt, so a chunk is no longer than the longest prompt.
         chunk = min(self.settings.prefill_chunk, max(len(request.tokens) for request in requests))
-        result = decode(self.target, requests, replace(self.settings, prefill_chunk=chunk))
+        result = decode(self.target, requests, replace(self.settings, prefill_chunk=chunk),
+                        on_tokens=lambda *_: self.watch())
         self.stats.add(result.stats)
-        prompts = []
         for generation in result.generations:
+            number = generation.request.index
             if text := self._text(generation):
-                number = generation.request.index
-                prompt = Prompt.from_turns(f"{openings[number]}{text}".strip(), id=str(number), category="own")
-                with suppress(UserError):
-                    self.check(number, prompt)
-                    prompts.append((number, prompt))
-        return Taken(prompts=prompts, read=count)
+                found[number] = f"{openings[number]}{text}".strip()
+        return found
 
     def _text(self, generation: Generation) -> str:
         """The text of a turn, empty where it is not usable: cut off, repetitive, or with special tokens inside."""

@@ -20,6 +20,7 @@ def decode(
     policy: Policy | None = None,
     on_tokens: Callable[[Generation, list[int], bool], None] | None = None,
     deadline: float | None = None,
+    least: int = 0,
     observer: Observer | None = None,
     recorder: StateRecorder | None = None,
 ) -> DecodeResult:
@@ -32,7 +33,9 @@ def decode(
         drafter: proposes tokens; None decodes plainly.
         policy: how its trees grow.
         on_tokens: called with (generation, its new tokens, whether it finished) after every pass.
-        deadline: value of `time.monotonic()` after which no waiting request is started.
+        deadline: value of `time.monotonic()` after which no waiting request is started, and answers end, with `finish`
+            "length".
+        least: tokens that every answer gets whatever the time.
         observer: called after every pass that verifies.
         recorder: gets the target's states at every token of the requests and their answers.
 
@@ -44,7 +47,7 @@ def decode(
     """
     finished: dict[int, Generation] = {}
     loop = Loop(target, requests, settings, drafter=drafter, policy=policy, observer=observer, recorder=recorder)
-    for generation, tokens, done in loop.run(deadline):
+    for generation, tokens, done in loop.run(deadline, least):
         if on_tokens is not None:
             on_tokens(generation, tokens, done)
         if done:

@@ -37,6 +37,8 @@ Observer = Callable[[TokenTree, Accepted, Sequence[Generation]], None]
 """Called after each pass, before its tokens are added: the trees, the accepted paths, the answer of each row."""
 _SHORTEST_PREFIX = 8
 """Tokens that prompts must share before it pays to keep them in a row of their own."""
+_LIKE, _FEWEST_ROWS = 0.75, 8
+"""Prompts that are read together have at least this share of the longest one's tokens, unless they are fewer."""
 
 
 class Loop:
@@ -158,11 +160,13 @@ class Loop:
         return emitted, faults, logprobs
 
     @torch.no_grad()
-    def run(self, deadline: float | None = None) -> Iterator[tuple[Generation, list[int], bool]]:
+    def run(self, deadline: float | None = None, least: int = 0) -> Iterator[tuple[Generation, list[int], bool]]:
         """Yield (generation, its new tokens, whether it is finished) after every pass, row by row.
 
         Args:
-            deadline: value of `time.monotonic()` after which no waiting request is started.
+            deadline: value of `time.monotonic()` after which no waiting request is started, and answers end as if their
+                limit were reached.
+            least: tokens that every answer gets whatever the time; all requests are then started.
         """
         for generation in self.refused:
             yield generation, [], True
@@ -170,10 +174,14 @@ class Loop:
         free = list(range(self._count))
         while True:
             if deadline is not None and time.monotonic() >= deadline:
-                self.waiting.clear()
+                if not least:
+                    self.waiting.clear()
+                yield from self._cut(least)
+                free += [row for row in range(len(self.slots)) if row not in free and self._free(row)]
             while free and self.waiting:
                 started = [row for row in free if self._assign(row)]
-                yield from self._prefill(started)
+                for alike in self._alike(started):
+                    yield from self._prefill(alike)
                 free = [row for row in free if row not in started or self._free(row)]
             self._shrink([row for row in free if row < len(self.slots)])
             if not self.slots:
@@ -217,6 +225,23 @@ class Loop:
         if self.state is not None:
             self.state.clear(torch.tensor([row], device=self.target.device))
         return True
+
+    def _cut(self, least: int) -> Iterator[tuple[Generation, list[int], bool]]:
+        """End the answers that have at least so many tokens."""
+        for generation in self.slots:
+            if not generation.complete and len(generation.tokens) >= max(1, least):
+                generation.request = replace(generation.request, max_new_tokens=len(generation.tokens))
+                yield generation, [], True
+
+    def _alike(self, rows: list[int]) -> list[list[int]]:
+        """Rows in groups of prompts of like length, which are read without much padding."""
+        lengths = {row: len(self.slots[row].request.tokens) - self._read for row in rows}
+        groups: list[list[int]] = []
+        for row in sorted(rows, key=lambda row: -lengths[row]):
+            if not groups or (len(groups[-1]) >= _FEWEST_ROWS and lengths[row] < _LIKE * lengths[groups[-1][0]]):
+                groups.append([])
+            groups[-1].append(row)
+        return groups
 
     def _free(self, row: int) -> bool:
         """True for a finished row that nothing more is recorded of."""

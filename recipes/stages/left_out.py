@@ -21,6 +21,10 @@ def left_out(workspace: Workspace) -> tuple[str, ...]:
         if ran_out:
             sentences.append(f"answers: {found:,} of {wanted:,} tokens were distilled; the rest did not fit into "
                              f"distill.budget_minutes {minutes:g}")
+    asked, held = settings.get("validation_prompts", 0), manifest.total("validation", "prompts")
+    if minutes is not None and held < asked:
+        sentences.append(f"held-out answers: {held:,} of {asked:,} validation prompts were answered; the rest did not "
+                         f"fit into distill.budget_minutes {minutes:g}")
     if manifest.skipped:
         sentences.append("prompts: rows were skipped, which data/skipped.jsonl lists: " + "; ".join(
             f"{count:,} × {kind}" for kind, count in manifest.skipped.items()))

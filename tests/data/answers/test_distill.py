@@ -5,7 +5,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,15 @@ from draftsmith.data import (
     distill,
     read_prompts,
 )
-from draftsmith.data.answers import distill_task
+from draftsmith.data.answers import distill_task, held_out, shard_answering
 from draftsmith.data.answers.answering import Answerer
 from draftsmith.data.answers.data_folder import DataFolder
 from draftsmith.data.answers.distill_task import DistillTask
-from draftsmith.data.answers.row_writers import take_given
+from draftsmith.data.answers.row_writers import RowWriters, take_given
+from draftsmith.data.answers.shard_answering import ShardAnswering
 from draftsmith.data.prompts import self_prompting, sources
 from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
+from draftsmith.modules.decoding.loop import Loop
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_model, tiny_tokenizer
 from support.chats import THINKING
 from support.prompt_files import WORDS, contents, many, rows, shards, spoken, write_prompts
@@ -468,9 +470,9 @@ def test_a_resumed_run_redoes_no_finished_shard(
     asked: list[int] = []
     answer = Answerer.answer
 
-    def count(self: Answerer, numbered: Any, *rest: Any) -> Any:
+    def count(self: Answerer, numbered: Any, *rest: Any, **more: Any) -> Any:
         asked.extend(number for number, _ in numbered)
-        return answer(self, numbered, *rest)
+        return answer(self, numbered, *rest, **more)
 
     monkeypatch.setattr(Answerer, "answer", count)
     assert run(tiny_target, prompts, SMALL, out) == manifest
@@ -488,7 +490,7 @@ def test_a_resumed_run_redoes_no_finished_shard(
         ({"seed": 1}, r"distill.seed was 0 and is now 1; choose another --out"),
         ({"temperatures": (0.0,)}, r"distill.temperatures was \[0.0, 1.0\] and is now \[0.0\]"),
         ({"budget_tokens": 500}, r"distill.budget_tokens was 1000 and is now 500"),
-        ({"budget_tokens": 2000, "seed": 1}, r"distill.budget_tokens was 1000 and is now 2000"),
+        ({"budget_tokens": 2000, "seed": 1}, r"distill.seed was 0 and is now 1; choose another --out"),
     ],
 )
 def test_changed_settings_are_refused(
@@ -549,7 +551,7 @@ def test_growing_data_are_finished_by_the_higher_limit_alone(
     expected, few = contents(out), tmp_path / "few"
     run(tiny_target, prompts, replace(SMALL, budget_tokens=20), few)
 
-    def die(self: Answerer, *given: Any) -> Any:
+    def die(self: Answerer, *given: Any, **more: Any) -> Any:
         raise Killed
 
     with monkeypatch.context() as patch:
@@ -569,9 +571,9 @@ def test_growth_that_would_add_nothing_is_refused(
 
     def slow(self: Answerer, *given: Any, **settings: Any) -> Any:
         calls.append(given)
-        if len(calls) < len(("greedy", "drawn", "first shard", "second shard")):
+        if len(calls) < len(("first batch", "rest of its shard", "validation", "second shard")):
             return answer(self, *given, **settings)
-        spent[0] = 6000.0
+        spent[0] = 6060.0
         return []
 
     with monkeypatch.context() as patch:
@@ -581,9 +583,11 @@ def test_growth_that_would_add_nothing_is_refused(
     assert len(few.split("train")) == 1
     before, tokens = contents(out), few.total("train", "supervised")
     with pytest.raises(UserError, match=r"no answer would be added to the complete data in .*: they have taken "
-                                        r"100\.\d minutes; raise distill.budget_minutes \(100\) above that, or go"):
+                                        r"101\.\d minutes; raise distill.budget_minutes \(100\) above that, or go"):
         run(tiny_target, prompts, replace(config, budget_tokens=2000), out)
     assert contents(out) == before
+    same = run(tiny_target, prompts, replace(config, budget_minutes=100.5), out)
+    assert same.shards == few.shards, "more minutes, which are spent as well, end the same data"
     more = run(tiny_target, prompts, replace(config, budget_minutes=200.0), out)
     assert more.total("train", "supervised") > tokens
     before = contents(out)
@@ -645,7 +649,7 @@ def test_a_full_disk_keeps_finished_work_and_leaves_nothing_half(
         with pytest.raises(UserError, match="No space left on device"):
             run(tiny_target, prompts, SMALL, out)
     assert not [file for file in out.iterdir() if "partial" in file.name]
-    assert len(Manifest.load(out).shards) >= 1
+    assert list((out / "queue").glob("train-*.json"))
     assert run(tiny_target, prompts, SMALL, out).complete
 
 
@@ -658,64 +662,128 @@ def test_a_token_budget_ends_the_run(tmp_path: Path, tiny_target: Target) -> Non
     assert manifest.candidates < 60
 
 
-def slowed(patch: pytest.MonkeyPatch, seconds: Callable[[Sequence[object]], float]) -> None:
-    """Answers take so many seconds by the clock, by all that are given together, and other work next to none."""
-    now, spent, answer = time.monotonic, [0.0], Answerer.answer
+def slowed(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Each pass over answers or prompts takes so many seconds by the clock."""
+    now, spent, taken = time.monotonic, [0.0], Loop._pass
 
-    def slow(self: Answerer, prompts: Any, *given: Any, **settings: Any) -> Any:
-        found = answer(self, prompts, *given, **settings)
-        spent[0] += seconds(found)
-        return found
+    def slow(self: Loop) -> Any:
+        spent[0] += seconds
+        return taken(self)
 
     patch.setattr(time, "monotonic", lambda: now() / 1e6 + spent[0])
-    patch.setattr(Answerer, "answer", slow)
+    patch.setattr(Loop, "_pass", slow)
 
 
-def test_a_time_budget_that_is_spent_at_once_says_so(
+def prompts_of(manifest: Manifest) -> tuple[int, int]:
+    """Numbers of train and of validation prompts with an answer."""
+    return manifest.total("train", "prompts"), manifest.total("validation", "prompts")
+
+
+@pytest.mark.parametrize("origin", others_long(["file", "own"], kept=("file",)))
+def test_minutes_that_are_over_at_once_leave_a_least_share(
+    tmp_path: Path, origin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first batch of train prompts, and four of validation, get the first tokens of their answers."""
+    monkeypatch.setattr(held_out, "LEAST_TOKENS", 3)
+    monkeypatch.setattr(shard_answering, "LEAST_TOKENS", 3)
+    target = base_target()
+    prompts = write_prompts(tmp_path, many(40)) if origin == "file" else PromptConfig(own_max_tokens=12)
+    config = replace(SMALL, validation_prompts=6, shard_prompts=8, budget_tokens=60, budget_minutes=1e-9)
+    out = tmp_path / "out"
+    few = run(target, prompts, config, out)
+    assert few.complete
+    assert 1 <= prompts_of(few)[0] <= config.slots
+    assert prompts_of(few)[1] == 4
+    for split in ("train", "validation"):
+        for _, supervised, *_ in rows(out, split):
+            assert sum(supervised) <= 3
+    assert few.total("train", "truncated") > 0
+    held = TokenShard.read(out / few.split("validation")[0].file)
+    assert len(held.keys_P) == 6, "those without an answer are no train prompts either"
+    assert run(target, prompts, config, out) == few
+    # The folder goes on with more minutes, and not with other settings, of which the message names the one.
+    with pytest.raises(UserError, match=r"with other settings: distill.validation_prompts was 6 and is now 2"):
+        run(target, prompts, replace(config, budget_minutes=9.0, validation_prompts=2), out)
+    grown = run(target, prompts, replace(config, budget_minutes=99.0), out)
+    assert grown.total("train", "supervised") >= 60
+    assert prompts_of(grown)[0] > prompts_of(few)[0]
+
+
+def test_a_folder_whose_minutes_ran_out_while_it_was_killed_goes_on(
     tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = write_prompts(tmp_path, many(20))
-    with pytest.raises(UserError, match=r"no train token.*budget_minutes 1e-09 were over .* before a train prompt was "
-                                        r"answered, since held-out prompts .*start again with a larger distill"):
-        run(tiny_target, prompts, replace(SMALL, budget_minutes=1e-9), tmp_path / "none")
-    with monkeypatch.context() as patch:
-        slowed(patch, lambda _: 3600.0)
-        with pytest.raises(UserError, match=r"budget_minutes 1 were over \(after 120"):
-            run(tiny_target, prompts, replace(SMALL, budget_minutes=1.0), tmp_path / "late")
-    # The folder goes on with more minutes, and not with other settings.
-    with pytest.raises(UserError, match="was started with other settings: distill"):
-        run(tiny_target, prompts, replace(SMALL, budget_minutes=9.0, slots=SMALL.slots + 1), tmp_path / "none")
-    assert run(tiny_target, prompts, replace(SMALL, budget_minutes=9.0), tmp_path / "none").complete
-    assert run(tiny_target, prompts, replace(SMALL, budget_minutes=9.0), tmp_path / "all").candidates == 20
+    """Before the first answer, after the first shard, and before validation is answered."""
+    prompts, config = write_prompts(tmp_path, many(30)), replace(SMALL, budget_minutes=99.0)
+    for place, name in enumerate(("conversations", "answer_validation", "_merge")):
+        out, owner = tmp_path / name, (RowWriters, shard_answering, ShardAnswering)[place]
+
+        def die(*given: Any) -> Any:
+            raise Killed
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, die)
+            with pytest.raises(Killed):
+                run(tiny_target, prompts, config, out)
+        stats = json.loads((out / "stats.json").read_text())
+        (out / "stats.json").write_text(json.dumps({**stats, "seconds": 6000.0}))
+        late = run(tiny_target, prompts, config, out)
+        assert late.complete
+        assert min(prompts_of(late)) > 0
 
 
-def test_held_out_answers_that_cost_as_much_together_as_few_are_all_given(
+def test_the_deadline_ends_answers_and_no_pass_follows_it(
     tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four seconds whatever the number of rows: 4, 16 and 8 prompts, each answered twice, take 24 of 40 seconds."""
-    slowed(monkeypatch, lambda _: 4.0)
-    config = replace(SMALL, validation_prompts=28, budget_minutes=80 / 60)
-    manifest = run(tiny_target, write_prompts(tmp_path, many(60)), config, tmp_path / "out")
-    assert TokenShard.read(tmp_path / "out" / manifest.split("validation")[0].file).num_rows == 2 * 28
-    assert 24 <= json.loads((tmp_path / "out" / "stats.json").read_text())["seconds"] < 80
+    config = replace(SMALL, shard_prompts=3, max_new_tokens=48, validation_prompts=0, test_prompts=0,
+                     budget_minutes=100.0)
+    whole = run(tiny_target, write_prompts(tmp_path, many(60)), config, tmp_path / "whole")
+    slowed(monkeypatch, 100.0)
+    cut = run(tiny_target, write_prompts(tmp_path, many(60)), config, tmp_path / "cut")
+    stats = json.loads((tmp_path / "cut" / "stats.json").read_text())
+    assert 55 <= stats["answers_target_calls"] <= 61, "6,000 seconds, of which a pass takes 100"
+    *before, last = cut.split("train")
+    assert list(whole.split("train")[:len(before)]) == before
+    assert 0 < last.supervised < whole.split("train")[len(before)].supervised, "its batch is kept as far as it came"
+    assert last.full == 0
+    assert cut.candidates == 3 * len(cut.split("train"))
 
 
-def test_held_out_answers_leave_half_of_the_minutes_to_training_text(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("seconds", "wanted"), [(0.1, 30), (72.0, 12)])
+def test_as_many_validation_prompts_are_answered_as_their_part_of_the_minutes_allows(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, seconds: float, wanted: int
 ) -> None:
-    """Each answer takes a second: of twelve prompts that are answered twice four are a probe, and two more fit."""
-    slowed(monkeypatch, len)
-    config = replace(SMALL, validation_prompts=12, budget_minutes=26 / 60)
+    """They come after the first train answers, which say how long each takes; greedy and drawn ones are one batch."""
+    config = replace(SMALL, validation_prompts=30, slots=60, shard_prompts=8, budget_minutes=120.0)
+    order, answer = list[tuple[int, bool]](), Answerer.answer
+
+    def noted(self: Answerer, numbered: Any, *rest: Any, **more: Any) -> Any:
+        order.append((len(numbered), more.get("every", False)))
+        return answer(self, numbered, *rest, **more)
+
+    monkeypatch.setattr(Answerer, "answer", noted)
+
+    def paced(task: Any, folder: Any, states: Any, each: float, on_tokens: Any) -> Any:
+        assert each > 0
+        return held_out.answer_validation(task, folder, states, seconds, on_tokens)
+
+    monkeypatch.setattr(shard_answering, "answer_validation", paced)
     manifest = run(tiny_target, write_prompts(tmp_path, many(60)), config, tmp_path / "out")
-    held = TokenShard.read(tmp_path / "out" / manifest.split("validation")[0].file)
-    assert 2 * 4 <= held.num_rows <= 2 * 6
-    assert len(held.keys_P) == 12, "those without an answer are no train prompts either"
-    assert manifest.total("train", "supervised") > 0
-    assert "of 12 validation prompts were answered: held-out text gets at most half" in caplog.text
-    whole = run(tiny_target, write_prompts(tmp_path, many(60)), replace(config, budget_minutes=900.0), tmp_path / "all")
-    alone = run(tiny_target, write_prompts(tmp_path, many(60)), replace(config, budget_minutes=None), tmp_path / "none")
-    for one in (whole, alone):
-        assert one.split("validation")[0].sha256 == whole.split("validation")[0].sha256
+    assert order[:2] == [(8, False), (wanted, True)]
+    assert prompts_of(manifest)[1] == wanted
+    temperatures = [temperature for *_, temperature in rows(tmp_path / "out", "validation")]
+    assert temperatures == [0.0] * wanted + [1.0] * wanted
+
+
+def test_held_out_conversations_of_many_turns_leave_minutes_to_training_text(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talks = [{"messages": spoken(f"{word} {other}", "a", *["go on", "b"] * 9)}
+             for word in WORDS[:8] for other in WORDS[:4]]
+    config = replace(SMALL, slots=20, budget_minutes=200.0, validation_prompts=4, temperatures=(0.0,))
+    slowed(monkeypatch, 100.0)
+    manifest = run(tiny_target, write_prompts(tmp_path, talks), config, tmp_path / "out")
+    assert prompts_of(manifest)[1] == 4
+    assert len(manifest.split("train")) > 1, "the shard before validation is not the only one"
 
 
 def test_slots_are_kept_busy_and_the_share_is_reported(tmp_path: Path, tiny_target: Target) -> None:

@@ -35,6 +35,7 @@ from draftsmith.data.answers.shard_queue import (
     LOCKS,
     MERGE,
     QUEUE,
+    VALIDATION,
     FinishedShard,
     ShardPrompts,
     ShardQueue,
@@ -155,9 +156,9 @@ def test_when_all_are_killed_the_next_one_makes_the_open_shards_alone(
     asked: list[int] = []
     answer = Answerer.answer
 
-    def noted(self: Answerer, numbered: Any, *rest: Any) -> Any:
+    def noted(self: Answerer, numbered: Any, *rest: Any, **more: Any) -> Any:
         asked.extend(number for number, _ in numbered)
-        return answer(self, numbered, *rest)
+        return answer(self, numbered, *rest, **more)
 
     monkeypatch.setattr(Answerer, "answer", noted)
     make_data(out)
@@ -308,7 +309,7 @@ def test_a_queue_is_cleared_when_its_data_are_complete_and_no_process_is_there(
         held.touch()
         time.sleep(600)
 
-    for number in (MERGE, HELD_OUT, FIRST, answers_lock(7)):
+    for number in (MERGE, HELD_OUT, VALIDATION, FIRST, answers_lock(7)):
         held.unlink(missing_ok=True)
         holding = start(partial(hold, number))
         while not held.exists():
@@ -393,8 +394,6 @@ def test_time_ends_the_queue(tmp_path: Path, tiny_target: Target, monkeypatch: p
     manifest = make(tiny_target, prompts, config, tmp_path / "out")
     assert len(manifest.split("train")) == 3
     assert manifest.candidates == 5 + 3 * 4
-    with pytest.raises(UserError, match=r"no train token would be supervised.*with a larger distill.budget_min"):
-        make(tiny_target, prompts, replace(SMALL, budget_minutes=1e-9), tmp_path / "none")
 
 
 @pytest.mark.parametrize("held", some_long([None, 1], 2))

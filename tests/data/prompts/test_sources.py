@@ -283,9 +283,9 @@ def test_each_prompt_is_written_after_the_system_prompt_of_its_kind(
 ) -> None:
     asked, kinds = dict[int, str](), ("coding", "any", "summary")
 
-    def watched(target: Target, requests: list[Request], settings: Any) -> Any:
+    def watched(target: Target, requests: list[Request], settings: Any, **more: Any) -> Any:
         asked.update({request.index: target.tokenizer.decode(list(request.tokens)) for request in requests})
-        return decode(target, requests, settings)
+        return decode(target, requests, settings, **more)
 
     monkeypatch.setattr(self_prompting, "decode", watched)
     written = short(tiny_target_f64, own_kinds=kinds).take(0, 12)
@@ -304,8 +304,8 @@ def test_the_target_goes_on_from_the_opening_of_a_kind(
 ) -> None:
     written, kinds = dict[int, tuple[str, str]](), ("coding", "any", "summary")
 
-    def watched(target: Target, requests: list[Request], settings: Any) -> Any:
-        result = decode(target, requests, settings)
+    def watched(target: Target, requests: list[Request], settings: Any, **more: Any) -> Any:
+        result = decode(target, requests, settings, **more)
         for one in result.generations:
             asked, text = (target.tokenizer.decode(list(tokens)) for tokens in (one.request.tokens, one.tokens))
             written.setdefault(one.request.index, (asked, text.replace("<|im_end|>", "")))

@@ -2,12 +2,14 @@
 
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from draftsmith.modules import Chain, DecodeSettings, Generation, Request, Target, UserError, decode, stream
-from draftsmith.modules.decoding.loop import shared_prefix
+from draftsmith.modules.decoding.loop import Loop, shared_prefix
+from draftsmith.modules.decoding.state_recorder import StateRecorder
 from draftsmith.modules.decoding.token_text import first_stop
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.modules.target.token_biases import TokenBiases
@@ -92,6 +94,34 @@ def test_nothing_is_started_after_the_deadline(tiny_target: Target, monkeypatch:
     )
     assert 2 <= len(part.generations) < 6
     assert all(len(g.tokens) == g.request.max_new_tokens for g in part.generations)
+
+
+def test_the_deadline_ends_answers_that_have_the_least(tiny_target: Target) -> None:
+    requests, recorder = some_requests(6), StateRecorder((0,), torch.float32)
+    whole = decode(tiny_target, requests, DecodeSettings(ignore_eos=True)).generations
+    cut = decode(tiny_target, requests, DecodeSettings(batch_size=2, ignore_eos=True), recorder=recorder,
+                 deadline=time.monotonic() - 1, least=3).generations
+    assert [one.tokens for one in cut] == [one.tokens[:3] for one in whole]
+    assert {one.finish for one in cut} == {"length"}
+    assert [len(states.tokens) for states in recorder.states(cut).values()] == [4 + 3] * 6
+
+
+def test_prompts_of_like_length_are_read_together(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [40, *[6] * 9, *[38] * 8, 5]
+    requests = [Request(tuple(range(20, 20 + length)), index, 4) for index, length in enumerate(lengths)]
+    # Nothing is shared: a common start is read once for all.
+    requests[0] = replace(requests[0], tokens=(5, *requests[0].tokens[1:]))
+    read, chunk = list[list[int]](), Loop._prefill_chunk
+
+    def noted(self: Loop, rows: list[int], prompts: Any, offset: int) -> Any:
+        read.append([len(prompt) for prompt in prompts])
+        return chunk(self, rows, prompts, offset)
+
+    monkeypatch.setattr(Loop, "_prefill_chunk", noted)
+    found = decode(tiny_target_f64, requests, DecodeSettings(batch_size=19)).generations
+    assert read == [[40, *[38] * 8], [*[6] * 9, 5]]
+    for one in (found[0], found[3], found[18]):
+        assert decode(tiny_target_f64, [one.request], DecodeSettings()).generations[0].tokens == one.tokens
 
 
 def test_streaming_gives_the_same_tokens(tiny_target: Target) -> None:

@@ -44,6 +44,16 @@ def test_answers_that_did_not_fit_are_counted(
                                "distill.budget_minutes 1",) if said else ())
 
 
+def test_validation_prompts_without_an_answer_are_counted(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, found = workspace(tiny_run), manifest(900, budget_tokens=900, budget_minutes=1.0, validation_prompts=24)
+    for answered, said in ((12, ("held-out answers: 12 of 24 validation prompts were answered; the rest did not fit "
+                                 "into distill.budget_minutes 1",)), (24, ())):
+        found.total = lambda split, count, answered=answered: {
+            ("train", "supervised"): 900, ("validation", "prompts"): answered}.get((split, count), 0)
+        monkeypatch.setattr(here, "manifest", lambda: found)
+        assert left_out(here) == said
+
+
 def test_without_a_budget_nothing_is_missing(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = workspace(tiny_run)
     for settings in ({"budget_tokens": 1200, "budget_minutes": None}, {"budget_tokens": None, "budget_minutes": 1.0}):
