@@ -2,8 +2,9 @@
 
     python tests/benchmarks/record_prompts.py [--usable N]
 
-Run it where the target, its tokens, the kinds, the openings or the settings of `recipes/embedded.yaml` have changed:
-until then runs write their prompts themselves, which a test notices. Batches are written until so many are usable.
+Run it where the target, its tokens, the kinds, the openings or the settings of `recipes/targets/embedded.yaml` have
+changed: until then runs write their prompts themselves, which a test notices. Batches are written until so many are
+usable.
 """
 
 import argparse
