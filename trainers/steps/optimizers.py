@@ -30,37 +30,24 @@ MATRIX = (512, 1024)
 class Muon(Optimizer):
     """Muon with Nesterov's momentum, the update's size of AdamW (arXiv:2502.16982, equation 4) and decoupled decay.
 
-    Torch's orthogonalises in bfloat16 alone: a CPU without instructions for that takes 12 to 26 times as long.
-
-    Args:
-        weights: matrices.
-        lr: learning rate.
-        weight_decay: decay of the weights.
-        products: number format of the iterations. Being in the state, it is that of a resumed training too.
+    Torch's orthogonalises in bfloat16 alone: a CPU without instructions for that takes 12 to 26 times as long. The
+    format of the products is part of the state, and thus that of a resumed training too.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], *, lr: float, weight_decay: float, products: str) -> None:
         super().__init__(weights, {"lr": lr, "weight_decay": weight_decay, "products": products})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; returns what the closure returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step, without a closure: `Together` calls that."""
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                if "momentum_buffer" not in self.state[weight]:
-                    self.state[weight]["momentum_buffer"] = torch.zeros_like(weight.grad)
-                average = self.state[weight]["momentum_buffer"]
-                average.lerp_(weight.grad, 1 - MOMENTUM)
+            for weight in (one for one in group["params"] if one.grad is not None):
+                if not (state := self.state[weight]):
+                    state["momentum_buffer"] = torch.zeros_like(weight.grad)
+                average = state["momentum_buffer"].lerp_(weight.grad, 1 - MOMENTUM)
                 update = orthogonal(weight.grad.lerp(average, MOMENTUM), getattr(torch, group["products"]))
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update, alpha=-0.2 * math.sqrt(max(weight.shape)) * group["lr"])
-        return loss
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -157,4 +144,4 @@ def optimizer_for(drafter: Drafter, name: OptimizerName, *, lr: float, weight_de
         parts.append(AdamW(kept, lr=lr, betas=BETAS, fused=True))
     if muon:
         parts.append(Muon(muon, lr=MUON_RATE * lr, weight_decay=weight_decay, products=products_for(muon[0].device)))
-    return parts[0] if len(parts) == 1 else Together(parts)
+    return Together(parts) if muon else parts[0]
