@@ -156,7 +156,7 @@ def prepare_process() -> None:
     # in every step again.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # OpenMP reads this when torch is loaded. Threads that spin at the end of each operation take the core on which
-    # another program runs their last one: a pass then takes 7 to 20 times as long.
+    # another program runs their last one: a pass then takes 7 to 130 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # No process that is started from here, such as Lightning's for other devices, imports from the working folder.
     os.environ["PYTHONSAFEPATH"] = "1"
