@@ -14,7 +14,7 @@ TIERS = re.findall(r"TIER *\??='?(.*?)'?$", (ROOT / "Makefile").read_text(), re.
 
 
 def later(cases: list[object]) -> list[object]:
-    """What the cases that are marked as long hold."""
+    """First values of the cases that are marked as long."""
     return [case.values[0] for case in cases if getattr(case, "marks", ())]  # type: ignore[attr-defined]
 
 

@@ -50,7 +50,7 @@ def some_long(cases: Iterable[Any], every: int, most: int | None = None) -> list
 
 
 def _kind(case: Any) -> Any:
-    """What a tuple begins with, or the case itself."""
+    """The drafter that a tuple begins with, or the case itself."""
     first = case.values[0] if isinstance(case, ParameterSet) else case[0] if isinstance(case, tuple) and case else case
     return first if isinstance(first, str) and first in CASES else case
 
