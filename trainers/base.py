@@ -45,6 +45,8 @@ from .steps.training_clock import Clock, DataWait, peak_memory_bytes
 from .steps.training_curve import TrainingCurve
 from .train_config import ZERO_STAGES, TrainConfig, decisive_settings
 
+LEAST_STEPS = 4
+"""Optimizer steps that a run makes whatever its minutes: it ends with a draft that has learned something."""
 PATIENCE = 8
 """Optimizer steps without a supervised token after which a run stops: long prompts may fill one step, but not eight."""
 
@@ -313,8 +315,17 @@ class DraftModule(L.LightningModule):
 
     @property
     def time_spent(self) -> float:
-        """Elapsed share of `max_minutes`; 0 without a limit."""
-        return 0.0 if self.config.max_minutes is None else self.seconds / (60 * self.config.max_minutes)
+        """Elapsed share of `max_minutes`; 0 without a limit. The first steps end no run, and their learning rate does
+        not fall faster than they come."""
+        if self.config.max_minutes is None:
+            return 0.0
+        share = self.seconds / (60 * self.config.max_minutes)
+        return min(share, self.global_step / LEAST_STEPS) if self.global_step <= LEAST_STEPS else share
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the minutes end the run; infinite without a limit."""
+        return math.inf if self.config.max_minutes is None else 60 * self.config.max_minutes - self.clock.seconds
 
     @property
     def data_wait(self) -> float:
@@ -388,6 +399,8 @@ class DraftModule(L.LightningModule):
         ids_Q = self.drafter.token_ids_Q
         chosen = None if ids_Q is None else hashlib.sha256(json.dumps(ids_Q.tolist()).encode()).hexdigest()[:16]
         config = {**asdict(self.config), "start": None if self.start is None else self.start.weights_sha256}
+        # A run goes on with more minutes.
+        config.pop("max_minutes")
         return {"config": decisive_settings(config), "family": self.drafter.family,
                 "drafter": self.drafter.describe(), "draft_vocabulary": chosen,
                 "target": self.target.identity.to_dict()}

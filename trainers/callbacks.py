@@ -7,14 +7,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from tqdm import tqdm
 
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafter
+from ..modules.progress import ProgressLine
 from ..modules.tuning.replay_acceptance import Acceptance
 from .base import DraftModule
 from .steps.checkpoints import save_weights
-from .steps.schedules import time_leads
 
 FEWEST_TOKENS = 1000
 """Fewest decoded tokens for a meaningful choice of the checkpoint; with fewer it is mostly noise."""
@@ -144,23 +143,17 @@ class LastCheckpoint(EveryStep):
             trainer.save_checkpoint(self.out / LAST)
 
 
-class ProgressLine(EveryStep):
-    """A progress line: steps done, rate, time left, the loss, the newest accepted length, the wait for data.
+class Progress(EveryStep):
+    """A line with the steps done, the rate, the time left, the loss, the newest accepted length, the wait for data."""
 
-    A run with a limit in minutes shows those that are over. Where they will end it, the total is that of the steps that
-    fit into them at the rate so far.
-    """
-
-    def __init__(self, module: DraftModule) -> None:
-        super().__init__(module)
-        self.line: Any = None
+    line: ProgressLine | None = None
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Open the line at the step from which the run resumes."""
         super().on_train_start(trainer, module)
         if trainer.is_global_zero:
-            self.line = tqdm(total=self.module.config.max_steps, initial=self.seen, desc="train", unit="step",
-                             dynamic_ncols=True)
+            self.line = ProgressLine("train", self.module.config.max_steps, "step", done=self.seen,
+                                     seconds_left=lambda: self.module.seconds_left)
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Advance the line."""
@@ -168,15 +161,8 @@ class ProgressLine(EveryStep):
             return
         figures = {"loss": self.module.figures.get("loss"), "accepted": self.module.curve.steps[-1].accepted_length,
                    "data wait %": 100 * self.module.data_wait or None}
-        if self.module.config.max_minutes is not None:
-            figures["minutes"] = self.module.seconds / 60
-            spent = self.module.time_spent
-            # The minutes will end the run: as many steps fit into them as the rate so far says.
-            if spent and time_leads(self.module.config.max_steps, step, spent):
-                self.line.total = max(step, round(step / spent))
-        self.line.set_postfix({name: f"{value:.2f}" for name, value in figures.items() if value is not None},
-                              refresh=False)
-        self.line.update()
+        self.line.figures = ", ".join(f"{name} {value:.2f}" for name, value in figures.items() if value is not None)
+        self.line.advance()
 
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         """Close the line, so that an error starts on one of its own."""

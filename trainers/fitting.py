@@ -21,7 +21,7 @@ from ..modules.files.atomic_files import make_folder
 from ..modules.processes import Processes, destroy_group_at_exit
 from ..modules.tuning.replay_acceptance import MeasuredStep, held_out_acceptance
 from .base import DraftModule
-from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, ProgressLine
+from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, Progress
 from .interruption import StopAtSignal
 from .processes.zero_strategy import strategy_for
 from .steps.checkpoints import AtomicCheckpointIO, load_weights
@@ -94,7 +94,7 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
             gradient_clip_val=config.clip or None, precision=precision_of(config), accelerator=config.accelerator,
             devices=config.devices, num_nodes=config.num_nodes, strategy=strategy_for(config),
             logger=TensorBoardLogger(save_dir=out, name="tensorboard", version=""), plugins=[AtomicCheckpointIO()],
-            callbacks=[*callbacks, ProgressLine(module)] if progress else [*callbacks],
+            callbacks=[*callbacks, Progress(module)] if progress else [*callbacks],
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
             num_sanity_val_steps=0, use_distributed_sampler=False, default_root_dir=out)
     # Weights alone: a checkpoint is data, and reading it runs no code.

@@ -33,9 +33,9 @@ class TrainConfig:
     max_steps: int | None = 300
     """Optimizer steps of the whole run, unless `max_minutes` ends it before; None for no limit but that."""
     max_minutes: float | None = None
-    """Minutes of training, without validation and checkpoints, after which the run ends at its current step; None for
-    no limit. The learning rate follows the steps, until the time is ahead of them by a twentieth of the run: a run that
-    its steps end can be repeated to the byte."""
+    """Minutes of training, without validation and checkpoints, after which the run ends at its current step, the fourth
+    at least; None for no limit. A run goes on if they are raised. The learning rate follows the steps, until the time
+    is ahead of them by a twentieth of the run: a run that its steps end can be repeated to the byte."""
     optimizer: OptimizerName = "adamw"
     """`adamw`, or `muon` for the matrices inside the layers, at ten times the learning rate, and AdamW for output
     layers, embeddings and vectors."""

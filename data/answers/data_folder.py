@@ -1,6 +1,7 @@
 """The folder of a distillation: what earlier runs left there, the manifest, measurements of this machine, the time."""
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -105,7 +106,7 @@ class DataFolder:
 
     def _require_same_settings(self, found: Manifest) -> None:
         asked = self.manifest
-        found.target.require_same(asked.target)
+        found.target.require_same(asked.target, what=str(self.out), remedy="choose another --out")
         compared: list[tuple[str, object, object]] = [
             ("the chat template or its settings", found.template_hash, asked.template_hash)]
         for part in ("prompts", "distill"):
@@ -174,15 +175,19 @@ class DataFolder:
         return self.spent + time.monotonic() - self.started
 
     @property
+    def seconds_left(self) -> float:
+        """Seconds until the minutes are over; infinite without a limit."""
+        return math.inf if self.config.budget_minutes is None else 60 * self.config.budget_minutes - self.seconds
+
+    @property
     def deadline(self) -> float | None:
         """Value of `time.monotonic()` at which the minutes are over; None without a limit of minutes."""
-        minutes = self.config.budget_minutes
-        return None if minutes is None else time.monotonic() + 60 * minutes - self.seconds
+        return None if self.seconds_left == math.inf else time.monotonic() + self.seconds_left
 
     @property
     def late(self) -> bool:
         """True once the minutes are over."""
-        return self.config.budget_minutes is not None and self.seconds >= 60 * self.config.budget_minutes
+        return self.seconds_left <= 0
 
     def write_stats(self, amounts: Mapping[str, float]) -> None:
         """Add this process's sums since it started to the measurements of the runs before it and next to it."""

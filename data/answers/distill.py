@@ -75,8 +75,8 @@ def distill(
     trained = train_target or target
     task = DistillTask(target=target, train_target=trained, prompts=prompts, config=config, template=template,
                        writer=writer)
-    source, bar = task.source(), Progress(shown=progress)
-    folder = DataFolder(Path(out), task.manifest(), config)
+    source, folder = task.source(), DataFolder(Path(out), task.manifest(), config)
+    bar = Progress(shown=progress, seconds_left=lambda: folder.seconds_left)
     shards = ShardAnswering(task, source, folder, bar)
     stored = ShardStates(target, folder.out, states)
     # What pays on this machine decides no byte of the data.

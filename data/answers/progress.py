@@ -1,30 +1,26 @@
-"""One progress bar at a time, with rate and time left, that any stage can advance in its own unit.
+"""Progress of a distillation: one line for each of its stages, which counts in the stage's own unit.
 
 Next to it stand the tokens per second and the share of slots without an answer.
 """
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-from tqdm import tqdm
+from ...modules.progress import ProgressLine
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """Progress bar of the current stage. Counts in another unit than the bar's only appear as a rate next to it."""
+    """Line of the current stage. Counts in another unit than the line's only appear as a rate next to it."""
 
     shown: bool
-    bar: Any = None
-    """That of tqdm; None between two stages."""
-    unit: str = ""
-    """Unit of the bar."""
-    base: float = 0.0
-    """Work of earlier runs, in that unit."""
-    started: float = 0.0
-    """Value of `time.monotonic()` at the start of the stage."""
+    seconds_left: Callable[[], float] = lambda: math.inf
+    """Returns the seconds that a limit in minutes leaves for all stages; infinite where none ends them."""
+    line: ProgressLine | None = None
+    """None between two stages."""
     tokens: int = 0
     """Tokens of the stage."""
     busy: int = 0
@@ -34,39 +30,33 @@ class Progress:
 
     @contextmanager
     def stage(self, title: str, total: float | None, unit: str, done: float = 0) -> Iterator[None]:
-        """Show a bar for the block. The unit "s" counts time itself; `done` counts work of an earlier run."""
-        self.unit, self.started, self.tokens = unit, time.monotonic(), 0
-        self.busy = self.slots = 0
-        self.bar = tqdm(desc=title, total=total, unit=unit, initial=done, disable=not self.shown, smoothing=0.05)
-        self.base = done
-        try:
+        """Show a line for the block; `done` counts work of an earlier run."""
+        self.tokens = self.busy = self.slots = 0
+        with ProgressLine(title, total, unit, done=done, shown=self.shown, seconds_left=self.seconds_left) as self.line:
             yield
-        finally:
-            self.bar.set_postfix_str(self._rates(), refresh=False)
-            self.bar.close()
-            self.bar = None
+        self.line = None
 
     def advance(self, unit: str, amount: int) -> None:
         """Count `amount` more of a unit."""
-        if self.bar is None:
+        if self.line is None:
             return
         if unit == "tok":
             self.tokens += amount
-        # tqdm counts what it is given: of time, that is the part since its last call.
-        if self.unit == "s":
-            self.bar.update(round(self.base + time.monotonic() - self.started - self.bar.n, 1))
-        elif unit == self.unit:
-            self.bar.update(amount)
-        if self.shown:
-            self.bar.set_postfix_str(self._rates(), refresh=False)
+        self.line.figures = self._rates(self.line)
+        self.line.advance(amount if unit == self.line.unit else 0)
+
+    def settle(self, unit: str, found: int) -> None:
+        """Let the line end with the number that the data have: work that they do without was counted too."""
+        if self.line is not None and unit == self.line.unit:
+            self.line.done = found
 
     def count_slots(self, busy: int, slots: int) -> None:
         """Count a pass with answers in `busy` of its slots."""
         self.busy, self.slots = self.busy + busy, self.slots + slots
 
-    def _rates(self) -> str:
-        """Tokens per second, unless they are the bar's own unit, and the idle share of the slots, as text."""
-        seconds = max(time.monotonic() - self.started, 1e-9)
-        rate = [f"{self.tokens / seconds:.0f} tok/s"] if self.unit != "tok" and self.tokens else []
+    def _rates(self, line: ProgressLine) -> str:
+        """Tokens per second, unless they are the line's own unit, and the idle share of the slots, as text."""
+        seconds = max(time.monotonic() - line.started, 1e-9)
+        rate = [f"{self.tokens / seconds:.0f} tok/s"] if line.unit != "tok" and self.tokens else []
         idle = [f"{1 - self.busy / self.slots:.0%} of slots idle"] if self.slots else []
         return ", ".join(rate + idle)

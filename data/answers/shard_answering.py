@@ -75,16 +75,12 @@ class ShardAnswering:
                                key=self.task.key, first=first)
         finished = list(queue.finished().values())
         self.others = _sums(finished)
-        goal: tuple[str, float | None, str, float]
-        if budget is not None:
-            goal = "answers", budget, "tok", done + self.others["tok"]
-        elif config.budget_minutes is not None:
-            goal = "answers", 60 * config.budget_minutes, "s", self.folder.seconds
-        else:
-            goal = "answers", self.source.total, "prompt", manifest.candidates + self.others["prompt"]
+        goal: tuple[float | None, str, float] = budget, "tok", done + self.others["tok"]
+        if budget is None and config.budget_minutes is None:
+            goal = self.source.total, "prompt", manifest.candidates + self.others["prompt"]
         if isinstance(self.source, OwnPrompts):
             self.source.watch = partial(self._watch, queue)
-        with self.progress.stage(*goal):
+        with self.progress.stage("answers", *goal):
             while not self.folder.is_complete():
                 validated = self._validated(queue)
                 if validated and (end := queue.end()) is not None:
@@ -105,6 +101,7 @@ class ShardAnswering:
                         queue.release(number)
                 elif not self._validate(queue, locks, states):
                     time.sleep(POLL_SECONDS)
+            self.progress.settle("tok", self.folder.manifest.total("train", "supervised"))
 
     def _fed(self, queue: ShardQueue) -> bool:
         """True once there is text to train on."""

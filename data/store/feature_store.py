@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ...modules import Target
 from ...modules.files.folder_locks import sole_writer
+from ...modules.progress import ProgressLine
 from .collate import Piece, pad
 from .disk_room import require_room
 from .feature_shards import FEATURES, FINAL, StoredFile, read_features, state_file, state_names
@@ -175,11 +175,11 @@ class Encoding:
             UserError: if a shard is corrupted, or the disk has no room.
         """
         require_room(self.folder, self.bytes, f"the states of {self.tokens:,} tokens")
-        bar = tqdm(total=self.tokens, desc="target states", unit="tok", disable=not (progress and self.missing))
-        with self.target.reproducible(), bar:
+        shown = progress and bool(self.missing)
+        with self.target.reproducible(), ProgressLine("target states", self.tokens, "tok", shown=shown) as line:
             for record, names in self.missing.items():
                 shard = TokenShard.read(self.folder / record.file, record.sha256)
-                read = self.read(shard, range(shard.num_rows), names, self.store.dtype, bar.update)
+                read = self.read(shard, range(shard.num_rows), names, self.store.dtype, line.advance)
                 self.store.add(self.store.write(record, names, [read[row] for row in range(shard.num_rows)]))
         return [self.folder / state_file(record, name) for record in self.records for name in self.names]
 

@@ -3,9 +3,9 @@
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from tqdm import tqdm
+from ...modules.progress import ProgressLine
 
 T = TypeVar("T")
 CLOSING_SHARE = 0.1
@@ -13,20 +13,19 @@ CLOSING_SHARE = 0.1
 
 
 class Budget:
-    """Minutes of an evaluation, and the share of its answers that is done.
+    """Minutes of an evaluation, and the line that shows how much is done.
 
     Args:
         minutes: for everything from now on; None sets no limit.
-        answers: number of answers if nothing is left out.
         clock: seconds of a monotonic clock.
     """
 
-    def __init__(self, minutes: float | None, answers: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, minutes: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = math.inf if minutes is None else 60 * minutes
         """Seconds of the whole evaluation."""
-        self.answers, self.clock, self.started = answers, clock, clock()
-        self.bar: Any = tqdm(disable=True)
-        """Progress bar of tqdm that counts answers."""
+        self.clock, self.started = clock, clock()
+        self.line = ProgressLine("evaluate", None, "answer", shown=False)
+        """Counts answers."""
 
     @property
     def elapsed(self) -> float:
@@ -58,10 +57,11 @@ class Budget:
             yield piece
             seconds[sort(piece)].append(self.elapsed - started)
 
+    @property
+    def seconds_left(self) -> float:
+        """Seconds that the limit leaves; infinite without one."""
+        return self.limit - self.elapsed
+
     def answered(self, count: int) -> None:
-        """Count answers on the bar, whose total is the number that will fit at the speed so far."""
-        # Answers that will not be decoded must not make the bar end at, say, 40 %.
-        done = self.bar.n + count
-        projected = done * (1 - CLOSING_SHARE) * self.limit / max(self.elapsed, 1e-9)
-        self.bar.total = max(done, round(min(self.answers, projected)))
-        self.bar.update(count)
+        """Count answers on the line."""
+        self.line.advance(count)

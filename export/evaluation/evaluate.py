@@ -7,9 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ...modules import StaticTree, Target
+from ...modules.progress import ProgressLine
 from ..acceptance_profile import DECODED, measurements
 from .budget import Budget
 from .contention import ContentionProbe, machine
@@ -52,14 +51,13 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     require_context(prompt_sets, config, target.context_length)
     runner = Runner(target, schedule, References(references, target, config), ContentionProbe(target))
     if schedule.timed and (warning := runner.probe.warning()) is not None:
-        tqdm.write(f"warning: {warning}", file=sys.stderr)
+        sys.stderr.write(f"warning: {warning}\n")
     say(opening(schedule))
     compiled_before = target.compiler.seconds
-    budget = Budget(config.budget_minutes, schedule.answers)
-    # Answers are counted in batches: the rate is one over many of them.
-    with (tqdm(total=schedule.answers, desc="evaluate", unit="answer", disable=not progress, smoothing=0.05) as bar,
-          target.compiler.watched(lambda busy: bar.set_description("compile" if busy else "evaluate"))):
-        budget.bar = bar
+    budget = Budget(config.budget_minutes)
+    with (ProgressLine("evaluate", schedule.answers, "answer", seconds_left=lambda: budget.seconds_left,
+                       shown=progress) as budget.line,
+          target.compiler.watched(lambda busy: budget.line.entitle("compile" if busy else "evaluate"))):
         records = runner.run(budget)
         questions = {entry.number: entry.question for entry in runner.taken}
         samples = sample_answers(target, records[0].method, questions, records[0].answers, config)

@@ -97,12 +97,12 @@ def walked(drafter: Drafter, features: Sequence[Features], topology: Topology,
 
 
 def acceptance_of(emitted: Sequence[int], depth: int) -> Acceptance:
-    """Acceptance by the tokens that each pass emitted, with drafts of at most `depth` tokens."""
+    """Acceptance by the tokens that each pass emitted, with drafts of at most `depth` tokens; 1 without passes."""
     passes = len(emitted)
     reached = tuple(sum(count > least for count in emitted) / passes if passes else 0.0
                     for least in range(1, depth + 1))
     return Acceptance(
-        accepted_length=sum(emitted) / passes if passes else 0.0,
+        accepted_length=sum(emitted) / passes if passes else 1.0,
         by_position=reached,
         tokens=sum(emitted),
         passes=passes,
@@ -128,9 +128,11 @@ def held_out_acceptance(drafter: Drafter, features: Sequence[Features], nodes: i
     if sum(processes.gather(len(features))) == 1:
         measured = fitted
     # A process without rows takes part: the others wait for its answer.
-    tables = processes.gather(rank_table(drafter, fitted) if fitted else None)
-    topology, _ = search_tree(torch.cat([table_PK for table_PK in tables if table_PK is not None]), nodes)
-    # On text that no guess fits, a chain of one token still shows what a pass would accept.
+    tables = [table_PK for table_PK in processes.gather(rank_table(drafter, fitted) if fitted else None)
+              if table_PK is not None]
+    # On text that no guess fits, a chain of one token still shows what a pass would accept; so it does without text,
+    # where each answer is a single token, which comes from the pass over its prompt.
+    topology = search_tree(torch.cat(tables), nodes)[0] if tables else Topology.chain(1)
     if topology.size == 1:
         topology = Topology.chain(1)
     return walked(drafter, measured, topology, processes)

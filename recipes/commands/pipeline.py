@@ -74,7 +74,15 @@ from ..stages.answer_workers import answers, help_to_answer, is_shared, leading,
 from ..stages.draft_writer import require_teacher
 from ..stages.left_out import left_out
 from ..stages.records import STAGES_FILE, Stage, run_stages
-from ..stages.training_folder import check_settings, read_result, recorded, refuse_growth, trained_on, write_result
+from ..stages.training_folder import (
+    check_settings,
+    read_result,
+    recorded,
+    refuse_growth,
+    refuse_other_run,
+    trained_on,
+    write_result,
+)
 from ..stages.workspace import Workspace, target_files
 from ..terminal.terminal_text import say, stage_line
 
@@ -430,6 +438,8 @@ def _perform(workspace: Workspace, names: list[str], more: Sequence[WantedStates
     processes = Processes.launched()
     answered_together = workspace.data if is_shared(workspace.recipe) else None
     workspace.trains, workspace.evaluates = "train" in names, "evaluate" in names
+    if workspace.trains:
+        refuse_other_run(workspace)
     if answered_together is not None and not workspace.trains:
         # Those that answer together have a queue, and end when it is empty.
         processes = ALONE

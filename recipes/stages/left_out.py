@@ -3,6 +3,7 @@
 from ...data import TokenShard
 from ...data.answers.data_folder import read_stats
 from ...data.batches.learned_tokens import repetitions
+from ...trainers.base import LEAST_STEPS
 from .training_folder import read_result
 from .workspace import Workspace
 
@@ -42,7 +43,8 @@ def left_out(workspace: Workspace) -> tuple[str, ...]:
         sentences.append(f"training text: {len(repeated):,} of {answers:,} answers end in a loop, whose "
                          f"{sum(repeated):,} repeated tokens of {found:,} in all are not learned")
     steps = read_result(workspace.training).steps
-    if config.max_steps is not None and config.max_minutes is not None and steps < config.max_steps:
-        sentences.append(f"training: {steps:,} of {config.max_steps:,} steps; the rest did not fit into "
-                         f"train.max_minutes {config.max_minutes:g}")
+    most, minutes = config.max_steps, config.max_minutes
+    if minutes is not None and (steps <= LEAST_STEPS if most is None else steps < most):
+        done = f"{steps:,} steps, the fewest" if most is None else f"{steps:,} of {most:,} steps"
+        sentences.append(f"training: {done}; the rest did not fit into train.max_minutes {minutes:g}")
     return tuple(sentences)

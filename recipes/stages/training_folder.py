@@ -2,16 +2,17 @@
 
 import json
 from dataclasses import asdict, fields
+from itertools import count
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from ...export import TrainingRecord
 from ...modules import UserError
 from ...modules.files.atomic_files import write_file
-from ...modules.files.bounded_reading import read_bounded
 from ...modules.files.json_records import MistypedError, read_object, record_of, typed_fields
 from ...modules.processes import Processes
 from ...trainers import FitResult
+from ..terminal.terminal_text import say
 from .workspace import Workspace
 
 RESULT_FILE, STATS_FILE, SETTINGS_FILE = "result.json", "stats.json", "settings.json"
@@ -23,26 +24,53 @@ DECISIVE = ("family", "drafter", "train", "batch")
 """Recipe sections that decide what is trained."""
 
 
-def check_settings(workspace: Workspace) -> None:
-    """Write the settings of a training into its folder, so that another recipe or other data do not resume in it. Of
-    several processes the first one writes.
-
-    Raises:
-        UserError: if the folder was started with other settings or data.
-    """
+def refuse_other_run(workspace: Workspace) -> None:
+    """Refuse a folder in which another recipe has trained; of more minutes a training goes on. Raises UserError."""
     file = workspace.training / SETTINGS_FILE
-    sections = {name: workspace.decisive[name] for name in DECISIVE}
-    content = json.dumps({**sections, "data": workspace.manifest().hash}, indent=2, sort_keys=True) + "\n"
     if not file.is_file():
-        if not Processes.launched().rank:
-            write_file(file, content)
-    elif (former := read_bounded(file).decode(errors="replace")) != content:
-        # Both are sorted and written alike, so that the first line which differs names a key with its two values.
-        pairs = ((a.strip(" ,"), b.strip(" ,"))
-                 for a, b in zip(former.splitlines(), content.splitlines(), strict=False) if a != b)
+        return
+    remedy, wanted = f"delete {workspace.training} to train anew", settings_of(workspace)
+    former = read_object(file, remedy)
+    if former.get("family") != wanted["family"]:
+        raise UserError(f"{workspace.out} holds a run of family {former.get('family')}, and this recipe is of family "
+                        f"{wanted['family']}; choose another --out")
+    train = record_of(dict[str, Any], former.get("train"), f"the key train of {file}", remedy)
+    before, now = train.get("max_minutes"), wanted["train"]["max_minutes"]
+    kept = {name: former.get(name) for name in DECISIVE}
+    if now is None or (before is not None and before <= now):
+        kept["train"] = {**train, "max_minutes": now}
+    # Both are sorted and written alike, so that the first line which differs names a key with its two values.
+    lines = [json.dumps(one, indent=2, sort_keys=True).splitlines() for one in (kept, wanted)]
+    if lines[0] != lines[1]:
+        pairs = ((a.strip(" ,"), b.strip(" ,")) for a, b in zip(*lines, strict=False) if a != b)
         old, new = next(pairs, ("other settings", "these"))
         raise UserError(f"{workspace.training} was started with {old}, now it is {new}; delete it to train anew, or "
                         "choose another --out")
+
+
+def check_settings(workspace: Workspace) -> None:
+    """Write the settings of a training into its folder, so that another recipe or other data do not resume in it. Of
+    several processes the first one writes. A training on this run's answers before they grew is set aside.
+
+    Raises:
+        UserError: if the folder was started with other data.
+    """
+    folder, data = workspace.training, workspace.manifest().hash
+    if (folder / SETTINGS_FILE).is_file() and trained_on(folder) != data:
+        if workspace.recipe.data is not None or Processes.launched().world > 1:
+            raise UserError(f"{folder} was trained on other data than {workspace.data} holds; choose another --out, or "
+                            "delete it to train anew")
+        names = (f"{folder.name}-{number}" for number in count(1))
+        aside = folder.rename(next(place for name in names if not (place := folder.with_name(name)).exists()))
+        say(f"     the answers or their limits have changed: the former training is kept in {aside}, a new one starts")
+    if not Processes.launched().rank:
+        write_file(folder / SETTINGS_FILE, json.dumps(
+            {**settings_of(workspace), "data": data}, indent=2, sort_keys=True) + "\n")
+
+
+def settings_of(workspace: Workspace) -> dict[str, Any]:
+    """The recipe sections that decide what is trained."""
+    return {name: workspace.decisive[name] for name in DECISIVE}
 
 
 def trained_on(folder: Path) -> str:
@@ -55,6 +83,8 @@ def trained_on(folder: Path) -> str:
 def refuse_growth(workspace: Workspace, training: Path) -> None:
     """Refuse to let the data of a run grow where a training was made on them as they are: it could not be resumed.
 
+    Where minutes alone are higher, they grow all the same, and `check_settings` sets this run's own training aside.
+
     Args:
         workspace: of the run that answers.
         training: folder of the training; it need not be there.
@@ -64,6 +94,8 @@ def refuse_growth(workspace: Workspace, training: Path) -> None:
     """
     found, raised = workspace.answered_data, workspace.raised_limits
     if found is None or not raised or not (training / SETTINGS_FILE).is_file() or trained_on(training) != found.hash:
+        return
+    if training == workspace.training and set(raised) == {"budget_minutes"}:
         return
     name, wanted = next(iter(raised.items()))
     raise UserError(f"{training} was trained on the answers in {workspace.data}, which would grow: distill.{name} was "

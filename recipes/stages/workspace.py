@@ -101,7 +101,8 @@ class Workspace:
             say(f"     {target.linears.packing.in_words}")
         if (found := self.answered_data) is not None:
             # An id of the hub without a revision may name other weights than it did.
-            found.target.require_same(target.identity)
+            found.target.require_same(target.identity, what=str(self.data), remedy="choose another --out" if
+                                      self.recipe.data is None else "leave data out to distil anew")
         # Before any prompt is answered: the sketch has no files.
         if self.trains_head or (self.evaluates and NATIVE in self.recipe.evaluate.baseline_names):
             Mtp.native(target)

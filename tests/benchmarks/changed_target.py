@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from domain_prompts import rows
 from draftsmith.modules import DecodeSettings, Request, Target, TargetConfig, decode, load_target
+from draftsmith.modules.progress import ProgressLine
 from torch.nn import functional
-from tqdm import tqdm
 
 RANK, LEARNING_RATE, TEXTS = 16, 1e-3, 2
 """Of the low-rank changes, which all linear layers of the decoder have; answers of a step."""
@@ -51,7 +51,8 @@ def trained(model: torch.nn.Module, found: Sequence[tuple[list[int], int]], step
     changed = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear"))
     weights = [weight for weight in changed.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, weight_decay=0.0)
-    for step in (bar := tqdm(range(steps), desc="LoRA")):
+    line = ProgressLine("LoRA", steps, "step")
+    for step in range(steps):
         optimizer.zero_grad()
         total = 0.0
         for number in range(TEXTS * step, TEXTS * (step + 1)):
@@ -64,7 +65,9 @@ def trained(model: torch.nn.Module, found: Sequence[tuple[list[int], int]], step
             group["lr"] = LEARNING_RATE * (1 - step / steps)
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-        bar.set_postfix(loss=f"{total:.2f}")
+        line.figures = f"loss {total:.2f}"
+        line.advance()
+    line.close()
     merged: torch.nn.Module = changed.merge_and_unload()
     return merged
 

@@ -54,6 +54,7 @@ from draftsmith.modules import (
 from draftsmith.modules.config_checks import MOST_STEPS
 from draftsmith.modules.files.atomic_files import write_file
 from draftsmith.modules.files.json_records import read_json, record_of
+from draftsmith.modules.progress import ProgressLine
 from draftsmith.modules.read_rows import ReadRows
 from draftsmith.modules.tuning.held_out_ranks import RankedText, proposed_text
 from draftsmith.modules.tuning.rank_walk import walk
@@ -64,7 +65,6 @@ from draftsmith.recipes.stages.workspace import Workspace
 from draftsmith.trainers import DraftModule
 from draftsmith.trainers.steps import training_clock
 from safetensors.torch import load_file
-from tqdm import tqdm
 
 SECTIONS = ("family", "drafter", "train", "batch", "retarget")
 """Keys of a recipe that a trial may change: the others decide the data, or how a draft is measured."""
@@ -264,7 +264,7 @@ class Trials:
             spans = [slice(*shard.span(row)) for row in range(shard.num_rows)]
             rows = [(shard.tokens_T[span].tolist(), shard.supervised_T[span].tolist()) for span in spans]
             self.answered[taps] = [self.target.encode(Features.from_rows([row]), taps)
-                                   for row in tqdm(rows, desc="states of answers", leave=False)]
+                                   for row in rows]
         return self.answered[taps]
 
     def _reference_answers(self) -> TokenShard:
@@ -279,9 +279,9 @@ class Trials:
         return TokenShard.read(file)
 
     def _answer(self, prompts: Sequence[Prompt]) -> TokenShard:
-        with tqdm(desc="answers to hand-written prompts", unit="tok") as bar:
+        with ProgressLine("answers to hand-written prompts", None, "tok") as line:
             answerer = Answerer(self.target, self.template, DecodeSettings(batch_size=16), self.options.longest,
-                                bar.update)
+                                line.advance)
             answered = answerer.answer(list(enumerate(prompts)), (0.0,))
         return TokenShard.from_rows([row for one in answered for row in one.rows], range(len(prompts)))
 

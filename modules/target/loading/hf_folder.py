@@ -1,7 +1,9 @@
 """Draft language models read from an ordinary Hugging Face folder."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +26,27 @@ _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Block in which transformers shows no bars of the weights that it reads; those of downloads, which take minutes,
-    stay."""
+    """Block in which transformers shows no bars of the weights that it reads; on a terminal those of downloads, which
+    take minutes, stay."""
     from huggingface_hub.utils.tqdm import enable_progress_bars
+    from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging
 
-    if not logging.is_progress_bar_enabled():
-        yield
-        return
-    # It silences the hub's bars as well.
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    enable_progress_bars()
+    gguf: Any = modeling_gguf_pytorch_utils
+    shown, former = logging.is_progress_bar_enabled(), gguf.tqdm
+    # No switch of transformers reaches the bar of a GGUF file's tensors.
+    gguf.tqdm = partial(former, disable=True)
+    if shown:
+        # It silences the hub's bars as well.
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        if sys.stderr.isatty():
+            enable_progress_bars()
     try:
         yield
     finally:
-        logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+        gguf.tqdm = former
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def refuse_adapter(folder: Path) -> None:

@@ -60,13 +60,14 @@ class TargetIdentity:
         return record_of(cls, fields, "the identity of a target", "make the file again, or copy it again")
 
     def require_same(self, other: "TargetIdentity", compared: Sequence[str] = (*SHAPE, "weights_hash"),
-                     remedy: str = "load the target it was made for") -> None:
+                     remedy: str = "load the target it was made for", what: str = "this") -> None:
         """Refuse another target.
 
         Args:
             other: of the target here.
             compared: names of fields.
             remedy: end of the sentence.
+            what: was made for this one: the start of the sentence.
 
         Raises:
             UserError: naming the first of these fields that differs.
@@ -74,7 +75,7 @@ class TargetIdentity:
         for name in compared:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                raise UserError(f"this was made for the target {self.name} with {name} {mine}, but the target here, "
+                raise UserError(f"{what} was made for the target {self.name} with {name} {mine}, but the target here, "
                                 f"{other.name}, has {theirs}; {remedy}")
 
 

@@ -1,7 +1,7 @@
 """The budget of an evaluation: what fits into its minutes is decoded, however the speed of the machine changes."""
 
+import re
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 from draftsmith.export import EvaluateConfig, Method, Question, evaluate
@@ -9,6 +9,7 @@ from draftsmith.export.evaluation.budget import CLOSING_SHARE, Budget
 from draftsmith.export.evaluation.evaluate import opening
 from draftsmith.export.evaluation.schedule import Schedule
 from draftsmith.modules import Target, UserError
+from draftsmith.modules.progress import ProgressLine
 
 SETS = {"own": [Question.single((1, 2, 3, 4)) for _ in range(6)],
         "written": [Question.single((1, 2, 3, 4), f"kind{kind}") for kind in range(3) for _ in range(8)]}
@@ -37,7 +38,7 @@ def worked(budget: Budget, clock: Clock, pieces: list[float], slow_from: float =
 def test_a_budget_is_kept_with_fast_and_slow_bundles(slow_from: float) -> None:
     """Also where everything takes three times as long from the middle on."""
     clock, pieces = Clock(), [2.0, 2.5, 10.0, 11.0] * 100
-    budget = Budget(10.0, 1, clock)
+    budget = Budget(10.0, clock)
     starts = list(worked(budget, clock, pieces, slow_from))
     longest = 33.0 if slow_from < 600 else 11.0
     assert max(starts) <= 540, "nothing starts after the share for decoding"
@@ -47,31 +48,27 @@ def test_a_budget_is_kept_with_fast_and_slow_bundles(slow_from: float) -> None:
 
 def test_without_a_budget_everything_is_decoded() -> None:
     clock = Clock()
-    assert len(list(worked(Budget(None, 1, clock), clock, [1e6] * 50))) == 50
+    assert len(list(worked(Budget(None, clock), clock, [1e6] * 50))) == 50
 
 
 def test_the_least_is_done_whatever_time_it_is_and_no_more() -> None:
     clock = Clock()
-    assert len(list(worked(Budget(1e-6, 1, clock), clock, [1e6] * 50))) == 2
+    assert len(list(worked(Budget(1e-6, clock), clock, [1e6] * 50))) == 2
 
 
 def test_a_slow_first_bundle_says_nothing_of_the_next() -> None:
     """It warms up: a compiler may take most of the minutes."""
     clock = Clock()
-    assert len(list(worked(Budget(10.0, 1, clock), clock, [1.0, 400.0, *[10.0] * 50]))) > 10
+    assert len(list(worked(Budget(10.0, clock), clock, [1.0, 400.0, *[10.0] * 50]))) > 10
 
 
-def test_the_bar_shows_the_share_that_is_done() -> None:
-    """Of all answers, or of those that fit at the speed so far."""
-    for minutes, total in ((None, 1000), (10.0, 90)):
-        clock, bar = Clock(), SimpleNamespace(n=0, total=1000)
-        bar.update = lambda count, bar=bar: setattr(bar, "n", bar.n + count)
-        budget = Budget(minutes, 1000, clock)
-        budget.bar = bar
-        for _ in range(10):
-            clock.now += 6.0
-            budget.answered(1)
-        assert (bar.n, bar.total) == (10, total)
+def test_the_line_ends_with_the_minutes_and_its_total_stays() -> None:
+    clock = Clock()
+    budget = Budget(10.0, clock)
+    budget.line = ProgressLine("evaluate", 1000, "answer", seconds_left=lambda: budget.seconds_left, shown=False)
+    clock.now += 60.0
+    budget.answered(10)
+    assert re.fullmatch(r"evaluate: 10 of 1,000 answer in 0:00, 9:00 left, .*", str(budget.line))
 
 
 def test_the_opening_names_the_work_and_its_limit() -> None:

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.recipes.stages.left_out import left_out
 from draftsmith.recipes.stages.workspace import Workspace
+from draftsmith.trainers.base import LEAST_STEPS
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.yaml"
 
@@ -73,6 +75,13 @@ def test_rows_that_were_skipped_or_repeat_others_are_counted(tiny_run: Path, mon
         "training text: 1 of 40 conversations end early because the target's context does")
 
 
+def test_a_training_without_a_number_of_steps_says_that_it_made_the_fewest(tiny_run: Path) -> None:
+    here = workspace(tiny_run, "--train.max_steps", "null", "--train.max_minutes", "0.05")
+    assert left_out(here) == ()
+    with patch("draftsmith.recipes.stages.left_out.read_result", lambda _: SimpleNamespace(steps=LEAST_STEPS)):
+        assert left_out(here) == ("training: 4 steps, the fewest; the rest did not fit into train.max_minutes 0.05",)
+
+
 @pytest.mark.long
 def test_a_run_that_is_short_of_time_ends_and_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -81,7 +90,7 @@ def test_a_run_that_is_short_of_time_ends_and_says_what_is_missing(
     assert main(["run", "--config", str(RECIPE), "--out", str(out), "--train.max_minutes", "1e-5",
                  "--evaluate.budget_minutes", "1e-5"]) == 0
     said = json.loads((out / "evaluation.json").read_text())["left_out"]
-    assert said[0] == "training: 1 of 30 steps; the rest did not fit into train.max_minutes 1e-05"
+    assert said[0] == "training: 4 of 30 steps; the rest did not fit into train.max_minutes 1e-05"
     assert said[1].startswith("evaluation: 2 of 8 prompts were decoded (1 of 4 own, 1 of 4 handwritten;")
     printed = capsys.readouterr().out
     assert "What does not fit into evaluate.budget_minutes 1e-05 is left out" in printed

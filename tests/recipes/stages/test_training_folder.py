@@ -1,12 +1,18 @@
-"""Sentences on a training's curve: what ended it, what its draft lacks."""
+"""Folder of a training: whose it is, when it goes on, and sentences on its curve."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from draftsmith.data import Manifest
 from draftsmith.modules import MeasuredStep
-from draftsmith.recipes.stages.training_folder import outcome
+from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.stages.training_folder import SETTINGS_FILE, outcome
+from draftsmith.trainers.base import LEAST_STEPS
 
 
 def found(lengths: list[float], labels: int, *, max_steps: int | None = 400, steps: int = 400,
@@ -63,3 +69,60 @@ def found(lengths: list[float], labels: int, *, max_steps: int | None = 400, ste
 ])
 def test_a_curve_says_what_would_help(lengths: list[float], labels: int, more: dict[str, Any], said: str) -> None:
     assert found(lengths, labels, **more) == said
+
+
+def run(out: Path, *words: str) -> int:
+    """The exit code of a run of the tiny recipe that evaluates little."""
+    return main(["run", "--config", "tiny", "--out", str(out), "--evaluate.limit", "1", *words])
+
+
+def test_the_folder_of_another_family_is_refused_by_that(
+    copied_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not by advice on the data, which the other recipe would let grow."""
+    before = {file: file.read_bytes() for file in copied_run.rglob("*") if file.is_file()}
+    assert run(copied_run, "--family", "hydra", "--distill.budget_tokens", "1600") == 2
+    said = capsys.readouterr().err
+    assert f"error: {copied_run} holds a run of family medusa, and this recipe is of family hydra; choose" in said
+    assert "would grow" not in said
+    assert run(copied_run, "--drafter.num_heads", "2", "--distill.budget_tokens", "1600") == 2
+    assert (f'error: {copied_run / "train"} was started with "num_heads": 3, now it is "num_heads": 2; delete it to '
+            "train anew, or choose another --out") in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in copied_run.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.long
+def test_a_training_goes_on_with_more_minutes(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data", str(tiny_run / "data"), "--train.max_minutes"]
+    assert run(tmp_path, *words, "1e-3") == 0
+    short = json.loads((tmp_path / "train" / "result.json").read_text())
+    assert short["steps"] == LEAST_STEPS
+    assert run(tmp_path, *words, "1e-4") == 2
+    assert 'was started with "max_minutes": 0.001, now it is "max_minutes": 0.0001' in capsys.readouterr().err
+    assert run(tmp_path, *words, "600") == 0
+    assert "[2/4] the drafter is trained, again: train.max_minutes changed since" in capsys.readouterr().out
+    found = json.loads((tmp_path / "train" / "result.json").read_text())
+    assert found["steps"] == 30
+    assert found["curve"][: len(short["curve"])] == short["curve"], "it went on from its last checkpoint"
+    assert "What was left out" not in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_more_minutes_for_answers_let_them_grow_and_keep_the_former_training(
+    copied_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As if the minutes of the first run had ended its answers."""
+    manifest, settings = Manifest.load(copied_run / "data"), copied_run / "train" / SETTINGS_FILE
+    limits = {"budget_tokens": 2400, "budget_minutes": 0.01}
+    short = replace(manifest, recipe={**manifest.recipe, "distill": {**manifest.recipe["distill"], **limits}})
+    short.save(copied_run / "data")
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "data": short.hash}))
+    trained = {file.name: file.read_bytes() for file in (copied_run / "train").iterdir() if file.is_file()}
+    assert run(copied_run, "--distill.budget_tokens", "2400", "--distill.budget_minutes", "600") == 0
+    assert f"the former training is kept in {copied_run / 'train-1'}, a new one starts" in capsys.readouterr().out
+    assert Manifest.load(copied_run / "data").total("train", "supervised") >= 2400
+    kept = {file.name: file.read_bytes() for file in (copied_run / "train-1").iterdir() if file.is_file()}
+    assert kept == trained
+    assert json.loads((copied_run / "train" / "result.json").read_text())["steps"] == 30

@@ -2,14 +2,17 @@
 
 import dataclasses
 import math
+import re
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from draftsmith.modules import Features
+from draftsmith.modules import Features, progress
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.trainers import FitResult, MedusaModule, MedusaTrainConfig, fit, fitting
+from draftsmith.trainers.base import LEAST_STEPS
 from draftsmith.trainers.steps import training_clock as clock
 from support.cycle import CycleData, cycle_target
 from torch import Tensor
@@ -86,15 +89,42 @@ def test_steps_end_a_run_before_its_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ticking")
-def test_the_line_of_a_run_that_ends_by_time_counts_the_steps_that_fit(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_run_makes_its_first_steps_whatever_the_time_and_goes_on_with_more_minutes(tmp_path: Path) -> None:
+    short = train(tmp_path, Timed, max_minutes=1e-3, max_steps=None)
+    assert (short.steps, short.curve[-1].step) == (LEAST_STEPS, LEAST_STEPS)
+    # After the second step, the last of the warm-up, the rate falls step by step, not to nothing at once.
+    assert [rate / TIMED.lr for rate in Timed.rates[1:]] == pytest.approx(
+        [0.5 * (1 + math.cos(math.pi * step / LEAST_STEPS)) for step in range(1, LEAST_STEPS)])
+    assert train(tmp_path, Timed, max_minutes=1e-3, max_steps=None) == short
+    more = train(tmp_path, Timed, max_steps=None)
+    assert (more.steps, more.seconds) == (10, 10.0)
+    assert more.curve[: len(short.curve)] == short.curve
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_run_killed_before_its_least_share_makes_it_up(tmp_path: Path) -> None:
+    class Stops(Timed):
+        def training_step(self, batch: Features, batch_idx: int) -> Tensor:
+            if batch_idx == 2:
+                raise Power
+            return super().training_step(batch, batch_idx)
+
+    short = {"max_minutes": 1e-3, "checkpoint_every": 1}
+    with pytest.raises(Power):
+        train(tmp_path, Stops, **short)
+    assert train(tmp_path, Timed, **short).steps == LEAST_STEPS
+
+
+@pytest.mark.usefixtures("ticking")
+def test_the_line_of_a_run_that_ends_by_time_shows_the_time_left(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(progress, "TERMINAL_SECONDS", 0.0)
     fit(Timed(cycle_target(), TIMED), CycleData(), tmp_path)
-    shown = capfd.readouterr().err
-    final = shown.rstrip("\n").rsplit("\r", 1)[-1]
-    assert "train: 100%" in final
-    assert " 10/10 [" in final
-    assert "minutes=0.17" in final
+    lines = capfd.readouterr().err.rstrip("\n").split("\r")
+    assert re.match(r"train: 2 of 1,000 step in \d+:\d\d, 0:08 left", next(one for one in lines if ": 2 of" in one))
+    assert re.match(r"train: 10 of 1,000 step in \d+:\d\d, 0:00 left", lines[-1])
 
 
 @pytest.mark.usefixtures("ticking")
