@@ -12,12 +12,12 @@ from .layouts.parts.export_format import ExportSettings, ImportSettings
 from .layouts.registry import EVERY_FORMAT, export_artifact, import_drafter
 from .report.markdown import terminal_table, write_report
 from .stored_drafter import FORMAT_VERSION, read_description
-from .tuning import SampledTuning, Tuning, save_tuning
+from .tuning import Tuning, save_tuning
 
 __all__ = [
     "EVERY_FORMAT", "FORMAT_VERSION", "Artifact", "Drafting", "Drift", "EvaluateConfig", "Evaluation", "EvaluationRun",
-    "ExportSettings", "ImportSettings", "Lossless", "Measures", "Method", "PromptSets", "Question", "SampledTuning",
-    "StoredHead", "TrainingRecord", "Trial", "TrialSettings", "Tuning", "busy_warning", "evaluate", "export_artifact",
-    "import_drafter", "load_artifact", "measure_drift", "read_description", "save_artifact", "save_head", "save_tuning",
-    "served", "terminal_table", "try_export", "with_drift", "write_report",
+    "ExportSettings", "ImportSettings", "Lossless", "Measures", "Method", "PromptSets", "Question", "StoredHead",
+    "TrainingRecord", "Trial", "TrialSettings", "Tuning", "busy_warning", "evaluate", "export_artifact",
+    "import_drafter", "load_artifact", "measure_drift", "read_description", "save_artifact", "save_head",
+    "save_tuning", "served", "terminal_table", "try_export", "with_drift", "write_report",
 ]

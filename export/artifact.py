@@ -28,22 +28,19 @@ from ..modules import (
     Drafter,
     Policy,
     Proposer,
-    StaticTree,
     Target,
     TargetIdentity,
     Topology,
     UserError,
-    choose_pass_nodes,
     parse_joined,
     parse_policy,
     policy_named,
 )
-from ..modules.baselines.joined_policies import PolicyName, copying, joined_drafter, joined_policy
+from ..modules.baselines.joined_policies import PolicyName, joined_drafter, joined_policy
 from ..modules.decoding.drafted_generate import drafted_generate
 from ..modules.files.atomic_files import file_sha256, write_file
 from ..modules.files.json_records import typed_fields
 from ..modules.files.owned_folders import whole_folder
-from ..modules.interfaces.optional_parts import GuessesInPasses, virtual_nodes
 from ..modules.policies.registry import CONFIDENT, MOST
 from ..modules.target.loading.loading import is_local
 from .acceptance_heads import StoredHead, load_heads, temperature_name
@@ -51,7 +48,7 @@ from .acceptance_profile import DECODED, acceptance_lines, described, profile, r
 from .artifact_files import ACCEPTANCE, AGAIN, CARD, CHANGING, CONFIG, WEIGHTS, as_json
 from .model_card import model_card
 from .stored_drafter import FORMAT_VERSION, load_drafter
-from .tuning import Prediction, Tuning, read_tuning
+from .tuning import PLAIN, Prediction, Tuning, read_tuning
 
 
 class Drafting(NamedTuple):
@@ -92,23 +89,14 @@ class Artifact:
         return self.size_for(1)
 
     def prediction(self, name: str = STATIC, *, batch_size: int = 1, temperature: float = 0.0) -> Prediction | None:
-        """Figures for rows with a static tree by the cost model fitted on this machine and held-out answers.
+        """Figures by seconds measured on this machine and held-out answers.
 
-        None if nothing was measured here, no accepted length is known for its size, the policy is none of none, static
-        and static+lookup, or the rows are sampled at another temperature than SIZING_TEMPERATURE.
+        None if nothing was measured here, the policy is none of those that were tried, or the rows are sampled at
+        another temperature than SIZING_TEMPERATURE.
         """
         if self.tuning is None or temperature not in (0.0, SIZING_TEMPERATURE):
             return None
-        if name == JOINED:
-            return self.tuning.copying_prediction(batch_size, temperature)
-        parts = parse_joined(name)
-        kind, size = parse_policy(parts.own)
-        if kind not in (STATIC, NONE) or parts.partner is not None:
-            return None
-        if kind == NONE:
-            return Prediction(speedup=1.0, accepted_length=1.0)
-        size = self.size_for(batch_size, temperature) if size is None else int(size)
-        return self.tuning.prediction(size, batch_size, temperature)
+        return PLAIN if name in (NONE, f"{STATIC}-1") else self.tuning.prediction(name, batch_size, temperature)
 
     def size_for(self, batch_size: int, temperature: float = 0.0) -> int:
         """Nodes drafted by default for so many rows at once, root included; 1 where drafting does not pay."""
@@ -156,13 +144,12 @@ class Artifact:
             UserError: if there is no such policy or partner, it asks for more than the tree or the family has, or for
                 an acceptance head that the artifact does not hold.
         """
+        if name == JOINED and self.tuning is not None and self.tuning.trials(0.0, JOINED):
+            # Tree and copied chain were tried together: no other tree goes with that chain.
+            best = self.tuning.best(JOINED, batch_size, temperature)
+            name = f"{STATIC}-1" if best is None else best.policy
         parts = parse_joined(name)
-        copies = self.tuning.copies(batch_size, temperature) if name == JOINED and self.tuning is not None else None
-        if copies is None:
-            return joined_policy(parts, self._own_policy(parts, batch_size, temperature), self.target)
-        # The replays found tree and copied chain together: no other tree goes with that chain.
-        own = StaticTree(self.topology.prefix(min(copies.tree_size, self.topology.size)))
-        return own if copies.trial is None else copying(own, copies.trial.copied, copies.trial.extra)
+        return joined_policy(parts, self._own_policy(parts, batch_size, temperature), self.target)
 
     def generate(self, inputs: Tensor | None = None, *, streamer: Any = None, policy: str = FASTEST,
                  **given: Any) -> Tensor:
@@ -189,13 +176,9 @@ class Artifact:
         if number is not None or self.tuning is None:
             return policy_named(name.own, self.topology, self.drafter)
         # Virtual nodes are part of a pass: such trees have a size of their own.
-        chances_KR = self.drafter.rank_chances if isinstance(self.drafter, GuessesInPasses) else None
-        if kind == SPARSE and chances_KR is not None:
-            # Of sampled rows whole passes were replayed; greedy ones are estimated from the chances of each guess.
-            nodes = virtual_nodes(self.drafter)
-            size = (self.tuning.pass_nodes(batch_size, temperature, nodes) if temperature > 0 else
-                    choose_pass_nodes(chances_KR, self.tuning.cost.curve(batch_size), nodes).size)
-            return policy_named(f"{SPARSE}-{size}" if size > 1 else f"{STATIC}-1", self.topology, self.drafter)
+        if kind == SPARSE and self.tuning.trials(0.0, SPARSE):
+            best = self.tuning.best(SPARSE, batch_size, temperature)
+            return policy_named(f"{STATIC}-1" if best is None else best.policy, self.topology, self.drafter)
         # Where no size is known to pay for sampled rows, every policy is plain decoding.
         size = self.size_for(batch_size, temperature)
         plain = size == 1 and temperature > 0 and kind != SPARSE

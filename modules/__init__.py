@@ -61,15 +61,13 @@ if TYPE_CHECKING:
     from .token_tree import Drawn, TokenTree, Topology
     from .tuning.acceptance_examples import Examples, Rollouts, chain_for, rollouts
     from .tuning.confidence_calibration import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
-    from .tuning.copy_sizing import CopySizing, CopyTrial, size_copies
-    from .tuning.cost_model import SURE_LENGTH, CostCurve, CostModel, Sample, TreeChoice, choose_size
-    from .tuning.held_out_ranks import DrawnText, ProposedText, drawn_text, proposed_text, rank_table, sure_text
-    from .tuning.lookahead_sizing import PassTrial, choose_pass_nodes, choose_trial, try_pass_sizes
+    from .tuning.cost_table import CostCurve, CostTable
+    from .tuning.held_out_ranks import ProposedText, proposed_text, rank_table
     from .tuning.replay_acceptance import Acceptance, MeasuredStep, answered_anew, held_out_acceptance, replay
     from .tuning.replay_target import Replay
-    from .tuning.sampled_lengths import SIZING_TEMPERATURE, PredictedLengths, expected_lengths, predicted_lengths
     from .tuning.step_timing import measure_cost
     from .tuning.tree_search import search_tree
+    from .tuning.trials import SIZING_TEMPERATURE, Counted, Trial, trials
     from .verification.acceptance_rules import ChainRejection, Chances, Equality, Rejection, Rule, Typical, exact_rule
     from .verification.sampling import Sampling, SamplingSetting, choose
     from .verification.tree_walk import Accepted, follow
@@ -85,22 +83,20 @@ else:
 
 __all__ = [
     "BASELINES", "DEFAULT_NAME", "DRAFTERS", "FASTEST", "JOINED", "NONE", "PARTNERS", "POLICIES", "SIZING_TEMPERATURE",
-    "SPARSE", "SPECDEC", "STATIC", "SURE", "SURE_LENGTH", "Acceptance", "AcceptanceHead", "AcceptanceHeadConfig",
-    "Accepted", "Adapter", "BlockDraft", "BlockDraftConfig", "Chain", "ChainRejection", "Chances", "Confidence",
-    "ConfidenceBin", "ConfidenceCurve", "CopySizing", "CopyTrial", "CostCurve", "CostModel", "DecodeError",
-    "DecodeResult", "DecodeSettings", "DecodeStats", "DraftLM", "DraftLMConfig", "DraftState", "Drafted",
-    "Drafter", "Drafts", "Drawn", "DrawnText", "Draws", "DySpecTree", "Eagle", "Eagle2Tree", "Eagle3",
-    "Eagle3Config", "EagleConfig", "EarlyExit", "Ensemble", "Equality", "Examples", "Falcon", "FalconConfig",
-    "Features", "Frontier", "Generation", "HiddenTransfer", "HiddenTransferConfig", "Hydra", "HydraConfig", "Kangaroo",
-    "KangarooConfig", "LayerDraft", "Loop", "MaxProbability", "MeasuredStep", "Medusa", "MedusaConfig", "Mtp",
-    "MtpConfig", "NgramConfig", "Ngrams", "Observation", "PassOutput", "PassTrial", "PathProbability", "Policy",
-    "PredictedLengths", "PromptLookup", "PromptLookupConfig", "PromptTokens", "PromptTokensConfig", "ProposedText",
-    "Proposer", "Rejection", "RejectionRisk", "Replay", "Request", "Rollouts", "Rule", "Sample", "SampledChain",
-    "SampledTree", "Sampling", "SamplingSetting", "Scores", "StaticTree", "StoppedChain", "StoppingRule", "Target",
-    "TargetConfig", "TargetIdentity", "TargetRows", "TokenRecycling", "TokenText", "TokenTree", "Topology",
-    "TreeChoice", "TreeError", "Typical", "Union", "UserError", "Verified", "answered_anew", "baseline", "chain_for",
-    "choose", "choose_pass_nodes", "choose_size", "choose_trial", "decode", "drawn_text", "exact_rule",
-    "expected_lengths", "follow", "held_out_acceptance", "load_target", "measure_cost", "parse_joined", "parse_policy",
-    "policy_named", "predicted_lengths", "proposed_text", "rank_table", "recycling_tree", "repeats_itself", "replay",
-    "replay_noting", "rollouts", "search_tree", "size_copies", "stream", "sure_text", "try_pass_sizes",
+    "SPARSE", "SPECDEC", "STATIC", "SURE", "Acceptance", "AcceptanceHead", "AcceptanceHeadConfig", "Accepted",
+    "Adapter", "BlockDraft", "BlockDraftConfig", "Chain", "ChainRejection", "Chances", "Confidence", "ConfidenceBin",
+    "ConfidenceCurve", "CostCurve", "CostTable", "Counted", "DecodeError", "DecodeResult", "DecodeSettings",
+    "DecodeStats", "DraftLM", "DraftLMConfig", "DraftState", "Drafted", "Drafter", "Drafts", "Drawn", "Draws",
+    "DySpecTree", "Eagle", "Eagle2Tree", "Eagle3", "Eagle3Config", "EagleConfig", "EarlyExit", "Ensemble", "Equality",
+    "Examples", "Falcon", "FalconConfig", "Features", "Frontier", "Generation", "HiddenTransfer",
+    "HiddenTransferConfig", "Hydra", "HydraConfig", "Kangaroo", "KangarooConfig", "LayerDraft", "Loop",
+    "MaxProbability", "MeasuredStep", "Medusa", "MedusaConfig", "Mtp", "MtpConfig", "NgramConfig", "Ngrams",
+    "Observation", "PassOutput", "PathProbability", "Policy", "PromptLookup", "PromptLookupConfig", "PromptTokens",
+    "PromptTokensConfig", "ProposedText", "Proposer", "Rejection", "RejectionRisk", "Replay", "Request", "Rollouts",
+    "Rule", "SampledChain", "SampledTree", "Sampling", "SamplingSetting", "Scores", "StaticTree", "StoppedChain",
+    "StoppingRule", "Target", "TargetConfig", "TargetIdentity", "TargetRows", "TokenRecycling", "TokenText",
+    "TokenTree", "Topology", "TreeError", "Trial", "Typical", "Union", "UserError", "Verified", "answered_anew",
+    "baseline", "chain_for", "choose", "decode", "exact_rule", "follow", "held_out_acceptance", "load_target",
+    "measure_cost", "parse_joined", "parse_policy", "policy_named", "proposed_text", "rank_table", "recycling_tree",
+    "repeats_itself", "replay", "replay_noting", "rollouts", "search_tree", "stream", "trials",
 ]

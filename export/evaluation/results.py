@@ -272,14 +272,12 @@ class Evaluation:
                 **{name: getattr(self, name) for name in names}, **self._predicted()}
 
     def _predicted(self) -> dict[str, Any]:
-        """The prediction with its 90 % intervals, for as many answers as were measured on prompts like the training's.
-        """
-        found, group = self.prediction, self.predicted_for[1]
+        """The prediction with its 90 % intervals."""
+        found = self.prediction
         return {"predicted_speedup": found and found.speedup,
-                "predicted_speedup_interval": found and found.speedup_interval(group.prompts,
-                                                                               group.tokens_per_second_interval),
+                "predicted_speedup_interval": found and found.speedup_interval,
                 "predicted_accepted_length": found and found.accepted_length,
-                "predicted_accepted_length_interval": found and found.length_interval(group.prompts)}
+                "predicted_accepted_length_interval": found and found.interval}
 
     def _groups(self) -> dict[str, dict[str, Measures]]:
         return {"prompt_set": self.by_prompt_set, "category": self.by_category, "turn": self.by_turn,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ...modules import FASTEST, JOINED
+from ...modules import FASTEST, JOINED, STATIC
 from ..artifact import Artifact
 from ..evaluation.methods import EvaluateConfig
 from ..evaluation.results import Evaluation, EvaluationRun, Lossless, TrainingRecord
@@ -150,8 +150,9 @@ def _figures(run: EvaluationRun, firsts: Sequence[Evaluation], artifact: Artifac
                              "intervals."))
     if artifact is not None and artifact.tuning is not None:
         tuning = artifact.tuning
+        alone = {one.nodes: one.figures.accepted_length for one in tuning.trials(0.0, STATIC)}
         forms = "" if tuning.linear_layers is None else f"; {tuning.linear_layers.in_words}"
-        drawn.append(_figure(plots.cost_curve(tuning.cost.curve(), artifact.tree_size, tuning.expected_accepted_length),
+        drawn.append(_figure(plots.cost_curve(tuning.cost.curve(), artifact.tree_size, alone),
                              f"Time of one pass of the target by the number of tokens it checks, measured on "
                              f"{tuning.device}, {tuning.dtype}{forms}. Vertical line: the size chosen for the tree on "
                              f"this machine, {artifact.tree_size} nodes. Dashed: the speed-up over this loop without "
@@ -241,11 +242,11 @@ def _tree(artifact: Artifact | None) -> str:
     faint = "" if drawn.size == used else f" The {drawn.size - used} faint nodes are not used on this machine."
     if drawn.size < topology.size:
         faint += f" {topology.size - drawn.size} more nodes of the artifact's tree are not drawn."
-    copies = artifact.tuning.copies(1) if artifact.tuning is not None and artifact.fastest() == JOINED else None
+    copies = artifact.tuning.best(JOINED) if artifact.tuning is not None and artifact.fastest() == JOINED else None
     # The draft's own tree keeps its size next to copies: with them a pass has more nodes than this section draws.
-    joined = (f" By default (the policy {FASTEST}) up to {copies.trial.copied} tokens copied from the text stand next "
-              f"to it, in passes of at most {copies.tree_size + copies.trial.extra} nodes."
-              if copies is not None and copies.trial is not None else "")
+    joined = (f" By default (the policy {FASTEST}) up to {copies.copied} tokens copied from the text stand next to a "
+              f"tree of {copies.nodes} nodes, in passes of at most {copies.nodes + copies.copied} nodes."
+              if copies is not None else "")
     said = (f"With the tree alone each pass of the target checks {used} tokens at once: the last token of the text, "
             f"called the root, and {used - 1} guesses about the tokens after it.{joined} The artifact holds "
             f"{topology.size} nodes, the best first, so that the first ones are the best smaller tree." if used > 1 else

@@ -182,7 +182,7 @@ def prediction_note(evaluation: Evaluation) -> str:
     found, (name, measures) = evaluation.prediction, evaluation.predicted_for
     if found is None:
         return ""
-    # The cost model knows this project's loop alone, so `generate` is no baseline here, even where it is faster.
+    # The seconds are those of this project's loop alone, so `generate` is no baseline here, even where it is faster.
     drafted, plain = measures.tokens_per_second, measures.plain_tokens_per_second
     measured = times(drafted / plain) if drafted is not None and plain else "none"
     joined = f", with {both}" if (both := partners(evaluation)) else ""
@@ -191,12 +191,11 @@ def prediction_note(evaluation: Evaluation) -> str:
         return "" if interval is None else f" (90 %: {interval[0]:.2f} to {interval[1]:.2f})"
 
     whose = "prompts like the training's" if name == OWN else "all prompts, predicted for those like the training's"
-    chosen = ("" if found.length_error is not None or found.accepted_length == 1 else
+    chosen = ("" if found.interval is not None or found.accepted_length == 1 else
               " Too few answers were held out to predict from any that did not choose the draft: expect less.")
-    faster = found.speedup_interval(measures.prompts, measures.tokens_per_second_interval)
     return (f"Predicted and measured on {whose}: tokens per pass{joined} {found.accepted_length:.2f}"
-            f"{within(found.length_interval(measures.prompts))}, measured: {measures.accepted_length:.2f}; speed-up "
-            f"over this loop without drafts {times(found.speedup)}{within(faster)}, "
+            f"{within(found.interval)}, measured: {measures.accepted_length:.2f}; speed-up "
+            f"over this loop without drafts {times(found.speedup)}{within(found.speedup_interval)}, "
             f"measured: {measured}.{chosen}")
 
 

@@ -162,7 +162,7 @@ def method_speeds(methods: Mapping[str, Point]) -> str:
     return plot.svg("speeds")
 
 
-def cost_curve(cost: CostCurve, tree_size: int, expected: Sequence[float]) -> str:
+def cost_curve(cost: CostCurve, tree_size: int, expected: Mapping[int, float]) -> str:
     """Milliseconds of a pass by the size of its tree and, if estimated, the expected speed-up of each size."""
     sizes = cost.sizes
     with _Plot(4.9, 3.1) as (axes, plot):
@@ -174,9 +174,8 @@ def cost_curve(cost: CostCurve, tree_size: int, expected: Sequence[float]) -> st
         handles, labels = axes.get_legend_handles_labels()
         if expected:
             right = axes.twinx()
-            known = [size for size in range(1, len(expected) + 1) if size <= sizes[-1]]
-            gains = [expected[size - 1] * cost.pass_seconds[0] / (cost.step_seconds(size) if size > 1 else
-                                                                cost.pass_seconds[0]) for size in known]
+            known = sorted(expected)
+            gains = [expected[size] * cost.pass_seconds[0] / cost.step_seconds(size) for size in known]
             handles += right.plot(known, gains, "--", color=ACCENT, label=TREE_ALONE)
             right.set(ylabel="expected speed-up, tree alone", ylim=(0, 1.2 * max(gains)))
             right.grid(visible=False)

@@ -66,11 +66,11 @@ def side_by_side(run: EvaluationRun) -> Table:
 
 def predicted_cells(evaluation: Evaluation) -> list[Cell]:
     """The cells under `PREDICTED`, with 90 % intervals."""
-    found, (_, of) = evaluation.prediction, evaluation.predicted_for
+    found = evaluation.prediction
     if found is None:
         return [Cell(""), Cell("")]
-    return [Cell(f"{found.accepted_length:.2f}", span(found.length_interval(of.prompts), 2)),
-            Cell(times(found.speedup), span(found.speedup_interval(of.prompts, of.tokens_per_second_interval), 2))]
+    return [Cell(f"{found.accepted_length:.2f}", span(found.interval, 2)),
+            Cell(times(found.speedup), span(found.speedup_interval, 2))]
 
 
 def in_detail(run: EvaluationRun, evaluation: Evaluation) -> Table:

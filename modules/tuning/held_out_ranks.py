@@ -1,11 +1,11 @@
-"""A drafter's proposals on held-out text: the ranks of the true tokens, and their chances under a sampling target.
+"""A drafter's proposals on held-out text, and the ranks of the true tokens among them.
 
 Shapes: B rows, L positions, N indices with a label, K draft steps, P places where a draft starts, R proposals, Q draft
 vocabulary, V target vocabulary, D hidden size, C values of a place and step.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from ..features import Features
 from ..interfaces.drafter import Drafter, Drafts
-from ..target.model import Target
 
 MAX_RANK = 10
 """Number of proposals of one node that a tree may use."""
@@ -61,21 +60,6 @@ class ProposedText:
     """Position in that row of the last token before the draft, int64."""
     left_P: Tensor
     """Tokens of the answer after it, int64; 0 where it is none of the answer's, so that no pass starts there."""
-    texts: tuple[Tensor, ...]
-    """Tokens of each row, without its padding."""
-
-    def part(self, rows: Sequence[int], most: int | None = None) -> "ProposedText":
-        """The places of some rows alone, which keep their numbers; of each, up to the `most`-th token of its answer."""
-        left_P, after_P = self.left_P.clone(), self.left_P > 0
-        if most is not None:
-            for row in set(self.rows_P[after_P].tolist()):
-                mine_P = after_P & (self.rows_P == row)
-                # The answer's first token comes from the pass over the prompt.
-                last = int(self.roots_P[mine_P][0]) + most - 1
-                left_P[mine_P] = torch.minimum(left_P[mine_P], (last - self.roots_P[mine_P]).clamp(min=0))
-        chosen_P = torch.isin(self.rows_P, torch.tensor(rows, dtype=torch.long))
-        kept = {name: getattr(self, name)[chosen_P] for name in ("proposals_PKR", "truths_PK", "rows_P", "roots_P")}
-        return replace(self, **kept, left_P=left_P[chosen_P])
 
     @property
     def ranked(self) -> RankedText:
@@ -122,100 +106,17 @@ def proposed_text(drafter: Drafter, features: Sequence[Features], max_rank: int 
 
     # Of different values for proposals and truths, so that what is missing never counts as a hit.
     missing = torch.tensor([*[-1] * max_rank, -2, 0, 0, 0])
-    tables, texts = [], list[Tensor]()
+    tables, count = [], 0
     for batch in features:
         table_PKC = _looked(drafter, batch, look, missing).cpu()
         # Rows are counted over all batches.
-        table_PKC[:, 0, -3] += len(texts)
+        table_PKC[:, 0, -3] += count
         tables.append(table_PKC)
-        lengths = (batch.segments_BL >= 0).sum(1).tolist()
-        texts += [tokens_L[:length].cpu() for tokens_L, length in zip(batch.tokens_BL, lengths, strict=True)]
+        count += len(batch.tokens_BL)
     table_PKC = torch.cat(tables) if tables else missing.expand(0, 1, -1)
     rows_P, roots_P, left_P = table_PKC[:, 0, -3:].unbind(-1)
     return ProposedText(proposals_PKR=table_PKC[..., :max_rank], truths_PK=table_PKC[..., max_rank], rows_P=rows_P,
-                        roots_P=roots_P, left_P=left_P, texts=tuple(texts))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrawnText:
-    """Proposals of a drafter along text that the target drew, at the places of `rank_table`, in the order of the text.
-
-    The next place of an answer is the following entry.
-    """
-
-    chances_PKR: Tensor
-    """Probability that the target draws each proposal, most probable first, given the text before it, float32. 0 where
-    it would add no token to the pass: for an end token, which ends the answer, for the last token that an answer may
-    have, and after the end."""
-    drawn_PKR: Tensor
-    """True for the proposal that is the text's own token, bool."""
-    left_P: Tensor
-    """Tokens of the answer after the last token before the draft, int64; 0 where that token is none of the answer's,
-    so that no pass starts there."""
-    rows_P: Tensor
-    """Row of each place, counted over all features, int64."""
-
-
-@torch.no_grad()
-def drawn_text(text: ProposedText, target: Target, features: Sequence[Features], temperature: float = 1.0) -> DrawnText:
-    """The chances of proposals along answers that the target drew without filters.
-
-    Args:
-        text: of `proposed_text` with these features.
-        target: the target that drew the answers and made the states in the features.
-        features: encoded rows; packed or not.
-        temperature: at which the answers were drawn, above 0.
-
-    Raises:
-        ValueError: if the temperature is not above 0.
-    """
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}")
-    chances_PKR = torch.zeros(text.proposals_PKR.shape)
-    number = 0
-    for batch in features:
-        left_BL = _left(batch).cpu()
-        for left_L, final_LD in zip(left_BL, batch.final(), strict=True):
-            places_N = (text.rows_P == number).nonzero()[:, 0]
-            if len(places_N):
-                chances_PKR[places_N] = _chances_of_row(text, places_N, target, final_LD, left_L, temperature)
-            number += 1
-    return DrawnText(chances_PKR=chances_PKR, drawn_PKR=text.proposals_PKR == text.truths_PK[..., None],
-                     left_P=text.left_P, rows_P=text.rows_P)
-
-
-def sure_text(text: ProposedText) -> DrawnText:
-    """The chances of proposals along greedy answers: 1 for the text's own tokens, 0 for all others, and where a guess
-    adds no token to its pass, as in `drawn_text`."""
-    hits_PKR = text.proposals_PKR == text.truths_PK[..., None]
-    last_PK = text.left_P[:, None] <= 1 + torch.arange(hits_PKR.shape[1])
-    return DrawnText(chances_PKR=(hits_PKR & ~last_PK[..., None]).float(), drawn_PKR=hits_PKR, left_P=text.left_P,
-                     rows_P=text.rows_P)
-
-
-def _chances_of_row(text: ProposedText, places_N: Tensor, target: Target, final_LD: Tensor, left_L: Tensor,
-                    temperature: float) -> Tensor:
-    """The chances of all proposals at the places of one row, [N, K, R].
-
-    The target predicts a token from the state right before it, that of the root at the first step; its logits there are
-    computed once for all steps.
-    """
-    proposals_NKR, truths_NK = text.proposals_PKR[places_N], text.truths_PK[places_N]
-    before_NK = text.roots_P[places_N, None] + torch.arange(truths_NK.shape[1])
-    ends = torch.tensor(target.eos_ids, dtype=torch.long)
-    last_NK = left_L[(before_NK + 1).clamp(max=len(left_L) - 1)] == 0
-    added_NKR = (proposals_NKR >= 0) & ~torch.isin(proposals_NKR, ends)
-    added_NKR &= ((truths_NK >= 0) & ~(last_NK & ~torch.isin(truths_NK, ends)))[..., None]
-    chances_NKR = torch.zeros(proposals_NKR.shape)
-    first, stop = int(before_NK[:, 0].min()), int(before_NK[truths_NK >= 0].max()) + 1
-    # In chunks: logits of a whole row of a large vocabulary would take gigabytes.
-    for low in range(first, stop, _CHUNK):
-        here_NK = (truths_NK >= 0) & (before_NK >= low) & (before_NK < low + _CHUNK)
-        logits_CV = target.logits(final_LD[low : min(stop, low + _CHUNK)].to(target.dtype)).float() / temperature
-        sums_C, places_M = logits_CV.logsumexp(-1), (before_NK[here_NK] - low).to(logits_CV.device)
-        wanted_MR = proposals_NKR[here_NK].clamp(min=0).to(logits_CV.device)
-        chances_NKR[here_NK] = (logits_CV[places_M[:, None], wanted_MR] - sums_C[places_M, None]).exp().cpu()
-    return torch.where(added_NKR, chances_NKR, 0.0)
+                        roots_P=roots_P, left_P=left_P)
 
 
 def _left(batch: Features) -> Tensor:

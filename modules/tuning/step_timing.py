@@ -1,4 +1,4 @@
-"""Timing of decoding steps on this machine, to which the cost model is fitted.
+"""Timing of decoding steps on this machine.
 
 All kinds of steps take turns, so that contention affects every one alike. Of each kind the shortest time counts, since
 other programs only add to it.
@@ -8,42 +8,35 @@ Shapes: B rows, N nodes or tokens read, D hidden size, V vocabulary.
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from statistics import median
 
 import torch
 
+from ..baselines.joined_policies import LOOKUP, PolicyName, copying, joined_drafter
 from ..decoding.rounds import for_host, observation, read, verified
 from ..interfaces.optional_parts import extended, started, virtual_nodes
 from ..interfaces.proposer import AheadStates, Observation, Proposer, Verified
+from ..policies.registry import STATIC
 from ..policies.static_tree import StaticTree
 from ..target.model import Target
 from ..token_tree import Topology
 from ..verification.sampling import argmax
 from ..verification.tree_walk import down_to
-from .cost_model import CostModel, Sample
+from .cost_table import CostCurve, CostTable
+from .trials import COPIED
 
-SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Tree sizes that are timed with one row."""
-BATCHES = ((4, (1, 4, 16)), (8, (1, 8)), (16, (1, 4)))
-"""Pairs of a number of rows and the tree sizes that are timed with it."""
-LONG = ((1, (1, 16)), (4, (1, 8)))
-"""Pairs of a number of rows and the tree sizes that are timed with a longer context."""
-LONGER = 4
-"""Length of the longer context, as a multiple of the other."""
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Nodes of the trees that are timed, the largest one only where the draft's tree has more than the one before."""
+BATCHES, SLOTS = (1, 2, 4, 8, 16), 64
+"""Rows that are timed at once, with trees of at most so many nodes in all rows together."""
 
 
 @torch.no_grad()
-def measure_cost(
-    target: Target,
-    drafter: Proposer,
-    topology: Topology,
-    *,
-    context: int = 192,
-    repeats: int = 5,
-    seconds: float = 15.0,
-) -> CostModel:
-    """Time steps with the prefixes of a best-first tree on this machine and fit the model to them.
+def measure_cost(target: Target, drafter: Proposer, topology: Topology, *, context: int = 192, repeats: int = 5,
+                 seconds: float = 15.0) -> CostTable:
+    """Time steps with the prefixes of a best-first tree on this machine.
 
     Args:
         target: the target.
@@ -53,12 +46,13 @@ def measure_cost(
         repeats: steps of each kind, after one round of warm-up.
         seconds: start no further round after this time; two are always made.
     """
-    room = target.context_length - topology.size - 1
-    kinds = [(1, SIZES, context), *((rows, sizes, context) for rows, sizes in BATCHES),
-             *((rows, sizes, LONGER * context) for rows, sizes in LONG)]
-    benches = [_Bench(target, drafter, topology, batch, min(read, room),
-                      [size for size in sizes if size <= topology.size], repeats) for batch, sizes, read in kinds]
-    times: dict[tuple[int, int, int], list[tuple[float, float]]] = defaultdict(list)
+    sizes = sorted({topology.size, *(size for size in SIZES if size <= max(SIZES[-2], topology.size))})
+    context = min(context, target.context_length - (sizes[-1] + COPIED) * (1 + virtual_nodes(drafter)) - 1)
+    benches = [_Bench(target, drafter, topology, batch, context, [size for size in sizes if size * batch <= SLOTS],
+                      repeats) for batch in BATCHES]
+    joined = joined_drafter(PolicyName(own=STATIC, partner=LOOKUP, size=COPIED), drafter, target)
+    benches.append(_Bench(target, joined, topology, 1, context, [2], repeats, copies=True))
+    times: dict[tuple[_Bench, int], list[tuple[float, float]]] = defaultdict(list)
     started = time.monotonic()
     # The first turn warms up; the second is always made, however slow the machine.
     for turn in range(repeats + 1):
@@ -68,24 +62,18 @@ def measure_cost(
             for size in bench.sizes:
                 found = bench.step(size)
                 if turn > 0:
-                    times[size, bench.batch, bench.context].append(found)
-    samples = [
-        Sample(
-            size=size,
-            batch=batch,
-            context=read,
-            pass_seconds=min(seconds for seconds, _ in found),
-            draft_seconds=min(seconds for _, seconds in found),
-        )
-        for (size, batch, read), found in times.items()
-    ]
-    return CostModel.fit(samples, benches[0].context, _excess(times))
-
-
-def _excess(times: Mapping[tuple[int, int, int], Sequence[tuple[float, float]]]) -> float:
-    """Share by which the median step of a kind took longer than its shortest one; the median over the kinds."""
-    sums = [[passed + drafted for passed, drafted in found] for found in times.values()]
-    return median(median(found) / min(found) - 1 for found in sums)
+                    times[bench, size].append(found)
+    steps = {kind: [passed + drafted for passed, drafted in found] for kind, found in times.items()}
+    shortest = {kind: tuple(map(min, zip(*found, strict=True))) for kind, found in times.items()}
+    *alone, last = benches
+    return CostTable(
+        curves=tuple(CostCurve(batch=bench.batch, sizes=tuple(bench.sizes),
+                               pass_seconds=tuple(shortest[bench, size][0] for size in bench.sizes),
+                               # A tree that has no more nodes takes as long to draft as the whole.
+                               draft_seconds=tuple(accumulate((shortest[bench, size][1] for size in bench.sizes), max)))
+                     for bench in alone),
+        copy_seconds=max(0.0, shortest[last, 2][1] - shortest[alone[0], 2][1]),
+        excess=median(median(found) / min(found) - 1 for found in steps.values()))
 
 
 class _Bench:
@@ -96,15 +84,16 @@ class _Bench:
 
     def __init__(
         self, target: Target, drafter: Proposer, topology: Topology, batch: int, context: int, sizes: Sequence[int],
-        repeats: int,
+        repeats: int, copies: bool = False,
     ) -> None:
-        self.target, self.drafter, self.topology = target, drafter, topology
+        self.target, self.drafter, self.topology, self.copies = target, drafter, topology, copies
         self.batch, self.context, self.sizes = batch, context, sizes
         # The target's cache is rewound after each step; the drafter's text grows by one token.
         steps = (repeats + 1) * len(sizes)
-        self.rows = target.start(batch, context + topology.size * (1 + virtual_nodes(drafter)), drafter.taps)
+        largest = sizes[-1] + COPIED
+        self.rows = target.start(batch, context + largest * (1 + virtual_nodes(drafter)), drafter.taps)
         self.rows.cache.assume(context)
-        self.state = started(drafter, self.rows, batch, context + steps + topology.size)
+        self.state = started(drafter, self.rows, batch, context + steps + largest)
         self.rows_B = torch.arange(batch, device=target.device)
         self.roots_B = torch.zeros_like(self.rows_B)
         self._read()
@@ -145,14 +134,16 @@ class _Bench:
     def step(self, size: int) -> tuple[float, float]:
         """(seconds of the pass, seconds of the drafter) of one step in which nothing is accepted."""
         started = _now(self.target.device)
-        # A drafter without a guess grows a smaller tree: root tokens in all nodes take as long to verify.
-        topology = self.topology.prefix(size)
-        tree = topology.plant(self.roots_B[:, None].expand(-1, size))
-        if size > 1:
-            grown = StaticTree(topology).grow(self.drafter, self.state, self.roots_B)
-            tree = grown if grown.size == size else tree
+        # Root tokens in all nodes take as long to verify, where a drafter has no guess or no tree of so many nodes.
+        tree = Topology.chain(size - 1).plant(self.roots_B[:, None].expand(-1, size))
+        drafts = 1 < size <= self.topology.size or self.copies
+        if drafts:
+            own = StaticTree(self.topology.prefix(min(size, self.topology.size)))
+            policy = copying(own, COPIED, COPIED) if self.copies else own
+            grown = policy.grow(self.drafter, self.state, self.roots_B)
+            tree = grown if grown.size >= size else tree
         drafted = _now(self.target.device)
-        sent = tree if size == 1 else extended(self.drafter, self.state, tree)
+        sent = extended(self.drafter, self.state, tree) if drafts else tree
         select_BM = None if sent.virtual is None else torch.arange(tree.size, device=tree.tokens_BN.device)
         output = self.rows.run(sent, select_BM=None if select_BM is None else select_BM.expand_as(tree.tokens_BN))
         accepted = down_to(tree, self.roots_B, argmax(output.logits_BMV)[:, 0])
@@ -161,7 +152,7 @@ class _Bench:
         passed = _now(self.target.device)
         # The next step finds the same context; the drafter's text grows, for which its state has room.
         self.rows.cache.rewind(self.batch, 1)
-        if size == 1:
+        if not drafts:
             return passed - drafted, 0.0
         answers = verified(tree, accepted, output) if self.drafter.reads_logits else None
         resumed = _now(self.target.device)

@@ -1,15 +1,15 @@
 """The command `draftsmith choose`: which draft pays for a target on this device, by measured seconds and acceptance.
 
 Candidates are artifacts that exist, or families that train for equal short times on the same few answers of the target.
-Each has its lengths on held-out answers that chose nothing, and the pass-cost curve of this device; longer training is
-extrapolated.
+Each has its lengths on held-out answers that chose nothing, and the seconds of steps on this device. Only what longer
+training would bring is predicted.
 """
 
 import json
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,10 +23,22 @@ from ...export.artifact_files import WEIGHTS
 from ...export.layouts.parts.export_format import Engine
 from ...export.layouts.registry import formats_of
 from ...export.tuning import Prediction
-from ...modules import DEFAULT_NAME, Target, TargetConfig, UserError, choose_size, load_target, measure_cost
+from ...modules import (
+    DEFAULT_NAME,
+    JOINED,
+    STATIC,
+    Counted,
+    Target,
+    TargetConfig,
+    Trial,
+    UserError,
+    load_target,
+    measure_cost,
+)
 from ...modules.config_checks import MOST_ROWS
 from ...modules.files.atomic_files import write_file
 from ...modules.files.json_records import read_object
+from ...modules.tuning.trials import SIZES
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, named_target
 from ..reading.command_line import TRUST
@@ -51,8 +63,6 @@ CURVE, MOST_GROWTH = 10.0, 1.2
 hundred steps and several thousand (tests/benchmarks/README.md); and the largest growth, in natural logs."""
 ANSWER_TOKENS = 64
 """Tokens of the answers that are predicted."""
-MANY = 10**6
-"""Answers of a prediction that is not compared with a few measured ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +151,7 @@ class Candidate:
     @property
     def sure(self) -> bool:
         """True if the 90 % interval of some condition lies above plain decoding."""
-        return any(one is not None and (one.speedup_interval(MANY) or (0.0,))[0] > 1
+        return any(one is not None and (one.speedup_interval or (0.0,))[0] > 1
                    for one in self.predictions.values())
 
 
@@ -166,8 +176,9 @@ def choose_draft(parsed: Parsed[ChooseArguments]) -> None:
         advice = f"{best.name}: predicted {best.score:.2f} times as fast as plain decoding{doubt}; start: {best.start}"
     say("\n".join([advice, "", *table(found), "", *notes, NOTE]))
     records = [{**vars(one), "score": one.score, "predictions": {
-        name: None if each is None else {**asdict(each), "speedup_interval": each.speedup_interval(MANY),
-                                         "accepted_length_interval": each.length_interval(MANY)}
+        name: None if each is None else {"speedup": each.speedup, "speedup_interval": each.speedup_interval,
+                                         "accepted_length": each.accepted_length,
+                                         "accepted_length_interval": each.interval}
         for name, each in one.predictions.items()}} for one in found]
     chosen = None if best is None or best.score <= 1 else best.name
     write_file(given.out / "choose.json", json.dumps(
@@ -188,7 +199,7 @@ def table(found: Sequence[Candidate]) -> list[str]:
         if one is None:
             return "not known"
         spans = ["" if span is None else f" ({span[0]:.2f} to {span[1]:.2f})"
-                 for span in (one.length_interval(MANY), one.speedup_interval(MANY))]
+                 for span in (one.interval, one.speedup_interval)]
         return f"{one.accepted_length:.2f}{spans[0]}, {one.speedup:.2f}x{spans[1]}"
 
     columns = ["draft", *(f"tokens/pass and speed-up, {name}" for name in found[0].predictions), "parameters",
@@ -276,14 +287,17 @@ def measured_here(artifact: Artifact) -> Tuning:
     """The artifact's tuning, with seconds of this device: stored ones where they are of it, otherwise measured now."""
     stored = artifact.tuning
     if stored is not None:
-        here = Tuning.of(artifact.target, 1, stored.cost)
+        here = Tuning.of(artifact.target, stored.cost)
         if (here.device, here.dtype) == (stored.device, stored.dtype):
             return stored
     cost = measure_cost(artifact.target, artifact.drafter, artifact.topology)
     if stored is not None:
         return replace(stored, cost=cost)
-    # Of an imported artifact nothing is known but the seconds.
-    return Tuning.of(artifact.target, 1, cost, artifact.provenance.get("expected_accepted_length", ()))
+    # Of an imported artifact nothing is known but the seconds; of one made elsewhere without a tuning, estimates.
+    lengths = artifact.provenance.get("expected_accepted_length", ())
+    return Tuning.of(artifact.target, cost, tuple(
+        Trial(policy=f"{STATIC}-{size}", chosen=Counted(accepted_length=lengths[size - 1], nodes=size))
+        for size in SIZES if size <= len(lengths)))
 
 
 def predicted(tuning: Tuning, rows: int, degree: float, growth: tuple[float, float], most: float) -> Prediction | None:
@@ -291,16 +305,20 @@ def predicted(tuning: Tuning, rows: int, degree: float, growth: tuple[float, flo
     at a temperature, after the growth of `grown`, with `most` tokens of the deepest path; None where no accepted length
     is known."""
     factor, error = growth
-    lengths = [min(most, 1 + (one - 1) * factor) for one in tuning.lengths_at(degree)]
-    found = tuning.prediction(choose_size(lengths, tuning.cost.curve(rows)).size, rows, degree) if lengths else None
-    if found is None:
-        return None
-    length = min(most, 1 + (found.accepted_length - 1) * factor)
-    spread = None if found.length_error is None else math.hypot(found.length_error, error * (length - 1) / length)
-    found = replace(found, accepted_length=length, speedup=found.speedup * length / found.accepted_length,
-                    length_error=spread)
-    copies = tuning.copying_prediction(rows, degree)
-    return found if copies is None or copies.speedup <= found.speedup else copies
+
+    def later(found: Counted, factor: float) -> Counted:
+        return replace(found, accepted_length=max(1.0, min(most, 1 + (found.accepted_length - 1) * factor)))
+
+    alone = [replace(one, chosen=later(one.chosen, factor), reported=one.reported and later(one.reported, factor))
+             for one in tuning.trials(degree, STATIC)]
+    grown_up = replace(tuning, greedy=tuple(alone), sampled=tuple(alone), used_nodes=None)
+    found, copies = grown_up.prediction(STATIC, rows, degree), tuning.prediction(JOINED, rows, degree)
+    if found is not None and found.interval is not None:
+        # What longer training brings is not certain either.
+        low, high = (max(1.0, min(most, 1 + (end - 1) * factor * math.exp(side * 1.645 * error)))
+                     for end, side in zip(found.interval, (-1, 1), strict=True))
+        found = replace(found, interval=(low, high))
+    return found if found is None or copies is None or copies.speedup <= found.speedup else copies
 
 
 COMMANDS: dict[str, Command[Any]] = {

@@ -23,7 +23,6 @@ from ...data.store.feature_store import Encoding
 from ...data.store.token_store import MANIFEST
 from ...export import (
     Method,
-    SampledTuning,
     Tuning,
     busy_warning,
     evaluate,
@@ -41,22 +40,15 @@ from ...modules import (
     JOINED,
     SIZING_TEMPERATURE,
     STATIC,
-    Drafter,
     Features,
-    Target,
     Topology,
     UserError,
     answered_anew,
-    choose_size,
-    drawn_text,
-    expected_lengths,
     measure_cost,
-    predicted_lengths,
     proposed_text,
+    rank_table,
     search_tree,
-    size_copies,
-    sure_text,
-    try_pass_sizes,
+    trials,
 )
 from ...modules.files.folder_locks import sole_writer
 from ...modules.files.json_records import shortened
@@ -65,6 +57,7 @@ from ...modules.processes import ALONE, Processes, local_rank
 from ...modules.read_rows import ReadRows
 from ...modules.tuning.confidence_calibration import calibrate_judgement
 from ...modules.tuning.replay_acceptance import held_out_acceptance
+from ...modules.tuning.trials import SIZES
 from ...trainers import DraftModule, FitResult, fit
 from ...trainers.train_config import UNDECISIVE
 from ..chat_settings import HANDWRITTEN, handwritten_prompts, prompt_sets
@@ -216,26 +209,19 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
         drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
         drafter.bind(target)
         drafter.eval()
-        proposed = proposed_text(drafter, held_out)
-    table_PK = proposed.ranked.ranks_PK
+        # The first, third, ... row chose no checkpoint (`held_out_acceptance`): these report, and the others choose.
+        tables = [rank_table(drafter, part) for part in (held_out[0::2], held_out[1::2]) if part or not held_out]
+    table_PK = torch.cat(tables)
     for one in (module.drafter, drafter):
         if isinstance(one, GuessesInPasses):
             one.count_ranks(table_PK)
     if isinstance(module.drafter, JudgesGuesses) and module.drafter.judges:
         module.drafter.judge_temperatures_K.copy_(calibrate_judgement(drafter, held_out))
     topology, expected = search_tree(table_PK, config.searched_nodes)
-    # The first, third, ... row chose no checkpoint (`held_out_acceptance`): these predict, the others choose, each with
-    # a tree that was searched on the other half. The artifact's own tree is searched on all.
-    count, most = len(held_out), workspace.recipe.evaluate.max_new_tokens
-    choosing, searched = (proposed.part(range(start, count, 2)) for start in (1, 0))
-    other, unseen = (search_tree(part.ranked.ranks_PK, config.searched_nodes)[0] for part in (searched, choosing))
-    lengths = padded(expected_lengths(sure_text(choosing), other), topology.size) if count > 1 else expected
     with target.reproducible(), torch.no_grad():
-        unread = rows.unread()[: (count + 1) // 2]
+        unread = rows.unread()[: (len(held_out) + 1) // 2]
         unread = (encoded(workspace, module, unread) if target is module.target else answered_anew(target, unread))
         unseen_text = proposed_text(drafter, unread)
-    fresh = unseen_text.part(range(len(unread)), most)
-    predicted = predicted_lengths(fresh, sure_text(fresh), unseen, topology.size) if count > 1 else None
     facts = {**provenance(workspace, result, expected), "loops": loops}
     if (ids_Q := module.drafter.token_ids_Q) is not None:
         facts["draft_vocabulary"] = {"tokens": len(ids_Q), "held_out_coverage": coverage(workspace.data, ids_Q)}
@@ -249,16 +235,19 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     # A changed copy of the target was made inside the block: it is measured in the forms that decoding runs.
     target.linears.use(workspace.target.linears.packing)
     cost = measure_cost(target, drafter, topology)
-    size = min(config.used_nodes or choose_size(lengths, cost.curve()).size, topology.size)
-    tuning = replace(Tuning.of(target, size, cost, lengths, given=config.used_nodes is not None), predicted=predicted,
-                     copying=size_copies(drafter, target, held_out, choosing if count > 1 else proposed,
-                                         topology.prefix(size), fresh if predicted else None,
-                                         unseen.prefix(min(size, unseen.size))))
     drawn = rows.whole(SIZING_TEMPERATURE)
     # A target that training has changed draws other answers than the stored ones.
     drawn = (encoded(workspace, module, drawn) if target is module.target
              else answered_anew(target, drawn, temperature=SIZING_TEMPERATURE))
-    tuning = replace(tuning, sampled=sized_for_sampling(tuning, drafter, target, drawn, topology, most))
+    # Each half is decoded with a tree that was searched on the other; the artifact's own tree was searched on both.
+    trees = [search_tree(part_PK, config.searched_nodes)[0] for part_PK in tables]
+    texts = (list(zip([held_out[1::2] or held_out, unread], trees, strict=False)),
+             [(part, topology) for part in (drawn[1::2] or drawn, drawn[0::2])[: len(drawn)]])
+    sizes = sorted({min(size, topology.size) for size in ([config.used_nodes] if config.used_nodes else SIZES)})
+    with target.reproducible():
+        tuning = Tuning.of(target, cost, *(
+            trials(drafter, target, halves, cost, sizes, workspace.recipe.evaluate.max_new_tokens)
+            for halves in texts), used_nodes=config.used_nodes)
     save_tuning(workspace.artifact, tuning)
     for sentence in sizes_in_words(tuning, topology):
         say(f"     {sentence}")
@@ -276,56 +265,18 @@ def encoded(workspace: Workspace, module: DraftModule, rows: ReadRows) -> ReadRo
     return rows.mapped(read)
 
 
-def sized_for_sampling(tuning: Tuning, drafter: Drafter, target: Target, text: Sequence[Features],
-                       topology: Topology, most: int) -> SampledTuning:
-    """The sizes that decode sampled rows fastest on this machine, by answers that the target drew.
-
-    Args:
-        tuning: of greedy rows.
-        drafter: bound to the target, its ranks counted.
-        target: the target that drew the answers.
-        text: encoded answers, one conversation a row.
-        topology: the artifact's tree.
-        most: tokens of the answers that are predicted.
-    """
-    proposed = proposed_text(drafter, text)
-    # The tree was searched on greedy answers: of these, every second one chooses sizes, and the others predict.
-    choosing, fresh = (proposed.part(range(1, len(text), 2)) if len(text) > 1 else proposed,
-                       proposed.part(range(0, len(text), 2), most))
-    lengths = expected_lengths(drawn_text(choosing, target, text, SIZING_TEMPERATURE), topology)
-    predicted = predicted_lengths(fresh, drawn_text(fresh, target, text, SIZING_TEMPERATURE), topology, topology.size)
-    size = tuning.tree_size if tuning.given else choose_size(lengths, tuning.cost.curve()).size
-    copying = size_copies(drafter, target, text, choosing, topology.prefix(size), fresh if predicted else None)
-    return SampledTuning(expected_accepted_length=tuple(lengths), copying=copying, predicted=predicted,
-                         lookahead=try_pass_sizes(drafter, proposed.ranked, topology.size))
-
-
-def padded(lengths: Sequence[float], size: int) -> tuple[float, ...]:
-    """Lengths for trees of 1 to `size` nodes; a smaller tree stands for larger ones."""
-    return (*lengths, *[lengths[-1]] * (size - len(lengths)))[:size]
-
-
 def sizes_in_words(tuning: Tuning, topology: Topology) -> Iterator[str]:
-    """Sentences on what one row drafts on this machine, greedy and sampled, and what prompt lookup adds to it."""
-    used, copied = [], []
+    """Sentences on what one row drafts on this machine, greedy and sampled."""
+    yield f"tree of {topology.size} nodes; of it is used on this machine, by held-out answers that did not choose it:"
     for temperature in (0.0, SIZING_TEMPERATURE):
-        size, sizing = tuning.size_for(1, temperature), tuning.copying_at(temperature)
-        alone, both = tuning.prediction(size, 1, temperature), tuning.copying_prediction(1, temperature)
-        used.append("none, drafting does not pay" if size == 1 or alone is None else
-                    f"{size}, {alone.accepted_length:.2f} tokens per pass predicted on prompts like the training's")
-        if sizing is None or alone is None or both is None:
-            # Nothing was replayed: no answer was held out.
-            continue
-        best, pays = sizing.best(tuning.cost), tuning.fastest(1, temperature) == JOINED
-        where = f"at temperature {temperature:g} " if temperature else ""
-        copied.append(f"{where}the policy {JOINED} copies up to {best.copied} tokens in passes of up to "
-                      f"{sizing.tree_size + best.extra} nodes: {both.accepted_length:.2f} tokens per pass predicted, "
-                      f"{STATIC} {alone.accepted_length:.2f}; predicted speed-ups {both.speedup:.2f} and "
-                      f"{alone.speedup:.2f}, so it is "
-                      f"{'' if pays else 'not '}predicted to be faster than {STATIC}")
-    yield (f"tree of {topology.size} nodes; used on this machine: {used[0]}; at temperature {SIZING_TEMPERATURE:g} "
-           f"{used[1]}")
-    yield from copied
+        used, said = tuning.fastest(1, temperature), list[str]()
+        for kind in sorted((STATIC, JOINED), key=lambda one: one != used):
+            best, told = tuning.best(kind, 1, temperature), tuning.prediction(kind, 1, temperature)
+            if best is not None and told is not None:
+                said.append(f"{best.policy}, {told.accepted_length:.2f} tokens per pass and {told.speedup:.2f} times "
+                            "the speed without drafts predicted")
+        yield (f"at temperature {temperature:g} " if temperature else "greedy ") + (
+            " (next: ".join(said) + ")" * (len(said) > 1) or "none, drafting does not pay")
     if tuning.cost.contended:
         yield ("the machine was busy with other programs while these passes were timed, so the size may not be the "
                "fastest and nothing is switched off by it; delete tuning.json and repeat the run on a quiet machine")

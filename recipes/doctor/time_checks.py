@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...data.batches.learned_tokens import LearnedTokens
 from ...export import TrainingRecord
-from ...modules import CostModel, Features, Topology, measure_cost
+from ...modules import CostTable, Features, Topology, measure_cost
 from ...modules.files.json_records import read_object, record_of
 from ...modules.tuning.held_out_ranks import RankedText, proposed_text, rank_table
 from ...modules.tuning.rank_walk import walk
@@ -35,7 +35,7 @@ SECONDS = 5.0
 class Gains:
     """Timing and training of a draft."""
 
-    cost: CostModel
+    cost: CostTable
     """Seconds of its steps here."""
     size: int
     """Nodes of the tree in use; of the whole tree where nothing is drafted."""

@@ -11,7 +11,7 @@ from ...export.evaluation.schedule import UNTIMED_ROWS
 from ...modules import Target
 from ...modules.target.devices.placement import Zero3
 from ...modules.target.linears.packed_linear import has_packed_product, linear_layers
-from ...modules.tuning.copy_sizing import TIMED
+from ...modules.tuning.trials import MOST_ANSWERS
 from ...trainers import DraftModule
 from ...trainers.processes.zero_strategy import BUCKET
 from ...trainers.steps.optimizers import Together
@@ -22,7 +22,7 @@ from .worker_count import gpus_of, worker_count
 
 FLOAT32 = 4
 """Bytes of a number of a drafter in training."""
-TIMED_SLOTS = ((1, 1), (1, 1), (4, 1), (8, 1), (16, 1), (1, 4), (4, 4))
+TIMED_SLOTS = ((1, 1), (1, 1), (1, 1), (2, 1), (4, 1), (8, 1), (16, 1))
 """Rows of each batch by which a tree's cost is measured, and its context as a multiple of TIMED_CONTEXT."""
 TIMED_CONTEXT = 192
 
@@ -173,7 +173,7 @@ class StagePlans:
         slots = sum(rows * (TIMED_CONTEXT * times + nodes) for rows, times in TIMED_SLOTS)
         timed = slots * cache_bytes(self.target)
         parts = {**self.base, "drafter": 2 * self.drafter + self.work.borrowed, "timed passes": self._shared(timed),
-                 "replayed answers": TIMED * self.longest * self.kinds * self.width,
+                 "replayed answers": MOST_ANSWERS * self.longest * self.kinds * self.width,
                  "proposals": self._shared(self.held_out)}
         return StagePlan(name="artifact", parts=parts)
 

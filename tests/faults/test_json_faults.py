@@ -66,10 +66,10 @@ FILES = (
     ),
     JsonFile(
         "artifact/tuning.json", GENERATE,
-        {"device": str, "tree_size": int, "given": bool, "cost": dict, "cost.context": int, "cost.largest": int,
-         "cost.knots": list, "cost.pass_weights": list, "cost.pass_error": float, "expected_accepted_length": list},
-        "delete it", may_lack=("given", "expected_accepted_length"),
-        also=(("tree_size", "negative"), ("cost.context", "negative"), ("cost.largest", "negative")),
+        {"device": str, "cost": dict, "cost.curves": list, "cost.curves.0": dict, "cost.curves.0.batch": int,
+         "cost.curves.0.sizes": list, "cost.curves.0.pass_seconds": list, "cost.copy_seconds": float, "greedy": list},
+        "delete it", may_lack=("cost.copy_seconds", "greedy"),
+        also=(("cost.curves.0.batch", "negative"), ("cost.copy_seconds", "negative")),
     ),
     JsonFile(
         "data/manifest.json", "train --config {tiny} --out {run}",

@@ -1,11 +1,13 @@
 """Small artifacts, and changes to their files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from draftsmith.export import Tuning
-from draftsmith.modules import CopySizing, CopyTrial, CostModel, Target, Topology
+from draftsmith.modules import CostCurve, CostTable, Counted, Target, Topology, Trial
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
 
 TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (0, 1), (0, 0, 0), (1, 0)])
@@ -29,18 +31,28 @@ def edit(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-def tuning(size: int = 4) -> Tuning:
-    """Tuning for a tree of `size` nodes."""
-    cost = CostModel(knots=(1, 8), pass_weights=(0.1, 0.01, 0.05, 0.0, 0.0), largest=8, context=32, pass_error=0.01,
-                     draft_weights=(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.02)
-    return Tuning(device="cpu, 2 threads", dtype="float32", tree_size=size, cost=cost,
-                  expected_accepted_length=(1.0, 1.2, 1.3))
+def trial(policy: str, length: float, nodes: float | None = None, reported: float | None = None) -> Trial:
+    """What was tried: the tokens of a pass, and the mean nodes of one, those of its name where none are given."""
+    counted = Counted(accepted_length=length, nodes=nodes or float(policy.partition("-")[2].partition("+")[0]))
+    return Trial(policy=policy, chosen=counted,
+                 reported=None if reported is None else replace(counted, accepted_length=reported))
 
 
-def copies(size: int = 4) -> CopySizing:
-    """Trials next to a tree of `size` nodes: seven copied tokens in five more nodes are the fastest."""
-    def trial(copied: int, extra: int, length: float, nodes: float) -> CopyTrial:
-        return CopyTrial(copied=copied, extra=extra, accepted_length=length, nodes=nodes)
+def costs(*, node: float = 0.01, draft: float = 0.01, many: float = 0.8) -> CostTable:
+    """A pass of one row takes 0.1 s and `node` more for each further token, one of several rows `many` more."""
+    sizes = (1, 2, 4, 8)
+    few, more = (CostCurve(batch=batch, sizes=sizes, pass_seconds=tuple(0.1 + each * (size - 1) for size in sizes),
+                           draft_seconds=(0.0, draft, draft, draft)) for batch, each in ((1, node), (16, many)))
+    return CostTable(curves=(few, more), copy_seconds=0.001)
 
-    return CopySizing(tree_size=size, alone=trial(0, 0, 1.3, size), copy_seconds=0.001,
-                      trials=(trial(4, 1, 1.4, size), trial(7, 5, 2.9, size + 1.0)))
+
+def tuning(*trials: Trial, **changes: Any) -> Tuning:
+    """Tuning with which a tree of four nodes is the fastest alone, or with what was tried."""
+    found = trials or (trial("static-2", 1.2), trial("static-4", 1.6))
+    return Tuning(**{"device": "cpu, 2 threads", "dtype": "float32", "cost": costs(), "greedy": found, **changes})
+
+
+def copies() -> tuple[Trial, ...]:
+    """A tree of four nodes alone, and next to copies, which are faster."""
+    return (trial("static-2", 1.2), trial("static-4", 1.6), trial("static-2+lookup-7", 1.9, 4.0),
+            trial("static-4+lookup-7", 2.9, 5.0))

@@ -7,7 +7,7 @@ a run that is measured twice could write other bytes. Design:
   runs inside `LinearForms.reproducible`: there the form does not depend on a measurement. It is the packed one wherever
   the build has it, or the one that the user has set. A killed run that is resumed, and a second run, thus have the same
   bytes without a record of any choice. Those passes have many rows, for which packing pays first.
-* Everything else (decoding with an artifact, its evaluation, the cost model) runs in the measured form. `Packing` keeps
+* Everything else (decoding with an artifact, its evaluation, timed steps) runs in the measured form. `Packing` keeps
   it with the times, in tuning.json and in the header of an evaluation.
 * Within one target the choice depends on the number of tokens alone, so equal passes are rounded alike. Passes of
   different sizes never were: the products sum in another order for each size. A drafted answer and a plain one can

@@ -11,7 +11,6 @@ from draftsmith.export import (
     Evaluation,
     Method,
     Question,
-    SampledTuning,
     Tuning,
     evaluate,
 )
@@ -20,7 +19,8 @@ from draftsmith.export.evaluation.runner import Runner
 from draftsmith.export.report.phrases import drafting_note, how_measured
 from draftsmith.export.tuning import Prediction
 from draftsmith.modules import (
-    CostModel,
+    CostCurve,
+    CostTable,
     DecodeSettings,
     Medusa,
     MedusaConfig,
@@ -32,6 +32,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.compiler import Compiler
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from support.artifacts import trial
 from support.families import randomised
 from support.tiers import some_long
 
@@ -45,10 +46,13 @@ TOKENS = 12
 
 def tuned(target: Target) -> Artifact:
     """An artifact with accepted drafts: one row verifies more nodes at almost no cost, sixteen rows pay for each."""
-    cost = CostModel(knots=(1, 16), pass_weights=(0.1, 0.0, 0.05, 0.0, 0.0), largest=8, context=32, pass_error=0.0,
-                     draft_weights=(0.001, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.0)
+    sizes = (1, 2, 4, 8)
+    # Seconds of each further node: of 16 tokens a pass on it takes longer with each.
+    cost = CostTable(curves=tuple(
+        CostCurve(batch=rows, sizes=sizes, draft_seconds=(0.0, 0.001, 0.001, 0.001),
+                  pass_seconds=tuple(0.1 + 0.05 * max(0, rows * size - 16) for size in sizes)) for rows in SIZES))
     drafter = randomised(Medusa.create(MedusaConfig(num_heads=2), target).to(target.dtype))
-    tuning = Tuning.of(target, 8, cost, (1.0, 1.5, 1.8, 2.0, 2.1, 2.15, 2.18, 2.2))
+    tuning = Tuning.of(target, cost, (trial("static-2", 1.5), trial("static-4", 2.0), trial("static-8", 2.2)))
     return Artifact(drafter=drafter, target=target, topology=TREE, identity=target.identity, provenance={},
                     tuning=tuning)
 
@@ -187,8 +191,7 @@ def test_sets_without_whole_batches_of_every_size_are_named(tiny_target: Target)
 def test_sampling_has_a_tree_of_its_own(tiny_target_f64: Target) -> None:
     artifact = tuned(tiny_target_f64)
     assert artifact.tuning is not None
-    lengths = (1.0, 1.2, 1.3, *[1.3] * 5)
-    sampled = SampledTuning(expected_accepted_length=lengths)
+    sampled = (trial("static-2", 1.2), trial("static-4", 1.3), trial("static-8", 1.3))
     artifact = replace(artifact, tuning=replace(artifact.tuning, sampled=sampled))
     assert 1 < artifact.size_for(1, 1.0) == artifact.size_for(2, 1.0) < 8
     assert artifact.size_for(16, 1.0) == 1

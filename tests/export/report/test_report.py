@@ -311,10 +311,10 @@ def test_predicted_is_next_to_measured(tmp_path: Path) -> None:
     paths = write_report(tmp_path, a_run(of={"prediction": blind}))
     for file in (paths["html"], paths["markdown"]):
         assert "speed-up over this loop without drafts 1.61×, measured: 1.43×. Too few answers" in file.read_text()
-    found = replace(blind, length_error=0.05, time_error=0.02, answers=12)
+    found = replace(blind, interval=(2.1, 2.5))
     text = write_report(tmp_path, a_run(of={"prediction": found}))["markdown"].read_text()
-    low, high = found.length_interval(10) or (0, 0)
-    assert f"tokens per pass 2.30 (90 %: {low:.2f} to {high:.2f}), measured: " in text
+    assert "tokens per pass 2.30 (90 %: 2.10 to 2.50), measured: " in text
+    assert f"1.61× (90 %: {1.61 * 2.1 / 2.3:.2f} to {1.61 * 2.5 / 2.3:.2f}), measured: " in text
     assert "Too few" not in text
 
 
@@ -540,8 +540,8 @@ def test_nodes_of_one_depth_stand_apart() -> None:
 
 
 def test_a_cost_curve_without_estimates_can_be_drawn() -> None:
-    cost = CostCurve(sizes=(1,), pass_seconds=(0.1,), draft_seconds=(0.0,), context=8)
-    assert "expected speed-up" not in plots.cost_curve(cost, 1, ())
+    cost = CostCurve(batch=1, sizes=(1,), pass_seconds=(0.1,), draft_seconds=(0.0,))
+    assert "expected speed-up" not in plots.cost_curve(cost, 1, {})
     assert EvaluateConfig().speed_prompts == 8
 
 

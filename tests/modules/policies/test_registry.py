@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from draftsmith.export import EvaluateConfig, Method, Question, Tuning, evaluate, save_artifact, save_tuning
+from draftsmith.export import EvaluateConfig, Method, Question, evaluate, save_artifact, save_tuning
 from draftsmith.export import load_artifact as load
 from draftsmith.export.report.html import page
 from draftsmith.export.report.markdown import markdown
@@ -12,7 +12,6 @@ from draftsmith.modules import (
     POLICIES,
     SPARSE,
     SPECDEC,
-    CostModel,
     DecodeSettings,
     DySpecTree,
     Eagle2Tree,
@@ -28,6 +27,7 @@ from draftsmith.modules import (
     parse_policy,
     policy_named,
 )
+from support.artifacts import tuning
 from support.families import CASES, randomised
 from support.tiers import some_long
 
@@ -110,9 +110,7 @@ def test_a_tree_is_drawn_in_whatever_order_it_was_found(tiny_target: Target) -> 
 
 def test_a_bare_name_takes_the_size_tuned_here(tmp_path: Path, tiny_target: Target) -> None:
     save_artifact(tmp_path / "a", CASES["eagle"].make(tiny_target), tiny_target.identity, {}, TREE)
-    cost = CostModel(knots=(1, 8), pass_weights=(0.1, 0.01, 0.05, 0.0, 0.0), largest=8, context=32, pass_error=0.01,
-                     draft_weights=(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), draft_error=0.02)
-    save_tuning(tmp_path / "a", Tuning.of(tiny_target, 4, cost))
+    save_tuning(tmp_path / "a", tuning())
     artifact = load(tmp_path / "a", tiny_target)
     sizes = {name: artifact.policy(name).max_size for name in ("static", "sampled", "eagle2", "dyspec", "chain")}
     assert sizes == {"static": 4, "sampled": 4, "eagle2": 4, "dyspec": 4, "chain": 1 + TREE.prefix(4).depth}

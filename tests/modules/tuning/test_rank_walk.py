@@ -3,20 +3,14 @@
 import pytest
 import torch
 from draftsmith.modules import (
-    DecodeSettings,
     Drafter,
     Features,
-    Replay,
     Request,
     Target,
     Topology,
-    decode,
-    proposed_text,
     replay,
     search_tree,
-    try_pass_sizes,
 )
-from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_trees
 from draftsmith.modules.tuning.held_out_ranks import RankedText, rank_table
 from draftsmith.modules.tuning.rank_walk import walk
 from draftsmith.modules.tuning.replay_acceptance import walked
@@ -61,20 +55,3 @@ def test_a_pass_starts_after_the_accepted_tokens_and_the_bonus() -> None:
     assert walk(text, Topology.chain(2)) == [3, 2, 1]
     assert walk(text, Topology.chain(0)) == [1] * 6
     assert walk(text, Topology.from_paths([(1,)])) == [1] * 6
-
-
-@pytest.mark.parametrize("name", ["prompt-tokens", "prompt-tokens-copies", "hidden-transfer"])
-def test_trees_by_number_of_guesses_are_counted_as_decoding_counts_them(name: str, tiny_target_f64: Target) -> None:
-    drafter, target = made(name, tiny_target_f64)
-    features = answers(drafter, target)
-    drafter.count_ranks(rank_table(drafter, features))
-    chances_KR = drafter.rank_chances
-    assert chances_KR is not None
-    source = Replay(target, features, drafter=drafter)
-    trials = try_pass_sizes(drafter, proposed_text(drafter, features).ranked, 12)
-    assert len(trials) > 2
-    for trial in trials:
-        policy = LookaheadTrees(ahead_trees(chances_KR, trial.size))
-        found = decode(source, source.requests, DecodeSettings(batch_size=3), drafter=drafter, policy=policy)
-        assert trial.accepted_length == pytest.approx(found.accepted_length), trial
-    assert trials[-1].accepted_length > 1.02, "nothing is accepted: the test would see nothing"

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,7 +12,7 @@ from draftsmith.export.layouts.parts.export_format import Engine
 from draftsmith.export.layouts.registry import EXPORT_FORMATS
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.choose import grown, predicted
-from support.artifacts import tuning
+from support.artifacts import trial, tuning
 from support.served_targets import SERVED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,11 +22,11 @@ def changed(tiny_run: Path, folder: Path, draft_seconds: float) -> Path:
     """The tiny artifact with stated seconds: a pass takes 10 ms whatever its nodes, a draft as many as given."""
     shutil.copytree(tiny_run / "artifact", folder)
     content = json.loads((folder / "tuning.json").read_text())
-    cost, copying = content["cost"], content["copying"]
-    cost |= {"pass_weights": [0.01] + [0.0] * (len(cost["pass_weights"]) - 1), "excess": 0.0, "pass_error": 0.0,
-             "draft_weights": [draft_seconds] + [0.0] * (len(cost["draft_weights"]) - 1)}
-    copying["copy_seconds"] = content["sampled"]["copying"]["copy_seconds"] = 1.0
-    (folder / "tuning.json").write_text(json.dumps(content | {"given": False}))
+    for curve in content["cost"]["curves"]:
+        count = len(curve["sizes"])
+        curve |= {"pass_seconds": [0.01] * count, "draft_seconds": [0.0] + [draft_seconds] * (count - 1)}
+    content["cost"] |= {"copy_seconds": 1.0, "excess": 0.0}
+    (folder / "tuning.json").write_text(json.dumps(content | {"used_nodes": None}))
     return folder
 
 
@@ -50,9 +49,9 @@ def test_the_draft_that_pays_is_recommended_and_none_where_none_does(
     assert set(first["predictions"]) == {f"batch {rows}, temperature {degree}" for rows in (1, 8) for degree in (0, 1)}
     greedy = first["predictions"]["batch 1, temperature 0"]
     tuned = json.loads((cheap / "tuning.json").read_text())
-    # Passes of any size take as long, so that the speed-up is the tokens of a pass, but for the prompt's.
-    assert greedy["accepted_length"] in tuned["predicted"]["lengths"]
-    assert 1 < greedy["speedup"] <= greedy["accepted_length"]
+    # Passes of any size take as long, so that the speed-up is the tokens of a pass.
+    assert greedy["accepted_length"] in [one["reported"]["accepted_length"] for one in tuned["greedy"]]
+    assert greedy["speedup"] == pytest.approx(greedy["accepted_length"], rel=1e-3)
     assert greedy["speedup_interval"][0] < greedy["speedup"] < greedy["speedup_interval"][1]
     assert first["parameters"] == json.loads((tiny_run / "train" / "result.json").read_text())["parameters"]
     assert "Text Generation Inference" in first["engines"]
@@ -102,8 +101,7 @@ def test_growth_falls_with_the_steps_taken_and_its_half_is_uncertain() -> None:
     assert grown(100, 60.0, 0.5) == (1.0, 0.0), "less training is not extrapolated"
     assert 1 < grown(1000, 60.0, 4.0)[0] < grown(1000, 60.0, 400.0)[0] < factor
     assert grown(1, 60.0, 4.0)[0] == pytest.approx(math.exp(1.2)), "the first steps say nothing of the limit"
-    # Three nodes pay before and after: at 1.3 tokens a pass they would be as fast as none.
-    known = replace(tuning(), expected_accepted_length=(1.0, 1.4, 1.6))
+    known = tuning(trial("static-4", 1.6))
     now, later = (predicted(known, 1, 0.0, growth, 3.0) for growth in ((1.0, 0.0), (2.0, 0.1)))
     assert now is not None
     assert later is not None

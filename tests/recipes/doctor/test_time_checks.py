@@ -16,7 +16,7 @@ from draftsmith.recipes.doctor.case import Case
 from draftsmith.recipes.doctor.draft_checks import Texts
 from draftsmith.recipes.doctor.finding import Finding
 from draftsmith.recipes.doctor.time_checks import Gains, expected_of_chain, read_gains
-from support.artifacts import TREE, heads, tuning
+from support.artifacts import TREE, costs, heads, tuning
 from support.planted_faults import answered, sample_of
 
 COST = tuning().cost
@@ -78,9 +78,9 @@ def test_the_ceiling_is_that_of_the_best_number_of_guesses(tiny_target: Target, 
 
 
 def test_dear_passes_and_dear_drafts_are_found(tiny_target: Target, rows: list[Row]) -> None:
-    slow = time_of(tiny_target, rows, pass_weights=(0.1, 0.5, 0.05, 0.0, 0.0))
+    slow = time_of(tiny_target, rows, curves=costs(node=0.5).curves)
     assert "even a perfect draft" in slow["ceiling"].verdict
-    drafting = time_of(tiny_target, rows, draft_weights=(0.2, *[0.0] * 6))
+    drafting = time_of(tiny_target, rows, curves=costs(draft=0.2).curves)
     assert "drafting takes longer" in drafting["time of a pass"].verdict
 
 
@@ -135,7 +135,7 @@ def test_gains_of_an_artifact_without_timing_are_measured(tiny_target: Target, t
     one = case(tiny_target)
     assert read_gains(one, tmp_path / "none").size == 4
     monkeypatch.setattr(time_checks, "measure_cost", lambda _target, _drafter, topology, **_: replace(
-        COST, largest=topology.size))
+        COST, curves=(replace(COST.curves[0], sizes=(1, 2, 4, topology.size)),)))
     bare = replace(one, artifact=replace(one.artifact, tuning=None))
     assert read_gains(bare, tmp_path / "none").size == TREE.size == Topology.from_paths(
         [(0,), (1,), (0, 0), (2,), (0, 1), (0, 0, 0), (1, 0)]).size

@@ -1,0 +1,226 @@
+"""Ways of drafting that are tried on held-out answers: their tokens of a pass by decoding, their speed-up by measured
+seconds.
+
+A stored answer is decoded against the replayed target (`replay_target`), with a static tree alone by the ranks of its
+tokens (`rank_walk`): the lengths are those of real decoding, greedy or drawn, and no pass of the target is needed. Half
+of the answers choose, and the other half reports, since the best of many looks better on the answers that chose it.
+
+Shapes: A answers, R draws.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..baselines.joined_policies import JOINED, PolicyName, joined_drafter, joined_policy, parse_joined
+from ..decoding.answers import decode
+from ..decoding.requests import DecodeSettings, Generation
+from ..features import Features
+from ..interfaces.drafter import Drafter
+from ..interfaces.optional_parts import GuessesInPasses, virtual_nodes
+from ..policies.registry import MOST, SPARSE, STATIC, parse_policy, policy_named
+from ..policies.static_tree import StaticTree
+from ..target.model import Target
+from ..token_tree import TokenTree, Topology
+from ..verification.tree_walk import Accepted
+from .cost_table import CostTable
+from .held_out_ranks import proposed_text
+from .rank_walk import last_nodes, pass_starts
+from .replay_target import Replay
+
+SIZES = (2, 4, 8, 16, 32)
+"""Nodes of the static trees that are tried."""
+COPIED = 7
+"""Tokens of a copied chain."""
+MOST_ANSWERS, ROWS = 32, 8
+"""Most answers that a way of drafting decodes, and how many at once."""
+SIZING_TEMPERATURE = 1.0
+"""Temperature of the drawn answers by which drafts for sampled rows are chosen; at lower ones more is accepted."""
+SURE_LENGTH = 1.2
+"""Tokens of a pass from which a draft stays in use where other programs disturbed the timing."""
+DRAWS, TAILS = 1000, (0.05, 0.95)
+"""Draws of the bootstrap over answers, and the ends of its interval."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What decoding some answers gave."""
+
+    accepted_length: float
+    """Tokens of a pass after that over the prompt, the bonus included."""
+    nodes: float
+    """Mean nodes of a pass with one row, the root included."""
+    interval: tuple[float, float] | None = None
+    """90 % interval of the tokens of a pass by a bootstrap over answers; None of fewer than two."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.accepted_length <= MOST or not 1 <= self.nodes <= 2 * MOST:
+            raise ValueError(f"accepted_length and nodes of a trial must lie between 1 and {MOST}, got "
+                             f"{self.accepted_length:g} and {self.nodes:g}")
+
+    @classmethod
+    def of(cls, emitted: Sequence[Sequence[int]], nodes: float) -> "Counted":
+        """The figures of the passes of some answers, each with the tokens that it emitted."""
+        sums_A2 = torch.tensor([[sum(one), len(one)] for one in emitted if one], dtype=torch.float64).reshape(-1, 2)
+        answers, interval = len(sums_A2), None
+        if not answers:
+            return cls(accepted_length=1.0, nodes=nodes)
+        if answers > 1:
+            generator = torch.Generator().manual_seed(0)
+            sums_R2 = sums_A2[torch.randint(answers, (DRAWS, answers), generator=generator)].sum(1)
+            low, high = (sums_R2[:, 0] / sums_R2[:, 1]).quantile(torch.tensor(TAILS, dtype=torch.float64)).tolist()
+            interval = low, high
+        tokens, passes = sums_A2.sum(0).tolist()
+        return cls(accepted_length=tokens / passes, nodes=nodes, interval=interval)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One way of drafting."""
+
+    policy: str
+    """Its name, with the nodes of the draft's tree and the tokens copied: static-8, static-8+lookup-7, sparse-16."""
+    chosen: Counted
+    """On the answers by which it is compared with others."""
+    reported: Counted | None = None
+    """On answers that chose nothing; None where there were too few."""
+    virtual: int = 0
+    """Virtual nodes after each node of a timed tree, where the policy's number counts them too."""
+
+    def __post_init__(self) -> None:
+        if parse_policy(self.name.own)[1] is None or (self.copied == 0) != (self.name.partner is None):
+            raise ValueError(f"the policy of a trial must name its nodes, got {self.policy!r}")
+
+    @property
+    def name(self) -> PolicyName:
+        """The parts of the name."""
+        return parse_joined(self.policy)
+
+    @property
+    def kind(self) -> str:
+        """The name without numbers."""
+        return JOINED if self.copied else parse_policy(self.name.own)[0]
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the draft's own tree, the root included."""
+        return int(parse_policy(self.name.own)[1] or 1)
+
+    @property
+    def copied(self) -> int:
+        """Most tokens copied next to it."""
+        return self.name.size or 0
+
+    @property
+    def figures(self) -> Counted:
+        """What is told of it: by the answers that chose nothing, where there are some."""
+        return self.reported or self.chosen
+
+    def speedup(self, cost: CostTable, batch: int = 1, found: Counted | None = None) -> float:
+        """Speed-up over plain decoding of so many rows, by the answers that choose or by others."""
+        found, parts = found or self.chosen, 1 + self.virtual
+        # Of several rows one copies in most passes, so that each pass has all nodes.
+        nodes = found.nodes if batch == 1 else float(self.nodes + self.copied)
+        seconds = cost.pass_seconds(nodes / parts, batch) + cost.draft_seconds(self.nodes / parts, batch)
+        seconds += cost.copy_seconds if self.copied else 0.0
+        return found.accepted_length * cost.pass_seconds(1, batch) / seconds
+
+    def pays(self, cost: CostTable, batch: int = 1) -> bool:
+        """True if it is faster than plain decoding of the answers that choose. Times taken beside other programs switch
+        off no draft that gains: they slow a pass of many tokens down far more than one of a single token."""
+        return self.speedup(cost, batch) > 1 or (cost.contended and self.chosen.accepted_length >= SURE_LENGTH)
+
+
+def trials(drafter: Drafter, target: Target, texts: Sequence[tuple[Sequence[Features], Topology]], cost: CostTable,
+           sizes: Sequence[int], most: int) -> tuple[Trial, ...]:
+    """What is tried on the answers that choose and on those that report.
+
+    Args:
+        drafter: bound to the target, on the features' device; its ranks counted.
+        target: the target that wrote the answers.
+        texts: the answers that choose, and those that report if there are any, each with a static tree.
+        cost: seconds of steps here.
+        sizes: nodes of the trees to try, ascending.
+        most: tokens of an answer that are decoded.
+    """
+    rows = [([cut(one, most) for one in features[:MOST_ANSWERS]], tree) for features, tree in texts if features]
+    if not rows:
+        return ()
+    virtual, found = virtual_nodes(drafter), [walked_sizes(drafter, features, tree, sizes) for features, tree in rows]
+    alone = [Trial(policy=name, chosen=one) for name, one in found[0].items()]
+    fastest = max(alone, key=lambda one: one.speedup(cost)).nodes if alone else 1
+    # Copies make passes larger: next to them the fastest tree alone, the next smaller one and the root are tried.
+    beside = dict.fromkeys([*([1] if len(sizes) != 1 else []), *[size for size in sizes if size <= fastest][-2:]])
+    names = [f"{STATIC}-{size}+lookup-{COPIED}" for size in beside]
+    chances_KR = drafter.rank_chances if isinstance(drafter, GuessesInPasses) else None
+    # With virtual nodes: each size twice the one before, from a guess and those of the root on.
+    size = len(chances_KR or ()) + 2
+    while chances_KR is not None and size <= max(sizes, default=1) * (1 + virtual):
+        names.append(f"{SPARSE}-{size}")
+        size *= 2
+    for known, (features, tree) in zip(found, rows, strict=True):
+        known |= tried(drafter, target, tree, features, names)
+    reported = found[1] if len(found) > 1 else {}
+    return tuple(Trial(policy=name, chosen=one, reported=reported.get(name),
+                       virtual=virtual if name.startswith(SPARSE) else 0) for name, one in found[0].items())
+
+
+def cut(batch: Features, most: int) -> Features:
+    """Text whose answers end after so many tokens."""
+    counts_BL = batch.supervised_BL.long().cumsum(1)
+    before_BL = torch.where(batch.supervised_BL, 0, counts_BL).cummax(1).values
+    return replace(batch, supervised_BL=batch.supervised_BL & (counts_BL - before_BL <= most), labels_at_most=None)
+
+
+def walked_sizes(drafter: Drafter, features: Sequence[Features], topology: Topology,
+                 sizes: Sequence[int]) -> dict[str, Counted]:
+    """What decoding answers with prefixes of a static tree counts, by the ranks of their tokens (`rank_walk`), far
+    faster."""
+    with torch.no_grad():
+        text = proposed_text(drafter, features)
+    found = {}
+    for size in sizes:
+        prefix, emitted = topology.prefix(min(size, topology.size)), defaultdict[int, list[int]](list)
+        depths_P = torch.tensor(prefix.depths)[last_nodes(text.ranked.ranks_PK, prefix)]
+        starts_S = pass_starts(text.left_P, depths_P)
+        for row, count in zip(text.rows_P[starts_S].tolist(), (depths_P + 1).minimum(text.left_P)[starts_S].tolist(),
+                              strict=True):
+            emitted[row].append(count)
+        found[f"{STATIC}-{size}"] = Counted.of(list(emitted.values()), float(size))
+    return found
+
+
+def tried(drafter: Drafter, target: Target, topology: Topology, features: Sequence[Features],
+          names: Sequence[str]) -> dict[str, Counted]:
+    """Decode stored answers with policies by name, whose trees are prefixes of a static one."""
+    source, found = Replay(target, features, drafter=drafter), dict[str, Counted]()
+    for name in names:
+        parts, counter = parse_joined(name), NodeCounter()
+        kind, count = parse_policy(parts.own)
+        own = (policy_named(parts.own, topology, drafter) if kind == SPARSE else
+               StaticTree(topology.prefix(min(int(count or 1), topology.size))))
+        generations = decode(
+            source, source.requests, DecodeSettings(batch_size=ROWS), drafter=joined_drafter(parts, drafter, target),
+            policy=joined_policy(parts, own, target), observer=counter if parts.partner else None).generations
+        found[name] = Counted.of([one.emitted for one in generations], counter.mean or float(count or 1))
+    return found
+
+
+@dataclass
+class NodeCounter:
+    """An observer of the decoding loop that counts the nodes of all passes."""
+
+    nodes: int = 0
+    passes: int = 0
+
+    def __call__(self, tree: TokenTree, accepted: Accepted, generations: Sequence[Generation]) -> None:
+        """Count one pass."""
+        self.nodes += int(tree.real_BN.sum())
+        self.passes += len(generations)
+
+    @property
+    def mean(self) -> float:
+        """Nodes of a pass; 0 without passes."""
+        return self.nodes / max(1, self.passes)

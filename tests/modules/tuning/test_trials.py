@@ -1,0 +1,129 @@
+"""Trials of ways of drafting: their lengths are those of real decoding, and seconds and answers decide."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from draftsmith.modules import (
+    Counted,
+    DecodeSettings,
+    Drafter,
+    Features,
+    Request,
+    Target,
+    Topology,
+    Trial,
+    decode,
+    parse_joined,
+    rank_table,
+    search_tree,
+    trials,
+)
+from draftsmith.modules.baselines.joined_policies import joined_drafter, joined_policy
+from draftsmith.modules.policies.registry import policy_named
+from draftsmith.modules.tuning import trials as module
+from draftsmith.modules.tuning.trials import COPIED, cut
+from support.artifacts import costs, trial
+from support.encoded_answers import encoded_answers
+from support.families import CASES, randomised
+from support.tiers import some_long
+
+
+def real(target: Target, drafter: Drafter, tree: Topology, requests: list[Request], name: str) -> tuple[float, float]:
+    """(tokens of a pass, nodes of a pass) of decoding with the target itself, row by row."""
+    parts, nodes = parse_joined(name), list[int]()
+    found = decode(target, requests, DecodeSettings(), drafter=joined_drafter(parts, drafter, target),
+                   policy=joined_policy(parts, policy_named(parts.own, tree, drafter), target),
+                   observer=lambda grown, *_: nodes.append(grown.size))
+    return found.accepted_length, sum(nodes) / len(nodes)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("family", some_long(["medusa-copy", "eagle", "prompt-tokens", "hydra", "falcon", "draft-lm",
+                                              "hidden-transfer"], 9, 3))
+def test_the_lengths_are_those_of_real_decoding(family: str, temperature: float, tiny_target_f64: Target) -> None:
+    target = CASES[family].verifier(tiny_target_f64)
+    torch.manual_seed(7)
+    drafter = randomised(CASES[family].make(target).to(target.dtype))
+    requests = [Request((5, 9, 30, 5, 9, 40 + row), row, 24, temperature) for row in range(4)]
+    features = [target.encode(one, drafter.taps) for one in encoded_answers(target, requests)]
+    ranks_PK = rank_table(drafter, features)
+    if hasattr(drafter, "count_ranks"):
+        drafter.count_ranks(ranks_PK)
+    tree, _ = search_tree(ranks_PK, 12)
+    sizes = [2, 4, tree.size]
+    found = trials(drafter, target, [(features[:1], tree), (features[1:], tree)], costs(), sizes, most=20)
+    assert [one.policy for one in found][:3] == [f"static-{size}" for size in sizes]
+    assert {one.kind for one in found} >= {"static", "static+lookup"}
+    assert any(one.kind == "sparse" for one in found) == (family == "prompt-tokens")
+    short = [replace(one, max_new_tokens=20) for one in requests]
+    for one in found:
+        for counted, asked in ((one.chosen, short[:3]), (one.reported, short[3:])):
+            assert counted is not None
+            length, nodes = real(target, drafter, tree, asked, one.policy)
+            assert counted.accepted_length == pytest.approx(length), one
+            if one.kind == "static+lookup":
+                assert counted.nodes == pytest.approx(nodes), one
+    assert max(one.chosen.accepted_length for one in found) > 1.02, "nothing is accepted: the test would see nothing"
+    assert trials(drafter, target, [([], tree)], costs(), sizes, 20) == ()
+
+
+@pytest.mark.parametrize(("node", "sizes", "beside"), [
+    (0.0, [2, 4, 8], [1, 4, 8]), (1.0, [2, 4, 8], [1, 2]), (0.0, [6], [6]), (0.0, [], [1])])
+def test_copies_stand_next_to_the_fastest_trees(node: float, sizes: list[int], beside: list[int],
+                                                tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, asked = CASES["medusa"].make(tiny_target), list[str]()
+    monkeypatch.setattr(module, "walked_sizes", lambda *_: {
+        f"static-{size}": Counted(accepted_length=size, nodes=size) for size in sizes})
+    monkeypatch.setattr(module, "tried", lambda *given: asked.extend(given[-1]) or {})
+    row = Features.from_rows([([5, 6, 7], [False, True, True])])
+    trials(drafter, tiny_target, [([row], Topology.chain(8))], costs(node=node), sizes, 9)
+    assert asked == [f"static-{size}+lookup-{COPIED}" for size in beside]
+
+
+def test_an_answer_is_cut_after_so_many_tokens() -> None:
+    row = Features.from_rows([(list(range(9)), [False, True, True, True, False, True, True, False, True])])
+    assert cut(row, 2).supervised_BL[0].tolist() == [False, True, True, False, False, True, True, False, True]
+
+
+def test_the_interval_is_that_of_answers_drawn_anew() -> None:
+    """Of answers that are all alike it is a point; one answer has none."""
+    assert Counted.of([[2, 2], [2, 2, 2]], 4.0) == Counted(accepted_length=2.0, nodes=4.0, interval=(2.0, 2.0))
+    assert Counted.of([[3, 1], []], 4.0) == Counted(accepted_length=2.0, nodes=4.0)
+    assert Counted.of([], 4.0) == Counted(accepted_length=1.0, nodes=4.0)
+    generator, inside = torch.Generator().manual_seed(3), 0
+    for _ in range(100):
+        found = Counted.of((1 + torch.randint(3, (40, 20), generator=generator)).tolist(), 4.0)
+        assert found.interval is not None
+        inside += found.interval[0] <= 2.0 <= found.interval[1]
+    assert 80 <= inside <= 97, "nine of ten hold the mean of all answers"
+
+
+def test_a_speedup_is_the_quotient_of_lengths_and_seconds() -> None:
+    """Copies make passes of some rows larger, of several rows nearly all, and take time themselves."""
+    cost, joined = costs(), trial("static-4+lookup-7", 2.9, 5.0)
+    assert trial("static-4", 1.6).speedup(cost) == pytest.approx(1.6 * 0.1 / (0.13 + 0.01))
+    assert joined.speedup(cost) == pytest.approx(2.9 * 0.1 / (0.14 + 0.01 + 0.001))
+    assert joined.speedup(cost, 16) == pytest.approx(2.9 * 0.1 / (0.1 + 10 * 0.8 + 0.01 + 0.001))
+    # Of nine nodes six are virtual: the pass of a timed tree of three.
+    sparse = replace(trial("sparse-9", 1.6), virtual=2)
+    assert sparse.speedup(cost) == pytest.approx(1.6 * 0.1 / (0.12 + 0.01))
+
+
+def test_a_contended_timing_does_not_switch_off_a_draft_that_gains() -> None:
+    """Further nodes of a pass waited for other programs, ten times as long as they take."""
+    dear = costs(node=0.1)
+    for excess, length, pays in ((0.0, 1.66, False), (0.5, 1.66, True), (0.5, 1.03, False)):
+        assert trial("static-4", length).pays(replace(dear, excess=excess)) == pays
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"policy": "static"}, "must name its nodes, got 'static'"),
+    ({"policy": "static-4+lookup"}, r"must name its nodes, got 'static-4\+lookup'"),
+    ({"chosen": (0.5, 4.0)}, "must lie between 1 and 1024, got 0.5 and 4"),
+    ({"chosen": (2.0, float("nan"))}, "must lie between 1 and 1024, got 2 and nan"),
+])
+def test_impossible_trials_are_refused(changes: dict[str, object], message: str) -> None:
+    length, nodes = changes.pop("chosen", (1.5, 4.0))  # type: ignore[misc]
+    with pytest.raises(ValueError, match=message):
+        Trial(**{"policy": "static-4", "chosen": Counted(accepted_length=length, nodes=nodes), **changes})
