@@ -49,7 +49,8 @@ class Bigram(BorrowingDrafter[DraftState]):
         self.down = nn.Linear(sizes.hidden_size, config.width, bias=False)
         self.up = nn.Linear(config.width, sizes.hidden_size, bias=False)
         if config.own_output:
-            self.outputs = nn.ModuleList([OwnOutput(sizes.hidden_size, config.vocabulary_size or sizes.vocab_size)])
+            entries = config.vocabulary_size or sizes.vocab_size
+            self.outputs = nn.ModuleList([OwnOutput(sizes.hidden_size, entries, bias=False)])
 
     def initialise(self, target: Target) -> None:
         """Keep torch's random weights but for the output layer."""
