@@ -124,7 +124,7 @@ class Mtp(EagleDrafter):
             UserError: if there is none, or it does not fit the target.
         """
         if not hasattr(target.decoder, "norm"):
-            # Looked for first: most such targets bring none, and are told that.
+            # Looked for first: most such targets bring none, and the message then says that.
             NativeHead.find(target, folder)
             raise UserError("a head is read as a layer with a last norm like the target's, and the decoder of "
                             f"{target.identity.architecture} has none of that name (norm); choose another family, "

@@ -37,7 +37,7 @@ def worker_count(recipe: Recipe, gpus: int | None) -> int:
 
 
 def on_gpu(target: TargetConfig) -> bool:
-    """Whether a target is on a GPU: on one that is here, or that the recipe names wherever it is."""
+    """True for a target on a GPU: on one that is here, or that the recipe names wherever it is."""
     kind = target.device.partition(":")[0]
     return kind == "cuda" or (kind == "auto" and torch.cuda.is_available())
 

@@ -450,7 +450,7 @@ def test_lookup_that_brings_nothing_is_not_called_the_fastest() -> None:
 
 
 def test_the_answers_that_choose_decide_and_the_others_are_told() -> None:
-    """The half that reports says otherwise: it is told as it is, and the choice stays."""
+    """The half that reports says otherwise: its figure is shown as it is, and the choice stays."""
     found = tuning(trial("static-2", 1.9, reported=1.5), trial("static-4", 1.8, reported=2.5))
     assert (found.size_for(), found.fastest()) == (2, "static")
     told = found.prediction("static")

@@ -32,7 +32,7 @@ def edit(folder: Path, **changes: object) -> None:
 
 
 def trial(policy: str, length: float, nodes: float | None = None, reported: float | None = None) -> Trial:
-    """What was tried: the tokens of a pass, and the mean nodes of one, those of its name where none are given."""
+    """A way that was tried: the tokens of a pass, and the mean nodes of one, those of its name where none are given."""
     counted = Counted(accepted_length=length, nodes=nodes or float(policy.partition("-")[2].partition("+")[0]))
     return Trial(policy=policy, chosen=counted,
                  reported=None if reported is None else replace(counted, accepted_length=reported))

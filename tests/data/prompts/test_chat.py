@@ -127,7 +127,7 @@ def test_tools_of_a_conversation_stand_in_place_of_the_recipes() -> None:
 
 
 def spaced_decode(tokenizer: Any) -> Any:
-    """The decoder of tokenizers written in Python, which puts spaces around added tokens unless it is told not to."""
+    """The decoder of tokenizers written in Python, which puts spaces around added tokens unless it is asked not to."""
     decode, added = tokenizer.decode, {*tokenizer.added_tokens_decoder}
 
     def spaced(tokens: list[int], *, spaces_between_special_tokens: bool = True, **settings: Any) -> str:

@@ -68,9 +68,9 @@ def test_the_lengths_are_those_of_real_decoding(family: str, temperature: float,
     assert trials(drafter, target, [([], tree)], costs(), sizes, 20) == ()
 
 
-@pytest.mark.parametrize(("node", "sizes", "beside"), [
+@pytest.mark.parametrize(("node", "sizes", "besides"), [
     (0.0, [2, 4, 8], [1, 4, 8]), (1.0, [2, 4, 8], [1, 2]), (0.0, [6], [6]), (0.0, [], [1])])
-def test_copies_stand_next_to_the_fastest_trees(node: float, sizes: list[int], beside: list[int],
+def test_copies_stand_next_to_the_fastest_trees(node: float, sizes: list[int], besides: list[int],
                                                 tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, asked = CASES["medusa"].make(tiny_target), list[str]()
     monkeypatch.setattr(module, "walked_sizes", lambda *_: {
@@ -78,7 +78,7 @@ def test_copies_stand_next_to_the_fastest_trees(node: float, sizes: list[int], b
     monkeypatch.setattr(module, "tried", lambda *given: asked.extend(given[-1]) or {})
     row = Features.from_rows([([5, 6, 7], [False, True, True])])
     trials(drafter, tiny_target, [([row], Topology.chain(8))], costs(node=node), sizes, 9)
-    assert asked == [f"static-{size}+lookup-{COPIED}" for size in beside]
+    assert asked == [f"static-{size}+lookup-{COPIED}" for size in besides]
 
 
 def test_an_answer_is_cut_after_so_many_tokens() -> None:

@@ -61,7 +61,7 @@ def run(out: Path, *words: str, command: str = "run") -> None:
 
 
 def test_the_sentence_names_what_is_drafted_with() -> None:
-    """Answers that chose it and the others differ: what is told is counted on the others."""
+    """Answers that chose it and the others differ: the sentence counts the others."""
     found = tuning(trial("static-4", 1.6, reported=1.9), trial("static-2+lookup-7", 2.9, 4.0, reported=1.1))
     said = " ".join(pipeline.sizes_in_words(found, Topology.chain(7)))
     assert found.fastest() == JOINED

@@ -41,7 +41,7 @@ def test_recipes_templates_tools_and_records(tmp_path: Path) -> None:
 
 
 def test_the_folders_of_models_and_checkpoints(tmp_path: Path) -> None:
-    """What other libraries read, who take a mark for text."""
+    """Files that other libraries read, which take a mark for text."""
     folder, tokenizer = tmp_path / "model", tiny_tokenizer()
     tokenizer.chat_template = CHATML
     tiny_model().save_pretrained(folder)
