@@ -4,7 +4,7 @@
 
 Run it where the target, its tokens, the kinds, the openings or the settings of `recipes/targets/embedded.yaml` have
 changed: until then runs write their prompts themselves, which a test notices. Batches are written until so many are
-usable.
+usable. A prompt that nobody should read is left out by hand: its line becomes "", as of one that cannot be used.
 """
 
 import argparse
