@@ -225,7 +225,7 @@ def test_every_name_is_reached() -> None:
 def test_the_house_is_small() -> None:
     """A commit of its own raises the ceilings, and says what for."""
     sources = [path.read_text() for room in ROOMS for path in room_files(room)]
-    lines = sum(len(source.splitlines()) for source in sources)
+    lines = sum(source.count("\n") for source in sources)
     functions = sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
                     for source in sources for node in ast.walk(ast.parse(source)))
     comments = sum(token.type == tokenize.COMMENT for source in sources
