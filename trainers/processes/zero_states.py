@@ -76,7 +76,7 @@ def whole_optimizer_state(zero: Any, layout: tuple[LaidOut, ...]) -> dict[str, A
         states[one.number] = {}
         for name, value in inner.state[part.vector].items():
             if not value.ndim:
-                states[one.number][name] = value.cpu()
+                states[one.number][name] = value.cpu().clone()  # Shared, it would be counted by each weight.
                 continue
             # Each element comes from the process that keeps it; the others add zeros.
             whole = value.new_zeros(one.shape.numel())
