@@ -72,8 +72,8 @@ class Tuning:
                    greedy=greedy, sampled=sampled, used_nodes=used_nodes, linear_layers=target.linears.packing)
 
     def trials(self, temperature: float, kind: str | None = None) -> list[Trial]:
-        """What was tried for rows at a temperature, of one kind or all; nothing above SIZING_TEMPERATURE, where less is
-        accepted."""
+        """Ways that were tried for rows at a temperature, of one kind or all; none above SIZING_TEMPERATURE, where less
+        is accepted."""
         every = self.greedy if temperature == 0 else self.sampled if temperature <= SIZING_TEMPERATURE else ()
         return [one for one in every if kind in (None, one.kind)]
 
@@ -106,9 +106,10 @@ class Tuning:
                  next((one for one in known if one.policy == policy), None))
         if found is None:
             return PLAIN if policy in (STATIC, JOINED) and self.trials(temperature, policy) else None
-        figures = found.figures
-        return Prediction(speedup=found.speedup(self.cost, batch_size, figures), interval=found.reported and
-                          found.reported.interval, accepted_length=figures.accepted_length)
+        # Answers that chose it promise too much, and have no interval.
+        told = found.reported or found.chosen
+        return Prediction(speedup=found.speedup(self.cost, batch_size, told), accepted_length=told.accepted_length,
+                          interval=None if found.reported is None else told.interval)
 
 
 def save_tuning(folder: Path, tuning: Tuning) -> Path:

@@ -150,7 +150,7 @@ def _figures(run: EvaluationRun, firsts: Sequence[Evaluation], artifact: Artifac
                              "intervals."))
     if artifact is not None and artifact.tuning is not None:
         tuning = artifact.tuning
-        alone = {one.nodes: one.figures.accepted_length for one in tuning.trials(0.0, STATIC)}
+        alone = {one.nodes: (one.reported or one.chosen).accepted_length for one in tuning.trials(0.0, STATIC)}
         forms = "" if tuning.linear_layers is None else f"; {tuning.linear_layers.in_words}"
         drawn.append(_figure(plots.cost_curve(tuning.cost.curve(), artifact.tree_size, alone),
                              f"Time of one pass of the target by the number of tokens it checks, measured on "

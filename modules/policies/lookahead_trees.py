@@ -82,11 +82,6 @@ def ahead_trees(chances_KR: tuple[tuple[float, ...], ...], size: int) -> tuple[A
     return trees
 
 
-def tokens_per_pass(trees: Sequence[AheadTree]) -> float:
-    """Expected tokens of a pass in the long run, the target's own included."""
-    return 1 + _solved(trees)[0]
-
-
 def _paths(chances_KR: Sequence[Sequence[float]], guesses: int, most: int) -> list[tuple[float, tuple[int, ...]]]:
     """(probability, ranks) of the likeliest paths of at most `guesses` tokens, the likeliest first."""
     found: list[tuple[float, tuple[int, ...]]] = []

@@ -46,7 +46,7 @@ DRAWS, TAILS = 1000, (0.05, 0.95)
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """What decoding some answers gave."""
+    """Figures of decoding some answers."""
 
     accepted_length: float
     """Tokens of a pass after that over the prompt, the bonus included."""
@@ -113,11 +113,6 @@ class Trial:
         """Most tokens copied next to it."""
         return self.name.size or 0
 
-    @property
-    def figures(self) -> Counted:
-        """What is told of it: by the answers that chose nothing, where there are some."""
-        return self.reported or self.chosen
-
     def speedup(self, cost: CostTable, batch: int = 1, found: Counted | None = None) -> float:
         """Speed-up over plain decoding of so many rows, by the answers that choose or by others."""
         found, parts = found or self.chosen, 1 + self.virtual
@@ -128,14 +123,14 @@ class Trial:
         return found.accepted_length * cost.pass_seconds(1, batch) / seconds
 
     def pays(self, cost: CostTable, batch: int = 1) -> bool:
-        """True if it is faster than plain decoding of the answers that choose. Times taken beside other programs switch
-        off no draft that gains: they slow a pass of many tokens down far more than one of a single token."""
+        """True if it is faster than plain decoding of the answers that choose. A busy machine switches off no draft
+        that gains: it slows a pass of many tokens down far more than one of a single token."""
         return self.speedup(cost, batch) > 1 or (cost.contended and self.chosen.accepted_length >= SURE_LENGTH)
 
 
 def trials(drafter: Drafter, target: Target, texts: Sequence[tuple[Sequence[Features], Topology]], cost: CostTable,
            sizes: Sequence[int], most: int) -> tuple[Trial, ...]:
-    """What is tried on the answers that choose and on those that report.
+    """Ways of drafting, tried on the answers that choose and on those that report.
 
     Args:
         drafter: bound to the target, on the features' device; its ranks counted.
@@ -152,8 +147,8 @@ def trials(drafter: Drafter, target: Target, texts: Sequence[tuple[Sequence[Feat
     alone = [Trial(policy=name, chosen=one) for name, one in found[0].items()]
     fastest = max(alone, key=lambda one: one.speedup(cost)).nodes if alone else 1
     # Copies make passes larger: next to them the fastest tree alone, the next smaller one and the root are tried.
-    beside = dict.fromkeys([*([1] if len(sizes) != 1 else []), *[size for size in sizes if size <= fastest][-2:]])
-    names = [f"{STATIC}-{size}+lookup-{COPIED}" for size in beside]
+    small = dict.fromkeys([*([1] if len(sizes) != 1 else []), *[size for size in sizes if size <= fastest][-2:]])
+    names = [f"{STATIC}-{size}+lookup-{COPIED}" for size in small]
     chances_KR = drafter.rank_chances if isinstance(drafter, GuessesInPasses) else None
     # With virtual nodes: each size twice the one before, from a guess and those of the root on.
     size = len(chances_KR or ()) + 2
@@ -176,8 +171,8 @@ def cut(batch: Features, most: int) -> Features:
 
 def walked_sizes(drafter: Drafter, features: Sequence[Features], topology: Topology,
                  sizes: Sequence[int]) -> dict[str, Counted]:
-    """What decoding answers with prefixes of a static tree counts, by the ranks of their tokens (`rank_walk`), far
-    faster."""
+    """Figures of decoding answers with prefixes of a static tree, far faster by the ranks of their tokens
+    (`rank_walk`)."""
     with torch.no_grad():
         text = proposed_text(drafter, features)
     found = {}

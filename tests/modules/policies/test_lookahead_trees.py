@@ -7,7 +7,7 @@ import pytest
 import torch
 from draftsmith.modules import DecodeSettings, PromptTokens, PromptTokensConfig, Request, Target, UserError, decode
 from draftsmith.modules.baselines.joined_policies import joined_drafter, joined_policy, parse_joined
-from draftsmith.modules.policies.lookahead_trees import AheadTree, LookaheadTrees, ahead_trees, tokens_per_pass
+from draftsmith.modules.policies.lookahead_trees import AheadTree, LookaheadTrees, _solved, ahead_trees
 from draftsmith.modules.policies.registry import policy_named
 from draftsmith.modules.token_tree import Topology
 from support.families import randomised
@@ -16,6 +16,11 @@ from support.native_answers import native_greedy
 pytestmark = pytest.mark.usefixtures("on_device")
 
 CHANCES = ((0.5, 0.2, 0.1), (0.35, 0.15, 0.05), (0.2, 0.1, 0.05))
+
+
+def tokens_per_pass(trees: tuple[AheadTree, ...]) -> float:
+    """Expected tokens of a pass in the long run, the target's own included."""
+    return 1 + _solved(trees)[0]
 
 
 def simulated(trees: tuple[AheadTree, ...], passes: int, seed: int = 0) -> float:

@@ -68,11 +68,10 @@ def test_the_ceiling_is_that_of_an_oracle(tiny_target: Target, rows: list[Row]) 
 
 def test_the_ceiling_is_that_of_the_best_number_of_guesses(tiny_target: Target, rows: list[Row]) -> None:
     """A poor draft has large trees that do not pay: where a short perfect draft would, the ceiling says so."""
-    dear = {"pass_weights": (0.1, 0.05, 0.4, 0.0, 0.0)}
-    cost = replace(COST, **dear)
+    cost = costs(node=0.05)
     one = case(tiny_target)
     deep = replace(one, artifact=replace(one.artifact, topology=Topology.from_paths([(0,) * n for n in range(1, 8)])))
-    found = next(time_checks._time(deep, texts(tiny_target, rows[:4]), Gains(replace(cost, largest=8), 8, None)))
+    found = next(time_checks._time(deep, texts(tiny_target, rows[:4]), Gains(cost, 8, None)))
     assert cost.predict(3.0, 8) < time_checks.LEAST_PERFECT
     assert not found.remedy, found
 
