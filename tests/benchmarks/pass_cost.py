@@ -8,8 +8,8 @@ counts, and ratios to the plain float32 pass of one token are printed next to mi
 
     python tests/benchmarks/pass_cost.py --waiting [--target NAME] [--context TOKENS] [--repeats N]
 
-compares threads of OpenMP that spin while they wait, as without OMP_WAIT_POLICY, with sleeping ones (PASSIVE), with and
-without a busy program for each thread: medians of passes in float32, each way in a process of its own.
+compares ways in which threads of OpenMP wait, with and without a busy program for each thread: medians of passes in
+float32, each way in a process of its own.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import torch
 from draftsmith.modules import DEFAULT_NAME, Target, TargetConfig, TokenTree, Topology, load_target
 from draftsmith.modules.target.linears.linear_forms import Packing
 from draftsmith.modules.target.linears.packed_linear import has_packed_product
+from draftsmith.recipes.__main__ import SPINS
 
 SIZES = (1, 2, 4, 8, 16, 32)
 FORMS = ("packed", "plain", "chosen")
@@ -70,7 +71,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128, help="tokens before the pass")
     parser.add_argument("--repeats", type=int, default=7, help="passes of each size")
     parser.add_argument("--formats", default="float32,bfloat16", help="number formats")
-    parser.add_argument("--waiting", action="store_true", help="compare threads that spin and that sleep")
+    parser.add_argument("--waiting", action="store_true", help="compare ways in which threads wait")
     parser.add_argument("--medians", action="store_true", help="print the medians that --waiting compares, as JSON")
     options = parser.parse_args()
     if options.waiting or options.medians:
@@ -124,22 +125,20 @@ def busy_programs(count: int) -> Iterator[None]:
 
 
 def compare_waiting(options: argparse.Namespace) -> None:
-    """Print milliseconds of both ways, with and without busy programs, and their ratios."""
-    plain = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    """Print milliseconds of each way, with and without busy programs."""
+    plain = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     threads = torch.get_num_threads()
     print(f"{threads} threads, torch {torch.__version__}\n")
-    print("| busy programs | tokens | spinning, ms | sleeping, ms | ratio |\n|---|---|---|---|---|", flush=True)
+    print(f"| busy programs | threads | {' | '.join(f'{size} tokens, ms' for size in WAITED)} |\n|---|---|---|---|")
     for busy in (0, threads):
-        found = []
-        for variables in (plain, {**plain, "OMP_WAIT_POLICY": "PASSIVE"}):
+        for name, variables in {"spin, OpenMP's default": {}, "spin for a while, as commands set it": {
+                "GOMP_SPINCOUNT": SPINS}, "sleep at once": {"OMP_WAIT_POLICY": "PASSIVE"}}.items():
             with busy_programs(busy):
                 done = subprocess.run([sys.executable, __file__, "--medians", "--target", options.target, "--context",
                                        str(options.context), "--repeats", str(options.repeats)],
-                                      env=variables, stdout=subprocess.PIPE, text=True, check=True)
-            found.append(json.loads(done.stdout))
-        for size, spinning, sleeping in zip(WAITED, *found, strict=True):
-            print(f"| {busy} | {size} | {spinning * 1e3:.0f} | {sleeping * 1e3:.0f} | {spinning / sleeping:.1f} |",
-                  flush=True)
+                                      env={**plain, **variables}, stdout=subprocess.PIPE, text=True, check=True)
+            cells = " | ".join(f"{seconds * 1e3:.0f}" for seconds in json.loads(done.stdout))
+            print(f"| {busy} | {name} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":
