@@ -150,15 +150,15 @@ def run_command(name: str, arguments: list[str]) -> int:
 
 def prepare_process() -> None:
     """Set what libraries read when they are imported: other libraries' banners and warnings stay out of the progress
-    lines, tensors come from huge pages, threads soon sleep while they wait, nothing is imported from the working folder."""
+    lines, tensors come from huge pages, waiting threads soon sleep, nothing is imported from the working folder."""
     # Tokenizers would warn once a process is forked.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     # Torch reads this when it allocates first. Pages of 4 KiB, instead of 2 MiB, the system would hand out one by one,
     # in every step again.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # GNU's OpenMP, which torch brings, reads this when torch is loaded. By default a thread that waits for another spins
-    # for milliseconds, on the core on which another program runs that one: a pass took 20 times as long. Threads that
+    # GNU's OpenMP, which torch brings, reads this when torch is loaded. By default a thread that waits for another one
+    # spins for milliseconds, on the core on which another program runs that one: a pass took 20 times as long. Threads that
     # sleep at once (OMP_WAIT_POLICY=PASSIVE) cost a quiet machine 1.4 times. So they spin for less than a time slice.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
