@@ -158,8 +158,8 @@ def prepare_process() -> None:
     # in every step again.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # GNU's OpenMP, which torch brings, reads this when torch is loaded. By default a thread that waits for another one
-    # spins for milliseconds, on the core on which another program runs that one: a pass took 20 times as long. Threads that
-    # sleep at once (OMP_WAIT_POLICY=PASSIVE) cost a quiet machine 1.4 times. So they spin for less than a time slice.
+    # spins for milliseconds, on the core on which another program runs that one: a pass took 20 times as long. Threads
+    # that sleep at once (OMP_WAIT_POLICY=PASSIVE) cost a quiet machine 1.4 times. Less than a time slice is between.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     # No process that is started from here, such as Lightning's for other devices, imports from the working folder.

@@ -259,8 +259,8 @@ class ChatTemplate:
         return write(json_text if calls and self._takes_json(source, write) else lambda arguments: arguments)
 
     def _takes_json(self, source: str, write: Callable[[Callable[[Any], Any]], str]) -> bool:
-        """True where the arguments of calls are given as JSON text: to a template that refuses objects, or that writes them
-        in Python's form, which no model has read. A trial in place of the first ones that it writes decides."""
+        """True where the arguments of calls are given as JSON text: to a template that refuses objects, or writes
+        them in Python's form, which no model has read. A trial in place of the first ones that it writes decides."""
         def tried(arguments: Any) -> str:
             with suppress(UserError):
                 return write(lambda _: arguments)
