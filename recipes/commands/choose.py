@@ -38,6 +38,7 @@ from ...modules import (
 from ...modules.config_checks import MOST_ROWS
 from ...modules.files.atomic_files import write_file
 from ...modules.files.json_records import read_object
+from ...modules.target.loading.loading import device_named
 from ...modules.tuning.trials import SIZES
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, named_target
@@ -158,6 +159,8 @@ class Candidate:
 def choose_draft(parsed: Parsed[ChooseArguments]) -> None:
     """One recommendation for a target on this device, and the table after it: speed-ups, costs, engines, the start."""
     given, notes, found = parsed.values, list[str](), list[Candidate]()
+    # A plan counts for a device elsewhere too; what is measured is this one.
+    device_named(given.target.device)
     if given.artifacts:
         target = artifact_target(given.artifacts[0], given.target)
         found += [of_artifact(folder, target, given) for folder in given.artifacts]

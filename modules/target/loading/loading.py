@@ -95,7 +95,7 @@ def load_target(config: TargetConfig) -> Target:
             placement does not fit the target or the processes.
     """
     name_deepspeeds_device()
-    device = _device(config.device)
+    device = device_named(config.device)
     dtype = _dtype(fastest_format(config) if config.dtype == FASTEST else config.dtype, device)
     if config.pack != "auto" and config.pack < 0:
         raise UserError(f"target.pack must be auto or at least 0, got {config.pack}; 1 packs the linear layers for all "
@@ -182,14 +182,14 @@ def fastest_format(config: TargetConfig, rows: int | None = None) -> Literal["fl
     Raises:
         UserError: as `load_target` does.
     """
-    device = _device(config.device)
+    device = device_named(config.device)
     dtype = fastest_dtype(_sketched(config), rows) if device.type == "cpu" else _dtype("auto", device)
     return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
 
 def _sketched(config: TargetConfig) -> Any:
     """The model without values."""
-    dtype = _dtype("auto" if config.dtype == FASTEST else config.dtype, _device(config.device))
+    dtype = _dtype("auto" if config.dtype == FASTEST else config.dtype, device_named(config.device))
     if config.name == TINY_NAME:
         sketch = _sketch(tiny_model().config, dtype)
         sketch.quantised_as = quantisation_of(sketch.config, config.quantization, repr(config.name))
@@ -330,7 +330,8 @@ def find_default_gguf() -> Path | None:
     return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
 
 
-def _device(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
+    """The device here by its name; auto is a GPU where there is one. Raises UserError if it is not here."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

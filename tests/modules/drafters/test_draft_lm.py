@@ -32,6 +32,7 @@ from draftsmith.modules.drafters.parts.mask_tokens import conditional_drop, pack
 from draftsmith.modules.target.loading.hf_folder import folder_digest
 from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
+from draftsmith.modules.tuning.step_timing import BATCHES
 from draftsmith.trainers import DraftLMModule, DraftLMTrainConfig
 from references.mask_tokens import state_behind
 from support.campaign_targets import build
@@ -252,8 +253,8 @@ def test_the_cost_is_measured_with_a_context(tiny_target: Target, monkeypatch: p
 
     monkeypatch.setattr(DraftLM, "observe", watched)
     measure_cost(tiny_target, drafter, Topology.chain(3), context=40, repeats=1)
-    # Every measurement lets it read its context before timing starts; a step adds a token.
-    assert read.count(40) == 4
+    # Each number of rows lets it read its context before timing starts, and copying once more; a step adds a token.
+    assert read.count(40) == len(BATCHES) + 1
     assert min(read) == 40
     assert read[-1] > 40
 

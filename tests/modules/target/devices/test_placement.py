@@ -191,7 +191,7 @@ def test_each_process_loads_onto_its_own_device(
     monkeypatch.setattr(loading.torch, "empty", lambda *_args, **_kwargs: None)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert loading._device(name) == torch.device(expected)
+    assert loading.device_named(name) == torch.device(expected)
 
 
 def test_items_are_dealt_in_pairs_and_none_is_lost() -> None:
