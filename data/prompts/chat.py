@@ -106,8 +106,10 @@ class ChatTemplate:
         """A thought that a generation prompt ends with: opened, or opened and closed again."""
         # Flags of single tokens say more than the tokenizer's own list of special ones, and some ends are in neither.
         special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        # Of no mark, or one of several tokens, convert_tokens_to_ids gives the unknown token, which ends many models.
+        ids = tokenizer.get_vocab()
         self._wordless = {*tokenizer.all_special_ids, *special, *self.ends} - {
-            *tokenizer.convert_tokens_to_ids(list(self.thought))}
+            ids[mark] for mark in self.thought if mark and mark in ids}
         """Tokens of an answer that are no text of it."""
         self._opens: dict[bool | None, bool] = {}
         self._as_json: dict[str, bool] = {}
