@@ -46,10 +46,15 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
     given = {name: value.tolist() if isinstance(value, Tensor) and name not in _TAKEN else value
              for name, value in given.items()}
     # The loop has stop texts of its own: for its own transformers asks a callable's call for a tokenizer in vain.
-    stops, config = given.pop(_STOPS, None), given.get("generation_config")
+    config, own = given.get("generation_config"), target.model.generation_config.stop_strings
+    named = (given.pop(_STOPS, None), None if config is None else config.stop_strings, own)
+    stops = next((one for one in named if one is not None), None)
     if config is not None:
         given["generation_config"] = config = copy(config)
-        stops, config.stop_strings = config.stop_strings if stops is None else stops, None
+        config.stop_strings = None
+    if own is not None:
+        # Only an argument keeps transformers from filling in the model's own.
+        given[_STOPS] = None
     known = _TAKEN | vars(GenerationConfig()).keys()  # type: ignore[no-untyped-call]
     _refuse(given, [name for name, value in given.items() if value is not None and name not in known])
 

@@ -129,7 +129,9 @@ def test_end_tokens_of_the_call_end_the_answer(artifact: Artifact) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1, 4, 9])
-def test_stop_texts_end_answers_as_by_generate(artifact: Artifact, place: int) -> None:
+def test_stop_texts_end_answers_as_by_generate(
+    artifact: Artifact, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever a text begins: one may begin in the prompt, and one that stands in the prompt alone ends nothing."""
     tokenizer, whole = artifact.target.tokenizer, native(artifact, PROMPT, max_new_tokens=20)[0].tolist()
     texts = [tokenizer.decode(whole[first : 5 + place]) for first in range(4 + place, 0, -1)]
@@ -145,6 +147,11 @@ def test_stop_texts_end_answers_as_by_generate(artifact: Artifact, place: int) -
     # The target's own tokenizer needs no naming.
     assert artifact.generate(PROMPT, generation_config=config).tolist() == native(
         artifact, PROMPT, generation_config=config, tokenizer=tokenizer).tolist()
+    # The model's own stop texts hold where a call names none.
+    monkeypatch.setattr(artifact.target.model.generation_config, "stop_strings", [texts[0]])
+    for settings in ({"max_new_tokens": 20}, {"generation_config": GenerationConfig(max_new_tokens=20)}):
+        assert artifact.generate(PROMPT, **settings).tolist() == native(
+            artifact, PROMPT, tokenizer=tokenizer, **settings).tolist()
     batch: dict[str, Any] = {"input_ids": PADDED, "attention_mask": MASK, **given}
     assert artifact.generate(**batch).tolist() == native(artifact, **batch).tolist()
 
