@@ -27,7 +27,7 @@ class References:
 
     def __init__(self, file: Path | None, target: Target, config: EvaluateConfig) -> None:
         self.file = file
-        self._known = _read(file)
+        self._known, self._added = _read(file), False
         where = machine(target)
         self._common = [target.identity.weights_hash, fields_of(target.config), target.eos_ids, vars(target.biases),
                         where, target.linears.packing.packed_from, config.max_new_tokens, config.top_k, config.top_p,
@@ -41,10 +41,12 @@ class References:
     def add(self, prompt: tuple[int, ...], temperature: float, index: int, answer: tuple[int, ...]) -> None:
         """Add an answer; `save` writes it."""
         self._known[self._key(prompt, temperature, index)] = list(answer)
+        self._added = True
 
     def save(self) -> None:
-        """Write all known answers, and those that other runs have added to the file meanwhile."""
-        if self.file is not None:
+        """Write all known answers, if some were added, and those that other runs have added to the file meanwhile."""
+        if self.file is not None and self._added:
+            self._added = False
             # Read again, since a run next to this one may have added to the file.
             self._known = {**_read(self.file), **self._known}
             content = {"format": _FORMAT, "answers": self._known, "sha256": _digest(self._known)}

@@ -131,6 +131,7 @@ class Runner:
             untimed = self._references(others, found.temperature, budget)
             found.exchanges += untimed
             self._untimed(untimed, found, budget)
+        self.references.save()
 
     # The target alone ------------------------------------------------------------------------------------------------
 
@@ -167,7 +168,6 @@ class Runner:
                     self.references.add(one.prompt, temperature, one.index, reference)
                 answers[one.entry.number].append(reference)
                 found.append(replace(one, reference=reference))
-            self.references.save()
         return sorted(found, key=lambda exchange: (exchange.entry.number, exchange.turn))
 
     def _references(self, entries: Sequence[Entry], temperature: float, budget: Budget) -> list[Exchange]:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from draftsmith.export import EvaluateConfig, Evaluation, Question, evaluate
-from draftsmith.export.evaluation import timed_decoding
+from draftsmith.export.evaluation import reference_answers, timed_decoding
 from draftsmith.export.evaluation.reference_answers import REFERENCES, References
 from draftsmith.modules import Target, TargetConfig, UserError, load_target
+from draftsmith.modules.files.atomic_files import write_file
 
 SETS = {"one": [Question.single([1, 2, 3]), Question.single([4, 5]), Question.single([9, 9, 30, 7])]}
 CONFIG = EvaluateConfig(max_new_tokens=8, speed_prompts=0, temperatures=(0.0, 1.0), baselines=("prompt_lookup",))
@@ -32,16 +33,21 @@ def run(target: Target, file: Path | None, config: EvaluateConfig = CONFIG) -> t
     return evaluate(target, [], SETS, config, references=file, progress=False).evaluations
 
 
-def test_a_second_run_decodes_no_reference_and_finds_the_same(tmp_path: Path, tiny_target_f64: Target,
-                                                                 generated: list[int]) -> None:
-    file = tmp_path / REFERENCES
+def test_a_second_run_decodes_no_reference_and_finds_the_same(
+    tmp_path: Path, tiny_target_f64: Target, generated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, times = tmp_path / REFERENCES, list[Path]()
+    monkeypatch.setattr(reference_answers, "write_file", lambda file, text: times.append(write_file(file, text)))
     first = run(tiny_target_f64, file)
     assert sum(generated) == len(SETS["one"])
+    # Each temperature of the one bundle; the second run adds nothing.
+    assert len(times) == len(CONFIG.temperatures)
     written = file.read_bytes()
     generated.clear()
     assert run(tiny_target_f64, file) == first == run(tiny_target_f64, None)
     assert sum(generated) == len(SETS["one"])  # by the run without a file
     assert file.read_bytes() == written
+    assert len(times) == len(CONFIG.temperatures)
 
 
 def test_a_wrong_reference_is_found_out(tmp_path: Path, tiny_target_f64: Target, generated: list[int]) -> None:
