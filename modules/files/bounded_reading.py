@@ -21,6 +21,8 @@ STREAM_BYTES = 256 * 2**20
 """Most that is read from a pipe or a device, which do not say how much they hold."""
 SILENCE = 120.0
 """Seconds without a byte after which a pipe or a device is given up."""
+_TEMPLATES = "additional_chat_templates"
+"""Subfolder of a model with further chat templates."""
 DEPTH = 100
 """Most levels of lists and objects inside one another."""
 
@@ -66,18 +68,26 @@ def read_bounded_text(file: Path, most: int = SETTINGS_BYTES) -> str:
 def without_marks(folder: Path) -> Path:
     """A model's folder for readers that know no byte order marks: the folder itself, or where a text file begins with
     one, a folder of its texts without marks and links to its other files, which lasts as long as this process."""
-    texts = {file.name: file.read_bytes() for pattern in ("*.json", "*.jinja", "*.txt")
-             for file in folder.glob(pattern) if file.is_file()}
-    if not any(text.startswith(BOM_UTF8) for text in texts.values()):
+    marked = {file for pattern in ("*.json", "*.jinja", "*.txt", f"{_TEMPLATES}/*.jinja")
+              for file in folder.glob(pattern) if file.is_file() and _marked(file)}
+    if not marked:
         return folder
     view = Path(mkdtemp())
     atexit.register(rmtree, view, ignore_errors=True)
-    for file in folder.iterdir():
-        if file.name in texts:
-            (view / file.name).write_bytes(texts[file.name].removeprefix(BOM_UTF8))
+    for file in (*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")):
+        place = view / file.relative_to(folder)
+        if file in marked:
+            place.write_bytes(read_bounded(file).removeprefix(BOM_UTF8))
+        elif file == folder / _TEMPLATES and file.is_dir():
+            place.mkdir()
         else:
-            (view / file.name).symlink_to(file.resolve())
+            place.symlink_to(file.resolve())
     return view
+
+
+def _marked(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(BOM_UTF8)) == BOM_UTF8
 
 
 def require_ordinary(file: Path) -> None:
