@@ -59,6 +59,8 @@ def layers(path: str, extended_by: tuple[Path, ...] = ()) -> list[dict[str, Any]
     if not isinstance(given, dict) or not all(isinstance(one, dict) for one in given.values()):
         raise UserError(f"{path}: by_family must hold the names of families with sections below each, got {given!r}; "
                         "write it as the recipe eight_billion does")
+    if wrong := [key for one in given.values() for key in (FAMILY, EXTENDS, BY_FAMILY) if key in one]:
+        raise UserError(f"{path}: {wrong[0]} stands inside by_family, where it has no effect; write it outside of it")
     if EXTENDS not in content:
         return [content]
     base = content.pop(EXTENDS)
