@@ -43,6 +43,8 @@ class FolderLocks:
     def __init__(self, file: Path) -> None:
         self.path, self.work = file, True
         """Its file, and False once the file system is known to have no locks."""
+        self._locked = False
+        """True once it is known to have some."""
         make_folder(file.parent)
         # A pipe would be opened only once somebody reads from it.
         if file.exists() and not file.is_file():
@@ -64,12 +66,17 @@ class FolderLocks:
         Raises:
             UserError: if the file cannot be locked on a file system that has locks.
         """
+        if not self.work:
+            return True
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), count, number)
+            self._locked = True
         except OSError as error:
             if error.errno in TAKEN:
+                self._locked = True
                 return False
-            if error.errno not in ABSENT:
+            # After a first lock they mean that the server is out of locks, and others may hold this one.
+            if error.errno not in ABSENT or self._locked:
                 raise UserError(f"{self.path} cannot be locked ({error.strerror}); choose an --out on another disk"
                                 ) from error
             self.work = False

@@ -1,5 +1,7 @@
 """Places that one process writes at a time, and what several do to them at once."""
 
+import errno
+import fcntl
 import os
 import time
 from collections.abc import Callable
@@ -76,6 +78,22 @@ def test_what_killed_writers_left_is_removed_and_the_own_lock_kept(tmp_path: Pat
         process = start(lambda: FolderLocks(tmp_path / ".stages.json.lock.partial").take(0) and os._exit(3))
         assert ended(process) == 0, "the lock was dropped"
     assert not os.listdir(tmp_path)
+
+
+def test_a_disk_that_gave_a_lock_has_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file server that runs out of locks must not make them free for all."""
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    locks = FolderLocks(tmp_path / "locks")
+    assert locks.take(0)
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "lockf", refused)
+        with pytest.raises(UserError, match=r"locks cannot be locked \(No locks available\); choose an --out on anoth"):
+            locks.take(1)
+    locks.drop(0)
+    process = start(lambda: FolderLocks(tmp_path / "locks").take(0) and os._exit(3))
+    assert ended(process) == 3, "the first lock was not dropped"
 
 
 def test_there_is_no_moment_without_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
