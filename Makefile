@@ -130,7 +130,6 @@ test-serving: $(STAMP) $(SERVING_STAMP)
 	@$(VENV)/bin/python -m serving.$(if $(ARTIFACT),measure --artifact $(ARTIFACT),prove) --python $(SERVING_VENV)/bin/python $(SERVING)
 
 gpu: export HF_HUB_OFFLINE := 1
-gpu: export OMP_WAIT_POLICY ?= PASSIVE
 gpu:
 	@$(GPU_PYTHON) tests/benchmarks/gpu.py $(ARGS)
 

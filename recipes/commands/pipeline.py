@@ -267,10 +267,13 @@ def encoded(workspace: Workspace, module: DraftModule, rows: ReadRows) -> ReadRo
 
 def sizes_in_words(tuning: Tuning, topology: Topology) -> Iterator[str]:
     """Sentences on what one row drafts on this machine, greedy and sampled."""
-    yield f"tree of {topology.size} nodes; of it is used on this machine, by held-out answers that did not choose it:"
+    used = [one for temperature in (0.0, SIZING_TEMPERATURE) for kind in (STATIC, JOINED)
+            if (one := tuning.best(kind, 1, temperature)) is not None]
+    answers = "that did not choose it" if all(one.reported for one in used) else "of which too few did not choose it"
+    yield f"tree of {topology.size} nodes; of it is used on this machine, by held-out answers {answers}:"
     for temperature in (0.0, SIZING_TEMPERATURE):
-        used, said = tuning.fastest(1, temperature), list[str]()
-        for kind in sorted((STATIC, JOINED), key=lambda one: one != used):
+        fastest, said = tuning.fastest(1, temperature), list[str]()
+        for kind in sorted((STATIC, JOINED), key=lambda one: one != fastest):
             best, told = tuning.best(kind, 1, temperature), tuning.prediction(kind, 1, temperature)
             if best is not None and told is not None:
                 said.append(f"{best.policy}, {told.accepted_length:.2f} tokens per pass and {told.speedup:.2f} times "

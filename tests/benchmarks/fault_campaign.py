@@ -43,7 +43,7 @@ DISKS = (1, 8, 16, 32, 64, 120, 180)
 """Largest files that may be written, in KiB."""
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 """Signals and the exit codes that they must lead to."""
-MACHINE_FILES = {"stats.json", "tuning.json", "measurements.json"}
+MACHINE_FILES = {"stats.json", "tuning.json"}
 """Files about the machine and the time, which may differ."""
 DAMAGED = ("data/manifest.json", "data/train-00000.safetensors", "data/validation-00000.safetensors", "data/test.jsonl",
            "train/best.safetensors", "train/last.ckpt", "train/result.json", "artifact/config.json",

@@ -70,6 +70,9 @@ def test_the_sentence_names_what_is_drafted_with() -> None:
     assert alone is not None
     assert (f"greedy static-2+lookup-7, 1.10 tokens per pass and {both.speedup:.2f} times the speed without drafts "
             f"predicted (next: static-4, 1.90 tokens per pass and {alone.speedup:.2f} times") in said
+    assert "by held-out answers that did not choose it:" in said
+    few = " ".join(pipeline.sizes_in_words(tuning(trial("static-4", 1.6)), Topology.chain(7)))
+    assert "by held-out answers of which too few did not choose it:" in few
     assert "at temperature 1 none, drafting does not pay" in said
     assert "the machine was busy" not in said
     busy = replace(found, cost=replace(found.cost, excess=0.5))
