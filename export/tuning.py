@@ -80,7 +80,8 @@ class Tuning:
     def best(self, kind: str, batch_size: int = 1, temperature: float = 0.0) -> Trial | None:
         """The way of a kind that decodes such rows fastest; None where none is known to be faster than no draft."""
         asked = self.used_nodes is not None
-        tried = self.trials(temperature, kind) or (self.trials(0.0, kind) if asked else [])
+        tried = [one for one in self.trials(temperature, kind) or (self.trials(0.0, kind) if asked else [])
+                 if asked or one.judged(self.cost, batch_size)]
         found = max(tried, key=lambda one: one.speedup(self.cost, batch_size), default=None)
         return found if found is not None and (asked or found.pays(self.cost, batch_size)) else None
 

@@ -152,7 +152,7 @@ def _figures(run: EvaluationRun, firsts: Sequence[Evaluation], artifact: Artifac
         tuning = artifact.tuning
         alone = {one.nodes: (one.reported or one.chosen).accepted_length for one in tuning.trials(0.0, STATIC)}
         forms = "" if tuning.linear_layers is None else f"; {tuning.linear_layers.in_words}"
-        drawn.append(_figure(plots.cost_curve(tuning.cost.curve(), artifact.tree_size, alone),
+        drawn.append(_figure(plots.cost_curve(tuning.cost, artifact.tree_size, alone),
                              f"Time of one pass of the target by the number of tokens it checks, measured on "
                              f"{tuning.device}, {tuning.dtype}{forms}. Vertical line: the size chosen for the tree on "
                              f"this machine, {artifact.tree_size} nodes. Dashed: the speed-up over this loop without "

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from ...modules import ConfidenceCurve, CostCurve, MeasuredStep, Topology, UserError
+from ...modules import ConfidenceCurve, CostTable, MeasuredStep, Topology, UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -162,12 +162,14 @@ def method_speeds(methods: Mapping[str, Point]) -> str:
     return plot.svg("speeds")
 
 
-def cost_curve(cost: CostCurve, tree_size: int, expected: Mapping[int, float]) -> str:
+def cost_curve(cost: CostTable, tree_size: int, expected: Mapping[int, float]) -> str:
     """Milliseconds of a pass by the size of its tree and, if estimated, the expected speed-up of each size."""
-    sizes = cost.sizes
+    curve = cost.curve()
+    sizes = curve.sizes
     with _Plot(4.9, 3.1) as (axes, plot):
-        axes.plot(sizes, [1000 * s for s in cost.pass_seconds], "o-", color=MUTED, markersize=3, label="target pass")
-        axes.plot(sizes, [1000 * cost.step_seconds(size) for size in sizes], "o-", color=DRAFTED, markersize=3,
+        axes.plot(sizes, [1000 * s for s in curve.pass_seconds], "o-", color=MUTED, markersize=3, label="target pass")
+        steps = map(sum, zip(curve.pass_seconds, curve.draft_seconds, strict=True))
+        axes.plot(sizes, [1000 * s for s in steps], "o-", color=DRAFTED, markersize=3,
                   label="target pass and drafting")
         axes.axvline(tree_size, color=ACCENT, linewidth=1)
         axes.set(xlabel="nodes of the tree (tokens checked at once)", ylabel="milliseconds", ylim=(0, None))
@@ -175,7 +177,7 @@ def cost_curve(cost: CostCurve, tree_size: int, expected: Mapping[int, float]) -
         if expected:
             right = axes.twinx()
             known = sorted(expected)
-            gains = [expected[size] * cost.pass_seconds[0] / cost.step_seconds(size) for size in known]
+            gains = [cost.predict(expected[size], size) for size in known]
             handles += right.plot(known, gains, "--", color=ACCENT, label=TREE_ALONE)
             right.set(ylabel="expected speed-up, tree alone", ylim=(0, 1.2 * max(gains)))
             right.grid(visible=False)

@@ -11,7 +11,6 @@ from ..interfaces.proposer import Proposer
 from ..policies.base import Policy
 from ..policies.ensemble import Ensemble, Union, whole_size
 from ..policies.registry import FASTEST, MOST, NONE, STATIC, parse_policy
-from ..policies.static_tree import Chain
 from ..target.model import Target
 from .registry import baseline
 
@@ -19,8 +18,6 @@ LOOKUP = "lookup"
 """The partner whose chain is sized for an artifact."""
 JOINED = f"{STATIC}+{LOOKUP}"
 """The joined policy that an artifact is tuned for."""
-LONGEST_COPY = 10
-"""Most tokens that `lookup` copies where its name has no number."""
 PARTNERS = {
     LOOKUP: "prompt_lookup", "suffix": "suffix_match", "recycling": "recycling", "ngrams": "ngrams",
     "layer_skip": "layer_skip", "first_layers": "first_layers",
@@ -74,9 +71,7 @@ def joined_drafter(name: PolicyName, drafter: Proposer, target: Target) -> Propo
     """The drafter, next to a new partner with an empty memory where the name has one."""
     if name.partner is None:
         return drafter
-    # An artifact may be tuned for any shorter copy: the drafter answers the longest one, and the policy cuts it.
-    size = LONGEST_COPY if name.partner == LOOKUP and name.size is None else name.size
-    return Ensemble([baseline(PARTNERS[name.partner], target, size)[0], drafter])
+    return Ensemble([baseline(PARTNERS[name.partner], target, name.size)[0], drafter])
 
 
 def joined_policy(name: PolicyName, own: Policy, target: Target) -> Policy:
@@ -85,14 +80,3 @@ def joined_policy(name: PolicyName, own: Policy, target: Target) -> Policy:
         return own
     policies = [baseline(PARTNERS[name.partner], target, name.size)[1], own]
     return Union(policies, whole_size(policies))
-
-
-def copying(own: Policy, copied: int, extra: int) -> Union:
-    """A chain copied by `lookup` next to the draft's tree.
-
-    Args:
-        own: the draft's policy; no sampling one.
-        copied: most tokens of the chain, at most LONGEST_COPY.
-        extra: nodes of a pass beyond those of the draft's tree alone.
-    """
-    return Union([Chain(copied), own], own.max_size + extra)

@@ -21,6 +21,8 @@ Baseline = tuple[Proposer, Policy]
 BASELINES = ("prompt_lookup", "suffix_match", "recycling", "ngrams", "layer_skip", "first_layers")
 """Prompt lookup, CopySpec, Token Recycling, ADED/STAND, SWIFT without its search, and the first quarter of the target's
 layers."""
+COPIED = 7
+"""Tokens that prompt lookup copies."""
 NATIVE = "native_head"
 """The baseline of targets with a head of their own."""
 
@@ -39,7 +41,7 @@ def baseline(name: str, target: Target, size: int | None = None) -> Baseline:
     device, vocab_size = target.device, target.vocab_size
     match name:
         case "prompt_lookup":
-            copied = 7 if size is None else size
+            copied = COPIED if size is None else size
             return PromptLookup(PromptLookupConfig(shortest=1, longest=3, copied=copied), device), Chain(copied)
         # CopySpec is prompt lookup that trusts long matches alone.
         case "suffix_match":

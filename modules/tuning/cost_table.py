@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 MOST_EXCESS = 0.15
 """Share above which the excess of timed steps speaks of other programs: a quiet machine repeats a step within it."""
+MOST_BEYOND = 2
+"""Nodes of a pass as a multiple of the largest that was timed up to which its last slope is trusted."""
 MOST_SECONDS = 86_400.0
 """Longest step that a table may hold: beyond it a speed-up could overflow."""
 
@@ -35,10 +37,6 @@ class CostCurve:
                 raise ValueError(f"{name} of a cost curve must lie between 0 and {MOST_SECONDS:g} s, got {wrong[0]:g}")
         if not min(self.pass_seconds) > 0:
             raise ValueError("a pass must take some time by a cost curve")
-
-    def step_seconds(self, size: int) -> float:
-        """Seconds of a drafted step with a tree of `size` nodes."""
-        return along(self.sizes, self.pass_seconds, size) + along(self.sizes, self.draft_seconds, size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +79,23 @@ class CostTable:
         found = self.curve(batch)
         return along(found.sizes, found.draft_seconds, nodes)
 
-    def predict(self, accepted_length: float, size: int, batch: int = 1) -> float:
-        """Speed-up over plain decoding of the same batch, if a pass emits `accepted_length` tokens for each row."""
-        found = self.curve(batch)
-        return accepted_length * found.pass_seconds[0] / found.step_seconds(size)
+    def judges(self, nodes: float, batch: int = 1) -> bool:
+        """True where a pass of so many nodes is near enough to those timed with as many rows to speak of its cost."""
+        return nodes <= MOST_BEYOND * self.curve(batch).sizes[-1]
+
+    def predict(self, accepted_length: float, nodes: float, batch: int = 1, *, drafted: float | None = None,
+                copies: bool = False) -> float:
+        """Speed-up over plain decoding of the same batch.
+
+        Args:
+            accepted_length: tokens that a pass emits for each row.
+            nodes: of a pass.
+            batch: rows.
+            drafted: nodes of the tree that is drafted; None for those of the pass.
+            copies: whether copying from the text adds to the drafting.
+        """
+        seconds = self.pass_seconds(nodes, batch) + self.draft_seconds(nodes if drafted is None else drafted, batch)
+        return accepted_length * self.pass_seconds(1, batch) / (seconds + self.copy_seconds * copies)
 
 
 def along(xs: Sequence[int], ys: Sequence[float], x: float) -> float:

@@ -14,10 +14,12 @@ from statistics import median
 
 import torch
 
-from ..baselines.joined_policies import LOOKUP, PolicyName, copying, joined_drafter
+from ..baselines.joined_policies import LOOKUP, PolicyName, joined_drafter, joined_policy
+from ..baselines.registry import COPIED
 from ..decoding.rounds import for_host, observation, read, verified
 from ..interfaces.optional_parts import extended, started, virtual_nodes
 from ..interfaces.proposer import AheadStates, Observation, Proposer, Verified
+from ..policies.base import Policy
 from ..policies.registry import STATIC
 from ..policies.static_tree import StaticTree
 from ..target.model import Target
@@ -25,16 +27,16 @@ from ..token_tree import Topology
 from ..verification.sampling import argmax
 from ..verification.tree_walk import down_to
 from .cost_table import CostCurve, CostTable
-from .trials import COPIED
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Nodes of the trees that are timed, the largest one only where the draft's tree has more than the one before."""
-BATCHES, SLOTS = (1, 2, 4, 8, 16), 64
-"""Rows that are timed at once, with trees of at most so many nodes in all rows together."""
+BATCHES, SLOTS, CONTEXT = (1, 2, 4, 8, 16), 64, 192
+"""Rows that are timed at once, with trees of at most so many nodes in all rows together, after so many tokens."""
+_JOINED = PolicyName(own=STATIC, partner=LOOKUP, size=COPIED)
 
 
 @torch.no_grad()
-def measure_cost(target: Target, drafter: Proposer, topology: Topology, *, context: int = 192, repeats: int = 5,
+def measure_cost(target: Target, drafter: Proposer, topology: Topology, *, context: int = CONTEXT, repeats: int = 5,
                  seconds: float = 15.0) -> CostTable:
     """Time steps with the prefixes of a best-first tree on this machine.
 
@@ -44,19 +46,18 @@ def measure_cost(target: Target, drafter: Proposer, topology: Topology, *, conte
         topology: a tree in best-first order, or a chain.
         context: tokens that target and drafter have read; at most what the target's context allows.
         repeats: steps of each kind, after one round of warm-up.
-        seconds: start no further round after this time; two are always made.
+        seconds: start no further round after this time; two are always timed, so that contention shows.
     """
-    sizes = sorted({topology.size, *(size for size in SIZES if size <= max(SIZES[-2], topology.size))})
-    context = min(context, target.context_length - (sizes[-1] + COPIED) * (1 + virtual_nodes(drafter)) - 1)
-    benches = [_Bench(target, drafter, topology, batch, context, [size for size in sizes if size * batch <= SLOTS],
-                      repeats) for batch in BATCHES]
-    joined = joined_drafter(PolicyName(own=STATIC, partner=LOOKUP, size=COPIED), drafter, target)
+    context = min(context, target.context_length - room(topology.size, 1, virtual_nodes(drafter)) - 1)
+    benches = [_Bench(target, drafter, topology, batch, context, timed_sizes(topology.size, batch), repeats)
+               for batch in BATCHES]
+    joined = joined_drafter(_JOINED, drafter, target)
     benches.append(_Bench(target, joined, topology, 1, context, [2], repeats, copies=True))
     times: dict[tuple[_Bench, int], list[tuple[float, float]]] = defaultdict(list)
     started = time.monotonic()
-    # The first turn warms up; the second is always made, however slow the machine.
+    # The first turn warms up.
     for turn in range(repeats + 1):
-        if turn > 1 and time.monotonic() - started > seconds:
+        if turn > 2 and time.monotonic() - started > seconds:
             break
         for bench in benches:
             for size in bench.sizes:
@@ -68,12 +69,23 @@ def measure_cost(target: Target, drafter: Proposer, topology: Topology, *, conte
     *alone, last = benches
     return CostTable(
         curves=tuple(CostCurve(batch=bench.batch, sizes=tuple(bench.sizes),
-                               pass_seconds=tuple(shortest[bench, size][0] for size in bench.sizes),
-                               # A tree that has no more nodes takes as long to draft as the whole.
+                               # More nodes take no less time: a falling slope would be noise, and goes on.
+                               pass_seconds=tuple(accumulate((shortest[bench, size][0] for size in bench.sizes), max)),
                                draft_seconds=tuple(accumulate((shortest[bench, size][1] for size in bench.sizes), max)))
                      for bench in alone),
         copy_seconds=max(0.0, shortest[last, 2][1] - shortest[alone[0], 2][1]),
         excess=median(median(found) / min(found) - 1 for found in steps.values()))
+
+
+def timed_sizes(nodes: int, batch: int) -> list[int]:
+    """Nodes of the trees that are timed with so many rows, of a draft tree of `nodes`."""
+    found = {nodes, *(size for size in SIZES if size <= max(SIZES[-2], nodes))}
+    return sorted(size for size in found if size * batch <= SLOTS)
+
+
+def room(nodes: int, batch: int, virtual: int) -> int:
+    """Slots of a row's cache for the timed trees and copies, next to its context."""
+    return (timed_sizes(nodes, batch)[-1] + COPIED) * (1 + virtual)
 
 
 class _Bench:
@@ -88,10 +100,14 @@ class _Bench:
     ) -> None:
         self.target, self.drafter, self.topology, self.copies = target, drafter, topology, copies
         self.batch, self.context, self.sizes = batch, context, sizes
+        self.policies: dict[int, Policy] = {
+            size: StaticTree(topology.prefix(min(size, topology.size))) for size in sizes}
+        if copies:
+            self.policies = {size: joined_policy(_JOINED, own, target) for size, own in self.policies.items()}
         # The target's cache is rewound after each step; the drafter's text grows by one token.
         steps = (repeats + 1) * len(sizes)
         largest = sizes[-1] + COPIED
-        self.rows = target.start(batch, context + largest * (1 + virtual_nodes(drafter)), drafter.taps)
+        self.rows = target.start(batch, context + room(topology.size, batch, virtual_nodes(drafter)), drafter.taps)
         self.rows.cache.assume(context)
         self.state = started(drafter, self.rows, batch, context + steps + largest)
         self.rows_B = torch.arange(batch, device=target.device)
@@ -138,9 +154,7 @@ class _Bench:
         tree = Topology.chain(size - 1).plant(self.roots_B[:, None].expand(-1, size))
         drafts = 1 < size <= self.topology.size or self.copies
         if drafts:
-            own = StaticTree(self.topology.prefix(min(size, self.topology.size)))
-            policy = copying(own, COPIED, COPIED) if self.copies else own
-            grown = policy.grow(self.drafter, self.state, self.roots_B)
+            grown = self.policies[size].grow(self.drafter, self.state, self.roots_B)
             tree = grown if grown.size >= size else tree
         drafted = _now(self.target.device)
         sent = extended(self.drafter, self.state, tree) if drafts else tree

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..baselines.joined_policies import JOINED, PolicyName, joined_drafter, joined_policy, parse_joined
+from ..baselines.registry import COPIED
 from ..decoding.answers import decode
 from ..decoding.requests import DecodeSettings, Generation
 from ..features import Features
@@ -32,8 +33,6 @@ from .replay_target import Replay
 
 SIZES = (2, 4, 8, 16, 32)
 """Nodes of the static trees that are tried."""
-COPIED = 7
-"""Tokens of a copied chain."""
 MOST_ANSWERS, ROWS = 32, 8
 """Most answers that a way of drafting decodes, and how many at once."""
 SIZING_TEMPERATURE = 1.0
@@ -118,9 +117,12 @@ class Trial:
         found, parts = found or self.chosen, 1 + self.virtual
         # Of several rows one copies in most passes, so that each pass has all nodes.
         nodes = found.nodes if batch == 1 else float(self.nodes + self.copied)
-        seconds = cost.pass_seconds(nodes / parts, batch) + cost.draft_seconds(self.nodes / parts, batch)
-        seconds += cost.copy_seconds if self.copied else 0.0
-        return found.accepted_length * cost.pass_seconds(1, batch) / seconds
+        return cost.predict(found.accepted_length, nodes / parts, batch, drafted=self.nodes / parts,
+                            copies=self.copied > 0)
+
+    def judged(self, cost: CostTable, batch: int = 1) -> bool:
+        """True where the seconds of its passes with so many rows are known, and not those of far smaller ones alone."""
+        return cost.judges((self.nodes + self.copied) / (1 + self.virtual), batch)
 
     def pays(self, cost: CostTable, batch: int = 1) -> bool:
         """True if it is faster than plain decoding of the answers that choose. A busy machine switches off no draft

@@ -28,7 +28,7 @@ def page(found: Diagnosis, title: str) -> str:
                        for figure in (True, False))
     drawn = [_figure(plots.acceptance_by_position(found.curves), "Share of passes that accepted at least so many "
                      "guesses in a row, decoded and by the training forward on the same answers: one line if equal."),
-             _figure(plots.cost_curve(found.gains.cost.curve(), found.gains.size, {}),
+             _figure(plots.cost_curve(found.gains.cost, found.gains.size, {}),
                      f"Time of a pass and of drafting by the nodes of the tree; {found.gains.size} are in use.")]
     if (training := found.gains.training) is not None:
         drawn.append(_figure(plots.training_lengths(training.curve, training.best_step), training.outcome))

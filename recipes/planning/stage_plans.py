@@ -9,8 +9,10 @@ from torch.optim import AdamW, Optimizer
 from ...data.batches.prefetch import AHEAD
 from ...export.evaluation.schedule import UNTIMED_ROWS
 from ...modules import Target
+from ...modules.interfaces.optional_parts import virtual_nodes
 from ...modules.target.devices.placement import Zero3
 from ...modules.target.linears.packed_linear import has_packed_product, linear_layers
+from ...modules.tuning.step_timing import BATCHES, CONTEXT, room
 from ...modules.tuning.trials import MOST_ANSWERS
 from ...trainers import DraftModule
 from ...trainers.processes.zero_strategy import BUCKET
@@ -22,9 +24,6 @@ from .worker_count import gpus_of, worker_count
 
 FLOAT32 = 4
 """Bytes of a number of a drafter in training."""
-TIMED_SLOTS = ((1, 1), (1, 1), (1, 1), (2, 1), (4, 1), (8, 1), (16, 1))
-"""Rows of each batch by which a tree's cost is measured, and its context as a multiple of TIMED_CONTEXT."""
-TIMED_CONTEXT = 192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +169,9 @@ class StagePlans:
         """`artifact`: held-out text is proposed along row by row, and passes of several batches are timed, all rows at
         once."""
         nodes = self.recipe.tree.searched_nodes
-        slots = sum(rows * (TIMED_CONTEXT * times + nodes) for rows, times in TIMED_SLOTS)
+        # One row more copies too.
+        virtual = virtual_nodes(self.module.drafter)
+        slots = sum(rows * (CONTEXT + room(nodes, rows, virtual)) for rows in (1, *BATCHES))
         timed = slots * cache_bytes(self.target)
         parts = {**self.base, "drafter": 2 * self.drafter + self.work.borrowed, "timed passes": self._shared(timed),
                  "replayed answers": MOST_ANSWERS * self.longest * self.kinds * self.width,

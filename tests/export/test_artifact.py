@@ -445,6 +445,17 @@ def test_where_no_tree_pays_nothing_is_drafted_and_called_the_fastest(tmp_path: 
     assert dataclasses.replace(busy, greedy=SLOWER).fastest() == "none"
 
 
+def test_no_tree_is_judged_by_the_seconds_of_far_smaller_ones() -> None:
+    """The largest passes timed have eight nodes, and the last slope may be noise."""
+    found = tuning(trial("static-4", 1.6), trial("static-16", 1.7), trial("static-32", 9.0),
+                   trial("static-16+lookup-7", 9.0))
+    found = dataclasses.replace(found, cost=costs(node=0.0, many=0.0))
+    assert [found.size_for(batch) for batch in (1, 16)] == [16, 16]
+    assert found.fastest() == "static"
+    # What the recipe asks for is not asked of the seconds.
+    assert dataclasses.replace(found, used_nodes=32).best("static") == found.greedy[2]
+
+
 def test_lookup_that_brings_nothing_is_not_called_the_fastest() -> None:
     assert tuning(*copies()[:2], trial("static-4+lookup-7", 1.6, 4.0)).fastest() == "static"
 

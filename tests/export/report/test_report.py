@@ -33,6 +33,7 @@ from draftsmith.export.tuning import Prediction
 from draftsmith.modules import (
     ConfidenceCurve,
     CostCurve,
+    CostTable,
     MeasuredStep,
     TargetIdentity,
     Topology,
@@ -540,8 +541,8 @@ def test_nodes_of_one_depth_stand_apart() -> None:
 
 
 def test_a_cost_curve_without_estimates_can_be_drawn() -> None:
-    cost = CostCurve(batch=1, sizes=(1,), pass_seconds=(0.1,), draft_seconds=(0.0,))
-    assert "expected speed-up" not in plots.cost_curve(cost, 1, {})
+    curve = CostCurve(batch=1, sizes=(1,), pass_seconds=(0.1,), draft_seconds=(0.0,))
+    assert "expected speed-up" not in plots.cost_curve(CostTable(curves=(curve,)), 1, {})
     assert EvaluateConfig().speed_prompts == 8
 
 

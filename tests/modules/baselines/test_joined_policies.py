@@ -18,7 +18,8 @@ from draftsmith.modules import (
     parse_joined,
     policy_named,
 )
-from draftsmith.modules.baselines.joined_policies import PolicyName, copying, joined_drafter, joined_policy
+from draftsmith.modules.baselines.joined_policies import PolicyName, joined_drafter, joined_policy
+from draftsmith.modules.baselines.registry import COPIED
 from support.families import CASES, randomised
 from support.tiers import some_long
 
@@ -64,19 +65,18 @@ def test_a_pass_has_room_for_all_guesses_of_both(tiny_target: Target, name: str,
 
 
 def test_a_chain_of_its_own_length_is_copied(tiny_target: Target) -> None:
-    """Whatever length is found to be fastest, one lookup serves it."""
+    """One lookup serves the policy of its name and that with the sizes found to be the fastest."""
     drafter = CASES["eagle"].make(tiny_target)
     ensemble = joined_drafter(parse_joined("static+lookup"), drafter, tiny_target)
     assert isinstance(ensemble, Ensemble)
     assert isinstance(ensemble.parts[0], PromptLookup)
     own = policy_named("static", TREE, drafter)
-    for copied in (1, 10):
-        union = copying(own, copied, 3)
+    for copied in (1, COPIED):
+        union = joined_policy(parse_joined(f"static+lookup-{copied}"), own, tiny_target)
         union.check(ensemble)
-        assert [policy.max_size for policy in union.policies] == [copied + 1, 4]
-        assert union.max_size == 4 + 3
-    with pytest.raises(UserError, match="11 tokens deep"):
-        copying(own, 11, 3).check(ensemble)
+        assert union.max_size == 4 + copied
+    with pytest.raises(UserError, match="8 tokens deep"):
+        joined_policy(parse_joined(f"static+lookup-{COPIED + 1}"), own, tiny_target).check(ensemble)
 
 
 def answers(target: Target, name: str, temperature: float) -> tuple[list[list[int]], float]:

@@ -65,6 +65,10 @@ def test_the_shortest_of_the_timed_passes_counts(tiny_target: Target, monkeypatc
     found = measure_cost(tiny_target, drafter, Topology.chain(7), context=20, repeats=40, seconds=1e9)
     assert all(set(curve.pass_seconds) == {1.0} for curve in found.curves)
     assert found.contended
+    # On a slow machine too, of which no third round is timed; what falls with more nodes is noise.
+    found = measure_cost(tiny_target, drafter, Topology.chain(7), context=20, seconds=-1.0)
+    assert found.contended
+    assert all(list(curve.pass_seconds) == sorted(curve.pass_seconds) for curve in found.curves)
     clock(monkeypatch, [1.0, 1.01])
     assert not measure_cost(tiny_target, drafter, Topology.chain(7), context=20, repeats=3, seconds=1e9).contended
 

@@ -20,9 +20,10 @@ from draftsmith.modules import (
     trials,
 )
 from draftsmith.modules.baselines.joined_policies import joined_drafter, joined_policy
+from draftsmith.modules.baselines.registry import COPIED
 from draftsmith.modules.policies.registry import policy_named
 from draftsmith.modules.tuning import trials as module
-from draftsmith.modules.tuning.trials import COPIED, cut
+from draftsmith.modules.tuning.trials import cut
 from support.artifacts import costs, trial
 from support.encoded_answers import encoded_answers
 from support.families import CASES, randomised

@@ -86,7 +86,7 @@ def test_keys_of_one_family_are_read_for_it_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "message"), [
     ("by_family: {eagel: {}}", "by_family names an unknown family 'eagel'; choose one of medusa, "),
     ("by_family: [eagle]", r"by_family must hold the names of families with sections below each, got \['eagle'\]"),
-    *((f"by_family: {{eagle: {{{key}: medusa}}}}", f"{key} stands inside by_family, where it has no effect; write it ou")
+    *((f"by_family: {{eagle: {{{key}: medusa}}}}", f"{key} stands inside by_family, where it has no effect; write it")
       for key in ("family", "extends", "by_family")),
     ("by_family: {eagle: 3}", "by_family must hold the names of families .*; write it as the recipe eight_billion do"),
     ("by_family: {medusa: {drafter: {heads: 3}}}", r"unknown key drafter.heads: did you mean drafter.num_heads\?"),
