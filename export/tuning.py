@@ -71,6 +71,11 @@ class Tuning:
         return cls(device=f"{target.device.type}{threads}", dtype=str(target.dtype).removeprefix("torch."), cost=cost,
                    greedy=greedy, sampled=sampled, used_nodes=used_nodes, linear_layers=target.linears.packing)
 
+    def made_with(self, target: Target) -> bool:
+        """True if the seconds are those of this target's device and number format."""
+        here = Tuning.of(target, self.cost)
+        return (here.device, here.dtype) == (self.device, self.dtype)
+
     def trials(self, temperature: float, kind: str | None = None) -> list[Trial]:
         """Ways that were tried for rows at a temperature, of one kind or all; none above SIZING_TEMPERATURE, where less
         is accepted."""

@@ -419,9 +419,15 @@ def served_by_vllm(drafter: BlockDraft) -> Served | None:
         "vLLM" in kind.engines) else None
 
 
+def chain_tokens(drafter: object) -> int:
+    """Tokens that engines draft unless they are asked for another number: all of a block, otherwise three."""
+    return drafter.config.num_steps if isinstance(drafter, BlockDraft) else 3
+
+
 DFLASH = ExportFormat[BlockDraft](
     name="dflash", content="drafters of blocks", families=(BlockDraft,), refusal=refusal,
     readers={"vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, passed_over=_passed_over,
     write=export_dflash, read=read_blocks, opens=OPENS, known=KNOWN, weights=WEIGHTS, as_read=as_compressed,
     vllm=served_by_vllm, others=lambda drafter, places: {} if served_by_vllm(drafter) else {
-        "SGLang": sglang_command("DFLASH", places, num_draft_tokens=drafter.config.block_size)})
+        "SGLang": sglang_command("DFLASH", places, num_draft_tokens=drafter.config.block_size)},
+    chain=chain_tokens)

@@ -247,13 +247,12 @@ def _in_order(name: str, tensor: Tensor, kind: str, heads: tuple[int, int]) -> T
 
 
 def _command(drafter: DraftLM | Eagle3 | BlockDraft, places: Places) -> dict[str, str]:
-    kind, tokens = "draft-simple" if isinstance(drafter, DraftLM) else "draft-eagle3", 3
+    kind = "draft-simple" if isinstance(drafter, DraftLM) else "draft-eagle3"
     if isinstance(drafter, BlockDraft):
         kind = f"draft-{dflash.KINDS[drafter.config.correction].method}"
-        tokens = drafter.config.num_steps
     return {"llama.cpp": shlex.join([
         "llama-server", "-m", places.gguf, "-md", f"{places.folder}/{GGUF_FILE}", "--spec-type", kind,
-        "--spec-draft-n-max", str(tokens), "-ctk", "f32", "-ctv", "f32", "-fa", "off"])}
+        "--spec-draft-n-max", str(dflash.chain_tokens(drafter)), "-ctk", "f32", "-ctv", "f32", "-fa", "off"])}
 
 
 # EAGLE-3 -------------------------------------------------------------------------------------------------------------
@@ -324,7 +323,7 @@ def _write_blocks(file: Path, drafter: BlockDraft, target: Target, vocabulary: P
 GGUF = ExportFormat[DraftLM | Eagle3 | BlockDraft](
     name="gguf", content="draft language models, EAGLE-3 drafters and drafters of blocks", readers={"llama.cpp": ""},
     families=(DraftLM, Eagle3, BlockDraft), refusal=_refusal, write=export_gguf, option="target_gguf", file=GGUF_FILE,
-    weights=WEIGHTS, others=_command,
+    weights=WEIGHTS, others=_command, chain=dflash.chain_tokens,
     # llama.cpp rounds the embedding like any matrix.
     as_read=lambda weight, weights, linear: rounded(weight, weights),
 )

@@ -109,4 +109,5 @@ def _served(drafter: Mtp, places: Places) -> dict[str, str]:
 
 MTP: ExportFormat[Mtp] = ExportFormat(
     name="mtp", content="heads of the target's own (MTP)", readers={"vLLM": "", "SGLang": ""}, families=(Mtp,),
-    refusal=_refusal, write=export_mtp, read=read_mtp, in_target=True, others=_served)
+    refusal=_refusal, write=export_mtp, read=read_mtp, in_target=True, others=_served,
+    chain=lambda drafter: _STEPS)

@@ -79,13 +79,13 @@ def export_openvino(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, fold
     if isinstance(drafter, BlockDraft):
         return Contents(title="DFlash drafter for OpenVINO GenAI,", paragraphs=(
             f"The layers that it reads, {list(drafter.taps)}, counted from 0 by their outputs, and its mask token are "
-            "in the model.",), example=PIPELINE.format(tokens=drafter.config.num_steps, **UNCACHED))
+            "in the model.",), example=PIPELINE.format(tokens=dflash.chain_tokens(drafter), **UNCACHED))
     read = () if layers is None else (
         f"The layers that it reads, {layers}, counted from 0 by their outputs, are in the model "
         "(`hidden_layers_list`).",)
     title = "A draft language model" if layers is None else "EAGLE-3 drafter"
     return Contents(title=f"{title} for OpenVINO GenAI,", paragraphs=read,
-                    example=PIPELINE.format(tokens=3, given="", scheduler=""))
+                    example=PIPELINE.format(tokens=dflash.chain_tokens(drafter), given="", scheduler=""))
 
 
 def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
@@ -122,4 +122,4 @@ def _command(drafter: DraftLM | Eagle3 | BlockDraft, places: Places) -> dict[str
 OPENVINO = ExportFormat[DraftLM | Eagle3 | BlockDraft](
     name="openvino", content="draft language models, EAGLE-3 drafters and DFlash drafters",
     readers={"OpenVINO GenAI": ""}, families=(DraftLM, Eagle3, BlockDraft), refusal=_refusal, write=export_openvino,
-    option="convert_with", others=_command)
+    option="convert_with", others=_command, chain=dflash.chain_tokens)

@@ -21,7 +21,7 @@ from ...export import (
     with_drift,
     write_report,
 )
-from ...export.acceptance_profile import described, save_acceptance
+from ...export.acceptance_profile import described, held_out_length, save_acceptance
 from ...export.engine_process import require_engine
 from ...export.engines.trial import rounding_loss
 from ...export.layouts.parts.export_format import ON_CPU, WRONG_SAMPLES, ExportFormat, Places
@@ -240,6 +240,13 @@ def say_commands(given: ExportArguments, chosen: ExportFormat[Any], artifact: Ar
         say(f"\n{engine}:\n{command}")
         if engine == ON_CPU and chosen.write is not None:
             say(WRONG_SAMPLES)
+    tokens, tuning = chosen.drafted(artifact.drafter) if commands else 0, artifact.tuning
+    length = held_out_length(given.artifact, tokens)
+    if length is None or tuning is None or not tuning.made_with(artifact.target):
+        return
+    if (speedup := tuning.cost.predict(length, 1 + tokens)) < 1:
+        say(f"\na chain of {tokens} tokens is predicted at {speedup:.2f} of the speed without drafts on this machine; "
+            "serve the target alone here, or draft fewer tokens")
 
 
 def trial_prompts(template: ChatTemplate) -> list[list[int]]:

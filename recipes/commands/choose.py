@@ -289,10 +289,8 @@ def of_artifact(folder: Path, target: Target, given: ChooseArguments,
 def measured_here(artifact: Artifact) -> Tuning:
     """The artifact's tuning, with seconds of this device: stored ones where they are of it, otherwise measured now."""
     stored = artifact.tuning
-    if stored is not None:
-        here = Tuning.of(artifact.target, stored.cost)
-        if (here.device, here.dtype) == (stored.device, stored.dtype):
-            return stored
+    if stored is not None and stored.made_with(artifact.target):
+        return stored
     cost = measure_cost(artifact.target, artifact.drafter, artifact.topology)
     if stored is not None:
         return replace(stored, cost=cost)

@@ -174,6 +174,8 @@ class ExportFormat(Generic[D]):
     """vLLM's settings for the folder; None where vLLM does not read it."""
     others: Callable[[D, Places], Mapping[str, str]] = lambda drafter, places: {}
     """Commands of other engines that serve the folder, by engine."""
+    chain: Callable[[D], int] = lambda drafter: 0
+    """Tokens of the chain that these engines draft; 0 where they draft none, or a tree."""
     lost: Callable[[D], str] = lambda drafter: ""
     """A sentence on the part of the drafter that an engine leaves out; empty where there is none."""
 
@@ -189,6 +191,10 @@ class ExportFormat(Generic[D]):
         """The programs that load this drafter, for tables and documents."""
         unable = self.passed_over(drafter)
         return ", ".join(name + said for name, said in self.readers.items() if name not in unable)
+
+    def drafted(self, drafter: D) -> int:
+        """Tokens of the chain that engines draft with the folder; 0 where they draft none, or a tree."""
+        return served.tokens if (served := self.vllm(drafter)) else self.chain(drafter)
 
     def commands(self, drafter: D, places: Places) -> dict[str, str]:
         """The commands that serve the folder, by engine."""

@@ -20,7 +20,9 @@ import yaml
 from draftsmith.data import Manifest, TokenShard
 from draftsmith.data.batches.datamodule import BatchConfig, HeldOutRows
 from draftsmith.data.batches.learned_tokens import answers
-from draftsmith.export import Artifact, export_artifact, load_artifact
+from draftsmith.export import Artifact, Tuning, export_artifact, load_artifact
+from draftsmith.export.acceptance_profile import HELD_OUT
+from draftsmith.export.tuning import save_tuning
 from draftsmith.modules import (
     JOINED,
     STATIC,
@@ -43,7 +45,7 @@ from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import compare_families, pipeline
 from draftsmith.recipes.stages.workspace import Workspace
 from safetensors.torch import load_file
-from support.artifacts import trial, tuning
+from support.artifacts import costs, trial, tuning
 from support.forked_workers import kill, start
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -203,6 +205,26 @@ def test_acceptance_json_agrees_with_the_evaluation(tiny_run: Path, tmp_path: Pa
     assert (out / "acceptance.json").read_bytes() == (tiny_run / "artifact" / "acceptance.json").read_bytes()
     assert f"{whole['accepted_length']:.2f} tokens per target pass over {whole['drafts']:,} drafts" in (
         out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("node", "device", "said"), [(0.2, None, True), (0.0, None, False), (0.2, "abacus", False)])
+def test_an_export_says_where_its_chain_does_not_pay(
+    copied_run: Path, node: float, device: str | None, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the seconds of this machine, and by the held-out answers of chains as long as the printed ones."""
+    artifact = copied_run / "artifact"
+    tokens = json.loads((artifact / "config.json").read_text())["drafter"]["num_heads"]
+    [length] = [one["accepted_length"] for one in json.loads((artifact / "acceptance.json").read_text())["measurements"]
+                if (one["method"], one["group"], one["source"]) == (f"chain-{tokens}", "all", HELD_OUT)]
+    found = Tuning.of(load_target(TargetConfig(name="tiny-random")), costs(node=node, draft=node))
+    save_tuning(artifact, replace(found, device=device or found.device))
+    assert main(["export", "--artifact", str(artifact), "--format", "medusa-vllm", "--out",
+                 str(copied_run / "export")]) == 0
+    out, speedup = capsys.readouterr().out, length * 0.1 / (0.1 + tokens * node + node)
+    assert f'"num_speculative_tokens": {tokens}' in out
+    assert (f"a chain of {tokens} tokens is predicted at {speedup:.2f} of the speed without drafts on this machine; "
+            "serve the target alone here, or draft fewer tokens" in out) is said
+    assert ("without drafts on this machine" in out) is said
 
 
 def test_the_answers_that_predict_chose_no_checkpoint(tiny_run: Path) -> None:
