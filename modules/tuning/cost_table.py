@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 MOST_EXCESS = 0.15
 """Share above which the excess of timed steps speaks of other programs: a quiet machine repeats a step within it."""
-MOST_BEYOND = 2
-"""Nodes of a pass as a multiple of the largest that was timed up to which its last slope is trusted."""
 MOST_SECONDS = 86_400.0
 """Longest step that a table may hold: beyond it a speed-up could overflow."""
 
@@ -79,21 +77,10 @@ class CostTable:
         found = self.curve(batch)
         return along(found.sizes, found.draft_seconds, nodes)
 
-    def judges(self, nodes: float, batch: int = 1) -> bool:
-        """True where a pass of so many nodes is near enough to those timed with as many rows to speak of its cost."""
-        return nodes <= MOST_BEYOND * self.curve(batch).sizes[-1]
-
     def predict(self, accepted_length: float, nodes: float, batch: int = 1, *, drafted: float | None = None,
                 copies: bool = False) -> float:
-        """Speed-up over plain decoding of the same batch.
-
-        Args:
-            accepted_length: tokens that a pass emits for each row.
-            nodes: of a pass.
-            batch: rows.
-            drafted: nodes of the tree that is drafted; None for those of the pass.
-            copies: whether copying from the text adds to the drafting.
-        """
+        """Speed-up over plain decoding of so many rows, if a pass of so many nodes emits `accepted_length` tokens for
+        each, after drafting as many nodes or `drafted` ones, and copying from the text too where it `copies`."""
         seconds = self.pass_seconds(nodes, batch) + self.draft_seconds(nodes if drafted is None else drafted, batch)
         return accepted_length * self.pass_seconds(1, batch) / (seconds + self.copy_seconds * copies)
 

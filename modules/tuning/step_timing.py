@@ -88,6 +88,12 @@ def room(nodes: int, batch: int, virtual: int) -> int:
     return (timed_sizes(nodes, batch)[-1] + COPIED) * (1 + virtual)
 
 
+def timed_slots(nodes: int, virtual: int, context: int = CONTEXT) -> int:
+    """Slots of the target's cache that timing takes, for a draft tree of `nodes`."""
+    # One row more copies too.
+    return sum(rows * (context + room(nodes, rows, virtual)) for rows in (1, *BATCHES))
+
+
 class _Bench:
     """Rows that have a context of arbitrary tokens, with the drafter's state.
 

@@ -37,6 +37,8 @@ MOST_ANSWERS, ROWS = 32, 8
 """Most answers that a way of drafting decodes, and how many at once."""
 SIZING_TEMPERATURE = 1.0
 """Temperature of the drawn answers by which drafts for sampled rows are chosen; at lower ones more is accepted."""
+MOST_BEYOND = 2
+"""Nodes of a pass as a multiple of the most that were timed up to which the last slope of their seconds is trusted."""
 SURE_LENGTH = 1.2
 """Tokens of a pass from which a draft stays in use where other programs disturbed the timing."""
 DRAWS, TAILS = 1000, (0.05, 0.95)
@@ -122,7 +124,7 @@ class Trial:
 
     def judged(self, cost: CostTable, batch: int = 1) -> bool:
         """True where the seconds of its passes with so many rows are known, and not those of far smaller ones alone."""
-        return cost.judges((self.nodes + self.copied) / (1 + self.virtual), batch)
+        return (self.nodes + self.copied) / (1 + self.virtual) <= MOST_BEYOND * cost.curve(batch).sizes[-1]
 
     def pays(self, cost: CostTable, batch: int = 1) -> bool:
         """True if it is faster than plain decoding of the answers that choose. A busy machine switches off no draft

@@ -12,7 +12,7 @@ from ...modules import Target
 from ...modules.interfaces.optional_parts import virtual_nodes
 from ...modules.target.devices.placement import Zero3
 from ...modules.target.linears.packed_linear import has_packed_product, linear_layers
-from ...modules.tuning.step_timing import BATCHES, CONTEXT, room
+from ...modules.tuning.step_timing import timed_slots
 from ...modules.tuning.trials import MOST_ANSWERS
 from ...trainers import DraftModule
 from ...trainers.processes.zero_strategy import BUCKET
@@ -169,10 +169,7 @@ class StagePlans:
         """`artifact`: held-out text is proposed along row by row, and passes of several batches are timed, all rows at
         once."""
         nodes = self.recipe.tree.searched_nodes
-        # One row more copies too.
-        virtual = virtual_nodes(self.module.drafter)
-        slots = sum(rows * (CONTEXT + room(nodes, rows, virtual)) for rows in (1, *BATCHES))
-        timed = slots * cache_bytes(self.target)
+        timed = timed_slots(nodes, virtual_nodes(self.module.drafter)) * cache_bytes(self.target)
         parts = {**self.base, "drafter": 2 * self.drafter + self.work.borrowed, "timed passes": self._shared(timed),
                  "replayed answers": MOST_ANSWERS * self.longest * self.kinds * self.width,
                  "proposals": self._shared(self.held_out)}

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.files.json_records import record_of
 from draftsmith.modules.tuning import step_timing
+from draftsmith.modules.tuning.step_timing import timed_slots
 from support.artifacts import costs
 from support.drafters import ScriptedDrafter
 from support.families import CASES, randomised
@@ -44,6 +46,19 @@ def test_seconds_are_measured_for_every_drafter(tiny_target: Target, drafter: st
     assert all(seconds > 0 for curve in found.curves for seconds in curve.pass_seconds)
     assert all(curve.draft_seconds[0] == 0 < min(curve.draft_seconds[1:]) for curve in found.curves)
     assert record_of(CostTable, json.loads(json.dumps(asdict(found))), "it", "copy it") == found
+
+
+def test_the_plan_counts_the_slots_that_are_taken(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, start = list[int](), Target.start
+
+    def watched(target: Target, rows: int, slots: int, *more: Any, **named: Any) -> Any:
+        taken.append(rows * slots)
+        return start(target, rows, slots, *more, **named)
+
+    monkeypatch.setattr(Target, "start", watched)
+    measure_cost(tiny_target, ScriptedDrafter(tiny_target.vocab_size, [], "random"), Topology.chain(7), context=20,
+                 repeats=1)
+    assert sum(taken) == timed_slots(8, 0, 20)
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float]) -> None:
