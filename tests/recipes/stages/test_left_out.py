@@ -24,7 +24,7 @@ def workspace(run: Path, *words: str) -> Workspace:
 def manifest(tokens: int, origin: str = "own", **distill: Any) -> Any:
     return SimpleNamespace(recipe={"distill": distill, "prompts": {"origin": origin}},
                            split=lambda _split: [], skipped={}, unwritten={}, repeated=0, candidates=50,
-                           total=lambda split, count: tokens if (split, count) == ("train", "supervised") else -1)
+                           total=lambda split, count: tokens if (split, count) == ("train", "supervised") else 0)
 
 
 def test_a_whole_run_left_nothing_out(tiny_run: Path) -> None:
