@@ -172,10 +172,10 @@ class ServerAnswerer(EngineAnswerer):
         super().check()
 
     def _answers(self, requests: Sequence[Request], deadline: float | None) -> list[Generation]:
-        """The answered requests in their order; none is sent after the deadline."""
+        """The answered requests in their order; after the deadline only those are sent that are to get some tokens."""
 
         def answer(request: Request) -> list[int] | None:
-            if deadline is None or time.monotonic() < deadline:
+            if deadline is None or request.least or time.monotonic() < deadline:
                 return self.server.answer(request, self.settings, self.target, self.seed_of(request))
             return None
 

@@ -1,6 +1,6 @@
 """Conversations whose turns the target or a draft answers, and the shards that they make."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from ...modules import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, Target, decode
@@ -14,6 +14,8 @@ from .writers import Writer
 
 DOCUMENT_OPENING = 32
 """Tokens of a held-out document that the target continues; of a shorter document half."""
+LEAST_TOKENS = 32
+"""Tokens that the first answers of the data, and those to held-out prompts, get whatever the time."""
 TURNS = 1 << 10
 """Random streams reserved for the turns of one prompt."""
 GREEDY = 1 << 62
@@ -102,7 +104,7 @@ class Answerer:
         deadline: float | None = None,
         taps: tuple[int, ...] | None = None,
         *,
-        least: int = 0,
+        assured: Set[int] = frozenset(),
         every: bool = False,
     ) -> list[Conversation]:
         """Answer every turn of numbered prompts, in order; prompt n gets temperatures[n % len(temperatures)].
@@ -113,7 +115,7 @@ class Answerer:
             deadline: value of `time.monotonic()` after which no answer is started, and those that are decoded end.
             taps: layers whose states are recorded with the final ones, unless a writer does not tap them; None records
                 nothing.
-            least: tokens that each first answer gets whatever the time.
+            assured: numbers of the prompts whose first answers get some tokens whatever the time.
             every: each prompt is answered at all temperatures, together, in the order of these.
 
         Returns:
@@ -138,14 +140,15 @@ class Answerer:
         for turn in range(max(asked.values(), default=0)):
             here = [one for one in conversations if asked[one.number] > turn == len(one.turns)]
             recorder = None if taps is None else StateRecorder(taps, self.target.dtype)
-            self._answer_turn(here, deadline, recorder, 0 if turn else least)
+            self._answer_turn(here, deadline, recorder, frozenset() if turn else assured)
         answered = [one for one in conversations if one.turns]
         for one in answered:
             one.lay_out(join_turns(one.turns))
         return answered
 
     def _answer_turn(
-        self, conversations: Sequence[Conversation], deadline: float | None, recorder: StateRecorder | None, least: int
+        self, conversations: Sequence[Conversation], deadline: float | None, recorder: StateRecorder | None,
+        assured: Set[int]
     ) -> None:
         """Add the next answer to each conversation that still fits the context."""
         asked: dict[int, Conversation] = {}
@@ -163,8 +166,9 @@ class Answerer:
             if room > 0:
                 index = one.number * TURNS + len(one.turns) + (0 if one.temperature else GREEDY)
                 asked[index] = one
-                requests.append(Request(tuple(tokens), index, room, one.temperature))
-        result = self.decoded(requests, deadline, recorder, least)
+                least = LEAST_TOKENS if one.number in assured else 0
+                requests.append(Request(tuple(tokens), index, room, one.temperature, least))
+        result = self.decoded(requests, deadline, recorder)
         self.stats.add(result.stats)
         states = {} if recorder is None else recorder.states(result.generations)
         for generation in result.generations:
@@ -175,8 +179,8 @@ class Answerer:
             one.take(list(request.tokens), generation, self.template.said(generation.tokens, one.thinking),
                      states.get(request.index))
 
-    def decoded(self, requests: Sequence[Request], deadline: float | None, recorder: StateRecorder | None,
-                least: int) -> DecodeResult:
+    def decoded(self, requests: Sequence[Request], deadline: float | None, recorder: StateRecorder | None
+                ) -> DecodeResult:
         """The answers to requests, as `decode` gives them."""
         # The cache has room for a whole chunk in every slot, so a chunk is no longer than the longest prompt.
         longest = max((len(request.tokens) for request in requests), default=1)
@@ -198,7 +202,6 @@ class Answerer:
             policy=policy,
             on_tokens=lambda _generation, tokens, _done: self.on_tokens(len(tokens)),
             deadline=deadline,
-            least=least,
             observer=None if self.on_slots is None else observe,
             recorder=recorder,
         )

@@ -15,7 +15,7 @@ from ..prompts.sources import Skipped, read_prompts
 from ..store.feature_store import WantedStates
 from ..store.token_store import MANIFEST, Manifest, TokenShard, corrupted, hash_bytes, read_bytes, write_bytes
 from .distill_config import LIMITS, DistillConfig, raised_limits
-from .shard_queue import QUEUE, VALIDATION_PROMPTS
+from .shard_queue import QUEUE, VALIDATION_PROMPTS, remove_cut
 
 STATS = "stats.json"
 """File of measurements of this machine: nothing in the data depends on them."""
@@ -47,6 +47,8 @@ class DataFolder:
         """Keys of the held-out prompts (`DistillTask.asked_key`): the train shards have none, with whatever answer."""
         self.seen: set[int] = set()
         """Keys of the rows in the manifest's train shards (`DistillTask.key`), which are not repeated."""
+        self.answered: set[int] = set()
+        """Numbers of their prompts."""
         self.started, self.spent = time.monotonic(), 0.0
         self._counted: dict[str, float] = {}
 
@@ -76,17 +78,19 @@ class DataFolder:
             found = replace(found, recipe=asked.recipe, complete=False)
         self._require_same_settings(found)
         for shard in found.shards:
-            keys = self.held if shard.split == "validation" else self.seen
-            keys.update(TokenShard.read(self.out / shard.file, shard.sha256).keys_P.tolist())
+            text = TokenShard.read(self.out / shard.file, shard.sha256)
+            (self.held if shard.split == "validation" else self.seen).update(text.keys_P.tolist())
+            self.answered.update(text.prompts_R.tolist())
         if found.held_out is not None:
             self.held.update(map(key, read_held_out(self.out)))
-        # Until they are answered, validation prompts are in the queue.
-        if (waiting := self.out / QUEUE / VALIDATION_PROMPTS).is_file():
+        # Until all are answered, validation prompts are in their file.
+        if few := (waiting := self.out / VALIDATION_PROMPTS).is_file():
             self.held.update(map(key, read_prompts(waiting)))
         self.manifest, self.spent = found, read_stats(self.out).get("seconds", 0.0)
         if grows:
             config, tokens, reason = self.config, found.total("train", "supervised"), ""
-            if config.budget_tokens is not None and tokens >= config.budget_tokens:
+            few = few and found.total("validation", "prompts") < config.validation_prompts
+            if not few and config.budget_tokens is not None and tokens >= config.budget_tokens:
                 reason = f"they hold {tokens:,} answer tokens; raise distill.budget_tokens above that"
             elif self.late and "budget_minutes" in higher:
                 # The first answers took more than the former minutes: all is there that these give.
@@ -94,6 +98,8 @@ class DataFolder:
             elif self.late:
                 reason = (f"they have taken {self.seconds / 60:.1f} minutes; raise distill.budget_minutes "
                           f"({config.budget_minutes:g}) above that")
+            elif few:
+                self.manifest = replace(found, shards=found.split("train"))
             elif total is not None and found.candidates >= total:
                 reason = f"all {total:,} prompts have been asked; choose another --out for more prompts"
             # Data that nothing would be added to stay complete.
@@ -101,6 +107,8 @@ class DataFolder:
                 raise UserError(f"no answer would be added to the complete data in {self.out}: {reason}, or go back to "
                                 "the former limits")
         if raised:
+            if not self.manifest.complete:
+                remove_cut(self.out, grows)
             # All processes that answer together read it.
             self.manifest.save(self.out)
 
@@ -189,16 +197,17 @@ class DataFolder:
         """True once the minutes are over."""
         return self.seconds_left <= 0
 
-    def write_stats(self, amounts: Mapping[str, float]) -> None:
-        """Add this process's sums since it started to the measurements of the runs before it and next to it."""
-        stored = read_stats(self.out)
+    def write_stats(self, amounts: Mapping[str, float] | None = None) -> None:
+        """Add this process's sums since it started to the measurements of the runs before it and next to it; None
+        writes the time alone."""
+        stored, amounts = read_stats(self.out), self._counted if amounts is None else amounts
         sums = {name: stored.get(name, 0.0) + amount - self._counted.get(name, 0.0)
                 for name, amount in amounts.items()}
         slots = {name.removesuffix("_total_slots"): total for name, total in sums.items()
                  if name.endswith("_total_slots")}
         shares = {f"{part}_busy_share": sums[f"{part}_busy_slots"] / total if total else 1.0
                   for part, total in slots.items()}
-        content = {**sums, **shares, "seconds": max(self.seconds, stored.get("seconds", 0.0))}
+        content = {**stored, **sums, **shares, "seconds": max(self.seconds, stored.get("seconds", 0.0))}
         write_bytes(self.out / STATS, json.dumps(content, indent=2, sort_keys=True).encode())
         self._counted = dict(amounts)
 

@@ -45,7 +45,8 @@ class DistillConfig:
     held-out ones still get the first 32 tokens of theirs. Not repeatable; tokens are."""
     validation_prompts: int = 32
     """Prompts held out: answered greedily to choose checkpoints and the tree by, and once more at temperature 1, by
-    which trees for sampled answers are sized. Where minutes are short 12 of them are answered, where none is left 4."""
+    which trees for sampled answers are sized. Where minutes are short 12 of them are answered, where none is left 4;
+    more minutes answer the rest."""
     test_prompts: int = 0
     """Prompts held out for evaluation, written to test.jsonl."""
     seed: int = 0

@@ -37,7 +37,8 @@ class EngineAnswerer(Answerer):
 
     @abstractmethod
     def _answers(self, requests: Sequence[Request], deadline: float | None) -> list[Generation]:
-        """The answered requests in their order; none is started after the deadline."""
+        """The answered requests in their order; after the deadline only those are started that are to get some tokens
+        whatever the time."""
 
     # Trial -----------------------------------------------------------------------------------------------------------
 
@@ -97,9 +98,9 @@ class EngineAnswerer(Answerer):
         """A whole answer of the engine, which ended at an end token or at the limit."""
         return Generation(request, tokens, finish="eos" if tokens[-1] in self.target.eos_ids else "length")
 
-    def decoded(self, requests: Sequence[Request], deadline: float | None, recorder: StateRecorder | None,
-                least: int) -> DecodeResult:
+    def decoded(self, requests: Sequence[Request], deadline: float | None, recorder: StateRecorder | None
+                ) -> DecodeResult:
         """The answers to requests by the engine, whole, without states to record."""
         started = time.perf_counter()
-        found = self._answers(requests, None if least else deadline)
+        found = self._answers(requests, deadline)
         return DecodeResult(found, DecodeStats(seconds=time.perf_counter() - started))

@@ -21,16 +21,14 @@ from .answering import Answerer, shard_of, states_of
 from .data_folder import SKIPPED, DataFolder
 from .distill_task import DistillTask
 from .progress import Progress
-from .shard_queue import QUEUE, VALIDATION_PROMPTS, FinishedShard
+from .shard_queue import VALIDATION_PROMPTS, FinishedShard
 
 TEST = "test.jsonl"
 HELD_OUT_SHARE = 0.5
 """Share of the minutes that are left which validation prompts get, at most."""
 FEW, FEWEST = 12, 4
-"""Validation prompts that are answered where all would take more than half of that share, and where no minute is left.
-"""
-LEAST_TOKENS = 32
-"""Tokens that the first answers of the data, and those to held-out prompts, get whatever the time."""
+"""Validation prompts that are answered where all would take more than half of that share, or nobody knows how long they
+take, and where no minute is left."""
 HELD_OUT_ROUNDS = 20
 """Largest number of rounds in which candidates for held-out prompts are read."""
 log = logging.getLogger(__name__)
@@ -79,7 +77,7 @@ class HeldOutPrompts:
             raise UserError("plain documents are no prompts to be asked in an evaluation; set distill.test_prompts: 0")
         out = self.folder.out
         if first:
-            write_bytes(out / QUEUE / VALIDATION_PROMPTS, _rows(held[:first]))
+            write_bytes(out / VALIDATION_PROMPTS, _rows(held[:first]))
         data = _rows(held[first:])
         write_bytes(out / TEST, data)
         manifest = replace(self.folder.manifest, candidates=candidates, repeated=repeated,
@@ -117,8 +115,9 @@ class HeldOutPrompts:
 
 
 def validation_prompts(folder: Path) -> list[tuple[int, Prompt]]:
-    """The numbered validation prompts of data that are not complete. Raises UserError if their file cannot be read."""
-    rows = [(decoded(row), place) for place, row in file_rows(folder / QUEUE / VALIDATION_PROMPTS)]
+    """The numbered validation prompts of data that lack answers to them. Raises UserError if their file cannot be read.
+    """
+    rows = [(decoded(row), place) for place, row in file_rows(folder / VALIDATION_PROMPTS)]
     return [(row["number"], parse_prompt(row, place)) for row, place in rows]
 
 
@@ -131,7 +130,7 @@ def answer_validation(task: DistillTask, folder: DataFolder, states: ShardStates
         task: the distillation.
         folder: of its data.
         states: of the target, where they are stored.
-        each: seconds that an answer took here so far.
+        each: seconds that an answer of the train split took so far; 0 where that is not known.
         on_tokens: called with the number of tokens of each answer in a pass.
 
     Returns:
@@ -144,7 +143,9 @@ def answer_validation(task: DistillTask, folder: DataFolder, states: ShardStates
     taken = prompts
     if deadline is not None:
         share = HELD_OUT_SHARE * max(0.0, deadline - time.monotonic())
-        if 2 * len(prompts) * each > share / 2 or not share:
+        # Where a server answers train prompts, the pace of the loop here is not known either.
+        unknown = not each or (config.server is not None and not task.target.placement.slow)
+        if not share or unknown or 2 * len(prompts) * each > share / 2:
             taken = prompts[:FEW if share else FEWEST]
         deadline = time.monotonic() + share
     # Filters would change drawn answers alone.
@@ -152,13 +153,14 @@ def answer_validation(task: DistillTask, folder: DataFolder, states: ShardStates
     answerer = Answerer(task.target, *given)
     if task.target.placement.slow and config.server is not None:
         answerer = ServerAnswerer(AnswerServer(config.server), task.target, *given)
-    conversations = answerer.answer(taken, (0.0, SIZING_TEMPERATURE), deadline, states.taps, least=LEAST_TOKENS,
-                                    every=True)
+    conversations = answerer.answer(taken, (0.0, SIZING_TEMPERATURE), deadline, states.taps,
+                                    assured={number for number, _ in taken[:FEW]}, every=True)
     keys = [task.asked_key(prompt) for _, prompt in prompts]
-    shard, record, content = shard_of("validation", 0, conversations, keys, folder.manifest.candidates)
+    text, record, content = shard_of("validation", 0, conversations, keys, folder.manifest.candidates)
     write_bytes(folder.out / record.file, content)
-    files = states.write(record, shard, states_of(conversations))
-    return FinishedShard(read=0, fresh=0, repeated=0, record=record, states=files), answerer.stats
+    files = states.write(record, text, states_of(conversations))
+    shard = FinishedShard(read=0, fresh=0, repeated=0, record=record, states=files, cut=record.prompts < len(prompts))
+    return shard, answerer.stats
 
 
 def _rows(prompts: Sequence[tuple[int, Prompt]]) -> bytes:

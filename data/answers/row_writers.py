@@ -1,6 +1,6 @@
 """Rows of training shards: each prompt goes to the target, to a draft, or brings its answers as text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from ...modules import DecodeSettings
 from ..prompts.chat import ChatTemplate
@@ -43,14 +43,14 @@ class RowWriters:
         self.draft = Answerer(task.target, *common, task.writer, on_slots=on_slots)
 
     def conversations(self, prompts: Sequence[tuple[int, Prompt]], deadline: float | None,
-                      taps: tuple[int, ...] | None, least: int = 0) -> list[Conversation]:
+                      taps: tuple[int, ...] | None, assured: Set[int] = frozenset()) -> list[Conversation]:
         """The answered prompts in their order, each by the writer drawn for its number.
 
         Args:
             prompts: with their numbers.
             deadline: value of `time.monotonic()` after which no answer is started, and those that are decoded end.
             taps: layers whose states are recorded with the final ones; None records nothing.
-            least: tokens that each first answer gets whatever the time.
+            assured: numbers of the prompts whose first answers get some tokens whatever the time.
         """
         config, dealt = self.task.config, dict[SourceName, list[tuple[int, Prompt]]]()
         for number, prompt in prompts:
@@ -61,7 +61,7 @@ class RowWriters:
                 found += take_given(dealt.get(name, []), self.task.template, self.task.target.context_length)
             elif name in dealt:
                 answerer = self.target if name == "target" else self.draft
-                found += answerer.answer(dealt[name], config.temperatures, deadline, taps, least=least)
+                found += answerer.answer(dealt[name], config.temperatures, deadline, taps, assured=assured)
         return sorted(found, key=lambda one: one.number)
 
 

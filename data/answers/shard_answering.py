@@ -13,9 +13,9 @@ from ..prompts.sources import ReadPrompts
 from ..store.shard_states import ShardStates
 from ..store.token_store import ShardRecord, shard_file, write_bytes
 from .answering import shard_of, states_of
-from .data_folder import DataFolder
+from .data_folder import DataFolder, read_stats
 from .distill_task import DistillTask
-from .held_out import LEAST_TOKENS, answer_validation
+from .held_out import answer_validation
 from .progress import Progress
 from .row_writers import RowWriters
 from .shard_queue import FIRST, MERGE, VALIDATION, FinishedShard, ShardPrompts, ShardQueue, remove_shards
@@ -54,8 +54,6 @@ class ShardAnswering:
         """Shards that this process has finished, which its progress counted answer by answer."""
         self.others: dict[str, int] = {}
         """Answer tokens and prompts of the other finished shards, as far as the progress has counted them."""
-        self.answers = 0
-        """Conversations that this process has answered."""
         self.checked = time.monotonic()
 
     def work(self, locks: FolderLocks, states: ShardStates) -> None:
@@ -71,8 +69,8 @@ class ShardAnswering:
         queue = self.queue = ShardQueue(self.folder.out, locks, config.shard_prompts,
                                         None if budget is None else budget - done, first)
         prompts = ShardPrompts(self.source, self.folder.out, locks, start=manifest.candidates, size=queue.size,
-                               held=self.folder.held, seen=self.folder.seen, asked_key=self.task.asked_key,
-                               key=self.task.key, first=first)
+                               answered=self.folder.answered, held=self.folder.held, seen=self.folder.seen,
+                               asked_key=self.task.asked_key, key=self.task.key, first=first)
         finished = list(queue.finished().values())
         self.others = _sums(finished)
         goal: tuple[float | None, str, float] = budget, "tok", done + self.others["tok"]
@@ -124,14 +122,23 @@ class ShardAnswering:
         try:
             # Another process may have done so, and completed the data, since the look at the queue.
             if not self.folder.is_complete() and not self._validated(queue):
-                each = self.writers.target.stats.seconds / max(1, self.answers)
+                with locks.holding(MERGE):
+                    each = self._pace(queue)
                 shard, stats = answer_validation(self.task, self.folder, states, each, lambda _: self._count(0))
                 self.writers.target.stats.add(stats)
-                queue.publish_validation(shard)
-                self.folder.write_stats(self.amounts(states))
+                with locks.holding(MERGE):
+                    queue.publish_validation(shard)
+                    self.folder.write_stats(self.amounts(states))
         finally:
             locks.drop(VALIDATION)
         return True
+
+    def _pace(self, queue: ShardQueue) -> float:
+        """Seconds that a conversation of the target took so far, in all processes; 0 where that is not known."""
+        records = [*self.folder.manifest.split("train"),
+                   *(one.record for one in queue.finished().values() if one.record is not None)]
+        answered = sum(one.prompts * one.by_target / max(1, one.rows) for one in records)
+        return read_stats(self.folder.out).get("answers_seconds", 0.0) / answered if answered else 0.0
 
     def _claimed(self, queue: ShardQueue) -> int | None:
         """The next shard of this process; None while others answer all that are needed."""
@@ -158,21 +165,20 @@ class ShardAnswering:
             others = queue.finished().values()
             self.source.require_few([one for shard in others for one in shard.skipped] + [*taken.skipped],
                                     self.folder.manifest.candidates + sum(one.read for one in others) + taken.read)
-        deadline, batch = self.folder.deadline, self.task.config.slots
-        parts = [(fresh, 0)]
-        if deadline is not None and not self._fed(queue):
-            # A least share, whatever the time: without train text no later stage could go on.
-            parts = [(fresh[:batch], LEAST_TOKENS), (fresh[batch:], 0)]
-        conversations = [one for part, least in parts
-                         for one in self.writers.conversations(part, deadline, states.taps, least)]
-        self.answers += len(conversations)
-        if fresh and not conversations and self.folder.late and not isinstance(self.source, OwnPrompts):
-            # The time ran out before the first answer: these prompts were not tried.
+        # A least share, whatever the time: without train text no later stage could go on.
+        first = [] if self._fed(queue) else fresh[: self.task.config.slots]
+        conversations = self.writers.conversations(fresh, self.folder.deadline, states.taps, {one for one, _ in first})
+        answered = {one.number for one in conversations}
+        left = [place for place, _ in fresh if place not in answered] if self.folder.late else []
+        if left and not answered:
             return
+        if left:
+            # What was not asked when the time ran out is asked when the data grow.
+            taken = prompts.fresh(number, left[0])
         record: ShardRecord | None = None
         files = {}
         if conversations:
-            keys = [self.task.key(*one) for one in fresh]
+            keys = [self.task.key(*one) for one in fresh if one[0] in answered]
             shard, record, data = shard_of("train", number, conversations, keys, taken.read)
             write_bytes(out / record.file, data)
             files = states.write(record, shard, states_of(conversations))
@@ -183,7 +189,7 @@ class ShardAnswering:
             written = set() if record is None else {record.file, *files}
             remove_shards(out, partial(eq, shard_file("train", number)), written)
             queue.publish(number, FinishedShard(read=taken.read, fresh=len(fresh), repeated=taken.repeated,
-                                                record=record, states=files, skipped=taken.skipped))
+                                                record=record, states=files, skipped=taken.skipped, cut=bool(left)))
             self.mine.add(number)
             self.folder.write_stats(self.amounts(states))
         self.progress.advance("prompt", taken.read)
@@ -195,14 +201,16 @@ class ShardAnswering:
             if self.folder.is_complete():
                 return
             before = self.folder.manifest
+            # Prompts from the first one that was not asked on are read, and counted, when the data grow.
+            read = ordered[: next((place for place, one in enumerate(ordered, 1) if one.cut), None)]
             # Data that grow have the validation shard.
             if not before.split("validation") and (validation := queue.validation()) is not None:
                 ordered = [validation, *ordered]
             records = [one.record for one in ordered if one.record is not None]
             manifest = replace(before, shards=(*before.shards, *records), complete=True,
-                               candidates=before.candidates + sum(one.read for one in ordered),
-                               repeated=before.repeated + sum(one.repeated for one in ordered),
-                               skipped=self.folder.list_skipped([row for one in ordered for row in one.skipped]))
+                               candidates=before.candidates + sum(one.read for one in read),
+                               repeated=before.repeated + sum(one.repeated for one in read),
+                               skipped=self.folder.list_skipped([row for one in read for row in one.skipped]))
             if manifest.total("train", "supervised") == 0:
                 raise UserError(
                     f"no train token would be supervised in {self.folder.out}: after {manifest.candidates} prompts, "
@@ -218,6 +226,10 @@ class ShardAnswering:
         if self.queue is not None and time.monotonic() - self.checked > CHECK_SECONDS:
             self.checked = time.monotonic()
             self.count_others(self.queue)
+            if self.task.config.budget_minutes is not None:
+                # A process that joins goes on from the time that is spent.
+                with self.queue.locks.holding(MERGE):
+                    self.folder.write_stats()
             if self.folder.is_complete():
                 raise NeedlessError
 

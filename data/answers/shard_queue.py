@@ -28,7 +28,7 @@ MERGE, HELD_OUT, VALIDATION, FIRST = range(4)
 """Locks: of the list of finished shards, of the held-out prompts, of the answers to those of validation, and of the
 first shard's prompts; those of its answers, and of the shards after it, follow in turn."""
 VALIDATION_PROMPTS = "validation.jsonl"
-"""File of the queue with the validation prompts."""
+"""File with the validation prompts, gone when all of them are answered in complete data."""
 SHARD_FILE = re.compile(r"\.?(?:.+-)?(train-\d{5,}\.safetensors)(?:(?:\.[0-9a-f]{8})?\.partial)?")
 """Name of a train shard, of a file of its states, or of one of them half-written."""
 REMEDY = "delete it, the shard is then answered again"
@@ -50,6 +50,9 @@ class FinishedShard:
     """Its files of states."""
     skipped: tuple[Skipped, ...] = ()
     """Rows that were found unusable only now."""
+    cut: bool = False
+    """True where the minutes ended before its last prompt was asked: what is read ends at the first such prompt, and
+    is read on from there when the data grow."""
 
     @property
     def supervised(self) -> int:
@@ -75,6 +78,7 @@ class ShardQueue:
     def __init__(self, folder: Path, locks: FolderLocks, size: int, budget: int | None, first: int = 0) -> None:
         self.folder, self.locks, self.size, self.budget, self.first = folder / QUEUE, locks, size, budget, first
         self._finished: dict[int, FinishedShard] = {}
+        self._validation: FinishedShard | None = None
 
     def finished(self) -> Mapping[int, FinishedShard]:
         """Finished shards by number, those of other processes among them.
@@ -84,13 +88,8 @@ class ShardQueue:
         """
         for file in self.folder.glob("train-*.json"):
             number = int(file.stem.removeprefix("train-"))
-            if number >= self.first and number not in self._finished:
-                try:
-                    self._finished[number] = read_record(FinishedShard, file, REMEDY)
-                except UserError:
-                    # Another process has completed the data and cleared the queue.
-                    if file.exists():
-                        raise
+            if number >= self.first and number not in self._finished and (found := _record(file)) is not None:
+                self._finished[number] = found
         return self._finished
 
     def end(self) -> int | None:
@@ -101,7 +100,7 @@ class ShardQueue:
             if number not in finished:
                 return None
             if finished[number].read < self.size:
-                return number + 1
+                return None if finished[number].cut else number + 1
             total, number = total + finished[number].supervised, number + 1
         return number
 
@@ -157,8 +156,8 @@ class ShardQueue:
 
     def validation(self) -> FinishedShard | None:
         """The validation shard, once it is finished. Raises UserError if its record is damaged."""
-        file = self.folder / "validation-00000.json"
-        return read_record(FinishedShard, file, REMEDY) if file.is_file() else None
+        self._validation = self._validation or _record(self.folder / "validation-00000.json")
+        return self._validation
 
     def publish_validation(self, shard: FinishedShard) -> None:
         """Add the validation shard. Raises UserError if the disk is full."""
@@ -187,6 +186,7 @@ class ShardPrompts:
         locks: of that folder.
         start: number of the first candidate that was not tried, for the held-out prompts or earlier shards.
         size: candidates of a shard.
+        answered: numbers of candidates that earlier shards have answered all the same, when the minutes were over.
         held: keys of the held-out prompts, whatever their answers.
         seen: keys of the rows of earlier shards.
         asked_key: of a prompt, as those of `held`.
@@ -194,15 +194,17 @@ class ShardPrompts:
         first: number of the queue's first shard.
     """
 
-    def __init__(self, source: Source, folder: Path, locks: FolderLocks, *, start: int, size: int, held: Set[int],
-                 seen: Set[int], asked_key: Callable[[Prompt], int], key: Callable[[int, Prompt], int], first: int = 0
-                 ) -> None:
+    def __init__(self, source: Source, folder: Path, locks: FolderLocks, *, start: int, size: int,
+                 answered: Set[int] = frozenset(), held: Set[int], seen: Set[int], asked_key: Callable[[Prompt], int],
+                 key: Callable[[int, Prompt], int], first: int = 0) -> None:
         self.source, self.folder, self.locks, self.start, self.size = source, folder / QUEUE, locks, start, size
-        self.first, self.held, self.seen, self.asked_key, self.key = first, held, seen, asked_key, key
+        self.first, self.answered, self.held, self.seen = first, answered, held, seen
+        self.asked_key, self.key = asked_key, key
         self._keys: dict[int, list[int]] = {}
 
-    def fresh(self, number: int) -> Taken:
-        """Candidates of a shard that no earlier shard and no held-out prompt has.
+    def fresh(self, number: int, end: int | None = None) -> Taken:
+        """Candidates of a shard, or those of them before the number `end`, that no earlier shard and no held-out prompt
+        has.
 
         Raises:
             UserError: if the source cannot be read, a file of the queue is damaged, or the disk is full.
@@ -215,18 +217,19 @@ class ShardPrompts:
             if earlier not in self._keys:
                 self._candidates(earlier)
             seen.update(self._keys[earlier])
-        taken, found = self._candidates(number), []
+        taken, found = self._candidates(number, end), []
         for one, key in zip(taken.prompts, self._keys[number], strict=True):
             if key not in seen and self.asked_key(one[1]) not in self.held:
                 seen.add(key)
                 found.append(one)
         return replace(taken, prompts=found, repeated=len(taken.prompts) - len(found))
 
-    def _candidates(self, number: int) -> Taken:
-        """All candidates of a shard; those that the target writes come from their file."""
+    def _candidates(self, number: int, end: int | None = None) -> Taken:
+        """Candidates of a shard up to an end; those that the target writes come from their file."""
         start = self.start + (number - self.first) * self.size
+        size = self.size if end is None else end - start
         if not isinstance(self.source, OwnPrompts):
-            taken = self.source.take(start, self.size)
+            taken = self.source.take(start, size)
         else:
             file = self.folder / f"prompts-{number:05d}.json"
             if not file.is_file():
@@ -239,10 +242,33 @@ class ShardPrompts:
                         write_bytes(file, content.encode())
             written = read_record(WrittenPrompts, file, "delete it, the prompts are then written again")
             prompts = [(int(place), Prompt.from_turns(text, id=place, category="own"))
-                       for place, text in written.texts.items()]
-            taken = Taken(prompts=sorted(prompts, key=lambda one: one[0]), read=written.read)
+                       for place, text in written.texts.items() if int(place) < start + size]
+            taken = Taken(prompts=sorted(prompts, key=lambda one: one[0]), read=min(written.read, size))
+        taken = replace(taken, prompts=[one for one in taken.prompts if one[0] not in self.answered])
         self._keys[number] = [self.key(*one) for one in taken.prompts]
         return taken
+
+
+def _record(file: Path) -> FinishedShard | None:
+    """The record of a finished shard; None where it is not finished, or another process has cleared the queue."""
+    try:
+        return read_record(FinishedShard, file, REMEDY)
+    except UserError:
+        if file.exists():
+            raise
+        return None
+
+
+def remove_cut(folder: Path, every: bool) -> None:
+    """Remove the records of shards that the end of the minutes cut: with more minutes they are answered anew.
+
+    Args:
+        folder: of the data.
+        every: remove those of all shards, and of their prompts, which complete data that are to grow number anew.
+    """
+    for file in (folder / QUEUE).glob("*-*.json"):
+        if every or (not file.name.startswith("prompts-") and read_record(FinishedShard, file, REMEDY).cut):
+            file.unlink()
 
 
 def answers_lock(number: int) -> int:
@@ -276,6 +302,8 @@ def clear_queue(folder: Path) -> None:
     with closing(FolderLocks(folder / LOCKS)) as locks:
         if locks.take(MERGE, 0) and (manifest := Manifest.load(folder)).complete:
             shutil.rmtree(folder / QUEUE, ignore_errors=True)
+            if manifest.total("validation", "prompts") >= manifest.recipe["distill"]["validation_prompts"]:
+                (folder / VALIDATION_PROMPTS).unlink(missing_ok=True)
             known = {record.file for record in manifest.shards}
             remove_shards(folder, lambda name: name not in known)
             remove_leftovers(folder)

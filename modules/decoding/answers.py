@@ -20,7 +20,6 @@ def decode(
     policy: Policy | None = None,
     on_tokens: Callable[[Generation, list[int], bool], None] | None = None,
     deadline: float | None = None,
-    least: int = 0,
     observer: Observer | None = None,
     recorder: StateRecorder | None = None,
 ) -> DecodeResult:
@@ -34,8 +33,7 @@ def decode(
         policy: how its trees grow.
         on_tokens: called with (generation, its new tokens, whether it finished) after every pass.
         deadline: value of `time.monotonic()` after which no waiting request is started, and answers end, with `finish`
-            "length".
-        least: tokens that every answer gets whatever the time.
+            "length", but those that lack of their request's `least` tokens.
         observer: called after every pass that verifies.
         recorder: gets the target's states at every token of the requests and their answers.
 
@@ -47,7 +45,7 @@ def decode(
     """
     finished: dict[int, Generation] = {}
     loop = Loop(target, requests, settings, drafter=drafter, policy=policy, observer=observer, recorder=recorder)
-    for generation, tokens, done in loop.run(deadline, least):
+    for generation, tokens, done in loop.run(deadline):
         if on_tokens is not None:
             on_tokens(generation, tokens, done)
         if done:

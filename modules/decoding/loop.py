@@ -160,13 +160,12 @@ class Loop:
         return emitted, faults, logprobs
 
     @torch.no_grad()
-    def run(self, deadline: float | None = None, least: int = 0) -> Iterator[tuple[Generation, list[int], bool]]:
+    def run(self, deadline: float | None = None) -> Iterator[tuple[Generation, list[int], bool]]:
         """Yield (generation, its new tokens, whether it is finished) after every pass, row by row.
 
         Args:
             deadline: value of `time.monotonic()` after which no waiting request is started, and answers end as if their
-                limit were reached.
-            least: tokens that every answer gets whatever the time; all requests are then started.
+                limit were reached, but those that lack of their request's `least` tokens.
         """
         for generation in self.refused:
             yield generation, [], True
@@ -174,9 +173,8 @@ class Loop:
         free = list(range(self._count))
         while True:
             if deadline is not None and time.monotonic() >= deadline:
-                if not least:
-                    self.waiting.clear()
-                yield from self._cut(least)
+                self.waiting = deque(one for one in self.waiting if one.least)
+                yield from self._cut()
                 free += [row for row in range(len(self.slots)) if row not in free and self._free(row)]
             while free and self.waiting:
                 started = [row for row in free if self._assign(row)]
@@ -226,10 +224,10 @@ class Loop:
             self.state.clear(torch.tensor([row], device=self.target.device))
         return True
 
-    def _cut(self, least: int) -> Iterator[tuple[Generation, list[int], bool]]:
-        """End the answers that have at least so many tokens."""
+    def _cut(self) -> Iterator[tuple[Generation, list[int], bool]]:
+        """End the answers that have the least number of tokens."""
         for generation in self.slots:
-            if not generation.complete and len(generation.tokens) >= max(1, least):
+            if not generation.complete and len(generation.tokens) >= max(1, generation.request.least):
                 generation.request = replace(generation.request, max_new_tokens=len(generation.tokens))
                 yield generation, [], True
 

@@ -32,6 +32,8 @@ class Request:
     """Most tokens to emit."""
     temperature: float = 0.0
     """0 is greedy; a sampled answer has one from 0.001 to 1000, where float32 keeps what it stands for."""
+    least: int = 0
+    """Tokens that it gets whatever a deadline says."""
 
     def fault(self, context_length: int, vocab_size: int) -> str:
         """The error of this request, in a sentence that names it; empty for a sound one."""

@@ -84,7 +84,7 @@ def answers(workspace: Workspace, states: Sequence[WantedStates], *, grow: bool 
     target, config, train_target = workspace.target, workspace.distill_config, workspace.train_target()
     # Of several processes each has one thread from the first held-out prompt on, whatever its processor has: a result
     # that depends on their number is then the same in all, also where one of them works alone.
-    shared = is_shared(recipe) and most_shards(recipe) != 1
+    shared = is_shared(recipe) and most_shards(recipe) != 1 and has_locks(workspace.out)
     with helpers(workspace), one_thread() if shared else nullcontext():
         manifest = distill(target, recipe.prompts, config, workspace.template, workspace.data,
                         train_target=train_target, writer=writer_of(workspace), states=states,

@@ -22,15 +22,17 @@ from draftsmith.data import (
     distill,
     read_prompts,
 )
-from draftsmith.data.answers import distill_task, held_out, shard_answering
+from draftsmith.data.answers import answering, distill_task, held_out, shard_answering
 from draftsmith.data.answers.answering import Answerer
 from draftsmith.data.answers.data_folder import DataFolder
 from draftsmith.data.answers.distill_task import DistillTask
 from draftsmith.data.answers.row_writers import RowWriters, take_given
 from draftsmith.data.answers.shard_answering import ShardAnswering
+from draftsmith.data.answers.shard_queue import HELD_OUT, MERGE, ShardQueue
 from draftsmith.data.prompts import self_prompting, sources
 from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode, progress
 from draftsmith.modules.decoding.loop import Loop
+from draftsmith.modules.files.folder_locks import FolderLocks
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_model, tiny_tokenizer
 from support.chats import THINKING
 from support.prompt_files import WORDS, contents, many, rows, shards, spoken, write_prompts
@@ -571,7 +573,7 @@ def test_growth_that_would_add_nothing_is_refused(
 
     def slow(self: Answerer, *given: Any, **settings: Any) -> Any:
         calls.append(given)
-        if len(calls) < len(("first batch", "rest of its shard", "validation", "second shard")):
+        if len(calls) < len(("first shard", "validation", "second shard")):
             return answer(self, *given, **settings)
         spent[0] = 6060.0
         return []
@@ -684,8 +686,7 @@ def test_minutes_that_are_over_at_once_leave_a_least_share(
     tmp_path: Path, origin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first batch of train prompts, and four of validation, get the first tokens of their answers."""
-    monkeypatch.setattr(held_out, "LEAST_TOKENS", 3)
-    monkeypatch.setattr(shard_answering, "LEAST_TOKENS", 3)
+    monkeypatch.setattr(answering, "LEAST_TOKENS", 3)
     target = base_target()
     prompts = write_prompts(tmp_path, many(40)) if origin == "file" else PromptConfig(own_max_tokens=12)
     config = replace(SMALL, validation_prompts=6, shard_prompts=8, budget_tokens=60, budget_minutes=1e-9)
@@ -707,6 +708,89 @@ def test_minutes_that_are_over_at_once_leave_a_least_share(
     grown = run(target, prompts, replace(config, budget_minutes=99.0), out)
     assert grown.total("train", "supervised") >= 60
     assert prompts_of(grown)[0] > prompts_of(few)[0]
+    assert prompts_of(grown)[1] == 6, "validation prompts that had no answer have one"
+    assert len(grown.split("validation")) == 1
+    assert not (out / "validation.jsonl").exists()
+
+
+@pytest.mark.parametrize("answered_by", ["target", {"target": 0.5, "text": 0.5}])
+def test_prompts_that_were_not_asked_when_the_minutes_ended_are_asked_with_more_of_them(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, answered_by: Any
+) -> None:
+    """One shard has them all; prompts that another writer answered after the first such one come only once."""
+    prompts, out = write_prompts(tmp_path, [*answered(60), *answered(9)]), tmp_path / "out"
+    config = replace(SMALL, answered_by=answered_by, shard_prompts=99, max_new_tokens=24, budget_minutes=80.0)
+    with monkeypatch.context() as patch:
+        slowed(patch, 100.0)
+        cut = run(tiny_target, prompts, config, out)
+    asked = {number for *_, number, _ in rows(out)}
+    assert len(cut.split("train")) == 1
+    assert 3 < len(asked) < 57
+    assert cut.candidates == next(number for number in itertools.count(3) if number not in asked)
+    assert (cut.candidates < max(asked)) == isinstance(answered_by, dict)
+    assert len(TokenShard.read(out / cut.split("train")[0].file).keys_P) == len(asked)
+    grown = run(tiny_target, prompts, replace(config, budget_minutes=9000.0), out)
+    assert grown.split("train")[0] == cut.split("train")[0]
+    numbers = [number for *_, number, _ in rows(out)]
+    assert len(set(numbers)) == len(numbers)
+    assert set(numbers) >= set(range(3, 60))
+    # A prompt that another writer answers is another row.
+    assert (grown.candidates, grown.repeated) == (69, 69 - 3 - len(numbers))
+
+
+def test_shards_that_the_minutes_cut_are_answered_anew_by_a_killed_run_with_more(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out = write_prompts(tmp_path, many(60)), tmp_path / "out"
+    config = replace(SMALL, shard_prompts=99, max_new_tokens=24, budget_minutes=80.0)
+
+    def die(*given: Any) -> Any:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        slowed(patch, 100.0)
+        patch.setattr(ShardAnswering, "_merge", die)
+        with pytest.raises(Killed):
+            run(tiny_target, prompts, config, out)
+    assert '"cut": true' in (out / "queue" / "train-00000.json").read_text()
+    grown = run(tiny_target, prompts, replace(config, budget_minutes=9000.0), out)
+    assert [number for *_, number, _ in rows(out)] == list(range(3, 60))
+    assert len(grown.split("train")) == 1
+
+
+def test_the_time_that_is_spent_is_written_while_a_shard_is_answered(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that joins reads it; sums come with whole shards, whose number says what an answer takes. Nobody writes
+    without a lock."""
+    stats, held, publish = list[dict[str, float]](), set[int](), ShardQueue.publish
+    take, drop, write = FolderLocks.take, FolderLocks.drop, DataFolder.write_stats
+
+    def noted(self: ShardQueue, *given: Any) -> None:
+        stats.append(json.loads((tmp_path / "out" / "stats.json").read_text()))
+        publish(self, *given)
+
+    def locked(self: FolderLocks, number: int, *given: Any, **more: Any) -> bool:
+        held.add(number)
+        return take(self, number, *given, **more)
+
+    def dropped(self: FolderLocks, number: int, *given: Any) -> None:
+        held.discard(number)
+        drop(self, number, *given)
+
+    def written(self: DataFolder, *given: Any) -> None:
+        assert held & {MERGE, HELD_OUT}
+        write(self, *given)
+
+    monkeypatch.setattr(shard_answering, "CHECK_SECONDS", 50.0)
+    monkeypatch.setattr(ShardQueue, "publish", noted)
+    monkeypatch.setattr(FolderLocks, "take", locked)
+    monkeypatch.setattr(FolderLocks, "drop", dropped)
+    monkeypatch.setattr(DataFolder, "write_stats", written)
+    slowed(monkeypatch, 100.0)
+    run(tiny_target, write_prompts(tmp_path, many(12)), replace(SMALL, budget_minutes=9000.0), tmp_path / "out")
+    assert stats[0]["seconds"] > 300
+    assert stats[0]["answers_seconds"] == 0
 
 
 def test_a_folder_whose_minutes_ran_out_while_it_was_killed_goes_on(
@@ -748,11 +832,12 @@ def test_the_deadline_ends_answers_and_no_pass_follows_it(
     assert cut.candidates == 3 * len(cut.split("train"))
 
 
-@pytest.mark.parametrize(("seconds", "wanted"), [(0.1, 30), (72.0, 12)])
+@pytest.mark.parametrize(("seconds", "wanted"), [(0.1, 30), (72.0, 12), (0.0, 12)])
 def test_as_many_validation_prompts_are_answered_as_their_part_of_the_minutes_allows(
     tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, seconds: float, wanted: int
 ) -> None:
-    """They come after the first train answers, which say how long each takes; greedy and drawn ones are one batch."""
+    """They come after the first train answers, which say how long each takes (those of a killed process too), or there
+    are few; greedy and drawn ones are one batch."""
     config = replace(SMALL, validation_prompts=30, slots=60, shard_prompts=8, budget_minutes=120.0)
     order, answer = list[tuple[int, bool]](), Answerer.answer
 
@@ -763,12 +848,18 @@ def test_as_many_validation_prompts_are_answered_as_their_part_of_the_minutes_al
     monkeypatch.setattr(Answerer, "answer", noted)
 
     def paced(task: Any, folder: Any, states: Any, each: float, on_tokens: Any) -> Any:
-        assert each > 0
+        stats = json.loads((tmp_path / "out" / "stats.json").read_text())
+        assert each == stats["answers_seconds"] / 8 > 0
+        if len(order) == 1:
+            raise Killed
         return held_out.answer_validation(task, folder, states, seconds, on_tokens)
 
     monkeypatch.setattr(shard_answering, "answer_validation", paced)
+    with pytest.raises(Killed):
+        run(tiny_target, write_prompts(tmp_path, many(60)), config, tmp_path / "out")
+    order.append((0, False))
     manifest = run(tiny_target, write_prompts(tmp_path, many(60)), config, tmp_path / "out")
-    assert order[:2] == [(8, False), (wanted, True)]
+    assert order[:3] == [(8, False), (0, False), (wanted, True)]
     assert prompts_of(manifest)[1] == wanted
     temperatures = [temperature for *_, temperature in rows(tmp_path / "out", "validation")]
     assert temperatures == [0.0] * wanted + [1.0] * wanted

@@ -1,6 +1,7 @@
 """Answers from a server: those of the target itself, wrong servers are refused, and a run outlives its server."""
 
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,16 @@ from draftsmith.data import (
     ChatTemplate,
     DistillConfig,
     Manifest,
+    Prompt,
     PromptConfig,
     WantedStates,
     distill,
 )
 from draftsmith.data.answers import answer_server, engine_answering
+from draftsmith.data.answers.answer_server import AnswerServer, ServerAnswerer
 from draftsmith.data.answers.engine_answering import PROBES
 from draftsmith.data.answers.shard_queue import QUEUE
-from draftsmith.modules import Target, UserError
+from draftsmith.modules import DecodeSettings, Target, UserError
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.answer_servers import Change, Server, serving
 from support.prompt_files import contents, many, rows, write_prompts
@@ -130,6 +133,24 @@ def test_no_request_is_sent_after_the_deadline(tmp_path: Path, tiny_target: Targ
         manifest = run(tiny_target, prompts, config, tmp_path / "out")
     assert len(server.received) == len(PROBES) + 2, "but those of the first batch, which are answered whole"
     assert manifest.total("train", "prompts") == 2
+
+
+def test_a_late_server_gets_the_least_share_alone(tiny_target: Target) -> None:
+    prompts = [(number, Prompt.from_turns(row["prompt"], id=str(number))) for number, row in enumerate(many(9))]
+    with serving(Server(tiny_target)) as server:
+        given = AnswerServer(f"{server.address}/v1"), tiny_target, ChatTemplate(tiny_target.tokenizer)
+        answerer = ServerAnswerer(*given, DecodeSettings(batch_size=4), 8, lambda _: None)
+        found = answerer.answer(prompts, (0.0, 1.0), time.monotonic() - 1, assured={0, 1, 2}, every=True)
+    assert len(server.received) == 6
+    assert [(one.number, one.temperature) for one in found] == [
+        (number, temperature) for temperature in (0.0, 1.0) for number in range(3)]
+
+
+def test_a_servers_pace_says_nothing_of_held_out_answers(tmp_path: Path, tiny_target: Target) -> None:
+    with serving(Server(tiny_target)) as server:
+        config = replace(asking(server), validation_prompts=14, budget_minutes=600.0)
+        manifest = run(tiny_target, write_prompts(tmp_path, many(20)), config, tmp_path / "out")
+    assert manifest.total("validation", "prompts") == 12
 
 
 # Wrong servers -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import random
+import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -359,6 +360,20 @@ def test_no_shard_is_started_that_the_budget_will_hardly_need(tmp_path: Path) ->
     queue.publish(3, FinishedShard(read=2, fresh=2, repeated=0, record=shards_record(3, 10), states={}))
     assert queue.end() == 4
     assert list(queue._wanted(40.0)) == []
+
+
+def test_a_queue_that_another_process_clears_keeps_what_was_read(tmp_path: Path) -> None:
+    queue = ShardQueue(tmp_path, FolderLocks(tmp_path / LOCKS), size=4, budget=100)
+    assert queue.validation() is None
+    for publish in (partial(queue.publish, 0), queue.publish_validation):
+        publish(finished(0, 30))
+    other = ShardQueue(tmp_path, queue.locks, size=4, budget=100)
+    assert (other.validation(), other.finished()) == (finished(0, 30), {0: finished(0, 30)})
+    shutil.rmtree(tmp_path / QUEUE)
+    assert (other.validation(), other.finished()) == (finished(0, 30), {0: finished(0, 30)})
+    queue.publish(1, replace(finished(1, 80), read=1, cut=True))
+    queue.publish(0, finished(0, 10))
+    assert queue.end() is None, "a cut shard is not the last one of the source"
 
 
 def shards_record(number: int, supervised: int) -> ShardRecord:

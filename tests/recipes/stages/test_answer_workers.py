@@ -238,6 +238,11 @@ def test_each_process_has_one_thread_unless_one_shard_is_all(
     assert found == [threads]
     assert [one.options["env"]["OMP_NUM_THREADS"] for one in started] == ["1"] * helping
     assert torch.get_num_threads() == 3
+    # On a disk without locks it stays alone, and has them all.
+    monkeypatch.setattr(answer_workers, "has_locks", lambda _: False)
+    answers(workspace("--distill.workers", workers, "--prompts.origin", "file", "--prompts.path", str(asked),
+                      "--out", str(tmp_path / "out")), ())
+    assert found[1:] == [3]
 
 
 @pytest.mark.long
