@@ -82,31 +82,17 @@ class Answerer:
     records = True
     """True where the target's states can be recorded while it answers."""
 
-    def __init__(
-        self,
-        target: Target,
-        template: ChatTemplate,
-        settings: DecodeSettings,
-        max_new_tokens: int,
-        on_tokens: Callable[[int], None],
-        writer: Writer | None = None,
-        on_slots: Callable[[int, int], None] | None = None,
-    ) -> None:
+    def __init__(self, target: Target, template: ChatTemplate, settings: DecodeSettings, max_new_tokens: int,
+                 on_tokens: Callable[[int], None], writer: Writer | None = None,
+                 on_slots: Callable[[int, int], None] | None = None) -> None:
         self.target, self.template, self.settings, self.limit = target, template, settings, max_new_tokens
         self.on_tokens, self.on_slots, self.writer = on_tokens, on_slots, writer
         self.source: SourceName = "target" if writer is None else "draft"
         self.stats = DecodeStats()
 
-    def answer(
-        self,
-        prompts: Sequence[tuple[int, Prompt]],
-        temperatures: Sequence[float],
-        deadline: float | None = None,
-        taps: tuple[int, ...] | None = None,
-        *,
-        assured: Set[int] = frozenset(),
-        every: bool = False,
-    ) -> list[Conversation]:
+    def answer(self, prompts: Sequence[tuple[int, Prompt]], temperatures: Sequence[float],
+               deadline: float | None = None, taps: tuple[int, ...] | None = None, *,
+               assured: Set[int] = frozenset(), every: bool = False) -> list[Conversation]:
         """Answer every turn of numbered prompts, in order; prompt n gets temperatures[n % len(temperatures)].
 
         Args:
@@ -146,10 +132,8 @@ class Answerer:
             one.lay_out(join_turns(one.turns))
         return answered
 
-    def _answer_turn(
-        self, conversations: Sequence[Conversation], deadline: float | None, recorder: StateRecorder | None,
-        assured: Set[int]
-    ) -> None:
+    def _answer_turn(self, conversations: Sequence[Conversation], deadline: float | None,
+                     recorder: StateRecorder | None, assured: Set[int]) -> None:
         """Add the next answer to each conversation that still fits the context."""
         asked: dict[int, Conversation] = {}
         requests: list[Request] = []
@@ -194,22 +178,13 @@ class Answerer:
             if self.on_slots is not None:
                 self.on_slots(sum(not row.complete for row in rows), slots)
 
-        return decode(
-            self.target,
-            requests,
-            settings,
-            drafter=drafter,
-            policy=policy,
-            on_tokens=lambda _generation, tokens, _done: self.on_tokens(len(tokens)),
-            deadline=deadline,
-            observer=None if self.on_slots is None else observe,
-            recorder=recorder,
-        )
+        return decode(self.target, requests, settings, drafter=drafter, policy=policy, deadline=deadline,
+                      on_tokens=lambda _generation, tokens, _done: self.on_tokens(len(tokens)),
+                      observer=None if self.on_slots is None else observe, recorder=recorder)
 
 
-def shard_of(
-    split: SplitName, number: int, conversations: Sequence[Conversation], keys: Sequence[int], candidates: int
-) -> tuple[TokenShard, ShardRecord, bytes]:
+def shard_of(split: SplitName, number: int, conversations: Sequence[Conversation], keys: Sequence[int], candidates: int
+             ) -> tuple[TokenShard, ShardRecord, bytes]:
     """(the shard of some conversations, its entry in the manifest, the content of its file).
 
     Args:
@@ -224,21 +199,11 @@ def shard_of(
     data, sources = shard.to_bytes(), [row.source for row in rows]
     turns = [turn for one in conversations for turn in one.turns]
     record = ShardRecord(
-        file=shard_file(split, number),
-        split=split,
-        sha256=hash_bytes(data),
-        candidates=candidates,
-        prompts=len({one.number for one in conversations}),
-        rows=len(rows),
-        by_target=sources.count("target"),
-        by_text=sources.count("text"),
-        by_draft=sources.count("draft"),
-        tokens=len(shard.tokens_T),
-        supervised=int(shard.supervised_T.sum()),
-        answers=len(turns),
-        truncated=sum(one.truncated for one in conversations),
-        full=sum(one.full for one in conversations),
-    )
+        file=shard_file(split, number), split=split, sha256=hash_bytes(data), candidates=candidates,
+        prompts=len({one.number for one in conversations}), rows=len(rows), tokens=len(shard.tokens_T),
+        by_target=sources.count("target"), by_text=sources.count("text"), by_draft=sources.count("draft"),
+        supervised=int(shard.supervised_T.sum()), answers=len(turns),
+        truncated=sum(one.truncated for one in conversations), full=sum(one.full for one in conversations))
     return shard, record, data
 
 

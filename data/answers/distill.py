@@ -35,19 +35,9 @@ TRUNCATED_SHARE = 0.3
 log = logging.getLogger(__name__)
 
 
-def distill(
-    target: Target,
-    prompts: PromptConfig,
-    config: DistillConfig,
-    template: ChatTemplate,
-    out: str | Path,
-    *,
-    train_target: Target | None = None,
-    writer: Writer | None = None,
-    states: Sequence[WantedStates] = (),
-    progress: bool = True,
-    grow: bool = True,
-) -> Manifest:
+def distill(target: Target, prompts: PromptConfig, config: DistillConfig, template: ChatTemplate, out: str | Path, *,
+            train_target: Target | None = None, writer: Writer | None = None, states: Sequence[WantedStates] = (),
+            progress: bool = True, grow: bool = True) -> Manifest:
     """Work on a folder of token shards, with every other process that does, until it is complete.
 
     Args:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 
 from ...modules import SIZING_TEMPERATURE, DecodeSettings, DecodeStats, UserError
 from ..prompts.prompt import Prompt
@@ -114,13 +113,6 @@ class HeldOutPrompts:
         return list(held.values()), position, repeated
 
 
-def validation_prompts(folder: Path) -> list[tuple[int, Prompt]]:
-    """The numbered validation prompts of data that lack answers to them. Raises UserError if their file cannot be read.
-    """
-    rows = [(decoded(row), place) for place, row in file_rows(folder / VALIDATION_PROMPTS)]
-    return [(row["number"], parse_prompt(row, place)) for row, place in rows]
-
-
 def answer_validation(task: DistillTask, folder: DataFolder, states: ShardStates, each: float,
                       on_tokens: Callable[[int], None]) -> tuple[FinishedShard, DecodeStats]:
     """Validation prompts, answered by the target in its own number format: greedily, and at the temperature by which
@@ -139,8 +131,9 @@ def answer_validation(task: DistillTask, folder: DataFolder, states: ShardStates
     Raises:
         UserError: if the prompts cannot be read, or the disk is full.
     """
-    config, prompts, deadline = task.config, validation_prompts(folder.out), folder.deadline
-    taken = prompts
+    config, deadline = task.config, folder.deadline
+    rows = [(decoded(row), place) for place, row in file_rows(folder.out / VALIDATION_PROMPTS)]
+    taken = prompts = [(row["number"], parse_prompt(row, place)) for row, place in rows]
     if deadline is not None:
         share = HELD_OUT_SHARE * max(0.0, deadline - time.monotonic())
         # Where a server answers train prompts, the pace of the loop here is not known either.

@@ -65,9 +65,8 @@ class RowWriters:
         return sorted(found, key=lambda one: one.number)
 
 
-def take_given(
-    prompts: Sequence[tuple[int, Prompt]], template: ChatTemplate, context_length: int
-) -> list[Conversation]:
+def take_given(prompts: Sequence[tuple[int, Prompt]], template: ChatTemplate, context_length: int
+               ) -> list[Conversation]:
     """Use the source's own answers, cutting conversations at the target's context, and plain documents in pieces."""
     found, given = [], GivenAnswers(template)
     for number, prompt in prompts:

@@ -107,8 +107,8 @@ class ShardAnswering:
                 or any(one.supervised for one in queue.unbroken()))
 
     def _over(self, queue: ShardQueue) -> bool:
-        """True once the minutes are over, which text to train on is waited for."""
-        return self.folder.late and self._fed(queue)
+        """True once the minutes are over for this process or another one, which text to train on is waited for."""
+        return (self.folder.late or any(one.cut for one in queue.finished().values())) and self._fed(queue)
 
     def _validated(self, queue: ShardQueue) -> bool:
         """True once the validation prompts are answered."""

@@ -260,12 +260,8 @@ def _record(file: Path) -> FinishedShard | None:
 
 
 def remove_cut(folder: Path, every: bool) -> None:
-    """Remove the records of shards that the end of the minutes cut: with more minutes they are answered anew.
-
-    Args:
-        folder: of the data.
-        every: remove those of all shards, and of their prompts, which complete data that are to grow number anew.
-    """
+    """Remove the records of shards that the end of the minutes cut, which are then answered anew; or those of every
+    shard and its prompts, where complete data grow from another prompt on."""
     for file in (folder / QUEUE).glob("*-*.json"):
         if every or (not file.name.startswith("prompts-") and read_record(FinishedShard, file, REMEDY).cut):
             file.unlink()

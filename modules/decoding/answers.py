@@ -11,18 +11,10 @@ from .state_recorder import StateRecorder
 from .verifier import Verifier
 
 
-def decode(
-    target: Verifier,
-    requests: Sequence[Request],
-    settings: DecodeSettings,
-    *,
-    drafter: Proposer | None = None,
-    policy: Policy | None = None,
-    on_tokens: Callable[[Generation, list[int], bool], None] | None = None,
-    deadline: float | None = None,
-    observer: Observer | None = None,
-    recorder: StateRecorder | None = None,
-) -> DecodeResult:
+def decode(target: Verifier, requests: Sequence[Request], settings: DecodeSettings, *, drafter: Proposer | None = None,
+           policy: Policy | None = None, on_tokens: Callable[[Generation, list[int], bool], None] | None = None,
+           deadline: float | None = None, observer: Observer | None = None, recorder: StateRecorder | None = None
+           ) -> DecodeResult:
     """Continue all requests.
 
     Args:
@@ -58,16 +50,9 @@ def decode(
     return result
 
 
-def stream(
-    target: Verifier,
-    request: Request,
-    settings: DecodeSettings,
-    *,
-    drafter: Proposer | None = None,
-    policy: Policy | None = None,
-    observer: Observer | None = None,
-    stats: DecodeStats | None = None,
-) -> Iterator[list[int]]:
+def stream(target: Verifier, request: Request, settings: DecodeSettings, *, drafter: Proposer | None = None,
+           policy: Policy | None = None, observer: Observer | None = None, stats: DecodeStats | None = None
+           ) -> Iterator[list[int]]:
     """Continue one request and yield its new tokens pass by pass, those of a pass after `observer` was called.
 
     Args:

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -753,6 +754,10 @@ def test_shards_that_the_minutes_cut_are_answered_anew_by_a_killed_run_with_more
         with pytest.raises(Killed):
             run(tiny_target, prompts, config, out)
     assert '"cut": true' in (out / "queue" / "train-00000.json").read_text()
+    shutil.copytree(out, tmp_path / "same")
+    (tmp_path / "same" / "stats.json").unlink()
+    same = run(tiny_target, prompts, config, tmp_path / "same")
+    assert (len(same.split("train")), prompts_of(same)[0] < 57) == (1, True), "the minutes were over for a process"
     grown = run(tiny_target, prompts, replace(config, budget_minutes=9000.0), out)
     assert [number for *_, number, _ in rows(out)] == list(range(3, 60))
     assert len(grown.split("train")) == 1
