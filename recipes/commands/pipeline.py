@@ -245,9 +245,10 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
              [(part, topology) for part in (drawn[1::2] or drawn, drawn[0::2])[: len(drawn)]])
     sizes = sorted({min(size, topology.size) for size in ([config.used_nodes] if config.used_nodes else SIZES)})
     with target.reproducible():
-        tuning = Tuning.of(target, cost, *(
-            trials(drafter, target, halves, cost, sizes, workspace.recipe.evaluate.max_new_tokens)
-            for halves in texts), used_nodes=config.used_nodes)
+        tried = [trials(drafter, target, halves, cost, sizes, workspace.recipe.evaluate.max_new_tokens)
+                 for halves in texts]
+    # Outside, where the target has the forms in which the seconds were measured.
+    tuning = Tuning.of(target, cost, *tried, used_nodes=config.used_nodes)
     save_tuning(workspace.artifact, tuning)
     for sentence in sizes_in_words(tuning, topology):
         say(f"     {sentence}")

@@ -30,7 +30,8 @@ def test_a_hybrid_target_with_another_template(source: str) -> None:
     prompts = [template.prompt([{"role": "user", "content": f"{n} or {n * n}?"}]) for n in range(8)]
     case = Case(artifact=artifact, target=target, template=template, data=sample_of(rows, target, template))
     found = diagnose(case, prompts, Path("none"))
-    assert found.faults == []
+    # A random target ends no answer.
+    assert [one.name for one in found.faults] == ["truncated answers"]
     assert {one.name for one in found.findings if one.figure} >= {"mask", "on-policy", "decoding against training",
                                                                  "positions and taps", "ceiling"}
     # The mask of a tenth of the rows is a token late.
