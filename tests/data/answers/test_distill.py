@@ -739,6 +739,16 @@ def test_prompts_that_were_not_asked_when_the_minutes_ended_are_asked_with_more_
     assert (grown.candidates, grown.repeated) == (69, 69 - 3 - len(numbers))
 
 
+def test_held_out_prompts_without_an_answer_get_one_where_no_train_prompt_is_left(tmp_path: Path, tiny_target: Target
+                                                                                ) -> None:
+    prompts, out = write_prompts(tmp_path, many(12)), tmp_path / "out"
+    config = replace(SMALL, validation_prompts=6, slots=5, shard_prompts=5, budget_minutes=1e-9)
+    assert prompts_of(run(tiny_target, prompts, config, out)) == (5, 4)
+    assert prompts_of(run(tiny_target, prompts, replace(config, budget_minutes=99.0), out)) == (5, 6)
+    with pytest.raises(UserError, match="all 12 prompts have been asked"):
+        run(tiny_target, prompts, replace(config, budget_minutes=999.0), out)
+
+
 def test_shards_that_the_minutes_cut_are_answered_anew_by_a_killed_run_with_more(
     tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
