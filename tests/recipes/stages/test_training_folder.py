@@ -96,11 +96,11 @@ def test_a_training_goes_on_with_more_minutes(
     tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--data", str(tiny_run / "data"), "--train.max_minutes"]
-    assert run(tmp_path, *words, "1e-3") == 0
+    assert run(tmp_path, *words, "1e-6") == 0
     short = json.loads((tmp_path / "train" / "result.json").read_text())
     assert short["steps"] == LEAST_STEPS
-    assert run(tmp_path, *words, "1e-4") == 2
-    assert 'was started with "max_minutes": 0.001, now it is "max_minutes": 0.0001' in capsys.readouterr().err
+    assert run(tmp_path, *words, "1e-7") == 2
+    assert 'was started with "max_minutes": 1e-06, now it is "max_minutes": 1e-07' in capsys.readouterr().err
     assert run(tmp_path, *words, "600") == 0
     assert "[2/4] the drafter is trained, again: train.max_minutes changed since" in capsys.readouterr().out
     found = json.loads((tmp_path / "train" / "result.json").read_text())
