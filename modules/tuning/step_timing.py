@@ -69,8 +69,9 @@ def measure_cost(target: Target, drafter: Proposer, topology: Topology, *, conte
     *alone, last = benches
     return CostTable(
         curves=tuple(CostCurve(batch=bench.batch, sizes=tuple(bench.sizes),
-                               # More nodes take no less time: a falling slope would be noise, and goes on.
-                               pass_seconds=tuple(accumulate((shortest[bench, size][0] for size in bench.sizes), max)),
+                               # Other programs only add to a time: no pass takes as long as a larger one was seen to.
+                               pass_seconds=tuple(accumulate(
+                                   (shortest[bench, size][0] for size in reversed(bench.sizes)), min))[::-1],
                                draft_seconds=tuple(accumulate((shortest[bench, size][1] for size in bench.sizes), max)))
                      for bench in alone),
         copy_seconds=max(0.0, shortest[last, 2][1] - shortest[alone[0], 2][1]),

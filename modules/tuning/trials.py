@@ -175,8 +175,7 @@ def cut(batch: Features, most: int) -> Features:
 
 def walked_sizes(drafter: Drafter, features: Sequence[Features], topology: Topology,
                  sizes: Sequence[int]) -> dict[str, Counted]:
-    """Figures of decoding answers with prefixes of a static tree, far faster by the ranks of their tokens
-    (`rank_walk`)."""
+    """Figures of decoding answers with prefixes of a static tree, by the ranks of their tokens (`rank_walk`)."""
     with torch.no_grad():
         text = proposed_text(drafter, features)
     found = {}

@@ -84,6 +84,11 @@ def test_the_shortest_of_the_timed_passes_counts(tiny_target: Target, monkeypatc
     found = measure_cost(tiny_target, drafter, Topology.chain(7), context=20, seconds=-1.0)
     assert found.contended
     assert all(list(curve.pass_seconds) == sorted(curve.pass_seconds) for curve in found.curves)
+    # A plain pass that others disturbed does not make larger ones seem free: their own shortest times stay.
+    monkeypatch.setattr(step_timing._Bench, "step", lambda bench, size: (30.0 if size == 1 else float(size), 0.1))
+    found = measure_cost(tiny_target, drafter, Topology.chain(7), context=20, repeats=1)
+    assert found.curves[0].pass_seconds[:4] == found.curves[0].sizes[1:2] + found.curves[0].sizes[1:4]
+    monkeypatch.undo()
     clock(monkeypatch, [1.0, 1.01])
     assert not measure_cost(tiny_target, drafter, Topology.chain(7), context=20, repeats=3, seconds=1e9).contended
 
