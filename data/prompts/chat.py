@@ -300,9 +300,9 @@ class ChatTemplate:
         if found["role"] != "assistant":
             return found
         thought, words = found.pop(REASONING, None) or "", found["content"]
-        begun = bool(self.thought[1]) and words.lstrip().startswith(self.thought[0])
+        opened = bool(self.thought[1]) and words.lstrip().startswith(self.thought[0])
         # A thought without an end is one that was cut: no words follow.
-        if not thought and (begun or (self.thought[1] in words and self._thinks(words, thinking))):
+        if not thought and (opened or (self.thought[1] in words and self._thinks(words, thinking))):
             thought, _, words = words.partition(self.thought[1])
             thought = re.sub(rf"^\s*{re.escape(self.thought[0])}", "", thought).strip("\n")
             words = words.lstrip("\n")

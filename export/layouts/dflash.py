@@ -247,8 +247,8 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
             that is not implemented.
     """
     said, folder = given.settings, given.folder
-    if beside := sorted(folder.glob("mask_embedding.*")):
-        raise UserError(f"{beside[0]} holds a mask of its own, and only one that is a row of the target's embedding "
+    if masks := sorted(folder.glob("mask_embedding.*")):
+        raise UserError(f"{masks[0]} holds a mask of its own, and only one that is a row of the target's embedding "
                         "(mask_token_id) can be imported; choose a checkpoint without such a file")
     needed = ["block_size", "mask_token_id", "num_hidden_layers"]
     needed += ["pure_draft_prefix_len"] if said.get("projector_type") == "domino" else []
