@@ -113,9 +113,9 @@ class Tuning:
         if found is None:
             return PLAIN if policy in (STATIC, JOINED) and self.trials(temperature, policy) else None
         # Answers that chose it promise too much, and have no interval.
-        counted = found.reported or found.chosen
-        return Prediction(speedup=found.speedup(self.cost, batch_size, counted), accepted_length=counted.accepted_length,
-                          interval=None if found.reported is None else counted.interval)
+        shown = found.reported or found.chosen
+        return Prediction(speedup=found.speedup(self.cost, batch_size, shown), accepted_length=shown.accepted_length,
+                          interval=None if found.reported is None else shown.interval)
 
 
 def save_tuning(folder: Path, tuning: Tuning) -> Path:
