@@ -20,9 +20,7 @@ class Entry:
     number: int
     """Position among the questions of all prompt sets, whether or not a limit leaves some out."""
     prompt_set: str
-    """Name of its prompt set."""
     question: Question
-    """The question."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +82,11 @@ class Schedule:
         """Answers to be decoded in all, those of the target alone included."""
         # Timed questions are decoded by every method at every batch size; others once for each tree.
         # The answers of the target alone to timed questions are those of a baseline.
-        turns = {entry.number: entry.question.turns for entry in self.entries}
-        timed = sum(turns[number] for number in self.timed)
+        counts = {entry.number: entry.question.turns for entry in self.entries}
+        timed = sum(counts[number] for number in self.timed)
         trees = sum(len(method.shapes(self.config.batches, temperature)) for method in self.methods
                     for temperature in self.config.degrees)
-        others = sum(turns.values()) - timed
+        others = sum(counts.values()) - timed
         once = others + (2 + len(self.methods)) * len(self.config.batches) * timed
         return len(self.config.degrees) * once + trees * others
 
@@ -100,32 +98,29 @@ class Schedule:
 
     @property
     def bundles(self) -> list[list[Entry]]:
-        """The questions in bundles, of which every start of a set covers its categories evenly.
+        """The questions in bundles, which are decoded as wholes: those of one set that fill timed batches of every
+        size, or one batch of questions that are not timed.
 
-        A bundle is decoded as a whole: questions of one set that fill timed batches of every size, or one batch of
-        questions that are not timed. The sets take turns, always the one with the fewest questions so far, so that
-        whatever the minutes are there are figures of each; each set's first bundle is timed if any is.
+        The sets take turns, within a batch too, and every start of a set covers its categories evenly: whatever the
+        minutes are there are figures of each. Each set's first bundle is timed if any is.
         """
-        queues = list[list[list[Entry]]]()
-        for members in by_prompt_set(self.entries).values():
-            timed = self.groups(members, math.lcm(*self.config.batches))
-            placed = [(place / len(timed), bundle) for place, bundle in enumerate(timed)]
+        sets = by_prompt_set(self.entries)
+        timed = alternating([self.groups(members, math.lcm(*self.config.batches)) for members in sets.values()])
+        queues = list[list[Entry]]()
+        for members in sets.values():
             kinds: dict[str, list[Entry]] = {}
             for entry in members:
                 if entry.number not in self.timed:
                     kinds.setdefault(entry.question.category, []).append(entry)
             # By the middle of its share of a category: each start of this list has all categories in their proportion.
-            even = [entry for _, entry in sorted((((place + 0.5) / len(kind), entry) for kind in kinds.values()
-                                                  for place, entry in enumerate(kind)), key=lambda one: one[0])]
-            placed += [((start + UNTIMED_ROWS / 2) / len(even), even[start : start + UNTIMED_ROWS])
-                       for start in range(0, len(even), UNTIMED_ROWS)]
-            queues.append([bundle for _, bundle in sorted(placed, key=lambda one: one[0])])
-        found, counts = list[list[Entry]](), [0] * len(queues)
-        while any(queues):
-            turn = min((place for place, queue in enumerate(queues) if queue), key=lambda place: counts[place])
-            found.append(queues[turn].pop(0))
-            counts[turn] += len(found[-1])
-        return found
+            queues.append([entry for _, entry in sorted((((place + 0.5) / len(kind), entry) for kind in kinds.values()
+                                                         for place, entry in enumerate(kind)), key=lambda one: one[0])])
+        others = alternating(queues)
+        # The first timed bundle of each set stands before any batch that is not timed.
+        placed = [(max(0, place + 1 - len(sets)) / len(timed), bundle) for place, bundle in enumerate(timed)]
+        placed += [((start + UNTIMED_ROWS / 2) / len(others), others[start : start + UNTIMED_ROWS])
+                   for start in range(0, len(others), UNTIMED_ROWS)]
+        return [bundle for _, bundle in sorted(placed, key=lambda one: one[0])]
 
     def replayed(self, entries: Sequence[Entry]) -> list[Entry]:
         """The questions of some whose greedy answers are replayed: each set's spread over it, the sets in turn."""
@@ -133,8 +128,12 @@ class Schedule:
             return []
         ordered = sorted(entries, key=lambda one: one.number)
         chosen = [spread(members, self.config.tree_prompts) for members in by_prompt_set(ordered).values()]
-        return [members[place] for place in range(max(map(len, chosen), default=0)) for members in chosen
-                if place < len(members)]
+        return alternating(chosen)
+
+
+def alternating(queues: Sequence[Sequence[T]]) -> list[T]:
+    """The members of several queues in one, a member of each in turn."""
+    return [queue[place] for place in range(max(map(len, queues), default=0)) for queue in queues if place < len(queue)]
 
 
 def spread(members: Sequence[T], count: int) -> list[T]:
