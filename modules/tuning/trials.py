@@ -8,6 +8,7 @@ of the answers choose, and the other half reports, since the best of many looks 
 Shapes: A answers, R draws.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,8 +34,8 @@ from .replay_target import Replay
 
 SIZES = (2, 4, 8, 16, 32)
 """Nodes of the static trees that are tried."""
-MOST_ANSWERS, ROWS = 32, 8
-"""Most answers that a way of drafting decodes, and how many at once."""
+MOST_ANSWERS, ROWS, MOST_SECONDS = 32, 8, 5.0
+"""Most answers that a way of drafting decodes, how many at once, and most seconds unless the first ROWS take more."""
 SIZING_TEMPERATURE = 1.0
 """Temperature of the drawn answers by which drafts for sampled rows are chosen; at lower ones more is accepted."""
 MOST_BEYOND = 2
@@ -65,9 +66,9 @@ class Counted:
     def of(cls, emitted: Sequence[Sequence[int]], nodes: float) -> "Counted":
         """The figures of the passes of some answers, each with the tokens that it emitted."""
         sums_A2 = torch.tensor([[sum(one), len(one)] for one in emitted if one], dtype=torch.float64).reshape(-1, 2)
-        answers, interval = len(sums_A2), None
-        if not answers:
+        if not (answers := len(sums_A2)):
             return cls(accepted_length=1.0, nodes=nodes)
+        interval = None
         if answers > 1:
             generator = torch.Generator().manual_seed(0)
             sums_R2 = sums_A2[torch.randint(answers, (DRAWS, answers), generator=generator)].sum(1)
@@ -136,17 +137,17 @@ def trials(drafter: Drafter, target: Target, texts: Sequence[tuple[Sequence[Feat
            sizes: Sequence[int], most: int) -> tuple[Trial, ...]:
     """Ways of drafting, tried on the answers that choose and on those that report.
 
-    Args:
-        drafter: bound to the target, on the features' device; its ranks counted.
-        target: the target that wrote the answers.
-        texts: the answers that choose, and those that report if there are any, each with a static tree.
-        cost: seconds of steps here.
-        sizes: nodes of the trees to try, ascending.
-        most: tokens of an answer that are decoded.
+    These are `texts`, the latter if there are any, each with a static tree; `sizes` are nodes of the trees to try,
+    ascending. Of an answer `most` tokens are decoded. The drafter is on the features' device, its ranks counted.
     """
     rows = [([cut(one, most) for one in features[:MOST_ANSWERS]], tree) for features, tree in texts if features]
     if not rows:
         return ()
+    # A slow or busy machine tries all ways on fewer answers.
+    started = time.monotonic()
+    tried(drafter, target, rows[0][1], rows[0][0][:ROWS], [f"{STATIC}-{max(sizes, default=1)}+lookup-{COPIED}"])
+    count = ROWS * max(1, int(MOST_SECONDS / max(1e-9, time.monotonic() - started)))
+    rows = [(features[:count], tree) for features, tree in rows]
     virtual, found = virtual_nodes(drafter), [walked_sizes(drafter, features, tree, sizes) for features, tree in rows]
     alone = [Trial(policy=name, chosen=one) for name, one in found[0].items()]
     fastest = max(alone, key=lambda one: one.speedup(cost)).nodes if alone else 1

@@ -56,7 +56,7 @@ def test_the_lengths_are_those_of_real_decoding(family: str, temperature: float,
     found = trials(drafter, target, [(features[:1], tree), (features[1:], tree)], costs(), sizes, most=20)
     assert [one.policy for one in found][:3] == [f"static-{size}" for size in sizes]
     assert {one.kind for one in found} >= {"static", "static+lookup"}
-    assert any(one.kind == "sparse" for one in found) == (family == "prompt-tokens")
+    assert any(one.kind == "sparse" for one in found) == (family in ("prompt-tokens", "hidden-transfer"))
     short = [replace(one, max_new_tokens=20) for one in requests]
     for one in found:
         for counted, asked in ((one.chosen, short[:3]), (one.reported, short[3:])):
@@ -79,7 +79,20 @@ def test_copies_stand_next_to_the_fastest_trees(node: float, sizes: list[int], b
     monkeypatch.setattr(module, "tried", lambda *given: asked.extend(given[-1]) or {})
     row = Features.from_rows([([5, 6, 7], [False, True, True])])
     trials(drafter, tiny_target, [([row], Topology.chain(8))], costs(node=node), sizes, 9)
-    assert asked == [f"static-{size}+lookup-{COPIED}" for size in besides]
+    # The first is decoded once more, for its seconds.
+    assert asked[1:] == [f"static-{size}+lookup-{COPIED}" for size in besides]
+
+
+@pytest.mark.parametrize(("seconds", "answers"), [(0.0, 20), (2.6, 8), (60.0, 8), (2.4, 16)])
+def test_a_slow_machine_tries_all_ways_on_fewer_answers(seconds: float, answers: int, tiny_target: Target,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, asked, clock = CASES["medusa"].make(tiny_target), list[int](), iter([0.0, seconds])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(module, "walked_sizes", lambda _drafter, features, *_: asked.append(len(features)) or {})
+    monkeypatch.setattr(module, "tried", lambda *given: asked.append(len(given[3])) or {})
+    row = Features.from_rows([([5, 6, 7], [False, True, True])])
+    trials(drafter, tiny_target, [([row] * 20, Topology.chain(8))] * 2, costs(), [2, 4], 9)
+    assert asked == [8, *[answers] * 4]
 
 
 def test_an_answer_is_cut_after_so_many_tokens() -> None:
