@@ -90,9 +90,8 @@ def chat_prompts(target: Target, count: int, longest: int) -> list[tuple[int, ..
     rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     found = []
     for row in rows[:: max(1, len(rows) // count)]:
-        text = target.tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["turns"][0]}], tokenize=False, add_generation_prompt=True
-        )
+        text = target.tokenizer.apply_chat_template([{"role": "user", "content": row["turns"][0]}], tokenize=False,
+                                                    add_generation_prompt=True)
         tokens = tuple(target.tokenizer(text, add_special_tokens=False)["input_ids"])
         if len(tokens) <= longest:
             found.append(tokens)
@@ -141,9 +140,8 @@ def peer(target: Target, new_tokens: int, **options: Any) -> Way:
     return run
 
 
-def generated(
-    target: Target, prompts: Sequence[tuple[int, ...]], new_tokens: int, **options: Any
-) -> tuple[list[list[int]], int, float]:
+def generated(target: Target, prompts: Sequence[tuple[int, ...]], new_tokens: int,
+              **options: Any) -> tuple[list[list[int]], int, float]:
     """(answers of a batch, passes of the target, seconds) of transformers' `generate`, prompts padded on the left."""
     width = max(map(len, prompts))
     tokens, mask = (torch.tensor([[fill] * (width - len(prompt)) + list(values) for prompt, values in rows],
@@ -152,10 +150,8 @@ def generated(
                                        (0, [(prompt, [1] * len(prompt)) for prompt in prompts])))
     with target.native() as model, counted(target.layers[-1]) as calls, torch.no_grad():
         started = now(target)
-        found = model.generate(
-            tokens, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None,
-            pad_token_id=0, use_cache=True, **options,
-        )
+        found = model.generate(tokens, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False,
+                               eos_token_id=None, pad_token_id=0, use_cache=True, **options)
         seconds = now(target) - started
     return found[:, width:].tolist(), calls[0], seconds
 

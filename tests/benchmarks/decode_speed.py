@@ -157,16 +157,7 @@ def shapes(drafter: Proposer) -> dict[str, Policy]:
 
 @dataclass
 class Bench:
-    """A target of a shape with its prompts and reference answers.
-
-    Args:
-        shape: of the target.
-        target: with random weights.
-        context: tokens of each prompt.
-        new_tokens: length of each answer.
-        acceptance: of the drafters.
-        brief: whether only what a measurement of a minute needs is measured: nothing that is compiled or sampled.
-    """
+    """A target of a shape with its prompts and reference answers."""
 
     shape: str
     target: Target
@@ -229,14 +220,7 @@ class Bench:
 
 
 def measure(bench: Bench, batches: Sequence[int], recipes: Sequence[str], deadline: float) -> list[Speed]:
-    """The speeds of all methods, those without drafters first.
-
-    Args:
-        bench: the target.
-        batches: rows decoded at once.
-        recipes: drafters.
-        deadline: value of `time.monotonic()` after which nothing further is measured.
-    """
+    """The speeds of all methods, those without drafters first."""
     found = []
     for name, method, only in without_drafter(bench.target, bench.new_tokens, bench.brief):
         found += [bench.timed(name, batch, method, deadline) for batch in batches if only in (None, batch)]

@@ -51,10 +51,8 @@ def sorting() -> Iterator[None]:
         yield
 
 
-def measured(
-    target: Target, config: DistillConfig, prompts: PromptConfig, folder: Path, taps: tuple[int, ...], *, kept: bool,
-    half: Target | None = None,
-) -> dict[str, float]:
+def measured(target: Target, config: DistillConfig, prompts: PromptConfig, folder: Path, taps: tuple[int, ...], *,
+             kept: bool, half: Target | None = None) -> dict[str, float]:
     """Tokens per second of passes over answers, and over prompts that the target writes, where they are ours, and of
     answers with their prompts' passes (`written`); seconds of the answers with their states, and of the second pass for
     a thousand tokens."""

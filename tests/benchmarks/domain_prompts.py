@@ -12,17 +12,14 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-DISHES = (
-    "lentil soup", "pancakes", "vegetable curry", "roast chicken", "risotto", "apple pie", "beef stew",
-    "omelette", "fried rice", "tomato sauce", "banana bread", "mushroom pasta", "fish tacos", "potato salad",
-    "chocolate cake", "chili", "pizza dough", "noodle soup", "stuffed peppers", "lasagne", "hummus", "meatballs",
-    "quiche", "waffles", "garlic bread", "coleslaw", "rice pudding", "spring rolls", "ratatouille", "shortbread")
-INGREDIENTS = (
-    "butter", "garlic", "cream", "onions", "eggs", "flour", "lemon", "ginger", "cumin", "cheese", "spinach",
-    "carrots", "beans", "yoghurt", "basil", "olive oil", "mustard", "honey", "tofu", "coconut milk")
-OCCASIONS = (
-    "in half an hour", "for six people", "without an oven", "for a child", "the day before", "on a small budget",
-    "in one pot", "for a picnic", "with little salt", "in a slow cooker")
+DISHES = ("lentil soup", "pancakes", "vegetable curry", "roast chicken", "risotto", "apple pie", "beef stew",
+          "omelette", "fried rice", "tomato sauce", "banana bread", "mushroom pasta", "fish tacos", "potato salad",
+          "chocolate cake", "chili", "pizza dough", "noodle soup", "stuffed peppers", "lasagne", "hummus", "meatballs",
+          "quiche", "waffles", "garlic bread", "coleslaw", "rice pudding", "spring rolls", "ratatouille", "shortbread")
+INGREDIENTS = ("butter", "garlic", "cream", "onions", "eggs", "flour", "lemon", "ginger", "cumin", "cheese", "spinach",
+               "carrots", "beans", "yoghurt", "basil", "olive oil", "mustard", "honey", "tofu", "coconut milk")
+OCCASIONS = ("in half an hour", "for six people", "without an oven", "for a child", "the day before",
+             "on a small budget", "in one pot", "for a picnic", "with little salt", "in a slow cooker")
 QUESTIONS = {
     "recipe": "Write a recipe for {dish} {occasion}.",
     "replace": "What can I use in place of {ingredient} in {dish}?",

@@ -91,13 +91,7 @@ class ExitChoice:
 
 
 def rank_exits(costs: LayerCosts, lengths: Mapping[int, Sequence[float]]) -> list[ExitChoice]:
-    """The exits, fastest first; among equals the one with fewer layers.
-
-    Args:
-        costs: of this machine.
-        lengths: for each exit the expected tokens per pass of chains of 1, 2, 3 ... tokens, as `chain_lengths` gives
-            them.
-    """
+    """The exits, fastest first; among equals the one with fewer layers."""
     choices = []
     for exit_layer, expected in sorted(lengths.items()):
         chains = [ExitChoice(exit_layer=exit_layer, length=length, expected_accepted_length=tokens,
@@ -109,27 +103,14 @@ def rank_exits(costs: LayerCosts, lengths: Mapping[int, Sequence[float]]) -> lis
 
 def chain_lengths(drafter: Kangaroo, features: Sequence[Features]) -> tuple[float, ...]:
     """Expected tokens per greedy pass of chains of 1, 2, 3 ... tokens, the target's own included, on held-out answers.
-
-    Args:
-        drafter: bound to the target.
-        features: the target's own greedy answers, encoded with the drafter's taps.
     """
     right_PK = rank_table(drafter, features) == 0
     return tuple((1 + right_PK.long().cumprod(1).sum(0).cumsum(0).double() / max(1, len(right_PK))).tolist())
 
 
-def untrained_lengths(
-    target: Target, features: Sequence[Features], exits: Sequence[int]
-) -> dict[int, tuple[float, ...]]:
-    """`chain_lengths` of each exit without training: the output of the first layers read as that of the last.
-
-    Args:
-        features: the target's own greedy answers.
-        exits: numbers of first layers.
-
-    Raises:
-        UserError: if an exit is not below the number of layers.
-    """
+def untrained_lengths(target: Target, features: Sequence[Features],
+                      exits: Sequence[int]) -> dict[int, tuple[float, ...]]:
+    """`chain_lengths` of each exit without training: the output of the first layers read as that of the last."""
     drafters = {exit_layer: Kangaroo.create(KangarooConfig(exit_layer=exit_layer), target).eval()
                 for exit_layer in exits}
     taps = tuple(exit_layer - 1 for exit_layer in sorted(drafters))
@@ -139,14 +120,7 @@ def untrained_lengths(
 
 @torch.no_grad()
 def measure_layers(target: Target, *, context: int = 128, repeats: int = 7, longest: int = UNROLLED) -> LayerCosts:
-    """Medians over passes of all sizes in turns, after `context` tokens of any content.
-
-    Args:
-        target: the target.
-        context: tokens that it has read.
-        repeats: passes of each size, after one round of warm-up.
-        longest: longest chain whose pass is timed.
-    """
+    """Medians over passes of all sizes in turns, after `context` tokens of any content."""
     sizes = range(1, longest + 2)
     rows = target.start(1, context + longest + 1)
     rows.cache.assume(context)

@@ -16,11 +16,7 @@ NAME, BEST, USED, SPEED = ("row", "best tree, hand-written", "used tree, hand-wr
 def lengths(text: str) -> dict[str, tuple[float, float | None]]:
     """(accepted length with the best tree, speed-up with the tree in use) of each row: greedy, hand-written prompts.
 
-    A row without a best tree, such as prompt lookup, has the accepted length of the tree in use.
-
-    Raises:
-        ValueError: if the text holds no such table.
-    """
+    A row without a best tree, such as prompt lookup, has the accepted length of the tree in use."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     heads = [place for place, row in enumerate(rows) if row[0] == NAME and BEST in row]
     if not heads:

@@ -53,21 +53,13 @@ DAMAGED = ("data/manifest.json", "data/train-00000.safetensors", "data/validatio
 
 @dataclass(frozen=True)
 class Subject:
-    """A command that is disturbed.
+    """A command that is disturbed."""
 
-    Args:
-        words: with {out} for the folder of a run.
-        source: family whose finished run lies in {out} before.
-        compared: patterns of the files that must have the bytes of an undisturbed command's.
-        resumed: what a stopped command has done is kept; the stages that it announces can be signalled.
-        sentences: most that say what is wrong: a row of the comparison of families is a command of its own.
-    """
-
-    words: tuple[str, ...]
-    source: str = ""
-    compared: tuple[str, ...] = ("data/**/*", "artifact/**/*")
-    resumed: bool = True
-    sentences: int = 1
+    words: tuple[str, ...]  # with {out} for the folder of a run
+    source: str = ""  # family whose finished run lies in {out} before
+    compared: tuple[str, ...] = ("data/**/*", "artifact/**/*")  # must have the bytes of an undisturbed command's
+    resumed: bool = True  # what a stopped command has done is kept; the stages that it announces can be signalled
+    sentences: int = 1  # most that say what is wrong: a row of the comparison of families is a command of its own
 
 
 def run_of(family: str) -> tuple[str, ...]:
@@ -90,11 +82,7 @@ SUBJECTS = {
 
 
 class Bench:
-    """The folder of a campaign, with what an undisturbed command of each subject leaves.
-
-    Args:
-        folder: for all commands.
-    """
+    """The folder of a campaign, with what an undisturbed command of each subject leaves."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -297,9 +285,8 @@ def perform(bench: Bench, state: Path, wanted: list[Case]) -> None:
             stream.write(json.dumps({"part": part, "subject": name, "case": case, "wrong": wrong}) + "\n")
 
 
-def perform_in(
-    processes: int, folder: Path, state: Path, subjects: list[str], parts: list[str], kills: int
-) -> list[Case]:
+def perform_in(processes: int, folder: Path, state: Path, subjects: list[str], parts: list[str],
+               kills: int) -> list[Case]:
     """Do the cases that the state file does not have, each process those of every so many-th subject; returns all."""
     bench = Bench(folder / "calm")
     bench.folder.mkdir()

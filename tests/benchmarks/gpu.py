@@ -100,11 +100,7 @@ def asked(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def finished(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The parts that are done, by name.
-
-    Raises:
-        SystemExit: if one was made with other settings.
-    """
+    """The parts that are done, by name."""
     found = {}
     for name in PARTS:
         if (file := options.out / f"{name}.json").is_file():

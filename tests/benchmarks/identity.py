@@ -73,14 +73,7 @@ class ScriptState(DraftState):
 
 
 class Script(Proposer):
-    """A drafter that knows the answers and is right, wrong, or right by chance; or that knows nothing.
-
-    Args:
-        known: the answer of each prompt.
-        share: probability that the right token is among a node's guesses: 1 is always right, 0 always wrong, None
-            guesses at random.
-        vocab_size: tokens of the target.
-    """
+    """A drafter that knows the answers and is right, wrong, or right by chance; or that knows nothing."""
 
     family = "script"
 

@@ -100,11 +100,7 @@ def state_of_the_code() -> dict[str, str]:
 
 
 class Store:
-    """Outcomes by part and name, in a JSON file.
-
-    Raises:
-        SystemExit: if the file belongs to another state of the code or other versions.
-    """
+    """Outcomes by part and name, in a JSON file."""
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.code = path, state_of_the_code()

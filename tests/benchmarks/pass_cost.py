@@ -35,14 +35,7 @@ WAITED = (1, 8)
 
 
 class Bench:
-    """A target with rows that have read their context, and its passes.
-
-    Args:
-        target: the target; its linear layers are changed.
-        context: tokens that each row has read.
-        batch: number of rows.
-        largest: tokens of the largest pass.
-    """
+    """A target with rows that have read their context, and its passes."""
 
     def __init__(self, target: Target, context: int, batch: int = 1, largest: int = max(SIZES)) -> None:
         self.target, self.batch = target, batch

@@ -90,11 +90,7 @@ class Trial:
 
     @classmethod
     def of(cls, text: str) -> "Trial":
-        """The trial of a word of the command line, 'NAME: KEY=VALUE ...'.
-
-        Raises:
-            UserError: if it has no name, or changes what all trials have in common.
-        """
+        """The trial of a word of the command line, 'NAME: KEY=VALUE ...'."""
         name, colon, rest = text.partition(":")
         name = name.strip()
         if not colon or not name or Path(name).name != name or name.startswith("."):
@@ -138,14 +134,7 @@ class Outcome:
 
 
 class Trials:
-    """The trials of one recipe in one folder.
-
-    Args:
-        options: of the command line.
-
-    Raises:
-        UserError: if the recipe, a trial or the data do not fit.
-    """
+    """The trials of one recipe in one folder."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.out = options, Path(options.out)
@@ -263,8 +252,7 @@ class Trials:
             shard = self._reference_answers()
             spans = [slice(*shard.span(row)) for row in range(shard.num_rows)]
             rows = [(shard.tokens_T[span].tolist(), shard.supervised_T[span].tolist()) for span in spans]
-            self.answered[taps] = [self.target.encode(Features.from_rows([row]), taps)
-                                   for row in rows]
+            self.answered[taps] = [self.target.encode(Features.from_rows([row]), taps) for row in rows]
         return self.answered[taps]
 
     def _reference_answers(self) -> TokenShard:
@@ -295,11 +283,6 @@ class Trials:
 def accepted_lengths(drafter: Drafter, own: Sequence[Features],
                      others: Sequence[Features]) -> tuple[float, float, Topology]:
     """Tokens per greedy pass on two texts, with trees of NODES nodes searched on the first, and the tree of all of it.
-
-    Args:
-        drafter: bound to the target, in evaluation mode.
-        own: encoded greedy answers, one conversation a row; of two halves each is measured with the other's tree.
-        others: encoded greedy answers to other prompts, measured with the tree of all of `own`.
     """
     halves = [proposed_text(drafter, own[start::2]).ranked for start in (0, 1)]
     crossed = [passes for here, there in (halves, halves[::-1]) for passes in walk(there, best_tree([here]))]
@@ -314,11 +297,7 @@ def best_tree(texts: Sequence[RankedText]) -> Topology:
 
 
 def read_outcomes(file: Path) -> list[Outcome]:
-    """The finished trials in a file; none where there is no file.
-
-    Raises:
-        UserError: if it is damaged.
-    """
+    """The finished trials in a file; none where there is no file."""
     if not file.is_file():
         return []
     remedy = "delete it, finished trainings are measured again"

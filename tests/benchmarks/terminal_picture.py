@@ -157,11 +157,7 @@ def _attributes(style: Style) -> str:
 
 
 def record(command: Sequence[str], columns: int) -> str:
-    """The output of a command that runs in a pseudo-terminal of so many columns.
-
-    Raises:
-        subprocess.CalledProcessError: if it ends with another exit code than 0.
-    """
+    """The output of a command that runs in a pseudo-terminal of so many columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     environment = {name: text for name, text in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
@@ -188,11 +184,7 @@ def _read(descriptor: int) -> Iterator[bytes]:
 
 
 def picture(command: Sequence[str], output: str, *, columns: int, lines: int, without: str | None = None) -> str:
-    """The SVG of a command and the last lines of its output.
-
-    Args:
-        without: pattern of lines to leave out, such as progress bars.
-    """
+    """The SVG of a command and the last lines of its output."""
     name = Path(command[0]).name
     typed = [(letter, Style(PROMPT)) for letter in "$ "], shlex.join([name, *command[1:]])
     first = screen(f"  {typed[1]}", columns)

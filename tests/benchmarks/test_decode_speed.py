@@ -69,9 +69,8 @@ def test_the_text_of_a_shape_is_known(target: Target) -> None:
     (Chain(3), (1, 1, 1)),
     (StaticTree(decode_speed.Topology.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)])), (2, 2)),
 ])
-def test_an_oracle_accepts_what_is_stated(
-    target: Target, oracle: Oracle, policy: StaticTree, widths: tuple[int, ...]
-) -> None:
+def test_an_oracle_accepts_what_is_stated(target: Target, oracle: Oracle, policy: StaticTree,
+                                          widths: tuple[int, ...]) -> None:
     assert emitted(target, oracle, policy) == [expected(row, widths) for row in oracle.ranks_ST.tolist()]
 
 

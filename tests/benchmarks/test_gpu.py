@@ -10,9 +10,8 @@ from support import gpu_parts
 WORDS = ["--device", "cpu", "--small"]
 
 
-def test_a_part_runs_and_is_skipped_the_next_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_runs_and_is_skipped_the_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpu, "PARTS", {"passes": gpu_parts.PARTS["passes"]})
     monkeypatch.setattr(gpu, "run_apart", lambda name, words, _minutes: gpu.main([*words, "--here", name]) or "")
     words = [*WORDS, "--out", str(tmp_path)]
@@ -31,9 +30,8 @@ def test_a_part_runs_and_is_skipped_the_next_time(
         gpu.main(["--device", "cpu", "--out", str(tmp_path)])
 
 
-def test_a_part_that_fails_is_named_and_the_others_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_that_fails_is_named_and_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpu, "run_apart", lambda name, _words, _minutes: "ended with 1" if name == "passes" else "")
     assert gpu.main([*WORDS, "--out", str(tmp_path)]) == 1
     printed = capsys.readouterr()
@@ -56,9 +54,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (["--device", "cuda"], "torch finds no CUDA device here; add --device cpu --small"),
     ([*WORDS, "--artifacts", "nowhere"], "--artifacts nowhere is no folder; give the one that holds the artifacts"),
 ])
-def test_a_mistake_is_one_sentence(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_sentence(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                   capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         gpu.main([*words, "--out", str(tmp_path)])

@@ -23,10 +23,9 @@ def bench(target: Target, recipe: str, *words: str) -> Bench:
     return Bench(target, shaped_module(shaped_recipe(recipe, "tiny", *words), target, "tiny"), 64, 2)
 
 
-@pytest.mark.parametrize(("recipe", "words"), [
-    ("medusa", ()), ("eagle", ("--drafter.noise", "0")), ("eagle3", ("--drafter.steps", "2")),
-    ("fastdraft", ()),
-])
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [("medusa", ()), ("eagle", ("--drafter.noise", "0")), ("eagle3", ("--drafter.steps", "2")), ("fastdraft", ())])
 def test_the_textbook_has_the_same_gradient(target: Target, recipe: str, words: tuple[str, ...]) -> None:
     made = bench(target, recipe, *words)
     pieces, clock, found = made.conversations(1), Clock(target.device), []

@@ -211,14 +211,7 @@ def recompute(drafter: Drafter, wanted: bool) -> None:
 
 
 def measure(bench: Bench, ways: Sequence[Way], steps: int, deadline: float = float("inf")) -> dict[str, Taken | str]:
-    """Steps of all ways in turn; a way that needs more memory than there is has the reason in place of its figures.
-
-    Args:
-        bench: the recipe.
-        ways: what takes turns.
-        steps: of each way.
-        deadline: value of `time.monotonic()` after which no further step is started; one of each way is always made.
-    """
+    """Steps of all ways in turn; a way that needs more memory than there is has the reason in place of its figures."""
     found: dict[str, Taken | str] = {str(way): Taken() for way in ways}
     pieces = [bench.conversations(number) for number in range(WARM_UP + steps)]
     feeds = [bench.feed(way, pieces) for way in ways]

@@ -165,15 +165,13 @@ def _small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", some_long(FAULTS, 3), ids=ids(FAULTS))
-def test_what_asks_for_too_much_is_refused_before_work(
-    fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_asks_for_too_much_is_refused_before_work(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
+                                                       capfd: pytest.CaptureFixture[str]) -> None:
     check(fault, place, monkeypatch, capfd)
 
 
-def test_prompts_may_come_from_a_pipe(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_may_come_from_a_pipe(place: Place, monkeypatch: pytest.MonkeyPatch,
+                                      capfd: pytest.CaptureFixture[str]) -> None:
     reading, writing = os.pipe()
     os.write(writing, b'{"prompt": "hi"}\n')
     os.close(writing)

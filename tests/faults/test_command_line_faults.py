@@ -103,9 +103,8 @@ FAULTS += [
 
 
 @pytest.mark.parametrize("fault", some_long(FAULTS, 3), ids=ids(FAULTS))
-def test_wrong_words_are_refused_in_one_sentence(
-    fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_words_are_refused_in_one_sentence(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
+                                                 capfd: pytest.CaptureFixture[str]) -> None:
     check(fault, place, monkeypatch, capfd)
 
 

@@ -48,9 +48,8 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))
-def test_an_export_replaces_nothing_but_its_own(
-    fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_replaces_nothing_but_its_own(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
+                                                capfd: pytest.CaptureFixture[str]) -> None:
     check(fault, place, monkeypatch, capfd)
 
 

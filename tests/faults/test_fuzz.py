@@ -19,8 +19,7 @@ EXAMPLES = settings(max_examples=20, database=None, suppress_health_check=list(H
 TINY = str(Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml")
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=5,
-)
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=5)
 """Values of JSON."""
 FILES = {"artifact/config.json": "generate", "artifact/tuning.json": "generate",
          "artifact/model.safetensors": "generate",
@@ -44,9 +43,8 @@ def answered(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
 @seed(1)
 @EXAMPLES
 @given(data=st.data())
-def test_flipped_bytes_of_an_artifact(
-    file: str, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], data: Any
-) -> None:
+def test_flipped_bytes_of_an_artifact(file: str, place: Place, monkeypatch: pytest.MonkeyPatch,
+                                      capfd: pytest.CaptureFixture[str], data: Any) -> None:
     whole = (place.tiny_run / file).read_bytes()
     at = data.draw(st.integers(0, len(whole) - 1))
     bytes_ = data.draw(st.binary(max_size=6))
@@ -75,9 +73,8 @@ def paths(content: Any) -> list[list[Any]]:
 @seed(2)
 @EXAMPLES
 @given(data=st.data())
-def test_random_fields_of_json_files(
-    file: str, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], data: Any
-) -> None:
+def test_random_fields_of_json_files(file: str, place: Place, monkeypatch: pytest.MonkeyPatch,
+                                     capfd: pytest.CaptureFixture[str], data: Any) -> None:
     content = json.loads((place.tiny_run / file).read_text())
     places = [path for path in paths(content) if "provenance" not in path]
     # Widths of the drafter and of trees decide how much memory is taken: their bounds have cases of their own.

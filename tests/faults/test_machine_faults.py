@@ -64,9 +64,8 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
     assert not [path for path in place.folder.rglob("*") if ".partial" in path.name]
 
 
-def test_too_few_open_files_are_one_sentence(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_too_few_open_files_are_one_sentence(place: Place, monkeypatch: pytest.MonkeyPatch,
+                                             capfd: pytest.CaptureFixture[str]) -> None:
     fault = Fault("open files", "generate --artifact {artifact} --prompt hi", "Too many open files.*(raise|copy)")
     find = Place.fingerprints
     # What the command imports is imported before.
@@ -112,9 +111,8 @@ LOCKED = [
 
 @RIGHTS
 @pytest.mark.parametrize("fault", LOCKED, ids=ids(LOCKED))
-def test_missing_rights_are_one_sentence(
-    fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_rights_are_one_sentence(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
+                                         capfd: pytest.CaptureFixture[str]) -> None:
     check(fault, place, monkeypatch, capfd)
 
 
@@ -136,9 +134,8 @@ IN_THE_WAY = [
 
 
 @pytest.mark.parametrize("fault", IN_THE_WAY, ids=ids(IN_THE_WAY))
-def test_what_stands_in_the_way_is_named(
-    fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_stands_in_the_way_is_named(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
+                                         capfd: pytest.CaptureFixture[str]) -> None:
     check(fault, place, monkeypatch, capfd)
 
 

@@ -125,9 +125,8 @@ def test_states_made_again_after_a_signal_are_those_of_an_undisturbed_second_pas
     assert not unhandled
 
 
-def test_a_second_signal_does_not_wait_for_the_step(
-    copied_run: Path, monkeypatch: pytest.MonkeyPatch, unhandled: list[int]
-) -> None:
+def test_a_second_signal_does_not_wait_for_the_step(copied_run: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    unhandled: list[int]) -> None:
     left_by(copied_run, "train", "artifact")
     original = MedusaModule.training_step
     ended = []
@@ -144,9 +143,8 @@ def test_a_second_signal_does_not_wait_for_the_step(
     assert not unhandled
 
 
-def test_other_commands_start_again(
-    tiny_run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_other_commands_start_again(tiny_run: Path, monkeypatch: pytest.MonkeyPatch,
+                                    capfd: pytest.CaptureFixture[str]) -> None:
     signal_in(monkeypatch, answer_commands, "stream", signal.SIGTERM)
     assert main(["generate", "--artifact", str(tiny_run / "artifact"), "--prompt", "hello"]) == 143
     assert "stopped by a request to end (SIGTERM); nothing is half-written, and the same command starts again" in \

@@ -134,9 +134,8 @@ def test_a_wrong_target_is_refused_before_it_runs_or_takes_memory(
     assert not (place.folder / "ran").exists()
 
 
-def test_code_beside_a_known_architecture_is_left_alone(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_code_beside_a_known_architecture_is_left_alone(place: Place, monkeypatch: pytest.MonkeyPatch,
+                                                        capfd: pytest.CaptureFixture[str]) -> None:
     with_code()(place)
     monkeypatch.chdir(place.folder)
     assert main([*PLAN.format(tiny="tiny").split()]) == 0
@@ -144,9 +143,8 @@ def test_code_beside_a_known_architecture_is_left_alone(
     assert not (place.folder / "ran").exists()
 
 
-def test_code_runs_for_who_asks_on_the_command_line(
-    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_code_runs_for_who_asks_on_the_command_line(place: Place, monkeypatch: pytest.MonkeyPatch,
+                                                    tmp_path: Path) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     with_code(model_type="own")(place)
     monkeypatch.chdir(place.folder)

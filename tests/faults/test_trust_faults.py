@@ -104,9 +104,8 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))
-def test_no_file_makes_a_command_run_code(
-    fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_file_makes_a_command_run_code(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
+                                          capfd: pytest.CaptureFixture[str]) -> None:
     # As if the user worked on that code: only trust stands between the name and its import.
     monkeypatch.syspath_prepend(str(place.folder))
     check(fault, place, monkeypatch, capfd)

@@ -104,11 +104,7 @@ def acceptance_table(outcomes: list[dict[str, Any]]) -> str:
 
 
 def with_tables(text: str, outcomes: list[dict[str, Any]]) -> str:
-    """A README with the generated tables between its markers.
-
-    Raises:
-        UserError: if a marker is missing.
-    """
+    """A README with the generated tables between its markers."""
     return filled(text, MARKERS, f"{engine_table(outcomes)}\n\n{acceptance_table(outcomes)}")
 
 

@@ -52,8 +52,7 @@ OPENVINO_CASES = (
     Case(name="eagle3, borrowed output", layout="openvino"),
     Case(name="block, DFlash", layout="openvino", printed=True, least=BUT_ENDS),
     Case(name="block, DFlash", layout="openvino", wrong="layers shifted by one", change=shifted, least=BUT_ENDS),
-    Case(name="block, DFlash, reduced", layout="openvino", least=BUT_ENDS),
-)
+    Case(name="block, DFlash, reduced", layout="openvino", least=BUT_ENDS))
 
 
 @dataclass(frozen=True)

@@ -114,16 +114,7 @@ def texts_of(target: Target) -> Texts:
 
 
 def overfit(drafter: Drafter, texts: Texts, frozen: dict[str, float] | None = None) -> int:
-    """Train until every draft step is right at every token of the answers; returns the optimizer steps.
-
-    Args:
-        drafter: bound to the target of the texts.
-        texts: what it learns.
-        frozen: parameters that keep one value.
-
-    Raises:
-        RuntimeError: if it does not learn them.
-    """
+    """Train until every draft step is right at every token of the answers; returns the optimizer steps."""
     parameters = dict(drafter.named_parameters())
     with torch.no_grad():
         for name, value in (frozen or {}).items():
@@ -271,15 +262,7 @@ def folder_of(name: str, layout: str, weights: str) -> Path:
 
 
 def known(name: str, target: Target, texts: Texts, drafters: Path, say: Callable[[str], None]) -> Drafter:
-    """A drafter that knows the texts: overfitted here, or by another process that proves another engine.
-
-    Args:
-        name: one of MAKERS.
-        target: it drafts for.
-        texts: of the target.
-        drafters: the folder that these processes share.
-        say: prints a line of progress.
-    """
+    """A drafter that knows the texts: overfitted here, or by another process that proves another engine."""
     torch.manual_seed(0)
     drafter = MAKERS[name](target, texts.token_ids())
     file = drafters / f"{name}.safetensors"
@@ -297,15 +280,7 @@ def known(name: str, target: Target, texts: Texts, drafters: Path, say: Callable
 
 def write_drafters(folder: Path, wanted: dict[str, list[tuple[str, str]]], python: Path, drafters: Path,
                    say: Callable[[str], None]) -> Texts:
-    """Write the target into `folder/target`, and overfitted drafters in each wanted format, as `folder_of` says.
-
-    Args:
-        folder: an empty folder.
-        wanted: formats and number formats by name of the drafter.
-        python: interpreter of the engine's environment, which converts where a format asks for it.
-        drafters: folder of those that were overfitted before, for any engine.
-        say: prints a line of progress.
-    """
+    """Write the target into `folder/target`, and overfitted drafters in each wanted format, as `folder_of` says."""
     model = tiny_llama()
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = write_vocabulary(folder / VOCABULARY, model.config.vocab_size)

@@ -51,17 +51,7 @@ def ran(words: Sequence[str], folder: Path, python: Path) -> str:
 
 @contextmanager
 def server(words: Sequence[str], folder: Path, variables: dict[str, str], health: str) -> Iterator[None]:
-    """A server that was started in a folder, while the block runs.
-
-    Args:
-        words: its command.
-        folder: the current folder.
-        variables: its environment.
-        health: address that answers once it is ready.
-
-    Raises:
-        RuntimeError: if it ends or does not answer.
-    """
+    """A server that was started in a folder, while the block runs."""
     log = folder / "server.log"
     with log.open("w") as file:
         process = subprocess.Popen(words, cwd=folder, env=variables, stdout=file, stderr=subprocess.STDOUT,

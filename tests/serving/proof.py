@@ -88,8 +88,7 @@ def outcome(case: Case, engine: Engine, work: Path, texts: Texts, plain: list[li
     run = (engine.printed if case.printed else engine.drafted)(case, folder, texts.prompts)
     equal = sum(map(list.__eq__, run["answers"], plain))
     every = run["accepted"] >= case.least * run["drafted"] > 0
-    return Outcome(engine=run["engine"], name=case.name, layout=case.layout, weights=case.weights,
-                   wrong=case.wrong,
+    return Outcome(engine=run["engine"], name=case.name, layout=case.layout, weights=case.weights, wrong=case.wrong,
                    loses="" if case.change else case.wrong, equal=equal, answers=len(plain), drafts=run["drafts"],
                    drafted=run["drafted"], accepted=run["accepted"],
                    holds=equal == len(plain) and run["drafts"] > 0 and every != bool(case.wrong))
@@ -104,17 +103,7 @@ def line(found: Outcome) -> str:
 
 
 def prove(engine: Engine, cases: Sequence[Case], work: Path, drafters: Path) -> list[Outcome]:
-    """Run cases in a folder, as many side by side as there are cores.
-
-    Args:
-        engine: the engine.
-        cases: what it must load.
-        work: an empty folder.
-        drafters: folder of overfitted drafters, which the proofs of several engines may share.
-
-    Raises:
-        RuntimeError: if the engine's answers without drafts are not those of transformers: it reads the target wrongly.
-    """
+    """Run cases in a folder, as many side by side as there are cores."""
     wanted: dict[str, list[tuple[str, str]]] = {}
     for case in cases:
         formats, asked = wanted.setdefault(case.name, []), (case.layout, case.weights)

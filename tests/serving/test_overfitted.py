@@ -10,9 +10,8 @@ from serving import overfitted
 
 
 @pytest.mark.parametrize("name", ["draft_lm", "eagle3, borrowed output", "block, DFlash 2"])
-def test_a_drafter_is_overfitted_once_for_all_engines(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_is_overfitted_once_for_all_engines(name: str, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(overfitted.tiny_llama(), tiny_tokenizer(), name="./target", pack=0)
     texts, trained, said = overfitted.texts_of(target), list[str](), list[str]()
 

@@ -76,9 +76,6 @@ def small_model(name: str) -> Any | None:
 
 def verdict(name: str) -> str | None:
     """EXACT where a tree is read as the model reads its paths, or the reason of the refusal; None for no small model.
-
-    Raises:
-        AssertionError: if a target that loads reads a tree in another way.
     """
     model = small_model(name)
     if model is None:

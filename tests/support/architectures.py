@@ -14,12 +14,10 @@ SHAPE = {
     "word_embed_proj_dim": 32, "num_heads": 4, "partial_rotary_factor": 0.5, "max_window_layers": 1,
 }
 SLIDING = {"sliding_window": 12, "use_sliding_window": True}
-MUST_LOAD = (
-    "Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Qwen2Moe", "Mistral", "Mixtral", "Gemma", "Gemma2", "Phi", "Phi3", "Phimoe",
-    "GPTNeoX", "GPT2", "GPTJ", "GPTBigCode", "CodeGen", "OPT", "Falcon", "Granite", "Cohere", "Cohere2", "Olmo2",
-    "Olmo3", "SmolLM3", "Starcoder2", "StableLm", "Glm4", "Exaone4", "Nemotron", "Persimmon", "DiffLlama", "Doge",
-    "Ministral", "Helium", "XGLM", "BioGpt",
-)
+MUST_LOAD = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Qwen2Moe", "Mistral", "Mixtral", "Gemma", "Gemma2", "Phi", "Phi3",
+             "Phimoe", "GPTNeoX", "GPT2", "GPTJ", "GPTBigCode", "CodeGen", "OPT", "Falcon", "Granite", "Cohere",
+             "Cohere2", "Olmo2", "Olmo3", "SmolLM3", "Starcoder2", "StableLm", "Glm4", "Exaone4", "Nemotron",
+             "Persimmon", "DiffLlama", "Doge", "Ministral", "Helium", "XGLM", "BioGpt")
 """Names in transformers."""
 
 

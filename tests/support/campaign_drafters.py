@@ -171,13 +171,7 @@ class HelpedState(DraftState):
 class Helped(Wrapped):
     """A drafter that knows the right token at a share of the nodes, so that whole paths are accepted.
 
-    Drafters that name their candidates are left as they are.
-
-    Args:
-        inner: the drafter.
-        texts: prompts with their answers.
-        share: of the nodes.
-    """
+    Drafters that name their candidates are left as they are."""
 
     def __init__(self, inner: Proposer, texts: list[list[int]], share: float = 0.6) -> None:
         super().__init__(inner)

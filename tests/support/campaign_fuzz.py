@@ -51,17 +51,11 @@ def random_requests(chance: random.Random, vocab_size: int) -> list[Request]:
 def random_settings(chance: random.Random, target: Target) -> DecodeSettings:
     """Batch, chunks, filters, seeds, stop texts and penalties by chance."""
     characters = [target.tokenizer.decode([chance.randrange(4, target.vocab_size - 1)]) for _ in range(2)]
-    return DecodeSettings(
-        batch_size=chance.choice((1, 2, 3, 8)),
-        prefill_chunk=chance.choice((1, 2, 5, 512)),
-        top_k=chance.choice((0, 0, 1, 5, 60)),
-        top_p=chance.choice((1.0, 1.0, 0.9, 0.3)),
-        min_p=chance.choice((0.0, 0.0, 0.1)),
-        seed=chance.choice((0, 3, -1, 2**40, 2**63)),
-        stop=chance.choice(((), (), tuple(characters))),
-        ignore_eos=chance.random() < 0.5,
-        repetition_penalty=chance.choice((1.0, 1.0, 1.3)),
-    )
+    return DecodeSettings(batch_size=chance.choice((1, 2, 3, 8)), prefill_chunk=chance.choice((1, 2, 5, 512)),
+                          top_k=chance.choice((0, 0, 1, 5, 60)), top_p=chance.choice((1.0, 1.0, 0.9, 0.3)),
+                          min_p=chance.choice((0.0, 0.0, 0.1)), seed=chance.choice((0, 3, -1, 2**40, 2**63)),
+                          stop=chance.choice(((), (), tuple(characters))), ignore_eos=chance.random() < 0.5,
+                          repetition_penalty=chance.choice((1.0, 1.0, 1.3)))
 
 
 def fuzzed(seed: int) -> Outcome:
@@ -91,9 +85,8 @@ def fuzzed(seed: int) -> Outcome:
     return outcome
 
 
-def expected(
-    target: Target, request: Request, settings: DecodeSettings, drafter: Proposer, growth: Growth
-) -> tuple[list[int], str]:
+def expected(target: Target, request: Request, settings: DecodeSettings, drafter: Proposer,
+             growth: Growth) -> tuple[list[int], str]:
     """(tokens, why they end) of a request alone: by `generate` if greedy, else with the draft, if it matters."""
     if request.temperature == 0:
         penalty = settings.repetition_penalty

@@ -67,24 +67,10 @@ def p_value(counts: Any, probabilities: Any, seed: int) -> float:
     return float((above + chance.random() * (equal + 1)) / (SIMULATED + 1))
 
 
-def sampled(
-    name: str, drafter: str, growth: Growth, temperature: float, filtered: str, draft: str,
-    *, inside: Callable[[], AbstractContextManager[Any]] = nullcontext, rule: Rejection | None = None,
-    answers: int = ANSWERS,
-) -> Outcome:
-    """Sample answers and compare how often each triple occurs with its probability.
-
-    Args:
-        name: of the cell, which is its seed.
-        drafter: one of GUESSERS.
-        growth: how trees grow.
-        temperature: one of TEMPERATURES.
-        filtered: one of FILTERS.
-        draft: one of DRAFTS.
-        inside: what is changed while decoding.
-        rule: accepts instead of the exact one.
-        answers: how many.
-    """
+def sampled(name: str, drafter: str, growth: Growth, temperature: float, filtered: str, draft: str, *,
+            inside: Callable[[], AbstractContextManager[Any]] = nullcontext, rule: Rejection | None = None,
+            answers: int = ANSWERS) -> Outcome:
+    """Sample answers and compare how often each triple occurs with its probability."""
     target, seed = enumerable_target(temperature), zlib.crc32(name.encode())
     requests = [Request(PROMPT, index, PLACES, temperature) for index in range(answers)]
     settings = DecodeSettings(batch_size=500, ignore_eos=True, seed=seed, lossy=rule, **FILTERS[filtered])

@@ -54,9 +54,8 @@ def build(name: str, **changes: Any) -> Target:
         del fields["num_key_value_heads"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(
-            config_class(**fields)
-        )
+        model = getattr(transformers,
+                        f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(config_class(**fields))
     return Target(model.double(), tiny_tokenizer(), name=name)
 
 

@@ -46,15 +46,7 @@ class Case:
 
 def case(module: type[DraftModule], train_config: Callable[..., Any], config: Any, ids: torch.Tensor | None = None,
          **settings: Any) -> Case:
-    """A drafter of this shape, trained by this module.
-
-    Args:
-        module: its LightningModule, which knows the drafter's class.
-        train_config: makes the module's config.
-        config: the drafter's settings.
-        ids: its reduced vocabulary.
-        settings: training settings that differ from the family's defaults on the cycle's text.
-    """
+    """A drafter of this shape, trained by this module."""
     def made(target: Target, **given: Any) -> DraftModule:
         counts = torch.zeros(target.vocab_size)
         if ids is not None:

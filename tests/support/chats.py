@@ -3,25 +3,10 @@
 from functools import cache
 from typing import Any
 
-SPECIAL = (
-    "<pad>",
-    "<bos>",
-    "<eos>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|start|>",
-    "<|end_header|>",
-    "<|eot|>",
-    "[INST]",
-    "[/INST]",
-    "<start_of_turn>",
-    "<end_of_turn>",
-)
-CORPUS = (
-    "the assistant and the user talk about the weather in the town and the price of bread\n\n",
-    "hello there, how are you? I am fine. user\nassistant\nmodel\n\n",
-    "1 2 3 4 10 100 <think>\n\n</think>\n\n",
-)
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end_header|>", "<|eot|>", "[INST]",
+           "[/INST]", "<start_of_turn>", "<end_of_turn>")
+CORPUS = ("the assistant and the user talk about the weather in the town and the price of bread\n\n",
+          "hello there, how are you? I am fine. user\nassistant\nmodel\n\n", "1 2 3 4 10 100 <think>\n\n</think>\n\n")
 
 LLAMA3_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """How Llama 3 cuts text before merging (without its English contractions): line breaks stay together."""
@@ -52,12 +37,8 @@ def trained() -> Any:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=list(SPECIAL),
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=list(SPECIAL), show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(CORPUS * 3, trainer)
     return tokenizer
 
@@ -67,12 +48,8 @@ def merging_tokenizer(template: str | None, *, eos: str = "<eos>", pad: str = "<
     from transformers import PreTrainedTokenizerFast
 
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=trained(),
-        bos_token="<bos>",
-        eos_token=eos,
-        pad_token=pad,
+        tokenizer_object=trained(), bos_token="<bos>", eos_token=eos, pad_token=pad,
         additional_special_tokens=[name for name in SPECIAL if name not in (eos, pad, "<bos>")],
-        clean_up_tokenization_spaces=False,
-    )
+        clean_up_tokenization_spaces=False)
     fast.chat_template = template
     return fast

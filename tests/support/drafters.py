@@ -94,8 +94,7 @@ class ScriptedDrafter(Drafter):
                 truth = self._truth(state.rows[row], depth)
                 if truth is not None and self.mode != "random":
                     hit = self.mode == "oracle" or (
-                        self.mode == "mixed" and bool(torch.rand((), generator=self.generator) < 0.6)
-                    )
+                        self.mode == "mixed" and bool(torch.rand((), generator=self.generator) < 0.6))
                     scores[row, column, 0, truth] = 4.0 if hit else -1.0
         return Scores(log_probs_BFHQ=scores.log_softmax(-1))
 

@@ -11,12 +11,10 @@ import pytest
 from draftsmith.recipes.__main__ import main
 
 ERROR = "draftsmith: error: "
-REMEDIES = (
-    "add", "allow", "ask", "call", "change", "check", "choose", "close", "copy", "correct", "decode", "delete",
-    "did you mean", "distil", "evaluate", "export", "free", "give", "install", "keep", "leave", "load", "lower", "make",
-    "move", "must", "name", "put", "raise", "remove", "rename", "run", "save", "see", "set", "shorten", "split",
-    "start", "train", "use", "write",
-)
+REMEDIES = ("add", "allow", "ask", "call", "change", "check", "choose", "close", "copy", "correct", "decode", "delete",
+            "did you mean", "distil", "evaluate", "export", "free", "give", "install", "keep", "leave", "load", "lower",
+            "make", "move", "must", "name", "put", "raise", "remove", "rename", "run", "save", "see", "set", "shorten",
+            "split", "start", "train", "use", "write")
 """Words by which a sentence says what to do."""
 
 

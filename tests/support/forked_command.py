@@ -33,19 +33,12 @@ def import_everything() -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """End of a command.
+    """End of a command."""
 
-    Args:
-        code: exit code; negative: ended by that signal.
-        said: what it printed.
-        seconds: from its start to its end.
-        renamed: new paths of all that it renamed, in order; empty for a killed one.
-    """
-
-    code: int
+    code: int  # exit code; negative: ended by that signal
     said: str
     seconds: float
-    renamed: tuple[str, ...]
+    renamed: tuple[str, ...]  # new paths of all that it renamed, in order; empty for a killed one
 
     @property
     def last(self) -> str:
@@ -61,33 +54,18 @@ class Ended:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """An interference with a running command.
+    """An interference with a running command."""
 
-    Args:
-        after: seconds until it is killed.
-        rename: it kills itself just before this rename, counted from 1.
-        most_kib: largest size of a file that it may write, in KiB: a disk that is full.
-        sent: signal that it gets, `delay` seconds after it printed a line that begins with `stage`.
-        stage: text.
-        delay: seconds.
-    """
-
-    after: float | None = None
-    rename: int = 0
-    most_kib: int = 0
-    sent: signal.Signals | None = None
+    after: float | None = None  # seconds until it is killed
+    rename: int = 0  # it kills itself just before this rename, counted from 1
+    most_kib: int = 0  # largest size of a file that it may write: a disk that is full
+    sent: signal.Signals | None = None  # signal that it gets, `delay` seconds after a line that begins with `stage`
     stage: str = ""
     delay: float = 0.0
 
 
 def call(words: Sequence[str], folder: Path, disturbance: Disturbance | None = None) -> Ended:
-    """Run a command in a forked process to its end, with something done to it.
-
-    Args:
-        words: command and options, as after `draftsmith`.
-        folder: in which it runs.
-        disturbance: none leaves it alone.
-    """
+    """Run a command in a forked process to its end, with something done to it."""
     done = disturbance or Disturbance()
     output, output_end = os.pipe()
     names, names_end = os.pipe()

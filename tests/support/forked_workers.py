@@ -10,12 +10,7 @@ import torch
 
 
 def start(work: Callable[[], object], *, killed_at: int = 0) -> int:
-    """Start a process that does some work; returns its id.
-
-    Args:
-        work: done in the forked process.
-        killed_at: it kills itself just before this rename of a file, counted from 1; 0 lets it live.
-    """
+    """Start a process that does some work; returns its id."""
     process = os.fork()
     if process:
         return process

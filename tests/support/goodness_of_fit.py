@@ -24,22 +24,12 @@ def g_statistic(tree: TokenTree, accepted: Accepted, exact: Tensor, generator: t
     return float(2 * torch.special.xlogy(seen, seen / wanted.clamp(min=1e-9)).sum()), cells
 
 
-def pass_statistic(
-    policy: Policy, drafter: Drafter, exact_VV: Tensor, temperature: float, *, rows: int, rule: Rule | None = None
-) -> tuple[float, int]:
+def pass_statistic(policy: Policy, drafter: Drafter, exact_VV: Tensor, temperature: float, *, rows: int,
+                   rule: Rule | None = None) -> tuple[float, int]:
     """G of the first two tokens of one pass, and its cells.
 
     The target's logits are such that its distribution after any token is a row of `exact_VV` at every temperature, so
-    that a low temperature does not make the test blind.
-
-    Args:
-        policy: grows the trees.
-        drafter: proposes.
-        exact_VV: the target's processed distribution after each token, float64.
-        temperature: of all rows.
-        rows: rows of the pass.
-        rule: accepts; the exact one by default.
-    """
+    that a low temperature does not make the test blind."""
     draws = draws_for(rows, temperature)
     tree = policy.grow(drafter, drafter.start(rows, 64), torch.full((rows,), len(exact_VV) - 1), draws)
     # Tests make the target's distribution once, before there is a device.
@@ -47,11 +37,9 @@ def pass_statistic(
     generator = torch.Generator().manual_seed(5)
     choices = torch.rand(rows, tree.size, dtype=torch.float64, generator=generator)
     accepted = (rule or exact_rule(tree)).accept(
-        tree,
-        temperature * exact_VV.log()[tree.tokens_BN],
+        tree, temperature * exact_VV.log()[tree.tokens_BN],
         Sampling(temperature_B=draws.temperature_B, sampling_rows=tuple(range(rows))),
-        Chances(choices_BN=choices, tests_BN=draws.tests(tree.size)),
-    )
+        Chances(choices_BN=choices, tests_BN=draws.tests(tree.size)))
     return g_statistic(tree, accepted, exact_VV, generator)
 
 

@@ -28,13 +28,7 @@ def tiny_files() -> dict[str, bytes]:
 
 
 def write_model(place: Place, files: dict[str, str | bytes] | None = None, **changes: Any) -> Path:
-    """Write the folder `model` of a case.
-
-    Args:
-        place: the case's folder.
-        files: further or other files.
-        changes: of config.json.
-    """
+    """Write the folder `model` of a case."""
     for name, content in {**tiny_files(), **(files or {})}.items():
         place.write(f"model/{name}", content)
     config = json.loads(tiny_files()["config.json"]) | changes

@@ -34,10 +34,9 @@ class Shape:
 
 
 def _llama(vocab_size: int, width: int, inner: int, layers: int, heads: int, kv_heads: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocab_size, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=16384, rms_norm_eps=1e-5,
-        tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return LlamaConfig(vocab_size=vocab_size, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
+                       num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=16384,
+                       rms_norm_eps=1e-5, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
 def _qwen3(vocab_size: int, width: int, inner: int, layers: int, heads: int, kv_heads: int) -> Qwen3Config:
@@ -59,11 +58,7 @@ SHAPES: dict[str, Shape] = {
 
 def shaped_target(name: str, device: str = "cpu", pack: int = 1) -> Target:
     """A target of a shape, its weights made on the device; on a CPU with packed linear layers, or for `pack` 0 without,
-    so that its layers can be compiled.
-
-    Raises:
-        KeyError: if there is no such shape.
-    """
+    so that its layers can be compiled."""
     shape = SHAPES[name]
     before = torch.get_default_dtype()
     torch.set_default_dtype(shape.dtype)

@@ -13,9 +13,8 @@ _KEPT: WeakKeyDictionary[Target, dict[tuple[object, ...], list[int]]] = WeakKeyD
 """Answers of each target by what they follow from. Weights that were written since have another version."""
 
 
-def native_greedy(
-    target: Target, prompt: tuple[int, ...], count: int, *, eos: bool = False, penalty: float = 1.0
-) -> list[int]:
+def native_greedy(target: Target, prompt: tuple[int, ...], count: int, *, eos: bool = False,
+                  penalty: float = 1.0) -> list[int]:
     """The answer of `generate`, which tests of a target ask for again and again: a shorter one is the start of a longer
     one, unless an end token may end it."""
     weights = tuple((weight.data_ptr(), weight._version) for weight in target.model.parameters())
@@ -28,15 +27,9 @@ def native_greedy(
 
 def _generated(target: Target, prompt: tuple[int, ...], count: int, *, eos: bool, penalty: float) -> list[int]:
     with target.native() as model:
-        out = model.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=count,
-            do_sample=False,
-            repetition_penalty=penalty,
-            pad_token_id=0,
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            eos_token_id=list(target.eos_ids) if eos else None,
-        )
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, repetition_penalty=penalty,
+                             pad_token_id=0, attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                             eos_token_id=list(target.eos_ids) if eos else None)
     return out[0, len(prompt) :].tolist()
 
 

@@ -13,12 +13,8 @@ def observation(texts: list[list[int]], verified: Verified | None = None) -> Obs
     width = max(map(len, texts)) - 1
     return Observation(
         tokens_BN=torch.tensor([[*text[:-1], *([0] * (width - len(text) + 1))] for text in texts], dtype=torch.long),
-        counts_B=torch.tensor([len(text) - 1 for text in texts]),
-        final_BND=torch.zeros(len(texts), width, 1),
-        taps={},
-        roots_B=torch.tensor([text[-1] for text in texts]),
-        verified=verified,
-    )
+        counts_B=torch.tensor([len(text) - 1 for text in texts]), final_BND=torch.zeros(len(texts), width, 1), taps={},
+        roots_B=torch.tensor([text[-1] for text in texts]), verified=verified)
 
 
 def observe(drafter: Proposer, state: DraftState, rows: list[int], texts: list[list[int]]) -> None:
@@ -28,9 +24,8 @@ def observe(drafter: Proposer, state: DraftState, rows: list[int], texts: list[l
 def frontier(nodes: list[int], parents: list[int], tokens: list[list[int]]) -> Frontier:
     """A frontier with the same nodes in every row."""
     rows = len(tokens)
-    return Frontier(
-        nodes_BF=torch.tensor([nodes] * rows), parents_BF=torch.tensor([parents] * rows), tokens_BF=torch.tensor(tokens)
-    )
+    return Frontier(nodes_BF=torch.tensor([nodes] * rows), parents_BF=torch.tensor([parents] * rows),
+                    tokens_BF=torch.tensor(tokens))
 
 
 def logits_of(successors: list[list[int]], vocab_size: int) -> Tensor:

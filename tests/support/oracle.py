@@ -43,14 +43,7 @@ class OracleState(WrappedState):
 class Oracle(Wrapped):
     """A drafter's work with guesses of stated acceptance: the guess of rank r is right with chance a (1 - a)^r.
 
-    Row r decodes text r: give as many requests as rows, in the order of the texts. Trees must grow level by level.
-
-    Args:
-        inner: the drafter that works, and whose guesses are not used.
-        texts_ST: prompts with their answers, each at least as long as its row will be.
-        vocab_size: tokens of the target.
-        acceptance: a, above 0 and below 1.
-    """
+    Row r decodes text r: give as many requests as rows, in the order of the texts. Trees must grow level by level."""
 
     def __init__(self, inner: Proposer, texts_ST: Tensor, vocab_size: int, acceptance: float) -> None:
         super().__init__(inner)

@@ -80,8 +80,7 @@ def answer(row: Row) -> int:
 def with_answer(row: Row, tokens: Sequence[int]) -> Row:
     """The row with another answer."""
     start = answer(row)
-    return replace(row, tokens=(*row.tokens[:start], *tokens),
-                   supervised=(*[False] * start, *[True] * len(tokens)))
+    return replace(row, tokens=(*row.tokens[:start], *tokens), supervised=(*[False] * start, *[True] * len(tokens)))
 
 
 def shifted(row: Row) -> Row:

@@ -41,12 +41,8 @@ def rows(out: Path, split: str = "train") -> Iterator[tuple[list[int], list[bool
     for shard in shards(out, split):
         for row in range(shard.num_rows):
             start, stop = shard.span(row)
-            yield (
-                shard.tokens_T[start:stop].tolist(),
-                shard.supervised_T[start:stop].tolist(),
-                int(shard.prompts_R[row]),
-                float(shard.temperatures_R[row]),
-            )
+            yield (shard.tokens_T[start:stop].tolist(), shard.supervised_T[start:stop].tolist(),
+                   int(shard.prompts_R[row]), float(shard.temperatures_R[row]))
 
 
 def contents(out: Path) -> dict[str, bytes]:

@@ -21,15 +21,7 @@ def compressed_tensors(kind: str, ignore: list[str]) -> dict[str, Any]:
 
 def write_quantised(folder: Path, settings: dict[str, Any], rounded_to: torch.dtype, scale_name: str = "weight_scale",
                     *, blocks: bool = False, whole: bool = False) -> dict[str, Tensor]:
-    """Write the folder and return the values that its tensors stand for, by their names in the model.
-
-    Args:
-        settings: quantization_config.
-        rounded_to: number format of the weights of linear layers.
-        scale_name: of a scale's tensor, next to its weight.
-        blocks: one scale for a block as large as the largest weight, and not for each row.
-        whole: the output layer is quantised too.
-    """
+    """Write the folder and return the values that its tensors stand for, by their names in the model."""
     model, stored, values = tiny_model(), dict[str, Tensor](), dict[str, Tensor]()
     largest = 127.0 if rounded_to is torch.int8 else torch.finfo(rounded_to).max
     linear = {f"{name}.weight" for name, module in model.named_modules()

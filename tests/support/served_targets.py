@@ -14,12 +14,7 @@ from support.wrappers import random_wrapper
 
 
 def saved(model: Callable[..., Any], folder: Path) -> Path:
-    """Write a random model and the tests' tokenizer as a folder of Hugging Face.
-
-    Args:
-        model: makes it, given `vocab_size` and `max_position_embeddings`.
-        folder: to be written.
-    """
+    """Write a random model and the tests' tokenizer as a folder of Hugging Face."""
     tokenizer = tiny_tokenizer()
     model(vocab_size=len(tokenizer), max_position_embeddings=256).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -13,13 +13,7 @@ RECIPES = ("eagle3", "medusa", "dspark", "hydra", "eagle", "falcon", "kangaroo",
 
 
 def shaped_recipe(name: str, shape: str, *words: str) -> Recipe:
-    """A shipped recipe whose drafter fits the shape: draft vocabulary, layers and insertion points of the text.
-
-    Args:
-        name: of the recipe.
-        shape: of the target.
-        words: further options of the command line.
-    """
+    """A shipped recipe whose drafter fits the shape: draft vocabulary, layers and insertion points of the text."""
     layers, written = SHAPES[shape].config().num_hidden_layers, SHAPES[shape].written
     pair = ["--config", name, "--config", "eight_billion", "--out", "runs/shaped"]
     given = COMMANDS["run"].parse(pair).values.train.drafter

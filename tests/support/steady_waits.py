@@ -39,11 +39,7 @@ def on_device(target: Target) -> Target:
 
 
 def steady(target: Target, way: Way, temperatures: Sequence[float] = GREEDY, **settings: Any) -> Waits:
-    """The counts of the pass that waits most, of passes of all rows in which none starts or ends.
-
-    Raises:
-        AssertionError: if the tokens are not those that the same loop chooses on the CPU.
-    """
+    """The counts of the pass that waits most, of passes of all rows in which none starts or ends."""
     prompts = [tuple((7 + row + place) % 90 + 4 for place in range(9 + 3 * row)) for row in range(len(temperatures))]
     requests = [Request(prompt, row, _LENGTH, temperatures[row]) for row, prompt in enumerate(prompts)]
     given = DecodeSettings(batch_size=len(requests), ignore_eos=True, **settings)

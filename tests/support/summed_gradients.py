@@ -9,11 +9,7 @@ from torch import Tensor
 
 
 def module_of(name: str, target: Target, *, training: bool = True) -> DraftModule:
-    """The training module of a case at three quarters of a run, when all weights are trained, with random weights.
-
-    Args:
-        training: False leaves out dropout, noise and random choices of positions.
-    """
+    """The training module of a case at three quarters of a run, when all weights are trained, with random weights."""
     module = CASES[name].module(target, max_minutes=1.0)
     module.configure_model()
     module.seconds = 45.0

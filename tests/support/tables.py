@@ -97,9 +97,5 @@ def random_log_probs(*shape: int, seed: int = 0, sharpness: float = 1.0) -> Tens
 
 def draws_for(rows: int, temperature: float = 1.0, *, seed: int = 3, place: int = 1) -> Draws:
     """Random numbers for `rows` requests, numbered from 0."""
-    return Draws(
-        seed=seed,
-        requests_B=torch.arange(rows),
-        places_B=torch.full((rows,), place),
-        temperature_B=torch.full((rows,), temperature),
-    )
+    return Draws(seed=seed, requests_B=torch.arange(rows), places_B=torch.full((rows,), place),
+                 temperature_B=torch.full((rows,), temperature))

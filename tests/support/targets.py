@@ -17,11 +17,10 @@ def random_target(layers: int, **gemma: float) -> Target:
     from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
     config_class, model_class = (Gemma2Config, Gemma2ForCausalLM) if gemma else (LlamaConfig, LlamaForCausalLM)
-    config = config_class(
-        vocab_size=len(tiny_tokenizer()), hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, **gemma,
-    )
+    config = config_class(vocab_size=len(tiny_tokenizer()), hidden_size=32, intermediate_size=64,
+                          num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+                          max_position_embeddings=256, initializer_range=0.3, pad_token_id=0, bos_token_id=1,
+                          eos_token_id=2, **gemma)
     torch.manual_seed(1)
     return Target(model_class(config).double().eval(), tiny_tokenizer(), name="random")
 
@@ -47,11 +46,7 @@ def random_adapter(target: Target, modules: tuple[str, ...] = (), rank: int = 3,
 
 
 def six_layers(rows: int = 100) -> Target:
-    """A random Llama of six layers, so that three can be tapped, as wide as `tiny_target` and with its tokenizer.
-
-    Args:
-        rows: of its embedding; those after the tokenizer's tokens stand in no text.
-    """
+    """A random Llama of six layers, so that three can be tapped, as wide as `tiny_target` and with its tokenizer."""
     torch.manual_seed(0)
     return Target(LlamaForCausalLM(LlamaConfig(
         vocab_size=rows, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,

@@ -5,13 +5,11 @@ from typing import Any
 
 from .chats import CORPUS, LLAMA3_WORDS
 
-TOKENS = (
-    "<pad>", "<s>", "</s>", "<eos>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|bot|>", "<|head|>", "<|/head|>",
-    "<|eot|>", "[INST]", "[/INST]", "[TOOLS]", "[/TOOLS]", "[CALLS]", "[RESULTS]", "[/RESULTS]", "<turn>", "</turn>",
-    "<｜User｜>", "<｜Assistant｜>", "<｜end｜>", "[gMASK]", "<|user|>", "<|assistant|>", "<|observation|>",
-    "<|system|>", "<|end|>", "<|role|>", "<|/role|>", "<|text_end|>", "<N10>", "<N11>", "<N12>", "<|start|>",
-    "<|channel|>", "<|message|>", "<|return|>", "<|call|>",
-)
+TOKENS = ("<pad>", "<s>", "</s>", "<eos>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|bot|>", "<|head|>",
+          "<|/head|>", "<|eot|>", "[INST]", "[/INST]", "[TOOLS]", "[/TOOLS]", "[CALLS]", "[RESULTS]", "[/RESULTS]",
+          "<turn>", "</turn>", "<｜User｜>", "<｜Assistant｜>", "<｜end｜>", "[gMASK]", "<|user|>", "<|assistant|>",
+          "<|observation|>", "<|system|>", "<|end|>", "<|role|>", "<|/role|>", "<|text_end|>", "<N10>", "<N11>",
+          "<N12>", "<|start|>", "<|channel|>", "<|message|>", "<|return|>", "<|call|>")
 """Special tokens."""
 PLAIN_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Added tokens that decoding shows."""

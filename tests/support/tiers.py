@@ -23,12 +23,7 @@ guesses are corrected one by one; a target that is trained too; heads that read 
 
 
 def others_long(cases: Iterable[Any], kept: Collection[Any] | None = None) -> list[Any]:
-    """Parameters of a test: those kept, and the others marked as long, the most telling ones first.
-
-    Args:
-        cases: all of them; a tuple that begins with a drafter's case is one of its cases.
-        kept: cases, or drafters' cases; None keeps the most telling drafter's.
-    """
+    """Parameters of a test: those kept, and the others marked as long, the most telling ones first."""
     listed = list(cases)
     kinds = [_kind(case) for case in listed]
 

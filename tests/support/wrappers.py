@@ -31,10 +31,9 @@ def random_wrapper(name: str, **changes: Any) -> Any:
     """The model with random weights, whose towers are there as well, and changes of its text's configuration."""
     kind = CONFIG_MAPPING[name]
     text, pictures = kind().text_config, kind().vision_config
-    config = kind(
-        text_config={"model_type": text.model_type} | _known(text, _TEXT | WRAPPERS[name] | changes),
-        vision_config={"model_type": pictures.model_type} | _known(pictures, _PICTURES),
-        tie_word_embeddings=False, image_token_id=98, image_token_index=98, video_token_id=97)
+    config = kind(text_config={"model_type": text.model_type} | _known(text, _TEXT | WRAPPERS[name] | changes),
+                  vision_config={"model_type": pictures.model_type} | _known(pictures, _PICTURES),
+                  tie_word_embeddings=False, image_token_id=98, image_token_index=98, video_token_id=97)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()

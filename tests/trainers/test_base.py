@@ -69,12 +69,10 @@ def test_a_run_is_not_resumed_with_another_draft_vocabulary(target: Target, tmp_
         fit(module, CycleData(), tmp_path, progress=False)
 
 
-@pytest.mark.parametrize(("objective", "shape"), [
-    ("hard", {}), ("soft", {"output": "copy"}), ("hard", {"vocabulary_size": 20}),
-])
-def test_an_interrupted_run_ends_in_the_same_bits(
-    objective: Any, shape: dict[str, Any], target: Target, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("objective", "shape"),
+                         [("hard", {}), ("soft", {"output": "copy"}), ("hard", {"vocabulary_size": 20})])
+def test_an_interrupted_run_ends_in_the_same_bits(objective: Any, shape: dict[str, Any], target: Target,
+                                                  tmp_path: Path) -> None:
     settings = config(accumulate=3, objective=objective, drafter=MedusaConfig(num_heads=2, **shape))
     _, whole = train(target, tmp_path / "whole", settings)
     # Micro-batch 1: before any checkpoint, amid an accumulation. 13: after the one of step 4, whose interval ends at 6.
@@ -267,9 +265,8 @@ class BlindModule(MedusaModule):
 
 
 @pytest.mark.parametrize(("settings", "passes"), [({}, 0), ({"objective": "soft"}, 3)])
-def test_the_target_runs_in_a_step_only_when_it_is_read(
-    settings: dict[str, Any], passes: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_target_runs_in_a_step_only_when_it_is_read(settings: dict[str, Any], passes: int, target: Target,
+                                                        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[int] = []
     encode = target.encode
     monkeypatch.setattr(target, "encode", lambda features, taps=(): (encoded.append(1), encode(features, taps))[1])
@@ -410,10 +407,8 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) ->
     ({"avx512_bf16": False, "avx512_f": True}, "cpu", "32-true"),
     ({}, "auto", "32-true"),
 ])
-def test_the_machine_chooses_the_arithmetic(
-    instructions: dict[str, bool], accelerator: str, expected: str, monkeypatch: pytest.MonkeyPatch, target: Target,
-    tmp_path: Path
-) -> None:
+def test_the_machine_chooses_the_arithmetic(instructions: dict[str, bool], accelerator: str, expected: str,
+                                            monkeypatch: pytest.MonkeyPatch, target: Target, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)

@@ -63,9 +63,8 @@ def test_the_greatest_accepted_length_wins_and_a_tie_goes_to_the_earlier(
     assert not all(torch.equal(seen[3][name], tensor) for name, tensor in seen[2].items())
 
 
-def test_the_best_so_far_survives_an_interruption(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_so_far_survives_an_interruption(target: Target, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, [1.0, 1.1, 1.4, 1.3])
 
     class Stops(MedusaModule):
@@ -113,9 +112,8 @@ def test_few_held_out_tokens_give_one_warning(target: Target, tmp_path: Path, mo
     assert len([one for one in told if "decodes only" in str(one.message)]) == 1
 
 
-def test_a_run_shows_one_tidy_line(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_shows_one_tidy_line(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                   capfd: pytest.CaptureFixture[str]) -> None:
     scripted(monkeypatch, [1.0, 1.1, 1.4, 1.4, 1.2])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")

@@ -39,9 +39,8 @@ from support.chats import THINKING
 from support.prompt_files import WORDS, contents, many, rows, shards, spoken, write_prompts
 from support.tiers import others_long
 
-SMALL = DistillConfig(
-    shard_prompts=4, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2, test_prompts=1
-)
+SMALL = DistillConfig(shard_prompts=4, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2,
+                      test_prompts=1)
 
 
 def run(target: Target, prompts: PromptConfig, config: DistillConfig, out: Path, **settings: Any) -> Manifest:
@@ -131,9 +130,8 @@ def test_held_out_prompts_and_duplicates_never_train(tmp_path: Path, tiny_target
 
 
 @pytest.mark.long
-def test_the_target_writes_its_own_prompts(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_target_writes_its_own_prompts(tmp_path: Path, tiny_target: Target,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_prompting, "TOP_P", 1.0)
     prompts = PromptConfig(own_max_tokens=150)
     config = replace(SMALL, shard_prompts=8, slots=8, budget_tokens=40)
@@ -426,9 +424,8 @@ class Killed(BaseException):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", others_long(["file", "own", "kinds"], kept=("file",)))
-def test_a_run_killed_at_any_write_ends_in_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
-) -> None:
+def test_a_run_killed_at_any_write_ends_in_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                          source: str) -> None:
     target = base_target() if source == "own" else Target(tiny_model(), tiny_tokenizer(), name="tiny-random")
     monkeypatch.setattr(self_prompting, "TOP_P", 1.0)
     kinds = PromptConfig(own_kinds=("math", "any"), own_max_tokens=100)
@@ -462,9 +459,8 @@ def test_a_run_killed_at_any_write_ends_in_the_same_bytes(
     assert contents(tmp_path / f"killed-{last}") == expected
 
 
-def test_a_resumed_run_redoes_no_finished_shard(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_redoes_no_finished_shard(tmp_path: Path, tiny_target: Target,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, out = write_prompts(tmp_path, many(12)), tmp_path / "out"
     run(tiny_target, prompts, SMALL, out)
     manifest = Manifest.load(out)
@@ -496,9 +492,8 @@ def test_a_resumed_run_redoes_no_finished_shard(
         ({"budget_tokens": 2000, "seed": 1}, r"distill.seed was 0 and is now 1; choose another --out"),
     ],
 )
-def test_changed_settings_are_refused(
-    tmp_path: Path, tiny_target: Target, change: dict[str, Any], message: str
-) -> None:
+def test_changed_settings_are_refused(tmp_path: Path, tiny_target: Target, change: dict[str, Any],
+                                      message: str) -> None:
     prompts, config = write_prompts(tmp_path, many(8)), replace(SMALL, budget_tokens=1000)
     run(tiny_target, prompts, config, tmp_path / "out")
     with pytest.raises(UserError, match=message):
@@ -514,9 +509,8 @@ def test_settings_that_change_no_byte_leave_complete_data_as_they_are(tmp_path: 
 
 
 @pytest.mark.parametrize("limit", [60, None])
-def test_a_higher_limit_adds_answers_to_a_complete_folder(
-    tmp_path: Path, tiny_target: Target, limit: int | None
-) -> None:
+def test_a_higher_limit_adds_answers_to_a_complete_folder(tmp_path: Path, tiny_target: Target,
+                                                          limit: int | None) -> None:
     prompts, out = write_prompts(tmp_path, many(24)), tmp_path / "out"
     few = run(tiny_target, prompts, replace(SMALL, budget_tokens=20), out)
     before = contents(out)
@@ -531,9 +525,8 @@ def test_a_higher_limit_adds_answers_to_a_complete_folder(
     assert run(tiny_target, prompts, replace(SMALL, budget_tokens=limit), out) == more, "it is complete"
 
 
-def test_data_that_may_not_grow_stay_complete(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_that_may_not_grow_stay_complete(tmp_path: Path, tiny_target: Target,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, out, config = write_prompts(tmp_path, many(24)), tmp_path / "out", replace(SMALL, budget_tokens=20)
     run(tiny_target, prompts, config, out)
     before = contents(out)
@@ -565,9 +558,8 @@ def test_growing_data_are_finished_by_the_higher_limit_alone(
     assert contents(few) == expected
 
 
-def test_growth_that_would_add_nothing_is_refused(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growth_that_would_add_nothing_is_refused(tmp_path: Path, tiny_target: Target,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, out = write_prompts(tmp_path, many(24)), tmp_path / "out"
     config = replace(SMALL, budget_tokens=1000, budget_minutes=100.0)
     now, spent, answer, calls = time.monotonic, [0.0], Answerer.answer, []
@@ -683,9 +675,8 @@ def prompts_of(manifest: Manifest) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("origin", others_long(["file", "own"], kept=("file",)))
-def test_minutes_that_are_over_at_once_leave_a_least_share(
-    tmp_path: Path, origin: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_minutes_that_are_over_at_once_leave_a_least_share(tmp_path: Path, origin: str,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """The first batch of train prompts, and four of validation, get the first tokens of their answers."""
     monkeypatch.setattr(answering, "LEAST_TOKENS", 3)
     target = base_target()
@@ -830,9 +821,8 @@ def test_a_folder_whose_minutes_ran_out_while_it_was_killed_goes_on(
         assert min(prompts_of(late)) > 0
 
 
-def test_the_deadline_ends_answers_and_no_pass_follows_it(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_deadline_ends_answers_and_no_pass_follows_it(tmp_path: Path, tiny_target: Target,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(SMALL, shard_prompts=3, max_new_tokens=48, validation_prompts=0, test_prompts=0,
                      budget_minutes=100.0)
     whole = run(tiny_target, write_prompts(tmp_path, many(60)), config, tmp_path / "whole")
@@ -900,9 +890,8 @@ def test_slots_are_kept_busy_and_the_share_is_reported(tmp_path: Path, tiny_targ
     assert stats["seconds"] > stats["answers_seconds"] > 0
 
 
-def test_counts_and_the_warning_about_cut_answers(
-    tmp_path: Path, tiny_target: Target, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_counts_and_the_warning_about_cut_answers(tmp_path: Path, tiny_target: Target,
+                                                  caplog: pytest.LogCaptureFixture) -> None:
     manifest = run(tiny_target, write_prompts(tmp_path, many(9)), replace(SMALL, max_new_tokens=4), tmp_path / "out")
     [first, *_] = manifest.split("train")
     assert (first.prompts, first.rows, first.answers) == (4, 4, 4)
@@ -1012,9 +1001,8 @@ def kill() -> None:
         (PromptConfig(limit=2), SMALL, "usable prompts among the first 2, but 3 are to be held out"),
     ],
 )
-def test_recipes_that_cannot_work_are_refused(
-    tmp_path: Path, tiny_target: Target, prompts: PromptConfig, config: DistillConfig, message: str
-) -> None:
+def test_recipes_that_cannot_work_are_refused(tmp_path: Path, tiny_target: Target, prompts: PromptConfig,
+                                              config: DistillConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
         run(tiny_target, prompts, config, tmp_path / "out")
 

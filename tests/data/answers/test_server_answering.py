@@ -65,9 +65,8 @@ def without_end(response: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", some_long(PATHS, 9, 1))
 @pytest.mark.parametrize("workers", some_long([None, 2], 2))
-def test_the_data_are_those_of_the_target_itself(
-    tmp_path: Path, tiny_target: Target, path: str, workers: int | None
-) -> None:
+def test_the_data_are_those_of_the_target_itself(tmp_path: Path, tiny_target: Target, path: str,
+                                                 workers: int | None) -> None:
     prompts, states = write_prompts(tmp_path, many(16)), [WantedStates(taps=(1,))]
     own = run(tiny_target, prompts, replace(SMALL, workers=workers), tmp_path / "own", states=states)
     with serving(Server(tiny_target)) as server:
@@ -116,9 +115,8 @@ def test_a_server_that_fails_now_and_then_is_asked_again(tmp_path: Path, tiny_ta
         assert run(tiny_target, write_prompts(tmp_path, many(9)), config, tmp_path / "out").complete
 
 
-def test_differences_within_rounding_are_reported(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_differences_within_rounding_are_reported(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch,
+                                                  caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(engine_answering, "STEPS", 1e9)
     with serving(Server(other_target())) as server, caplog.at_level(logging.WARNING):
         run(tiny_target, write_prompts(tmp_path, many(9)), asking(server), tmp_path / "out")

@@ -323,9 +323,8 @@ def test_a_queue_is_cleared_when_its_data_are_complete_and_no_process_is_there(
     assert (out / LOCKS).stat().st_ino == locks_file, "processes that opened it before would lock another file"
 
 
-def test_the_progress_counts_what_others_have_finished(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_progress_counts_what_others_have_finished(tmp_path: Path, tiny_target: Target,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     advanced: list[tuple[str, int]] = []
     config, out = replace(SMALL, budget_tokens=500), tmp_path / "out"
     task = DistillTask(target=tiny_target, train_target=tiny_target, prompts=write_prompts(tmp_path, many(30)),
@@ -450,9 +449,8 @@ def test_data_whose_time_was_up_grow_to_the_bytes_of_data_made_at_once(
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_a_target_without_usable_prompts_is_refused(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_without_usable_prompts_is_refused(tmp_path: Path, tiny_target: Target,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OwnPrompts, "_text", lambda *_: "")
     config = replace(SMALL, shard_prompts=BARREN_CANDIDATES, slots=BARREN_CANDIDATES, validation_prompts=0,
                      test_prompts=0, budget_tokens=9)
@@ -526,9 +524,7 @@ def test_a_lock_that_fails_where_there_are_locks_is_named(tmp_path: Path, monkey
 
 
 @pytest.mark.filterwarnings("ignore:this disk has no locks")
-def test_several_processes_on_a_disk_without_locks_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_on_a_disk_without_locks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_locks(monkeypatch, errno.EOPNOTSUPP)
     with leading(tmp_path) as leads:
         assert leads
@@ -537,9 +533,8 @@ def test_several_processes_on_a_disk_without_locks_are_refused(
         leading(tmp_path).__enter__()
 
 
-def test_one_process_on_a_disk_without_locks_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_target: Target
-) -> None:
+def test_one_process_on_a_disk_without_locks_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     tiny_target: Target) -> None:
     file = write_prompts(tmp_path, many(8))
     make(tiny_target, file, SMALL, tmp_path / "usual")
     without_locks(monkeypatch, errno.ENOLCK)

@@ -37,9 +37,8 @@ def draft(target: Target, digest: str = "d1", seed: int = 3) -> Writer:
     return Writer.of(drafter.eval(), digest)
 
 
-def make(
-    target: Target, prompts: PromptConfig, config: DistillConfig, out: Path, writer: Writer | None = None
-) -> Manifest:
+def make(target: Target, prompts: PromptConfig, config: DistillConfig, out: Path,
+         writer: Writer | None = None) -> Manifest:
     return distill(target, prompts, config, ChatTemplate(target.tokenizer), out, writer=writer, progress=False)
 
 
@@ -146,9 +145,8 @@ def test_a_hard_objective_is_refused_on_a_drafts_words(tiny_target: Target) -> N
 # Given text -----------------------------------------------------------------------------------------------------------
 
 
-def test_documents_are_learnt_whole_in_pieces(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_are_learnt_whole_in_pieces(tmp_path: Path, tiny_target: Target,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_writers, "DOCUMENT_TOKENS", 100)
     texts = [SEA * 9 + str(number) for number in range(5)]
     prompts = write_prompts(tmp_path, [{"text": text} for text in texts])
@@ -186,9 +184,8 @@ def test_of_a_held_out_document_the_target_continues_the_beginning(tmp_path: Pat
     (many(8), {"answered_by": "text"}, "has no answer of its own; .* distill.answered_by: target"),
     (many(30), {"answered_by": {"target": 0.5, "text": 0.5}}, "has no answer of its own"),
 ])
-def test_prompts_that_do_not_fit_the_source(
-    lines: list[dict[str, Any]], settings: dict[str, Any], message: str, tmp_path: Path, tiny_target: Target
-) -> None:
+def test_prompts_that_do_not_fit_the_source(lines: list[dict[str, Any]], settings: dict[str, Any], message: str,
+                                            tmp_path: Path, tiny_target: Target) -> None:
     with pytest.raises(UserError, match=message):
         make(tiny_target, write_prompts(tmp_path, lines), replace(SMALL, **settings), tmp_path / "out")
 
@@ -201,9 +198,8 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_killed_mix_ends_in_the_same_bytes(
-    at: int, tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_mix_ends_in_the_same_bytes(at: int, tmp_path: Path, tiny_target: Target,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, config = write_prompts(tmp_path, answered(26)), replace(SMALL, answered_by=MIX, **DRAFT)
     manifest = make(tiny_target, prompts, config, tmp_path / "peace", draft(tiny_target))
     found = rows(tmp_path / "peace")
@@ -246,9 +242,8 @@ def test_the_manifest_hangs_on_sources_shares_and_the_artifact(tmp_path: Path, t
     assert moved == Manifest.load(tmp_path / "4"), "the folder's name is no part of it"
 
 
-def test_texts_that_are_all_refused_end_no_mix(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_that_are_all_refused_end_no_mix(tmp_path: Path, tiny_target: Target,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
     """They are skipped like rows that cannot be read, where so many are allowed."""
     def refuse(*_given: object) -> None:
         raise UserError("this conversation cannot be rendered")

@@ -237,17 +237,9 @@ class Recorder(lightning.LightningModule):  # type: ignore[misc]
 
 def fit(folder: Path, out: Path, steps: int, checkpoint: Path | None = None) -> Recorder:
     module = Recorder()
-    trainer = lightning.Trainer(
-        max_steps=steps,
-        accumulate_grad_batches=2,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=out,
-    )
+    trainer = lightning.Trainer(max_steps=steps, accumulate_grad_batches=2, accelerator="cpu", logger=False,
+                                enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
+                                use_distributed_sampler=False, default_root_dir=out)
     trainer.fit(module, datamodule=DraftDataModule(folder, CONFIG), ckpt_path=checkpoint, weights_only=False)
     trainer.save_checkpoint(out / f"step-{steps}.ckpt")
     return module

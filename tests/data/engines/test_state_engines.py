@@ -84,9 +84,8 @@ def test_vllm_gives_the_targets_states(data: Path, tiny_target: Target, tmp_path
     require_own_states(tiny_target, data, tmp_path)
 
 
-def test_a_run_that_is_killed_at_any_write_loses_no_shard(
-    data: Path, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_killed_at_any_write_loses_no_shard(data: Path, tiny_target: Target, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     replace, moves, fatal = Path.replace, 0, 0
 
     def killed(self: Path, to: Path) -> Path:
@@ -155,8 +154,7 @@ WRONG: dict[str, tuple[Callable[[States], States], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_states_are_refused(data: Path, tiny_target: Target, tmp_path: Path, name: str) -> None:
     change, message = WRONG[name]
-    with (working(tmp_path / "engine", change),
-          pytest.raises(UserError, match=message)):
+    with (working(tmp_path / "engine", change), pytest.raises(UserError, match=message)):
         stored(tiny_target, data, str(tmp_path / "engine"))
     assert not list(data.glob("final-*")), "nothing is stored"
 
@@ -197,9 +195,8 @@ def test_states_before_the_last_norm_are_named(data: Path, tiny_target: Target, 
         probe(engine, Encoding(tiny_target, data, (1,), read=engine))
 
 
-def test_the_targets_own_states_of_the_trial_are_kept(
-    data: Path, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_targets_own_states_of_the_trial_are_kept(data: Path, tiny_target: Target, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     with working(tmp_path / "engine", seed=1), pytest.raises(UserError, match="does not give the target's states"):
         stored(tiny_target, data, str(tmp_path / "engine"))
     monkeypatch.setattr(state_probe, "read_rows", None)

@@ -226,19 +226,16 @@ def test_an_answer_that_cannot_be_had_exactly_is_refused(source: str, messages: 
         turns_of(template_of(source), messages)
 
 
-TEXTS = st.text(
-    st.sampled_from("ab the\n .?é漢1") | st.characters(codec="utf-8", exclude_categories=("Cs",)),
-    min_size=1, max_size=12,
-).filter(str.strip)
+TEXTS = st.text(st.sampled_from("ab the\n .?é漢1") | st.characters(codec="utf-8", exclude_categories=("Cs",)),
+                min_size=1, max_size=12).filter(str.strip)
 
 
 @pytest.mark.parametrize("source", [one for one in ENDS if one not in (
     shapes.SHOUTING, shapes.REWRITING, shapes.ANSWERS_CLOSED)])
 @settings(max_examples=15)
 @given(texts=st.lists(st.tuples(TEXTS, TEXTS, st.none() | TEXTS), min_size=1, max_size=3))
-def test_each_answer_follows_the_prompt_of_decoding(
-    source: str | None, texts: list[tuple[str, str, str | None]]
-) -> None:
+def test_each_answer_follows_the_prompt_of_decoding(source: str | None,
+                                                    texts: list[tuple[str, str, str | None]]) -> None:
     template, messages = template_of(source), list[Message]()
     for asked, words, thought in texts:
         answer = {"role": "assistant", "content": words}

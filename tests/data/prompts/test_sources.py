@@ -19,9 +19,8 @@ from support.prompt_files import spoken
 
 def write_lines(folder: Path, *rows: Any) -> Path:
     file = folder / "prompts.jsonl"
-    file.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
-    )
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows),
+                    encoding="utf-8")
     return file
 
 
@@ -299,9 +298,8 @@ def test_each_prompt_is_written_after_the_system_prompt_of_its_kind(
 
 
 @pytest.mark.usefixtures("all_tokens")
-def test_the_target_goes_on_from_the_opening_of_a_kind(
-    tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_target_goes_on_from_the_opening_of_a_kind(tiny_target_f64: Target,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     written, kinds = dict[int, tuple[str, str]](), ("coding", "any", "summary")
 
     def watched(target: Target, requests: list[Request], settings: Any, **more: Any) -> Any:
@@ -331,9 +329,7 @@ SILENT = CHATML.replace("{% for message in messages %}", "{% for message in mess
     (SILENT, {"own_kinds": ("any", "math")}, r"own_kinds asks for math by a system prompt, .* does not show; leave"),
     (None, {"own_kinds": ("any",)}, r"own_kinds without .*own_openings needs a chat template, .* set prompts\.own"),
 ])
-def test_a_template_that_cannot_show_kinds_is_refused(
-    template: str | None, fields: dict[str, Any], told: str
-) -> None:
+def test_a_template_that_cannot_show_kinds_is_refused(template: str | None, fields: dict[str, Any], told: str) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=told):

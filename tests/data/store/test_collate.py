@@ -12,13 +12,9 @@ from hypothesis import strategies as st
 def piece(length: int, seed: int = 0, first: int = 0, states: bool = False) -> Piece:
     generator = torch.Generator().manual_seed(1000 * length + seed)
     final_ND = torch.randn(length, 3, generator=generator)
-    return Piece(
-        tokens_N=torch.randint(4, 90, (length,), generator=generator, dtype=torch.int32),
-        supervised_N=torch.rand(length, generator=generator) < 0.5,
-        first=first,
-        final=StateSlice(final_ND) if states else None,
-        taps={2: StateSlice(final_ND * 2)} if states else {},
-    )
+    return Piece(tokens_N=torch.randint(4, 90, (length,), generator=generator, dtype=torch.int32),
+                 supervised_N=torch.rand(length, generator=generator) < 0.5, first=first,
+                 final=StateSlice(final_ND) if states else None, taps={2: StateSlice(final_ND * 2)} if states else {})
 
 
 @given(lengths=st.lists(st.integers(1, 40), max_size=60), row_length=st.integers(40, 90))

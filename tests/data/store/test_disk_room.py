@@ -43,9 +43,8 @@ def test_answers_are_not_written_for_which_the_states_have_no_room(
     assert not (tmp_path / "data").exists()
 
 
-def test_data_do_not_grow_for_which_the_states_have_no_room(
-    copied_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_do_not_grow_for_which_the_states_have_no_room(copied_run: Path, monkeypatch: pytest.MonkeyPatch,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(copied_run / "train")
     before = Manifest.load(copied_run / "data")
     missing = 1600 - before.total("train", "supervised")

@@ -68,9 +68,8 @@ def test_two_recipes_that_store_states_of_the_same_data_at_once_keep_each_others
     assert not Encoding(tiny_target, tokens, TAPS).missing
 
 
-def test_states_in_work_are_no_leftovers_of_another_recipe(
-    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_in_work_are_no_leftovers_of_another_recipe(tokens: Path, tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """One process stores states of these data while another starts in their run, and while one clears their queue."""
     written, removed, save = tmp_path / "written", tmp_path / "removed", token_store.save_file
 

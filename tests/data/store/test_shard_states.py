@@ -32,17 +32,14 @@ from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokeni
 from support.chats import THINKING
 from support.prompt_files import WORDS, contents, many, write_prompts
 
-SMALL = DistillConfig(
-    shard_prompts=4, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2, test_prompts=1
-)
+SMALL = DistillConfig(shard_prompts=4, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2,
+                      test_prompts=1)
 BOTH = (WantedStates(taps=(1,)), WantedStates(taps=(0,)))
 """Two trainings that read different layers."""
 
 
-def run(
-    target: Target, prompts: PromptConfig, config: DistillConfig, out: Path,
-    states: Sequence[WantedStates] = BOTH, writer: Writer | None = None,
-) -> Manifest:
+def run(target: Target, prompts: PromptConfig, config: DistillConfig, out: Path, states: Sequence[WantedStates] = BOTH,
+        writer: Writer | None = None) -> Manifest:
     template = ChatTemplate(target.tokenizer)
     return distill(target, prompts, config, template, out, states=states, writer=writer, progress=False)
 
@@ -83,9 +80,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_decoded_rows_have_the_states_of_the_second_pass(
-    tmp_path: Path, tiny_target_f64: Target, read: list[int]
-) -> None:
+def test_decoded_rows_have_the_states_of_the_second_pass(tmp_path: Path, tiny_target_f64: Target,
+                                                         read: list[int]) -> None:
     target = tiny_target_f64
     run(target, write_prompts(tmp_path, many(12)), SMALL, tmp_path / "file")
     run(target, PromptConfig(), replace(SMALL, budget_tokens=24), tmp_path / "own")
@@ -172,9 +168,8 @@ class Killed(BaseException):
 
 @pytest.mark.long
 @pytest.mark.parametrize("source", ["mix", "target"])
-def test_a_run_killed_at_any_write_ends_in_the_same_bytes(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_at_any_write_ends_in_the_same_bytes(source: str, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     target, prompts = Target(tiny_model(), tiny_tokenizer(), name="tiny-random"), mixed_prompts(tmp_path, 9)
     config, writer = replace(SMALL, shard_prompts=3, max_new_tokens=4), None
     if source == "mix":

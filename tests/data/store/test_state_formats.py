@@ -133,9 +133,8 @@ def test_files_hold_what_was_predicted_and_slices_are_those_of_the_whole(
 
 
 @pytest.mark.parametrize(("name", "bound"), [(None, 1e-6), ("int8", 0.005), ("fp8", 0.02)])
-def test_the_loss_on_stored_states_is_that_on_computed_ones(
-    name: str | None, bound: float, folder: Path, tiny_target: Target
-) -> None:
+def test_the_loss_on_stored_states_is_that_on_computed_ones(name: str | None, bound: float, folder: Path,
+                                                            tiny_target: Target) -> None:
     """Relative to the loss, of EAGLE-3 on taps with the target as teacher; the gradient likewise. States in the
     target's own format differ by the rounding of passes of another shape."""
     encode(tiny_target, folder, TAPS, form=name)

@@ -86,9 +86,8 @@ def test_an_empty_shard_is_a_shard(tmp_path: Path) -> None:
     assert TokenShard.read(tmp_path / "shard").num_rows == 0
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda data: data[:-1], lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda _: b""]
-)
+@pytest.mark.parametrize("damage",
+                         [lambda data: data[:-1], lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda _: b""])
 def test_a_damaged_shard_is_named(tmp_path: Path, damage: object) -> None:
     data = TokenShard.from_rows(ROWS, [1]).to_bytes()
     file = tmp_path / "train-00000.safetensors"
@@ -100,16 +99,11 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: object) -> None:
 
 
 def test_a_manifest_is_read_back_and_its_bytes_are_its_content(tmp_path: Path, tiny_target: Target) -> None:
-    manifest = Manifest(
-        target=tiny_target.identity,
-        template_hash="t",
-        recipe={"prompts": {"origin": "own"}, "distill": {"seed": 0}},
-        versions={"torch": "2"},
-        candidates=4,
-        shards=(record(), record(split="validation", file="validation-00000.safetensors")),
-        held_out=HeldOut(file="test.jsonl", sha256="1", prompts=2),
-        complete=True,
-    )
+    manifest = Manifest(target=tiny_target.identity, template_hash="t",
+                        recipe={"prompts": {"origin": "own"}, "distill": {"seed": 0}}, versions={"torch": "2"},
+                        candidates=4,
+                        shards=(record(), record(split="validation", file="validation-00000.safetensors")),
+                        held_out=HeldOut(file="test.jsonl", sha256="1", prompts=2), complete=True)
     manifest.save(tmp_path)
     assert Manifest.load(tmp_path) == manifest
     assert Manifest.load(tmp_path).hash == manifest.hash != replace(manifest, template_hash="u").hash

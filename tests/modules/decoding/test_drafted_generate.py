@@ -129,9 +129,7 @@ def test_end_tokens_of_the_call_end_the_answer(artifact: Artifact) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1, 4, 9])
-def test_stop_texts_end_answers_as_by_generate(
-    artifact: Artifact, place: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_texts_end_answers_as_by_generate(artifact: Artifact, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever a text begins: one may begin in the prompt, and one that stands in the prompt alone ends nothing."""
     tokenizer, whole = artifact.target.tokenizer, native(artifact, PROMPT, max_new_tokens=20)[0].tolist()
     texts = [tokenizer.decode(whole[first : 5 + place]) for first in range(4 + place, 0, -1)]

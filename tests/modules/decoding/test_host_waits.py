@@ -83,9 +83,8 @@ def check(waits: Waits, looks: int = 0) -> None:
 
 @pytest.mark.parametrize(("settings", "temperatures"), [({}, (0.0,)), ({}, (0.8,)), ({}, MIXED), (FILTERED, MIXED)],
                          ids=["greedy", "sampled", "mixed", "filtered"])
-def test_a_pass_without_a_draft_waits_once(
-    tiny_target: Target, settings: dict[str, Any], temperatures: tuple[float, ...]
-) -> None:
+def test_a_pass_without_a_draft_waits_once(tiny_target: Target, settings: dict[str, Any],
+                                           temperatures: tuple[float, ...]) -> None:
     check(steady(tiny_target, plain, temperatures, **settings))
 
 
@@ -113,9 +112,8 @@ def test_a_pass_of_every_baseline_waits_once(tiny_target: Target, name: str) -> 
 
 @pytest.mark.parametrize(("name", "temperatures"), [("medusa", GREEDY), ("eagle3", MIXED)])
 @pytest.mark.parametrize("policy", some_long(EVERY, 3), ids=lambda policy: type(policy).__name__)
-def test_a_pass_of_every_policy_waits_once(
-    tiny_target: Target, name: str, policy: Policy, temperatures: tuple[float, ...]
-) -> None:
+def test_a_pass_of_every_policy_waits_once(tiny_target: Target, name: str, policy: Policy,
+                                           temperatures: tuple[float, ...]) -> None:
     check(steady(tiny_target, drafted(name, policy), temperatures))
 
 
@@ -132,9 +130,7 @@ def test_a_lossy_rule_waits_once(tiny_target: Target) -> None:
 @pytest.mark.parametrize(("stop", "every"), [(MaxProbability(1e-9), 0), (MaxProbability(1e-9), 1),
                                              (EarlyExit(1e-9), 1), (PathProbability(1e-9), 2)],
                          ids=lambda given: given if isinstance(given, int) else type(given).__name__)
-def test_a_chain_that_stops_waits_between_its_steps_alone(
-    tiny_target: Target, stop: StoppingRule, every: int
-) -> None:
+def test_a_chain_that_stops_waits_between_its_steps_alone(tiny_target: Target, stop: StoppingRule, every: int) -> None:
     """A look after each step is what leaves out the steps after it; without looks nothing waits."""
     looks = [place for place in range(1, 4) if every and place % every == 0]
 

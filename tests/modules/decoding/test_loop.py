@@ -44,13 +44,8 @@ def test_chunked_prompts_change_nothing(tiny_target_f64: Target, chunk: int) -> 
     whole = decode(tiny_target_f64, requests, DecodeSettings(ignore_eos=True))
     texts = [[*generation.request.tokens, *generation.tokens] for generation in whole.generations]
     drafter = ScriptedDrafter(tiny_target_f64.vocab_size, texts, "oracle")
-    chunked = decode(
-        tiny_target_f64,
-        requests,
-        DecodeSettings(batch_size=3, prefill_chunk=chunk, ignore_eos=True),
-        drafter=drafter,
-        policy=Chain(3),
-    )
+    chunked = decode(tiny_target_f64, requests, DecodeSettings(batch_size=3, prefill_chunk=chunk, ignore_eos=True),
+                     drafter=drafter, policy=Chain(3))
     assert [g.tokens for g in chunked.generations] == [g.tokens for g in whole.generations]
     # The oracle knows a row only by what it observed: whole acceptance proves that prompts arrive unbroken.
     assert chunked.accepted_length == 4
@@ -85,13 +80,7 @@ def test_nothing_is_started_after_the_deadline(tiny_target: Target, monkeypatch:
     def slow(_generation: Generation, _tokens: list[int], _done: bool) -> None:
         now[0] += 0.01
 
-    part = decode(
-        tiny_target,
-        requests,
-        DecodeSettings(batch_size=2, ignore_eos=True),
-        on_tokens=slow,
-        deadline=0.05,
-    )
+    part = decode(tiny_target, requests, DecodeSettings(batch_size=2, ignore_eos=True), on_tokens=slow, deadline=0.05)
     assert 2 <= len(part.generations) < 6
     assert all(len(g.tokens) == g.request.max_new_tokens for g in part.generations)
 

@@ -69,13 +69,8 @@ def test_greedy_output_is_the_targets_own_in_float64(tiny_target_f64: Target, mo
     texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
     for size in (2, 5, 9, 17):
         drafter = ScriptedDrafter(target.vocab_size, texts, mode)
-        result = decode(
-            target,
-            requests,
-            DecodeSettings(batch_size=rng.choice([1, 3, 5]), ignore_eos=True),
-            drafter=drafter,
-            policy=StaticTree(random_topology(rng, size)),
-        )
+        result = decode(target, requests, DecodeSettings(batch_size=rng.choice([1, 3, 5]), ignore_eos=True),
+                        drafter=drafter, policy=StaticTree(random_topology(rng, size)))
         assert [generation.tokens for generation in result.generations] == expected
         if mode == "wrong":
             assert result.accepted_length == 1.0
@@ -117,9 +112,8 @@ def test_repetition_penalty_of_half_precision_logits_is_applied_in_float32(dtype
         chosen_B, _ = verifier.first_tokens([0], torch.tensor([0]), logits_V[None, None])
         wanted = processor(prompt[None], logits_V[None].float()).argmax(-1)
         assert chosen_B.tolist() == wanted.tolist()
-        accepted, _ = verifier.verify(
-            Topology.chain(0).plant(chosen_B[:, None]), logits_V[None, None], torch.zeros(1, dtype=torch.long)
-        )
+        accepted, _ = verifier.verify(Topology.chain(0).plant(chosen_B[:, None]), logits_V[None, None],
+                                      torch.zeros(1, dtype=torch.long))
         read_1L = torch.cat([prompt, chosen_B])[None]
         assert accepted.bonus_B.tolist() == processor(read_1L, logits_V[None].float()).argmax(-1).tolist()
         changed += int(processor(prompt[None], logits_V[None]).argmax(-1)) != int(wanted)
@@ -168,20 +162,14 @@ def test_every_policy_is_lossless_when_greedy(tiny_target_f64: Target, name: str
 @pytest.mark.parametrize(("name", "temperature"), some_long([
     ("recycling", 0.0), ("recycling", 0.9), ("prompt_lookup", 0.0), ("prompt_lookup", 0.9), ("ngrams", 0.0),
     ("layer_skip", 0.9)], 9))
-def test_every_policy_serves_drafters_that_name_candidates(
-    tiny_target_f64: Target, name: str, temperature: float
-) -> None:
+def test_every_policy_serves_drafters_that_name_candidates(tiny_target_f64: Target, name: str,
+                                                           temperature: float) -> None:
     """Few guesses, other ones at every node, sometimes none: greedy output is the target's, and no batch matters."""
     target = tiny_target_f64
     requests = requests_for(target, 4, 16, temperature)
     plain = [g.tokens for g in decode(target, requests, DecodeSettings(ignore_eos=True)).generations]
-    policies = (
-        Eagle2Tree(8, 3, 3),
-        DySpecTree(8, 3, 3),
-        branching(2, 1, 1),
-        StoppedChain(4, EarlyExit(0.5)),
-        SampledChain(3, PathProbability(0.05)),
-    )
+    policies = (Eagle2Tree(8, 3, 3), DySpecTree(8, 3, 3), branching(2, 1, 1), StoppedChain(4, EarlyExit(0.5)),
+                SampledChain(3, PathProbability(0.05)))
     for policy in policies:
         runs = [
             decode(
@@ -234,13 +222,9 @@ def test_thousands_of_tokens_through_random_trees(tiny_target_f64: Target) -> No
     expected = [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
     texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
     assert sum(map(len, expected)) > 2500
-    result = decode(
-        target,
-        requests,
-        DecodeSettings(batch_size=8, ignore_eos=True),
-        drafter=ScriptedDrafter(target.vocab_size, texts, "mixed"),
-        policy=StaticTree(random_topology(rng, 12)),
-    )
+    result = decode(target, requests, DecodeSettings(batch_size=8, ignore_eos=True),
+                    drafter=ScriptedDrafter(target.vocab_size, texts, "mixed"),
+                    policy=StaticTree(random_topology(rng, 12)))
     assert [generation.tokens for generation in result.generations] == expected
     assert 1.0 < result.accepted_length < 4.0
 
@@ -250,9 +234,8 @@ def test_oracle_chain_is_accepted_whole(tiny_target_f64: Target) -> None:
     answer = native_greedy(target, request.tokens, 61)
     request = Request(request.tokens, 0, 61)
     drafter = ScriptedDrafter(target.vocab_size, [[*request.tokens, *answer]], "oracle")
-    generation = decode(
-        target, [request], DecodeSettings(ignore_eos=True), drafter=drafter, policy=Chain(4)
-    ).generations[0]
+    generation = decode(target, [request], DecodeSettings(ignore_eos=True), drafter=drafter,
+                        policy=Chain(4)).generations[0]
     # The first token comes from the prompt's pass; sixty more in passes of 4 accepted + 1 bonus.
     assert generation.tokens == answer
     assert generation.emitted == [5] * 12
@@ -264,13 +247,8 @@ def test_batches_equal_rows_alone_and_share_passes(tiny_target_f64: Target, size
     requests = requests_for(target, 8, 30)
     alone = [decode(target, [request], DecodeSettings(ignore_eos=True)).generations[0].tokens for request in requests]
     texts = [[*request.tokens, *answer] for request, answer in zip(requests, alone, strict=True)]
-    result = decode(
-        target,
-        requests,
-        DecodeSettings(batch_size=size, ignore_eos=True),
-        drafter=ScriptedDrafter(target.vocab_size, texts, "mixed"),
-        policy=Chain(3),
-    )
+    result = decode(target, requests, DecodeSettings(batch_size=size, ignore_eos=True),
+                    drafter=ScriptedDrafter(target.vocab_size, texts, "mixed"), policy=Chain(3))
     assert [generation.tokens for generation in result.generations] == alone
     if size == 8:
         assert result.stats.target_calls == max(generation.passes for generation in result.generations)
@@ -286,9 +264,8 @@ def test_end_token_inside_an_accepted_block(tiny_target_f64: Target) -> None:
     model.generation_config.eos_token_id = ending
     target = Target(model, target.tokenizer, name="ending")
     drafter = ScriptedDrafter(target.vocab_size, [[*prompt, *free]], "oracle")
-    generation = decode(
-        target, [Request(prompt, 0, 40)], DecodeSettings(), drafter=drafter, policy=Chain(4)
-    ).generations[0]
+    generation = decode(target, [Request(prompt, 0, 40)], DecodeSettings(), drafter=drafter,
+                        policy=Chain(4)).generations[0]
     assert generation.tokens == native_greedy(target, prompt, 40, eos=True)
     assert generation.tokens[-1] == ending
     assert generation.finish == "eos"
@@ -300,18 +277,12 @@ def test_stop_text_and_length_inside_an_accepted_block(tiny_target_f64: Target) 
     free = native_greedy(target, prompt, 40)
     drafter = ScriptedDrafter(target.vocab_size, [[*prompt, *free]], "oracle")
     for limit in range(1, 14):
-        result = decode(
-            target, [Request(prompt, 0, limit)], DecodeSettings(ignore_eos=True), drafter=drafter, policy=Chain(4)
-        )
+        result = decode(target, [Request(prompt, 0, limit)], DecodeSettings(ignore_eos=True), drafter=drafter,
+                        policy=Chain(4))
         assert result.generations[0].tokens == free[:limit]
     stop = target.tokenizer.decode(free[5:8])
-    generation = decode(
-        target,
-        [Request(prompt, 0, 40)],
-        DecodeSettings(ignore_eos=True, stop=(stop,)),
-        drafter=drafter,
-        policy=Chain(4),
-    ).generations[0]
+    generation = decode(target, [Request(prompt, 0, 40)], DecodeSettings(ignore_eos=True, stop=(stop,)),
+                        drafter=drafter, policy=Chain(4)).generations[0]
     assert generation.finish == "stop"
     text = target.tokenizer.decode(generation.tokens)
     assert stop in text
@@ -319,9 +290,8 @@ def test_stop_text_and_length_inside_an_accepted_block(tiny_target_f64: Target) 
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), some_long([(0.7, 8, 0.9), (1.0, 0, 1.0), (1.3, 0, 0.8)], 3))
-def test_sampled_output_does_not_depend_on_drafter_or_batch(
-    tiny_target_f64: Target, temperature: float, top_k: int, top_p: float
-) -> None:
+def test_sampled_output_does_not_depend_on_drafter_or_batch(tiny_target_f64: Target, temperature: float, top_k: int,
+                                                            top_p: float) -> None:
     target, rng = tiny_target_f64, random.Random(5)
     requests = requests_for(target, 6, 40, temperature)
     settings = DecodeSettings(top_k=top_k, top_p=top_p, ignore_eos=True, seed=11)
@@ -329,13 +299,8 @@ def test_sampled_output_does_not_depend_on_drafter_or_batch(
     texts = [[*request.tokens, *answer] for request, answer in zip(requests, plain, strict=True)]
     for mode, batch_size in (("random", 1), ("mixed", 4), ("oracle", 6)):
         batched = DecodeSettings(top_k=top_k, top_p=top_p, ignore_eos=True, seed=11, batch_size=batch_size)
-        result = decode(
-            target,
-            requests,
-            batched,
-            drafter=ScriptedDrafter(target.vocab_size, texts, mode),
-            policy=StaticTree(random_topology(rng, 8)),
-        )
+        result = decode(target, requests, batched, drafter=ScriptedDrafter(target.vocab_size, texts, mode),
+                        policy=StaticTree(random_topology(rng, 8)))
         assert [generation.tokens for generation in result.generations] == plain
     other = decode(target, requests, DecodeSettings(top_k=top_k, top_p=top_p, ignore_eos=True, seed=12))
     assert [generation.tokens for generation in other.generations] != plain
@@ -359,9 +324,8 @@ def sampled_counts(target: Target, drafter: TargetDrafter, draws: int) -> Counte
     """Counts of the emitted triples of tokens; the second and third come from a drafted tree."""
     requests = [Request(PROMPT, index, 3, TEMPERATURE) for index in range(draws)]
     policy = StaticTree(Topology((-1, 0, 0, 0, 1, 1, 2), (0, 0, 1, 2, 0, 1, 0)))
-    result = decode(
-        target, requests, DecodeSettings(batch_size=256, top_k=TOP_K, ignore_eos=True), drafter=drafter, policy=policy
-    )
+    result = decode(target, requests, DecodeSettings(batch_size=256, top_k=TOP_K, ignore_eos=True), drafter=drafter,
+                    policy=policy)
     assert result.accepted_length > 1.3
     return Counter(tuple(generation.tokens) for generation in result.generations)
 
@@ -414,12 +378,10 @@ def choose_again(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "wrong"), [("follow", accept_any_likely_child), ("choose", choose_untempered), ("choose", choose_again)]
-)
-def test_g_test_rejects_deliberately_wrong_rules(
-    tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., object]
-) -> None:
+@pytest.mark.parametrize(("name", "wrong"),
+                         [("follow", accept_any_likely_child), ("choose", choose_untempered), ("choose", choose_again)])
+def test_g_test_rejects_deliberately_wrong_rules(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, name: str,
+                                                 wrong: Callable[..., object]) -> None:
     drafter = TargetDrafter(tiny_target_f64)
     exact = exact_distribution(drafter)
     monkeypatch.setattr(rules, name, wrong)

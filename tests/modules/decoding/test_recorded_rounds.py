@@ -117,11 +117,7 @@ def both(target: Target, way: Way, records: Records, temperatures: Sequence[floa
 
 
 def check(found: tuple[DecodeResult, DecodeResult], records: Records, shapes: int = 3) -> None:
-    """Equal answers, whose rounds are replayed but for the very first one and the first one of each shape.
-
-    Args:
-        shapes: most combinations of numbers of rows and cache slots.
-    """
+    """Equal answers, whose rounds are replayed but for the very first one and the first one of each shape."""
     computed, replayed = found
     assert [one.tokens for one in replayed.generations] == [one.tokens for one in computed.generations]
     assert replayed.stats.graph_refusal == ""
@@ -129,9 +125,8 @@ def check(found: tuple[DecodeResult, DecodeResult], records: Records, shapes: in
 
 
 @pytest.mark.parametrize("name", others_long(DRAFTING))
-def test_replayed_rounds_decode_the_same_with_every_family(
-    tiny_target_f64: Target, name: str, records: Records
-) -> None:
+def test_replayed_rounds_decode_the_same_with_every_family(tiny_target_f64: Target, name: str,
+                                                           records: Records) -> None:
     check(both(CASES[name].verifier(tiny_target_f64), drafted(name, StaticTree(WIDE)), records), records)
 
 
@@ -142,9 +137,8 @@ def test_replayed_rounds_sample_the_same(tiny_target_f64: Target, name: str, rec
 
 
 @pytest.mark.parametrize("policy", some_long(EVERY, 3, 1), ids=lambda policy: type(policy).__name__)
-def test_replayed_rounds_decode_the_same_with_every_policy(
-    tiny_target_f64: Target, policy: Policy, records: Records
-) -> None:
+def test_replayed_rounds_decode_the_same_with_every_policy(tiny_target_f64: Target, policy: Policy,
+                                                           records: Records) -> None:
     check(both(tiny_target_f64, drafted("eagle3", policy), records, MIXED, repetition_penalty=1.2), records)
 
 
@@ -173,9 +167,8 @@ def test_replayed_rounds_decode_the_same_in_windows(records: Records) -> None:
 
 
 @pytest.mark.long
-def test_rounds_with_compiled_layers_are_replayed(
-    tiny_target_f64: Target, records: Records, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_with_compiled_layers_are_replayed(tiny_target_f64: Target, records: Records,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a compiled layer a record holds what its attention does, and not the call that asks for it."""
     monkeypatch.setattr(compiler, "BACKEND", "eager")
     monkeypatch.setattr(tiny_target_f64, "compiler", compiler.Compiler())

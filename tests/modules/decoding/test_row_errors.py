@@ -100,10 +100,8 @@ def test_a_wrong_request_is_named_and_others_are_answered(tiny_target: Target, w
 
 
 def test_a_single_wrong_request_says_only_what_is_wrong(tiny_target: Target) -> None:
-    for run in (
-        lambda: decode(tiny_target, [Request((), 4, 5)], SETTINGS),
-        lambda: list(stream(tiny_target, Request((), 4, 5), SETTINGS)),
-    ):
+    for run in (lambda: decode(tiny_target, [Request((), 4, 5)], SETTINGS),
+                lambda: list(stream(tiny_target, Request((), 4, 5), SETTINGS))):
         assert str(failing(run)) == "prompt 4 is empty; give at least one token"
 
 
@@ -150,9 +148,8 @@ class SabotagedRows:
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_unreadable_logits_end_their_row_alone(
-    tiny_target_f64: Target, value: float, at: int, temperature: float
-) -> None:
+def test_unreadable_logits_end_their_row_alone(tiny_target_f64: Target, value: float, at: int,
+                                               temperature: float) -> None:
     requests = some_requests(temperature=temperature)
     target: Any = Sabotaged(tiny_target_f64, 101, at, value)
     drafter = ScriptedDrafter(tiny_target_f64.vocab_size, [], "random")

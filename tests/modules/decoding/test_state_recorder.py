@@ -51,9 +51,8 @@ def worst(target: Target, generations: Sequence[Generation], found: dict[int, Re
     return gap
 
 
-def recorded(
-    target: Target, requests: list[Request], settings: DecodeSettings, drafter: Drafter | None = None
-) -> tuple[DecodeResult, dict[int, RecordedStates]]:
+def recorded(target: Target, requests: list[Request], settings: DecodeSettings,
+             drafter: Drafter | None = None) -> tuple[DecodeResult, dict[int, RecordedStates]]:
     """The answers, which recording must not change, and the states; both layers of the target without a drafter."""
     recorder = StateRecorder((0, 1) if drafter is None else drafter.taps, target.dtype)
     policy = None if drafter is None else Chain(2) if virtual_nodes(drafter) else StaticTree(TREE)

@@ -25,9 +25,8 @@ def logits(target: Target) -> torch.Tensor:
 
 @pytest.mark.parametrize("make", [lambda: Target(tiny_model(), tiny_tokenizer(), name="tiny-random"), tied_target])
 @pytest.mark.parametrize("modules", [(), HEAD])
-def test_merged_equals_unmerged_equals_pefts_own_forward(
-    make: Callable[[], Target], modules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merged_equals_unmerged_equals_pefts_own_forward(make: Callable[[], Target], modules: tuple[str, ...],
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     target = make()
     original, before = logits(target), hash_weights(target.model)
     adapter = random_adapter(target, modules)
@@ -128,9 +127,7 @@ def test_layers_that_the_target_lacks_are_refused(tiny_target: Target) -> None:
         tiny_target.adapted(wide)
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"rank": 0}, "lora.rank must be at least 1, got 0"),
-])
+@pytest.mark.parametrize(("settings", "message"), [({"rank": 0}, "lora.rank must be at least 1, got 0")])
 def test_impossible_adapters_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         LoraConfig(**settings)

@@ -33,9 +33,8 @@ def test_commits_moves_and_clears_leave_a_fresh_prefill(tiny_target_f64: Target)
         paths = [tree.ancestors_BNN[row, leaves[row]].nonzero()[:, 0].tolist() for row in range(3)]
         longest = max(map(len, paths))
         counts = [len(path) for path in paths]
-        rows.commit(
-            torch.tensor([path + list(range(len(path), longest)) for path in paths]), torch.tensor(counts), counts
-        )
+        rows.commit(torch.tensor([path + list(range(len(path), longest)) for path in paths]), torch.tensor(counts),
+                    counts)
         for row, path in enumerate(paths):
             texts[row] += tree.tokens_BN[row, path].tolist()
         if step == 2:
@@ -48,9 +47,8 @@ def test_commits_moves_and_clears_leave_a_fresh_prefill(tiny_target_f64: Target)
         assert rows.cache.host_lengths[row] == len(text) == int(rows.cache.lengths_B[row])
         assert rows.cache.storage is not None
         assert fresh.cache.storage is not None
-        torch.testing.assert_close(
-            rows.cache.storage[:, row, :, : len(text)], fresh.cache.storage[:, 0, :, : len(text)]
-        )
+        torch.testing.assert_close(rows.cache.storage[:, row, :, : len(text)],
+                                   fresh.cache.storage[:, 0, :, : len(text)])
 
 
 def test_the_cache_stays_in_its_place_while_there_is_room(tiny_target: Target) -> None:

@@ -142,9 +142,8 @@ def test_greedy_decoding_equals_generate(target: Target) -> None:
         requests, decode(target, requests, DecodeSettings(batch_size=2, ignore_eos=True)).generations, strict=True
     ):
         with target.native() as model:
-            expected = model.generate(
-                torch.tensor([request.tokens]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
-            )[0, len(request.tokens) :]
+            expected = model.generate(torch.tensor([request.tokens]), max_new_tokens=24, do_sample=False,
+                                      eos_token_id=None, pad_token_id=0)[0, len(request.tokens) :]
         assert generation.tokens == expected.tolist()
 
 
@@ -165,12 +164,8 @@ def test_sampled_answers_are_draws_of_the_untouched_model(target: Target) -> Non
 def test_taps_head_and_packed_segments(target: Target) -> None:
     """Taps equal transformers' hidden states, the head equals its logits, and a segment does not see its neighbour."""
     first, second = [5, 9, 33, 71, 8], [40, 41, 60]
-    batch = Features(
-        tokens_BL=torch.tensor([first + second]),
-        supervised_BL=torch.ones(1, 8, dtype=torch.bool),
-        segments_BL=torch.tensor([[0] * 5 + [1] * 3]),
-        positions_BL=torch.tensor([[*range(5), *range(3)]]),
-    )
+    batch = Features(tokens_BL=torch.tensor([first + second]), supervised_BL=torch.ones(1, 8, dtype=torch.bool),
+                     segments_BL=torch.tensor([[0] * 5 + [1] * 3]), positions_BL=torch.tensor([[*range(5), *range(3)]]))
     encoded = target.encode(batch, taps=(0, 1))
     offset = 0
     for text in (first, second):
@@ -188,9 +183,8 @@ def test_taps_head_and_packed_segments(target: Target) -> None:
 def test_virtual_nodes_are_attended_to_and_carry_their_embedding(tiny_target_f64: Target) -> None:
     target = tiny_target_f64
     virtual = torch.randn(1, 1, target.hidden_size, dtype=torch.float64)
-    tree = TokenTree.from_parents(
-        torch.tensor([[7, 8, 0]]), torch.tensor([[-1, 0, 1]]), torch.tensor([[True, True, True]])
-    )
+    tree = TokenTree.from_parents(torch.tensor([[7, 8, 0]]), torch.tensor([[-1, 0, 1]]),
+                                  torch.tensor([[True, True, True]]))
     tree = TokenTree(**{**vars(tree), "virtual": unplaced(virtual), "real_BN": torch.tensor([[True, True, False]])})
     found = target.start(1, 8).run(tree).logits_BMV[0, 2]
     embedded = torch.cat([target.embed(torch.tensor([[7, 8]])), virtual], dim=1)

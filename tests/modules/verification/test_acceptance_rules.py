@@ -147,10 +147,8 @@ def test_rejection_equals_its_plain_twin_on_random_trees() -> None:
         logits = torch.randn(12, size, SIZE, dtype=torch.float64, generator=generator)
         sampling_rows = tuple(row for row in range(12) if row % 3)
         sampling = Sampling(temperature_B=torch.tensor([0.0, 0.8, 1.3] * 4), sampling_rows=sampling_rows, top_k=4)
-        chances = Chances(
-            choices_BN=torch.rand(12, size, dtype=torch.float64, generator=generator),
-            tests_BN=torch.rand(12, size, dtype=torch.float64, generator=generator),
-        )
+        chances = Chances(choices_BN=torch.rand(12, size, dtype=torch.float64, generator=generator),
+                          tests_BN=torch.rand(12, size, dtype=torch.float64, generator=generator))
         accepted, p = Rejection().accept(tree, logits, sampling, chances), sampling.distribution(logits)
         for row in range(12):
             wanted = walk(
@@ -172,10 +170,8 @@ def test_chain_rejection_equals_recursive_rejection() -> None:
         logits = torch.randn(40, size, SIZE, dtype=torch.float64, generator=generator)
         sampling_rows = tuple(row for row in range(40) if row % 4)
         sampling = Sampling(temperature_B=torch.tensor([0.0, 0.8, 1.3, 1.0] * 10), sampling_rows=sampling_rows)
-        chances = Chances(
-            choices_BN=torch.rand(40, size, dtype=torch.float64, generator=generator),
-            tests_BN=torch.rand(40, size, dtype=torch.float64, generator=generator),
-        )
+        chances = Chances(choices_BN=torch.rand(40, size, dtype=torch.float64, generator=generator),
+                          tests_BN=torch.rand(40, size, dtype=torch.float64, generator=generator))
         chain, tree_rule = (rule.accept(tree, logits, sampling, chances) for rule in (ChainRejection(), Rejection()))
         for name in ("path_BK", "counts_B", "bonus_B"):
             assert torch.equal(getattr(chain, name), getattr(tree_rule, name)), name
@@ -218,9 +214,8 @@ def test_a_sampled_tree_with_its_rule_passes_a_g_test(kept: list[int] | None) ->
     generator = torch.Generator().manual_seed(5)
     choices = torch.rand(rows, tree.size, dtype=torch.float64, generator=generator)
     sampling = Sampling(temperature_B=draws.temperature_B, sampling_rows=tuple(range(len(draws.temperature_B))))
-    accepted = Rejection().accept(
-        tree, p[tree.tokens_BN], sampling, Chances(choices_BN=choices, tests_BN=draws.tests(tree.size))
-    )
+    accepted = Rejection().accept(tree, p[tree.tokens_BN], sampling,
+                                  Chances(choices_BN=choices, tests_BN=draws.tests(tree.size)))
     exact = (p / 0.8).softmax(-1)
     assert float((accepted.counts_B - 1).float().mean()) > 0.3
     statistic, cells = g_statistic(tree, accepted, exact, generator)
@@ -229,9 +224,8 @@ def test_a_sampled_tree_with_its_rule_passes_a_g_test(kept: list[int] | None) ->
     assert tree.drawn is not None
     untempered = (0.8 * tree.drawn.log_q_BIQ).log_softmax(-1)
     wrong = replace(tree, drawn=replace(tree.drawn, log_q_BIQ=untempered))
-    accepted = Rejection().accept(
-        wrong, p[tree.tokens_BN], sampling, Chances(choices_BN=choices, tests_BN=draws.tests(tree.size))
-    )
+    accepted = Rejection().accept(wrong, p[tree.tokens_BN], sampling,
+                                  Chances(choices_BN=choices, tests_BN=draws.tests(tree.size)))
     statistic, cells = g_statistic(wrong, accepted, exact, generator)
     assert statistic > chi2_bound(cells)
 

@@ -60,9 +60,8 @@ def test_follow_equals_the_plain_walk_on_random_trees() -> None:
         for row in range(batch):
             path = accepted.path_BK[row, : int(accepted.counts_B[row])].tolist()
             emitted = [int(tokens[row, node]) for node in path[1:]] + [int(accepted.bonus_B[row])]
-            assert emitted == walk(
-                tokens[row].tolist(), parents[row].tolist(), real[row].tolist(), choices[row].tolist()
-            )
+            assert emitted == walk(tokens[row].tolist(), parents[row].tolist(), real[row].tolist(),
+                                   choices[row].tolist())
             beyond = accepted.path_BK[row, int(accepted.counts_B[row]) :].tolist()
             assert beyond == list(range(int(accepted.counts_B[row]), accepted.path_BK.shape[1]))
 
@@ -95,11 +94,8 @@ def test_equality_verification_has_the_targets_distribution(width: int) -> None:
     logits = torch.stack([first, *[second[token] for token in range(width)], *[first] * (2 * width)]).log()
     tree = topology.plant(tokens.expand(len(pairs), -1))
     places = torch.tensor(topology.depths).clamp(max=1)
-    choices = choose(
-        logits.expand(len(pairs), -1, -1),
-        pairs[:, places],
-        Sampling(temperature_B=torch.ones(len(pairs)), sampling_rows=tuple(range(len(pairs)))),
-    )
+    choices = choose(logits.expand(len(pairs), -1, -1), pairs[:, places],
+                     Sampling(temperature_B=torch.ones(len(pairs)), sampling_rows=tuple(range(len(pairs)))))
     accepted = follow(tree, choices)
     counts = torch.zeros(5, 5, dtype=torch.float64)
     for row, (_u0, u1) in enumerate(pairs):
@@ -275,11 +271,8 @@ def test_draw_takes_no_impossible_token_at_the_border_of_a_block() -> None:
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     logits = torch.log(P).expand(2, 1, -1)
-    chosen = choose(
-        logits,
-        torch.full((2, 1), 0.99, dtype=torch.float64),
-        Sampling(temperature_B=torch.tensor([0.0, 1.0]), sampling_rows=(1,)),
-    )
+    chosen = choose(logits, torch.full((2, 1), 0.99, dtype=torch.float64),
+                    Sampling(temperature_B=torch.tensor([0.0, 1.0]), sampling_rows=(1,)))
     assert chosen.tolist() == [[0], [4]]
     assert choose(logits, torch.zeros(2, 1), greedy(2)).tolist() == [[0], [0]]
 

@@ -208,9 +208,8 @@ def test_acceptance_json_agrees_with_the_evaluation(tiny_run: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("node", "device", "said"), [(0.2, None, True), (0.0, None, False), (0.2, "abacus", False)])
-def test_an_export_says_where_its_chain_does_not_pay(
-    copied_run: Path, node: float, device: str | None, said: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_says_where_its_chain_does_not_pay(copied_run: Path, node: float, device: str | None, said: bool,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
     """By the seconds of this machine, and by the held-out answers of chains as long as the printed ones."""
     artifact = copied_run / "artifact"
     tokens = json.loads((artifact / "config.json").read_text())["drafter"]["num_heads"]
@@ -283,9 +282,8 @@ def test_files_as_people_have_them_are_trained_on_without_an_edit(kind: str, tmp
 
 
 @pytest.mark.long
-def test_an_artifacts_draft_writes_rows_for_the_next_one(
-    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_artifacts_draft_writes_rows_for_the_next_one(tiny_run: Path, tmp_path: Path,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
     mixed = ["--distill.answered_by", '{"target": 0.5, "draft": 0.5}', "--distill.draft",
              str(tiny_run / "artifact"), "--distill.budget_tokens", "600"]
     words = ["--config", str(TINY), "--out", str(tmp_path), *mixed]
@@ -321,9 +319,8 @@ def test_a_draft_vocabulary_is_chosen_once_and_its_coverage_reported(
 
 
 @pytest.mark.long
-def test_loops_are_left_out_by_default_and_reported(
-    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loops_are_left_out_by_default_and_reported(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the last five tokens of every longer answer repeated those before them."""
     def last_five(shard: TokenShard) -> Iterator[tuple[int, int, int]]:
         return ((row, stop - 5, stop) for row, start, stop in answers(shard) if stop - start > 40)
@@ -365,9 +362,8 @@ def workspace(out: Path, *words: str) -> Workspace:
 
 
 @pytest.mark.long
-def test_data_that_a_training_was_made_on_do_not_grow(
-    copied_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_that_a_training_was_made_on_do_not_grow(copied_run: Path, tmp_path: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
     before = {file: file.read_bytes() for file in copied_run.rglob("*") if file.is_file()}
     for command in ("run", "distill"):
         assert main([command, "--config", str(TINY), "--out", str(copied_run), "--distill.budget_tokens", "1600"]) == 2
@@ -449,9 +445,8 @@ def test_the_artifact_decodes_to_the_targets_own_words(tiny_run: Path) -> None:
 
 
 @pytest.mark.long
-def test_distill_then_train_is_the_same_as_run(
-    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_distill_then_train_is_the_same_as_run(tiny_run: Path, tmp_path: Path,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "run", command="distill")
     assert "nothing to compute: all of them were stored before" in capsys.readouterr().out
     assert not (tmp_path / "run" / "train").exists()
@@ -526,9 +521,8 @@ def test_generate_copies_beside_the_tree_in_the_sizes_tuned_here(
     assert unions[1].policies[0].max_size == 1 + 5
 
 
-def test_a_sampled_answer_is_drafted_by_the_tree_for_it(
-    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sampled_answer_is_drafted_by_the_tree_for_it(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(tiny_run / "artifact", tmp_path / "artifact")
     file = tmp_path / "artifact" / "tuning.json"
     # Nothing is accepted of a sampling target: it is not drafted for at all.
@@ -566,9 +560,8 @@ def test_an_artifact_is_used_without_the_extras(words: list[str], tiny_run: Path
     subprocess.run([sys.executable, "-c", program, *given, "--artifact", str(tiny_run / "artifact")], check=True)
 
 
-def test_of_two_evaluations_into_one_folder_one_is_refused(
-    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_two_evaluations_into_one_folder_one_is_refused(tiny_run: Path, tmp_path: Path,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report"
     words = ["evaluate", "--artifact", str(tiny_run / "artifact"), "--out", str(out), "--limit", "1",
              "--max-new-tokens", "4", "--speed-prompts", "0"]
@@ -662,9 +655,8 @@ def test_a_kill_changes_no_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_another_run_trains_on_the_same_data(
-    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_run_trains_on_the_same_data(tiny_run: Path, tmp_path: Path,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
     out, data = tmp_path / "second", tiny_run / "data"
     before = {file: file.stat().st_mtime_ns for file in data.iterdir()}
     run(out, "--data", str(data), "--drafter.num_heads", "2")
@@ -684,9 +676,7 @@ def test_data_is_read_with_the_template_it_was_rendered_with(
     assert "was rendered with another chat template or other settings of it" in capsys.readouterr().err
 
 
-def test_data_of_another_run_must_be_there(
-    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_of_another_run_must_be_there(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", str(TINY), "--out", str(tmp_path / "out")]
     assert main(["run", *words, "--data", str(tmp_path / "none")]) == 2
     assert "none, which is no folder; give the data folder of a finished run" in capsys.readouterr().err
@@ -708,9 +698,8 @@ def beginning_with(folder: Path, target: Target, layers: tuple[int, ...], out: P
 
 
 @pytest.mark.long
-def test_another_model_in_the_same_folder_is_noticed(
-    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_model_in_the_same_folder_is_noticed(tiny_run: Path, tmp_path: Path,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
     target, data = load_target(TargetConfig(name="tiny-random")), ["--data", str(tiny_run / "data")]
     words = beginning_with(tmp_path / "draft", target, (0,), tmp_path / "out") + data
     assert main(["train", *words]) == 0

@@ -114,9 +114,8 @@ def test_a_helper_lets_data_grow_that_its_command_has_not_opened_yet(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_lower_and_a_higher_budget_are_never_mixed(
-    tmp_path: Path, alone: dict[str, bytes], whole: dict[str, bytes], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lower_and_a_higher_budget_are_never_mixed(tmp_path: Path, alone: dict[str, bytes], whole: dict[str, bytes],
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert ended(start(partial(call, out, 1), killed_at=14)) == -9
     leading = hold_lead(out)
@@ -148,9 +147,8 @@ def test_data_grow_by_the_command_that_leads_alone(
 
 
 @pytest.mark.long
-def test_a_second_command_helps_the_one_that_leads(
-    tmp_path: Path, alone: dict[str, bytes], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_command_helps_the_one_that_leads(tmp_path: Path, alone: dict[str, bytes],
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
     out, held = tmp_path / "out", tmp_path / "held"
 
     def lead() -> None:
@@ -246,8 +244,7 @@ def test_each_process_has_one_thread_unless_one_shard_is_all(
 
 
 @pytest.mark.long
-def test_a_process_answers_on_each_gpu_and_no_other(started: list[Started], monkeypatch: pytest.MonkeyPatch
-                                                          ) -> None:
+def test_a_process_answers_on_each_gpu_and_no_other(started: list[Started], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for gpus, asked, count in ((1, "2", 1), (1, "auto", 1), (4, "8", 4), (4, "3", 3), (4, "auto", 4)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
@@ -320,9 +317,8 @@ def test_the_number_of_workers_is_in_no_record() -> None:
 
 
 @pytest.mark.long
-def test_a_number_format_is_measured_before_others_start(
-    tmp_path: Path, alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_format_is_measured_before_others_start(tmp_path: Path, alone: dict[str, bytes],
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[str] = []
 
     def popen(*given: Any, **options: Any) -> Started:
@@ -360,9 +356,8 @@ def test_processes_that_measure_otherwise_take_the_choice_of_the_first(
     ["families", "--config", "tiny", "--rows", "[tiny]"], ["families", "--config", "tiny", "--rows", "[prompt_lookup]"],
     ["specdec"],
 ], ids=" ".join)
-def test_one_command_works_in_a_folder_at_a_time(
-    copied_run: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_command_works_in_a_folder_at_a_time(copied_run: Path, words: list[str], capsys: pytest.CaptureFixture[str],
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "_perform", lambda *_: pytest.fail("two work in one folder"))
     held = copied_run / "held"
 

@@ -35,9 +35,8 @@ def test_a_whole_run_left_nothing_out(tiny_run: Path) -> None:
 
 @pytest.mark.parametrize(("found", "origin", "seconds", "said"), [
     (900, "own", 1.0, True), (1200, "own", 1.0, False), (900, "file", 59.0, False), (900, "file", 61.0, True)])
-def test_answers_that_did_not_fit_are_counted(
-    copied_run: Path, monkeypatch: pytest.MonkeyPatch, found: int, origin: str, seconds: float, said: bool
-) -> None:
+def test_answers_that_did_not_fit_are_counted(copied_run: Path, monkeypatch: pytest.MonkeyPatch, found: int,
+                                              origin: str, seconds: float, said: bool) -> None:
     """Of prompts in a file, the last one may have come before the time was up."""
     here = workspace(copied_run)
     (copied_run / "data" / "stats.json").write_text(json.dumps({"seconds": seconds}))
@@ -70,8 +69,7 @@ def test_rows_that_were_skipped_or_repeat_others_are_counted(tiny_run: Path, mon
     monkeypatch.setattr(here, "manifest", lambda: found)
     assert left_out(here) == (
         "prompts: rows were skipped, which data/skipped.jsonl lists: 1 × not JSON; 2 × no user message",
-        "prompts: the chat template leaves out the tools of 9 rows",
-        "prompts: 3 of 50 repeat others and were left out",
+        "prompts: the chat template leaves out the tools of 9 rows", "prompts: 3 of 50 repeat others and were left out",
         "training text: 1 of 40 conversations end early because the target's context does")
 
 

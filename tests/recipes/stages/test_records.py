@@ -53,9 +53,8 @@ def touched_back(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [edited, touched_back, Path.unlink])
-def test_a_changed_file_is_noticed_and_named(
-    change: Callable[[Path], None], out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_file_is_noticed_and_named(change: Callable[[Path], None], out: Path, tmp_path: Path,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("some prompts")
     assert finished(out, [file]) == ["first", "second"]

@@ -76,9 +76,7 @@ def run(out: Path, *words: str) -> int:
     return main(["run", "--config", "tiny", "--out", str(out), "--evaluate.limit", "1", *words])
 
 
-def test_the_folder_of_another_family_is_refused_by_that(
-    copied_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_folder_of_another_family_is_refused_by_that(copied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not by advice on the data, which the other recipe would let grow."""
     before = {file: file.read_bytes() for file in copied_run.rglob("*") if file.is_file()}
     assert run(copied_run, "--family", "hydra", "--distill.budget_tokens", "1600") == 2
@@ -92,9 +90,8 @@ def test_the_folder_of_another_family_is_refused_by_that(
 
 
 @pytest.mark.long
-def test_a_training_goes_on_with_more_minutes(
-    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_goes_on_with_more_minutes(tiny_run: Path, tmp_path: Path,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--data", str(tiny_run / "data"), "--train.max_minutes"]
     assert run(tmp_path, *words, "1e-6") == 0
     short = json.loads((tmp_path / "train" / "result.json").read_text())

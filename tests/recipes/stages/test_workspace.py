@@ -76,9 +76,8 @@ TWO = ("--train.devices", "2", "--train.accelerator", "cpu")
     (["--family", "block", "--drafter.mask_token_id", "40"], "a token that its text has; choose the id of a reserved"),
     (["--train.num_nodes", "2"], "train.num_nodes is 2, but this process was started alone; start draftsmith train on"),
 ], 4))
-def test_a_run_that_cannot_work_leaves_nothing(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_cannot_work_leaves_nothing(words: list[str], message: str, tmp_path: Path,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(["run", "--config", TINY, "--out", str(out), *words]) == 2
     assert message in capsys.readouterr().err
@@ -105,9 +104,8 @@ def test_another_head_in_the_targets_folder_is_noticed(tmp_path: Path) -> None:
     assert "head_in_target" not in decisive()["evaluate"]
 
 
-def test_a_command_for_one_process_is_refused_in_several(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_command_for_one_process_is_refused_in_several(monkeypatch: pytest.MonkeyPatch,
+                                                         capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     words = ["--config", TINY, "--out", str(tmp_path / "out"), "--train.accelerator", "cpu"]
@@ -138,10 +136,9 @@ def test_a_target_with_other_weights_than_answered_the_data_is_refused_wherever_
     ("true", {"origin": "own"}, False),
     ("false", {"origin": "file"}, False),
 ])
-def test_prompts_that_cannot_be_learned_are_reported(
-    asked: str, prompts: dict[str, object], says: bool, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_that_cannot_be_learned_are_reported(asked: str, prompts: dict[str, object], says: bool,
+                                                     monkeypatch: pytest.MonkeyPatch,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
     parsed = COMMANDS["run"].parse(["--config", "tiny", "--batch.own_prompts", asked])
     given = Workspace(parsed.values, parsed.settings)
     monkeypatch.setattr(given, "manifest", lambda: SimpleNamespace(recipe={"prompts": prompts}))

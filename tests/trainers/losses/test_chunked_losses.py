@@ -42,16 +42,14 @@ def heads(target: Target, output: Any = "shared", ids: Tensor | None = None) -> 
     return drafter
 
 
-def chunked(
-    drafter: Medusa, target: Target, name: Any, chunk_elements: int | None = None, **more: Any
-) -> VocabularyLoss:
+def chunked(drafter: Medusa, target: Target, name: Any, chunk_elements: int | None = None,
+            **more: Any) -> VocabularyLoss:
     ids = drafter.token_ids_Q
     teacher = Teacher(target, ids, mass=name in NEEDS_MASS) if name != "hard" else None
     return VocabularyLoss(
         project=drafter.project, entries=target.vocab_size if ids is None else len(ids), weights=WEIGHTS,
         parameters=tuple(dict.fromkeys(weight for step in range(3) for weight in drafter.output_parameters(step))),
-        objective=name, teacher=teacher, chunk_elements=chunk_elements, **more,
-    )
+        objective=name, teacher=teacher, chunk_elements=chunk_elements, **more)
 
 
 def run(drafter: Medusa, target: Target, features: Features, name: str, chunk_elements: int | None = None,
@@ -85,9 +83,8 @@ def compare(drafter: Medusa, target: Target, features: Features, name: str, foun
 @pytest.mark.parametrize(("name", "output"), [*((name, "shared") for name in NAMES), ("hard", "copy"), ("soft", "copy"),
                                               ("lk_hybrid", "copy"), ("hard", "one_copy"), ("soft", "one_copy")])
 @pytest.mark.parametrize("ids", [None, IDS])
-def test_loss_and_gradients_equal_the_plain_twins(
-    name: str, output: str, ids: Tensor | None, tiny_target_f64: Target
-) -> None:
+def test_loss_and_gradients_equal_the_plain_twins(name: str, output: str, ids: Tensor | None,
+                                                  tiny_target_f64: Target) -> None:
     features, drafter = ragged(tiny_target_f64), heads(tiny_target_f64, output, ids)
     # Three rows of logits a chunk: many chunks, the last one not full.
     found = run(drafter, tiny_target_f64, features, name, 3 * (len(ids) if ids is not None else 99))
@@ -218,10 +215,9 @@ def test_supervision_equals_the_token_by_token_twin(data: st.DataObject) -> None
     rows, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 8))
     grid = lambda low, high: data.draw(st.lists(  # noqa: E731
         st.lists(st.integers(low, high), min_size=length, max_size=length), min_size=rows, max_size=rows))
-    features = Features(
-        tokens_BL=torch.tensor(grid(0, 5)), supervised_BL=torch.tensor(grid(0, 1)).bool(),
-        segments_BL=torch.tensor(grid(-1, 1)).sort(dim=1).values,
-        positions_BL=torch.arange(length).expand(rows, length))
+    features = Features(tokens_BL=torch.tensor(grid(0, 5)), supervised_BL=torch.tensor(grid(0, 1)).bool(),
+                        segments_BL=torch.tensor(grid(-1, 1)).sort(dim=1).values,
+                        positions_BL=torch.arange(length).expand(rows, length))
     offsets = data.draw(st.sampled_from([(2, 3, 4), (1,), (2, 2), (3, 1)]))
     index = torch.tensor([0, -1, 1, 2, -1, 3])
     found = supervise(features, offsets, index)
@@ -244,20 +240,18 @@ def padded(features: Features, left: int, right: int) -> Features:
         pad = [torch.full([shape[0], width, *shape[2:]], value, dtype=tensor.dtype) for width in (left, right)]
         return torch.cat([pad[0], tensor, pad[1]], dim=1)
 
-    return Features(
-        tokens_BL=widen(features.tokens_BL, 7), supervised_BL=widen(features.supervised_BL, True),
-        segments_BL=widen(features.segments_BL, -1), positions_BL=widen(features.positions_BL, 0),
-        final_BLD=widen(features.final(), 1e3))
+    return Features(tokens_BL=widen(features.tokens_BL, 7), supervised_BL=widen(features.supervised_BL, True),
+                    segments_BL=widen(features.segments_BL, -1), positions_BL=widen(features.positions_BL, 0),
+                    final_BLD=widen(features.final(), 1e3))
 
 
 def packed(features: Features) -> Features:
     """All rows concatenated to one."""
     real = features.segments_BL >= 0
     rows = torch.arange(real.shape[0])[:, None].expand_as(real)
-    return Features(
-        tokens_BL=features.tokens_BL[real][None], supervised_BL=features.supervised_BL[real][None],
-        segments_BL=rows[real][None], positions_BL=features.positions_BL[real][None],
-        final_BLD=features.final()[real][None])
+    return Features(tokens_BL=features.tokens_BL[real][None], supervised_BL=features.supervised_BL[real][None],
+                    segments_BL=rows[real][None], positions_BL=features.positions_BL[real][None],
+                    final_BLD=features.final()[real][None])
 
 
 def rows_of(features: Features, rows: slice) -> Features:
@@ -269,9 +263,8 @@ def rows_of(features: Features, rows: slice) -> Features:
 @settings(max_examples=25, suppress_health_check=SHARED)
 @given(lengths=st.lists(st.integers(1, 14), min_size=2, max_size=4), left=st.integers(0, 3), right=st.integers(0, 3),
        cut=st.integers(1, 3), name=st.sampled_from(NAMES), seed=st.integers(0, 999))
-def test_padding_packing_and_accumulation_change_nothing(
-    tiny_target_f64: Target, lengths: list[int], left: int, right: int, cut: int, name: str, seed: int
-) -> None:
+def test_padding_packing_and_accumulation_change_nothing(tiny_target_f64: Target, lengths: list[int], left: int,
+                                                         right: int, cut: int, name: str, seed: int) -> None:
     torch.manual_seed(seed)
     target = tiny_target_f64
     features, drafter = ragged(target, tuple(lengths)), heads(target)
@@ -305,9 +298,8 @@ def test_the_logits_alive_stay_within_the_budget(tiny_target: Target) -> None:
     assert len(seen) > 9
 
 
-def test_the_whole_output_layer_runs_once_for_a_position(
-    tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_whole_output_layer_runs_once_for_a_position(tiny_target_f64: Target,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps after sampled places predict the same token several times: the mass there is that of one run."""
     features, drafter, log_sums, seen = ragged(tiny_target_f64), heads(tiny_target_f64, ids=IDS), Teacher.log_sums, []
     monkeypatch.setattr(Teacher, "log_sums", lambda self, final: (seen.append(len(final)), log_sums(self, final))[1])

@@ -101,9 +101,8 @@ def rows_of(target: Target, places: list[list[int]] | None) -> tuple[Features, D
 @pytest.mark.parametrize("left", [7, 0], ids=["reduced", "whole"])
 @pytest.mark.parametrize("places", [None, [[0, 3, 4, 7, 12], [2, 5, 6, 8, 9]]], ids=["all", "sampled"])
 @pytest.mark.parametrize(("objective", "paths"), [("hard", None), ("hard", "d_pace"), ("tvd", "e2e"), ("soft", None)])
-def test_the_chunked_loss_equals_the_sum_over_places(
-    objective: Any, paths: Any, places: Any, left: int, tiny_target_f64: Target
-) -> None:
+def test_the_chunked_loss_equals_the_sum_over_places(objective: Any, paths: Any, places: Any, left: int,
+                                                     tiny_target_f64: Target) -> None:
     """A token of seven is outside the reduced vocabulary: no step learns it, and no draft gets past it by the text."""
     target = tiny_target_f64
     features, drafts, weight = rows_of(target, places)

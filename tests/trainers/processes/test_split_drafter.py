@@ -104,9 +104,8 @@ def check_strategies(alone: Path, out: Path, strategies: Sequence[str], names: S
 @pytest.mark.parametrize(("strategies", "names"), [
     (("deepspeed_stage_3",), NAMES), (("deepspeed_stage_1", "deepspeed_stage_2"), FEW)],
     ids=["split weights", "whole weights"])
-def test_every_family_is_trained_by_every_strategy(
-    strategies: tuple[str, ...], names: tuple[str, ...], alone: Path, tmp_path: Path
-) -> None:
+def test_every_family_is_trained_by_every_strategy(strategies: tuple[str, ...], names: tuple[str, ...], alone: Path,
+                                                   tmp_path: Path) -> None:
     """Families with trained output layers, layers applied several times, reduced vocabularies, virtual nodes."""
     check_strategies(alone, tmp_path, strategies, names)
 

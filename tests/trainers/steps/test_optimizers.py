@@ -119,9 +119,8 @@ def test_muon_in_float32_has_no_rounding_of_bfloat16() -> None:
 
 @pytest.mark.parametrize(("bfloat16", "float32", "faster"), [
     ((90, 2, 50, 3), (9, 3, 4, 60), "bfloat16"), ((9, 12, 40, 30), (90, 2, 3, 2), "float32")])
-def test_the_format_of_the_products_is_the_faster_one(
-    bfloat16: tuple[int, ...], float32: tuple[int, ...], faster: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_format_of_the_products_is_the_faster_one(bfloat16: tuple[int, ...], float32: tuple[int, ...], faster: str,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """By the fastest of several times, some of which another program disturbs."""
     times = [time for pair in zip(bfloat16, float32, strict=True) for taken in pair for time in (0, taken)]
     monkeypatch.setattr(optimizers.time, "perf_counter", iter(times).__next__)

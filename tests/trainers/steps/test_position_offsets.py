@@ -96,9 +96,8 @@ def test_only_positions_change_and_the_target_reads_its_own(tiny_target: Target)
 
 
 @pytest.mark.parametrize(("kind", "config"), [(EagleModule, EagleTrainConfig), (FalconModule, FalconTrainConfig)])
-def test_every_feature_drafter_gets_the_same_offsets(
-    kind: Any, config: Any, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_feature_drafter_gets_the_same_offsets(kind: Any, config: Any, tiny_target: Target,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(self: Any, features: Features) -> Any:
         seen.append(features)
         raise Seen

@@ -68,9 +68,8 @@ def test_a_wrong_step_that_is_read_later_names_its_own_rows(target: Target, tmp_
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 12
 
 
-def test_figures_that_are_read_later_are_all_logged(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_figures_that_are_read_later_are_all_logged(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    request: pytest.FixtureRequest) -> None:
     logged: dict[str, list[tuple[int | None, float]]] = {"now": [], "later": []}
     for name in logged:
         monkeypatch.setattr(TensorBoardLogger, "log_metrics", lambda _self, metrics, step=None, name=name: (
@@ -98,9 +97,7 @@ def test_the_rows_of_distilled_data_have_names(tiny_run: Path) -> None:
                 assert torch.equal(piece, shard.tokens_T[first:stop][: len(piece)].long())
 
 
-def test_a_run_names_the_rows_of_a_wrong_step(
-    copied_run: Path, target: Target
-) -> None:
+def test_a_run_names_the_rows_of_a_wrong_step(copied_run: Path, target: Target) -> None:
     class Fourth(MedusaModule):
         def training_step(self, batch: Features, batch_idx: int) -> Tensor:
             if batch_idx == 3:

@@ -61,9 +61,8 @@ SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
 ], ids=["plain", "scaled", "window", "wide window", "capped", "capped window", "first key", "chunk", "sinks",
         "window, sinks, narrow values", "narrow values"])
 @pytest.mark.parametrize("block", [3, 256])
-def test_values_and_gradients_equal_those_of_a_mask(
-    form: AttentionForm, before: int, wide: int, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_and_gradients_equal_those_of_a_mask(form: AttentionForm, before: int, wide: int, block: int,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("segment_attention", "scored_attention"):
         monkeypatch.setattr(f"draftsmith.modules.target.attention.{name}.QUERIES", block)
     first = (torch.randn(2, 2, 1, 8).double(), torch.randn(2, 2, 1, 8).double()) if before else None

@@ -123,9 +123,7 @@ def test_layers_on_disk_are_read_when_they_run(tmp_path: Path, kind: str) -> Non
 @pytest.mark.parametrize(("layers", "count", "expected"), [
     (6, 3, [0, 0, 1, 1, 2, 2]), (7, 3, [0, 0, 1, 1, 2, 2, 2]), (8, 3, [0, 0, 1, 1, 1, 2, 2, 2]), (2, 3, [1, 2]),
 ])
-def test_layers_go_to_devices_in_blocks_and_the_rest_to_the_first(
-    layers: int, count: int, expected: list[int]
-) -> None:
+def test_layers_go_to_devices_in_blocks_and_the_rest_to_the_first(layers: int, count: int, expected: list[int]) -> None:
     model, devices = random_target(layers).model, [torch.device("cuda", number) for number in range(count)]
     found = device_map(model, devices)
     assert [found[f"model.layers.{layer}"].index for layer in range(layers)] == expected
@@ -183,9 +181,8 @@ def test_layers_in_several_blocks_hold_what_they_hold_in_one() -> None:
 @pytest.mark.parametrize(("name", "local_rank", "expected"), [
     ("cuda", "3", "cuda:3"), ("auto", "3", "cuda:3"), ("cuda:1", "3", "cuda:1"), ("cuda", None, "cuda"),
 ])
-def test_each_process_loads_onto_its_own_device(
-    name: str, local_rank: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_process_loads_onto_its_own_device(name: str, local_rank: str | None, expected: str,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """The devices are not here: only their choice is."""
     monkeypatch.setattr(loading.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(loading.torch, "empty", lambda *_args, **_kwargs: None)

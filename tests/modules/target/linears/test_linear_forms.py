@@ -64,9 +64,8 @@ def pass_of(target: Target, tokens: int) -> None:
     target.start(1, 32).run(TokenTree.prompts(torch.arange(tokens)[None] + 5, torch.tensor([tokens])))
 
 
-@pytest.mark.parametrize(("times", "packed_from", "rows"), [
-    (PLAIN_PAYS, 0, set()), (BOTH_PAY, 4, {4, 9}), (PACKED_PAYS, 1, {1, 2, 3, 4, 9}),
-])
+@pytest.mark.parametrize(("times", "packed_from", "rows"),
+                         [(PLAIN_PAYS, 0, set()), (BOTH_PAY, 4, {4, 9}), (PACKED_PAYS, 1, {1, 2, 3, 4, 9})])
 def test_a_pass_runs_the_form_that_was_measured(times: LinearTimes, packed_from: int, rows: set[int],
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     with packed_rows(monkeypatch) as seen:

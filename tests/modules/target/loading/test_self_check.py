@@ -96,9 +96,8 @@ def _temperature_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     ("gemma4", _one_kind_left_behind), ("llama4", _window_for_chunk), ("llama4", _chunks_of_slots),
     ("llama4", _no_temperature), ("llama4", _temperature_of_slots),
 ])
-def test_each_trait_is_refused_where_it_is_read_wrongly(
-    name: str, broken: Callable[[pytest.MonkeyPatch], None], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_trait_is_refused_where_it_is_read_wrongly(name: str, broken: Callable[[pytest.MonkeyPatch], None],
+                                                        dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     # Chunks and stages of temperature that only an excerpt with shorter ones leaves.
     longer = {"attention_chunk_size": 32, "floor_scale": 64} if name == "llama4" else {}
     model = random_trait(name, dtype, **longer)
@@ -257,9 +256,8 @@ def test_settings_that_change_greedy_answers_are_refused_by_name(setting: str, v
         Target(with_config(**{setting: value}), tiny_tokenizer(), name="tiny")
 
 
-@pytest.mark.parametrize(("setting", "value"), [
-    ("typical_p", 0.9), ("epsilon_cutoff", 0.1), ("eta_cutoff", 0.1), ("top_h", 0.4),
-])
+@pytest.mark.parametrize(("setting", "value"),
+                         [("typical_p", 0.9), ("epsilon_cutoff", 0.1), ("eta_cutoff", 0.1), ("top_h", 0.4)])
 def test_filters_of_samples_are_refused_where_the_config_samples(setting: str, value: float) -> None:
     Target(with_config(**{setting: value}), tiny_tokenizer(), name="tiny")
     with pytest.raises(UserError, match=f"asks generate for {setting}="):

@@ -31,9 +31,8 @@ def test_a_folder_without_a_tokenizer_is_named_as_that(family: str, rest: bool, 
 
 
 @pytest.mark.parametrize("added", ["special", "plain", "template"])
-def test_a_token_without_a_row_is_named_with_both_numbers(
-    added: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_token_without_a_row_is_named_with_both_numbers(added: str, tmp_path: Path,
+                                                          caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = tiny_tokenizer()
     if added == "special":
         tokenizer.add_special_tokens({"eos_token": "<|over|>"})

@@ -155,8 +155,7 @@ def test_nan_in_tied_weights_is_refused(tmp_path: Path) -> None:
         load_target(settings(folder))
 
 
-@pytest.mark.parametrize(("trait", "name"), [
-    ("deepseek-v3", "model.layers.1.mlp.gate.e_score_correction_bias")])
+@pytest.mark.parametrize(("trait", "name"), [("deepseek-v3", "model.layers.1.mlp.gate.e_score_correction_bias")])
 def test_values_outside_of_parameters_are_named_too(trait: str, name: str, tmp_path: Path) -> None:
     model = random_trait(trait, torch.float32, vocab_size=len(tiny_tokenizer()))
     dict(model.named_buffers())[name][1] = NAN
