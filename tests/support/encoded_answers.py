@@ -1,12 +1,6 @@
 """Held-out answers of a target, encoded."""
 
-from draftsmith.modules import (
-    DecodeSettings,
-    Features,
-    Request,
-    Target,
-    decode,
-)
+from draftsmith.modules import DecodeSettings, Features, Request, Target, decode
 
 
 def encoded_answers(target: Target, requests: list[Request]) -> list[Features]:

@@ -4,10 +4,7 @@ import random
 from weakref import WeakKeyDictionary
 
 import torch
-from draftsmith.modules import (
-    Request,
-    Target,
-)
+from draftsmith.modules import Request, Target
 
 _KEPT: WeakKeyDictionary[Target, dict[tuple[object, ...], list[int]]] = WeakKeyDictionary()
 """Answers of each target by what they follow from. Weights that were written since have another version."""

@@ -5,12 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data import (
-    Manifest,
-    Message,
-    PromptConfig,
-    TokenShard,
-)
+from draftsmith.data import Manifest, Message, PromptConfig, TokenShard
 
 WORDS = ("tell me of the sea", "how far?", "Why", "a b c", "write it down", "and then", "ok", "12 apples or 13 pears")
 

@@ -4,15 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from draftsmith.modules import (
-    DecodeSettings,
-    Drafter,
-    Loop,
-    Policy,
-    Proposer,
-    Request,
-    Target,
-)
+from draftsmith.modules import DecodeSettings, Drafter, Loop, Policy, Proposer, Request, Target
 from support.pretended_device import DEVICE, Waits, pretended_device
 
 Way = Callable[[Target, Target], tuple[Proposer | None, Policy | None]]

@@ -3,10 +3,7 @@
 from typing import Any
 
 import torch
-from draftsmith.modules import (
-    Adapter,
-    Target,
-)
+from draftsmith.modules import Adapter, Target
 from draftsmith.modules.target.adapter import LowRank, choose_layers, linear_layers
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM

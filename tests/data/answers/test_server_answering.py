@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data import (
-    ChatTemplate,
-    DistillConfig,
-    Manifest,
-    Prompt,
-    PromptConfig,
-    WantedStates,
-    distill,
-)
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, Prompt, PromptConfig, WantedStates, distill
 from draftsmith.data.answers import answer_server, engine_answering
 from draftsmith.data.answers.answer_server import AnswerServer, ServerAnswerer
 from draftsmith.data.answers.engine_answering import PROBES

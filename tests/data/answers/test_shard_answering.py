@@ -15,15 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data import (
-    ChatTemplate,
-    DistillConfig,
-    Manifest,
-    PromptConfig,
-    ShardRecord,
-    WantedStates,
-    distill,
-)
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, ShardRecord, WantedStates, distill
 from draftsmith.data.answers import data_folder
 from draftsmith.data.answers.answering import Answerer
 from draftsmith.data.answers.data_folder import DataFolder

@@ -3,14 +3,7 @@
 from collections import Counter
 
 import pytest
-from draftsmith.data.prompts.prompt_kinds import (
-    ALL_KINDS,
-    OPENINGS,
-    SYSTEM_PROMPTS,
-    UNSTEERED,
-    drawn,
-    named_kinds,
-)
+from draftsmith.data.prompts.prompt_kinds import ALL_KINDS, OPENINGS, SYSTEM_PROMPTS, UNSTEERED, drawn, named_kinds
 from draftsmith.modules import UserError
 from draftsmith.recipes.chat_settings import handwritten_prompts
 
