@@ -216,10 +216,9 @@ def measure(target: Target, named: dict[str, Way], prompts: Sequence[tuple[int, 
 
 def ratio(ours: Tally, theirs: Tally) -> tuple[float, tuple[float, float] | None]:
     """Our tokens per second over theirs, with its interval."""
-    tokens_NW, seconds_NW = (
-        np.array([[amount(one) for one in pair] for pair in zip(ours.answers, theirs.answers, strict=True)])
-        for amount in (lambda one: len(one.tokens), lambda one: one.seconds)
-    )
+    tokens_NW, seconds_NW = (np.array([[amount(one) for one in pair]
+                                       for pair in zip(ours.answers, theirs.answers, strict=True)])
+                             for amount in (lambda one: len(one.tokens), lambda one: one.seconds))
 
     def figure(drawn_RN: Draws) -> Floats:
         speeds_RW = tokens_NW[drawn_RN].sum(1) / seconds_NW[drawn_RN].sum(1)

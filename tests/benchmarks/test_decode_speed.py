@@ -81,9 +81,8 @@ def test_the_ranks_of_an_oracle_are_geometric(target: Target, oracle: Oracle) ->
     assert int(drawn.max()) <= RANKS
 
 
-def test_the_drafter_of_an_oracle_grows_a_new_tree_in_each_pass(
-    target: Target, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drafter_of_an_oracle_grows_a_new_tree_in_each_pass(target: Target, oracle: Oracle,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """It does the work that it does alone: a chain of three has two nodes with children below the root."""
     held, add_nodes = [], BlockRows.add_nodes
 

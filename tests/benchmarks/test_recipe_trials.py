@@ -107,8 +107,7 @@ def test_the_ratio_is_taken_over_the_seeds_that_both_have(benchmark: ModuleType)
     ("../away:", "with the name of a folder"),
     ("more: distill.seed=1", "the trial more changes 'distill.seed=1'; give KEY=VALUE with a key of the sections"),
     ("longer: train.max_minutes=9", "the trial longer changes 'train.max_minutes=9'")])
-def test_a_trial_that_would_compare_unequal_things_is_refused(
-    benchmark: ModuleType, tmp_path: Path, trial: str, said: str
-) -> None:
+def test_a_trial_that_would_compare_unequal_things_is_refused(benchmark: ModuleType, tmp_path: Path, trial: str,
+                                                              said: str) -> None:
     with pytest.raises(SystemExit, match=said.replace("(", r"\(")):
         benchmark.main(words(tmp_path, tmp_path / "out", "--trial", trial))

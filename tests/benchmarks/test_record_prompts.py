@@ -19,9 +19,8 @@ def own(target: Target, config: PromptConfig = CONFIG, seed: int = 0) -> OwnProm
     return OwnPrompts(target, ChatTemplate(target.tokenizer), config, seed=seed, slots=8)
 
 
-def test_recorded_candidates_are_read_and_the_others_written(
-    tiny_target_f64: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_candidates_are_read_and_the_others_written(tiny_target_f64: Target, tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark, asked = importlib.import_module("benchmarks.record_prompts"), list[int]()
     monkeypatch.setattr(self_prompting, "TOP_P", 1.0)
     for module in (self_prompting, benchmark):

@@ -35,9 +35,8 @@ def test_memory_of_blocks_grows_with_anchors_or_tokens_alone() -> None:
     assert 3.5 < long / short < 4.5
 
 
-def test_every_table_starts_at_the_base_and_varies_what_it_says(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_table_starts_at_the_base_and_varies_what_it_says(monkeypatch: pytest.MonkeyPatch,
+                                                                capsys: pytest.CaptureFixture[str]) -> None:
     run: list[Case] = []
 
     def noted(case: Case) -> dict[str, float]:

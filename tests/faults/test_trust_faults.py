@@ -113,9 +113,8 @@ def test_no_file_makes_a_command_run_code(fault: Fault, place: Place, monkeypatc
     assert "hostile" not in sys.modules
 
 
-def test_a_trusted_class_is_imported_and_its_run_holds_no_trust(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trusted_class_is_imported_and_its_run_holds_no_trust(place: Place, monkeypatch: pytest.MonkeyPatch,
+                                                                capfd: pytest.CaptureFixture[str]) -> None:
     place.write("friendly.py", "from draftsmith.trainers import MedusaModule\n\n\nclass Own(MedusaModule):\n    pass\n")
     monkeypatch.syspath_prepend(str(place.folder))
     monkeypatch.chdir(place.folder)

@@ -25,9 +25,8 @@ def words(model: Path, files: Path, layers: list[int]) -> list[str]:
     transfer = {"kv_connector": "CpuConnector", "kv_connector_module_path": "serving.cpu_connector",
                 "kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": str(files)}}
     return ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32",
-            "--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "8",
-            "--port", ADDRESS.rpartition(":")[2], "--speculative-config", json.dumps(speculative),
-            "--kv-transfer-config", json.dumps(transfer)]
+            "--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "8", "--port", ADDRESS.rpartition(":")[2],
+            "--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer)]
 
 
 def prove_states(python: Path, work: Path) -> bool:

@@ -37,15 +37,10 @@ def random_requests(chance: random.Random, vocab_size: int) -> list[Request]:
     """Prompts, limits, temperatures and indices by chance."""
     indices = chance.sample([*INDICES, *range(100, 120)], chance.randint(1, 9))
     shared = [chance.randrange(vocab_size) for _ in range(chance.choice((0, 0, 12)))]
-    return [
-        Request(
-            (*shared, *(chance.randrange(vocab_size) for _ in range(chance.choice((1, 2, 30, chance.randint(1, 30)))))),
-            index,
-            chance.randint(1, 40),
-            chance.choice((0.0, 0.0, 0.001, 0.1, 0.7, 1.2, 1000.0)),
-        )
-        for index in indices
-    ]
+    return [Request((*shared,
+                     *(chance.randrange(vocab_size) for _ in range(chance.choice((1, 2, 30, chance.randint(1, 30)))))),
+                    index, chance.randint(1, 40), chance.choice((0.0, 0.0, 0.001, 0.1, 0.7, 1.2, 1000.0)))
+            for index in indices]
 
 
 def random_settings(chance: random.Random, target: Target) -> DecodeSettings:

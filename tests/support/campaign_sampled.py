@@ -24,9 +24,8 @@ from support.tree_shapes import branching
 from transformers import GenerationConfig
 
 TEMPERATURES = (0.1, 0.3, 0.7, 1.0, 1.2)
-FILTERS: dict[str, dict[str, Any]] = {
-    "none": {}, "top-k": {"top_k": 5}, "top-p": {"top_p": 0.8}, "min-p": {"min_p": 0.3},
-}
+FILTERS: dict[str,
+              dict[str, Any]] = {"none": {}, "top-k": {"top_k": 5}, "top-p": {"top_p": 0.8}, "min-p": {"min_p": 0.3}}
 DRAFTS: dict[str, Callable[[Proposer], Proposer]] = {
     "own": lambda proposer: proposer, "too sure": TooSure, "reduced": Reduced,
 }

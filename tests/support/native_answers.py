@@ -32,12 +32,5 @@ def _generated(target: Target, prompt: tuple[int, ...], count: int, *, eos: bool
 
 def requests_for(target: Target, count: int, new_tokens: int, temperature: float = 0.0) -> list[Request]:
     rng = random.Random(1)
-    return [
-        Request(
-            tuple(rng.randrange(4, target.vocab_size) for _ in range(rng.randrange(2, 12))),
-            index,
-            new_tokens + rng.randrange(8),
-            temperature,
-        )
-        for index in range(count)
-    ]
+    return [Request(tuple(rng.randrange(4, target.vocab_size) for _ in range(rng.randrange(2, 12))), index,
+                    new_tokens + rng.randrange(8), temperature) for index in range(count)]

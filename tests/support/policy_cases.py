@@ -25,11 +25,6 @@ def medusa(target: Target) -> Medusa:
     return heads
 
 
-EVERY: list[Policy] = [
-    StaticTree(Topology((-1, 0, 0, 1, 3), (0, 0, 1, 0, 1))),
-    Eagle2Tree(9, 6, 4),
-    DySpecTree(9, 6, 4),
-    branching(2, 2, 1),
-    StoppedChain(5, PathProbability(0.02), check_every=0),
-    SampledChain(5, PathProbability(0.02), check_every=0),
-]
+EVERY: list[Policy] = [StaticTree(Topology((-1, 0, 0, 1, 3), (0, 0, 1, 0, 1))), Eagle2Tree(9, 6, 4),
+                       DySpecTree(9, 6, 4), branching(2, 2, 1), StoppedChain(5, PathProbability(0.02), check_every=0),
+                       SampledChain(5, PathProbability(0.02), check_every=0)]

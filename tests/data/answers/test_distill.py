@@ -230,10 +230,8 @@ def test_given_answers_are_used_as_they_are_and_marked(tmp_path: Path, tiny_targ
     manifest = run(tiny_target, write_prompts(tmp_path, answered(7)), given, tmp_path / "out")
     assert manifest.total("train", "by_text") == manifest.total("train", "rows")
     assert manifest.total("train", "by_target") == 0
-    decoded = [
-        tiny_target.tokenizer.decode([t for t, s in zip(row[0], row[1], strict=True) if s])
-        for row in rows(tmp_path / "out")
-    ]
+    decoded = [tiny_target.tokenizer.decode([t for t, s in zip(row[0], row[1], strict=True) if s])
+               for row in rows(tmp_path / "out")]
     assert decoded == [f"answer {number}<|im_end|>" for number in range(3, 7)]
     tokens, supervised, *_ = next(rows(tmp_path / "out", "validation"))
     assert tiny_target.tokenizer.decode(tokens[supervised.index(True) :]) != "answer 0<|im_end|>", (
@@ -537,9 +535,8 @@ def test_data_that_may_not_grow_stay_complete(tmp_path: Path, tiny_target: Targe
     assert run(tiny_target, prompts, config, out).complete
 
 
-def test_growing_data_are_finished_by_the_higher_limit_alone(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growing_data_are_finished_by_the_higher_limit_alone(tmp_path: Path, tiny_target: Target,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, out = write_prompts(tmp_path, many(24)), tmp_path / "out"
     higher = replace(SMALL, budget_tokens=60)
     run(tiny_target, prompts, replace(SMALL, budget_tokens=20), out)

@@ -61,10 +61,8 @@ def test_a_micro_batch_is_the_same_whenever_it_is_made(folder: Path) -> None:
 
 def test_every_conversation_is_seen_once_an_epoch_in_a_new_order(folder: Path) -> None:
     data = DraftDataModule(folder, CONFIG)
-    epochs = [
-        [segment for n in epoch(data, number) for segment in segments(data.packed_batch(n).to("cpu"))]
-        for number in range(2)
-    ]
+    epochs = [[segment for n in epoch(data, number) for segment in segments(data.packed_batch(n).to("cpu"))]
+              for number in range(2)]
     whole = Counter(tuple(data.train.piece(window).tokens_N.tolist()) for window in data.windows)
     assert len(data.windows) == 12
     assert Counter(epochs[0]) == Counter(epochs[1]) == whole
@@ -94,17 +92,15 @@ def test_long_conversations_become_windows_of_stored_states(folder: Path) -> Non
     for window in data.windows:
         piece = data.train.piece(window)
         assert bool(piece.supervised_N.any())
-        parent = next(
-            one for one in whole.windows if one.shard == window.shard and one.start <= window.start < one.stop
-        )
+        parent = next(one for one in whole.windows
+                      if one.shard == window.shard and one.start <= window.start < one.stop)
         assert piece.first == window.start - parent.start
         full, place = whole.train.piece(parent), slice(piece.first, piece.first + window.stop - window.start)
         assert full.final is not None
         assert piece.final is not None
         assert torch.equal(full.final.states()[place], piece.final.states())
-    supervised = [
-        sum(int(one.train.piece(window).supervised_N.sum()) for window in one.windows) for one in (data, whole)
-    ]
+    supervised = [sum(int(one.train.piece(window).supervised_N.sum()) for window in one.windows)
+                  for one in (data, whole)]
     assert supervised[0] == supervised[1] == Manifest.load(folder).total("train", "supervised")
 
 

@@ -212,10 +212,9 @@ def test_a_run_ends_in_the_same_bits_with_prefetching_without_and_resumed(
     assert trained(3, tmp_path / "parts") == plain
 
 
-def test_a_request_to_end_leaves_no_thread_and_the_run_goes_on(
-    stored: Path, tmp_path: Path, tiny_target: Target, capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_to_end_leaves_no_thread_and_the_run_goes_on(stored: Path, tmp_path: Path, tiny_target: Target,
+                                                               capfd: pytest.CaptureFixture[str],
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     # A short training has no line in a log.
     monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
     whole = fit(MedusaModule(tiny_target, TRAIN), data(stored), tmp_path / "whole", progress=True)

@@ -165,10 +165,9 @@ def test_what_a_template_does_not_write_is_known(source: str | None, left_out: l
     (CHATML, "<think>\nme\n</think>\n\nfine<|im_end|>", None, ("<think>\nme\n</think>\n\nfine", None)),
 ])
 @pytest.mark.parametrize("marks", ["text", "listed", "flagged", "spaced", "unknown"])
-def test_an_answer_in_the_history_is_what_a_server_would_send(
-    source: str, text: str, thinking: bool | None, message: tuple[str, str | None], marks: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_answer_in_the_history_is_what_a_server_would_send(source: str, text: str, thinking: bool | None,
+                                                              message: tuple[str, str | None], marks: str,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """Marks of thoughts are text, special tokens that the tokenizer lists, or ones that only their own flags make
     special; some tokenizers put spaces around added tokens, and of some the end is the unknown token too."""
     tokenizer = shaped_tokenizer(source, eos="<|im_end|>")

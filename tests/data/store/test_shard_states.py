@@ -95,9 +95,8 @@ def test_states_in_float32_differ_by_rounding(tmp_path: Path, tiny_target: Targe
     assert gap(tiny_target, tmp_path / "out") < 1e-4
 
 
-def test_turns_and_documents_have_the_states_of_the_second_pass(
-    tmp_path: Path, tiny_target_f64: Target, read: list[int]
-) -> None:
+def test_turns_and_documents_have_the_states_of_the_second_pass(tmp_path: Path, tiny_target_f64: Target,
+                                                                read: list[int]) -> None:
     turns = [{"turns": [f"{word} one", f"{word} two", f"{word} three"]} for word in WORDS]
     run(tiny_target_f64, write_prompts(tmp_path / "a", turns), replace(SMALL, test_prompts=0), tmp_path / "turns")
     assert gap(tiny_target_f64, tmp_path / "turns") < 1e-9
@@ -143,9 +142,8 @@ def mixed_prompts(folder: Path, count: int = 16) -> PromptConfig:
 
 
 @pytest.mark.parametrize("taps", [(), (0,)])
-def test_rows_of_a_mix_are_read_where_they_were_not_recorded(
-    taps: tuple[int, ...], tmp_path: Path, tiny_target_f64: Target, read: list[int]
-) -> None:
+def test_rows_of_a_mix_are_read_where_they_were_not_recorded(taps: tuple[int, ...], tmp_path: Path,
+                                                             tiny_target_f64: Target, read: list[int]) -> None:
     """Medusa taps no layer: where one is wanted, the rows that it wrote are read once more, as given text always is."""
     config = replace(SMALL, shard_prompts=8, answered_by={"target": 0.5, "text": 0.25, "draft": 0.25},
                      draft="some/folder")

@@ -34,10 +34,8 @@ ROWS = [
 
 
 def record(**fields: object) -> ShardRecord:
-    counts = dict.fromkeys(
-        ("candidates", "prompts", "rows", "by_target", "by_text", "by_draft", "tokens", "supervised", "answers",
-         "truncated", "full"), 2
-    )
+    counts = dict.fromkeys(("candidates", "prompts", "rows", "by_target", "by_text", "by_draft", "tokens", "supervised",
+                            "answers", "truncated", "full"), 2)
     return replace(ShardRecord(file="train-00000.safetensors", split="train", sha256="0", **counts), **fields)  # type: ignore[arg-type]
 
 

@@ -55,10 +55,8 @@ def test_chunked_prompts_change_nothing(tiny_target_f64: Target, chunk: int) -> 
 def test_a_common_beginning_is_read_once_and_changes_nothing(tiny_target_f64: Target, shared: int) -> None:
     beginning = tuple(range(10, 10 + shared))
     requests = [Request((*beginning, 40 + index, *range(50, 50 + index % 4)), index, 9) for index in range(7)]
-    alone = [
-        decode(tiny_target_f64, [request], DecodeSettings(ignore_eos=True)).generations[0].tokens
-        for request in requests
-    ]
+    alone = [decode(tiny_target_f64, [request], DecodeSettings(ignore_eos=True)).generations[0].tokens
+             for request in requests]
     for chunk in (3, 512):
         result = decode(tiny_target_f64, requests, DecodeSettings(batch_size=3, prefill_chunk=chunk, ignore_eos=True))
         assert [generation.tokens for generation in result.generations] == alone
@@ -255,18 +253,9 @@ def test_real_greedy_decoding_equals_generate(real_target: Target) -> None:
     """The real model, ragged batch: identical to `generate`, or first different where the top two logits nearly tie."""
     prompts = ["What is the capital of France?", "Write two sentences about rain.", "Count from one to twelve."]
     tokenizer = real_target.tokenizer
-    requests = [
-        Request(
-            tuple(
-                tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)[
-                    "input_ids"
-                ]
-            ),
-            index,
-            40,
-        )
-        for index, text in enumerate(prompts)
-    ]
+    requests = [Request(tuple(tokenizer.apply_chat_template([{"role": "user", "content": text}],
+                                                            add_generation_prompt=True)["input_ids"]), index, 40)
+                for index, text in enumerate(prompts)]
     result = decode(real_target, requests, DecodeSettings(batch_size=3))
     for request, generation in zip(requests, result.generations, strict=True):
         with real_target.native() as model:

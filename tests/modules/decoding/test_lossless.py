@@ -171,16 +171,8 @@ def test_every_policy_serves_drafters_that_name_candidates(tiny_target_f64: Targ
     policies = (Eagle2Tree(8, 3, 3), DySpecTree(8, 3, 3), branching(2, 1, 1), StoppedChain(4, EarlyExit(0.5)),
                 SampledChain(3, PathProbability(0.05)))
     for policy in policies:
-        runs = [
-            decode(
-                target,
-                requests,
-                DecodeSettings(batch_size=size, ignore_eos=True),
-                drafter=baseline(name, target)[0],
-                policy=policy,
-            )
-            for size in (1, 3)
-        ]
+        runs = [decode(target, requests, DecodeSettings(batch_size=size, ignore_eos=True),
+                       drafter=baseline(name, target)[0], policy=policy) for size in (1, 3)]
         found = [[generation.tokens for generation in run.generations] for run in runs]
         if temperature == 0 or type(policy) in (Eagle2Tree, StoppedChain):
             assert found == [plain, plain]
@@ -197,20 +189,16 @@ def test_sampled_drafts_do_not_depend_on_the_batch(tiny_target_f64: Target) -> N
     drafter = TableDrafter(random_log_probs(target.vocab_size, target.vocab_size, sharpness=3.0))
     policies = (branching(3, 2), DySpecTree(8, 3, 3), SampledChain(4, FixedLength(4)))
     for policy in policies:
-        whole, alone = (
-            decode(target, order, DecodeSettings(batch_size=size, ignore_eos=True), drafter=drafter, policy=policy)
-            for order, size in ((requests, 4), (requests[::-1], 1))
-        )
+        whole, alone = (decode(target, order, DecodeSettings(batch_size=size, ignore_eos=True), drafter=drafter,
+                               policy=policy) for order, size in ((requests, 4), (requests[::-1], 1)))
         assert [g.tokens for g in whole.generations] == [g.tokens for g in alone.generations[::-1]]
 
 
 def test_lossy_verification_says_so(tiny_target_f64: Target) -> None:
     target, requests = tiny_target_f64, requests_for(tiny_target_f64, 3, 20, 1.0)
     drafter = TargetDrafter(target)
-    exact, lossy = (
-        decode(target, requests, DecodeSettings(ignore_eos=True, lossy=rule), drafter=drafter, policy=Chain(3))
-        for rule in (None, Typical(epsilon=0.001, delta=0.01))
-    )
+    exact, lossy = (decode(target, requests, DecodeSettings(ignore_eos=True, lossy=rule), drafter=drafter,
+                           policy=Chain(3)) for rule in (None, Typical(epsilon=0.001, delta=0.01)))
     assert (exact.stats.lossless, lossy.stats.lossless) == (True, False)
     assert lossy.accepted_length > exact.accepted_length
 
@@ -311,9 +299,8 @@ def g_test(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]
     if any(exact.get(outcome, 0.0) == 0.0 for outcome in counts):
         return 0.0
     total = sum(counts.values())
-    cells = [
-        (counts[outcome], probability * total) for outcome, probability in exact.items() if probability * total >= 5
-    ]
+    cells = [(counts[outcome], probability * total) for outcome, probability in exact.items()
+             if probability * total >= 5]
     rest = (total - sum(seen for seen, _ in cells), total - sum(wanted for _, wanted in cells))
     cells += [rest] if rest[1] > 1e-9 else []
     statistic = 2 * sum(seen * math.log(seen / wanted) for seen, wanted in cells if seen)
@@ -334,12 +321,9 @@ def exact_distribution(drafter: TargetDrafter, temperature: float = 1.2) -> dict
     """The probability of every triple, by enumeration of the target's processed distributions."""
     exact = {(): 1.0}
     for _ in range(3):
-        exact = {
-            (*prefix, int(token)): mass * float(row[token])
-            for prefix, mass in exact.items()
-            for row in [probabilities(drafter.logits(PROMPT + prefix), torch.tensor(temperature), TOP_K)]
-            for token in row.nonzero()[:, 0]
-        }
+        exact = {(*prefix, int(token)): mass * float(row[token]) for prefix, mass in exact.items()
+                 for row in [probabilities(drafter.logits(PROMPT + prefix), torch.tensor(temperature), TOP_K)]
+                 for token in row.nonzero()[:, 0]}
     return exact
 
 

@@ -143,9 +143,8 @@ def test_replayed_rounds_decode_the_same_with_every_policy(tiny_target_f64: Targ
 
 
 @pytest.mark.parametrize("name", some_long(BASELINES, 3, 2))
-def test_replayed_rounds_decode_the_same_with_every_baseline(
-    tiny_target_f64: Target, name: str, records: Records
-) -> None:
+def test_replayed_rounds_decode_the_same_with_every_baseline(tiny_target_f64: Target, name: str,
+                                                             records: Records) -> None:
     check(both(tiny_target_f64, without_training(name), records), records)
 
 
@@ -275,9 +274,8 @@ def together(first: str) -> Way:
 
 
 @pytest.mark.parametrize("first", some_long(["prompt_lookup", "recycling", "hidden-transfer", "kangaroo"], 9, 1))
-def test_replayed_rounds_decode_the_same_with_several_drafters(
-    tiny_target_f64: Target, first: str, records: Records
-) -> None:
+def test_replayed_rounds_decode_the_same_with_several_drafters(tiny_target_f64: Target, first: str,
+                                                               records: Records) -> None:
     """Those with rows of their own in the target too."""
     check(both(tiny_target_f64, together(first), records), records)
 
@@ -418,9 +416,8 @@ def test_a_policy_that_waits_is_computed_and_says_so(tiny_target_f64: Target, re
 
 
 @pytest.mark.parametrize("part", some_long(["observe", "commit", "verify"], 9, 1))
-def test_a_part_that_waits_is_computed_with_all_later_rounds(
-    tiny_target_f64: Target, part: str, records: Records, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_waits_is_computed_with_all_later_rounds(tiny_target_f64: Target, part: str, records: Records,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that was recorded before it is lost, and nothing is done twice."""
     former: Callable[..., None] = getattr(recorded_rounds.Round, part)
 

@@ -84,11 +84,8 @@ def check_others(target: Target, found: list[Generation], bad: set[int], tempera
 def test_a_wrong_request_is_named_and_others_are_answered(tiny_target: Target, wrong: Request, message: str) -> None:
     requests, reported = some_requests(), []
     requests[2] = wrong
-    error = failing(
-        lambda: decode(
-            tiny_target, requests, SETTINGS, on_tokens=lambda g, new, done: reported.append((g.finish, new, done))
-        )
-    )
+    error = failing(lambda: decode(tiny_target, requests, SETTINGS,
+                                   on_tokens=lambda g, new, done: reported.append((g.finish, new, done))))
     assert message in str(error)
     assert "6 other answers are in this error's result" in str(error)
     assert isinstance(error, UserError)
@@ -167,9 +164,8 @@ def test_a_single_forbidden_token_is_no_fault(tiny_target_f64: Target) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_nan_left_in_the_cache_does_not_reach_the_next_sequence(
-    tiny_target_f64: Target, batch_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_left_in_the_cache_does_not_reach_the_next_sequence(tiny_target_f64: Target, batch_size: int,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """The row of a request whose states are NaN is used again, and is moved over by others."""
     requests, embed = some_requests(), tiny_target_f64.embed
     # A long neighbour: the slots that the bad row wrote stay inside the window of the passes.
@@ -294,15 +290,8 @@ def test_a_q_that_is_nan_ends_its_row(tiny_target_f64: Target) -> None:
     scores = random_log_probs(size, size)
     first = [decode(tiny_target_f64, [r], SETTINGS).generations[0].tokens[0] for r in some_requests(temperature=0.9)]
     assert len(set(first)) > 1
-    error = failing(
-        lambda: decode(
-            tiny_target_f64,
-            some_requests(temperature=0.9),
-            SETTINGS,
-            drafter=TableDrafter(scores),
-            policy=PoisonedTree(first[0]),
-        )
-    )
+    error = failing(lambda: decode(tiny_target_f64, some_requests(temperature=0.9), SETTINGS,
+                                   drafter=TableDrafter(scores), policy=PoisonedTree(first[0])))
     assert "prompt 100: the drafter's probabilities are NaN or infinite after token 1 of the answer" in str(error)
     assert any(generation.finish == "length" for generation in error.result.generations)
 

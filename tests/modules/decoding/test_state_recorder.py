@@ -70,9 +70,8 @@ def recorded(target: Target, requests: list[Request], settings: DecodeSettings,
 ], ids=["ends", "one-batch", "chunks", "stop-texts"])
 @pytest.mark.parametrize("shared", [0, 12])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_states_of_plain_decoding_are_those_of_the_whole_text(
-    settings: DecodeSettings, shared: int, temperature: float, tiny_target_f64: Target
-) -> None:
+def test_states_of_plain_decoding_are_those_of_the_whole_text(settings: DecodeSettings, shared: int, temperature: float,
+                                                              tiny_target_f64: Target) -> None:
     result, found = recorded(tiny_target_f64, some_requests(shared, temperature), settings)
     assert worst(tiny_target_f64, result.generations, found) < 1e-9
 

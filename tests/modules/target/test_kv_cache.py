@@ -21,12 +21,8 @@ def test_commits_moves_and_clears_leave_a_fresh_prefill(tiny_target_f64: Target)
     texts: list[list[int]] = [[], [], []]
     for step in range(6):
         size = 7
-        parents = torch.stack(
-            [
-                torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator)) for n in range(1, size)])
-                for _ in range(3)
-            ]
-        )
+        parents = torch.stack([torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator))
+                                                    for n in range(1, size)]) for _ in range(3)])
         tree = TokenTree.from_parents(torch.randint(3, 100, (3, size), generator=generator), parents)
         rows.run(tree)
         leaves = torch.randint(0, size, (3,), generator=generator)

@@ -75,9 +75,8 @@ def build(name: str, dtype: torch.dtype) -> Target:
     if name in TRAITS:
         return Target(random_trait(name, dtype), tiny_tokenizer(), name=name)
     family, extra = ARCHITECTURES[name]
-    fields = {
-        key: value for key, value in (COMMON | extra).items() if key != "num_key_value_heads" or value is not None
-    }
+    fields = {key: value for key, value in (COMMON | extra).items()
+              if key != "num_key_value_heads" or value is not None}
     config_class = transformers.Gemma3TextConfig if family == "Gemma3" else getattr(transformers, f"{family}Config")
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config_class(**fields))
@@ -111,12 +110,8 @@ def test_tree_passes_equal_a_fresh_forward_of_every_path(target: Target) -> None
     rows.run(TokenTree.prompts(padded, counts))
     rows.commit(torch.arange(width).expand(2, -1), counts, counts.tolist(), moved=False)
     for _ in range(4):
-        parents = torch.stack(
-            [
-                torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator)) for n in range(1, 8)])
-                for _ in range(2)
-            ]
-        )
+        parents = torch.stack([torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator))
+                                                    for n in range(1, 8)]) for _ in range(2)])
         tree = TokenTree.from_parents(torch.randint(3, 100, (2, 8), generator=generator), parents)
         found = rows.run(tree).logits_BMV
         paths = []

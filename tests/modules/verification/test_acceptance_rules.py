@@ -273,10 +273,9 @@ def test_few_distributions_are_held_at_a_time_and_change_nothing(name: str, monk
     rule: Rule = {"chain": ChainRejection(), "typical": Typical(), "all": AcceptAll(), "equality": Equality()}[name]
     generator = torch.Generator().manual_seed(0)
     log_q_BIQ = torch.randn(rows, nodes - 1, vocab_size, generator=generator).log_softmax(-1)
-    tree = replace(
-        Topology.chain(nodes - 1).plant(torch.randint(vocab_size, (rows, nodes), generator=generator)),
-        drawn=Drawn(log_q_BIQ=log_q_BIQ, inner_BN=torch.arange(nodes).clamp(max=nodes - 2).expand(rows, -1),
-                    sampled_BN=torch.rand(rows, nodes, generator=generator) < 0.7))
+    tree = replace(Topology.chain(nodes - 1).plant(torch.randint(vocab_size, (rows, nodes), generator=generator)),
+                   drawn=Drawn(log_q_BIQ=log_q_BIQ, inner_BN=torch.arange(nodes).clamp(max=nodes - 2).expand(rows, -1),
+                               sampled_BN=torch.rand(rows, nodes, generator=generator) < 0.7))
     logits_BNV = 3 * torch.randn(rows, nodes, vocab_size, generator=generator)
     chances = Chances(choices_BN=torch.rand(rows, nodes, generator=generator, dtype=torch.float64),
                       tests_BN=0.3 * torch.rand(rows, nodes, generator=generator, dtype=torch.float64))

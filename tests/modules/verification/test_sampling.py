@@ -38,12 +38,8 @@ def test_follow_equals_the_plain_walk_on_random_trees() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         size, batch = int(torch.randint(1, 12, (), generator=generator)), 3
-        parents = torch.stack(
-            [
-                torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator)) for n in range(1, size)])
-                for _ in range(batch)
-            ]
-        )
+        parents = torch.stack([torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator))
+                                                    for n in range(1, size)]) for _ in range(batch)])
         tokens = torch.randint(0, 3, (batch, size), generator=generator)
         real = torch.rand(batch, size, generator=generator) > 0.1
         real[:, 0] = True

@@ -646,10 +646,9 @@ def test_the_example_of_the_readme_runs(tiny_run: Path, capsys: pytest.CaptureFi
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_kill_changes_no_byte(tmp_path: Path) -> None:
-    campaign = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "benchmarks" / "fault_campaign.py"), "--state", str(tmp_path / "state"),
-         "--only", "kill at a random moment", "--subject", "medusa", "--kills", "1", "--processes", "1"],
-        capture_output=True, text=True, check=False)
+    campaign = subprocess.run([sys.executable, str(ROOT / "tests" / "benchmarks" / "fault_campaign.py"), "--state",
+                               str(tmp_path / "state"), "--only", "kill at a random moment", "--subject", "medusa",
+                               "--kills", "1", "--processes", "1"], capture_output=True, text=True, check=False)
     assert "| run, medusa | 1 of 1 |" in campaign.stdout, campaign.stderr
     assert campaign.returncode == 0
 
@@ -668,9 +667,8 @@ def test_another_run_trains_on_the_same_data(tiny_run: Path, tmp_path: Path,
     assert capsys.readouterr().out.count("already complete, skipped") == STAGES - 1
 
 
-def test_data_is_read_with_the_template_it_was_rendered_with(
-    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_is_read_with_the_template_it_was_rendered_with(tiny_run: Path, tmp_path: Path,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", str(TINY), "--out", str(tmp_path / "out"), "--data", str(tiny_run / "data")]
     assert main(["train", *words, "--template.system", "Be brief."]) == 2
     assert "was rendered with another chat template or other settings of it" in capsys.readouterr().err

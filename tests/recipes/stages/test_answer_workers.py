@@ -221,10 +221,9 @@ def helped(*words: str) -> int:
 
 @pytest.mark.parametrize(("workers", "prompts", "helping", "threads"), [
     ("2", 45, 1, 1), ("auto", 45, 2, 1), ("1", 45, 0, 1), ("2", 36, 0, 3), ("null", 45, 0, 3)])
-def test_each_process_has_one_thread_unless_one_shard_is_all(
-    tmp_path: Path, started: list[Started], monkeypatch: pytest.MonkeyPatch, workers: str, prompts: int, helping: int,
-    threads: int
-) -> None:
+def test_each_process_has_one_thread_unless_one_shard_is_all(tmp_path: Path, started: list[Started],
+                                                             monkeypatch: pytest.MonkeyPatch, workers: str,
+                                                             prompts: int, helping: int, threads: int) -> None:
     """The one that leads from held-out prompts on, also where it is alone; the others from their start. 28 prompts are
     held out, and a shard has 8."""
     asked, found = tmp_path / "prompts.jsonl", list[int]()

@@ -84,9 +84,8 @@ def test_end_to_end_weights_have_the_gradient_of_the_accepted_length() -> None:
 def rows_of(target: Target, places: list[list[int]] | None) -> tuple[Features, Drafts, Tensor]:
     """Two rows with gaps, draft states after all positions or after some, and an output layer."""
     torch.manual_seed(2)
-    features = target.encode(Features.from_rows([
-        (torch.randint(4, target.vocab_size, (length,)).tolist(), (torch.rand(length) < 0.8).tolist())
-        for length in (10, 13)]))
+    features = target.encode(Features.from_rows([(torch.randint(4, target.vocab_size, (length,)).tolist(),
+                                                  (torch.rand(length) < 0.8).tolist()) for length in (10, 13)]))
     hidden = torch.randn(2, 13, 3, target.hidden_size, dtype=torch.float64)
     valid = torch.rand(2, 13, 3) < 0.9
     drafts = Drafts(hidden_BLKD=hidden, offsets=OFFSETS, valid_BLK=valid)

@@ -64,9 +64,8 @@ def step(drafter: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) 
 
 
 @pytest.mark.parametrize(("first", "then"), [("bfloat16", "float32"), ("float32", "bfloat16")])
-def test_a_resumed_optimizer_goes_on_as_if_it_had_not_stopped(
-    first: str, then: str, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_optimizer_goes_on_as_if_it_had_not_stopped(first: str, then: str, tiny_target: Target,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a processor on which another number format is faster."""
     monkeypatch.setattr(optimizers, "measured_products", lambda: first)
     drafter, optimizer = made(tiny_target)

@@ -118,9 +118,8 @@ def test_a_run_is_not_resumed_with_another_number_of_steps_between_checkpoints(t
             progress=False)
 
 
-def test_a_full_disk_ends_a_training_that_then_resumes_exactly(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_a_training_that_then_resumes_exactly(target: Target, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path / "calm", progress=False)
     out, writing = tmp_path / "out", Path.write_bytes
 

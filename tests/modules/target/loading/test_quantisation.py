@@ -78,9 +78,8 @@ def test_the_weights_of_a_quantised_folder_are_the_values_that_it_stands_for(
 
 
 @pytest.mark.parametrize("write", [fp8, int8])
-def test_a_quantised_target_is_the_same_in_every_number_format(
-    write: Callable[[Path], dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_a_quantised_target_is_the_same_in_every_number_format(write: Callable[[Path], dict[str, torch.Tensor]],
+                                                               tmp_path: Path) -> None:
     write(tmp_path)
     target, half = load_target(settings(tmp_path)), load_target(settings(tmp_path, "bfloat16"))
     assert half.dtype is torch.bfloat16

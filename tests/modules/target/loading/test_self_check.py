@@ -191,9 +191,8 @@ def test_a_wrong_mask_or_position_is_refused_in_every_number_type(
     ("XLM", {}, "is an encoder"),
 ])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention_by_cache_slots_is_refused_in_one_sentence(
-    family: str, changes: dict[str, Any], message: str, dtype: torch.dtype
-) -> None:
+def test_attention_by_cache_slots_is_refused_in_one_sentence(family: str, changes: dict[str, Any], message: str,
+                                                             dtype: torch.dtype) -> None:
     with pytest.raises(UserError, match=message):
         Target(random_model(family, **changes).to(dtype), tiny_tokenizer(), name=family)
 

@@ -204,9 +204,8 @@ def test_some_tokens_without_a_finite_embedding_are_said_and_used_as_before(
 
 
 @pytest.mark.parametrize("family", others_long(MUST_LOAD, ("Llama", "Gemma2", "GPT2")))
-def test_what_transformers_saves_of_each_architecture_is_whole(
-    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_transformers_saves_of_each_architecture_is_whole(family: str, tmp_path: Path,
+                                                               caplog: pytest.LogCaptureFixture) -> None:
     for tied in (False, True):
         model = random_model(family, tie_word_embeddings=tied)
         folder = tmp_path / str(tied)
