@@ -481,15 +481,12 @@ def test_a_resumed_run_redoes_no_finished_shard(tmp_path: Path, tiny_target: Tar
     assert not asked, "a complete folder is left as it is"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seed": 1}, r"distill.seed was 0 and is now 1; choose another --out"),
-        ({"temperatures": (0.0,)}, r"distill.temperatures was \[0.0, 1.0\] and is now \[0.0\]"),
-        ({"budget_tokens": 500}, r"distill.budget_tokens was 1000 and is now 500"),
-        ({"budget_tokens": 2000, "seed": 1}, r"distill.seed was 0 and is now 1; choose another --out"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"seed": 1}, r"distill.seed was 0 and is now 1; choose another --out"),
+    ({"temperatures": (0.0,)}, r"distill.temperatures was \[0.0, 1.0\] and is now \[0.0\]"),
+    ({"budget_tokens": 500}, r"distill.budget_tokens was 1000 and is now 500"),
+    ({"budget_tokens": 2000, "seed": 1}, r"distill.seed was 0 and is now 1; choose another --out"),
+])
 def test_changed_settings_are_refused(tmp_path: Path, tiny_target: Target, change: dict[str, Any],
                                       message: str) -> None:
     prompts, config = write_prompts(tmp_path, many(8)), replace(SMALL, budget_tokens=1000)
@@ -983,38 +980,32 @@ def kill() -> None:
     raise Killed
 
 
-@pytest.mark.parametrize(
-    ("prompts", "config", "message"),
-    [
-        (PromptConfig(), SMALL, "prompts of the target have no limit; set distill.budget_tokens"),
-        (PromptConfig(limit=9), replace(SMALL, answered_by="text"), "no ready-made answers"),
-        (
-            PromptConfig(limit=9),
-            replace(SMALL, max_new_tokens=512),
-            "leaves no room for a prompt in the target's context of 512",
-        ),
-        (PromptConfig(limit=9), replace(SMALL, max_new_tokens=505), "leaves no room for an answer, got .* holds 7;"),
-        (PromptConfig(limit=9, max_prompt_tokens=505), SMALL, "exceed the target's context of 512 tokens; lower one"),
-        (PromptConfig(limit=2), SMALL, "usable prompts among the first 2, but 3 are to be held out"),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "config", "message"), [
+    (PromptConfig(), SMALL, "prompts of the target have no limit; set distill.budget_tokens"),
+    (PromptConfig(limit=9), replace(SMALL, answered_by="text"), "no ready-made answers"),
+    (
+        PromptConfig(limit=9),
+        replace(SMALL, max_new_tokens=512),
+        "leaves no room for a prompt in the target's context of 512",
+    ),
+    (PromptConfig(limit=9), replace(SMALL, max_new_tokens=505), "leaves no room for an answer, got .* holds 7;"),
+    (PromptConfig(limit=9, max_prompt_tokens=505), SMALL, "exceed the target's context of 512 tokens; lower one"),
+    (PromptConfig(limit=2), SMALL, "usable prompts among the first 2, but 3 are to be held out"),
+])
 def test_recipes_that_cannot_work_are_refused(tmp_path: Path, tiny_target: Target, prompts: PromptConfig,
                                               config: DistillConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
         run(tiny_target, prompts, config, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"slots": 0}, "distill.slots must be at least 1, got 0"),
-        ({"temperatures": ()}, "distill.temperatures must be one or more"),
-        ({"temperatures": (-1.0,)}, "distill.temperatures must be one or more"),
-        ({"temperatures": (0.0, 1e-4)}, r"each 0 \(greedy\) or from 0.001 to 1000, got \[0.0, 0.0001\]"),
-        ({"budget_tokens": 0}, "distill.budget_tokens must be above 0"),
-        ({"top_p": 0.0}, "distill.top_p must lie in"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"slots": 0}, "distill.slots must be at least 1, got 0"),
+    ({"temperatures": ()}, "distill.temperatures must be one or more"),
+    ({"temperatures": (-1.0,)}, "distill.temperatures must be one or more"),
+    ({"temperatures": (0.0, 1e-4)}, r"each 0 \(greedy\) or from 0.001 to 1000, got \[0.0, 0.0001\]"),
+    ({"budget_tokens": 0}, "distill.budget_tokens must be above 0"),
+    ({"top_p": 0.0}, "distill.top_p must lie in"),
+])
 def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         DistillConfig(**fields)

@@ -69,15 +69,12 @@ def test_what_precedes_and_ends_a_users_turn() -> None:
     assert mistral.tokenizer.decode(list(mistral.user_turn().after)) == "[/INST]"
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{% for m in messages %}", "chat template fails"),
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate.*target.chat_template"),
-        ("{{ cycler() }}", "chat template fails: at least one item has to be provided"),
-        ("{% for _ in 'a' %}" * 25 + "{% endfor %}" * 25, "chat template fails: too many statically nested blocks"),
-    ],
-)
+@pytest.mark.parametrize(("source", "message"), [
+    ("{% for m in messages %}", "chat template fails"),
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate.*target.chat_template"),
+    ("{{ cycler() }}", "chat template fails: at least one item has to be provided"),
+    ("{% for _ in 'a' %}" * 25 + "{% endfor %}" * 25, "chat template fails: too many statically nested blocks"),
+])
 def test_a_broken_template_is_one_sentence(source: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         ChatTemplate(merging_tokenizer(source))

@@ -34,17 +34,14 @@ def test_missing_empty_and_undecodable_files(tmp_path: Path) -> None:
         read_prompts(tmp_path / "latin.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"origin": "file"}, "prompts.origin is file and prompts.path is null; give the path of a file or the name of"),
-        ({"origin": "dataset"}, "prompts.origin is dataset and prompts.path is null; give"),
-        ({"path": "a/b"}, "prompts.origin is own and prompts.path is 'a/b'; .*only there"),
-        ({"limit": 0}, "prompts.limit must be at least 1, got 0"),
-        ({"most_skipped": 1.5}, "prompts.most_skipped must lie between 0 and 1, got 1.5"),
-        ({"own_temperature": 0.0}, "own_temperature must lie between 0.001 and 1000"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"origin": "file"}, "prompts.origin is file and prompts.path is null; give the path of a file or the name of"),
+    ({"origin": "dataset"}, "prompts.origin is dataset and prompts.path is null; give"),
+    ({"path": "a/b"}, "prompts.origin is own and prompts.path is 'a/b'; .*only there"),
+    ({"limit": 0}, "prompts.limit must be at least 1, got 0"),
+    ({"most_skipped": 1.5}, "prompts.most_skipped must lie between 0 and 1, got 1.5"),
+    ({"own_temperature": 0.0}, "own_temperature must lie between 0.001 and 1000"),
+])
 def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         PromptConfig(**fields)

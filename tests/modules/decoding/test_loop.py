@@ -145,17 +145,14 @@ def test_a_policy_without_a_drafter_is_refused(tiny_target: Target) -> None:
         decode(tiny_target, some_requests(1), DecodeSettings(), policy=Chain(2))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: DecodeSettings(batch_size=0), "batch_size must be at least 1, got 0"),
-        (lambda: DecodeSettings(top_p=0.0), "top_p must be above 0"),
-        (lambda: DecodeSettings(top_k=-1), "top_k must be at least 0"),
-        (lambda: DecodeSettings(min_p=1.5), "min_p must be from 0 to 1, got 1.5"),
-        (lambda: DecodeSettings(stop=("x", "")), "stop must not hold an empty text"),
-        (lambda: DecodeSettings(repetition_penalty=0.0), "repetition_penalty must be above 0 and finite, got 0.0"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: DecodeSettings(batch_size=0), "batch_size must be at least 1, got 0"),
+    (lambda: DecodeSettings(top_p=0.0), "top_p must be above 0"),
+    (lambda: DecodeSettings(top_k=-1), "top_k must be at least 0"),
+    (lambda: DecodeSettings(min_p=1.5), "min_p must be from 0 to 1, got 1.5"),
+    (lambda: DecodeSettings(stop=("x", "")), "stop must not hold an empty text"),
+    (lambda: DecodeSettings(repetition_penalty=0.0), "repetition_penalty must be above 0 and finite, got 0.0"),
+])
 def test_bad_settings_are_one_sentence(make: object, message: str) -> None:
     assert callable(make)
     with pytest.raises(UserError, match=message):

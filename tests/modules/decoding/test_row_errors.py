@@ -66,21 +66,18 @@ def check_others(target: Target, found: list[Generation], bad: set[int], tempera
             assert (generation.finish, generation.error, generation.tokens) == ("length", "", alone)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (Request((), 102, 5), "prompt 102 is empty; give at least one token"),
-        (Request((1,), 102, 0), "prompt 102: max_new_tokens must be at least 1, got 0"),
-        (Request((1,), 102, 5, -0.1), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000, got -0.1"),
-        (Request((1,), 102, 5, float("nan")), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000"),
-        (Request((1,), 102, 5, float("inf")), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000"),
-        (Request((1,), 102, 5, 1e-39), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000, got 1e-39"),
-        (Request((1,), 102, 5, 1e39), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000, got 1e+39"),
-        (Request((1, 10**6), 102, 5), "prompt 102 has token 1000000; the target's ids are 0 to"),
-        (Request((1, -1), 102, 5), "prompt 102 has token -1; the target's ids are 0 to"),
-        (Request((1,) * 510, 102, 5), "prompt 102 has 510 tokens and asks for 5 more, but the target's context holds"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "message"), [
+    (Request((), 102, 5), "prompt 102 is empty; give at least one token"),
+    (Request((1,), 102, 0), "prompt 102: max_new_tokens must be at least 1, got 0"),
+    (Request((1,), 102, 5, -0.1), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000, got -0.1"),
+    (Request((1,), 102, 5, float("nan")), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000"),
+    (Request((1,), 102, 5, float("inf")), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000"),
+    (Request((1,), 102, 5, 1e-39), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000, got 1e-39"),
+    (Request((1,), 102, 5, 1e39), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000, got 1e+39"),
+    (Request((1, 10**6), 102, 5), "prompt 102 has token 1000000; the target's ids are 0 to"),
+    (Request((1, -1), 102, 5), "prompt 102 has token -1; the target's ids are 0 to"),
+    (Request((1,) * 510, 102, 5), "prompt 102 has 510 tokens and asks for 5 more, but the target's context holds"),
+])
 def test_a_wrong_request_is_named_and_others_are_answered(tiny_target: Target, wrong: Request, message: str) -> None:
     requests, reported = some_requests(), []
     requests[2] = wrong
@@ -213,20 +210,17 @@ def with_entry(tree: TokenTree, name: str, value: int) -> TokenTree:
     return replace(tree, **{name: changed})
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda tree: with_entry(tree, "tokens_BN", 10**6), "outside the target's vocabulary"),
-        (lambda tree: with_entry(tree, "tokens_BN", -1), "outside the target's vocabulary"),
-        (lambda tree: with_entry(tree, "parents_BN", 2), "a node whose parent does not come before it"),
-        (lambda tree: with_entry(tree, "parents_BN", 1), "a node whose parent does not come before it"),
-        (lambda tree: with_entry(tree, "parents_BN", 99), "a node whose parent does not come before it"),
-        (
-            lambda tree: TokenTree.from_parents(tree.tokens_BN, with_entry(tree, "parents_BN", 2).parents_BN),
-            "a node whose parent does not come before it",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "message"), [
+    (lambda tree: with_entry(tree, "tokens_BN", 10**6), "outside the target's vocabulary"),
+    (lambda tree: with_entry(tree, "tokens_BN", -1), "outside the target's vocabulary"),
+    (lambda tree: with_entry(tree, "parents_BN", 2), "a node whose parent does not come before it"),
+    (lambda tree: with_entry(tree, "parents_BN", 1), "a node whose parent does not come before it"),
+    (lambda tree: with_entry(tree, "parents_BN", 99), "a node whose parent does not come before it"),
+    (
+        lambda tree: TokenTree.from_parents(tree.tokens_BN, with_entry(tree, "parents_BN", 2).parents_BN),
+        "a node whose parent does not come before it",
+    ),
+])
 def test_trees_that_cannot_be_verified_end_their_row_alone(
     tiny_target_f64: Target, spoil: Callable[[TokenTree], TokenTree], message: str
 ) -> None:

@@ -237,17 +237,14 @@ def test_indexed_attention_is_refused_by_name(family: str) -> None:
         Target(model, tiny_tokenizer(), name=family)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (TargetConfig(name="/nowhere/model.gguf"), "GGUF file .* does not exist"),
-        (TargetConfig(name="no-such-user/no-such-model"),
-         r"could not be loaded \(no such folder is here .* set target.name to a hub id"),
-        (TargetConfig(name="tiny-random", device="cuda:9" if not torch.cuda.is_available() else "tpu"), "device"),
-        (TargetConfig(name="tiny-random", dtype="int8"), "dtype must be"),  # type: ignore[arg-type]
-        (TargetConfig(name="tiny-random", chat_template="/nowhere.jinja"), "could not be read"),
-    ],
-)
+@pytest.mark.parametrize(("config", "message"), [
+    (TargetConfig(name="/nowhere/model.gguf"), "GGUF file .* does not exist"),
+    (TargetConfig(name="no-such-user/no-such-model"),
+     r"could not be loaded \(no such folder is here .* set target.name to a hub id"),
+    (TargetConfig(name="tiny-random", device="cuda:9" if not torch.cuda.is_available() else "tpu"), "device"),
+    (TargetConfig(name="tiny-random", dtype="int8"), "dtype must be"),  # type: ignore[arg-type]
+    (TargetConfig(name="tiny-random", chat_template="/nowhere.jinja"), "could not be read"),
+])
 def test_bad_targets_are_one_sentence(config: TargetConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_target(config)

@@ -89,16 +89,13 @@ def test_rejection_has_the_targets_law(width: int, setting: tuple[float, int, fl
     torch.testing.assert_close(law, expected_pairs(setting), atol=1e-7, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("rule", "sampled"),
-    [
-        (wrong_rules.unchanged_q, True),
-        (wrong_rules.one_entry_residual, True),
-        (wrong_rules.likeliest_as_samples, False),
-        (wrong_rules.no_renormalisation, False),
-        (wrong_rules.typical, False),
-    ],
-)
+@pytest.mark.parametrize(("rule", "sampled"), [
+    (wrong_rules.unchanged_q, True),
+    (wrong_rules.one_entry_residual, True),
+    (wrong_rules.likeliest_as_samples, False),
+    (wrong_rules.no_renormalisation, False),
+    (wrong_rules.typical, False),
+])
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_wrong_rules_do_not(rule: object, sampled: bool, width: int) -> None:
     law = pair_law(rule, lambda prefix: ours(prefix, SETTINGS[0]), draft, width, sampled)
