@@ -14,39 +14,27 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-BACKEND = "inductor"
-"""Compiler of torch.compile."""
+BACKEND = "inductor"  # Compiler of torch.compile
 MOST_GRAPHS = 64
 """Graphs of one piece of code before it is computed without them. A decoder layer has four, for one row or several and
 for one token or several; layers of several models may share their code."""
 
 
 class Compiler:
-    """Compiles functions, and computes them without a graph from the first one on that cannot be compiled.
-
-    A graph is made before any of it runs, so that nothing is done twice where that fails.
-
-    Args:
-        backend: name of a backend of torch.compile; None takes `BACKEND`.
-    """
+    """Compiles functions by a backend of torch.compile, and computes them without a graph from the first one on that
+    cannot be compiled. A graph is made before any of it runs, so that nothing is done twice where that fails."""
 
     def __init__(self, backend: str | None = None) -> None:
         self.backend = backend or BACKEND
-        self.refusal = ""
-        """The reason that something is computed without a graph; empty where all is compiled."""
-        self.seconds = 0.0
-        """Seconds that compiling has taken."""
-        self.graphs = 0
-        """Graphs that were made."""
+        self.refusal = ""  # The reason that something is computed without a graph; empty where all is compiled
+        self.seconds = 0.0  # Seconds that compiling has taken
+        self.graphs = 0  # Graphs that were made
         self.watch: Callable[[bool], None] = lambda _busy: None
         """Called with True when a graph is being made, and with False when it is done."""
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled when it is called, and plain where that is impossible.
-
-        Args:
-            function: of tensors, without a cache and without reading a value from its device.
-        """
+        """The function, of tensors, without a cache and without reading a value from its device, compiled when it is
+        called, and plain where that is impossible."""
         made = torch.compile(function, fullgraph=True, dynamic=True, backend=self._make)
         return partial(self._run, made, function)
 

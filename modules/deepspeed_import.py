@@ -9,16 +9,8 @@ from .errors import UserError
 
 
 def require_deepspeed(setting: str, instead: str, *, on_cpu: bool = False) -> None:
-    """Refuse a setting that needs DeepSpeed where it is not installed, and prepare its first import.
-
-    Args:
-        setting: the key and its value.
-        instead: a setting that does without.
-        on_cpu: whether it must work on the CPU where an accelerator is, too.
-
-    Raises:
-        UserError: if it is not installed.
-    """
+    """Refuse a `setting`, a key and its value, that needs DeepSpeed where it is not installed (UserError, with what
+    does `instead`), and prepare its first import; `on_cpu` if it must work there although there is an accelerator."""
     if find_spec("deepspeed") is None:
         raise UserError(f"{setting} needs DeepSpeed, which is not installed; run pip install 'draftsmith[deepspeed]', "
                         f"or set {instead}")

@@ -13,5 +13,4 @@ class TreeError(ValueError):
 
     def __init__(self, rows: list[int]) -> None:
         super().__init__(f"row {rows[0]}: a node's parent must come before the node")
-        self.rows = rows
-        """The rows whose trees are wrong, ascending."""
+        self.rows = rows  # The rows whose trees are wrong, ascending

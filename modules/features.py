@@ -19,14 +19,10 @@ class Features:
     shifted by hand; a family asks `labels(offset)` for the token `offset` places ahead.
     """
 
-    tokens_BL: Tensor
-    """Token ids, int64; padding holds any valid id."""
-    supervised_BL: Tensor
-    """True where the token was written by the assistant and may serve as a label."""
-    segments_BL: Tensor
-    """Number of the conversation inside its row, int64; -1 is padding."""
-    positions_BL: Tensor
-    """Position id of the token inside its own segment, int64."""
+    tokens_BL: Tensor  # Token ids, int64; padding holds any valid id
+    supervised_BL: Tensor  # True where the token was written by the assistant and may serve as a label
+    segments_BL: Tensor  # Number of the conversation inside its row, int64; -1 is padding
+    positions_BL: Tensor  # Position id of the token inside its own segment, int64
     final_BLD: Tensor | None = None
     """The target's final hidden state after its last norm: what its output layer reads. None until encoded."""
     taps: dict[int, Tensor] = field(default_factory=dict)
@@ -40,8 +36,7 @@ class Features:
         for name in ("supervised_BL", "segments_BL", "positions_BL"):
             if getattr(self, name).shape != shape:
                 raise ValueError(
-                    f"{name} must have the shape of tokens_BL {tuple(shape)}, got {tuple(getattr(self, name).shape)}"
-                )
+                    f"{name} must have the shape of tokens_BL {tuple(shape)}, got {tuple(getattr(self, name).shape)}")
 
     @property
     def encoded(self) -> bool:
@@ -85,15 +80,10 @@ class Features:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "Features":
         """The same batch with every tensor moved."""
-        return replace(
-            self,
-            tokens_BL=move(self.tokens_BL),
-            supervised_BL=move(self.supervised_BL),
-            segments_BL=move(self.segments_BL),
-            positions_BL=move(self.positions_BL),
-            final_BLD=None if self.final_BLD is None else move(self.final_BLD),
-            taps={layer: move(state) for layer, state in self.taps.items()},
-        )
+        return replace(self, tokens_BL=move(self.tokens_BL), supervised_BL=move(self.supervised_BL),
+                       segments_BL=move(self.segments_BL), positions_BL=move(self.positions_BL),
+                       final_BLD=None if self.final_BLD is None else move(self.final_BLD),
+                       taps={layer: move(state) for layer, state in self.taps.items()})
 
     def to(self, device: torch.device | str) -> "Features":
         """The same batch on another device. To a GPU the host does not wait for copies from page-locked memory."""

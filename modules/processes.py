@@ -16,10 +16,8 @@ T = TypeVar("T")
 class Processes:
     """A process among those that work together."""
 
-    rank: int = 0
-    """Number of this process, from 0."""
-    world: int = 1
-    """Their number."""
+    rank: int = 0  # Number of this process, from 0
+    world: int = 1  # Their number
 
     @classmethod
     def launched(cls) -> "Processes":
@@ -53,8 +51,7 @@ class Processes:
         return found
 
 
-ALONE = Processes()
-"""This process, which works with no other."""
+ALONE = Processes()  # This process, which works with no other
 
 
 def local_rank() -> int:
@@ -65,11 +62,9 @@ def local_rank() -> int:
 
 @cache
 def destroy_group_at_exit() -> None:
-    """Destroy the process group when the program ends, before Python does.
-
-    Threads of gloo may still hold tensors of the last collective then, and abort a program that has done its work:
-    https://github.com/pytorch/pytorch/issues/190489. Lightning destroys only groups of NCCL.
-    """
+    """Destroy the process group when the program ends, before Python does: threads of gloo may still hold tensors of
+    the last collective, and abort a program that has done its work (https://github.com/pytorch/pytorch/issues/190489).
+    Lightning destroys only groups of NCCL."""
     atexit.register(_destroy)
 
 

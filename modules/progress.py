@@ -14,16 +14,9 @@ TELLING_SHARE = 0.02
 
 
 class ProgressLine:
-    """The line of a stage: work done, time, time left, rate, and figures of the caller.
-
-    Args:
-        title: of the stage.
-        total: all of its work; None where nobody knows it.
-        unit: of the work.
-        done: work of an earlier run.
-        seconds_left: returns the seconds that a limit in minutes leaves; infinite where none ends the stage.
-        shown: whether anything is written, to stderr.
-    """
+    """The line of a stage: work done (by an earlier run too), time, time left, rate, and figures of the caller, on
+    stderr if `shown`. `total` is None where nobody knows it; `seconds_left` returns what a limit in minutes leaves,
+    infinite where none ends the stage."""
 
     def __init__(self, title: str, total: float | None, unit: str, *, done: float = 0,
                  seconds_left: Callable[[], float] = lambda: math.inf, shown: bool = True) -> None:

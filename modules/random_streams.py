@@ -44,14 +44,10 @@ class Draws:
     128 bits by the generator itself. A pass emits at least one token, so no two passes of a request share a place.
     """
 
-    seed: int
-    """The run's."""
-    requests_B: Tensor
-    """Index of each row's request, int64."""
-    places_B: Tensor
-    """Tokens the row had emitted when the tree was grown, int64."""
-    temperature_B: Tensor
-    """The row's temperature, float32; 0 is greedy."""
+    seed: int  # The run's
+    requests_B: Tensor  # Index of each row's request, int64
+    places_B: Tensor  # Tokens the row had emitted when the tree was grown, int64
+    temperature_B: Tensor  # The row's temperature, float32; 0 is greedy
 
     @property
     def sampling_B(self) -> Tensor:

@@ -8,12 +8,8 @@ from .features import Features
 
 
 class ReadRows(Sequence[Features]):
-    """Rows of text with the target's states, none of which is kept: those of long held-out text take more than a
-    device has.
-
-    Args:
-        read: one reader for each row, which returns the same row at every call.
-    """
+    """Rows of text with the target's states, none of which is kept: those of long held-out text take more than a device
+    has. Each row has a reader, which returns the same row at every call."""
 
     def __init__(self, read: Iterable[Callable[[], Features]]) -> None:
         self.read = tuple(read)

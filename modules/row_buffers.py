@@ -13,18 +13,10 @@ from torch import Tensor
 
 
 class RowBuffer:
-    """A tensor with an entry for each row, written in place.
+    """A tensor with an entry of a given shape for each row, written in place; a row that holds nothing has the value
+    `blank`."""
 
-    Args:
-        rows: number of rows.
-        entry: shape of an entry.
-        blank: the value of a row that holds nothing.
-        device: where it is.
-        dtype: type of the values.
-    """
-
-    values: Tensor
-    """All entries, [S, *entry]."""
+    values: Tensor  # All entries, [S, *entry]
 
     def __init__(self, rows: int, *entry: int, blank: Any = 0, device: torch.device, dtype: torch.dtype) -> None:
         # What is made in torch.inference_mode could not be written outside it.

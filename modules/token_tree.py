@@ -23,17 +23,13 @@ class Topology:
         ValueError: if a parent does not precede its child, or two children of a node have the same rank.
     """
 
-    parents: tuple[int, ...]
-    """Index of each node's parent; the root's is -1."""
-    ranks: tuple[int, ...]
-    """Which of its parent's proposals a node is: 0 the likeliest. The root's is 0."""
+    parents: tuple[int, ...]  # Index of each node's parent; the root's is -1
+    ranks: tuple[int, ...]  # Which of its parent's proposals a node is: 0 the likeliest. The root's is 0.
 
     def __post_init__(self) -> None:
         if not self.parents or len(self.parents) != len(self.ranks):
-            raise ValueError(
-                f"a topology needs as many parents as ranks and at least a root, got {len(self.parents)} "
-                f"parents and {len(self.ranks)} ranks"
-            )
+            raise ValueError(f"a topology needs as many parents as ranks and at least a root, got {len(self.parents)} "
+                             f"parents and {len(self.ranks)} ranks")
         if self.parents[0] != -1:
             raise ValueError(f"node 0 is the root and its parent must be -1, got {self.parents[0]}")
         for node, parent in enumerate(self.parents[1:], start=1):
@@ -127,15 +123,9 @@ class Topology:
         # Kept for each device: they would otherwise be copied there in every pass.
         batch = tokens_BN.shape[0]
         parents_N, depths_N, ancestors_NN, real_N = _constants(self, tokens_BN.device)
-        return TokenTree(
-            tokens_BN=tokens_BN,
-            parents_BN=parents_N.expand(batch, -1),
-            depths_BN=depths_N.expand(batch, -1),
-            ancestors_BNN=ancestors_NN.expand(batch, -1, -1),
-            real_BN=real_N.expand(batch, -1),
-            max_depth=self.depth,
-            most_children=self.most_children,
-        )
+        return TokenTree(tokens_BN=tokens_BN, parents_BN=parents_N.expand(batch, -1),
+                         depths_BN=depths_N.expand(batch, -1), ancestors_BNN=ancestors_NN.expand(batch, -1, -1),
+                         real_BN=real_N.expand(batch, -1), max_depth=self.depth, most_children=self.most_children)
 
 
 @lru_cache(maxsize=256)
@@ -163,10 +153,8 @@ class Drawn:
     """Logarithms of exactly the distributions drawn from, after temperature and filters, float32; minus infinity for
     entries that cannot be drawn. Probabilities would underflow: what is left of q after its favourite may lie below
     the smallest float32, and later siblings are drawn from it."""
-    inner_BN: Tensor
-    """Which of them is the q of a node's children, int64; any for a node without children."""
-    sampled_BN: Tensor
-    """True where a node was drawn from its parent's q; the others are point masses."""
+    inner_BN: Tensor  # Which of them is the q of a node's children, int64; any for a node without children
+    sampled_BN: Tensor  # True where a node was drawn from its parent's q; the others are point masses
     token_ids_Q: Tensor | None = None
     """Target-vocabulary id of each entry of a reduced draft vocabulary; None when Q is the whole vocabulary."""
     candidates_BIQ: Tensor | None = None
@@ -187,28 +175,20 @@ class Drawn:
 class TokenTree:
     """One tree a row, padded to the same number of nodes. Its nodes are point masses unless `drawn` says otherwise."""
 
-    tokens_BN: Tensor
-    """Token of each node, int64; any valid id where `real_BN` is False."""
-    parents_BN: Tensor
-    """Index of each node's parent, int64, below the node's own; -1 for the root."""
-    depths_BN: Tensor
-    """Distance from the root, int64: the position id of a node is the row's length plus its depth."""
+    tokens_BN: Tensor  # Token of each node, int64; any valid id where `real_BN` is False
+    parents_BN: Tensor  # Index of each node's parent, int64, below the node's own; -1 for the root
+    depths_BN: Tensor  # Distance from the root, int64: the position id of a node is the row's length plus its depth
     ancestors_BNN: Tensor
     """True where the column's node is an ancestor of the row's node or itself. Padding nodes see themselves."""
-    real_BN: Tensor
-    """True where a node holds a token that may be accepted: not padding, not virtual."""
-    max_depth: int
-    """Largest depth of any node of the batch, known on the host."""
+    real_BN: Tensor  # True where a node holds a token that may be accepted: not padding, not virtual
+    max_depth: int  # Largest depth of any node of the batch, known on the host
     virtual: VirtualNodes | None = None
     """The last nodes where a drafter added nodes without tokens; they are in no tree that a policy grows."""
-    lookahead: Lookahead | None = None
-    """Virtual nodes that the policy wants; None leaves their number to the drafter."""
-    drawn: Drawn | None = None
-    """Draws of the nodes; None when every node was proposed without chance: a point mass."""
+    lookahead: Lookahead | None = None  # Virtual nodes that the policy wants; None leaves their number to the drafter
+    drawn: Drawn | None = None  # Draws of the nodes; None when every node was proposed without chance: a point mass
     most_children: int | None = None
     """Largest number of children of any node, known on the host; None when nobody counted."""
-    prompt: bool = False
-    """Whether the rows are chains, padded at the end, of which a commit keeps every real node."""
+    prompt: bool = False  # Whether the rows are chains, padded at the end, of which a commit keeps every real node
     parts_BN: Tensor | None = None
     """Which drafter of an ensemble proposed each node first, from 0, int64; None for the tree of one drafter."""
 
@@ -337,24 +317,12 @@ class TokenTree:
             inherited = ancestors_BNN[rows, parents_BN[:, node].clamp(min=0)]
             ancestors_BNN[:, node] |= inherited & real_BN[:, node, None]
         depths_BN = ancestors_BNN.sum(-1) - 1
-        return cls(
-            tokens_BN=tokens_BN,
-            parents_BN=parents_BN,
-            depths_BN=depths_BN,
-            ancestors_BNN=ancestors_BNN,
-            real_BN=real_BN,
-            max_depth=int(depths_BN.max()),
-        )
+        return cls(tokens_BN=tokens_BN, parents_BN=parents_BN, depths_BN=depths_BN, ancestors_BNN=ancestors_BNN,
+                   real_BN=real_BN, max_depth=int(depths_BN.max()))
 
     @classmethod
     def grown(
-        cls,
-        tokens_BN: Tensor,
-        parents_BN: Tensor,
-        real_BN: Tensor,
-        *,
-        max_depth: int,
-        most_children: int,
+        cls, tokens_BN: Tensor, parents_BN: Tensor, real_BN: Tensor, *, max_depth: int, most_children: int,
         drawn: Drawn | None = None,
     ) -> "TokenTree":
         """`from_parents` for trees that are right by construction: nothing is checked, nothing read on the host.
@@ -370,16 +338,9 @@ class TokenTree:
         ancestors_BNN = itself_NN.expand(tokens_BN.shape[0], -1, -1)
         for _ in range(max_depth):
             ancestors_BNN = itself_NN | (ancestors_BNN.gather(1, above_BNN) & real_BN[..., None])
-        return cls(
-            tokens_BN=tokens_BN,
-            parents_BN=parents_BN,
-            depths_BN=ancestors_BNN.sum(-1) - 1,
-            ancestors_BNN=ancestors_BNN,
-            real_BN=real_BN,
-            max_depth=max_depth,
-            drawn=drawn,
-            most_children=most_children,
-        )
+        return cls(tokens_BN=tokens_BN, parents_BN=parents_BN, depths_BN=ancestors_BNN.sum(-1) - 1,
+                   ancestors_BNN=ancestors_BNN, real_BN=real_BN, max_depth=max_depth, drawn=drawn,
+                   most_children=most_children)
 
     @classmethod
     def prompts(cls, tokens_BN: Tensor, counts_B: Tensor) -> "TokenTree":
@@ -390,12 +351,6 @@ class TokenTree:
         # Padding sees itself, since a softmax over nothing is NaN, and a NaN reaches the keys of later layers.
         causal_NN = columns[:, None] >= columns
         itself_NN = columns[:, None] == columns
-        return cls(
-            tokens_BN=tokens_BN,
-            parents_BN=(columns - 1).expand_as(tokens_BN),
-            depths_BN=columns.expand_as(tokens_BN),
-            ancestors_BNN=(causal_NN & real_BN[:, None, :]) | itself_NN,
-            real_BN=real_BN,
-            max_depth=size - 1,
-            prompt=True,
-        )
+        return cls(tokens_BN=tokens_BN, parents_BN=(columns - 1).expand_as(tokens_BN),
+                   depths_BN=columns.expand_as(tokens_BN), ancestors_BNN=(causal_NN & real_BN[:, None, :]) | itself_NN,
+                   real_BN=real_BN, max_depth=size - 1, prompt=True)

@@ -14,14 +14,10 @@ from torch import Tensor
 class Lookahead:
     """Number of virtual nodes wanted after each node, for drafters that have any; others ignore it."""
 
-    counts_BN: Tensor
-    """Largest number of steps ahead that the virtual nodes after each node guess, int64."""
-    most: int
-    """Largest sum of these counts over the nodes of a row, known on the host."""
-    nodes: int
-    """Largest number of nodes of a row that want any, known on the host."""
-    whole: bool = False
-    """Whether every count is 0 or all that the drafter has, known on the host."""
+    counts_BN: Tensor  # Largest number of steps ahead that the virtual nodes after each node guess, int64
+    most: int  # Largest sum of these counts over the nodes of a row, known on the host
+    nodes: int  # Largest number of nodes of a row that want any, known on the host
+    whole: bool = False  # Whether every count is 0 or all that the drafter has, known on the host
 
     @classmethod
     def after(cls, tokens_BN: Tensor, nodes_B: Tensor, count: int) -> "Lookahead":
@@ -34,26 +30,18 @@ class Lookahead:
 class Injection:
     """States that virtual nodes enter a layer with, in place of those that the layers before it gave them."""
 
-    layer: int
-    """Index of the target's layer."""
+    layer: int  # Index of the target's layer
     states: Callable[[Tensor, Tensor], Tensor]
     """From what enters the layer at the nodes before the virtual ones, [B, M, D], and the slots [B, M]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualNodes:
-    """The last M nodes of a pass, which have no token: attended to by each other and never accepted.
+    """The last M nodes of a pass, which have no token: attended to by each other and never accepted. Each comes after
+    one node and sees what that node sees. The virtual nodes of a node are numbered by slots."""
 
-    Each comes after one node and sees what that node sees. The virtual nodes of a node are numbered by slots.
-    """
-
-    embedded_BMD: Tensor
-    """Embeddings in place of tokens, in the output space of the target's embedding module."""
-    anchors_BM: Tensor
-    """The node that each comes after, int64; -1 for padding."""
-    slots_BM: Tensor
-    """Number of each among those of its node, int64."""
-    slots: int
-    """Most virtual nodes that a node may have."""
-    injection: Injection | None = None
-    """States given to them at a later layer; None when they pass all layers."""
+    embedded_BMD: Tensor  # Embeddings in place of tokens, in the output space of the target's embedding module
+    anchors_BM: Tensor  # The node that each comes after, int64; -1 for padding
+    slots_BM: Tensor  # Number of each among those of its node, int64
+    slots: int  # Most virtual nodes that a node may have
+    injection: Injection | None = None  # States given to them at a later layer; None when they pass all layers

@@ -69,24 +69,19 @@ class DraftModule(L.LightningModule):
         UserError: if a reduced vocabulary is requested without counts or with a size that does not fit.
     """
 
-    drafter_class: ClassVar[type[Drafter]]
-    """The family's drafter."""
+    drafter_class: ClassVar[type[Drafter]]  # The family's drafter
     card: ClassVar[FamilyCard | None] = None
     """Row in the table of methods of a training variant that its drafter's own card does not describe."""
     drafter: Drafter
-    decay: ClassVar[float] = 0.8
-    """Weight of draft step k in the loss is decay ** k (arXiv:2401.10774, section 2.2.1)."""
+    decay: ClassVar[float] = 0.8  # Weight of draft step k in the loss is decay ** k (arXiv:2401.10774, section 2.2.1)
     changes_target: ClassVar[bool] = False
     """Whether the target is trained too; its states then cannot be stored beforehand."""
     needs_whole_target: ClassVar[bool] = False
     """Whether training reads the target's layers other than by `Target.encode`: with gradients, or as copies. They must
     then be whole on one device of each process."""
-    validation_rows: int | None = None
-    """Held-out conversations that are measured; None for all."""
-    chunk_elements: int | None = None
-    """Logits of the loss in memory at once; None for the device's own number."""
-    start: Start | None = None
-    """The drafter that the training continues; None for a new one."""
+    validation_rows: int | None = None  # Held-out conversations that are measured; None for all
+    chunk_elements: int | None = None  # Logits of the loss in memory at once; None for the device's own number
+    start: Start | None = None  # The drafter that the training continues; None for a new one
 
     def __init__(
         self, target: Target, config: TrainConfig | None = None, *, token_counts: Tensor | None = None
@@ -110,18 +105,14 @@ class DraftModule(L.LightningModule):
         self.clock, self.wait = Clock(), DataWait()
         self.seconds = 0.0
         """Seconds trained up to the newest optimizer step; the same in all processes of a run that ends by time."""
-        self.stopped = False
-        """Whether the run ends after this optimizer step although it is not finished."""
+        self.stopped = False  # Whether the run ends after this optimizer step although it is not finished
         self.peak_memory_bytes = 0
         self.guard = StepGuard()
-        self.split: SplitDrafter | None = None
-        """Keeper of the drafter where its weights are split among processes."""
+        self.split: SplitDrafter | None = None  # Keeper of the drafter where its weights are split among processes
         self._pending: BatchLoss | None = None
         self._learned = 0.0
-        self.token_counts = token_counts
-        """How often each token is a label, [V]; None where nothing was counted."""
-        self.draft_ids_Q: Tensor | None = None
-        """Ids of the reduced draft vocabulary."""
+        self.token_counts = token_counts  # How often each token is a label, [V]; None where nothing was counted
+        self.draft_ids_Q: Tensor | None = None  # Ids of the reduced draft vocabulary
         if (size := config.drafter.vocabulary_size) is not None:
             if token_counts is None:
                 raise UserError(f"vocabulary_size is {size}, but the tokens of the training data were not counted; "

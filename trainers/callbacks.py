@@ -15,8 +15,7 @@ from ..modules.tuning.replay_acceptance import Acceptance
 from .base import DraftModule
 from .steps.checkpoints import save_weights
 
-FEWEST_TOKENS = 1000
-"""Fewest decoded tokens for a meaningful choice of the checkpoint; with fewer it is mostly noise."""
+FEWEST_TOKENS = 1000  # Fewest decoded tokens for a meaningful choice of the checkpoint; with fewer it is mostly noise
 LAST, BEST = "last.ckpt", "best.safetensors"
 
 
@@ -25,13 +24,10 @@ Measure = Callable[[Drafter, Sequence[Features]], Acceptance]
 
 
 class EveryStep(L.Callback):
-    """Base of callbacks that act once after an optimizer step, however many micro-batches it has.
+    """Base of callbacks that act once after an optimizer step, however many micro-batches it has, with the clock
+    paused."""
 
-    The module's training clock is paused meanwhile.
-    """
-
-    after_step: Callable[[L.Trainer, int], None]
-    """Act after an optimizer step, by its number counted from 1."""
+    after_step: Callable[[L.Trainer, int], None]  # Act after an optimizer step, by its number counted from 1
 
     def __init__(self, module: DraftModule) -> None:
         self.module = module
@@ -58,18 +54,11 @@ class EveryStep(L.Callback):
 
 
 class DecodedAcceptance(EveryStep):
-    """Validation by what decoding held-out text accepts; saves the drafter with the greatest accepted length.
+    """Validation by what decoding held-out text accepts; saves the drafter with the greatest accepted length in `out`.
 
-    It runs after every `validate_every`-th step and after the last one: an interval in seconds would give a resumed
-    run other bytes. Of equal lengths the earlier step wins. The first process measures; all processes receive the
-    result.
-
-    Args:
-        module: the module whose drafter is measured.
-        held_out: returns the held-out rows with target states; called at the first measurement.
-        measure: counts what decoding them accepts.
-        out: folder of the best weights.
-    """
+    It runs after every `validate_every`-th step and after the last one: an interval in seconds would give a resumed run
+    other bytes. Of equal lengths the earlier step wins. The first process measures; all receive the result. `held_out`
+    returns the rows with target states; it is called at the first measurement."""
 
     def __init__(
         self, module: DraftModule, held_out: Callable[[], list[Features]], measure: Measure, *, out: Path

@@ -35,26 +35,18 @@ BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 class FitResult:
     """Result of a finished run."""
 
-    checkpoint: Path
-    """The drafter's own weights (safetensors) at the step with the greatest accepted length."""
-    accepted_length: float
-    """Tokens per target pass, bonus included, decoded on held-out text at that step."""
+    checkpoint: Path  # The drafter's own weights (safetensors) at the step with the greatest accepted length
+    accepted_length: float  # Tokens per target pass, bonus included, decoded on held-out text at that step
     by_position: tuple[float, ...]
     """Share of passes that accepted at least the 1st, 2nd, ... drafted token, at that step."""
     curve: tuple[MeasuredStep, ...]
     """Every measurement, the untrained drafter's first, with the training text since the one before."""
-    parameters: int
-    """Number of trained weights."""
-    step: int
-    """The optimizer step with the greatest accepted length."""
-    steps: int
-    """Optimizer steps of the whole run."""
-    precision: str
-    """Precision of the training: `TrainConfig.precision`, or the choice of `auto`."""
-    seconds: float
-    """Seconds of training, interrupted parts included, validation and checkpoints excluded."""
-    data_wait: float
-    """Share of these seconds in which the first process waited for batches."""
+    parameters: int  # Number of trained weights
+    step: int  # The optimizer step with the greatest accepted length
+    steps: int  # Optimizer steps of the whole run
+    precision: str  # Precision of the training: `TrainConfig.precision`, or the choice of `auto`
+    seconds: float  # Seconds of training, interrupted parts included, validation and checkpoints excluded
+    data_wait: float  # Share of these seconds in which the first process waited for batches
     peak_memory_bytes: int
     """Peak memory of the first process, target included: allocated on its CUDA device during the run, elsewhere
     resident since the start of the process."""

@@ -36,17 +36,8 @@ class Start:
 
 
 def continued(config: TrainConfig, start: Start, family: str, *, adapts: bool) -> TrainConfig:
-    """The settings of a training that continues `start`.
-
-    Args:
-        config: the recipe's.
-        start: the drafter.
-        family: of the drafter that is trained.
-        adapts: whether the target is trained too.
-
-    Raises:
-        UserError: if the start is a drafter of another family, or does not fit the settings.
-    """
+    """The settings of a training that continues `start`; `adapts` if the target is trained too. UserError if it is of
+    another family, or does not fit the settings."""
     if start.drafter.family != family:
         raise UserError(f"train.start holds a drafter of the family {start.drafter.family}, and this recipe trains "
                         f"{family}; name an artifact of {family}, or set family to {start.drafter.family}")
@@ -57,14 +48,10 @@ def continued(config: TrainConfig, start: Start, family: str, *, adapts: bool) -
 
 
 def continued_settings(config: DrafterConfig, start: DrafterConfig) -> DrafterConfig:
-    """The settings of a drafter that continues another one's training.
-
-    Those that only change training are the recipe's. Of the others, which decide weights or what they compute, the ones
-    that the recipe leaves at the family's default are the start's.
-
-    Raises:
-        UserError: if the recipe sets one of the others to a value to which the start's weights are not carried over.
-    """
+    """The settings of a drafter that continues another one's training: those that only change training are the
+    recipe's; of the others, which decide weights or what they compute, the ones that the recipe leaves at the family's
+    default are the start's. UserError if the recipe sets one of these to a value to which the weights are not carried
+    over."""
     usual = type(config)()
     apart = [name for one in fields(config) if (name := one.name) not in config.training_only
              and getattr(config, name) != getattr(start, name)]

@@ -10,20 +10,16 @@ from ..modules.interfaces.drafter import DrafterConfig
 from .losses.objectives import OBJECTIVES, ObjectiveName
 from .steps.optimizers import OptimizerName
 
-Precision = Literal["auto", "32-true", "bf16-mixed"]
-"""Lightning's names of precisions, and `auto`."""
-ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
-"""Lightning's names of the device kinds that train here."""
+Precision = Literal["auto", "32-true", "bf16-mixed"]  # Lightning's names of precisions, and `auto`
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")  # Lightning's names of the device kinds that train here
 UNDECISIVE = ("activation_checkpointing",)
 """Settings of training that decide no weight but by rounding: a run may be resumed with others."""
 DIVISION = ("accumulate", "devices", "num_nodes")
 """Settings whose product is the number of micro-batches of an optimizer step: it alone decides, up to rounding."""
-MOST_LR = 100.0
-"""Largest learning rate: beyond it no optimizer here learns, and float32 overflows."""
+MOST_LR = 100.0  # Largest learning rate: beyond it no optimizer here learns, and float32 overflows
 ZERO_STAGES = {f"deepspeed_stage_{stage}": stage for stage in (1, 2, 3)}
 """Lightning's names of DeepSpeed's strategies, and the stage of ZeRO (arXiv:1910.02054, section 5)."""
-STRATEGIES = ("auto", "ddp", *ZERO_STAGES)
-"""Names of the strategies of several processes."""
+STRATEGIES = ("auto", "ddp", *ZERO_STAGES)  # Names of the strategies of several processes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,16 +23,11 @@ from ...modules.files.json_records import MistypedError, parse_json, shortened, 
 from ..prompts.chat import ChatTemplate
 from .engine_answering import EngineAnswerer
 
-KEY = "DRAFTSMITH_SERVER_KEY"
-"""Variable of the environment with the server's key, where it asks for one."""
-GENERATE = "/generate"
-"""End of the address of SGLang's own endpoint."""
-ANSWER_SECONDS = 600.0
-"""Longest wait for an answer."""
-PAUSES = (1.0, 4.0, 16.0)
-"""Seconds before each repetition of a request that failed on the way or in the server."""
-ANSWER_BYTES = 64 * 2**20
-"""Largest response."""
+KEY = "DRAFTSMITH_SERVER_KEY"  # Variable of the environment with the server's key, where it asks for one
+GENERATE = "/generate"  # End of the address of SGLang's own endpoint
+ANSWER_SECONDS = 600.0  # Longest wait for an answer
+PAUSES = (1.0, 4.0, 16.0)  # Seconds before each repetition of a request that failed on the way or in the server
+ANSWER_BYTES = 64 * 2**20  # Largest response
 Asked = TypeVar("Asked")
 Given = TypeVar("Given")
 log = logging.getLogger(__name__)
@@ -44,14 +39,8 @@ class ServerError(Exception):
 
 
 class AnswerServer:
-    """A server by its address.
-
-    Args:
-        address: http://host:port/v1 of an OpenAI-style server, or http://host:port/generate of SGLang.
-
-    Raises:
-        UserError: if it is no address of a server.
-    """
+    """A server by its address, http://host:port/v1 of an OpenAI-style one or http://host:port/generate of SGLang;
+    UserError if it is no such address."""
 
     def __init__(self, address: str) -> None:
         check_address(address)
@@ -60,11 +49,8 @@ class AnswerServer:
 
     @cached_property
     def model(self) -> str:
-        """Name of the first model that an OpenAI-style server lists.
-
-        Raises:
-            UserError: if it lists none, or cannot be reached.
-        """
+        """Name of the first model that an OpenAI-style server lists; UserError if it lists none, or cannot be
+        reached."""
         listed = self.response(f"{self.address}/models", None)
         try:
             models = typed([entry["id"] for entry in listed["data"]], list[str], "data")
@@ -76,17 +62,8 @@ class AnswerServer:
         return str(models[0])
 
     def answer(self, request: Request, settings: DecodeSettings, target: Target, seed: int) -> list[int]:
-        """New tokens of a request, the end token included.
-
-        Args:
-            request: what to continue.
-            settings: sampling filters.
-            target: the model that the server should have; its end tokens end the answer.
-            seed: of a sampled answer.
-
-        Raises:
-            UserError: if the server cannot be reached, refuses, or gives an answer that is none.
-        """
+        """New tokens of a request, the end token included, by the settings' filters; the target should be the server's
+        model. UserError if the server cannot be reached, refuses, or gives an answer that is none."""
         # All that a server would otherwise take from the checkpoint's generation defaults is given.
         common = {"temperature": request.temperature, "top_p": settings.top_p, "top_k": settings.top_k or -1,
                   "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": list(target.eos_ids),
@@ -148,16 +125,8 @@ class AnswerServer:
 
 
 class ServerAnswerer(EngineAnswerer):
-    """Answers that a server writes for the target; no states are recorded.
-
-    Args:
-        server: serves the target.
-        target: the same model, which counts and compares.
-        template: of its tokenizer.
-        settings: number of requests at once, sampling filters and seed.
-        max_new_tokens: longest answer.
-        on_tokens: called with the number of tokens of each answer.
-    """
+    """Answers that a server writes for the target, as many requests at once as the settings have slots; no states are
+    recorded."""
 
     def __init__(self, server: AnswerServer, target: Target, template: ChatTemplate, settings: DecodeSettings,
                  max_new_tokens: int, on_tokens: Callable[[int], None]) -> None:
@@ -233,12 +202,8 @@ def check_address(address: str, possible: str = "distill.engine must be own or")
 
 
 def _response(where: str, sent: dict[str, Any] | None) -> Any:
-    """The JSON that one request gives.
-
-    Raises:
-        ServerError: if the connection or the server fails.
-        UserError: if the server refuses the request, or its response is not JSON.
-    """
+    """The JSON that one request gives. ServerError if the connection or the server fails; UserError if the server
+    refuses the request, or its response is not JSON."""
     headers = {"Content-Type": "application/json"}
     if KEY in os.environ:
         headers["Authorization"] = f"Bearer {os.environ[KEY]}"

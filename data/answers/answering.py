@@ -12,39 +12,26 @@ from ..prompts.prompt import Message, Prompt
 from ..store.token_store import Row, ShardRecord, SourceName, SplitName, TokenShard, hash_bytes, shard_file
 from .writers import Writer
 
-DOCUMENT_OPENING = 32
-"""Tokens of a held-out document that the target continues; of a shorter document half."""
-LEAST_TOKENS = 32
-"""Tokens that the first answers of the data, and those to held-out prompts, get whatever the time."""
-TURNS = 1 << 10
-"""Random streams reserved for the turns of one prompt."""
-GREEDY = 1 << 62
-"""Index of the first greedy answer, which draws nothing: a prompt may have both kinds in one run."""
+DOCUMENT_OPENING = 32  # Tokens of a held-out document that the target continues; of a shorter document half
+LEAST_TOKENS = 32  # Tokens that the first answers of the data, and those to held-out prompts, get whatever the time
+TURNS = 1 << 10  # Random streams reserved for the turns of one prompt
+GREEDY = 1 << 62  # Index of the first greedy answer, which draws nothing: a prompt may have both kinds in one run
 
 
 @dataclass(kw_only=True)
 class Conversation:
     """A prompt with the answers it has so far."""
 
-    number: int
-    """Number of the prompt in its source."""
+    number: int  # Number of the prompt in its source
     prompt: Prompt
-    source: SourceName = "target"
-    """Writer of its answers."""
-    temperature: float = 0.0
-    """Sampling temperature of its answers; 0 is greedy."""
-    turns: list[Turn] = field(default_factory=list)
-    """Each answer, with the tokens before it."""
-    thinking: bool | None = None
-    """Mode of the chat template; None leaves it to the template."""
-    said: list[Message] = field(default_factory=list)
-    """Each answer as the message that a server would make of it."""
-    truncated: int = 0
-    """Answers cut by the length limit."""
-    full: bool = False
-    """True if it ends early because the target's context does."""
-    rows: list[Row] = field(default_factory=list)
-    """Its training rows; filled when it is complete."""
+    source: SourceName = "target"  # Writer of its answers
+    temperature: float = 0.0  # Sampling temperature of its answers; 0 is greedy
+    turns: list[Turn] = field(default_factory=list)  # Each answer, with the tokens before it
+    thinking: bool | None = None  # Mode of the chat template; None leaves it to the template
+    said: list[Message] = field(default_factory=list)  # Each answer as the message that a server would make of it
+    truncated: int = 0  # Answers cut by the length limit
+    full: bool = False  # True if it ends early because the target's context does
+    rows: list[Row] = field(default_factory=list)  # Its training rows; filled when it is complete
     states: list[RecordedStates] = field(default_factory=list)
     """The target's states at its prompts and answers, where they were recorded."""
 
@@ -65,22 +52,11 @@ class Conversation:
 
 
 class Answerer:
-    """Generates answers with the target, or with a draft.
+    """Generates answers with the target, or with a draft, the `writer`. A held-out document is continued from its first
+    tokens. In each pass `on_tokens` gets the number of new tokens of each answer, and `on_slots` that of slots with an
+    unfinished answer, and of all slots."""
 
-    A held-out document is continued from its first tokens.
-
-    Args:
-        target: answers.
-        template: of its tokenizer.
-        settings: slots, sampling filters and seed.
-        max_new_tokens: longest answer.
-        on_tokens: called with the number of new tokens of each answer in a pass.
-        writer: answers instead of the target; None lets the target answer.
-        on_slots: called with the number of slots that hold an unfinished answer in a pass, and that of all slots.
-    """
-
-    records = True
-    """True where the target's states can be recorded while it answers."""
+    records = True  # True where the target's states can be recorded while it answers
 
     def __init__(self, target: Target, template: ChatTemplate, settings: DecodeSettings, max_new_tokens: int,
                  on_tokens: Callable[[int], None], writer: Writer | None = None,
@@ -93,20 +69,13 @@ class Answerer:
     def answer(self, prompts: Sequence[tuple[int, Prompt]], temperatures: Sequence[float],
                deadline: float | None = None, taps: tuple[int, ...] | None = None, *,
                assured: Set[int] = frozenset(), every: bool = False) -> list[Conversation]:
-        """Answer every turn of numbered prompts, in order; prompt n gets temperatures[n % len(temperatures)].
+        """Answer every turn of numbered prompts, in order; prompt n, whose random stream is that number's, gets
+        temperatures[n % len(temperatures)], or with `every` all of them together, in their order.
 
-        Args:
-            prompts: with their numbers, which key their random streams.
-            temperatures: given to the prompts in turn.
-            deadline: value of `time.monotonic()` after which no answer is started, and those that are decoded end.
-            taps: layers whose states are recorded with the final ones, unless a writer does not tap them; None records
-                nothing.
-            assured: numbers of the prompts whose first answers get some tokens whatever the time.
-            every: each prompt is answered at all temperatures, together, in the order of these.
-
-        Returns:
-            The conversations with at least one answer. One ends early where its history outgrows the target's context.
-        """
+        After `deadline`, of `time.monotonic()`, no answer is started, and those that are decoded end, but the first
+        answers of `assured` prompts get some tokens. The final states and the layers `taps` are recorded unless a
+        writer does not tap them; None records nothing. A conversation ends early where its history outgrows the
+        target's context; those without an answer are left out."""
         turns = 1 if every else len(temperatures)
         conversations = [
             # Each mode comes with each temperature.
@@ -185,15 +154,8 @@ class Answerer:
 
 def shard_of(split: SplitName, number: int, conversations: Sequence[Conversation], keys: Sequence[int], candidates: int
              ) -> tuple[TokenShard, ShardRecord, bytes]:
-    """(the shard of some conversations, its entry in the manifest, the content of its file).
-
-    Args:
-        split: the part of the data that it belongs to.
-        number: in its file's name.
-        conversations: complete ones.
-        keys: hashes of its prompts.
-        candidates: prompts read or written for it.
-    """
+    """(the shard of complete conversations, its entry in the manifest, the content of its file). `keys` are hashes of
+    its prompts; `candidates` were read or written for it."""
     rows = [row for one in conversations for row in one.rows]
     shard = TokenShard.from_rows(rows, keys)
     data, sources = shard.to_bytes(), [row.source for row in rows]

@@ -17,25 +17,14 @@ from ..store.token_store import MANIFEST, Manifest, TokenShard, corrupted, hash_
 from .distill_config import LIMITS, DistillConfig, raised_limits
 from .shard_queue import QUEUE, VALIDATION_PROMPTS, remove_cut
 
-STATS = "stats.json"
-"""File of measurements of this machine: nothing in the data depends on them."""
-SKIPPED = "skipped.jsonl"
-"""File of the rows that are not used."""
-STATES = "states.json"
-"""File of the queue with the states that all processes store."""
+STATS = "stats.json"  # File of measurements of this machine: nothing in the data depends on them
+SKIPPED = "skipped.jsonl"  # File of the rows that are not used
+STATES = "states.json"  # File of the queue with the states that all processes store
 
 
 class DataFolder:
-    """Data of one recipe as far as they are made, by this process, others at the same time and runs before.
-
-    Args:
-        out: the folder.
-        asked: manifest of the data before their first prompt.
-        config: limits of the answers.
-
-    Raises:
-        UserError: if the folder of unfinished work in it is a link.
-    """
+    """Data of one recipe as far as they are made, by this process, others at the same time and runs before. `asked` is
+    their manifest before the first prompt. UserError if the folder of unfinished work in it is a link."""
 
     def __init__(self, out: Path, asked: Manifest, config: DistillConfig) -> None:
         # It is removed as a whole in the end, and another folder's shards would be taken for those of these data.
@@ -47,24 +36,17 @@ class DataFolder:
         """Keys of the held-out prompts (`DistillTask.asked_key`): the train shards have none, with whatever answer."""
         self.seen: set[int] = set()
         """Keys of the rows in the manifest's train shards (`DistillTask.key`), which are not repeated."""
-        self.answered: set[int] = set()
-        """Numbers of their prompts."""
+        self.answered: set[int] = set()  # Numbers of their prompts
         self.started, self.spent = time.monotonic(), 0.0
         self._counted: dict[str, float] = {}
 
     def resume(self, total: int | None, key: Callable[[Prompt], int], *, grow: bool) -> None:
-        """Take over what an earlier run has left: data of lower limits get the answers that they lack, complete ones
-        after they are opened again.
+        """Take over what an earlier run has left: data of lower limits get the answers that they lack; if they may
+        `grow`, complete ones are opened again. `total` prompts are in the source, None where not known; `key` is that
+        of `held`.
 
-        Args:
-            total: prompts of the source; None where that is not known.
-            key: of a held-out prompt, as those of `held`.
-            grow: whether complete data may grow.
-
-        Raises:
-            UserError: if the folder was started with other settings, a finished shard is corrupted, or a higher limit
-                would add no answer; complete data then stay complete.
-        """
+        UserError if the folder was started with other settings, a finished shard is corrupted, or a higher limit would
+        add no answer; complete data then stay complete."""
         # The time that another process needed for the held-out prompts is in its measurements.
         self.started = time.monotonic()
         if not (self.out / MANIFEST).exists():
@@ -131,22 +113,16 @@ class DataFolder:
                                 f"{wanted!r}; choose another --out, or go back to the former setting")
 
     def agreed_states(self, wanted: Sequence[WantedStates]) -> tuple[WantedStates, ...]:
-        """The states that the first process on this folder was asked for, whatever this one was.
-
-        Raises:
-            UserError: if their file is damaged, or the disk is full.
-        """
+        """The states that the first process on this folder was asked for, whatever this one was. UserError if their
+        file is damaged, or the disk is full."""
         file, remedy = self.out / QUEUE / STATES, "delete it, and the other processes' settings count"
         if not file.is_file():
             write_bytes(file, json.dumps([asdict(one) for one in wanted]).encode())
         return record_of(tuple[WantedStates, ...], read_json(file, remedy), str(file), remedy)
 
     def is_complete(self) -> bool:
-        """True once the manifest of the complete data is there, whoever wrote it.
-
-        Raises:
-            UserError: if another process has since let them grow by a higher limit.
-        """
+        """True once the manifest of the complete data is there, whoever wrote it. UserError if another process has
+        since let them grow by a higher limit."""
         if not self.manifest.complete:
             found = Manifest.load(self.out)
             if found.recipe != self.manifest.recipe:

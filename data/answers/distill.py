@@ -30,8 +30,7 @@ from .shard_answering import ShardAnswering
 from .shard_queue import HELD_OUT, LOCKS, clear_queue
 from .writers import Writer
 
-TRUNCATED_SHARE = 0.3
-"""A larger share of answers cut by the length limit deserves a warning."""
+TRUNCATED_SHARE = 0.3  # A larger share of answers cut by the length limit deserves a warning
 log = logging.getLogger(__name__)
 
 

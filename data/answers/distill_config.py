@@ -12,10 +12,8 @@ from ..prompts.sources import PromptConfig, ReadPrompts
 from ..store.token_store import SOURCES, SourceName
 from .answer_server import check_address
 
-AUTO = "auto"
-"""Workers: as many as GPUs or threads, as long as prompts and memory last."""
-LIMITS = ("budget_tokens", "budget_minutes")
-"""Settings that end the answers and change none of them; None is no limit."""
+AUTO = "auto"  # Workers: as many as GPUs or threads, as long as prompts and memory last
+LIMITS = ("budget_tokens", "budget_minutes")  # Settings that end the answers and change none of them; None is no limit
 TrainFormat = Literal["own", "fastest", "float32", "bfloat16"]
 """Number formats for train prompts. A target in float16 has another hash of its weights than in float32."""
 
@@ -113,8 +111,7 @@ class DistillConfig:
         if ("draft" in self.shares) != (self.draft is not None):
             raise UserError(
                 f"distill.draft is {self.draft}, but a draft writes {self.shares.get('draft', 0.0):.0%} of the train "
-                "rows; name an artifact's folder where a draft writes, and only there"
-            )
+                "rows; name an artifact's folder where a draft writes, and only there")
         self._check_engine()
 
     def _check_engine(self) -> None:
@@ -143,11 +140,8 @@ class DistillConfig:
 
 
 def require_enough(prompts: PromptConfig, config: DistillConfig) -> None:
-    """Refuse a file whose prompts cannot be read, or would all be held out, before the target is loaded.
-
-    Raises:
-        UserError: as `ReadPrompts.skipped` does, or with the numbers of prompts.
-    """
+    """Refuse a file whose prompts cannot be read, or would all be held out, before the target is loaded: UserError as
+    that of `ReadPrompts.skipped`, or with the numbers of prompts."""
     if prompts.origin != "file":
         return
     source, held = ReadPrompts(prompts, config.seed), config.validation_prompts + config.test_prompts
@@ -156,16 +150,11 @@ def require_enough(prompts: PromptConfig, config: DistillConfig) -> None:
         raise UserError(
             f"{prompts.path} gives {there} prompts, and {held} are to be held out (distill.validation_prompts "
             f"{config.validation_prompts}, distill.test_prompts {config.test_prompts}), which leaves none to train on; "
-            "give more prompts, or lower these numbers"
-        )
+            "give more prompts, or lower these numbers")
 
 
 def raised_limits(former: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Limits of answer tokens and minutes that are higher in `wanted` than in `former`, by name.
-
-    Args:
-        former: settings of the answers, as a manifest's recipe has them.
-        wanted: the same of another recipe.
-    """
+    """Limits of answer tokens and minutes that are higher in `wanted` than in `former`, by name; both are settings of
+    the answers, as a manifest's recipe has them."""
     return {limit: wanted[limit] for limit in LIMITS if former.get(limit) is not None
             and (wanted[limit] is None or wanted[limit] > former[limit])}

@@ -32,23 +32,16 @@ SAID: Message = {"role": "assistant", "content": "a"}
 
 @dataclass(frozen=True, kw_only=True)
 class DistillTask:
-    """Arguments of a distillation that fit one another.
+    """Arguments of a distillation that fit one another: UserError if the recipe does not fit the source or the target,
+    ValueError if a caller gives a writer without `distill.draft`, or another target than `train_dtype` names."""
 
-    Raises:
-        UserError: if the recipe does not fit the source or the target; the message has the remedy.
-        ValueError: if a caller gives a writer without `distill.draft`, or another target than `train_dtype` names.
-    """
-
-    target: Target
-    """Answers held-out prompts; its identity and its states are those of the data."""
+    target: Target  # Answers held-out prompts; its identity and its states are those of the data
     train_target: Target
     """This model in the number format of `distill.train_dtype`: writes prompts and answers those of training."""
     prompts: PromptConfig
     config: DistillConfig
-    template: ChatTemplate
-    """Of the target's tokenizer."""
-    writer: Writer | None
-    """The draft that writes rows; None where none does."""
+    template: ChatTemplate  # Of the target's tokenizer
+    writer: Writer | None  # The draft that writes rows; None where none does
 
     def __post_init__(self) -> None:
         prompts, config, context = self.prompts, self.config, self.target.context_length

@@ -16,24 +16,18 @@ from .answering import Answerer
 PROBES = ("Why is the sky blue?", "Name three colours.", "1, 2, 3, 4,", "Write a short poem about the sea.",
           "def add(a, b):", "Wie heißt du?", "What is 17 times 3?", "Once upon a time")
 """Prompts of the trial."""
-PROBE_TOKENS = 32
-"""Longest answer of the trial, in tokens."""
-STEPS = 2
-"""Rounding steps of bfloat16, at the size of the best logit, within which another engine may choose otherwise."""
+PROBE_TOKENS = 32  # Longest answer of the trial, in tokens
+STEPS = 2  # Rounding steps of bfloat16, at the size of the best logit, within which another engine may choose otherwise
 log = logging.getLogger(__name__)
 
 
 class EngineAnswerer(Answerer):
-    """Answers that another engine than `decode` writes for the target; no states are recorded.
-
-    Arguments are those of `Answerer`, whose target counts and compares.
-    """
+    """Answers that another engine than `decode` writes for the target, which counts and compares; no states are
+    recorded."""
 
     records = False
-    engine: str
-    """Name in messages."""
-    remedy: str
-    """Remedy if it does not answer as the target does, the end of a message."""
+    engine: str  # Name in messages
+    remedy: str  # Remedy if it does not answer as the target does, the end of a message
 
     @abstractmethod
     def _answers(self, requests: Sequence[Request], deadline: float | None) -> list[Generation]:
@@ -43,13 +37,8 @@ class EngineAnswerer(Answerer):
     # Trial -----------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Let the engine answer the trial's prompts greedily and compare with the target.
-
-        Differences where the target is undecided within rounding are logged.
-
-        Raises:
-            UserError: if it answers otherwise, or not at all.
-        """
+        """Let the engine answer the trial's prompts greedily and compare with the target: UserError if it answers
+        otherwise, or not at all. Differences where the target is undecided within rounding are logged."""
         prompts = [tuple(self.template.prompt([{"role": "user", "content": text}])) for text in PROBES]
         tokens = 1 if self.target.placement.slow else PROBE_TOKENS
         longest = min(tokens, self.target.context_length - max(map(len, prompts)))
@@ -62,11 +51,8 @@ class EngineAnswerer(Answerer):
                         "%.2g)", len(gaps), len(own), self.engine, max(gaps))
 
     def _gap(self, own: Generation, answer: Sequence[int]) -> float | None:
-        """Gap between the logits of the first tokens that differ; None for equal answers.
-
-        Raises:
-            UserError: if it is more than rounding explains.
-        """
+        """Gap between the logits of the first tokens that differ; None for equal answers. UserError if rounding does
+        not explain it."""
         # Neither goes on after the other's end: both end at an end token or at the limit.
         pairs = zip(own.tokens, answer, strict=False)
         place = next((place for place, (mine, other) in enumerate(pairs) if mine != other), None)

@@ -23,13 +23,11 @@ from .progress import Progress
 from .shard_queue import VALIDATION_PROMPTS, FinishedShard
 
 TEST = "test.jsonl"
-HELD_OUT_SHARE = 0.5
-"""Share of the minutes that are left which validation prompts get, at most."""
+HELD_OUT_SHARE = 0.5  # Share of the minutes that are left which validation prompts get, at most
 FEW, FEWEST = 12, 4
 """Validation prompts that are answered where all would take more than half of that share, or nobody knows how long they
 take, and where no minute is left."""
-HELD_OUT_ROUNDS = 20
-"""Largest number of rounds in which candidates for held-out prompts are read."""
+HELD_OUT_ROUNDS = 20  # Largest number of rounds in which candidates for held-out prompts are read
 log = logging.getLogger(__name__)
 
 
@@ -37,21 +35,14 @@ log = logging.getLogger(__name__)
 class HeldOutPrompts:
     """The first usable prompts of a source, which no training sees."""
 
-    task: DistillTask
-    """The distillation."""
-    source: Source
-    """Of candidates."""
-    folder: DataFolder
-    """Of the data; it holds none yet."""
-    progress: Progress
-    """Counts prompts."""
+    task: DistillTask  # The distillation
+    source: Source  # Of candidates
+    folder: DataFolder  # Of the data; it holds none yet
+    progress: Progress  # Counts prompts
 
     def set_aside(self) -> None:
-        """Choose them and write both parts, then the manifest.
-
-        Raises:
-            UserError: if there are too few, a test prompt is a plain document, or the disk is full.
-        """
+        """Choose them and write both parts, then the manifest. UserError if there are too few, a test prompt is a plain
+        document, or the disk is full."""
         config = self.task.config
         first, wanted = config.validation_prompts, config.validation_prompts + config.test_prompts
         skipped = self.source.skipped() if isinstance(self.source, ReadPrompts) else []
@@ -70,8 +61,7 @@ class HeldOutPrompts:
         if len(held) < wanted:
             raise UserError(
                 f"only {len(held)} usable prompts among the first {candidates}, but {wanted} are to be held out; "
-                "give more prompts, or lower distill.validation_prompts and distill.test_prompts"
-            )
+                "give more prompts, or lower distill.validation_prompts and distill.test_prompts")
         if any(prompt.document is not None for _, prompt in held[first:]):
             raise UserError("plain documents are no prompts to be asked in an evaluation; set distill.test_prompts: 0")
         out = self.folder.out
@@ -115,22 +105,11 @@ class HeldOutPrompts:
 
 def answer_validation(task: DistillTask, folder: DataFolder, states: ShardStates, each: float,
                       on_tokens: Callable[[int], None]) -> tuple[FinishedShard, DecodeStats]:
-    """Validation prompts, answered by the target in its own number format: greedily, and at the temperature by which
-    trees for sampled rows are sized, in one batch.
+    """(the shard of validation prompts, the passes for it), answered by the target in its own number format: greedily,
+    and at the temperature by which trees for sampled rows are sized, in one batch.
 
-    Args:
-        task: the distillation.
-        folder: of its data.
-        states: of the target, where they are stored.
-        each: seconds that an answer of the train split took so far; 0 where that is not known.
-        on_tokens: called with the number of tokens of each answer in a pass.
-
-    Returns:
-        The shard, and the passes that were made for it.
-
-    Raises:
-        UserError: if the prompts cannot be read, or the disk is full.
-    """
+    `each` is the seconds that an answer of the train split took so far; 0 where that is not known. `on_tokens` gets the
+    tokens of each answer in a pass. UserError if the prompts cannot be read, or the disk is full."""
     config, deadline = task.config, folder.deadline
     rows = [(decoded(row), place) for place, row in file_rows(folder.out / VALIDATION_PROMPTS)]
     taken = prompts = [(row["number"], parse_prompt(row, place)) for row, place in rows]

@@ -19,14 +19,10 @@ class Progress:
     shown: bool
     seconds_left: Callable[[], float] = lambda: math.inf
     """Returns the seconds that a limit in minutes leaves for all stages; infinite where none ends them."""
-    line: ProgressLine | None = None
-    """None between two stages."""
-    tokens: int = 0
-    """Tokens of the stage."""
-    busy: int = 0
-    """Slots with an answer, summed over its passes."""
-    slots: int = 0
-    """All slots, likewise."""
+    line: ProgressLine | None = None  # None between two stages
+    tokens: int = 0  # Tokens of the stage
+    busy: int = 0  # Slots with an answer, summed over its passes
+    slots: int = 0  # All slots, likewise
 
     @contextmanager
     def stage(self, title: str, total: float | None, unit: str, done: float = 0) -> Iterator[None]:

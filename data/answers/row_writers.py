@@ -12,21 +12,12 @@ from .answering import Answerer, Conversation
 from .distill_task import DistillTask
 from .writers import source_of
 
-DOCUMENT_TOKENS = 512
-"""Longest piece of a plain document, in tokens; each piece is a row of its own."""
+DOCUMENT_TOKENS = 512  # Longest piece of a plain document, in tokens; each piece is a row of its own
 
 
 class RowWriters:
-    """Writers of the train rows of one task.
-
-    Args:
-        task: the distillation.
-        on_tokens: called with the number of new tokens of each answer in a pass.
-        on_slots: called with the number of busy slots of a pass, and that of all slots.
-
-    Raises:
-        UserError: if an engine does not take the target.
-    """
+    """Writers of the train rows of one task; the calls are those of `Answerer`. UserError if an engine does not take
+    the target."""
 
     def __init__(self, task: DistillTask, on_tokens: Callable[[int], None], on_slots: Callable[[int, int], None]
                  ) -> None:
@@ -34,8 +25,7 @@ class RowWriters:
         settings = DecodeSettings(batch_size=config.slots, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
         common = task.template, settings, config.max_new_tokens, on_tokens
         self.task = task
-        self.target: Answerer
-        """The target, or the server that answers for it."""
+        self.target: Answerer  # The target, or the server that answers for it
         if config.server is not None:
             self.target = ServerAnswerer(AnswerServer(config.server), task.train_target, *common)
         else:
@@ -44,14 +34,8 @@ class RowWriters:
 
     def conversations(self, prompts: Sequence[tuple[int, Prompt]], deadline: float | None,
                       taps: tuple[int, ...] | None, assured: Set[int] = frozenset()) -> list[Conversation]:
-        """The answered prompts in their order, each by the writer drawn for its number.
-
-        Args:
-            prompts: with their numbers.
-            deadline: value of `time.monotonic()` after which no answer is started, and those that are decoded end.
-            taps: layers whose states are recorded with the final ones; None records nothing.
-            assured: numbers of the prompts whose first answers get some tokens whatever the time.
-        """
+        """The answered prompts in their order, each by the writer drawn for its number; the rest is that of
+        `Answerer.answer`."""
         config, dealt = self.task.config, dict[SourceName, list[tuple[int, Prompt]]]()
         for number, prompt in prompts:
             dealt.setdefault(source_of(number, config.shares, config.seed), []).append((number, prompt))

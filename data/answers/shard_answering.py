@@ -20,12 +20,9 @@ from .progress import Progress
 from .row_writers import RowWriters
 from .shard_queue import FIRST, MERGE, VALIDATION, FinishedShard, ShardPrompts, ShardQueue, remove_shards
 
-POLL_SECONDS = 0.5
-"""Time between two looks at the queue while other processes answer the last shards."""
-CHECK_SECONDS = 2.0
-"""Time between two looks, while answering, whether the data are complete without this shard."""
-BARREN_CANDIDATES = 256
-"""Prompts written by the target without a usable one among them after which the run stops."""
+POLL_SECONDS = 0.5  # Time between two looks at the queue while other processes answer the last shards
+CHECK_SECONDS = 2.0  # Time between two looks, while answering, whether the data are complete without this shard
+BARREN_CANDIDATES = 256  # Prompts written by the target without a usable one among them after which the run stops
 
 
 class NeedlessError(Exception):
@@ -33,23 +30,13 @@ class NeedlessError(Exception):
 
 
 class ShardAnswering:
-    """One process's part in the train shards of a folder.
-
-    Args:
-        task: the distillation.
-        source: of candidates for prompts.
-        folder: of the data.
-        progress: counts prompts and answer tokens, those of other processes too.
-
-    Raises:
-        UserError: if an engine does not take the target.
-    """
+    """One process's part in the train shards of a folder; the progress counts the work of other processes too.
+    UserError if an engine does not take the target."""
 
     def __init__(self, task: DistillTask, source: Source, folder: DataFolder, progress: Progress) -> None:
         self.task, self.source, self.folder, self.progress = task, source, folder, progress
         self.writers = RowWriters(task, self._count, progress.count_slots)
-        self.queue: ShardQueue | None = None
-        """None until prompts are held out."""
+        self.queue: ShardQueue | None = None  # None until prompts are held out
         self.mine: set[int] = set()
         """Shards that this process has finished, which its progress counted answer by answer."""
         self.others: dict[str, int] = {}
@@ -57,12 +44,8 @@ class ShardAnswering:
         self.checked = time.monotonic()
 
     def work(self, locks: FolderLocks, states: ShardStates) -> None:
-        """Answer shards until the data are complete.
-
-        Raises:
-            UserError: if no prompt gives an answer, a record of the queue is damaged, the limits were raised meanwhile,
-                the target writes no usable prompt, or the disk is full.
-        """
+        """Answer shards until the data are complete. UserError if no prompt gives an answer, a record of the queue is
+        damaged, the limits were raised meanwhile, the target writes no usable prompt, or the disk is full."""
         manifest, config = self.folder.manifest, self.task.config
         budget, done = config.budget_tokens, manifest.total("train", "supervised")
         first = max((record.number for record in manifest.split("train")), default=-1) + 1

@@ -38,18 +38,12 @@ REMEDY = "delete it, the shard is then answered again"
 class FinishedShard:
     """Result of one number of the queue."""
 
-    read: int
-    """Prompts read or written for it, before filtering; fewer than a shard has where the source ended."""
-    fresh: int
-    """Prompts of it that could be used."""
-    repeated: int
-    """Usable prompts that the data have already."""
-    record: ShardRecord | None
-    """Its entry in the manifest; None where nothing was answered."""
-    states: dict[str, StoredFile]
-    """Its files of states."""
-    skipped: tuple[Skipped, ...] = ()
-    """Rows that were found unusable only now."""
+    read: int  # Prompts read or written for it, before filtering; fewer than a shard has where the source ended
+    fresh: int  # Prompts of it that could be used
+    repeated: int  # Usable prompts that the data have already
+    record: ShardRecord | None  # Its entry in the manifest; None where nothing was answered
+    states: dict[str, StoredFile]  # Its files of states
+    skipped: tuple[Skipped, ...] = ()  # Rows that were found unusable only now
     cut: bool = False
     """True where the minutes ended before its last prompt was asked: what is read ends at the first such prompt, and
     is read on from there when the data grow."""
@@ -65,15 +59,8 @@ class FinishedShard:
 
 
 class ShardQueue:
-    """Numbers 0, 1, ... of train shards, each answered by one process at a time.
-
-    Args:
-        folder: of the data.
-        locks: of that folder.
-        size: prompts of a shard.
-        budget: answer tokens of its shards; None for no limit.
-        first: number of its first shard, after those that the data had before.
-    """
+    """Numbers of train shards from `first` on, after those that the data had before, each answered by one process at a
+    time. A shard has `size` prompts; `budget` answer tokens end them, None is no limit."""
 
     def __init__(self, folder: Path, locks: FolderLocks, size: int, budget: int | None, first: int = 0) -> None:
         self.folder, self.locks, self.size, self.budget, self.first = folder / QUEUE, locks, size, budget, first
@@ -81,11 +68,7 @@ class ShardQueue:
         self._validation: FinishedShard | None = None
 
     def finished(self) -> Mapping[int, FinishedShard]:
-        """Finished shards by number, those of other processes among them.
-
-        Raises:
-            UserError: if the record of one is damaged.
-        """
+        """Finished shards by number, those of other processes among them; UserError if the record of one is damaged."""
         for file in self.folder.glob("train-*.json"):
             number = int(file.stem.removeprefix("train-"))
             if number >= self.first and number not in self._finished and (found := _record(file)) is not None:
@@ -116,12 +99,8 @@ class ShardQueue:
         return found
 
     def claim(self, expected: float, most: int | None = None) -> int | None:
-        """Take the first free shard that the data are likely to need; None where there is none.
-
-        Args:
-            expected: answer tokens of a shard, as long as none is finished.
-            most: number of unfinished shards that are looked at; None for all.
-        """
+        """Take the first free shard that the data are likely to need, None where there is none, among the first `most`
+        unfinished ones. A shard is expected to have `expected` answer tokens as long as none is finished."""
         # A lock that is free may be of a shard that was finished since the look at the queue.
         for number in islice(self._wanted(expected), most):
             if self.locks.take(answers_lock(number)):
@@ -168,31 +147,19 @@ class ShardQueue:
 class WrittenPrompts:
     """Usable prompts that the target wrote for one shard, as a file of the queue."""
 
-    read: int
-    """Number of candidates."""
-    texts: dict[str, str]
-    """Text of each usable one by its number."""
+    read: int  # Number of candidates
+    texts: dict[str, str]  # Text of each usable one by its number
 
 
 class ShardPrompts:
-    """Candidates start + (number - first) * size and following, without repetitions, for each shard.
+    """Candidates start + (number - first) * size and following, without repetitions, for each shard; those before
+    `start` were tried for held-out prompts or earlier shards, which when their minutes were over answered the
+    candidates `answered` all the same.
 
     A prompt belongs to the first shard in which it occurs. Prompts of a file are read by each process; those that the
-    target writes become files of the queue, each written by the first process that needs it.
-
-    Args:
-        source: of candidates.
-        folder: of the data.
-        locks: of that folder.
-        start: number of the first candidate that was not tried, for the held-out prompts or earlier shards.
-        size: candidates of a shard.
-        answered: numbers of candidates that earlier shards have answered all the same, when the minutes were over.
-        held: keys of the held-out prompts, whatever their answers.
-        seen: keys of the rows of earlier shards.
-        asked_key: of a prompt, as those of `held`.
-        key: of a row by its number and prompt, as those of `seen`.
-        first: number of the queue's first shard.
-    """
+    target writes become files of the queue, each written by the first process that needs it. `held` are the keys, by
+    `asked_key`, of the held-out prompts, whatever their answers; `seen` those of earlier shards' rows, by `key` of
+    number and prompt."""
 
     def __init__(self, source: Source, folder: Path, locks: FolderLocks, *, start: int, size: int,
                  answered: Set[int] = frozenset(), held: Set[int], seen: Set[int], asked_key: Callable[[Prompt], int],
@@ -204,11 +171,7 @@ class ShardPrompts:
 
     def fresh(self, number: int, end: int | None = None) -> Taken:
         """Candidates of a shard, or those of them before the number `end`, that no earlier shard and no held-out prompt
-        has.
-
-        Raises:
-            UserError: if the source cannot be read, a file of the queue is damaged, or the disk is full.
-        """
+        has. UserError if the source cannot be read, a file of the queue is damaged, or the disk is full."""
         if isinstance(self.source, OwnPrompts):
             # Its own first: while it waits for those of earlier shards, it would write nothing.
             self._candidates(number)
@@ -273,13 +236,8 @@ def answers_lock(number: int) -> int:
 
 
 def remove_shards(folder: Path, unwanted: Callable[[str], bool], kept: Set[str] = frozenset()) -> None:
-    """Remove unwanted train shards, their states, and what killed processes have left of both.
-
-    Args:
-        folder: of the data.
-        unwanted: whether a shard is, by the name of its file.
-        kept: names of files that stay all the same.
-    """
+    """Remove train shards that are unwanted by the names of their files, their states, and what killed processes have
+    left of both, but for the files `kept`."""
     for file in folder.iterdir():
         found = SHARD_FILE.fullmatch(file.name)
         if found is not None and unwanted(found[1]) and file.name not in kept:
@@ -288,11 +246,8 @@ def remove_shards(folder: Path, unwanted: Callable[[str], bool], kept: Set[str] 
 
 def clear_queue(folder: Path) -> None:
     """Remove the queue of complete data, shards that do not belong to them, and what killed processes left
-    half-written, unless a process still works there or the data have started to grow.
-
-    Raises:
-        UserError: if the manifest is damaged.
-    """
+    half-written, unless a process still works there or the data have started to grow. UserError if the manifest is
+    damaged."""
     if not (folder / LOCKS).exists():
         return
     with closing(FolderLocks(folder / LOCKS)) as locks:

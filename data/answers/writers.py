@@ -19,12 +19,9 @@ DRAFT_TOKENS = 4
 class Writer:
     """A draft that writes answers."""
 
-    drafter: Drafter
-    """Bound to the target."""
-    policy: Policy
-    """A chain, sampled from the draft in rows with a temperature."""
-    digest: str
-    """Hash of the artifact that it was loaded from."""
+    drafter: Drafter  # Bound to the target
+    policy: Policy  # A chain, sampled from the draft in rows with a temperature
+    digest: str  # Hash of the artifact that it was loaded from
 
     @classmethod
     def of(cls, drafter: Drafter, digest: str) -> "Writer":

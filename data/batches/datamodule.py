@@ -25,8 +25,7 @@ from ..store.token_store import Manifest, TokenShard
 from .learned_tokens import LearnedTokens, prompts_learnable, repetitions
 from .prefetch import AHEAD, Prefetched
 
-ORDER_SEED = 0
-"""Seed of the order of the conversations: runs with other seeds of training read the same batches."""
+ORDER_SEED = 0  # Seed of the order of the conversations: runs with other seeds of training read the same batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,35 +58,20 @@ class BatchConfig:
 class Window:
     """Part of a row of a shard that fits a packed row."""
 
-    shard: int
-    """Number of the shard in its split."""
-    start: int
-    """Index of the first token in the shard."""
-    stop: int
-    """Index after the last token."""
-    first: int
-    """Position of the first token in its conversation."""
+    shard: int  # Number of the shard in its split
+    start: int  # Index of the first token in the shard
+    stop: int  # Index after the last token
+    first: int  # Position of the first token in its conversation
 
 
 class Split:
-    """The shards of one split, cut into pieces.
-
-    Args:
-        folder: of `distill`.
-        name: train or validation.
-        config: says where states come from.
-        taps: tapped layers whose stored states are wanted too.
-        learned: choice of the labels in training.
-
-    Raises:
-        UserError: if a shard or its states are missing or corrupted.
-    """
+    """The shards of one split, train or validation, in a folder of `distill`, cut into pieces. UserError if a shard or
+    its states, those of the layers `taps` among them, are missing or corrupted."""
 
     def __init__(self, folder: Path, manifest: Manifest, name: str, config: BatchConfig, taps: tuple[int, ...],
                  learned: LearnedTokens) -> None:
         records = manifest.split(name)
-        self.files = [record.file for record in records]
-        """Names of the shards."""
+        self.files = [record.file for record in records]  # Names of the shards
         self.shards = [TokenShard.read(folder / record.file, record.sha256) for record in records]
         self.learned = [learned.of(shard) for shard in self.shards]
         """True at the tokens of each shard that are learned, bool [T]."""
@@ -95,14 +79,9 @@ class Split:
         self.states: list[FeatureShard] = open_features(folder, records, taps) if self.all_stored else []
 
     def windows(self, length: int) -> list[Window]:
-        """All rows up to their last learned token, cut into windows; those in which nothing is learned are left out.
-
-        Unless all states are stored, only the first window of a row can be used: the target would not see the tokens
-        before the others.
-
-        Args:
-            length: tokens of a window.
-        """
+        """All rows up to their last learned token, cut into windows of `length` tokens; those in which nothing is
+        learned are left out. Unless all states are stored, only the first window of a row can be used: the target would
+        not see the tokens before the others."""
         found = []
         for number, (shard, learned_T) in enumerate(zip(self.shards, self.learned, strict=True)):
             for row in range(shard.num_rows):
@@ -122,12 +101,8 @@ class Split:
         return [row for row in found if bool(self.shards[row.shard].supervised_T[row.start : row.stop].any())]
 
     def piece(self, window: Window, *, whole: bool = False) -> Piece:
-        """Tokens, labels and, where they are stored, states of a window.
-
-        Args:
-            window: of a row, or all of it.
-            whole: all tokens of the answers are labels, not only those that training learns.
-        """
+        """Tokens, labels and, where they are stored, states of a window. With `whole` all tokens of the answers are
+        labels, not only those that training learns."""
         shard, place = self.shards[window.shard], slice(window.start, window.stop)
         labels_T = shard.supervised_T if whole else self.learned[window.shard]
         final, taps = (self.states[window.shard].slices(window.start, window.stop) if self.all_stored
@@ -137,12 +112,8 @@ class Split:
 
 
 class BatchPlan:
-    """The endless order of packed batches: every epoch a new order of the pieces, packed anew.
-
-    Args:
-        lengths: tokens of each piece.
-        config: shape of the batches.
-    """
+    """The endless order of packed batches: every epoch a new order of the pieces, of which the tokens are given, packed
+    anew."""
 
     def __init__(self, lengths: list[int], config: BatchConfig) -> None:
         self.lengths, self.config = lengths, config
@@ -178,16 +149,9 @@ class BatchPlan:
 
 
 class HeldOutRows:
-    """The conversations that training holds out, one row a batch; no other shard is read.
-
-    Args:
-        folder: of `distill` (and `encode`).
-        config: origin of states.
-        taps: layers whose stored outputs the drafter reads.
-
-    Raises:
-        UserError: if the folder is not complete, or a file is corrupted.
-    """
+    """The conversations that training holds out in a folder of `distill` (and `encode`), one row a batch; no other
+    shard is read. `taps` are the layers whose stored outputs the drafter reads. UserError if the folder is not
+    complete, or a file is corrupted."""
 
     def __init__(self, folder: str | Path, config: BatchConfig, taps: tuple[int, ...] = ()) -> None:
         # Of held-out rows only the answers are drafted.
@@ -202,11 +166,8 @@ class HeldOutRows:
                 if bool(self.split.learned[row.shard][row.start : row.stop].any())]
 
     def whole(self, temperature: float = 0.0) -> ReadRows:
-        """Rows with whole answers, to be replayed.
-
-        Args:
-            temperature: of the answers: 0 for greedy ones, SIZING_TEMPERATURE for drawn ones.
-        """
+        """Rows with whole answers, to be replayed: greedy ones, or those drawn at the temperature
+        SIZING_TEMPERATURE."""
         return ReadRows(partial(_padded, self.split, row, True) for row in self.split.rows(temperature))
 
     def unread(self) -> ReadRows:
@@ -236,20 +197,13 @@ def _complete(folder: Path) -> Manifest:
 
 
 class DraftDataModule(lightning.LightningDataModule):
-    """The shards of one folder as Lightning wants them.
+    """The shards of one folder of `distill` (and `encode`) as Lightning wants them. UserError if it is not complete, a
+    file is corrupted, or no train token is learned. `around` are the tokens around the prompts that the target wrote,
+    needed where `config.own_prompts` learns them; `taps` the layers whose stored outputs the drafter reads.
 
     Training takes `Trainer(use_distributed_sampler=False)`: batches are dealt to the ranks here. A resumed run goes on
-    at the micro-batch after the last optimizer step, since Lightning restores `global_step` before it asks for batches.
-
-    Args:
-        folder: of `distill` (and `encode`).
-        config: shape and order of the batches.
-        taps: layers whose stored outputs the drafter reads.
-        around: tokens around the prompts that the target wrote, needed where `config.own_prompts` learns them.
-
-    Raises:
-        UserError: if the folder is not complete, a file is corrupted, or no train token is learned.
-    """
+    at the micro-batch after the last optimizer step, since Lightning restores `global_step` before it asks for
+    batches."""
 
     def __init__(self, folder: str | Path, config: BatchConfig, taps: tuple[int, ...] = (),
                  around: Surroundings | None = None) -> None:
@@ -264,18 +218,13 @@ class DraftDataModule(lightning.LightningDataModule):
         if not self.windows:
             raise UserError(
                 f"no token in the train shards of {folder} is learned within row_length {config.row_length}; raise "
-                "batch.row_length, or distil with answers that do more than repeat a phrase"
-            )
+                "batch.row_length, or distil with answers that do more than repeat a phrase")
         self.plan = BatchPlan([window.stop - window.start for window in self.windows], config)
         self._batches: Prefetched[PackedBatch | Features] | None = None
 
     def packed_batch(self, number: int, rank: int = 0, world: int = 1) -> PackedBatch:
         """Training micro-batch `number` of one rank, with its states as they are stored: batch number * world + rank of
-        the one order that all ranks share.
-
-        Raises:
-            UserError: if a file of states was altered since it was opened.
-        """
+        the one order that all ranks share. UserError if a file of states was altered since it was opened."""
         rows = self.plan.batch(number * world + rank)
         pieces = [[self.train.piece(self.windows[piece]) for piece in row] for row in rows]
         return packed(pieces, self.config.row_length)
@@ -325,21 +274,14 @@ class DraftDataModule(lightning.LightningDataModule):
         self.teardown("fit")
 
     def validation_features(self) -> ReadRows:
-        """The conversations that choose checkpoints: held-out rows with greedy answers, one a batch.
-
-        Answers end where their repetitions start. Empty when none were held out.
-        """
+        """The conversations that choose checkpoints: held-out rows with greedy answers up to their repetitions, one a
+        batch; none where none were held out."""
         return self.held_out.up_to_repetitions()
 
 
 def learned(manifest: Manifest, config: BatchConfig, around: Surroundings | None) -> LearnedTokens:
-    """The choice of labels in training.
-
-    Args:
-        manifest: of the data.
-        config: whether prompts are among them.
-        around: tokens around the prompts that the target wrote; None where it wrote none, or none are learned.
-    """
+    """The choice of labels in training; `around` are the tokens around the prompts that the target wrote, None where it
+    wrote none or none are learned."""
     if not config.own_prompts or not prompts_learnable(manifest.recipe["prompts"]):
         return LearnedTokens()
     if around is None:

@@ -13,11 +13,8 @@ from .learned_tokens import LearnedTokens
 
 
 def count_labels(folder: str | Path, learned: LearnedTokens) -> Tensor:
-    """Number of times that each token of the vocabulary is a label in training: int64 [V].
-
-    Raises:
-        UserError: if the folder holds no manifest, or a shard is corrupted.
-    """
+    """Number of times that each token of the vocabulary is a label in training: int64 [V]. UserError if the folder
+    holds no manifest, or a shard is corrupted."""
     manifest = Manifest.load(folder)
     counts_V = torch.zeros(manifest.target.vocab_size, dtype=torch.int64)
     for record in manifest.split("train"):
@@ -28,10 +25,7 @@ def count_labels(folder: str | Path, learned: LearnedTokens) -> Tensor:
 
 def coverage(folder: str | Path, ids_Q: Tensor) -> float:
     """Share of the tokens of held-out greedy answers that a draft vocabulary holds; 1 where none are held out.
-
-    Raises:
-        UserError: if the folder holds no manifest, or a shard is corrupted.
-    """
+    UserError if the folder holds no manifest, or a shard is corrupted."""
     inside = total = 0
     # Checkpoints and trees for greedy decoding are chosen by these answers too.
     for record in Manifest.load(folder).split("validation"):

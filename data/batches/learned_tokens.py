@@ -17,10 +17,8 @@ from torch import Tensor
 from ..prompts.chat import Surroundings
 from ..store.token_store import TokenShard
 
-LONGEST_PERIOD = 64
-"""Longest phrase whose repetition is looked for, in tokens."""
-LEAST_REPEATED = 16
-"""Fewest repeated tokens of a repetition; also at least two repetitions of the phrase."""
+LONGEST_PERIOD = 64  # Longest phrase whose repetition is looked for, in tokens
+LEAST_REPEATED = 16  # Fewest repeated tokens of a repetition; also at least two repetitions of the phrase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,25 +48,19 @@ class LearnedTokens:
 
 
 def prompts_learnable(prompts: Mapping[str, Any]) -> bool:
-    """True if the prompts of data can be labels: text of the target that follows its chat template alone, or given
-    first words.
+    """True if the prompts of data, made by this section of a recipe, can be labels: text of the target that follows its
+    chat template alone, or given first words.
 
     Given words are learned like the text after them: the target's probabilities are right after any. Prompts that a
-    system prompt asked for followed other tokens than those of the data.
-
-    Args:
-        prompts: section of the recipe that the data were made by.
-    """
+    system prompt asked for followed other tokens than those of the data."""
     steered = prompts.get("own_kinds") is not None and not prompts.get("own_openings")
     return prompts.get("origin") == "own" and not steered
 
 
 def repetition_start(answer: Sequence[int]) -> int | None:
-    """Tokens of an answer before the first repetition of the phrase that it repeats to its end; None without one.
-
-    The last token may be another one, such as that of the end. Of several phrases that fit, such as one and twice the
-    same, the one with the earliest repetition counts.
-    """
+    """Tokens of an answer before the first repetition of the phrase that it repeats to its end; None without one. The
+    last token may be another one, such as that of the end; of several phrases that fit, such as one and twice the same,
+    the one with the earliest repetition counts."""
     starts = list[int]()
     # The last token may be that of the end, which is not repeated.
     for end in (len(answer), len(answer) - 1):

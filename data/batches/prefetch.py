@@ -15,29 +15,20 @@ from typing import Generic, TypeVar
 import torch
 
 T = TypeVar("T")
-AHEAD = 2
-"""Micro-batches that are read and packed while earlier ones are trained on: more would only fill memory."""
-THREAD = "batches"
-"""Start of the thread's name."""
+AHEAD = 2  # Micro-batches that are read and packed while earlier ones are trained on: more would only fill memory
+THREAD = "batches"  # Start of the thread's name
 
 
 class Prefetched(Generic[T]):
-    """The endless batches start, start + 1, ...
+    """The endless batches start, start + 1, ..., which a thread makes by their numbers so many `ahead`, on a CUDA
+    device of that number where training is; with 0 each is made when it is due, without a thread.
 
     The error of a batch is raised where that batch is due, as without a thread. What was made is kept by this process
-    alone, and nothing that the thread does depends on its time: ahead or not, the batches are the same.
-
-    Args:
-        make: makes a batch by its number, in the thread.
-        start: number of the first batch.
-        ahead: batches that are made before they are due; with 0 each is made when it is due, without a thread.
-        device: of the training; the thread works on a CUDA device of that number.
-    """
+    alone, and nothing that the thread does depends on its time: ahead or not, the batches are the same."""
 
     def __init__(self, make: Callable[[int], T], start: int, ahead: int, device: torch.device | None = None) -> None:
         self.make, self.start, self.ahead, self.device = make, start, ahead, device
-        self.waited = 0.0
-        """Seconds that were spent waiting for batches."""
+        self.waited = 0.0  # Seconds that were spent waiting for batches
         self._worker: ThreadPoolExecutor | None = None
 
     def __iter__(self) -> Iterator[T]:

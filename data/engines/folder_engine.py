@@ -22,12 +22,9 @@ from ..store.feature_shards import FINAL
 from ..store.token_store import write_bytes
 from .state_engine import AGAIN, StateEngine
 
-TAKEN_SECONDS = 60.0
-"""Longest time without a request that is taken."""
-ANSWER_SECONDS = 600.0
-"""Longest time without an answer, while an engine has a request."""
-POLL_SECONDS = 0.05
-"""Time between two looks."""
+TAKEN_SECONDS = 60.0  # Longest time without a request that is taken
+ANSWER_SECONDS = 600.0  # Longest time without an answer, while an engine has a request
+POLL_SECONDS = 0.05  # Time between two looks
 
 
 class FolderEngine(StateEngine):

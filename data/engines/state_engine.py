@@ -16,22 +16,18 @@ from ..answers.answer_server import at_once
 from ..store.feature_shards import FINAL
 from ..store.token_store import TokenShard
 
-AGAIN = "start the engine and the same command again: finished shards are kept"
-"""Remedy where an engine is not there."""
+AGAIN = "start the engine and the same command again: finished shards are kept"  # Remedy where an engine is not there
 
 
 class StateEngine:
     """An engine at an address or in a folder that reads whole rows; called as `read_rows` is without its target."""
 
-    width: ClassVar[int]
-    """Requests at once."""
-    request_tokens: ClassVar[int]
-    """Most tokens of a request of several rows."""
+    width: ClassVar[int]  # Requests at once
+    request_tokens: ClassVar[int]  # Most tokens of a request of several rows
 
     def __init__(self, place: str, target: Target) -> None:
         self.place, self.target = place, target
-        self.dtype = target.dtype
-        """Number format in which the engine gave the latest states."""
+        self.dtype = target.dtype  # Number format in which the engine gave the latest states
 
     @abstractmethod
     def _asked(self, rows: Sequence[Tensor], names: Sequence[str]) -> dict[str, Tensor]:
@@ -39,11 +35,8 @@ class StateEngine:
 
     def __call__(self, shard: TokenShard, rows: Sequence[int], names: Sequence[str], dtype: torch.dtype,
                  advance: Callable[[int], object] | None = None) -> dict[int, dict[str, Tensor]]:
-        """The named states of these rows of a shard, as `read_rows` gives them.
-
-        Raises:
-            UserError: if the engine cannot be reached, or gives something else.
-        """
+        """The named states of these rows of a shard, as `read_rows` gives them. UserError if the engine cannot be
+        reached, or gives something else."""
         texts = {row: shard.tokens_T[slice(*shard.span(row))] for row in rows}
         groups: list[tuple[int, ...]] = []
         for row in rows:

@@ -18,45 +18,35 @@ from torch import Tensor
 from ...modules import Features, UserError
 from .state_formats import StateSlice, unpacked
 
-OPEN_BINS = 16
-"""Rows that wait for a piece that fits."""
+OPEN_BINS = 16  # Rows that wait for a piece that fits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """One conversation, or a window of one."""
 
-    tokens_N: Tensor
-    """Token ids."""
-    supervised_N: Tensor
-    """Written by the assistant, bool."""
-    first: int = 0
-    """Position of the first token in its conversation."""
+    tokens_N: Tensor  # Token ids
+    supervised_N: Tensor  # Written by the assistant, bool
+    first: int = 0  # Position of the first token in its conversation
     final: StateSlice | None = None
     """The target's final states as they are stored; None when the target computes them in the step."""
-    taps: dict[int, StateSlice] = field(default_factory=dict)
-    """Outputs of the tapped layers by layer index, likewise."""
+    taps: dict[int, StateSlice] = field(default_factory=dict)  # Outputs of the tapped layers by layer index, likewise
 
 
 class PackedScales(NamedTuple):
     """Scales of the codes of a batch."""
 
-    tokens_BL: Tensor
-    """Of each token; 0 where there are no states."""
-    channels_FD: Tensor
-    """Of the channels, for each file."""
-    files_BL: Tensor
-    """File of each token, int64."""
+    tokens_BL: Tensor  # Of each token; 0 where there are no states
+    channels_FD: Tensor  # Of the channels, for each file
+    files_BL: Tensor  # File of each token, int64
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedStates:
     """States of one kind in the places of their tokens, zero elsewhere."""
 
-    codes_BLD: Tensor
-    """The states, or their codes."""
-    scales: PackedScales | None = None
-    """Of codes; None for states."""
+    codes_BLD: Tensor  # The states, or their codes
+    scales: PackedScales | None = None  # Of codes; None for states
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "PackedStates":
         """A copy with every tensor moved."""
@@ -80,18 +70,14 @@ class PackedStates:
 class PackedBatch:
     """Tokens of a batch and what is stored of the target's states."""
 
-    text: Features
-    """Without states."""
-    final: PackedStates | None = None
-    """Final states; None where none are stored."""
-    taps: dict[int, PackedStates]
-    """Outputs of the tapped layers by layer index."""
+    text: Features  # Without states
+    final: PackedStates | None = None  # Final states; None where none are stored
+    taps: dict[int, PackedStates]  # Outputs of the tapped layers by layer index
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "PackedBatch":
         """A copy with every tensor moved."""
-        return PackedBatch(
-            text=self.text.moved(move), final=None if self.final is None else self.final.moved(move),
-            taps={layer: states.moved(move) for layer, states in self.taps.items()})
+        return PackedBatch(text=self.text.moved(move), final=None if self.final is None else self.final.moved(move),
+                           taps={layer: states.moved(move) for layer, states in self.taps.items()})
 
     def to(self, device: torch.device | str) -> Features:
         """The batch on a device, its states decoded there."""
@@ -102,18 +88,8 @@ class PackedBatch:
 
 
 def plan_bins(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-    """Distribute pieces over rows of `row_length` tokens, in order: each goes into the fullest open row that has room.
-
-    Args:
-        lengths: tokens of each piece.
-        row_length: tokens of a row.
-
-    Returns:
-        The pieces of each row by index; every piece stands in exactly one.
-
-    Raises:
-        UserError: if a piece is longer than a row.
-    """
+    """The pieces of each row of `row_length` tokens by index, every piece in exactly one: in order, each goes into the
+    fullest open row that has room. UserError if a piece is longer than a row."""
     if max(lengths, default=0) > row_length:
         raise UserError(f"row_length {row_length} is shorter than a piece of {max(lengths)} tokens; raise it")
     closed: list[list[int]] = []
@@ -132,16 +108,9 @@ def plan_bins(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 
 
 def packed(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> PackedBatch:
-    """Lay the pieces of each row one after another as isolated segments, padded on the right.
-
-    Args:
-        rows: the pieces of each row; a row may be empty, but not all of them. All pieces bring states, or none does.
-        row_length: tokens of a row; None takes the longest.
-
-    Raises:
-        UserError: if a row does not fit.
-        ValueError: if only some of the pieces bring states.
-    """
+    """Lay the pieces of each row one after another as isolated segments, padded on the right to `row_length`, by
+    default the longest row (UserError if one does not fit). A row may be empty, but not all of them; all pieces bring
+    states, or none does (ValueError)."""
     used = max(sum(len(piece.tokens_N) for piece in row) for row in rows)
     width = used if row_length is None else row_length
     if used > width:

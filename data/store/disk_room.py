@@ -7,16 +7,8 @@ from ...modules import UserError
 
 
 def require_room(folder: Path, needed: int, what: str) -> str:
-    """Compare bytes to be written with those that the folder's disk has free; returns both in words.
-
-    Args:
-        folder: they are written into; it need not be there yet.
-        needed: bytes.
-        what: they are, such as "the states of 1,000 tokens".
-
-    Raises:
-        UserError: if there is less.
-    """
+    """Compare bytes to be written, `what` says of what, with those that the disk of a folder, there or to come, has
+    free; returns both in words. UserError if there is less."""
     disk = shutil.disk_usage(nearest(folder))
     free = disk.free
     # A file system without a size is none to write files to, which the first of them says better.

@@ -17,8 +17,7 @@ from .state_formats import CHANNELS, STATES, TOKENS, StateFormat, StateSlice
 from .token_store import Manifest, ShardRecord, hash_file
 
 FEATURES = "features.json"
-FINAL = "final"
-"""The states after the last norm."""
+FINAL = "final"  # The states after the last norm
 REMEDY = "run draftsmith distill with the same recipe, which makes them again"
 
 
@@ -26,24 +25,18 @@ REMEDY = "run draftsmith distill with the same recipe, which makes them again"
 class StoredFile:
     """Hashes of one file of states."""
 
-    tokens: str
-    """Of the token shard, or of all data, that it belongs to."""
-    sha256: str
-    """Of the file itself."""
+    tokens: str  # Of the token shard, or of all data, that it belongs to
+    sha256: str  # Of the file itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredStates:
     """Content of features.json."""
 
-    format_version: int
-    """Layout of the files."""
-    target: str
-    """Hash of the target's weights."""
-    dtype: str
-    """Number format of the states."""
-    files: dict[str, StoredFile]
-    """Finished files by name."""
+    format_version: int  # Layout of the files
+    target: str  # Hash of the target's weights
+    dtype: str  # Number format of the states
+    files: dict[str, StoredFile]  # Finished files by name
 
 
 @dataclass(frozen=True)
@@ -51,20 +44,14 @@ class _OpenFile:
     """A file with the states of one kind, as it was when it was opened."""
 
     path: Path
-    mark: tuple[int, int, int]
-    """See `_mark`."""
-    codes: Any
-    """States or codes, which stay on disk."""
-    scales: tuple[Tensor, Tensor] | None
-    """Of codes: those of channels, and those of all tokens."""
+    mark: tuple[int, int, int]  # See `_mark`
+    codes: Any  # States or codes, which stay on disk
+    scales: tuple[Tensor, Tensor] | None  # Of codes: those of channels, and those of all tokens
 
 
 class FeatureShard:
-    """Stored states of one token shard, read from disk slice by slice, by one thread at a time.
-
-    Raises:
-        UserError: if a file holds none.
-    """
+    """Stored states of one token shard, read from disk slice by slice, by one thread at a time; UserError if a file
+    holds none."""
 
     def __init__(self, folder: Path, record: ShardRecord, taps: Sequence[int]) -> None:
         self._taps, self._files = tuple(taps), list[_OpenFile]()
@@ -80,11 +67,8 @@ class FeatureShard:
                 raise UserError(f"{file} holds no states ({error}); {REMEDY}") from error
 
     def slices(self, start: int, stop: int) -> tuple[StateSlice, dict[int, StateSlice]]:
-        """(final states, tapped states by layer) of tokens start to stop - 1, as they lie on disk.
-
-        Raises:
-            UserError: if a file is no longer the one that was opened.
-        """
+        """(final states, tapped states by layer) of tokens start to stop - 1, as they lie on disk. UserError if a file
+        is no longer the one that was opened."""
         found = []
         for file in self._files:
             # A map of a file shows what others do to it meanwhile: unseen, training would go on with other states.
@@ -122,11 +106,8 @@ def state_names(taps: Sequence[int]) -> tuple[str, ...]:
 
 
 def open_features(folder: Path, records: Sequence[ShardRecord], taps: Sequence[int]) -> list[FeatureShard]:
-    """Open the states of shards after checking their hashes.
-
-    Raises:
-        UserError: if states are missing, of other tokens, or corrupted.
-    """
+    """Open the states of shards after checking their hashes; UserError if some are missing, of other tokens, or
+    corrupted."""
     done = read_features(folder).get("files", {})
     for record in records:
         for name in state_names(taps):

@@ -26,8 +26,7 @@ from .feature_shards import FEATURES, FINAL, StoredFile, read_features, state_fi
 from .state_formats import StateFormat, format_named
 from .token_store import FORMAT_VERSION, Manifest, ShardRecord, TokenShard, hash_file, write_bytes, write_tensors
 
-PASS_TOKENS = 1024
-"""Tokens of one pass of the target, padding included; a longer row is a pass of its own."""
+PASS_TOKENS = 1024  # Tokens of one pass of the target, padding included; a longer row is a pass of its own
 StateReader = Callable[..., dict[int, dict[str, Tensor]]]
 """Reader of the states of rows: `read_rows` with its target, or another engine, which takes the same arguments."""
 
@@ -36,10 +35,8 @@ StateReader = Callable[..., dict[int, dict[str, Tensor]]]
 class WantedStates:
     """States that the training of a drafter reads from disk."""
 
-    taps: tuple[int, ...] = ()
-    """Layers whose outputs it reads, next to the final states."""
-    form: str | None = None
-    """Name of their number format on disk; None is the target's own."""
+    taps: tuple[int, ...] = ()  # Layers whose outputs it reads, next to the final states
+    form: str | None = None  # Name of their number format on disk; None is the target's own
 
     def bytes(self, tokens: int, target: Target) -> int:
         """Bytes on disk of the states of so many tokens of this target."""
@@ -48,21 +45,13 @@ class WantedStates:
 
 
 class StateStore:
-    """The files of states in a folder of data, and their list in features.json.
-
-    Args:
-        folder: of `distill`.
-        target: the one that the shards were made with.
-        form: of the stored states. Files of another target or number format are forgotten and written anew.
-
-    Raises:
-        UserError: if the list is damaged.
-    """
+    """The files of states in a folder of `distill`, of the target that made its shards, and their list in
+    features.json. Files of another target or number format are forgotten and written anew. UserError if the list is
+    damaged."""
 
     def __init__(self, folder: Path, target: Target, form: StateFormat) -> None:
         self.folder, self.hidden_size, self.form = folder, target.hidden_size, form
-        self.dtype = target.dtype if form.scaled else form.dtype
-        """Of states in memory, until they are written."""
+        self.dtype = target.dtype if form.scaled else form.dtype  # Of states in memory, until they are written
         self.key = {
             "format_version": FORMAT_VERSION,
             "target": target.identity.weights_hash,
@@ -80,19 +69,8 @@ class StateStore:
     def write(
         self, record: ShardRecord, names: Sequence[str], rows: Sequence[Mapping[str, Tensor]]
     ) -> dict[str, StoredFile]:
-        """Write the named states of a shard, one kind after the other; `add` lists the files.
-
-        Args:
-            record: the shard.
-            names: of the states.
-            rows: those of each row by name, each [N, D].
-
-        Returns:
-            The hashes of the files by their names.
-
-        Raises:
-            UserError: if the disk is full.
-        """
+        """Write the named states of a shard, each [N, D] a row, one kind after the other; returns the hashes of the
+        files by name, and `add` lists them. UserError if the disk is full."""
         written = {}
         for name in names:
             states_TD = torch.empty(record.tokens, self.hidden_size, dtype=self.dtype)
@@ -118,35 +96,20 @@ class StateStore:
         return entry is not None and entry["tokens"] == tokens and file.exists() and hash_file(file) == entry["sha256"]
 
     def keep(self, name: str, tokens: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write another file that the target and the data of this hash decide, then the list.
-
-        Raises:
-            UserError: if the disk is full.
-        """
+        """Write another file that the target and the data of this hash decide, then the list; UserError if the disk is
+        full."""
         self.add({name: StoredFile(tokens=tokens, sha256=write_tensors(self.folder / name, tensors))})
 
 
 class Encoding:
-    """The second pass of the target over a folder of data: it reads whatever has no stored states.
+    """The second pass of the target that made the data, or else UserError, over their folder: it reads whatever has no
+    stored states, or `read` does.
 
-    Args:
-        target: the one that the shards were made with.
-        folder: of `distill`.
-        taps: layers whose outputs are stored too.
-        form: name of the number format of the stored states, such as float16 or int8; None keeps the target's.
-        read: the reader of the states; None lets the target read them.
-
-    Raises:
-        UserError: if the target is another.
-    """
+    `form` names the number format of the stored states, such as float16 or int8; None keeps the target's. The outputs
+    of the layers `taps` are stored too."""
 
     def __init__(
-        self,
-        target: Target,
-        folder: Path,
-        taps: tuple[int, ...] = (),
-        *,
-        form: str | None = None,
+        self, target: Target, folder: Path, taps: tuple[int, ...] = (), *, form: str | None = None,
         read: StateReader | None = None,
     ) -> None:
         manifest = Manifest.load(folder)
@@ -159,8 +122,7 @@ class Encoding:
                             if not self.store.holds(state_file(record, name), record.sha256)]
                    for record in self.records}
         self.missing = {record: names for record, names in lacking.items() if names}
-        self.tokens = sum(record.tokens for record in self.missing)
-        """Number of tokens that have to be read."""
+        self.tokens = sum(record.tokens for record in self.missing)  # Number of tokens that have to be read
         width, stored = target.hidden_size, self.store.form
         # Scales of channels, in the target's own number format, stand once in a file.
         channels = width * target.dtype.itemsize if stored.scaled else 0
@@ -169,11 +131,8 @@ class Encoding:
         """Bytes of the states that will be written."""
 
     def run(self, *, progress: bool = True) -> list[Path]:
-        """Read them and store their states; returns the files that hold the states of all shards.
-
-        Raises:
-            UserError: if a shard is corrupted, or the disk has no room.
-        """
+        """Read them and store their states; returns the files that hold the states of all shards. UserError if a shard
+        is corrupted, or the disk has no room."""
         require_room(self.folder, self.bytes, f"the states of {self.tokens:,} tokens")
         shown = progress and bool(self.missing)
         with self.target.reproducible(), ProgressLine("target states", self.tokens, "tok", shown=shown) as line:
@@ -185,23 +144,11 @@ class Encoding:
 
 
 def read_rows(
-    target: Target,
-    shard: TokenShard,
-    rows: Sequence[int],
-    names: Sequence[str],
-    dtype: torch.dtype,
+    target: Target, shard: TokenShard, rows: Sequence[int], names: Sequence[str], dtype: torch.dtype,
     advance: Callable[[int], object] | None = None,
 ) -> dict[int, dict[str, Tensor]]:
-    """The named states of these rows of a shard, each [N, D] on the CPU, by a pass of the target over the rows.
-
-    Args:
-        target: reads them.
-        shard: tokens of the rows.
-        rows: by number.
-        names: of the states.
-        dtype: of the states.
-        advance: called with the number of tokens of each pass.
-    """
+    """The named states of these rows of a shard by number, each [N, D] on the CPU, by a pass of the target over the
+    rows; `advance` gets the number of tokens of each pass."""
     taps = {name: int(name.removeprefix("tap_")) for name in names if name != FINAL}
     found: dict[int, dict[str, Tensor]] = {}
     # Rows of like length share a pass, at most PASS_TOKENS with their padding. They are not packed: a packed row of

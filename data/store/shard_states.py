@@ -17,19 +17,11 @@ from .token_store import ShardRecord, TokenShard
 
 
 class ShardStates:
-    """The states of the shards of one distillation, for every training that will read them from disk.
+    """The states of the shards of one distillation, `wanted` by every training that will read them from disk. UserError
+    if the folder's list of states is damaged, or the trainings want states in several number formats.
 
-    Those of one shard are in memory: tokens x hidden size x (1 + number of taps) x bytes of a number, and one kind of
-    state once more while its file is written.
-
-    Args:
-        target: writes the answers; in memory the states are in its number format.
-        folder: of the data.
-        wanted: states of each training; none keeps nothing.
-
-    Raises:
-        UserError: if the folder's list of states is damaged, or the trainings want states in several number formats.
-    """
+    Those of one shard are in memory, in the target's number format: tokens x hidden size x (1 + number of taps) x bytes
+    of a number, and one kind of state once more while its file is written."""
 
     def __init__(self, target: Target, folder: Path, wanted: Sequence[WantedStates]) -> None:
         self.target, self.wanted = target, tuple(wanted)
@@ -41,26 +33,13 @@ class ShardStates:
         self.store = StateStore(folder, target, forms.pop()) if forms else None
         self.taps = tuple(sorted({layer for one in wanted for layer in one.taps})) if wanted else None
         """Layers to be recorded next to the final states; None where nothing is stored."""
-        self.seconds = 0.0
-        """Time spent on reading what was not recorded, and on writing."""
+        self.seconds = 0.0  # Time spent on reading what was not recorded, and on writing
 
     def write(self, record: ShardRecord, shard: TokenShard, rows: Sequence[RecordedStates | None]
               ) -> dict[str, StoredFile]:
-        """Write the states of a shard; `add` lists the files.
-
-        Rows without recorded states are read by the target; a shard without any is left to `encode`.
-
-        Args:
-            record: its entry in the manifest.
-            shard: its tokens.
-            rows: recorded states of each row.
-
-        Returns:
-            The hashes of the files by their names.
-
-        Raises:
-            UserError: if the disk is full.
-        """
+        """Write the states of a shard; returns the hashes of the files by name, and `add` lists them. Rows without
+        recorded states are read by the target; a shard without any is left to `encode`. UserError if the disk is
+        full."""
         if self.store is None or all(one is None for one in rows):
             return {}
         started = time.monotonic()

@@ -17,27 +17,21 @@ from torch.nn import functional
 
 from ...modules import UserError
 
-FormatName = Literal["float16", "bfloat16", "float32", "float64", "int8", "fp8"]
-"""Names of formats in a recipe."""
+FormatName = Literal["float16", "bfloat16", "float32", "float64", "int8", "fp8"]  # Names of formats in a recipe
 STATES, CHANNELS, TOKENS = "states", "channels", "tokens"
 """The tensors of a file: states or their codes, the scales of channels in the states' own number format, in which they
 are read back, and those of tokens in float32."""
-SCALE_BYTES = 4
-"""Bytes of a token's scale."""
+SCALE_BYTES = 4  # Bytes of a token's scale
 
 
 @dataclass(frozen=True)
 class StateFormat:
     """A number format on disk."""
 
-    name: str
-    """Name in `batch.states_format`."""
-    dtype: torch.dtype
-    """Of a number on disk."""
-    largest: float = 0.0
-    """Largest code; 0 for formats without scales."""
-    by_channel: bool = False
-    """True if channels have scales of their own, next to tokens."""
+    name: str  # Name in `batch.states_format`
+    dtype: torch.dtype  # Of a number on disk
+    largest: float = 0.0  # Largest code; 0 for formats without scales
+    by_channel: bool = False  # True if channels have scales of their own, next to tokens
 
     @property
     def scaled(self) -> bool:
@@ -92,8 +86,7 @@ def format_named(name: str | None, own: torch.dtype) -> StateFormat:
 class StateSlice:
     """States of some tokens as they lie in a file."""
 
-    codes_ND: Tensor
-    """The states, or their codes."""
+    codes_ND: Tensor  # The states, or their codes
     scales: tuple[Tensor, Tensor] | None = None
     """Scales of codes: of the channels of the whole file, [D], and of these tokens, [N]."""
 

@@ -22,8 +22,7 @@ from ...modules.files.bounded_reading import require_ordinary
 from ...modules.files.folder_locks import sole_writer
 from ...modules.files.json_records import read_json, record_of, shortened
 
-FORMAT_VERSION = 7
-"""Layout of shards and manifest."""
+FORMAT_VERSION = 7  # Layout of shards and manifest
 MANIFEST = "manifest.json"
 T = TypeVar("T")
 SourceName = Literal["target", "text", "draft"]
@@ -37,50 +36,35 @@ on which the target's distribution is learnt (arXiv:2310.08461, section 4). A sh
 class Row:
     """One conversation as the target saw it."""
 
-    tokens: tuple[int, ...]
-    """Prompt and answer."""
-    supervised: tuple[bool, ...]
-    """True for the tokens that the assistant wrote."""
-    prompt: int
-    """Number of its prompt, also the key of its random stream."""
-    temperature: float = 0.0
-    """Sampling temperature of the answer; 0 is greedy."""
-    source: SourceName = "target"
-    """Writer of the supervised tokens."""
+    tokens: tuple[int, ...]  # Prompt and answer
+    supervised: tuple[bool, ...]  # True for the tokens that the assistant wrote
+    prompt: int  # Number of its prompt, also the key of its random stream
+    temperature: float = 0.0  # Sampling temperature of the answer; 0 is greedy
+    source: SourceName = "target"  # Writer of the supervised tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenShard:
     """Rows of tokens, one after another."""
 
-    tokens_T: Tensor
-    """Token ids, int32."""
-    supervised_T: Tensor
-    """Written by the assistant, bool."""
-    starts_S: Tensor
-    """Start index of each row and end of the last: R + 1 entries, int64."""
-    prompts_R: Tensor
-    """Number of each row's prompt, int64."""
-    temperatures_R: Tensor
-    """Temperature of each row, float32."""
-    sources_R: Tensor
-    """Writer of the row, as its index in `SOURCES`, uint8."""
-    keys_P: Tensor
-    """Hash of each prompt of the shard (`DistillTask.key`), int64; later shards must not repeat them."""
+    tokens_T: Tensor  # Token ids, int32
+    supervised_T: Tensor  # Written by the assistant, bool
+    starts_S: Tensor  # Start index of each row and end of the last: R + 1 entries, int64
+    prompts_R: Tensor  # Number of each row's prompt, int64
+    temperatures_R: Tensor  # Temperature of each row, float32
+    sources_R: Tensor  # Writer of the row, as its index in `SOURCES`, uint8
+    keys_P: Tensor  # Hash of each prompt of the shard (`DistillTask.key`), int64; later shards must not repeat them
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row], keys: Sequence[int]) -> "TokenShard":
         """Lay rows one after another."""
         lengths = torch.tensor([0] + [len(row.tokens) for row in rows], dtype=torch.int64)
-        return cls(
-            tokens_T=torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int32),
-            supervised_T=torch.tensor([flag for row in rows for flag in row.supervised], dtype=torch.bool),
-            starts_S=lengths.cumsum(0),
-            prompts_R=torch.tensor([row.prompt for row in rows], dtype=torch.int64),
-            temperatures_R=torch.tensor([row.temperature for row in rows], dtype=torch.float32),
-            sources_R=torch.tensor([SOURCES.index(row.source) for row in rows], dtype=torch.uint8),
-            keys_P=torch.tensor(list(keys), dtype=torch.int64),
-        )
+        return cls(tokens_T=torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int32),
+                   supervised_T=torch.tensor([flag for row in rows for flag in row.supervised], dtype=torch.bool),
+                   starts_S=lengths.cumsum(0), prompts_R=torch.tensor([row.prompt for row in rows], dtype=torch.int64),
+                   temperatures_R=torch.tensor([row.temperature for row in rows], dtype=torch.float32),
+                   sources_R=torch.tensor([SOURCES.index(row.source) for row in rows], dtype=torch.uint8),
+                   keys_P=torch.tensor(list(keys), dtype=torch.int64))
 
     @property
     def num_rows(self) -> int:
@@ -117,34 +101,20 @@ class TokenShard:
 class ShardRecord:
     """Entry of one shard in the manifest."""
 
-    file: str
-    """Name inside the folder."""
-    split: SplitName
-    """The part of the data that it belongs to."""
-    sha256: str
-    """Hash of the file's bytes."""
-    candidates: int
-    """Prompts read or written for it, before filtering."""
-    prompts: int
-    """Number of prompts in it."""
-    rows: int
-    """Number of rows in it; a conversation takes several where the template rewrites earlier turns."""
-    by_target: int
-    """Number of these that the target answered."""
-    by_text: int
-    """Number of these that are given text."""
-    by_draft: int
-    """Number of these that a draft answered."""
-    tokens: int
-    """Tokens in all rows."""
-    supervised: int
-    """Tokens written by the assistant."""
-    answers: int
-    """Assistant turns."""
-    truncated: int
-    """Answers cut by the length limit."""
-    full: int
-    """Conversations that end early because the target's context does."""
+    file: str  # Name inside the folder
+    split: SplitName  # The part of the data that it belongs to
+    sha256: str  # Hash of the file's bytes
+    candidates: int  # Prompts read or written for it, before filtering
+    prompts: int  # Number of prompts in it
+    rows: int  # Number of rows in it; a conversation takes several where the template rewrites earlier turns
+    by_target: int  # Number of these that the target answered
+    by_text: int  # Number of these that are given text
+    by_draft: int  # Number of these that a draft answered
+    tokens: int  # Tokens in all rows
+    supervised: int  # Tokens written by the assistant
+    answers: int  # Assistant turns
+    truncated: int  # Answers cut by the length limit
+    full: int  # Conversations that end early because the target's context does
 
     @property
     def number(self) -> int:
@@ -169,12 +139,9 @@ def shard_file(split: SplitName, number: int) -> str:
 class HeldOut:
     """The file of prompts that are only ever evaluated."""
 
-    file: str
-    """Name inside the folder; JSONL."""
-    sha256: str
-    """Hash of the file's bytes."""
-    prompts: int
-    """Number of prompts in it."""
+    file: str  # Name inside the folder; JSONL
+    sha256: str  # Hash of the file's bytes
+    prompts: int  # Number of prompts in it
 
     def __post_init__(self) -> None:
         # States are written next to it under a name made of this one: it must lead to no other folder.
@@ -188,28 +155,18 @@ class HeldOut:
 class Manifest:
     """Description of a folder of shards: a pure function of the recipe, without times and paths."""
 
-    target: TargetIdentity
-    """Identity of the target that wrote the answers."""
-    template_hash: str
-    """Hash of the chat template and its settings."""
-    recipe: dict[str, dict[str, Any]]
-    """Prompt source, sampling settings, budget and seed."""
-    versions: dict[str, str]
-    """Versions of the packages that decide the bytes."""
-    candidates: int = 0
-    """Prompts read or written so far, all splits."""
-    shards: tuple[ShardRecord, ...] = ()
-    """Finished shards in the order they were made."""
-    held_out: HeldOut | None = None
-    """Prompts kept for evaluation; None when none were asked for."""
-    repeated: int = 0
-    """Candidates left out because the data have them already."""
-    skipped: dict[str, int] = field(default_factory=dict)
-    """Rows of the source that cannot be used, by reason."""
+    target: TargetIdentity  # Identity of the target that wrote the answers
+    template_hash: str  # Hash of the chat template and its settings
+    recipe: dict[str, dict[str, Any]]  # Prompt source, sampling settings, budget and seed
+    versions: dict[str, str]  # Versions of the packages that decide the bytes
+    candidates: int = 0  # Prompts read or written so far, all splits
+    shards: tuple[ShardRecord, ...] = ()  # Finished shards in the order they were made
+    held_out: HeldOut | None = None  # Prompts kept for evaluation; None when none were asked for
+    repeated: int = 0  # Candidates left out because the data have them already
+    skipped: dict[str, int] = field(default_factory=dict)  # Rows of the source that cannot be used, by reason
     unwritten: dict[str, int] = field(default_factory=dict)
     """Rows of which the chat template leaves something out, by what."""
-    complete: bool = False
-    """True once the budget is spent or the prompts are used up."""
+    complete: bool = False  # True once the budget is spent or the prompts are used up
 
     def split(self, name: str) -> tuple[ShardRecord, ...]:
         """Shards of one split, train or validation."""

@@ -23,15 +23,8 @@ from .verifier import Verifier
 
 
 class BatchVerifier:
-    """Holds temperatures, random numbers and tokens read of every row, all on the device.
-
-    Args:
-        settings: shared by the requests.
-        rows: how many there are.
-        places: most tokens of an answer, the largest tree included.
-        verifier: the target.
-        sampled: whether any request has a temperature above 0.
-    """
+    """Holds temperatures, random numbers and tokens read of every row, all on the device. An answer has at most
+    `places` tokens, the largest tree included; `sampled` if any request has a temperature above 0."""
 
     def __init__(self, settings: DecodeSettings, rows: int, places: int, verifier: Verifier, sampled: bool) -> None:
         vocab_size, device = verifier.vocab_size, verifier.device
@@ -91,11 +84,8 @@ class BatchVerifier:
     def verify(
         self, tree: TokenTree, logits_BNV: Tensor, faults_B: Tensor, *, any_rows: bool = False
     ) -> tuple[Accepted, Tensor]:
-        """(the accepted paths, the fault of each row) of a pass of the first rows.
-
-        Args:
-            any_rows: whether any of them may sample when the pass is replayed, not only those that sample now.
-        """
+        """(the accepted paths, the fault of each row) of a pass of the first rows. `any_rows` may sample when the pass
+        is replayed, not only those that sample now."""
         rows = len(tree.tokens_BN)
         unreadable_BN = unreadable(logits_BNV)
         if self.biases is not None:

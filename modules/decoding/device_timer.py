@@ -8,10 +8,8 @@ import torch
 
 
 class DeviceTimer:
-    """Adds up the seconds of pieces of work, and never makes the host wait while they run.
-
-    On CUDA an event before and one after each piece are read later; elsewhere the host's clock is read.
-    """
+    """Adds up the seconds of pieces of work, and never makes the host wait while they run: on CUDA an event before and
+    one after each piece are read later; elsewhere the host's clock is read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._seconds = device, 0.0

@@ -22,26 +22,17 @@ from .requests import DecodeSettings, Generation, Request
 
 _TAKEN = {"input_ids", "attention_mask", "generation_config", "tokenizer"}
 """Arguments that are no settings of a generation config."""
-_STOPS = "stop_strings"
-"""The setting of stop texts."""
-_RICHER = "return_dict_in_generate"
-"""The setting that asks for more than tokens."""
+_STOPS = "stop_strings"  # The setting of stop texts
+_RICHER = "return_dict_in_generate"  # The setting that asks for more than tokens
 
 
 def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Policy]], inputs: Tensor | None,
                      streamer: Any, given: Mapping[str, Any]) -> Tensor:
-    """Prompts and answers as `generate` gives them, [B, L + T]; see `Artifact.generate`.
+    """Prompts and answers as `generate` gives them, [B, L + T]; see `Artifact.generate`. UserError names what the call
+    asks for and decoding with drafts does not offer.
 
-    Args:
-        target: verifies.
-        drafting: gives drafter and policy for a batch size and a temperature.
-        inputs: prompts, or None if `given` has them.
-        streamer: gets the prompt and each token of the answer; may be None.
-        given: all other arguments of `generate`.
-
-    Raises:
-        UserError: naming what the call asks for and decoding with drafts does not offer.
-    """
+    `drafting` gives drafter and policy for a batch size and a temperature; `inputs` are the prompts, unless `given`,
+    the other arguments of `generate`, has them; the `streamer` gets the prompt and each token of the answer."""
     # generate takes lists of tokens as tensors too.
     given = {name: value.tolist() if isinstance(value, Tensor) and name not in _TAKEN else value
              for name, value in given.items()}

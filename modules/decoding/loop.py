@@ -35,8 +35,7 @@ from .verifier import Verifier
 
 Observer = Callable[[TokenTree, Accepted, Sequence[Generation]], None]
 """Called after each pass, before its tokens are added: the trees, the accepted paths, the answer of each row."""
-_SHORTEST_PREFIX = 8
-"""Tokens that prompts must share before it pays to keep them in a row of their own."""
+_SHORTEST_PREFIX = 8  # Tokens that prompts must share before it pays to keep them in a row of their own
 _LIKE, _FEWEST_ROWS = 0.75, 8
 """Prompts that are read together have at least this share of the longest one's tokens, unless they are fewer."""
 
@@ -64,14 +63,8 @@ class Loop:
     """
 
     def __init__(
-        self,
-        target: Verifier,
-        requests: Iterable[Request],
-        settings: DecodeSettings,
-        *,
-        drafter: Proposer | None = None,
-        policy: Policy | None = None,
-        observer: Observer | None = None,
+        self, target: Verifier, requests: Iterable[Request], settings: DecodeSettings, *,
+        drafter: Proposer | None = None, policy: Policy | None = None, observer: Observer | None = None,
         recorder: StateRecorder | None = None,
     ) -> None:
         if (drafter is None) != (policy is None):
@@ -112,16 +105,10 @@ class Loop:
         if not isinstance(record, str) and policy is not None:
             self.policy = policy = policy.unwatched()
         self.batch_verifier = BatchVerifier(settings, count, places, target, sampled)
-        self.batch = Batch(
-            rows=self.rows,
-            verifier=self.batch_verifier,
-            roots=RowBuffer(count, device=target.device, dtype=torch.long),
-            live=RowBuffer(count, blank=False, device=target.device, dtype=torch.bool),
-            vocab_size=target.vocab_size,
-            drafter=drafter,
-            policy=policy,
-            state=self.state,
-        )
+        self.batch = Batch(rows=self.rows, verifier=self.batch_verifier,
+                           roots=RowBuffer(count, device=target.device, dtype=torch.long),
+                           live=RowBuffer(count, blank=False, device=target.device, dtype=torch.bool),
+                           vocab_size=target.vocab_size, drafter=drafter, policy=policy, state=self.state)
         self._count, self._read = count, 0
         # Why rounds cannot be recorded, or what records them.
         self.graph_refusal = record if isinstance(record, str) else ""
@@ -205,9 +192,8 @@ class Loop:
         if self.policy is not None:
             own = self.settings
             for temperature in sorted({request.temperature for request in self.waiting}):
-                self.policy.check_sampling(SamplingSetting(
-                    temperature=temperature, top_k=own.top_k, top_p=own.top_p, min_p=own.min_p,
-                    repetition_penalty=own.repetition_penalty))
+                self.policy.check_sampling(SamplingSetting(temperature=temperature, top_k=own.top_k, top_p=own.top_p,
+                                                           min_p=own.min_p, repetition_penalty=own.repetition_penalty))
 
     def _assign(self, row: int) -> bool:
         """Put the next request into a row; False when none waits."""
@@ -264,9 +250,7 @@ class Loop:
         for row, (token, fault), logprobs in zip(rows, found, given, strict=True):
             yield self.slots[row], self._take(row, [] if fault else [token], fault, logprobs), self.slots[row].complete
 
-    def _prefill_chunk(
-        self, rows: list[int], prompts: Sequence[tuple[int, ...]], offset: int
-    ) -> tuple[Tensor, Tensor]:
+    def _prefill_chunk(self, rows: list[int], prompts: Sequence[tuple[int, ...]], offset: int) -> tuple[Tensor, Tensor]:
         """Read the pieces of the prompts that start at `offset`; returns the fault of each row, and the log-probability
         of the token that the target chooses after it."""
         device = self.target.device
@@ -301,11 +285,10 @@ class Loop:
             verified = Verified(
                 tokens_BM=tokens_BC.gather(1, last_B1), real_BM=torch.ones_like(last_B1, dtype=torch.bool),
                 logits_BMV=output.logits_BMV, places_BM=last_B1)
-        observation = Observation(
-            tokens_BN=tokens_BC, counts_B=counts_B, final_BND=output.final_BND[:, :width],
-            taps={layer: states[:, :width] for layer, states in output.taps.items()},
-            roots_B=roots_B, verified=verified, ahead=ahead_states(sent, output, last_B), host_rows=rows,
-            host_counts=counts)
+        observation = Observation(tokens_BN=tokens_BC, counts_B=counts_B, final_BND=output.final_BND[:, :width],
+                                  taps={layer: states[:, :width] for layer, states in output.taps.items()},
+                                  roots_B=roots_B, verified=verified, ahead=ahead_states(sent, output, last_B),
+                                  host_rows=rows, host_counts=counts)
         # The mask of a prompt is as large as its length squared, and the drafter makes one of its own.
         del sent
         if self.recorder is not None:
@@ -372,9 +355,8 @@ class Loop:
 
     def _take(self, row: int, tokens: list[int], fault: int, logprobs: list[float]) -> list[int]:
         """Append what a pass's tokens add to the answer of a row, up to its limit, end token or stop text; returns it.
-
-        After a fault the row ends with its error, unless these tokens already ended the answer: the fault lies after.
-        """
+        After a fault the row ends with its error, unless these tokens already ended the answer: the fault lies
+        after."""
         generation = self.slots[row]
         kept = tokens[: generation.request.max_new_tokens - len(generation.tokens)]
         if not self.settings.ignore_eos:
@@ -396,10 +378,8 @@ class Loop:
         return kept
 
     def _wipe(self, row: int) -> None:
-        """Drop what a row that went wrong has left.
-
-        NaN keys and values would reach the next sequence of the row even through a mask: 0 * NaN is NaN.
-        """
+        """Drop what a row that went wrong has left: NaN keys and values would reach the next sequence of the row even
+        through a mask (0 * NaN is NaN)."""
         self.rows.wipe(row)
         if self.recorder is not None:
             self.recorder.drop(self.slots[row].request.index)

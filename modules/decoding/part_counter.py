@@ -30,12 +30,8 @@ class PartCounter:
         self.held.append(([generation.request.index for generation in generations], parts_BK[:, 1:]))
 
     def counts(self, generations: Sequence[Generation], parts: int) -> dict[int, tuple[int, ...]]:
-        """Guesses of each part in each answer, by the request's index; what lies after an end of an answer is left out.
-
-        Args:
-            generations: the finished answers.
-            parts: drafters of the ensemble.
-        """
+        """Guesses of each part of the ensemble in each finished answer, by the request's index; what lies after an end
+        of an answer is left out."""
         passes: dict[int, list[list[int]]] = {}
         for indices, parts_BK in self.held:
             for index, line in zip(indices, parts_BK.tolist(), strict=True):

@@ -17,10 +17,8 @@ from .requests import Generation
 class WrittenToken:
     """One token of an answer and its author."""
 
-    token: int
-    """Its id."""
-    guessed: bool
-    """True for an accepted guess of the draft, False for a token that the target chose itself."""
+    token: int  # Its id
+    guessed: bool  # True for an accepted guess of the draft, False for a token that the target chose itself
     rejected: tuple[int, ...] = ()
     """Guesses of the draft for the same place that the target rejected; empty where the draft made none."""
 
@@ -29,27 +27,21 @@ class WrittenToken:
 class GuessedPass:
     """The guesses of one row's pass, as verified."""
 
-    accepted: int = 0
-    """Accepted guesses; the token after them is the target's own."""
+    accepted: int = 0  # Accepted guesses; the token after them is the target's own
     rejected: tuple[int, ...] = ()
     """Guesses for the place of the target's token, in the order of the tree's nodes, each once."""
 
     def written(self, tokens: Sequence[int]) -> list[WrittenToken]:
-        """The tokens that the pass added to its answer, with their authors; where the answer ended earlier than the
-        pass, the last ones are missing.
-        """
+        """The tokens that the pass added to its answer, with their authors; the last ones are missing where the answer
+        ended."""
         return [
-            WrittenToken(
-                token=token,
-                guessed=place < self.accepted,
-                rejected=self.rejected if place == self.accepted else (),
-            )
+            WrittenToken(token=token, guessed=place < self.accepted,
+                         rejected=self.rejected if place == self.accepted else ())
             for place, token in enumerate(tokens)
         ]
 
 
-PROMPT_PASS = GuessedPass()
-"""The pass over the prompt: nothing is guessed, and its one token is the target's."""
+PROMPT_PASS = GuessedPass()  # The pass over the prompt: nothing is guessed, and its one token is the target's
 
 
 @dataclass

@@ -22,14 +22,12 @@ from ..target.target_rows import TargetRows
 from .rounds import Batch, Round
 from .verifier import Rows
 
-Body = Callable[[], None]
-"""A computation that reads and writes the same tensors whenever it is called."""
+Body = Callable[[], None]  # A computation that reads and writes the same tensors whenever it is called
 Recorder = Callable[[Body], Body]
 """Records a computation: the result repeats its operations on the same tensors, without running its Python code.
 Recording runs that code once, and changes no tensor that was there before."""
 
-_LEAST_SLOTS = 128
-"""Fewest slots of a cache that a record reads, unless the cache has fewer."""
+_LEAST_SLOTS = 128  # Fewest slots of a cache that a record reads, unless the cache has fewer
 
 
 class RoundShape(NamedTuple):
@@ -56,11 +54,7 @@ def recorder_for(device: torch.device) -> Recorder | str:
 
 
 def record_cuda_graph(device: torch.device, body: Body) -> Body:
-    """A CUDA graph of a computation.
-
-    Raises:
-        RuntimeError: if the computation makes the host wait, which no graph can hold.
-    """
+    """A CUDA graph of a computation; RuntimeError if it makes the host wait, which no graph can hold."""
     # No runs to warm up, as torch's examples have them: a round changes what the next one starts from. What libraries
     # allocate at first was allocated when the first round of the shape was computed.
     # The collector stays off meanwhile: graphs of an earlier batch that it frees would end the recording.
@@ -86,14 +80,8 @@ def steps_to(largest: int, least: int = 1) -> list[int]:
 
 
 class RecordedRounds:
-    """The rounds of a batch, recorded and replayed.
-
-    Args:
-        batch: whose rounds they are; its rows must be those of a target.
-        rows: most rows of a round.
-        longest: most tokens of a sequence.
-        record: records a part of a round.
-    """
+    """The rounds of a batch, whose rows must be a target's, recorded and replayed: at most `rows` rows of `longest`
+    tokens. `record` records a part of a round."""
 
     def __init__(self, batch: Batch, rows: int, longest: int, record: Recorder) -> None:
         if not isinstance(batch.rows, TargetRows):
@@ -103,8 +91,7 @@ class RecordedRounds:
         self.row_steps, self.slot_steps = steps_to(rows), list[int]()
         self.extents: list[int] = []
         """Most slots after a row's tokens that a round takes in each cache; unknown before the first round."""
-        self.refusal = ""
-        """The reason that some part of a round cannot be recorded; empty while none has failed."""
+        self.refusal = ""  # The reason that some part of a round cannot be recorded; empty while none has failed
         self.made: dict[RoundShape, RecordedRound] = {}
         self._first: Round | None = None
         self._storage: list[Tensor | None] = [None for cache in self.caches for _ in cache.blocks]
@@ -157,8 +144,7 @@ class RecordedRounds:
 class RecordedRound(Round):
     """A round of one shape: computed the first time, then recorded, then replayed."""
 
-    active: int
-    """Rows that hold a sequence."""
+    active: int  # Rows that hold a sequence
 
     def __init__(self, rounds: RecordedRounds, shape: RoundShape) -> None:
         super().__init__(rounds.batch, shape.rows, padded=True)

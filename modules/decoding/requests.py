@@ -12,10 +12,8 @@ from ..target.token_biases import TokenBiases
 from ..verification.acceptance_rules import Rule
 from ..verification.sampling import TEMPERATURES, is_temperature
 
-REPEATED_SHARE = 0.3
-"""A text with a larger share of repeated 4-grams repeats itself."""
-LARGEST_INDEX = 2**63 - 1
-"""Indices are int64 on the device."""
+REPEATED_SHARE = 0.3  # A text with a larger share of repeated 4-grams repeats itself
+LARGEST_INDEX = 2**63 - 1  # Indices are int64 on the device
 Finish = Literal["eos", "length", "stop", "error"]
 
 
@@ -23,17 +21,14 @@ Finish = Literal["eos", "length", "stop", "error"]
 class Request:
     """One prompt to be continued. Decoding checks it, so that a wrong one does not keep others from being answered."""
 
-    tokens: tuple[int, ...]
-    """The prompt's token ids."""
+    tokens: tuple[int, ...]  # The prompt's token ids
     index: int
     """Names the request in results and keys its stream of random numbers: 0 to 2^63 - 1, a different one for each
     request of a run."""
-    max_new_tokens: int
-    """Most tokens to emit."""
+    max_new_tokens: int  # Most tokens to emit
     temperature: float = 0.0
     """0 is greedy; a sampled answer has one from 0.001 to 1000, where float32 keeps what it stands for."""
-    least: int = 0
-    """Tokens that it gets whatever a deadline says."""
+    least: int = 0  # Tokens that it gets whatever a deadline says
 
     def fault(self, context_length: int, vocab_size: int) -> str:
         """The error of this request, in a sentence that names it; empty for a sound one."""
@@ -137,18 +132,15 @@ class Generation:
     """
 
     request: Request
-    tokens: list[int] = field(default_factory=list)
-    """New tokens, the end token included."""
+    tokens: list[int] = field(default_factory=list)  # New tokens, the end token included
     emitted: list[int] = field(default_factory=list)
     """Tokens added by each pass after the prompt's, cut where the answer ended."""
     logprobs: list[float] = field(default_factory=list)
     """With `DecodeSettings.logprobs`, the target's own log-probability of each token after those before it, of the
     softmax of its logits: before penalty, temperature and filters, as OpenAI's API and vLLM give it, however the token
     was drafted, chosen or accepted. Empty otherwise."""
-    finish: Finish = "length"
-    """Its end: an end token, the length limit, a stop text, or an error."""
-    error: str = ""
-    """The error, in a sentence that names the request; empty unless `finish` is "error"."""
+    finish: Finish = "length"  # Its end: an end token, the length limit, a stop text, or an error
+    error: str = ""  # The error, in a sentence that names the request; empty unless `finish` is "error"
 
     @property
     def complete(self) -> bool:
@@ -165,30 +157,21 @@ class Generation:
 class DecodeStats:
     """Counts and times of a run."""
 
-    target_calls: int = 0
-    """Verifying passes of the whole batch."""
-    prefill_calls: int = 0
-    """Passes over prompts."""
-    seconds: float = 0.0
-    """Wall-clock time of the run."""
-    target_seconds: float = 0.0
-    """Of it, in verifying passes."""
-    prefill_seconds: float = 0.0
-    """Of it, in passes over prompts."""
+    target_calls: int = 0  # Verifying passes of the whole batch
+    prefill_calls: int = 0  # Passes over prompts
+    seconds: float = 0.0  # Wall-clock time of the run
+    target_seconds: float = 0.0  # Of it, in verifying passes
+    prefill_seconds: float = 0.0  # Of it, in passes over prompts
     draft_seconds: float = 0.0
     """Of it, growing trees and observing passes: on CUDA the device's time between the first launch of a piece and the
     end of its work."""
-    busy_slots: int = 0
-    """Sum over passes of the rows that were decoding."""
-    total_slots: int = 0
-    """Passes times the batch size."""
-    lossless: bool = True
-    """True if every pass was verified exactly; False under a `lossy` setting."""
+    busy_slots: int = 0  # Sum over passes of the rows that were decoding
+    total_slots: int = 0  # Passes times the batch size
+    lossless: bool = True  # True if every pass was verified exactly; False under a `lossy` setting
     graph_refusal: str = ""
     """Reason why some work was not replayed as CUDA graphs although `DecodeSettings.graphs` asks for it; empty where
     all was, or none was to be."""
-    compile_seconds: float = 0.0
-    """Seconds of all that torch.compile took to make graphs."""
+    compile_seconds: float = 0.0  # Seconds of all that torch.compile took to make graphs
     compile_refusal: str = ""
     """Reason why some layers were not compiled although `DecodeSettings.compile` asks for it; empty where all were, or
     none was to be."""

@@ -32,52 +32,31 @@ _ALONE = Topology.chain(0)
 class Batch:
     """The sequences that are decoded together: the first rows of everything that is held here."""
 
-    rows: Rows
-    """Inside the target."""
-    verifier: BatchVerifier
-    """Their random numbers and penalties."""
-    roots: RowBuffer
-    """The newest token of each row, which the target has not read."""
-    live: RowBuffer
-    """True for rows in use."""
-    vocab_size: int
-    """Tokens of the target."""
-    drafter: Proposer | None
-    """Proposes; None decodes plainly."""
-    policy: Policy | None
-    """Grows the trees; None without a drafter."""
-    state: DraftState | None
-    """The drafter's state of the rows; None without a drafter."""
+    rows: Rows  # Inside the target
+    verifier: BatchVerifier  # Their random numbers and penalties
+    roots: RowBuffer  # The newest token of each row, which the target has not read
+    live: RowBuffer  # True for rows in use
+    vocab_size: int  # Tokens of the target
+    drafter: Proposer | None  # Proposes; None decodes plainly
+    policy: Policy | None  # Grows the trees; None without a drafter
+    state: DraftState | None  # The drafter's state of the rows; None without a drafter
 
 
 class Round:
-    """The work of one round in four parts, to be run in their order.
+    """The work of one round of the batch's first `rows` in four parts, to be run in their order. Some of these rows may
+    hold no sequence if it is `padded`, to be replayed for other numbers of rows: what they compute is finite, and
+    nothing of it is kept."""
 
-    Args:
-        batch: whose first rows take part.
-        rows: how many.
-        padded: whether some of these may hold no sequence, as in a round that is replayed for other numbers of rows.
-            What they compute is finite, and nothing of it is kept.
-    """
-
-    tree: TokenTree
-    """The drafted trees."""
-    drafted_faults_B: Tensor
-    """The fault of each row after drafting."""
-    sent: TokenTree
-    """The trees with virtual nodes, as the target ran them."""
-    output: PassOutput
-    """Logits and tapped states of the target's pass."""
-    accepted: Accepted
-    """The accepted paths."""
-    counts_B: Tensor
-    """Tokens to commit: of the accepted path, and none in rows without a sequence."""
-    host_BX: Tensor
-    """Numbers of the round that the host reads; see `read`."""
+    tree: TokenTree  # The drafted trees
+    drafted_faults_B: Tensor  # The fault of each row after drafting
+    sent: TokenTree  # The trees with virtual nodes, as the target ran them
+    output: PassOutput  # Logits and tapped states of the target's pass
+    accepted: Accepted  # The accepted paths
+    counts_B: Tensor  # Tokens to commit: of the accepted path, and none in rows without a sequence
+    host_BX: Tensor  # Numbers of the round that the host reads; see `read`
     logprobs_BK: Tensor
     """If asked for, the target's log-probabilities of the accepted tokens and, after them, of its own."""
-    observation: Observation
-    """The accepted tokens with their states, for the drafter."""
+    observation: Observation  # The accepted tokens with their states, for the drafter
 
     def __init__(self, batch: Batch, rows: int, *, padded: bool = False) -> None:
         self.batch, self.rows, self.padded = batch, rows, padded
@@ -171,33 +150,20 @@ def read(host_BX: Tensor) -> tuple[list[list[int]], list[int], list[int]]:
 def observation(
     tree: TokenTree, accepted: Accepted, output: PassOutput, counts: list[int], answers: Verified | None = None
 ) -> Observation:
-    """The drafter's view of a pass of the first rows: tokens and states of the accepted path, the target's logits if
-    it reads them.
-
-    Args:
-        tree: what the target ran, virtual nodes included.
-        accepted: the paths; one of no node in rows that hold no sequence.
-        output: the states.
-        counts: nodes on each path, on the host.
-        answers: the logits.
-    """
+    """The drafter's view of a pass of the first rows: tokens and states of the accepted path, and the target's logits
+    if it reads them. `tree` has the virtual nodes too; the path is one of no node in rows that hold no sequence, and
+    the host knows its `counts`."""
     path_BK = accepted.path_BK
     last_B = path_BK.gather(1, (accepted.counts_B[:, None] - 1).clamp(min=0))[:, 0]
 
     def along(states_BND: Tensor) -> Tensor:
         return states_BND.gather(1, path_BK[..., None].expand(-1, -1, states_BND.shape[-1]))
 
-    return Observation(
-        tokens_BN=tree.tokens_BN.gather(1, path_BK),
-        counts_B=accepted.counts_B,
-        final_BND=along(output.final_BND),
-        taps={layer: along(states) for layer, states in output.taps.items()},
-        roots_B=accepted.bonus_B,
-        verified=answers,
-        ahead=ahead_states(tree, output, last_B),
-        host_rows=list(range(len(counts))),
-        host_counts=counts,
-    )
+    return Observation(tokens_BN=tree.tokens_BN.gather(1, path_BK), counts_B=accepted.counts_B,
+                       final_BND=along(output.final_BND),
+                       taps={layer: along(states) for layer, states in output.taps.items()}, roots_B=accepted.bonus_B,
+                       verified=answers, ahead=ahead_states(tree, output, last_B), host_rows=list(range(len(counts))),
+                       host_counts=counts)
 
 
 def ahead_states(tree: TokenTree, output: PassOutput, nodes_B: Tensor) -> AheadStates | None:

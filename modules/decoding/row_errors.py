@@ -73,29 +73,22 @@ def pruned(tree: TokenTree, faults_B: Tensor, outside_BN: Tensor) -> TokenTree:
     columns_N = torch.arange(tree.size, device=faults_B.device)
     faulty_B1 = (faults_B > 0)[:, None]
     itself_NN = columns_N[:, None] == columns_N
-    return replace(
-        tree,
-        tokens_BN=tree.tokens_BN.masked_fill(outside_BN, 0),
-        parents_BN=torch.where(faulty_B1, columns_N - 1, tree.parents_BN),
-        depths_BN=torch.where(faulty_B1, 0, tree.depths_BN),
-        ancestors_BNN=torch.where(faulty_B1[..., None], itself_NN, tree.ancestors_BNN),
-        real_BN=tree.real_BN & (~faulty_B1 | (columns_N == 0)),
-    )
+    return replace(tree, tokens_BN=tree.tokens_BN.masked_fill(outside_BN, 0),
+                   parents_BN=torch.where(faulty_B1, columns_N - 1, tree.parents_BN),
+                   depths_BN=torch.where(faulty_B1, 0, tree.depths_BN),
+                   ancestors_BNN=torch.where(faulty_B1[..., None], itself_NN, tree.ancestors_BNN),
+                   real_BN=tree.real_BN & (~faulty_B1 | (columns_N == 0)))
 
 
 def unreadable(logits_BMV: Tensor) -> Tensor:
-    """True at nodes whose logits hold NaN or +inf, or nothing but -inf, [B, M].
-
-    A single -inf is no fault: some models forbid tokens that way.
-    """
+    """True at nodes whose logits hold NaN or +inf, or nothing but -inf, [B, M]; some models forbid tokens by a single
+    -inf."""
     return ~logits_BMV.amax(-1).isfinite()
 
 
 def cut(accepted: Accepted, unreadable_BN: Tensor) -> tuple[Accepted, Tensor]:
-    """(the accepted paths up to the first node whose logits say nothing, rows that have one, [B]).
-
-    Nodes that are not accepted have no part in what is emitted. After such a node the bonus token means nothing.
-    """
+    """(the accepted paths up to the first node whose logits say nothing, rows that have one, [B]): after it the bonus
+    token means nothing. Nodes that are not accepted have no part in what is emitted."""
     places_K = torch.arange(accepted.path_BK.shape[1], device=unreadable_BN.device)
     lost_BK = unreadable_BN.gather(1, accepted.path_BK) & (places_K < accepted.counts_B[:, None])
     lost_B = lost_BK.any(-1)

@@ -19,24 +19,17 @@ from .requests import Generation
 class RecordedStates:
     """The target's states at the tokens of one request and its answer, on the CPU."""
 
-    tokens: tuple[int, ...]
-    """The tokens as the target read them."""
-    final_LD: Tensor
-    """Its final states, after the last norm."""
-    taps: dict[int, Tensor]
-    """Outputs of the recorded layers, each [L, D]."""
+    tokens: tuple[int, ...]  # The tokens as the target read them
+    final_LD: Tensor  # Its final states, after the last norm
+    taps: dict[int, Tensor]  # Outputs of the recorded layers, each [L, D]
 
 
 class StateRecorder:
-    """The target's states at the tokens of each request and its answer, for one run of the loop.
+    """The target's states at the tokens of each request and its answer, for one run of the loop: the final ones and the
+    outputs of the layers `taps`, kept as `dtype`.
 
     A pass is added whole, in one piece for each kind of state; `states` sorts the pieces by request. Memory on the CPU:
-    tokens x hidden size x (1 + number of taps) x bytes of a number.
-
-    Args:
-        taps: layers whose outputs are recorded next to the final states.
-        dtype: number format in which they are kept.
-    """
+    tokens x hidden size x (1 + number of taps) x bytes of a number."""
 
     def __init__(self, taps: Sequence[int], dtype: torch.dtype) -> None:
         self.taps, self.dtype = tuple(sorted(set(taps))), dtype

@@ -4,12 +4,10 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Last character of a text that ends inside a character."""
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # Last character of a text that ends inside a character
 DIRECTIONS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 """Bidirectional classes of characters that change the order of what follows them."""
-_CONTEXT = 8
-"""Tokens decoded ahead of those that may hold a stop text."""
+_CONTEXT = 8  # Tokens decoded ahead of those that may hold a stop text
 
 
 class TokenText:
@@ -64,11 +62,8 @@ class TokenText:
 
 
 def visible(text: str, *, breaks: bool = True) -> str:
-    """The text with its control characters, which could move the cursor or change colours, as visible signs.
-
-    Args:
-        breaks: whether line breaks and tabs stay as they are; otherwise a line break is an arrow.
-    """
+    """The text with its control characters, which could move the cursor or change colours, as visible signs. Without
+    `breaks` tabs are among them, and a line break is an arrow."""
     found = ""
     for letter in text:
         code = ord(letter)
@@ -93,9 +88,8 @@ def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops:
     """The number of new tokens of an answer that complete the first stop text, or None. A stop text may begin in
     `prompt`, where that is given, but not end there.
 
-    Only the end of the answer is decoded: as many tokens as hold a character more than the longest stop text, and a
-    few for those whose text depends on the token before. Where a stop text seems to be there, the whole answer decides.
-    """
+    Only the end of the answer is decoded: as many tokens as hold a character more than the longest stop text, and a few
+    for those whose text depends on the token before. Where a stop text seems to be there, the whole answer decides."""
     longest = max(map(len, stops))
     # A character may have four tokens.
     prompt = prompt[-(_CONTEXT + 4 * longest) :]

@@ -20,8 +20,7 @@ from ..token_tree import TokenTree
 class Rows(VerifiedRows, Protocol):
     """A batch of sequences inside something that answers tree passes: `TargetRows`, or stored text."""
 
-    shared: PassOutput | None
-    """The pass over the prefix that all rows start with; None where no such pass was run."""
+    shared: PassOutput | None  # The pass over the prefix that all rows start with; None where no such pass was run
 
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput: ...
 
@@ -38,8 +37,7 @@ class Verifier(Protocol):
     """A target, or stored text in its place."""
 
     tokenizer: Any
-    compiler: Compiler
-    """Compiles its layers and those of the drafter."""
+    compiler: Compiler  # Compiles its layers and those of the drafter
 
     @property
     def device(self) -> torch.device: ...

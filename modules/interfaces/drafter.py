@@ -53,8 +53,7 @@ class Drafts:
     The k-th state at position p predicts the token at p + offsets[k]; the loss applies the output layer, in chunks.
     """
 
-    hidden_BLKD: Tensor
-    """Draft hidden states, ready for the output layer."""
+    hidden_BLKD: Tensor  # Draft hidden states, ready for the output layer
     offsets: tuple[int, ...]
     """Distance in tokens from a position to the token that each of its K states predicts; they may be equal."""
     valid_BLK: Tensor | None = None
@@ -109,8 +108,7 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
             None for the whole vocabulary.
     """
 
-    card: ClassVar[FamilyCard]
-    """The family's row in the table of methods."""
+    card: ClassVar[FamilyCard]  # The family's row in the table of methods
     export_refusal: ClassVar[str | None] = None
     """Why no export format can hold the family, as a sentence for users; None when one can."""
     reads_states: ClassVar[bool] = True
@@ -118,26 +116,22 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
     compiled_kinds: tuple[type[nn.Module], ...] = ()
     """Classes of its layers that run compiled while it drafts; none in a family that adds next to nothing to the
     target's own layers."""
-    compiled_form: Adapt
-    """Gives such a layer its compiled form."""
+    compiled_form: Adapt  # Gives such a layer its compiled form
     unrolls: int | None = None
     """The training step that an autoregressive drafter applies repeatedly while decoding; None for a drafter whose K
     training steps are its K draft steps."""
-    trained_steps: int = 1
-    """Draft steps trained at each position; training rows must be longer than these steps reach."""
+    trained_steps: int = 1  # Draft steps trained at each position; training rows must be longer than these steps reach
     state_size: int
     """Width of the output of `forward` at one position and step: the state that the output layer reads, plus the
     estimate of the target's state where that is a separate one."""
     token_ids: Tensor | None
-    config: DrafterConfig
-    """Its settings."""
+    config: DrafterConfig  # Its settings
 
     def __init__(self, vocabulary_size: int | None = None) -> None:
         super().__init__()
         ids = None if vocabulary_size is None else torch.zeros(vocabulary_size, dtype=torch.long)
         self.register_buffer("token_ids", ids)
-        self.packing = DecodingLinears()
-        """The linear layers as they run while decoding."""
+        self.packing = DecodingLinears()  # The linear layers as they run while decoding
         self._forms: CompiledLayers | None = None
 
     @classmethod

@@ -8,14 +8,10 @@ from dataclasses import dataclass
 class FamilyCard:
     """One method in plain words; each family states its own."""
 
-    name: str
-    """Name in papers, such as EAGLE-3."""
-    guesses: str
-    """The way it guesses, in one line."""
-    cost: str
-    """Cost of training or drafting, in one phrase."""
-    papers: tuple[str, ...] = ()
-    """arXiv numbers, the method's own first."""
+    name: str  # Name in papers, such as EAGLE-3
+    guesses: str  # The way it guesses, in one line
+    cost: str  # Cost of training or drafting, in one phrase
+    papers: tuple[str, ...] = ()  # arXiv numbers, the method's own first
     needs_export: bool = True
     """Whether there is an artifact to export; False for tree policies and for drafting without training."""
 

@@ -24,8 +24,7 @@ from .proposer import DraftState, Proposer
 class VerifiedRows(Protocol):
     """Rows that a target verifies, as a drafter sees that has the target run something for it."""
 
-    reads_virtual: bool
-    """True if the virtual nodes of a pass have states."""
+    reads_virtual: bool  # True if the virtual nodes of a pass have states
 
     def early(self, num_layers: int) -> EarlyLayers | None:
         """The first layers in the cache of these rows, or None where no layer runs; verification takes over what they
@@ -44,8 +43,7 @@ class SharesTargetRows(ABC):
 class GuessesInPasses(ABC):
     """A proposer whose guesses the target makes at virtual nodes of the verifying pass (arXiv:2405.18628)."""
 
-    virtual_nodes: int
-    """Most virtual nodes that `extended` adds after a node."""
+    virtual_nodes: int  # Most virtual nodes that `extended` adds after a node
 
     @property
     @abstractmethod
@@ -55,31 +53,20 @@ class GuessesInPasses(ABC):
 
     @abstractmethod
     def extended(self, state: Any, tree: TokenTree) -> TokenTree:
-        """The tree with the virtual nodes whose states the next observation holds.
-
-        Called with what is about to be verified, or read as a prompt. `tree.lookahead` may limit their number.
-        """
+        """The tree, to be verified or read as a prompt, with the virtual nodes whose states the next observation holds;
+        `tree.lookahead` may limit their number."""
 
     def count_ranks(self, table_PK: Tensor) -> None:  # noqa: B027 -- a union of drafters counts nothing
-        """Keep how often the guess of each rank was right on held-out text.
-
-        Args:
-            table_PK: the rank of the right token at P places for each of K draft steps.
-        """
+        """Keep the rank of the right token at P held-out places for each of K draft steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainLimits(CheckedSettings):
-    """Ends of a chain of drafted tokens (Kangaroo, arXiv:2404.18911, section 3.2).
+    """Ends of a chain of drafted tokens (Kangaroo, arXiv:2404.18911, section 3.2); UserError if a limit is out of
+    range."""
 
-    Raises:
-        UserError: if a limit is out of range.
-    """
-
-    gamma: int = 6
-    """Most tokens."""
-    eta: float = 0.6
-    """A token whose distribution peaks below this probability is the chain's last."""
+    gamma: int = 6  # Most tokens
+    eta: float = 0.6  # A token whose distribution peaks below this probability is the chain's last
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,17 +78,14 @@ class ChainLimits(CheckedSettings):
 class LimitsChains:
     """A proposer with its own limits for the policy `early-exit`; all others have the paper's."""
 
-    chain_limits: ChainLimits
-    """Ends of a chain that stops at its first unsure token."""
+    chain_limits: ChainLimits  # Ends of a chain that stops at its first unsure token
 
 
 class JudgesGuesses(ABC):
     """A drafter that estimates the chance of what it guesses next before the guess is chosen (arXiv:2607.05147)."""
 
-    judges: bool
-    """True if this drafter of the family does."""
-    judge_temperatures_K: Tensor
-    """Temperature of its judgement at each draft step; 1 before they are calibrated."""
+    judges: bool  # True if this drafter of the family does
+    judge_temperatures_K: Tensor  # Temperature of its judgement at each draft step; 1 before they are calibrated
 
     @abstractmethod
     def judge(self, states: Tensor, step: int) -> Tensor:

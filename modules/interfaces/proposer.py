@@ -23,12 +23,9 @@ from ..target.kv_cache import RowCache
 class Frontier:
     """The nodes of a growing tree whose children the drafter proposes next."""
 
-    nodes_BF: Tensor
-    """Index of each node in the tree, int64; 0 is the root."""
-    parents_BF: Tensor
-    """Index of each node's parent in the tree; -1 for the root."""
-    tokens_BF: Tensor
-    """Token of each node, int64."""
+    nodes_BF: Tensor  # Index of each node in the tree, int64; 0 is the root
+    parents_BF: Tensor  # Index of each node's parent in the tree; -1 for the root
+    tokens_BF: Tensor  # Token of each node, int64
 
     def parents_among(self, nodes_BM: Tensor) -> Tensor:
         """Column of each node's parent among the given nodes of the tree, [B, F]; 0 where it is not among them."""
@@ -43,8 +40,7 @@ class Scores:
     whatever the path between. An autoregressive family has H = 1.
     """
 
-    log_probs_BFHQ: Tensor
-    """Draft log-probabilities, float32; minus infinity means "no guess"."""
+    log_probs_BFHQ: Tensor  # Draft log-probabilities, float32; minus infinity means "no guess"
     token_ids_Q: Tensor | None = None
     """Target-vocabulary id of each entry of a reduced draft vocabulary; None when Q is the whole vocabulary."""
     candidates_BFHQ: Tensor | None = None
@@ -94,36 +90,27 @@ class Scores:
 class Proposals:
     """Children by rank, best first."""
 
-    tokens_BFHR: Tensor
-    """Target-vocabulary ids; any id where there is no guess."""
-    guessed_BFHR: Tensor | None
-    """True where the drafter has a guess; None when it has one everywhere."""
-    log_probs_BFHR: Tensor
-    """Draft log-probabilities of the children."""
+    tokens_BFHR: Tensor  # Target-vocabulary ids; any id where there is no guess
+    guessed_BFHR: Tensor | None  # True where the drafter has a guess; None when it has one everywhere
+    log_probs_BFHR: Tensor  # Draft log-probabilities of the children
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
     """The target's logits at all nodes of a pass, rejected ones included."""
 
-    tokens_BM: Tensor
-    """Token of each node, int64."""
-    real_BM: Tensor
-    """False at padding nodes; their logits have no meaning."""
-    logits_BMV: Tensor
-    """The target's next-token logits after each node."""
-    places_BM: Tensor
-    """Column of the node in the observation's `tokens_BN`; -1 for nodes that were rejected."""
+    tokens_BM: Tensor  # Token of each node, int64
+    real_BM: Tensor  # False at padding nodes; their logits have no meaning
+    logits_BMV: Tensor  # The target's next-token logits after each node
+    places_BM: Tensor  # Column of the node in the observation's `tokens_BN`; -1 for nodes that were rejected
 
 
 @dataclass(frozen=True, kw_only=True)
 class AheadStates:
     """The target's final states at the virtual nodes after the last accepted node of each row."""
 
-    states_BSD: Tensor
-    """States by slot; any where there was no such node."""
-    present_BS: Tensor
-    """True where there was one."""
+    states_BSD: Tensor  # States by slot; any where there was no such node
+    present_BS: Tensor  # True where there was one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,25 +121,18 @@ class Observation:
     (the last root and the accepted nodes); it has not yet processed `roots_B`, the token it chose next.
     """
 
-    tokens_BN: Tensor
-    """Tokens that the target has processed, int64."""
-    counts_B: Tensor
-    """Number of real positions in each row."""
-    final_BND: Tensor
-    """The target's final states (after its last norm) at those tokens."""
-    taps: dict[int, Tensor]
-    """Outputs of the tapped layers at those tokens, each [B, N, D]."""
-    roots_B: Tensor
-    """The next token of each row: the root of its next tree."""
+    tokens_BN: Tensor  # Tokens that the target has processed, int64
+    counts_B: Tensor  # Number of real positions in each row
+    final_BND: Tensor  # The target's final states (after its last norm) at those tokens
+    taps: dict[int, Tensor]  # Outputs of the tapped layers at those tokens, each [B, N, D]
+    roots_B: Tensor  # The next token of each row: the root of its next tree
     verified: Verified | None = None
     """The target's logits, for drafters with `reads_logits`: at all nodes of a pass, at the last token of a prompt
     chunk."""
-    ahead: AheadStates | None = None
-    """States at the virtual nodes of a pass; None for a pass without any."""
+    ahead: AheadStates | None = None  # States at the virtual nodes of a pass; None for a pass without any
     host_rows: list[int] | None = None
     """The rows of the state that these are, as known on the host; None where only the device knows them."""
-    host_counts: list[int] | None = None
-    """`counts_B` as known on the host; None where only the device knows them."""
+    host_counts: list[int] | None = None  # `counts_B` as known on the host; None where only the device knows them
 
     def on_host(self, rows_R: Tensor) -> tuple[list[int], list[int]]:
         """(the rows of the state, their numbers of real positions); the host waits for the device if it is not told."""
@@ -188,8 +168,7 @@ class DraftState:
 
     held: Sequence["RowBuffer | RowCache | DraftState"] = ()
     """The parts with an entry for each row, for `clear` and `keep`."""
-    caches: Sequence[RowCache] = ()
-    """Keys and values of the rows that belong to the drafter alone."""
+    caches: Sequence[RowCache] = ()  # Keys and values of the rows that belong to the drafter alone
 
     def drop_tree(self) -> None:
         """Discard the tree that grew last, in terms of what the host knows: nothing is written on the device."""
@@ -225,14 +204,11 @@ class Proposer(ABC, Generic[State]):
     What only some proposers have stands in `optional_parts.py`.
     """
 
-    family: ClassVar[str]
-    """Name of the family in artifacts, recipes and reports."""
-    taps: tuple[int, ...] = ()
-    """Target layers whose outputs it reads."""
+    family: ClassVar[str]  # Name of the family in artifacts, recipes and reports
+    taps: tuple[int, ...] = ()  # Target layers whose outputs it reads
     reach: int | None = None
     """Depths below the root that it can score, for a parallel family; None when there is no limit."""
-    reads_logits: bool = False
-    """True if observations must contain the target's logits."""
+    reads_logits: bool = False  # True if observations must contain the target's logits
 
     @abstractmethod
     def start(self, rows: int, capacity: int) -> State:

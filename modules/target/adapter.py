@@ -17,18 +17,15 @@ from ..errors import UserError
 from ..files.json_records import typed_fields
 from .linears.quantised_weights import is_quantised
 
-PREFIX = "adapter."
-"""Prefix of an adapter's tensors wherever they are stored with others."""
+PREFIX = "adapter."  # Prefix of an adapter's tensors wherever they are stored with others
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank:
     """The change of one layer."""
 
-    a_RI: Tensor
-    """Factor A, applied to the layer's input."""
-    b_OR: Tensor
-    """Factor B, added to the layer's output."""
+    a_RI: Tensor  # Factor A, applied to the layer's input
+    b_OR: Tensor  # Factor B, added to the layer's output
 
 
 class Adapter:
@@ -107,15 +104,8 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def choose_layers(model: nn.Module, wanted: Sequence[str], *, without: nn.Module) -> list[str]:
-    """Names of the linear layers that `wanted` stands for.
-
-    Args:
-        wanted: full names, or last parts of names such as `q_proj`; none stands for all layers but `without`.
-        without: the output layer, which has to be named to be changed.
-
-    Raises:
-        UserError: if one stands for no layer, with the kinds that there are, or weights are quantised.
-    """
+    """Names of the linear layers that `wanted` stands for: full names, or last parts such as `q_proj`; none stands for
+    all but `without`, the output layer. UserError if one stands for no layer, or weights are quantised."""
     linears = linear_layers(model)
     if any(is_quantised(layer.weight) for layer in linears.values()):
         raise UserError("an adapter changes plain weights, and the target's are quantised; choose unquantised ones")

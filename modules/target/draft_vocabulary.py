@@ -32,8 +32,7 @@ def choose(counts_V: Tensor, size: int, *, always: Sequence[int] = ()) -> Tensor
         raise UserError(
             f"the draft vocabulary must have between {least} and {len(counts_V)} entries (the target's vocabulary), "
             f"got {size}; set vocabulary_size within these bounds, or to null for "
-            "the whole vocabulary"
-        )
+            "the whole vocabulary")
     ranking_V = counts_V.detach().cpu().to(torch.float64).clone()
     # Counts may be sums of chances, so no whole number would be surely above all of them.
     ranking_V[list(always)] = float("inf")
@@ -42,15 +41,8 @@ def choose(counts_V: Tensor, size: int, *, always: Sequence[int] = ()) -> Tensor
 
 
 def require_ids(wanted: int | None, ids_Q: Tensor | None) -> None:
-    """Refuse ids of a draft vocabulary of another size than the wanted one, and ids that occur twice.
-
-    Args:
-        wanted: number of entries; None for the whole vocabulary.
-        ids_Q: the ids; None for the whole vocabulary.
-
-    Raises:
-        UserError: if the numbers do not agree, or an id occurs twice.
-    """
+    """Refuse ids of a draft vocabulary of another size than the wanted one, and ids that occur twice; None stands for
+    the whole vocabulary. Raises UserError."""
     given = None if ids_Q is None else len(ids_Q)
     if given != wanted:
         raise UserError(f"vocabulary_size is {wanted} but {given} token ids were given; choose as many with "
@@ -59,14 +51,8 @@ def require_ids(wanted: int | None, ids_Q: Tensor | None) -> None:
 
 
 def require_distinct(ids_Q: Tensor | None) -> None:
-    """Refuse a draft vocabulary in which an id occurs twice; None stands for the whole vocabulary.
-
-    Of two equal ids one would have a probability that the rules of acceptance do not see, and sampled answers would
-    not have the target's distribution.
-
-    Raises:
-        UserError: if an id occurs twice.
-    """
+    """Refuse a draft vocabulary in which an id occurs twice (UserError): one of the two would have a probability that
+    the rules of acceptance do not see, and sampled answers would not have the target's distribution."""
     if ids_Q is None:
         return
     sorted_Q = ids_Q.sort().values
@@ -78,11 +64,8 @@ def require_distinct(ids_Q: Tensor | None) -> None:
 
 
 def over_all_tokens(rows: Tensor, ids_Q: Tensor | None, vocab_size: int) -> Tensor:
-    """A trained output layer [Q, D], or its bias [Q], with rows for the whole vocabulary: [V, D] or [V].
-
-    The rows of tokens outside the draft vocabulary are the mean of the trained ones. Their logit is then the mean of
-    the other logits, so that none of them is ever the best one.
-    """
+    """A trained output layer [Q, D], or its bias [Q], with rows for the whole vocabulary. Those of tokens outside the
+    draft vocabulary are the mean of the trained ones: their logit is a mean too, and never the best one."""
     if ids_Q is None:
         return rows
     whole = rows.detach().mean(0).expand(vocab_size, *rows.shape[1:]).clone()
@@ -99,16 +82,8 @@ def draft_index(ids_Q: Tensor, vocab_size: int) -> Tensor:
 
 def carry_rows(layer: nn.Module, ids_Q: Tensor | None, former: nn.Module, former_ids_P: Tensor | None,
                vocab_size: int) -> Tensor:
-    """Copy an output layer's rows of the tokens that a former one has too; the other rows stay.
-
-    Args:
-        layer: output layer over the tokens `ids_Q`; None stands for all.
-        former: output layer of the same width over `former_ids_P`.
-        vocab_size: number of all tokens.
-
-    Returns:
-        True at the rows that were copied, [Q].
-    """
+    """Copy an output layer's rows of the tokens, of its `ids_Q`, that a former one of the same width has too (None is
+    all tokens); the other rows stay. Returns True at the copied rows, [Q]."""
     every_V = torch.arange(vocab_size, device=next(layer.parameters()).device)
     wanted_Q, known_P = (every_V if ids is None else ids.to(every_V) for ids in (ids_Q, former_ids_P))
     entries_Q = draft_index(known_P, vocab_size)[wanted_Q]
@@ -120,10 +95,8 @@ def carry_rows(layer: nn.Module, ids_Q: Tensor | None, former: nn.Module, former
 
 
 class OwnOutput(nn.Linear):
-    """A drafter's own output layer, NaN until it is loaded or copied, so that forgetting it shows at once.
-
-    It has an entry of the draft vocabulary a row. Without a bias of its own, the target's is added.
-    """
+    """A drafter's own output layer, NaN until it is loaded or copied, so that forgetting it shows at once. It has one
+    row an entry of the draft vocabulary. Without a bias of its own, the target's is added."""
 
     def reset_parameters(self) -> None:
         """NaN everywhere; nothing is drawn."""
@@ -132,15 +105,11 @@ class OwnOutput(nn.Linear):
 
 
 class OutputRows:
-    """The target's output layer, whole or restricted to a draft vocabulary, borrowed by a drafter or a loss.
+    """The target's output layer, restricted to a draft vocabulary `ids_Q` or whole, borrowed by a drafter or a loss.
+    The rows are selected once, here.
 
     It is no `nn.Module` and holds no parameter, so whoever keeps it neither saves, trains nor moves it, and a copy of
-    its owner shares it. The rows are selected once, here.
-
-    Args:
-        target: whose output layer it is.
-        ids_Q: the tokens of the draft vocabulary; None for all of them.
-    """
+    its owner shares it."""
 
     def __init__(self, target: Target, ids_Q: Tensor | None = None) -> None:
         self.target, self.ids_Q = target, ids_Q

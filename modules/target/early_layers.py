@@ -25,22 +25,15 @@ if TYPE_CHECKING:
 
 
 class EarlyLayers:
-    """The first layers of a target, run on nodes level by level.
+    """The first layers of a target, run on nodes level by level; `cache` is of `target.start`'s rows, or of these
+    layers alone.
 
     Nodes get the slots after the committed tokens of their rows in the order in which they come, and are never
     committed by this class: the verifying pass moves them to the places of its tree. In a cache that no target pass
-    extends, `read` runs and commits the text itself.
+    extends, `read` runs and commits the text itself."""
 
-    Args:
-        target: whose layers they are.
-        cache: the keys and values; of `target.start`'s rows, or of these layers alone.
-        num_layers: how many layers run.
-    """
-
-    states_BMD: Tensor
-    """Outputs of the last of these layers at the nodes read so far."""
-    ids_BM: Tensor
-    """Numbers by which the nodes' children name them."""
+    states_BMD: Tensor  # Outputs of the last of these layers at the nodes read so far
+    ids_BM: Tensor  # Numbers by which the nodes' children name them
 
     def __init__(self, target: "Target", cache: RowCache, num_layers: int) -> None:
         self.target, self.cache, self.num_layers = target, cache, num_layers
@@ -56,13 +49,8 @@ class EarlyLayers:
 
     @torch.no_grad()
     def run(self, nodes_BF: Tensor, parents_BF: Tensor, tokens_BF: Tensor) -> Tensor:
-        """Outputs [B, F, D] of the last of these layers at new nodes; the first call gets the root.
-
-        Args:
-            nodes_BF: numbers by which later calls name the nodes as parents.
-            parents_BF: number of each node's parent, which came in an earlier call; -1 for the root.
-            tokens_BF: token of each node.
-        """
+        """Outputs [B, F, D] of the last of these layers at new nodes; the first call gets the root. Later calls name
+        nodes by their numbers as parents; the root's parent is -1."""
         if (former := self.tree) is None:
             # A root alone, written out: a captured graph must not ask a topology for what it computes but once.
             itself_B11 = torch.ones_like(tokens_BF, dtype=torch.bool)[..., None]
@@ -92,18 +80,11 @@ class EarlyLayers:
 
     @torch.no_grad()
     def hand_over(self, tree: TokenTree, embedded_BND: Tensor) -> Tensor:
-        """Outputs of the last of these layers at all nodes of a verified tree, [B, N, D], padding excepted.
+        """Outputs of the last of these layers at all nodes of a verified tree below the same roots, [B, N, D], padding
+        excepted. ValueError if no node has been read.
 
         Afterwards the cache holds these layers' keys and values of node n in the slot lengths[b] + n, and the nodes
-        read so far are discarded.
-
-        Args:
-            tree: below the same roots.
-            embedded_BND: the embeddings of its nodes.
-
-        Raises:
-            ValueError: if no node has been read.
-        """
+        read so far are discarded."""
         if self.tree is None:
             raise ValueError("no node was read by the first layers, so there is nothing to hand over")
         read, self.tree = self.tree, None
@@ -151,10 +132,7 @@ class EarlyLayers:
         self, rows: list[int], tree: TokenTree, embedded_BFD: Tensor, virtual_BF: Tensor | None = None
     ) -> Tensor:
         """Run the layers on the last F nodes of a tree, whose other nodes are in the cache; returns [B, F, D].
-
-        Args:
-            virtual_BF: which of them are virtual; None where none is.
-        """
+        `virtual_BF` is None where no node is virtual."""
         count = embedded_BFD.shape[1]
         self.cache.reserve(max(self.cache.host_lengths[row] for row in rows) + tree.size)
         adjacent = rows == list(range(len(rows)))
@@ -173,13 +151,9 @@ class EarlyLayers:
 
 def _extended(tree: TokenTree, tokens_BF: Tensor, parents_BF: Tensor, seen_BFC: Tensor) -> TokenTree:
     """The tree with F more nodes, each of which sees the given ones, itself included."""
-    return replace(
-        tree,
-        tokens_BN=torch.cat([tree.tokens_BN, tokens_BF], dim=1),
-        parents_BN=torch.cat([tree.parents_BN, parents_BF], dim=1),
-        depths_BN=torch.cat([tree.depths_BN, seen_BFC.sum(-1) - 1], dim=1),
-        ancestors_BNN=torch.cat([pad(tree.ancestors_BNN, (0, tokens_BF.shape[1])), seen_BFC], dim=1),
-        real_BN=torch.cat([tree.real_BN, torch.ones_like(tokens_BF, dtype=torch.bool)], dim=1),
-        max_depth=tree.max_depth + 1,
-        most_children=None,
-    )
+    return replace(tree, tokens_BN=torch.cat([tree.tokens_BN, tokens_BF], dim=1),
+                   parents_BN=torch.cat([tree.parents_BN, parents_BF], dim=1),
+                   depths_BN=torch.cat([tree.depths_BN, seen_BFC.sum(-1) - 1], dim=1),
+                   ancestors_BNN=torch.cat([pad(tree.ancestors_BNN, (0, tokens_BF.shape[1])), seen_BFC], dim=1),
+                   real_BN=torch.cat([tree.real_BN, torch.ones_like(tokens_BF, dtype=torch.bool)], dim=1),
+                   max_depth=tree.max_depth + 1, most_children=None)

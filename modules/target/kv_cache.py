@@ -18,8 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .recurrent.recurrent_states import RecurrentCache, RecurrentStates
 
-FIRST_SLOTS = 256
-"""Slots of a row that are allocated at once; rows that need more grow."""
+FIRST_SLOTS = 256  # Slots of a row that are allocated at once; rows that need more grow
 MANY_SLOTS = 8_192
 """Slots of all rows from which the layers on a device are in several blocks, of which one is in memory twice while the
 cache grows. A smaller cache is one block: every pass moves the accepted slots of each."""
@@ -33,19 +32,14 @@ class Window:
 
     rows: slice | Tensor
     """Rows of the storage, as a slice (read through a view) or an index tensor (read through a copy)."""
-    rows_B1: Tensor
-    """The same rows as a column of indices."""
-    host_rows: list[int]
-    """The same rows on the host."""
-    slots_BN: Tensor
-    """Slot of every new token."""
-    width: int
-    """Slots up to the last one in use."""
+    rows_B1: Tensor  # The same rows as a column of indices
+    host_rows: list[int]  # The same rows on the host
+    slots_BN: Tensor  # Slot of every new token
+    width: int  # Slots up to the last one in use
     start: int | None
     """First slot of the new tokens where it is the same in all rows, which are neighbours: they are then copied as one
     block, in half the time."""
-    virtual_BN: Tensor | None
-    """True at new tokens that are virtual nodes; None where none is."""
+    virtual_BN: Tensor | None  # True at new tokens that are virtual nodes; None where none is
 
     _elsewhere: dict[torch.device, "Window"] = field(default_factory=dict)
 
@@ -96,15 +90,12 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class Block:
     """Layers on one device whose keys are of one shape, and whose values are."""
 
-    layers: list[int]
-    """These layers, ascending."""
-    kind: Hashable
-    """Their device and their group."""
+    layers: list[int]  # These layers, ascending
+    kind: Hashable  # Their device and their group
     storage: Tensor | None = None
     """Keys and values of layer layers[n] in entries 2n and 2n + 1, [2 * layers, B, H, S, E]; None before the first keys
     are written. Keys alone in entries n, where the values have another shape."""
-    values: Tensor | None = None
-    """These other values, [layers, B, H, S, E]; None where they are next to the keys."""
+    values: Tensor | None = None  # These other values, [layers, B, H, S, E]; None where they are next to the keys
 
     @property
     def parts(self) -> list[tuple[Tensor, int]]:
@@ -120,21 +111,13 @@ class Block:
 
 
 class RowCache(RecurrentCache):
-    """Keys and values of a batch of rows that grow and finish at their own pace.
+    """Keys and values of a batch of rows that grow and finish at their own pace. Memory is taken as the rows grow:
+    answers seldom reach the length that they may have, `capacity`: the longest sequence plus the largest tree, in
+    tokens.
 
-    Memory is taken as the rows grow: answers seldom reach the length that they may have.
-
-    Args:
-        num_layers: layers of the target.
-        rows: how many sequences it holds.
-        capacity: most slots of a row: the longest sequence plus the largest tree, in tokens.
-        device: where the lengths live.
-        layer_devices: device of each layer; only where they differ does it matter. Each layer's keys and values are
-            kept where the first ones are written.
-        groups: of each layer, what layers with keys and values of equal shapes have in common; None for a layer that
-            holds none. All layers are alike by default.
-        recurrent: whether some layers have recurrent states.
-    """
+    `device` holds the lengths. Where `layer_devices` differ, each layer's keys and values stay where the first ones are
+    written. `groups` tells of each layer what those with keys and values of equal shapes share, None where it holds
+    none."""
 
     def __init__(self, num_layers: int, rows: int, capacity: int, device: torch.device,
                  layer_devices: Sequence[torch.device] = (), groups: Sequence[Hashable] = (),
@@ -160,8 +143,7 @@ class RowCache(RecurrentCache):
         self.bound: int | None = None
         """Slots that every pass reads, whatever the rows hold, so that it can be replayed; the host then counts what is
         committed by `advance`. None for as many as are in use."""
-        self.extent = 0
-        """Most slots after a row's tokens that a pass has taken."""
+        self.extent = 0  # Most slots after a row's tokens that a pass has taken
         self._grows = True
 
     def update(
@@ -195,18 +177,9 @@ class RowCache(RecurrentCache):
         """Slots in use in the running pass."""
         return self.window.width if self.window is not None else max(self.host_lengths)
 
-    def open(
-        self, rows: slice | list[int], size: int, *, gap: int = 0, virtual_BN: Tensor | None = None
-    ) -> Window:
-        """Announce a pass of `size` tokens in `rows`.
-
-        Args:
-            gap: slots between a row's last token and the new ones, taken by nodes that will not be committed.
-            virtual_BN: which of the new tokens are virtual nodes; None where none is.
-
-        Raises:
-            ValueError: if a row has no room for them.
-        """
+    def open(self, rows: slice | list[int], size: int, *, gap: int = 0, virtual_BN: Tensor | None = None) -> Window:
+        """Announce a pass of `size` tokens in `rows`; ValueError if a row has no room for them. `gap` slots between a
+        row's last token and the new ones are taken by nodes that will not be committed."""
         index = list(range(self.rows))[rows] if isinstance(rows, slice) else rows
         self.extent = max(self.extent, gap + size)
         width = max(self.host_lengths[row] for row in index) + gap + size
@@ -216,15 +189,9 @@ class RowCache(RecurrentCache):
         rows_B = self.row_numbers(index)
         slots_BN = self.lengths_B[rows_B][:, None] + torch.arange(gap, gap + size, device=device)
         level = isinstance(rows, slice) and len({self.host_lengths[row] for row in index}) == 1 and self.bound is None
-        self.window = Window(
-            rows=rows if isinstance(rows, slice) else rows_B,
-            rows_B1=rows_B[:, None],
-            host_rows=index,
-            slots_BN=slots_BN,
-            width=width if self.bound is None else self.bound,
-            start=width - size if level else None,
-            virtual_BN=virtual_BN,
-        )
+        self.window = Window(rows=rows if isinstance(rows, slice) else rows_B, rows_B1=rows_B[:, None], host_rows=index,
+                             slots_BN=slots_BN, width=width if self.bound is None else self.bound,
+                             start=width - size if level else None, virtual_BN=virtual_BN)
         return self.window
 
     def row_numbers(self, rows: list[int]) -> Tensor:
@@ -247,11 +214,8 @@ class RowCache(RecurrentCache):
             self._make_room(block, self.capacity)
 
     def write(self, layer: int, keys_BHNE: Tensor, values_BHNE: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values of a layer and return all those in use, [B, H, W, E] each.
-
-        Raises:
-            ValueError: outside a pass.
-        """
+        """Store the new keys and values of a layer and return all those in use, [B, H, W, E] each; ValueError outside a
+        pass."""
         if self.window is None:
             raise ValueError("the cache was written outside a pass; call open first")
         block, window = self._block_of[layer], self.window.on(keys_BHNE.device)
@@ -296,11 +260,8 @@ class RowCache(RecurrentCache):
             block.values = pad(block.values, (0, 0, 0, slots - held))
 
     def arrange(self, layers: int, columns_BN: Tensor) -> None:
-        """Let slot lengths[b] + n of the first `layers` layers hold what is in slot lengths[b] + columns_BN[b, n].
-
-        Raises:
-            ValueError: if nothing has been written.
-        """
+        """Let slot lengths[b] + n of the first `layers` layers hold what is in slot lengths[b] + columns_BN[b, n];
+        ValueError if nothing has been written."""
         if not self._written:
             raise ValueError("there are no keys to arrange")
         # A verified tree may have more nodes than were read while it grew.
@@ -318,12 +279,9 @@ class RowCache(RecurrentCache):
     def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
         """Keep the path of each row of the last pass: its nodes become the row's next tokens, the rest is forgotten.
 
-        Args:
-            path_BK: ascending node indices, each padding column holding its own index.
-            counts_B: how many of them are real.
-            host_counts: the same numbers on the host; any where `bound` is set.
-            moved: False when every path is the first nodes in order, so that nothing has to be copied.
-        """
+        Of the ascending node indices `path_BK` the first `counts_B` are real; a padding column holds its own index.
+        `host_counts` are any where `bound` is set. Nothing is copied unless `moved`: every path is then the first nodes
+        in order."""
         window = self.window
         if window is None or not (self._written or self.states):
             raise ValueError("there is no pass to commit")

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ..virtual_nodes import VirtualNodes
 
-Forward = Callable[..., Tensor]
-"""The forward of a layer."""
+Forward = Callable[..., Tensor]  # The forward of a layer
 
 
 @contextmanager
@@ -41,10 +40,8 @@ def first_layers(layers: nn.ModuleList, count: int) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def later_layers(layers: nn.ModuleList, first: int, states: Tensor | None) -> Iterator[None]:
-    """Let a model start at its layer `first`, at least 1, from the given outputs of the layer before it.
-
-    Without states the model runs as a whole.
-    """
+    """Let a model start at its layer `first`, at least 1, from the given outputs of the layer before it; without states
+    it runs as a whole."""
     if states is None:
         yield
         return

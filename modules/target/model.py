@@ -74,14 +74,10 @@ class Target:
         self.head: nn.Module = model.get_output_embeddings()
         self.layers = layer_list(self.decoder, self.config.num_hidden_layers)
         self.linears = LinearForms(model, 0)
-        self.dtype: torch.dtype = model.dtype
-        """Floating-point type of the hidden states."""
-        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
-        """Rows of the output layer."""
-        self.hidden_size = int(self.config.hidden_size)
-        """Width of the hidden states."""
-        self.num_layers = int(self.config.num_hidden_layers)
-        """Number of decoder layers."""
+        self.dtype: torch.dtype = model.dtype  # Floating-point type of the hidden states
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])  # Rows of the output layer
+        self.hidden_size = int(self.config.hidden_size)  # Width of the hidden states
+        self.num_layers = int(self.config.num_hidden_layers)  # Number of decoder layers
         sketched = self.device.type == "meta"
         if not sketched:
             require_finite(model, f"the target {name!r}")
@@ -93,16 +89,13 @@ class Target:
         self.defaults: GenerationDefaults = read_defaults(model.generation_config, tokenizer, name,
                                                           self.vocab_size)
         self.native_attention: str = self.config._attn_implementation
-        self.recurrent = install(self.decoder)
-        """Whether some layers have recurrent states."""
+        self.recurrent = install(self.decoder)  # Whether some layers have recurrent states
         self.cache_groups: Sequence[Hashable] = range(self.num_layers)
         """A mark of each layer, equal where keys and values have equal shapes, see `RowCache`; the check finds out."""
-        self.is_native = False
-        """Whether a block of `native` runs, in which the model knows no trees."""
+        self.is_native = False  # Whether a block of `native` runs, in which the model knows no trees
         self.broken_V: Tensor | None = None
         """True at tokens whose embedding holds NaN or infinity; None when there is none."""
-        self.compiler = Compiler()
-        """Of these layers and of those of drafters that draft for them."""
+        self.compiler = Compiler()  # Of these layers and of those of drafters that draft for them
         self._compiled: CompiledLayers | None = None
         if not sketched:
             least_V, largest_V = model.get_input_embeddings().weight.detach().aminmax(dim=-1)
@@ -112,11 +105,8 @@ class Target:
                 self._check_and_install(pack, None if shared_with is None else shared_with.linears)
 
     def _check_and_install(self, pack: Pack | Packing, shared: LinearForms | None) -> None:
-        """Give the model this package's attention and linear layers, and compare it with what it was.
-
-        Raises:
-            UserError: if a token tree is not read as the model reads text.
-        """
+        """Give the model this package's attention and linear layers, and compare it with what it was: UserError if a
+        token tree is not read as the model reads text."""
         reaches = self_check.layer_reaches(self.config, self.context_length)
         # A window that the check's text does not leave shows nothing, and in half precision rounding hides errors: an
         # excerpt in float32 is checked too. It is copied while the model still has its own attention to compare with.
@@ -361,13 +351,9 @@ class Target:
         """Final states [B, N, D] of embedded nodes at the places of a layout; the open window of the cache gets their
         keys and values. The token of a virtual node is -1."""
         final_BND: Tensor = self.decoder(
-            inputs_embeds=embedded_BND,
-            attention_mask=additive(layout.visible_BNW[:, None], self.dtype),
-            past_key_values=cache,
-            use_cache=True,
-            **self.looked_up(tokens_BN),
-            **place_arguments(layout.positions_BN, layout.key_positions_BW),
-        ).last_hidden_state
+            inputs_embeds=embedded_BND, attention_mask=additive(layout.visible_BNW[:, None], self.dtype),
+            past_key_values=cache, use_cache=True, **self.looked_up(tokens_BN),
+            **place_arguments(layout.positions_BN, layout.key_positions_BW)).last_hidden_state
         return final_BND
 
     @torch.no_grad()
@@ -391,13 +377,9 @@ class Target:
         if self.recurrent:
             recurrent = running(SegmentPass(visible if isinstance(visible, Segments) else Segments.of(batch)))
         with self.tapping(self._checked(taps)) as states, recurrent:
-            final_BLD = self.decoder(
-                inputs_embeds=embedded_BLD,
-                use_cache=False,
-                **self.looked_up(batch.tokens_BL),
-                **place_arguments(batch.positions_BL, batch.positions_BL),
-                **mask_arguments(visible, self.decoder, embedded_BLD),
-            ).last_hidden_state
+            final_BLD = self.decoder(inputs_embeds=embedded_BLD, use_cache=False, **self.looked_up(batch.tokens_BL),
+                                     **place_arguments(batch.positions_BL, batch.positions_BL),
+                                     **mask_arguments(visible, self.decoder, embedded_BLD)).last_hidden_state
         return replace(batch, final_BLD=final_BLD, taps=dict(states))
 
     @contextmanager
@@ -424,8 +406,7 @@ class Target:
         for layer in taps:
             if not 0 <= layer < self.num_layers:
                 raise UserError(
-                    f"tap {layer} is not a layer of {self.identity.name}; choose from 0 to {self.num_layers - 1}"
-                )
+                    f"tap {layer} is not a layer of {self.identity.name}; choose from 0 to {self.num_layers - 1}")
         return tuple(taps)
 
 

@@ -20,15 +20,10 @@ if TYPE_CHECKING:
 
 
 class ReadText:
-    """Rows of text with their keys and values in the target.
+    """Rows of text with their keys and values in the target, which needs no stored states.
 
     Nodes see the text up to their anchor, in the anchor's segment, and each other by a mask. Nothing is trained in the
-    target: the text is read without a graph, and gradients of the nodes reach their embeddings.
-
-    Args:
-        target: the reader.
-        features: the text; states that are stored there are not needed.
-    """
+    target: the text is read without a graph, and gradients of the nodes reach their embeddings."""
 
     def __init__(self, target: "Target", features: Features) -> None:
         self.target, self.features = target, features.to(target.device)
@@ -40,8 +35,7 @@ class ReadText:
             self.final_BLD: Tensor = target.decoder(
                 inputs_embeds=embedded_BLD, past_key_values=self.cache, use_cache=True,
                 **target.looked_up(text.tokens_BL), **place_arguments(text.positions_BL, text.positions_BL),
-                **mask_arguments(visible_text(text, target.decoder), target.decoder, embedded_BLD),
-            ).last_hidden_state
+                **mask_arguments(visible_text(text, target.decoder), target.decoder, embedded_BLD)).last_hidden_state
         self._layers = [layer for layer in self.cache.layers if isinstance(layer, DynamicLayer)]
         self._read = [(layer.keys, layer.values) for layer in self._layers]
 
@@ -50,24 +44,17 @@ class ReadText:
     ) -> Tensor:
         """Final states [B, N, D] of nodes after the text's tokens; the text stays as it was.
 
-        Args:
-            embedded_BND: their embeddings, or what enters the layer `first`.
-            anchors_BN: the position of the row that each comes after.
-            ahead_BN: how many positions further on than its anchor each is.
-            sees_NN: which nodes see which; each must see itself.
-            first: the first layer that they pass.
-        """
+        Each comes after the position `anchors_BN` of its row, `ahead_BN` positions further on, and sees the nodes of
+        `sees_NN`, itself among them. `embedded_BND` is what enters the layer `first`."""
         target, text = self.target, self.features
         order_L = torch.arange(text.tokens_BL.shape[1], device=anchors_BN.device)
         segments_BN = text.segments_BL.gather(1, anchors_BN)
         seen_BNL = (text.segments_BL[:, None] == segments_BN[..., None]) & (order_L <= anchors_BN[..., None])
         positions_BN = text.positions_BL.gather(1, anchors_BN) + ahead_BN
         positions_BN = positions_BN.clamp(max=target.context_length - 1)
-        layout = PassLayout(
-            positions_BN=positions_BN,
-            visible_BNW=torch.cat([seen_BNL, sees_NN.expand(len(seen_BNL), -1, -1)], dim=2),
-            key_positions_BW=torch.cat([text.positions_BL, positions_BN], dim=1),
-        )
+        layout = PassLayout(positions_BN=positions_BN,
+                            visible_BNW=torch.cat([seen_BNL, sees_NN.expand(len(seen_BNL), -1, -1)], dim=2),
+                            key_positions_BW=torch.cat([text.positions_BL, positions_BN], dim=1))
         entering = embedded_BND.to(target.dtype)
         # Plain linear layers: packed ones have no gradient.
         with (torch.autocast(target.device.type, enabled=False), target.linears.plain(),

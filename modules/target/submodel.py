@@ -23,13 +23,10 @@ _MACHINE_FIELDS = ("_name_or_path", "transformers_version", "architectures", "dt
 
 def smaller(target: Target, *, num_layers: int, hidden_size: int | None = None, num_heads: int | None = None) -> Any:
     """The target's configuration with fewer layers and another width; the rest keeps the target's proportions.
+    UserError if the width and the heads do not divide.
 
     A configuration that is no plain causal language model's, or has recurrent layers or layers of unlike shape, becomes
-    a Llama's of the same numbers: a draft model reads the nodes of a tree level by level.
-
-    Raises:
-        UserError: if the width and the heads do not divide.
-    """
+    a Llama's of the same numbers: a draft model reads the nodes of a tree level by level."""
     own, given = target.config, target.config.to_dict()
     width, unlike = hidden_size or own.hidden_size, bool(given.get("per_layer_config"))
     ratio = own.num_attention_heads / (given.get("num_key_value_heads") or own.num_attention_heads)
@@ -52,11 +49,8 @@ def smaller(target: Target, *, num_layers: int, hidden_size: int | None = None, 
 
 
 def chosen(target: Target, layers: Sequence[int]) -> Any:
-    """The target's configuration with some of its layers only.
-
-    Raises:
-        UserError: if a layer is not one of the target's, or recurrent, or they are not ascending.
-    """
+    """The target's configuration with some of its layers only. UserError if a layer is not one of the target's, or
+    recurrent, or they are not ascending."""
     target.require_plain_layers("a draft model of the target's layers")
     last = target.num_layers - 1
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] > last:
@@ -114,11 +108,7 @@ def is_causal_lm(config: Any) -> bool:
 
 
 def config_of(fields: dict[str, Any]) -> Any:
-    """A configuration from `fields_of`'s answer.
-
-    Raises:
-        UserError: if it is no model that transformers knows.
-    """
+    """A configuration from `fields_of`'s answer; UserError if it is no model that transformers knows."""
     from transformers import AutoConfig
 
     plain = {name: value for name, value in fields.items() if name not in _MACHINE_FIELDS}
@@ -149,10 +139,8 @@ def new_model(config: Any) -> Any:
 
 @torch.no_grad()
 def copy_layers(model: Any, target: Target, layers: Sequence[int]) -> None:
-    """Give a model of `chosen`'s configuration the target's layers, embedding, last norm and output layer.
-
-    Processes that share the target must call it together.
-    """
+    """Give a model of `chosen`'s configuration the target's layers, embedding, last norm and output layer. Processes
+    that share the target must call it together."""
     decoder = decoder_of(model)
     own = layer_list(decoder, len(layers))
     numbers = {id(layer): place for place, layer in enumerate(own)}

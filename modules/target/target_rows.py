@@ -27,8 +27,7 @@ class TargetRows:
     Rows `[0, active)` are in use. A pass writes its nodes after each row; `commit` keeps a path of them.
     """
 
-    reads_virtual: bool = True
-    """True: virtual nodes are nodes of the pass."""
+    reads_virtual: bool = True  # True: virtual nodes are nodes of the pass
 
     def __init__(
         self, target: "Target", rows: int, capacity: int, taps: tuple[int, ...], prefix: Sequence[int] = ()

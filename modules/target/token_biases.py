@@ -20,26 +20,15 @@ NEVER = -float("inf")
 class TokenBiases:
     """Tokens that are made likelier, unlikelier or impossible, everywhere or at the start of an answer."""
 
-    added: tuple[tuple[int, float], ...] = ()
-    """Tokens and what is added to their logits; -inf rules one out."""
-    not_first: tuple[int, ...] = ()
-    """Tokens that begin no answer."""
-    least_tokens: int = 0
-    """Tokens of an answer before which no end token comes."""
+    added: tuple[tuple[int, float], ...] = ()  # Tokens and what is added to their logits; -inf rules one out
+    not_first: tuple[int, ...] = ()  # Tokens that begin no answer
+    least_tokens: int = 0  # Tokens of an answer before which no end token comes
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], eos_ids: tuple[int, ...], vocab_size: int, prompt: int = 0) -> Self:
-        """The biases that a generation config asks for.
-
-        Args:
-            settings: of which `offered` says yes.
-            eos_ids: end tokens, which `bad_words_ids` does not rule out.
-            vocab_size: tokens of the target.
-            prompt: tokens of the prompt, which `min_length` counts.
-
-        Raises:
-            UserError: if `sequence_bias` or `bad_words_ids` names a token that the target has not.
-        """
+        """The biases of a generation config's settings, of which `offered` says yes. `bad_words_ids` does not rule out
+        the end tokens, and `min_length` counts the tokens of the `prompt`. UserError if `sequence_bias` or
+        `bad_words_ids` names a token that the target has not."""
         found: dict[int, float] = {}
         bias = settings.get("sequence_bias") or {}
         for tokens, value in bias.items() if isinstance(bias, Mapping) else bias:
@@ -72,14 +61,7 @@ class TokenBiases:
 
 
 class AppliedBiases:
-    """The biases as tensors, which a replayed pass reads where they are.
-
-    Args:
-        biases: of all rows.
-        eos_ids: end tokens.
-        vocab_size: tokens of the target.
-        device: the target's.
-    """
+    """The biases of all rows as tensors, which a replayed pass reads where they are."""
 
     def __init__(self, biases: TokenBiases, eos_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> None:
         self.least = biases.least_tokens
@@ -93,12 +75,8 @@ class AppliedBiases:
             one_V.to(device) for one_V in (self.added_V, self.not_first_V, self.ends_V))
 
     def add(self, logits_BMV: Tensor, places_BM: Tensor) -> Tensor:
-        """The logits in float32 or wider with the biases added.
-
-        Args:
-            logits_BMV: of the next token.
-            places_BM: the place of that token in its answer, from 0.
-        """
+        """The logits [B, M, V] in float32 or wider with the biases added; `places_BM` are the places of the next tokens
+        in their answers, from 0."""
         ruled_out_BMV = ((places_BM < 1)[..., None] & self.not_first_V) | (
             (places_BM < self.least)[..., None] & self.ends_V)
         return (widened(logits_BMV) + self.added_V).masked_fill(ruled_out_BMV, NEVER)

@@ -25,15 +25,13 @@ class Chances:
 
     choices_BN: Tensor
     """For the target's choice after each node: the number of the place that the chosen token would take."""
-    tests_BN: Tensor
-    """For the acceptance test of each node; only rules of rejection read it."""
+    tests_BN: Tensor  # For the acceptance test of each node; only rules of rejection read it
 
 
 class Rule(ABC):
     """Decides which path of a verified tree is kept and which token follows it."""
 
-    lossless: bool = True
-    """True if the emitted tokens have the target's distribution."""
+    lossless: bool = True  # True if the emitted tokens have the target's distribution
 
     @abstractmethod
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
@@ -57,26 +55,20 @@ class SiblingOutcome:
 
     accept_BK: Tensor
     """Probability of accepting each child once the ones before it were rejected; 0 where there is none."""
-    rest_BV: Tensor
-    """Distribution of the emitted token when every child was rejected."""
+    rest_BV: Tensor  # Distribution of the emitted token when every child was rejected
 
 
 def reject_siblings(
     target_BV: Tensor, log_q_BV: Tensor, tokens_BK: Tensor, real_BK: Tensor, sampled_BK: Tensor
 ) -> SiblingOutcome:
-    """Recursive rejection over siblings in the order they were drawn (arXiv:2402.14160; EAGLE-1's code).
+    """Recursive rejection over siblings in the order they were drawn (arXiv:2402.14160; EAGLE-1's code). `target_BV` is
+    p and `log_q_BV` log q at the node, in float64, the latter any where no child was `sampled_BK`; `real_BK` children
+    exist.
 
     Start with P = p. Accept the j-th child x with probability min(1, P(x) / q_j(x)), where q_j is q without the earlier
     sampled siblings, renormalised, or all on x for a point mass; after a rejection P becomes max(P - q_j, 0) over the
-    whole vocabulary, renormalised. (Algorithm 1 of arXiv:2401.15077 read literally changes one entry, which is biased.)
-
-    Args:
-        target_BV: p at the node, float64.
-        log_q_BV: log q at the node, float64; any where no child was sampled.
-        tokens_BK: the children's tokens.
-        real_BK: which of them exist.
-        sampled_BK: which of them were drawn from q.
-    """
+    whole vocabulary, renormalised. (Algorithm 1 of arXiv:2401.15077 read literally changes one entry, which is
+    biased.)"""
     rest_BV, log_left_BV, accepts = target_BV, log_q_BV, []
     for rank in range(tokens_BK.shape[1]):
         one = slice(rank, rank + 1)
@@ -99,10 +91,8 @@ def normalised(mass_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
 
 
 def renormalised(log_q: Tensor) -> Tensor:
-    """The distribution in proportion to exp(log_q), [..., V]; zeros where nothing is possible.
-
-    A softmax, not a division by what is left of the sum: that may be far below the rounding error of the sum.
-    """
+    """The distribution in proportion to exp(log_q), [..., V]; zeros where nothing is possible. A softmax, not a
+    division by what is left of the sum: that may be far below the rounding error of the sum."""
     # The softmax of nothing but -inf would be NaN.
     possible = log_q.amax(-1, keepdim=True) > -torch.inf
     return torch.where(possible, log_q.softmax(-1), 0.0)
@@ -122,10 +112,9 @@ class Rejection(Rule):
         sampled_BN = torch.zeros_like(tree.real_BN) if tree.drawn is None else tree.drawn.sampled_BN
         for _ in range(tree.max_depth + 1):
             children_BK, real_BK = tree.children(here_B)
-            outcome = reject_siblings(
-                sampling.distribution(logits_BNV[rows_B, here_B, None])[:, 0].double(),
-                tree.draft_at(here_B[:, None], logits_BNV.shape[-1])[:, 0],
-                tree.tokens_BN.gather(1, children_BK), real_BK, sampled_BN.gather(1, children_BK))
+            outcome = reject_siblings(sampling.distribution(logits_BNV[rows_B, here_B, None])[:, 0].double(),
+                                      tree.draft_at(here_B[:, None], logits_BNV.shape[-1])[:, 0],
+                                      tree.tokens_BN.gather(1, children_BK), real_BK, sampled_BN.gather(1, children_BK))
             # Rows that have stopped keep the rest of the node where they did.
             rest_BV = torch.where(walking_B[:, None], outcome.rest_BV, rest_BV)
             if children_BK.shape[1] == 0:
@@ -194,10 +183,8 @@ class Typical(Rule):
     """
 
     lossless = False
-    epsilon: float = 0.09
-    """Probability that is always enough."""
-    delta: float = 0.3
-    """Share of exp(-entropy) that is enough where the target is unsure."""
+    epsilon: float = 0.09  # Probability that is always enough
+    delta: float = 0.3  # Share of exp(-entropy) that is enough where the target is unsure
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "delta"):
@@ -232,14 +219,10 @@ class Typical(Rule):
 
 
 class AcceptAll(Rule):
-    """Accepts every drafted token of a chain; the target adds one after it.
+    """Accepts every drafted token of a chain (ValueError for another tree); the target adds one after it.
 
     What is emitted is the draft's own text, with a token of the target's after each chain. It is for data that a draft
-    is to learn on (arXiv:2310.08461), never for answers: it is not lossless, and says so.
-
-    Raises:
-        ValueError: if the tree is no chain.
-    """
+    is to learn on (arXiv:2310.08461), never for answers: it is not lossless, and says so."""
 
     lossless = False
 

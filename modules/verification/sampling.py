@@ -31,10 +31,8 @@ memory, those of 40 rows took two to six times as long at once."""
 _ENTRIES_TOGETHER = 1 << 26
 """Entries of the distributions that an accelerator forms at a time: 256 MiB of float32. Those of 32 rows with 64 nodes
 and a vocabulary of 152,000 would take 1.2 GB for each of the ten or so that are needed at once."""
-_STRIPES = 16
-"""Entries of a stripe, of which all are looked at for the largest ones or none."""
-_BLOCK = 128
-"""Entries of a block in which the largest logit, or the drawn token, is looked for."""
+_STRIPES = 16  # Entries of a stripe, of which all are looked at for the largest ones or none
+_BLOCK = 128  # Entries of a block in which the largest logit, or the drawn token, is looked for
 
 
 def is_temperature(value: float) -> bool:
@@ -76,14 +74,11 @@ class Sampling:
 
     temperature_B: Tensor
     """Per row, float32; 0 is greedy, others lie between LEAST_TEMPERATURE and GREATEST_TEMPERATURE."""
-    top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens whose probabilities reach this sum; 1.0 keeps all."""
+    top_k: int = 0  # Keep the k likeliest tokens; 0 keeps all
+    top_p: float = 1.0  # Keep the smallest set of likeliest tokens whose probabilities reach this sum; 1.0 keeps all
     min_p: float = 0.0
     """Keep the tokens that have at least this share of the likeliest one's probability; 0.0 keeps all."""
-    sampling_rows: tuple[int, ...] = ()
-    """Rows with a temperature above 0, known on the host."""
+    sampling_rows: tuple[int, ...] = ()  # Rows with a temperature above 0, known on the host
 
     def distribution(self, logits_BNV: Tensor) -> Tensor:
         """Distribution of the next token, [B, N, V], float32 or wider; in greedy rows all of it is on the argmax."""
@@ -107,15 +102,11 @@ class Sampling:
 def probabilities(
     logits: Tensor, temperature: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
-    """The target's processed distribution in float32 (float64 logits stay so).
+    """The target's processed distribution [..., V] in float32 (float64 logits stay so), at temperatures above 0.
 
-    Args:
-        logits: [..., V].
-        temperature: broadcastable to [..., 1], above 0.
-        top_k: keep the k likeliest tokens and all that equal the last of them; 0 keeps all.
-        top_p: keep the smallest set of likeliest tokens whose probabilities reach this sum; 1.0 keeps all.
-        min_p: keep the tokens that have at least this share of the likeliest one's probability; 0.0 keeps all.
-    """
+    `top_k` keeps the k likeliest tokens and all that equal the last of them, 0 all; `top_p` the smallest set of
+    likeliest tokens whose probabilities reach this sum; `min_p` those with at least this share of the likeliest
+    one's."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     scaled = logits / temperature
     if 0 < top_k < scaled.shape[-1]:
@@ -132,8 +123,7 @@ def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
     """The smallest set of likeliest tokens whose probabilities reach `top_p`, renormalised.
 
     Of tokens as likely as the last one kept, those with the highest ids stay, so that neither the order of a sort nor
-    the rest of the batch decides; transformers leaves it to its sort, which does the same in small vocabularies.
-    """
+    the rest of the batch decides; transformers leaves it to its sort, which does the same in small vocabularies."""
     probs = scaled.softmax(-1)
     # Rounding leaves the sum next to 1. What is cut off is at most 1 - top_p, as transformers has it.
     total = _blocked(probs).sum(-1, dtype=torch.float64).sum(-1, keepdim=True)
@@ -152,12 +142,9 @@ def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
 class _End:
     """The end of the fewest first entries that reach a sum, at least one; each [..., 1]."""
 
-    last: Tensor
-    """The last of them."""
-    count: Tensor
-    """Their number."""
-    tied: Tensor
-    """True where the entry after the last equals it."""
+    last: Tensor  # The last of them
+    count: Tensor  # Their number
+    tied: Tensor  # True where the entry after the last equals it
 
     @classmethod
     def of(cls, ordered: Tensor, bound: Tensor) -> "_End":
@@ -169,15 +156,8 @@ class _End:
 
 
 def _end(probs: Tensor, bound: Tensor) -> _End:
-    """The end of the smallest set of likeliest tokens that reaches a sum.
-
-    On a CPU sorting the whole vocabulary costs more than the target's pass; the set mostly lies among the first few
-    hundred tokens, and then ordering these is enough.
-
-    Args:
-        probs: [..., V].
-        bound: the sum, float64, [..., 1].
-    """
+    """The end of the smallest set of likeliest tokens that reaches a sum, float64 [..., 1]. On a CPU sorting the whole
+    vocabulary costs more than the target's pass; ordering the first few hundred tokens is mostly enough."""
     size = probs.shape[-1]
     if _sorted_whole(probs):
         return _End.of(probs.sort(dim=-1, descending=True).values, bound)
@@ -201,11 +181,8 @@ def _sorted_whole(probs: Tensor) -> bool:
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """The `count` largest entries in descending order, [..., count].
-
-    They lie in the stripes whose maxima are largest. On a CPU finding these maxima takes a tenth of the time of torch's
-    `topk`, which then needs to look at those stripes alone.
-    """
+    """The `count` largest entries in descending order, [..., count]: they lie in the stripes whose maxima are largest.
+    On a CPU finding these takes a tenth of the time of torch's `topk`, which then looks at those stripes alone."""
     size = values.shape[-1]
     if values.device.type != "cpu" or size % _STRIPES or 3 * count > size // _STRIPES:
         return values.topk(count, dim=-1).values
@@ -224,17 +201,11 @@ def log_probabilities(logits_BMV: Tensor, tokens_BM: Tensor) -> Tensor:
 
 
 def penalise(logits_BMV: Tensor, penalty: float, seen_BV: Tensor, paths_BMN: Tensor) -> Tensor:
-    """transformers' repetition penalty at each node, for what its row has read and for the path down to the node.
+    """transformers' repetition penalty on raw logits [B, M, V], for the tokens that the row has read and those of
+    `paths_BMN`, from the root to each node; repeat any of these to fill up.
 
     A logit of a token that occurred is divided by the penalty when positive and multiplied when negative, once however
-    often it occurred (arXiv:1909.05858, eq. 2).
-
-    Args:
-        logits_BMV: raw logits of M nodes.
-        penalty: above 0; 1 changes nothing.
-        seen_BV: True for the tokens of the prompt and of the answer so far.
-        paths_BMN: tokens from the root to each node, itself included; repeat any of them to fill up.
-    """
+    often it occurred (arXiv:1909.05858, eq. 2)."""
     # A mark for each token, so that one that both the text and the path hold is penalised once.
     occurred_BMV = seen_BV[:, None].expand_as(logits_BMV).scatter(-1, paths_BMN, True)
     penalised_BMV = torch.where(logits_BMV < 0, logits_BMV * penalty, logits_BMV / penalty)
@@ -242,15 +213,9 @@ def penalise(logits_BMV: Tensor, penalty: float, seen_BV: Tensor, paths_BMN: Ten
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample by the inverse of the distribution function, summed in float64.
-
-    The function is first looked up at the ends of blocks of tokens, then inside the block: in a CPU's vocabulary a
-    running sum over every token takes ten times as long.
-
-    Args:
-        probs: [..., V].
-        uniforms: [...] in [0, 1).
-    """
+    """Sample by the inverse of the distribution function, summed in float64, at `uniforms` in [0, 1). It is looked up
+    at the ends of blocks of tokens, then inside one: on a CPU a running sum over every token takes ten times as
+    long."""
     blocked = _blocked(probs)
     ends = blocked.sum(-1, dtype=torch.float64).cumsum(-1)
     wanted = uniforms.double()[..., None] * ends[..., -1:]
@@ -275,11 +240,8 @@ def _blocked(values: Tensor) -> Tensor:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """`logits.argmax(-1)`, [...], in two steps: torch's own takes ten times as long on a CPU as finding the maximum.
-
-    A block's maximum is found first, then the first entry in the first block that has it; a NaN counts as the largest,
-    as it does there.
-    """
+    """`logits.argmax(-1)`, [...], in two steps: torch's own takes ten times as long on a CPU as finding the maximum. It
+    is that of the first block that has it; a NaN counts as the largest, as it does there."""
     blocked = _blocked(logits)
     if logits.device.type != "cpu" or blocked.shape[-2] == 1:
         return logits.argmax(-1)

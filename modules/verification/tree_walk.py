@@ -24,10 +24,8 @@ class Accepted:
 
     path_BK: Tensor
     """Node indices, ascending; beyond `counts_B` each column holds its own index, so that moving it changes nothing."""
-    counts_B: Tensor
-    """Nodes on the path, the root included: tokens that enter the cache."""
-    bonus_B: Tensor
-    """The target's choice at the last accepted node: the next root."""
+    counts_B: Tensor  # Nodes on the path, the root included: tokens that enter the cache
+    bonus_B: Tensor  # The target's choice at the last accepted node: the next root
 
 
 def follow(tree: TokenTree, choices_BN: Tensor) -> Accepted:

@@ -22,10 +22,8 @@ _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index
 
 
 class CountedWork(CountedStorages):  # type: ignore[no-untyped-call]
-    """A block whose bytes are counted: those alive, and their peak.
-
-    An operation that reads a tensor without values gives one without values. All others are performed.
-    """
+    """A block whose bytes are counted: those alive, and their peak. An operation that reads a tensor without values
+    gives one without values; all others are performed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,13 +60,8 @@ class CountedWork(CountedStorages):  # type: ignore[no-untyped-call]
 
 
 def blank_tensors(module: nn.Module, count: CountedWork, made: dict[int, Tensor]) -> None:
-    """Replace the tensors of a module on torch's meta device by ones on the CPU without values.
-
-    Args:
-        module: with parameters and buffers on the meta device.
-        count: whose blocks will run it.
-        made: replacements by the identity of what they replace; shared tensors stay shared.
-    """
+    """Replace the tensors of a module on torch's meta device by ones on the CPU without values, for the blocks of
+    `count`. `made` are the replacements by the identity of what they replace: shared tensors stay shared."""
     for part in module.modules():
         kinds: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
         for held in kinds:

@@ -18,24 +18,16 @@ from ..recipe import Recipe
 from .planned_work import opening
 from .worker_count import prompt_count
 
-Choice = Literal["stored", "computed"]
-"""Origins of states that `auto` chooses between."""
-MOST_OF_DISK = 0.9
-"""Share of the free disk that stored states fill at most: the rest of a run is written there too."""
+Choice = Literal["stored", "computed"]  # Origins of states that `auto` chooses between
+MOST_OF_DISK = 0.9  # Share of the free disk that stored states fill at most: the rest of a run is written there too
 
 
 def dry_run(recipe: Recipe, target: Target) -> DraftModule:
-    """The recipe's module with its drafter, built from shapes without values.
+    """The recipe's module with its drafter, built from shapes without values; the target is that of `sketch_target`.
 
-    Args:
-        recipe: to be tried.
-        target: a sketch, see `sketch_target`.
-
-    Raises:
-        UserError: if the family or its settings do not fit the target, rows or the tree have no room for its guesses,
-            a policy asks for more than the family answers, states are to be stored that training changes, or the target
-            cannot be placed as the recipe says.
-    """
+    UserError if the family or its settings do not fit the target, rows or the tree have no room for its guesses, a
+    policy asks for more than the family answers, states are to be stored that training changes, or the target cannot be
+    placed as the recipe says."""
     target.placement.require_fit(target.model, recipe.train.world, gguf=gguf_of(recipe.target) is not None)
     module = recipe.module(target, torch.ones(target.vocab_size))
     module.configure_model()
@@ -71,16 +63,8 @@ def dry_run(recipe: Recipe, target: Target) -> DraftModule:
 
 
 def choose_states(recipe: Recipe, module: DraftModule, data: Path) -> tuple[Choice, str]:
-    """(origin of the states with `batch.states: auto`, its reason): stored if they fit into the free disk.
-
-    Args:
-        recipe: whose `batch.states` is auto.
-        module: of `dry_run`.
-        data: folder of the data, finished or to come.
-
-    Raises:
-        UserError: if a manifest or a file of prompts cannot be read.
-    """
+    """(origin of the states with `batch.states: auto`, its reason): stored if they fit into the free disk of the data's
+    folder, finished or to come. UserError if a manifest or a file of prompts cannot be read."""
     start, config = "batch.states auto takes", recipe.distill
     if not module.needs_states:
         return "computed", f"{start} computed: training reads tokens alone"

@@ -22,10 +22,8 @@ from ...trainers.losses.chunked_losses import CHUNK_ELEMENTS
 from ..recipe import Recipe
 from .counted_work import CountedWork, blank_tensors
 
-TEMPLATE_TOKENS = 32
-"""Tokens of a chat template around a prompt."""
-USUAL_PROMPT = 256
-"""Tokens of the longest prompt where nothing limits them."""
+TEMPLATE_TOKENS = 32  # Tokens of a chat template around a prompt
+USUAL_PROMPT = 256  # Tokens of the longest prompt where nothing limits them
 ROW_CONVERSATIONS = 16
 """Most conversations of a planned row: memory does not depend on their number, the time of planning does."""
 
@@ -34,29 +32,17 @@ ROW_CONVERSATIONS = 16
 class StepWork:
     """Most bytes alive in the parts of a training step on one micro-batch, beyond weights and what was there before."""
 
-    target: int
-    """The target's pass; 0 where training reads no states."""
-    states: int
-    """The target's states that the step reads."""
-    forward: int
-    """The loss with its gradients of the logits."""
-    whole: int
-    """Loss and gradients of the weights."""
-    gradients: int
-    """The gradients of the weights."""
+    target: int  # The target's pass; 0 where training reads no states
+    states: int  # The target's states that the step reads
+    forward: int  # The loss with its gradients of the logits
+    whole: int  # Loss and gradients of the weights
+    gradients: int  # The gradients of the weights
 
 
 class PlannedWork:
-    """A recipe's target and training module without values, whose memory is counted.
-
-    A device other than a CPU is counted as a CPU in its number formats, with its chunks of the loss.
-
-    Args:
-        recipe: what is planned.
-        target: a sketch, see `sketch_target`; its tensors are replaced.
-        module: of `dry_run` with this target; its tensors are replaced.
-        accelerator: whether a GPU is planned for.
-    """
+    """A recipe's target, of `sketch_target`, and its training module, of `dry_run`, without values; their tensors are
+    replaced and the memory counted. An accelerator is counted as a CPU in its number formats, with its chunks of the
+    loss."""
 
     def __init__(self, recipe: Recipe, target: Target, module: DraftModule, *, accelerator: bool) -> None:
         self.recipe, self.target, self.module = recipe, target, module
@@ -71,17 +57,12 @@ class PlannedWork:
             blank_tensors(model, self.count, made)
         with self.count:
             module.drafter.bind(target)
-        self.borrowed = self.count.live
-        """Bytes of the target's output rows that a reduced draft vocabulary selects."""
+        self.borrowed = self.count.live  # Bytes of the target's output rows that a reduced draft vocabulary selects
 
     # Training --------------------------------------------------------------------------------------------------------
 
     def step(self, mixed: bool) -> StepWork:
-        """A training step on one micro-batch.
-
-        Args:
-            mixed: whether the drafter computes in bfloat16.
-        """
+        """A training step on one micro-batch; the drafter computes in bfloat16 if `mixed`."""
         module, batch = self.module.train(), self.batch()
         before = self.count.live
         target = 0
@@ -109,12 +90,9 @@ class PlannedWork:
         learns_all = learns_prompts or "text" in recipe.distill.shares
         order_L = torch.arange(length)
         first = 1 if learns_all else min(opening(recipe), each - 1)
-        return Features(
-            tokens_BL=torch.full((rows, length), 0 if ids_Q is None else int(ids_Q[0])),
-            supervised_BL=(order_L % each >= first).repeat(rows, 1),
-            segments_BL=(order_L // each).repeat(rows, 1),
-            positions_BL=(order_L % each).repeat(rows, 1),
-        )
+        return Features(tokens_BL=torch.full((rows, length), 0 if ids_Q is None else int(ids_Q[0])),
+                        supervised_BL=(order_L % each >= first).repeat(rows, 1),
+                        segments_BL=(order_L // each).repeat(rows, 1), positions_BL=(order_L % each).repeat(rows, 1))
 
     # Held-out text ---------------------------------------------------------------------------------------------------
 
@@ -143,11 +121,8 @@ class PlannedWork:
             return self._work(before)
 
     def decoding(self, rows: int, prompt: int, answer: int, nodes: int, taps: tuple[int, ...] = ()) -> int:
-        """Decoding of a batch from its prompts to its longest answers.
-
-        The cache grows as it does in decoding, where the old slots and the new ones of a few layers are alive together;
-        the last growth takes most.
-        """
+        """Decoding of a batch from its prompts to its longest answers. The cache grows as it does in decoding: in the
+        last growth, which takes most, the old slots and the new ones of a few layers are alive together."""
         before, longest = self.count.live, prompt + answer + nodes
         tree = Topology.chain(nodes - 1).plant(torch.zeros(rows, nodes, dtype=torch.int64))
         with self._counting(), torch.no_grad():

@@ -22,18 +22,15 @@ from ..recipe import Recipe
 from .planned_work import PlannedWork, opening
 from .worker_count import gpus_of, worker_count
 
-FLOAT32 = 4
-"""Bytes of a number of a drafter in training."""
+FLOAT32 = 4  # Bytes of a number of a drafter in training
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
     """The greatest memory that a stage takes, by purpose."""
 
-    name: str
-    """The stage."""
-    parts: dict[str, int]
-    """Bytes by purpose, on each device, or in each process on a CPU; alive together."""
+    name: str  # The stage
+    parts: dict[str, int]  # Bytes by purpose, on each device, or in each process on a CPU; alive together
     host: dict[str, int] = field(default_factory=dict)
     """Bytes by purpose in the memory of the machine, next to those of an accelerator."""
     processes: int = 1
@@ -46,16 +43,8 @@ class StagePlan:
 
 
 class StagePlans:
-    """The plans of all stages.
-
-    Args:
-        recipe: what is planned.
-        target: a sketch, of which every tensor is on the meta device.
-        module: of `dry_run` with it.
-        accelerator: whether the device is a GPU.
-        process: bytes of a process before it loads a model; 0 on an accelerator.
-        mixed: whether the drafter computes in bfloat16.
-    """
+    """The plans of all stages: of `module`, by `dry_run`, and a target all on the meta device. `process` is the bytes
+    of a process before it loads a model, 0 on an accelerator; the drafter computes in bfloat16 if `mixed`."""
 
     def __init__(self, recipe: Recipe, target: Target, module: DraftModule, *, accelerator: bool, process: int,
                  mixed: bool) -> None:
@@ -191,11 +180,8 @@ class StagePlans:
 
 
 def sharing(target: Target, recipe: Recipe) -> int:
-    """Devices that hold one target together: processes that train, or the devices of one process that decodes.
-
-    Raises:
-        UserError: if as many cannot.
-    """
+    """Devices that hold one target together: processes that train, or the devices of one process that decodes;
+    UserError if as many cannot."""
     if target.placement.name == "layers":
         return max(1, torch.accelerator.device_count())
     return target.placement.size(recipe.train.world)

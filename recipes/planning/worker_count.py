@@ -12,19 +12,14 @@ from ..recipe import Recipe
 
 MOST_ON_CPU = 8
 """Most processes that `auto` starts on a CPU, each with a copy of the target: more threads gain a small one nothing."""
-MEMINFO = Path("/proc/meminfo")
-"""File in which Linux says how much memory is free."""
+MEMINFO = Path("/proc/meminfo")  # File in which Linux says how much memory is free
 CGROUP = Path("/sys/fs/cgroup")
 """Folder in which a container's limit of memory stands, where it has one (cgroups, version 2)."""
 
 
 def worker_count(recipe: Recipe, gpus: int | None) -> int:
-    """Processes that answer here: never more than GPUs, where it has some, or than shards of prompts.
-
-    Args:
-        recipe: the recipe.
-        gpus: of `gpus_of`; None for GPUs that are not here, whose number the recipe alone can tell.
-    """
+    """Processes that answer here: never more than GPUs, where it has some, or than shards of prompts. `gpus` is that of
+    `gpus_of`; None for GPUs that are not here, whose number the recipe alone can tell."""
     asked = recipe.distill.workers
     if asked is None:
         return 1
@@ -51,11 +46,7 @@ def gpus_of(target: TargetConfig) -> int:
 
 
 def prompt_count(recipe: Recipe) -> int | None:
-    """Number of a recipe's prompts; None where nothing limits it.
-
-    Raises:
-        UserError: if their file cannot be read.
-    """
+    """Number of a recipe's prompts, None where nothing limits it; UserError if their file cannot be read."""
     prompts = recipe.prompts
     if prompts.origin == "file" and Path(prompts.path or "").is_file():
         return ReadPrompts(prompts, recipe.distill.seed).total
@@ -71,12 +62,8 @@ def most_shards(recipe: Recipe) -> int | None:
 
 
 def fitting(count: int, resident: int) -> int:
-    """As many of `count` processes as fit into memory next to this one, each twice as large as this one is now.
-
-    Args:
-        count: processes, this one included.
-        resident: bytes of this process, its target loaded and its cache not made.
-    """
+    """As many of `count` processes, this one included, as fit into memory, each twice as large as this one is now:
+    `resident` bytes, its target loaded and its cache not made."""
     # Bytes that processes can still take, of the machine and within its container's limit.
     known = []
     if MEMINFO.is_file():

@@ -11,11 +11,7 @@ from torch import Tensor
 class BatchLoss(NamedTuple):
     """Summed loss and counts of one micro-batch or several; to be divided once the count is complete."""
 
-    total: Tensor
-    """The weighted sum of losses, differentiable."""
-    sums_KC: Tensor
-    """Sums of `metrics.COLUMNS`."""
-    weights: tuple[float, ...]
-    """Weight of each draft step in the total."""
-    offsets: tuple[int, ...]
-    """Distance in tokens from a position to the token that each draft step predicts."""
+    total: Tensor  # The weighted sum of losses, differentiable
+    sums_KC: Tensor  # Sums of `metrics.COLUMNS`
+    weights: tuple[float, ...]  # Weight of each draft step in the total
+    offsets: tuple[int, ...]  # Distance in tokens from a position to the token that each draft step predicts

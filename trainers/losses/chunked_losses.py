@@ -28,26 +28,20 @@ CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Logits in memory at once, by kind of device: 32 MiB of float32 on a CPU, 256 MiB on a GPU, plus three to six tensors
 of that size, by objective. On a CPU smaller chunks read the output weight too often and larger ones gain nothing
 (`tests/benchmarks/vocabulary_loss.py --chunk`)."""
-TRAINED_FACTOR = 4
-"""Larger chunks where the output weight is trained: each adds a gradient of the weight's size."""
+TRAINED_FACTOR = 4  # Larger chunks where the output weight is trained: each adds a gradient of the weight's size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supervision:
     """The N labels of a batch and the draft steps that predict each of them. Positions are those of the flat batch.
-
     Where drafts start at a few sampled positions, few steps predict the same token: then N counts these positions, each
-    with the K labels of its steps.
-    """
+    with the K labels of its steps."""
 
     sources_NK: Tensor
     """Row of the draft's states at which draft step k predicts the token; any with a finite state where it does not."""
-    valid_NK: Tensor
-    """True where draft step k predicts the token and learns from it."""
-    labels_NK: Tensor
-    """The token's entry in the draft vocabulary; 0 where it has none, which no draft step learns."""
-    teachers_NK: Tensor
-    """Position of the final state from which the target predicts the token."""
+    valid_NK: Tensor  # True where draft step k predicts the token and learns from it
+    labels_NK: Tensor  # The token's entry in the draft vocabulary; 0 where it has none, which no draft step learns
+    teachers_NK: Tensor  # Position of the final state from which the target predicts the token
     missed_PK: Tensor
     """True where the label of a draft step after place P is outside the draft vocabulary, and is not learned."""
     by_token: bool = True
@@ -63,15 +57,10 @@ def supervise(
     features: Features, offsets: Sequence[int], index_V: Tensor | None = None, valid_BLK: Tensor | None = None,
     indices_BL: Tensor | None = None,
 ) -> Supervision:
-    """The labels of a batch and the draft steps that predict them, by `Features.labels` alone.
-
-    Args:
-        features: the batch.
-        offsets: how far ahead each draft step predicts.
-        index_V: entry of the draft vocabulary for each target token, -1 for none; None for the whole vocabulary.
-        valid_BLK: True where a draft step has a state at a position; None for all positions.
-        indices_BL: index in its row of each position with states; None where these are all.
-    """
+    """The labels of a batch, by `Features.labels` alone, and the draft steps that predict them, each `offsets` ahead.
+    `index_V` is the entry of the draft vocabulary of each token, -1 for none, None for the whole vocabulary;
+    `valid_BLK` is True where a step has a state (None is everywhere), `indices_BL` the index in its row of each
+    position with states (None: these are all)."""
     tokens_BL = features.tokens_BL
     entries_BL = tokens_BL if index_V is None else index_V[tokens_BL]
     predicts = [features.labels(offset)[1] for offset in offsets]
@@ -116,28 +105,21 @@ def supervise(
 class VocabularyLoss:
     """Loss of draft states: the output layer of each step, the objectives, the weights."""
 
-    project: Callable[[Tensor, int], Tensor]
-    """Draft logits [..., Q] of a step for its states [..., D]."""
-    entries: int
-    """Logits per token: those of the draft vocabulary."""
-    weights: tuple[float, ...]
-    """Weight of each draft step in the loss."""
-    parameters: tuple[nn.Parameter, ...] = ()
-    """Trained weights that `project` reads, or a draft's `candidates`."""
-    objective: ObjectiveName
-    """Name of the loss of all draft steps."""
+    project: Callable[[Tensor, int], Tensor]  # Draft logits [..., Q] of a step for its states [..., D]
+    entries: int  # Logits per token: those of the draft vocabulary
+    weights: tuple[float, ...]  # Weight of each draft step in the loss
+    parameters: tuple[nn.Parameter, ...] = ()  # Trained weights that `project` reads, or a draft's `candidates`
+    objective: ObjectiveName  # Name of the loss of all draft steps
     teacher: Teacher | None = None
     """The target's distribution for its final states [..., D]; None when no objective reads it."""
-    feature_weight: float = 0.0
-    """Weight of the feature loss relative to the objective's 1."""
+    feature_weight: float = 0.0  # Weight of the feature loss relative to the objective's 1
     paths: PathWeights | None = None
     """Weights of the steps after each place by the chances of those before, in place of one for each step. A pass
     without gradients over all logits finds these chances first."""
     confidence: Callable[[Tensor, int], Tensor] | None = None
     """The drafter's logit, for its states [..., D] at a step, of the acceptance of what it guesses there; it learns the
     acceptance, which it does not change (arXiv:2607.05147). None for a drafter that does not judge its guesses."""
-    chunk_elements: int | None = None
-    """Logits in memory at once; None takes the device's CHUNK_ELEMENTS."""
+    chunk_elements: int | None = None  # Logits in memory at once; None takes the device's CHUNK_ELEMENTS
 
     def __call__(self, drafts: Drafts, features: Features, index_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (total, sums_KC): the weighted sum of losses, differentiable, and the sums of `metrics.COLUMNS`.
@@ -167,13 +149,10 @@ class VocabularyLoss:
 
 def feature_loss(estimated_NKD: Tensor, supervision: Supervision, drafts: Drafts, features: Features) -> Tensor:
     """Smooth L1 loss between each draft state and the target's final state that it estimates; sums over tokens, [K].
+    ValueError if the drafter's states estimate none.
 
     Each token adds the mean over its D components, as in arXiv:2401.15077, section 4.1 (weight 1.0 there, with 0.1 for
-    the objective). Positions whose label is not learned are left out.
-
-    Raises:
-        UserError: if the drafter's states estimate no target states.
-    """
+    the objective). Positions whose label is not learned are left out."""
     final_MD = features.final().flatten(0, 1)
     if drafts.estimates is None or final_MD.shape[-1] != estimated_NKD.shape[-1]:
         raise UserError("feature_weight is above 0, but the states of this drafter estimate none of the target's; set "
@@ -203,8 +182,7 @@ class _Rows:
     loss: VocabularyLoss
     supervision: Supervision
     drafts: Drafts
-    final_MD: Tensor | None
-    """The target's final states; None where nobody reads its distribution."""
+    final_MD: Tensor | None  # The target's final states; None where nobody reads its distribution
     weights_NK2: Tensor | None = None
     """Weight of each entry in the loss and its share in the divisor, where the steps of a place have their own."""
 
@@ -339,25 +317,16 @@ class _Rows:
         return self.total(sums_KC, hidden_NKD), sums_KC
 
 
-Judged = tuple[Tensor, Tensor]
-"""(a drafter's logit of the acceptance of each guess, where it learns that), [N] each."""
+Judged = tuple[Tensor, Tensor]  # (a drafter's logit of the acceptance of each guess, where it learns that), [N] each
 
 
 def chunk_loss(
     logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
     objective: ObjectiveName, weights_N2: Tensor | None = None, judged: Judged | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, sums_C) of one draft step's logits at the tokens of a chunk; the loss is a sum, without the weight.
-
-    Args:
-        logits_NQ: the logits.
-        labels_N: the labels.
-        valid_N: True where the step learns from its label.
-        teacher_output: the target's distribution; None for objectives that do not read it.
-        objective: name of the loss.
-        weights_N2: weight of each row in the loss, and its share in the divisor; None for 1.
-        judged: the drafter's logits of the acceptance of its guesses, which add a loss of their own.
-    """
+    """(loss, sums_C) of one draft step's logits at the tokens of a chunk; the loss is a sum, without the weight. The
+    step learns from labels that are `valid_N`. `weights_N2` is the weight of each row in the loss, and its share in the
+    divisor; `judged`, the drafter's logits of the acceptance of its guesses, add a loss of their own."""
     alpha_N = None
     # Where the mass inside the draft vocabulary is unknown, so is the acceptance.
     if teacher_output is not None and teacher_output.log_mass_N is not None:
@@ -379,11 +348,9 @@ def chunk_loss(
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """The sum of a loss over chunks, whose gradient is computed chunk by chunk in forward.
-
-    The logits of a chunk are thus computed once and never stored: cheaper in time and memory than recomputing them in
-    backward. Trained output weights are arguments, so that autograd and DDP see their gradients.
-    """
+    """The sum of a loss over chunks, whose gradient is computed chunk by chunk in forward: logits are computed once and
+    never stored, cheaper in time and memory than recomputing them in backward. Trained output weights are arguments, so
+    that autograd and DDP see their gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: _Rows, hidden_NKD: Tensor, *parameters: nn.Parameter) -> tuple[Tensor, Tensor]:

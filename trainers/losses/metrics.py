@@ -10,8 +10,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
-RANKS = (1, 2, 3, 5, 10)
-"""Ranks r of reported hits: the label is among the r best guesses."""
+RANKS = (1, 2, 3, 5, 10)  # Ranks r of reported hits: the label is among the r best guesses
 COLUMNS = ("count", "missed", "loss", "alpha", "alpha_count", "feature", "share", *(f"top{rank}" for rank in RANKS))
 """Sums of each draft step: labels learned, labels outside the draft vocabulary, the whole loss; the probability that
 rejection sampling accepts the draft's token, and the number of labels with it; the unweighted feature loss; the divisor
@@ -19,11 +18,9 @@ of the loss, the number of labels learned unless each has a weight of its own; h
 
 
 def rank_hits(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor) -> Tensor:
-    """Number of valid labels among the r best entries, for each r of RANKS; float32. A label of -1 is no entry.
-
-    A label's rank is the number of strictly greater logits: one comparison in place of sorting the vocabulary. Counting
-    in int32 is five times as fast as in int64, the default of `sum`, to which it would copy the mask.
-    """
+    """Number of valid labels among the r best entries, for each r of RANKS; float32. A label of -1 is no entry. Its
+    rank is the number of strictly greater logits: one comparison in place of sorting the vocabulary. Counting in int32
+    is five times as fast as in int64, the default of `sum`, to which it would copy the mask."""
     better_N = (logits_NQ > logits_NQ.gather(1, labels_N.clamp(min=0)[:, None])).sum(1, dtype=torch.int32)
     counted_N = valid_N & (labels_N >= 0)
     # One by one: the host would wait until a list of ranks is on the device.

@@ -27,12 +27,9 @@ ObjectiveName = Literal["hard", "argmax", "soft", "reverse_kl", "jsd", "tvd", "h
 HARD_SHARE, TVD_SHARE = 0.1, 1.8
 """Weights of `hard_tvd`: DSpark's 0.1 of cross entropy and 0.9 of |p - q|, twice the total variation
 (arXiv:2607.05147)."""
-JSD_BETA = 0.5
-"""Weight of the target in the mixture of `jsd`: the symmetric divergence."""
-LK_ETA = 3.0
-"""Rate at which `lk_hybrid` changes from KL to acceptance (arXiv:2602.23881)."""
-ACCEPTANCE_ELEMENTS = 1 << 21
-"""Logits whose acceptance is computed at once: forty rows of a usual vocabulary."""
+JSD_BETA = 0.5  # Weight of the target in the mixture of `jsd`: the symmetric divergence
+LK_ETA = 3.0  # Rate at which `lk_hybrid` changes from KL to acceptance (arXiv:2602.23881)
+ACCEPTANCE_ELEMENTS = 1 << 21  # Logits whose acceptance is computed at once: forty rows of a usual vocabulary
 LEAST_LOG_P = -100.0
 """Lower bound of log p in nats, for tokens that the target excludes (minus infinity): divergences stay finite."""
 
@@ -46,8 +43,7 @@ def wide(logits: Tensor) -> Tensor:
 class TeacherOutput:
     """The target's distribution at N predicted tokens."""
 
-    logits_NQ: Tensor
-    """Its logits over the draft vocabulary."""
+    logits_NQ: Tensor  # Its logits over the draft vocabulary
     log_mass_N: Tensor | None
     """Log of the target's probability of the whole draft vocabulary; None when it was not computed."""
 
@@ -64,14 +60,9 @@ class TeacherOutput:
 
 
 class Teacher:
-    """The target as teacher: its distribution from its final states.
-
-    Args:
-        target: the teacher model.
-        ids_Q: the reduced draft vocabulary; None for the whole one.
-        mass: also find the target's probability of a reduced vocabulary, which the acceptance needs, at the cost of
-            its whole output layer.
-    """
+    """The target as teacher: its distribution over the draft vocabulary `ids_Q` (None is the whole one) from its final
+    states. `mass` finds the target's probability of a reduced vocabulary too, which the acceptance needs, at the cost
+    of its whole output layer."""
 
     def __init__(self, target: Target, ids_Q: Tensor | None = None, *, mass: bool = False) -> None:
         self.rows = OutputRows(target, ids_Q)
@@ -139,10 +130,7 @@ def tvd(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
 
 def log_alpha(log_q_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """Log of sum_v min(p_v, q_v), the probability that rejection sampling accepts a token from q (arXiv:2211.17192).
-
-    Raises:
-        ValueError: if the target's probability of the draft vocabulary is unknown.
-    """
+    ValueError if the target's probability of the draft vocabulary is unknown."""
     if teacher_output.log_mass_N is None:
         raise ValueError("the acceptance over a reduced vocabulary needs the mass inside it; use Teacher(mass=True)")
     return torch.minimum(teacher_output.log_p_NQ + teacher_output.log_mass_N[:, None], log_q_NQ).logsumexp(-1)
@@ -150,15 +138,8 @@ def log_alpha(log_q_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
 
 @torch.no_grad()
 def accepted(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
-    """The acceptance sum_v min(p_v, q_v) of each row, [N].
-
-    Args:
-        logits_NQ: the draft's logits.
-        teacher_output: the target's distribution, with the mass inside the draft vocabulary.
-
-    Raises:
-        ValueError: if that mass is unknown.
-    """
+    """The acceptance sum_v min(p_v, q_v) of each row, [N]; ValueError if the mass inside the draft vocabulary is
+    unknown."""
     if teacher_output.log_mass_N is None:
         raise ValueError("the acceptance over a reduced vocabulary needs the mass inside it; use Teacher(mass=True)")
     mass_N1 = teacher_output.log_mass_N.exp()[:, None]
@@ -178,10 +159,8 @@ def lk_alpha(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
 
 
 def lk_hybrid(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
-    """lam KL(p || q) + (1 - lam) (1 - alpha), lam = exp(-LK_ETA alpha) held constant (arXiv:2602.23881).
-
-    KL dominates while little is accepted, the acceptance later; each token has its own lam.
-    """
+    """lam KL(p || q) + (1 - lam) (1 - alpha), lam = exp(-LK_ETA alpha) held constant (arXiv:2602.23881): KL dominates
+    while little is accepted, the acceptance later; each token has its own lam."""
     log_q_NQ = wide(logits_NQ).log_softmax(-1)
     alpha_N = log_alpha(log_q_NQ, teacher_output).exp()
     # Detached, as in the paper: with a gradient the share itself would be trained to shift the weights.
@@ -201,10 +180,7 @@ def objective_loss(
     name: ObjectiveName, logits_NQ: Tensor, labels_N: Tensor, teacher_output: TeacherOutput | None
 ) -> Tensor:
     """The loss of each row by its name, [N], in nats but for `tvd` and the part of `lk_hybrid` that is 1 - alpha.
-
-    Raises:
-        ValueError: if the loss reads the target's distribution and there is none.
-    """
+    ValueError if it reads the target's distribution and there is none."""
     if name == "hard":
         return hard(logits_NQ, labels_N)
     if teacher_output is None:

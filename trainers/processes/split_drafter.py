@@ -18,16 +18,11 @@ from ...modules.target.model import Target
 
 
 class SplitDrafter:
-    """Keeper of a drafter whose weights are split, and of its whole copy.
-
-    Args:
-        drafter: whole yet, and bound; its weights are to be split in place.
-    """
+    """Keeper of a drafter, whole yet, and bound, whose weights are to be split in place, and of its whole copy."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.copy = copy.deepcopy(drafter).to("cpu")
-        """Whole; on the CPU while it is not used."""
+        self.copy = copy.deepcopy(drafter).to("cpu")  # Whole; on the CPU while it is not used
 
     @contextmanager
     def decoding(self, target: Target) -> Iterator[Drafter]:

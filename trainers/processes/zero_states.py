@@ -17,12 +17,9 @@ from torch.optim import Optimizer
 class LaidOut:
     """A weight of an optimizer before it was divided."""
 
-    weight: Any
-    """With the attributes that DeepSpeed gives it."""
-    number: int
-    """Its number in the state of one process."""
-    group: int
-    """Number of its group."""
+    weight: Any  # With the attributes that DeepSpeed gives it
+    number: int  # Its number in the state of one process
+    group: int  # Number of its group
     shape: torch.Size
 
 
@@ -38,21 +35,13 @@ def optimizer_layout(optimizer: Optimizer) -> tuple[LaidOut, ...]:
 class Part:
     """The elements of a weight that this process keeps, perhaps none."""
 
-    vector: Tensor
-    """The vector that holds them, a key of the optimizer's states."""
-    there: slice
-    """Their places in it."""
-    own: slice
-    """Their places in the flattened weight."""
+    vector: Tensor  # The vector that holds them, a key of the optimizer's states
+    there: slice  # Their places in it
+    own: slice  # Their places in the flattened weight
 
 
 def part_of(zero: Any, one: LaidOut) -> Part:
-    """The part of a weight in this process.
-
-    Args:
-        zero: DeepSpeed's optimizer of stage 1, 2 or 3.
-        one: the weight.
-    """
+    """The part of a weight in this process, by DeepSpeed's optimizer of stage 1, 2 or 3."""
     if hasattr(one.weight, "ds_id"):
         place, start, length = zero.grad_position[zero.get_param_id(one.weight)]
         first = dist.get_rank() * length

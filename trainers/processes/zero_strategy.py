@@ -24,21 +24,13 @@ from ..train_config import ZERO_STAGES, TrainConfig
 from .split_drafter import SplitDrafter, WholeCheckpoints
 from .zero_states import load_optimizer_state, optimizer_layout, whole_optimizer_state
 
-BUCKET = 50_000_000
-"""Most elements of gradients that are sent at once."""
+BUCKET = 50_000_000  # Most elements of gradients that are sent at once
 
 
 class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
-    """ZeRO over all processes, on CUDA devices or on the CPU, which Lightning's own refuses.
-
-    Args:
-        stage: 1 divides the optimizer's states, 2 the gradients too, 3 the weights too.
-        clip: largest norm of the whole gradient; 0 turns clipping off.
-        on_cpu: whether the processes train on the CPU, wherever they could.
-
-    Raises:
-        UserError: if DeepSpeed is not installed.
-    """
+    """ZeRO over all processes, on CUDA devices or on the CPU, which Lightning's own refuses. Stage 1 divides the
+    optimizer's states, 2 the gradients too, 3 the weights too; `clip` is the largest norm of the whole gradient, 0 for
+    any. `on_cpu` if they train there, wherever they could. UserError if DeepSpeed is not installed."""
 
     def __init__(self, stage: int, *, clip: float, on_cpu: bool) -> None:
         require_deepspeed(f"train.strategy deepspeed_stage_{stage}", "train.strategy: ddp", on_cpu=on_cpu)
@@ -117,11 +109,8 @@ class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
         self.deepspeed_engine.set_gradient_accumulation_boundary(True)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """The engine's step; the loss of the next one is not scaled.
-
-        Raises:
-            UserError: if the gradient is not finite: the engine would leave out the step and go on.
-        """
+        """The engine's step, without scaling the next loss. UserError if the gradient is not finite: the engine would
+        leave out the step and go on."""
         found = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.deepspeed_engine.optimizer.override_loss_scale(1.0)
         if self.deepspeed_engine.optimizer.overflow:
@@ -156,15 +145,10 @@ class EnginePrecision(DeepSpeedPrecision):
 
 
 class OneModule(nn.Module):
-    """All weights of a training module as those of one module without parts.
+    """All weights of a training module as those of one module without parts, which computes in bfloat16 if `mixed`.
 
     ZeRO-3 gathers a module's own weights when it is called and records which modules are called, in all processes the
-    same. Drafters read weights of parts that are not called, and how often some are depends on a process's batch.
-
-    Args:
-        module: whose training step is called.
-        mixed: whether it computes in bfloat16.
-    """
+    same. Drafters read weights of parts that are not called, and how often some are depends on a process's batch."""
 
     def __init__(self, module: nn.Module, *, mixed: bool) -> None:
         super().__init__()

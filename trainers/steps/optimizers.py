@@ -13,14 +13,10 @@ from torch.optim import AdamW, Optimizer
 from ...modules.interfaces.drafter import Drafter
 from ...modules.processes import Processes
 
-OptimizerName = Literal["adamw", "muon"]
-"""Names of the optimizers."""
-BETAS = (0.9, 0.999)
-"""Decay of AdamW's averages of the gradient and of its square. The EAGLE papers have 0.9 and 0.95."""
-MUON_RATE = 10.0
-"""Muon's learning rate, as a multiple of AdamW's."""
-MOMENTUM = 0.95
-"""Muon's decay of the averaged gradient."""
+OptimizerName = Literal["adamw", "muon"]  # Names of the optimizers
+BETAS = (0.9, 0.999)  # Decay of AdamW's averages of the gradient and of its square. The EAGLE papers have 0.9 and 0.95.
+MUON_RATE = 10.0  # Muon's learning rate, as a multiple of AdamW's
+MOMENTUM = 0.95  # Muon's decay of the averaged gradient
 NEWTON_SCHULZ, ROUNDS = (3.4445, -4.7750, 2.0315), 5
 """Factors of Muon's polynomial, and how often it is applied (kellerjordan.github.io/posts/muon)."""
 MATRIX = (512, 1024)
@@ -29,10 +25,8 @@ MATRIX = (512, 1024)
 
 class Muon(Optimizer):
     """Muon with Nesterov's momentum, the update's size of AdamW (arXiv:2502.16982, equation 4) and decoupled decay.
-
     Torch's orthogonalises in bfloat16 alone: a CPU without instructions for that takes 12 to 26 times as long. The
-    format of the products is part of the state, and thus that of a resumed training too.
-    """
+    format of the products is part of the state, and thus that of a resumed training too."""
 
     def __init__(self, weights: Sequence[nn.Parameter], *, lr: float, weight_decay: float, products: str) -> None:
         super().__init__(weights, {"lr": lr, "weight_decay": weight_decay, "products": products})
@@ -85,11 +79,7 @@ def measured_products() -> str:
 
 
 class Together(Optimizer):
-    """Several optimizers, each of other weights, that step as one.
-
-    Args:
-        parts: them, none of which has a weight of another.
-    """
+    """Several optimizers, each of other weights, that step as one."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = tuple(parts)
@@ -121,11 +111,9 @@ class Together(Optimizer):
 
 
 def optimizer_for(drafter: Drafter, name: OptimizerName, *, lr: float, weight_decay: float) -> Optimizer:
-    """The optimizer of a drafter's trained weights; vectors have no weight decay.
-
-    With Muon the matrices inside the layers are orthogonalised at MUON_RATE times AdamW's learning rate; output layers,
-    embeddings and vectors have AdamW.
-    """
+    """The optimizer of a drafter's trained weights; vectors have no weight decay. With Muon the matrices inside the
+    layers are orthogonalised at MUON_RATE times AdamW's learning rate; output layers, embeddings and vectors have
+    AdamW."""
     trained = [weight for weight in drafter.parameters() if weight.requires_grad]
     vectors = [weight for weight in trained if weight.ndim <= 1]
     matrices = [weight for weight in trained if weight.ndim > 1]

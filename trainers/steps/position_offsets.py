@@ -13,10 +13,8 @@ from ...modules.errors import UserError
 from ...modules.features import Features
 from ...modules.target.model import Target
 
-ANCHORS = 4
-"""First tokens of a conversation without an offset; attention relies on them in long texts too."""
-_UNKNOWN = 1 << 30
-"""Context length of a target whose configuration has none."""
+ANCHORS = 4  # First tokens of a conversation without an offset; attention relies on them in long texts too
+_UNKNOWN = 1 << 30  # Context length of a target whose configuration has none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +34,7 @@ class PositionConfig:
                             "leave it out for no offset")
 
     def limit(self, target: Target) -> int:
-        """The largest offset for this target.
-
-        Raises:
-            UserError: if it is larger than the context, or the context is unknown.
-        """
+        """The largest offset for this target; UserError if it is larger than the context, or the context is unknown."""
         name, context = target.identity.name, target.context_length
         if self.offset is None:
             return 0
@@ -56,18 +50,13 @@ class PositionConfig:
 
 
 def with_offsets(features: Features, *, limit: int, highest: int) -> Features:
-    """The batch with one offset for each conversation on its position ids from ANCHORS up.
+    """The batch with one offset of at most `limit` for each conversation on its position ids from ANCHORS up, to
+    `highest`; positions already beyond that get none.
 
     Nothing else changes: order, attention and labels follow the index, and the states are the target's at its own
     positions. (LongSpec's code offsets the target's positions as well, which stored states do not allow.) A draft from
-    the anchors themselves continues right after them, as at the start of a text.
-
-    Offsets come from torch's generator on the CPU, so that the seed of a micro-batch determines them.
-
-    Args:
-        limit: largest offset.
-        highest: largest resulting position id. Positions already beyond it get no offset.
-    """
+    the anchors themselves continues right after them, as at the start of a text. Offsets come from torch's generator on
+    the CPU, so that the seed of a micro-batch determines them."""
     numbers_BL, positions_BL = features.segments_BL.clamp(min=0), features.positions_BL
     there_BL = positions_BL.masked_fill(features.segments_BL < 0, 0)
     last_BL = torch.zeros_like(there_BL).scatter_reduce(1, numbers_BL, there_BL, "amax").gather(1, numbers_BL)

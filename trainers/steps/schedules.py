@@ -9,30 +9,18 @@ that its steps end must not depend on the clock."""
 
 
 def time_leads(max_steps: int | None, step: int, time_spent: float) -> bool:
-    """Choice of the progress of a run that may end by steps or by time: true where it is that of its time.
-
-    Args:
-        max_steps: steps of the run; None for a run that ends by time alone.
-        step: finished steps.
-        time_spent: elapsed share of the time; 0 in a run that ends by steps alone.
-    """
+    """True where the progress of a run that may end by steps or by time is that of its time. `max_steps` is None for a
+    run that ends by time alone; `time_spent`, the elapsed share, is 0 in one that ends by steps alone."""
     return max_steps is None or time_spent > step / max_steps + LEAD
 
 
 def warmup_cosine(
     warmup_steps: int, max_steps: int | None, time_spent: Callable[[], float] = lambda: 0.0
 ) -> Callable[[int], float]:
-    """Factor of the peak learning rate for the optimizer step after `step` finished ones.
-
-    It rises linearly over the first `warmup_steps` steps, from above 0 at the first to 1 at the last of them, and falls
-    along a half cosine towards zero, which it would reach just after the last step.
-
-    Args:
-        warmup_steps: steps of the rise.
-        max_steps: steps of the run; None for a run that ends by time alone.
-        time_spent: elapsed share of the run's time, for runs that may end by time: the cosine follows the steps
-            until the time is clearly ahead of them, see `time_leads`.
-    """
+    """Factor of the peak learning rate for the optimizer step after `step` finished ones: it rises linearly over the
+    first `warmup_steps`, from above 0 at the first to 1 at the last of them, and falls along a half cosine towards
+    zero, which it would reach just after the last step. In runs that may end by time the cosine follows the steps until
+    the elapsed share `time_spent` is clearly ahead of them, see `time_leads`."""
 
     def factor(step: int) -> float:
         rise = (step + 1) / warmup_steps if step < warmup_steps else 1.0
@@ -46,15 +34,9 @@ def warmup_cosine(
 
 
 def stage_factor(progress: float, start: float, end: float, *, rise: float, step: float) -> float:
-    """Factor of the peak learning rate in one stage of a run: a linear rise and a half cosine, 0 outside the stage.
-
-    Args:
-        progress: progress of the run before the optimizer step, from 0 to 1.
-        start: progress at the start of the stage; the factor of its first step is above 0.
-        end: progress at the end of the stage, where the cosine reaches zero.
-        rise: progress of the rise.
-        step: progress of one optimizer step.
-    """
+    """Factor of the peak learning rate in one stage of a run: a linear `rise` and a half cosine that reaches zero at
+    `end`; 0 outside the stage, above 0 in its first step. All are progress from 0 to 1: `step` that of one optimizer
+    step, `progress` that before it."""
     if not start <= progress < end:
         return 0.0
     risen = min(1.0, (progress - start + step) / rise) if rise else 1.0

@@ -16,34 +16,25 @@ from ...modules.errors import UserError
 from ...modules.features import Features
 from .checkpoints import save_weights
 
-KINDS = ("tokens_BL", "supervised_BL", "segments_BL", "positions_BL")
-"""Parts of a batch that are kept."""
-NAMED = 3
-"""Rows that an error names."""
+KINDS = ("tokens_BL", "supervised_BL", "segments_BL", "positions_BL")  # Parts of a batch that are kept
+NAMED = 3  # Rows that an error names
 
 
 READ_EVERY = 10
 """Optimizer steps on an accelerator between two reads of their figures; on a CPU each step's are read at once."""
-Batches = tuple[tuple[int, Features], ...]
-"""Micro-batches of a step with their numbers, without states."""
+Batches = tuple[tuple[int, Features], ...]  # Micro-batches of a step with their numbers, without states
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedStep:
     """An optimizer step whose figures are still to be read."""
 
-    number: int
-    """Number of the step, from 1."""
-    sums_KC: Tensor
-    """Sums of `metrics.COLUMNS` over all its micro-batches and processes."""
-    weights: tuple[float, ...]
-    """Weight of each draft step in the loss."""
-    offsets: tuple[int, ...]
-    """Distance in tokens to the token that each draft step predicts."""
-    learning_rate: float
-    """Of its update."""
-    batches: Batches
-    """Its micro-batches."""
+    number: int  # Number of the step, from 1
+    sums_KC: Tensor  # Sums of `metrics.COLUMNS` over all its micro-batches and processes
+    weights: tuple[float, ...]  # Weight of each draft step in the loss
+    offsets: tuple[int, ...]  # Distance in tokens to the token that each draft step predicts
+    learning_rate: float  # Of its update
+    batches: Batches  # Its micro-batches
 
 
 @runtime_checkable
@@ -56,10 +47,8 @@ class NamedRows(Protocol):
 
 @dataclass
 class StepGuard:
-    """Keeper of the micro-batches of the running optimizer step, and of finished steps that the host has not read.
-
-    On an accelerator every read of figures waits for all its work: several steps are read at once.
-    """
+    """Keeper of the micro-batches of the running optimizer step, and of finished steps that the host has not read: on
+    an accelerator every read of figures waits for all its work, so several steps are read at once."""
 
     batches: list[tuple[int, Features]] = field(default_factory=list)
     """Micro-batches of the running step with their numbers, without states."""
@@ -78,18 +67,8 @@ class StepGuard:
             yield from zip(read, torch.stack([step.sums_KC for step in read]).cpu(), strict=True)
 
     def error(self, loss: float, step: int, batches: Batches, trainer: L.Trainer, slower: str) -> UserError:
-        """The error that ends the run for a step, after its batches were written as safetensors, tokens each [B, L].
-
-        Args:
-            loss: of the step.
-            step: its number.
-            batches: what it has read.
-            trainer: of the run.
-            slower: the remedy of a run that diverges.
-
-        Raises:
-            UserError: if the disk is full.
-        """
+        """The error that ends the run for a step, after the batches that it has read were written as safetensors,
+        tokens each [B, L]. `slower` is the remedy of a run that diverges. UserError if the disk is full."""
         rank, world = trainer.global_rank, trainer.world_size
         # Each process keeps its own rows: any of them may have been the wrong one.
         file = Path(trainer.default_root_dir) / f"wrong-step-{step:06d}-rank-{rank}.safetensors"

@@ -13,13 +13,10 @@ import torch
 
 @dataclass
 class Clock:
-    """A clock of training seconds, without validation, checkpoints and the time before the first step.
+    """A clock of training seconds, without validation, checkpoints and the time before the first step: it is stopped
+    until `start`. A resumed run sets `before` to the seconds of the interrupted one."""
 
-    It is stopped until `start`. A resumed run sets `before` to the seconds of the interrupted one.
-    """
-
-    before: float = 0.0
-    """Seconds up to the last stop."""
+    before: float = 0.0  # Seconds up to the last stop
     _since: float | None = field(default=None, init=False)
 
     def start(self) -> None:
@@ -43,19 +40,15 @@ class Clock:
 class TimedBatches(Protocol):
     """Batches that know how long training has waited for them."""
 
-    waited: float
-    """Seconds so far."""
+    waited: float  # Seconds so far
 
 
 @dataclass
 class DataWait:
-    """Seconds that a training waits for its batches. A resumed run sets `before` to those of the interrupted one.
+    """Seconds that a training waits for its batches, at most: the host waits, and a GPU may be at work meanwhile. A
+    resumed run sets `before` to those of the interrupted one."""
 
-    The host waits; a GPU may be at work meanwhile, so that this is the most that it waits.
-    """
-
-    before: float = 0.0
-    """Seconds that are not those of these batches."""
+    before: float = 0.0  # Seconds that are not those of these batches
     _batches: TimedBatches | None = field(default=None, init=False)
 
     def start(self, batches: object) -> None:

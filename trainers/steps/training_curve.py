@@ -8,15 +8,11 @@ from ...modules.tuning.replay_acceptance import MeasuredStep
 
 @dataclass
 class TrainingCurve:
-    """The measured steps so far, and the figures of the optimizer steps after the last of them.
+    """The measured steps so far, and the figures of the optimizer steps after the last of them: a checkpoint holds all
+    of it, so that a resumed run goes on with the very sums of the interrupted one."""
 
-    A checkpoint holds all of it: a resumed run goes on with the very sums of the interrupted one.
-    """
-
-    steps: list[MeasuredStep] = field(default_factory=list)
-    """The measured steps, the untrained drafter's first."""
-    labels: int = 0
-    """Labels that training has read, repeated ones again."""
+    steps: list[MeasuredStep] = field(default_factory=list)  # The measured steps, the untrained drafter's first
+    labels: int = 0  # Labels that training has read, repeated ones again
     sums: dict[str, list[float]] = field(default_factory=dict)
     """Sum and number of each figure of the optimizer steps since the last measurement."""
 

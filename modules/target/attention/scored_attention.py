@@ -9,22 +9,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-QUERIES = 256
-"""Most queries whose scores are in memory at once."""
+QUERIES = 256  # Most queries whose scores are in memory at once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionForm:
     """Differences of one layer's attention from plain causal attention."""
 
-    scaling: float | None = None
-    """Factor of the scores; None takes one over the root of the width of a key."""
-    window: int | None = None
-    """Newest tokens that a token sees, itself included; None for all."""
+    scaling: float | None = None  # Factor of the scores; None takes one over the root of the width of a key
+    window: int | None = None  # Newest tokens that a token sees, itself included; None for all
     chunk: int | None = None
     """Tokens of a chunk of positions, inside which tokens see each other alone; None for one of all."""
-    softcap: float | None = None
-    """Bound of the scores; None for none."""
+    softcap: float | None = None  # Bound of the scores; None for none
     sinks_H: Tensor | None = None
     """Score of a further key of each head, which every query sees and whose value is zero; None for none."""
 
@@ -47,16 +43,10 @@ def attend_by_scores(
     query_BHNE: Tensor, key_BGWE: Tensor, value_BGWX: Tensor, mask: Tensor | None, form: AttentionForm
 ) -> Tensor:
     """Attention output [B, H, N, X] with capped scores (arXiv:2408.00118, section 2) and sinks (arXiv:2508.10925), by
-    scores written out for `QUERIES` queries at a time.
+    scores written out for `QUERIES` queries at a time. H is a multiple of G.
 
-    Args:
-        query_BHNE: the queries.
-        key_BGWE: the keys; G divides H.
-        value_BGWX: the values.
-        mask: [..., N, W]; True, or above minus infinity, where a query sees a key. None for causal attention of the
-            last N of W.
-        form: of the layer; its window and its chunk are in the mask.
-    """
+    The mask [..., N, W] is True, or above minus infinity, where a query sees a key, and holds the form's window and
+    chunk too; None is causal attention of the last N of W."""
     rows, heads, queries, width = query_BHNE.shape
     groups, keys = key_BGWE.shape[1:3]
     if mask is None:

@@ -25,10 +25,8 @@ from ...errors import UserError
 from ...features import Features
 from .scored_attention import PLAIN, QUERIES, AttentionForm, attend_by_scores
 
-Span = tuple[int, slice]
-"""A row, and the places of one of its segments."""
-DENSE_LENGTH = 2048
-"""Longest rows, in tokens, whose attention reads a mask of all positions: 4 MiB a row."""
+Span = tuple[int, slice]  # A row, and the places of one of its segments
+DENSE_LENGTH = 2048  # Longest rows, in tokens, whose attention reads a mask of all positions: 4 MiB a row
 
 
 @dataclass(frozen=True)
@@ -37,16 +35,11 @@ class Segments:
 
     lengths: tuple[tuple[int, ...], ...]
     """Tokens of each run of equal segment numbers, row by row, padding included; on the host."""
-    padding: tuple[tuple[bool, ...], ...]
-    """Which of these runs are padding."""
+    padding: tuple[tuple[bool, ...], ...]  # Which of these runs are padding
 
     @classmethod
     def of(cls, features: Features) -> "Segments":
-        """The segments of a batch; the host waits once for its device.
-
-        Raises:
-            ValueError: if the tokens of a segment are not adjacent.
-        """
+        """The segments of a batch, whose tokens must be adjacent (ValueError); the host waits once for its device."""
         lengths, padding = [], []
         for segments_L in features.segments_BL.cpu():
             numbers, counts = segments_L.unique_consecutive(return_counts=True)
@@ -73,15 +66,8 @@ Sight = Tensor | Segments
 
 
 def visible_text(features: Features, decoder: Any = None) -> Sight:
-    """Sight of the tokens of training rows: a mask [B, L, L], or beyond `DENSE_LENGTH` tokens the segments.
-
-    Args:
-        features: the rows.
-        decoder: of transformers, if one reads them: where it forms its attention itself, it takes a mask alone.
-
-    Raises:
-        UserError: if such a decoder would need a mask of more than `DENSE_LENGTH` tokens.
-    """
+    """Sight of the tokens of training rows: a mask [B, L, L], or beyond `DENSE_LENGTH` tokens the segments. UserError
+    if `decoder`, which forms its attention itself, would need a mask longer than that."""
     length = features.tokens_BL.shape[1]
     if decoder is not None and not takes_segments(decoder):
         if length > DENSE_LENGTH:
@@ -92,10 +78,8 @@ def visible_text(features: Features, decoder: Any = None) -> Sight:
 
 
 def takes_segments(decoder: Any) -> bool:
-    """True for a decoder of transformers whose attention is a function that can be replaced, by `tree_attention`.
-
-    Some do not say so, such as Nemotron-H's. A layer that then hands on no segments is refused by `tree_attention`.
-    """
+    """True for a decoder of transformers whose attention is a function that can be replaced, by `tree_attention`. Some,
+    such as Nemotron-H's, do not say so: `tree_attention` refuses layers that hand on no segments."""
     return (bool(getattr(decoder, "_supports_attention_backend", False))
             or "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(decoder).__module__]))
 
@@ -107,13 +91,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def mask_arguments(visible: Sight, decoder: Any, like: Tensor) -> dict[str, Any]:
     """The arguments by which a decoder of transformers hands a mask [B, N, W], or segments, to `tree_attention`; one
-    that forms its attention itself adds the mask to its scores.
-
-    Args:
-        visible: sight of the tokens.
-        decoder: that is called.
-        like: states on the device and in the number format of its scores.
-    """
+    that forms its attention itself adds the mask to its scores, of the device and number format of `like`."""
     if isinstance(visible, Segments):
         # transformers would make a mask of its own where it is given none, and hands on any that has four dimensions:
         # a blank one stands for the segments.
@@ -127,17 +105,8 @@ def attend_inside(
     query_BHLE: Tensor, key_BGLE: Tensor, value_BGLX: Tensor, segments: Segments, form: AttentionForm = PLAIN,
     first: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attention output [B, H, L, X] inside each segment; zero at padding.
-
-    Args:
-        query_BHLE: the queries.
-        key_BGLE: the keys.
-        value_BGLX: the values.
-        segments: of the rows.
-        form: of the layer.
-        first: a key [B, G, 1, E] and a value [B, G, 1, X] before each segment that all of its tokens see; with no form
-            but another scaling.
-    """
+    """Attention output [B, H, L, X] inside each segment; zero at padding. `first` is a key [B, G, 1, E] and a value [B,
+    G, 1, X] before each segment that all of its tokens see; with no form but another scaling."""
     rows = []
     for row, sizes in enumerate(segments.lengths):
         # Split, not sliced: the gradient of a slice has the size of the whole row.

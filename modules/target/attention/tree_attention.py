@@ -24,10 +24,8 @@ from .apart_attention import attend_apart
 from .scored_attention import AttentionForm, attend_by_scores
 from .segment_attention import DENSE_LENGTH, Segments, attend_inside
 
-NAME = "draftsmith"
-"""Name of the attention implementation in transformers' registry."""
-CHUNKED = "chunked_attention"
-"""The kind of layers whose tokens see those of their own chunk of positions."""
+NAME = "draftsmith"  # Name of the attention implementation in transformers' registry
+CHUNKED = "chunked_attention"  # The kind of layers whose tokens see those of their own chunk of positions
 _RECORDED = f"{NAME}-recorded"
 """The same with a record of its calls. It has a name of its own because a context variable cannot be compiled."""
 
@@ -36,12 +34,9 @@ _RECORDED = f"{NAME}-recorded"
 class AttentionCall:
     """The arguments of one call of the attention function, apart from queries, keys and values."""
 
-    reach: tuple[int | None, int | None]
-    """The layer's window and its chunk in tokens; None for what does not bound it."""
-    placed: bool
-    """Whether it gave the positions of queries and keys."""
-    shape: tuple[int, int, int, int]
-    """Query heads, key-value heads, width of a key, and width of a value."""
+    reach: tuple[int | None, int | None]  # The layer's window and its chunk in tokens; None for what does not bound it
+    placed: bool  # Whether it gave the positions of queries and keys
+    shape: tuple[int, int, int, int]  # Query heads, key-value heads, width of a key, and width of a value
 
 
 _CALLS: ContextVar[list[AttentionCall]] = ContextVar("attention calls")
@@ -56,32 +51,17 @@ def place_arguments(positions_BN: Tensor, key_positions_BW: Tensor) -> dict[str,
 
 
 def tree_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
-    s_aux: Tensor | None = None,
-    segments: Segments | None = None,
-    near_masks: dict[tuple[int | None, int | None], Tensor] | None = None,
-    apart: bool = False,
-    **_: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
+    dropout: float = 0.0, softcap: float | None = None, sliding_window: int | None = None,
+    query_positions: Tensor | None = None, key_positions: Tensor | None = None, s_aux: Tensor | None = None,
+    segments: Segments | None = None, near_masks: dict[tuple[int | None, int | None], Tensor] | None = None,
+    apart: bool = False, **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with a mask [B, 1, N, W]; `key_positions` [B, W] lets windows and chunks follow positions, not slots.
+    """Attend with a mask [B, 1, N, W]; `key_positions` [B, W] lets windows and chunks follow positions, not slots;
+    UserError where they need them and there are none. transformers' attention modules call this signature.
 
-    With `segments` the mask is not read: whole rows attend inside them. With `apart` the layer is compiled, and
-    attention is the operation that its pass has set. The signature is the one transformers' attention modules call.
-
-    Raises:
-        UserError: for what follows positions where there are none, and for a long row whose segments the model did not
-            hand over.
-    """
+    With `segments` the mask is not read: whole rows attend inside them; UserError for a long row to which the model did
+    not hand them. With `apart` the layer is compiled, and attention is the operation that its pass has set."""
     form = AttentionForm(scaling=scaling, window=sliding_window, chunk=chunk_of(module), softcap=softcap, sinks_H=s_aux)
     if tuned(module):
         # Llama 4 widens the scores of late queries by their slots, which are no positions in a tree or a packed row.
@@ -106,16 +86,9 @@ def attend_masked(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form: AttentionForm, query_positions: Tensor | None,
     key_positions: Tensor | None, near_masks: dict[tuple[int | None, int | None], Tensor] | None,
 ) -> Tensor:
-    """Attention output [B, N, H, X] under a mask that is boolean or `additive`: a boolean one is made additive by every
-    layer anew.
-
-    Args:
-        near_masks: shared by the layers of a pass: the first one with a window or a chunk puts the mask in it for the
-            others.
-
-    Raises:
-        UserError: for a window or a chunk without positions.
-    """
+    """Attention output [B, N, H, X] under a mask that is boolean or `additive`: every layer makes a boolean one
+    additive anew. The first layer of a pass with a window or a chunk puts its mask into `near_masks` for the others.
+    UserError for a window or a chunk without positions."""
     queries, grouped = query.shape[2], query.shape[1] != key.shape[1]
     if mask is not None and form.reach != (None, None):
         if query_positions is None or key_positions is None:

@@ -21,10 +21,8 @@ from ..attention.apart_attention import Asked, PassedOn, attending
 from ..attention.tree_attention import attend_masked
 from ..layer_skipping import replaced
 
-Form = Callable[..., Any]
-"""A compiled forward of a kind of layer, whose first argument is the layer."""
-Adapt = Callable[[Compiler, Form, nn.Module], Form]
-"""Gives a layer of one kind its form."""
+Form = Callable[..., Any]  # A compiled forward of a kind of layer, whose first argument is the layer
+Adapt = Callable[[Compiler, Form, nn.Module], Form]  # Gives a layer of one kind its form
 _FOR_ATTENTION = {"past_key_values", "attention_mask", "key_positions", "near_masks"}
 """Arguments of a layer that its attention reads alone."""
 PACKED = "the linear layers are packed for oneDNN, which no graph can hold (set target.pack: 0)"
@@ -32,14 +30,9 @@ PACKED = "the linear layers are packed for oneDNN, which no graph can hold (set 
 
 
 class CompiledLayers:
-    """The compiled forms of some layers, put in the place of their own inside a block.
-
-    Args:
-        layers: whose forward is compiled, once for each kind.
-        compiler: makes the graphs.
-        adapt: (compiler, form of its kind, layer) to the function that runs in the layer's place and sets the
-            attention.
-    """
+    """The compiled forms of some layers, put in the place of their own inside a block; a forward is compiled once for
+    each kind. `adapt` makes of (compiler, form of a kind, layer) the function that runs in its place and sets the
+    attention."""
 
     def __init__(self, layers: Sequence[nn.Module], compiler: Compiler, adapt: Adapt) -> None:
         self.compiler = compiler

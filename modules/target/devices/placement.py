@@ -29,17 +29,12 @@ from .zero3_weights import DTYPES, gather_by_layer, read_divided, zero3_settings
 
 PlacementName = Literal["replicated", "tensor_parallel", "fully_sharded", "zero3", "layers", "disk"]
 """Names of placements in a recipe."""
-Encode = Callable[[Features], Features]
-"""A pass of the target over whole rows."""
+Encode = Callable[[Features], Features]  # A pass of the target over whole rows
 
 
 class Placement:
-    """The target whole on one device of each process. Other placements say what differs.
-
-    Args:
-        degree: processes that share one target; None for all. Of no meaning where none do.
-        offload: keep the parts of the weights in the machine's memory; for `Zero3` alone.
-    """
+    """The target whole on one device of each process; other placements say what differs. `degree` processes share one
+    target, None for all; `offload` keeps the parts of the weights in the machine's memory, for `Zero3` alone."""
 
     name: ClassVar[str] = "replicated"
     shared: ClassVar[bool] = False
@@ -56,24 +51,12 @@ class Placement:
         self.degree, self.offload = degree, offload
 
     def size(self, world: int) -> int:
-        """Processes that hold one target together, of `world` that train.
-
-        Raises:
-            UserError: if as many cannot.
-        """
+        """Processes that hold one target together, of `world` that train; UserError if as many cannot."""
         return 1
 
     def require_fit(self, sketch: Any, world: int, *, gguf: bool) -> None:
-        """Refuse a model that cannot be placed so, before its weights are read.
-
-        Args:
-            sketch: the model without values.
-            world: processes that train.
-            gguf: whether it is read from a GGUF file.
-
-        Raises:
-            UserError: naming what does not fit.
-        """
+        """Refuse a model, of which `sketch` has no values, that cannot be placed so in `world` processes; from a GGUF
+        file if `gguf`. Raises UserError."""
         if gguf and (self.shared or self.slow):
             raise UserError(f"a GGUF file is dequantised as a whole by every process, so target.placement {self.name} "
                             "would save no memory; save the model as a Hugging Face folder, or set target.placement: "
@@ -91,10 +74,7 @@ class Placement:
 
     def reading(self, sketch: Any, device: torch.device, world: int) -> AbstractContextManager[dict[str, Any]]:
         """A block in which transformers reads the weights to their places, with these options of `from_pretrained`.
-
-        Raises:
-            UserError: if the device is not one of those that are used.
-        """
+        UserError if the device is not one of those that are used."""
         return nullcontext({})
 
     def settled(self, model: Any, device: torch.device) -> Any:
@@ -111,10 +91,8 @@ class Placement:
         return 0
 
     def own_states(self, encode: Encode, features: Features) -> Features:
-        """This process's rows with the target's states, where each process has rows of its own.
-
-        All processes that share the target must call it equally often.
-        """
+        """This process's rows with the target's states, where each process has rows of its own. All processes that
+        share the target must call it equally often."""
         return encode(features)
 
 
@@ -160,8 +138,7 @@ class TensorParallel(_Shared):
     """Every layer's heads and channels divided among the processes of a group, which read the same rows together."""
 
     name = "tensor_parallel"
-    group: Any
-    """The processes that share one target."""
+    group: Any  # The processes that share one target
 
     def require_fit(self, sketch: Any, world: int, *, gguf: bool) -> None:
         """Refuse heads that do not divide, and models without a plan of what is split."""
@@ -214,10 +191,8 @@ class TensorParallel(_Shared):
 
 
 class FullySharded(_Shared):
-    """Every layer's weights divided among the processes of a group, and gathered for the moment in which it runs.
-
-    Each process reads its own rows; all must run equally many passes.
-    """
+    """Every layer's weights divided among the processes of a group, and gathered for the moment in which it runs. Each
+    process reads its own rows; all must run equally many passes."""
 
     name = "fully_sharded"
 
@@ -228,9 +203,8 @@ class FullySharded(_Shared):
 
         self.require_accelerator(device)
         size = self.size(world)
-        yield {"distributed_config": DistributedConfig(
-            fsdp_size=size, dp_replicate_size=world // size,
-            fsdp_plan={f"{_layers_name(sketch)}.*": "free_full_weight"})}
+        yield {"distributed_config": DistributedConfig(fsdp_size=size, dp_replicate_size=world // size,
+                                                       fsdp_plan={f"{_layers_name(sketch)}.*": "free_full_weight"})}
 
     def settled(self, model: Any, device: torch.device) -> Any:
         """The model with everything but its layers gathered for good."""
@@ -345,10 +319,8 @@ def placement_named(name: str, degree: int | None, *, offload: bool = False) -> 
 
 
 def device_map(model: Any, devices: list[torch.device]) -> dict[str, torch.device]:
-    """The device of each part of a model: its layers in equal blocks of neighbours, the rest on the first device.
-
-    Where the layers do not divide, later devices hold one more than earlier ones: the first has the rest too.
-    """
+    """The device of each part of a model: its layers in equal blocks of neighbours, the rest on the first device. Where
+    they do not divide, later devices hold one more than earlier ones."""
     layers = _layers_name(model)
     count = model.config.get_text_config().num_hidden_layers
     sizes = [(count + number) // len(devices) for number in range(len(devices))]
@@ -372,10 +344,8 @@ def _layers_name(model: Any) -> str:
 
 @contextmanager
 def _groups(count: int) -> Iterator[None]:
-    """A block in which transformers splits a model within each of `count` equal groups of neighbouring processes.
-
-    Of several groups it knows only replicas whose weights are fully sharded too: those copy every layer in each pass.
-    """
+    """A block in which transformers splits a model within each of `count` equal groups of neighbouring processes. Of
+    several groups it knows only replicas with fully sharded weights: they copy every layer in each pass."""
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed import utils
 

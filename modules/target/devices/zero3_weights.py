@@ -18,12 +18,8 @@ DTYPES = {torch.float32: None, torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def zero3_settings(dtype: torch.dtype, *, offload: bool) -> dict[str, Any]:
-    """DeepSpeed's settings of a divided model.
-
-    Args:
-        dtype: of its weights, one of `DTYPES`.
-        offload: keep the parts in the machine's memory.
-    """
+    """DeepSpeed's settings of a model whose weights, of one of `DTYPES`, are divided; `offload` keeps parts in the
+    memory."""
     # The efficient form of linear layers would replace torch's own for everything in this process, until its end.
     divided: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0, "memory_efficient_linear": False}
     if offload:
@@ -58,14 +54,8 @@ def whole_in_zero3(weight: Tensor) -> Tensor:
 
 
 def gather_by_layer(model: Any, divided: str, settings: dict[str, Any]) -> None:
-    """Give every weight outside a decoder's layers a place of its own, whole, in each process, and let each layer be
-    gathered when it is called, in passes of the decoder or alone.
-
-    Args:
-        model: all of whose weights are divided.
-        divided: path of its list of layers.
-        settings: DeepSpeed's.
-    """
+    """Give every weight outside the layers a place of its own, whole, in each process, and let each layer of the list
+    at the path `divided` be gathered when it is called, in passes of the decoder or alone."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.utils import set_z3_leaf_module

@@ -32,10 +32,8 @@ Pack = int | Literal["auto"]
 class Packing:
     """Forms that the passes of a target run in, with the measurement that chose them."""
 
-    packed_from: int
-    """Fewest tokens of a pass whose linear layers run packed: 1 for all passes, 0 for none."""
-    times: LinearTimes | None = None
-    """The measurement; None where the form was set, or there was nothing to choose."""
+    packed_from: int  # Fewest tokens of a pass whose linear layers run packed: 1 for all passes, 0 for none
+    times: LinearTimes | None = None  # The measurement; None where the form was set, or there was nothing to choose
 
     def __post_init__(self) -> None:
         if self.packed_from < 0:
@@ -51,15 +49,9 @@ class Packing:
 
 
 class LinearForms:
-    """The linear layers of a target, in the forms that its passes run.
-
-    Packed layers are copies next to the plain ones, which the model is saved, hashed and run natively with.
-
-    Args:
-        model: the owner of the layers.
-        pack: the setting, or the forms of another target.
-        shared: the forms of a target of which this model is a copy; packed layers with the very same weight are shared.
-    """
+    """The linear layers of a target, in the forms that its passes run. Packed layers are copies next to the plain ones,
+    which the model is saved, hashed and run natively with. `shared` are the forms of a target of which this model is a
+    copy; packed layers with the very same weight are shared."""
 
     def __init__(self, model: nn.Module, pack: Pack | Packing, shared: "LinearForms | None" = None) -> None:
         self.model, self._shared = model, None if shared is None else shared.packed

@@ -20,8 +20,7 @@ from torch.nn import functional
 
 from .packed_linear import Form, has_packed_product, linear_layers, packed_linear
 
-TOKENS = (1, 2, 4, 8, 16, 32)
-"""Tokens of the passes that are timed: plain decoding, chains and trees."""
+TOKENS = (1, 2, 4, 8, 16, 32)  # Tokens of the passes that are timed: plain decoding, chains and trees
 GAIN = 0.05
 """Least share by which packing must beat plain layers, for it doubles their memory, and by which a form chosen by the
 number of tokens must beat the better single form."""
@@ -36,22 +35,17 @@ SMALLEST_BYTES = 16 * 2**20
 SAMPLED_LAYERS, SAMPLED_BYTES = 8, 64 * 2**20
 """Layers of one shape that are timed: at most so many, and after the first one at most so many bytes. Several, because
 a layer that is run again and again would be read from the cache, which a pass reads no weight from."""
-ROUNDS, LEAST_ROUNDS = 6, 3
-"""Rounds over all counts and forms: at most and at least."""
+ROUNDS, LEAST_ROUNDS = 6, 3  # Rounds over all counts and forms: at most and at least
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearTimes:
     """Seconds of all linear layers of a model in one pass, by form and by tokens of the pass."""
 
-    dtype: str
-    """Number format, such as float32."""
-    tokens: tuple[int, ...]
-    """Tokens of the passes, ascending."""
-    plain: tuple[float, ...]
-    """Seconds of the plain layers for each of them."""
-    packed: tuple[float, ...]
-    """Seconds of the packed layers."""
+    dtype: str  # Number format, such as float32
+    tokens: tuple[int, ...]  # Tokens of the passes, ascending
+    plain: tuple[float, ...]  # Seconds of the plain layers for each of them
+    packed: tuple[float, ...]  # Seconds of the packed layers
 
     def __post_init__(self) -> None:
         if not self.tokens or list(self.tokens) != sorted(set(self.tokens)) or self.tokens[0] < 1:
@@ -72,11 +66,8 @@ class LinearTimes:
         return sum(ratios) / len(ratios)
 
     def fastest(self) -> int:
-        """Fewest tokens of a pass that should run packed: 1 for all passes, 0 for none, between them both forms.
-
-        Plain layers alone need half the memory, and one form for all passes has one kind of rounding: `GAIN` decides
-        between them and what is faster.
-        """
+        """Fewest tokens of a pass that should run packed: 1 for all passes, 0 for none, between them both forms. Plain
+        layers alone need half the memory and have one kind of rounding: `GAIN` weighs that against what is faster."""
         single = 1 if self.excess(0) > (1 + GAIN) * self.excess(1) else 0
         mixed = min(self.tokens[1:], key=self.excess, default=single)
         return mixed if self.excess(single) > (1 + GAIN) * self.excess(mixed) else single
@@ -90,14 +81,9 @@ def worth_measuring(model: nn.Module) -> bool:
 @torch.no_grad()
 def measure_linears(model: nn.Module, dtypes: Sequence[torch.dtype], *, tokens: Sequence[int] = TOKENS,
                     seconds: float = 1.0) -> dict[torch.dtype, LinearTimes]:
-    """Time some linear layers of a model on a CPU, in number formats that take turns. No random number is drawn.
-
-    Args:
-        model: its owner, whose shapes alone are read: it may be on torch's meta device.
-        dtypes: formats in which `can_pack_weight` holds.
-        tokens: tokens of the passes, ascending.
-        seconds: start no further round after this time.
-    """
+    """Time some linear layers of a model on a CPU for passes of `tokens`, ascending, in number formats that take turns
+    (`can_pack_weight` holds); no round starts after `seconds`. No random number is drawn, and only the shapes are read:
+    the model may be on torch's meta device."""
     layers: dict[tuple[int, ...], list[nn.Linear]] = defaultdict(list)
     for layer in linear_layers(model):
         layers[tuple(layer.weight.shape)].append(layer)
@@ -131,20 +117,13 @@ def measure_linears(model: nn.Module, dtypes: Sequence[torch.dtype], *, tokens: 
     return {dtype: LinearTimes(
         dtype=str(dtype).removeprefix("torch."), tokens=tuple(tokens),
         plain=tuple(sum(best[place, dtype, False, count] for place in places) for count in tokens),
-        packed=tuple(sum(best[place, dtype, True, count] for place in places) for count in tokens),
-    ) for dtype in dtypes}
+        packed=tuple(sum(best[place, dtype, True, count] for place in places) for count in tokens)) for dtype in dtypes}
 
 
 def fastest_dtype(model: nn.Module, rows: int | None = None) -> torch.dtype:
-    """The number format, float32 or bfloat16, in which decoding with a model is fastest on this processor.
-
-    float32 where bfloat16 has no instructions here, where it gains less than `HALF_GAIN`, or where the model is too
-    small to be measured.
-
-    Args:
-        model: the model, or its shape on torch's meta device.
-        rows: decoded at once without drafts, in packed layers; None is drafted decoding of one row.
-    """
+    """The number format, float32 or bfloat16, in which decoding with a model (its shape suffices) is fastest on this
+    processor: float32 where bfloat16 has no instructions here or gains less than `HALF_GAIN`, and for a model too small
+    to be measured. `rows` are decoded at once without drafts; None is drafted decoding of one row."""
     half, full = torch.bfloat16, torch.float32
     if not (has_packed_product(half) and has_packed_product(full) and worth_measuring(model)):
         return full

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from .quantised_weights import is_quantised
 
-Form = Callable[[Tensor], Tensor]
-"""A linear layer's product, plain or packed."""
+Form = Callable[[Tensor], Tensor]  # A linear layer's product, plain or packed
 # The op wants a token count to choose a layout for; one layout serves every count.
 _TYPICAL_TOKENS = 8
 _Stamp = tuple[int, int, float]
@@ -63,15 +62,11 @@ def by_tokens(x: Tensor, *, packed: Form, plain: Form, packed_from: int) -> Tens
 
 
 class PackedLinears:
-    """The packed forms of a model's linear layers, put in place of their plain forward and taken out again.
+    """The packed forms of a model's linear layers, put in place of their plain forward and taken out again. The plain
+    weights stay (the model can be saved, hashed and run natively), so the linear layers' memory doubles.
 
-    The plain weights stay (the model can be saved, hashed and run natively), so the linear layers' memory doubles.
-
-    Args:
-        model: the owner of the linear layers.
-        shared_with: packed forms of another model, which are shared where a weight is the very same.
-        packed_from: fewest tokens of a pass that runs packed, at least 1; `install` puts a new number to work.
-    """
+    `packed_from` are the fewest tokens of a pass that runs packed, at least 1; `install` puts a new number to work.
+    Forms of another model, `shared_with`, are shared where a weight is the very same."""
 
     def __init__(self, model: nn.Module, shared_with: "PackedLinears | None" = None, packed_from: int = 1) -> None:
         self.packed_from = packed_from
@@ -102,8 +97,7 @@ class DecodingLinears:
     """Packed linear layers of a model that may be trained on: packed again when a weight has changed, run in decoding
     alone. A copy of its owner packs its own. Packing cannot be compiled: it belongs in front of a graph."""
 
-    output: Form | None = None
-    """The product with a tied embedding; None where none is packed."""
+    output: Form | None = None  # The product with a tied embedding; None where none is packed
     _stamp: tuple[int, tuple[_Stamp, ...]] = 0, ()
     _layers: PackedLinears | None = None
 
@@ -111,13 +105,8 @@ class DecodingLinears:
         return DecodingLinears()
 
     def refresh(self, model: nn.Module, *, packed_from: int, output_VD: Tensor | None = None) -> None:
-        """Pack again where a weight or the number of tokens has changed.
-
-        Args:
-            model: the owner of the linear layers.
-            packed_from: fewest tokens of a pass that its target runs packed; 0 for none.
-            output_VD: a tied embedding, which is multiplied with as an output layer.
-        """
+        """Pack again where a weight or the number of tokens has changed. `packed_from` is that of the target, 0 for
+        none; a tied embedding `output_VD` is multiplied with as an output layer."""
         wanted = packed_from > 0 and can_pack(model)
         signs: list[_Stamp] = []
         for parameter in model.parameters() if wanted else ():

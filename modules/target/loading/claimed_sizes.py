@@ -14,26 +14,15 @@ from torch import nn
 
 from ...errors import UserError
 
-MOST_LAYERS = 10_000
-"""Most layers or experts of a model: each may be a module of its own."""
-MOST_WIDTH = 2**26
-"""Largest width, number of heads or vocabulary."""
+MOST_LAYERS = 10_000  # Most layers or experts of a model: each may be a module of its own
+MOST_WIDTH = 2**26  # Largest width, number of heads or vocabulary
 _PARTS = re.compile(r"(.*_)?(n_)?layers?|.*expert.*")
 _WIDTHS = re.compile(r"(num|n|d)_.*|.*_(size|dim|rank)")
-_WEIGHTS = ("*.safetensors", "*.bin")
-"""Files of weights in a Hugging Face folder."""
+_WEIGHTS = ("*.safetensors", "*.bin")  # Files of weights in a Hugging Face folder
 
 
 def check_claims(fields: Mapping[str, Any], name: str) -> None:
-    """Refuse sizes that no model has.
-
-    Args:
-        fields: a configuration as JSON gave it.
-        name: of the model, for the error's sentence.
-
-    Raises:
-        UserError: naming the field, its value and the bound.
-    """
+    """Refuse sizes in a configuration, as JSON gave it, that no model has: UserError with field, value and bound."""
     for key, value in _integers(fields):
         most = MOST_LAYERS if _PARTS.fullmatch(key) else MOST_WIDTH if _WIDTHS.fullmatch(key) else None
         if most is not None and not abs(value) <= most:
@@ -51,11 +40,8 @@ def _integers(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def check_layers(num_layers: int, folder: Path, name: str) -> None:
-    """Refuse more layers than a folder's safetensors files have tensors, before a module is made for each.
-
-    Raises:
-        UserError: naming both, or a file that is damaged.
-    """
+    """Refuse more layers than a folder's safetensors files have tensors, before a module is made for each. Raises
+    UserError, of a damaged file too."""
     files = sorted(folder.glob("*.safetensors"))
     tensors = 0
     for file in files:
@@ -71,16 +57,8 @@ def check_layers(num_layers: int, folder: Path, name: str) -> None:
 
 
 def check_parameters(sketch: nn.Module, stored: int, name: str) -> None:
-    """Refuse a model with more parameters than its weights have bits.
-
-    Args:
-        sketch: the model on torch's meta device.
-        stored: bytes of its weights; 0 where they are not here yet.
-        name: of the model, for the error's sentence.
-
-    Raises:
-        UserError: naming both.
-    """
+    """Refuse a model (`sketch`, on torch's meta device) with more parameters than its weights have bits; `stored`
+    bytes, 0 where they are not here yet. Raises UserError."""
     claimed = sum(parameter.numel() for parameter in sketch.parameters())
     if stored and claimed > 8 * stored:
         raise UserError(f"the configuration of {name} makes {claimed:,} parameters, but its weights have {stored:,} "

@@ -14,8 +14,7 @@ from .wrapped_text import text_of
 _SHORT = {"sliding_window": 4, "attention_chunk_size": 3, "floor_scale": 1}
 """Most tokens of an excerpt's windows, chunks and stages of temperature, by their names in a configuration: the text of
 the check at load leaves them, chunks in both of its passes."""
-_EXCERPT_VOCABULARY = 64
-"""Token ids that an excerpt keeps."""
+_EXCERPT_VOCABULARY = 64  # Token ids that an excerpt keeps
 _FEWEST_LAYERS = 2
 
 
@@ -26,17 +25,12 @@ def copy_modules(model: nn.Module) -> Any:
 
 
 def excerpt(model: Any, *, short_windows: bool, spread: bool = False) -> Any:
-    """The first layers of a model, at least one of each kind, in float32 or wider.
+    """The first layers of a model, at least one of each kind, in float32 or wider; the model itself stays as it is, and
+    tensors that need no conversion are shared. `short_windows` are left by a short text.
 
-    It computes what the model computes, with fewer layers and token ids, so whatever is wrong with masks, positions
-    or windows is wrong there too, and float32 tells it from rounding. The model itself stays as it is; tensors that
-    need no conversion are shared.
-
-    Args:
-        short_windows: cut sliding windows and the like short, so that a short text leaves them.
-        spread: the model's layers are split among processes or on several devices; those of the excerpt are gathered
-            on the device of the embeddings. All processes that share the model must call it.
-    """
+    It computes what the model computes, with fewer layers and token ids, so whatever is wrong with masks, positions or
+    windows is wrong there too, and float32 tells it from rounding. Layers that are `spread` over processes or devices
+    are gathered on the device of the embeddings: all processes that share the model must call it."""
     if spread:
         # Made anew: a copy would hold parts of weights, and the hooks that gather or move them.
         with torch.device("meta"):

@@ -63,42 +63,25 @@ _CHANGES_SAMPLES: dict[str, tuple[object, ...]] = {
     "eta_cutoff": (None, 0),
 }
 """The same for sampled answers alone."""
-_UNSET_TOP_K = 50
-"""The top-k that `generate` samples with where a config names none."""
+_UNSET_TOP_K = 50  # The top-k that `generate` samples with where a config names none
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
     """End tokens and sampling settings that `generate` takes from a checkpoint unasked."""
 
-    eos_ids: tuple[int, ...] = ()
-    """Tokens that end an answer, ascending."""
-    temperature: float = 0.0
-    """0 where the config does not sample."""
-    top_k: int = 0
-    """0 keeps all tokens."""
-    top_p: float = 1.0
-    """1 keeps all tokens."""
-    min_p: float = 0.0
-    """0 keeps all tokens."""
-    repetition_penalty: float = 1.0
-    """1 changes nothing."""
-    biases: TokenBiases = field(default_factory=TokenBiases)
-    """Biases of single tokens."""
+    eos_ids: tuple[int, ...] = ()  # Tokens that end an answer, ascending
+    temperature: float = 0.0  # 0 where the config does not sample
+    top_k: int = 0  # 0 keeps all tokens
+    top_p: float = 1.0  # 1 keeps all tokens
+    min_p: float = 0.0  # 0 keeps all tokens
+    repetition_penalty: float = 1.0  # 1 changes nothing
+    biases: TokenBiases = field(default_factory=TokenBiases)  # Biases of single tokens
 
 
 def read_defaults(config: Any, tokenizer: Any, name: str, vocab_size: int) -> GenerationDefaults:
-    """The defaults of a generation config; it is not read again.
-
-    Args:
-        config: transformers' `GenerationConfig`, or None.
-        tokenizer: gives the end token where the config declares none; may be None.
-        name: the target, for messages.
-        vocab_size: its tokens.
-
-    Raises:
-        UserError: if the config asks for something that decoding does not offer.
-    """
+    """The defaults of transformers' `GenerationConfig`, or None, which is not read again. The tokenizer gives the end
+    token where the config declares none. UserError if it asks for something that decoding does not offer."""
     declared = getattr(config, "eos_token_id", None)
     if declared is None:
         declared = getattr(tokenizer, "eos_token_id", None)
@@ -109,8 +92,7 @@ def read_defaults(config: Any, tokenizer: Any, name: str, vocab_size: int) -> Ge
     if wrong := [*refused_settings(vars(config)), *whole]:
         raise UserError(
             f"the generation config of {name} asks generate for {', '.join(wrong)}, which changes its answers and is "
-            "not offered here; remove it from generation_config.json, or choose another target"
-        )
+            "not offered here; remove it from generation_config.json, or choose another target")
     penalty = _given(config, "repetition_penalty", 1.0)
     if penalty != 1.0:
         log.warning("the generation config of %s has a repetition penalty of %s, which generate applies unasked; "
@@ -128,27 +110,15 @@ def refused_settings(settings: Mapping[str, Any]) -> list[str]:
 
 
 def sampling_defaults(config: Any, declared: Any, vocab_size: int, prompt: int = 0) -> GenerationDefaults:
-    """End tokens and sampling settings that `generate` takes from a config.
-
-    Args:
-        config: transformers' `GenerationConfig`, of which nothing is refused.
-        declared: its end tokens, or those in their place: a list, one or None.
-        vocab_size: tokens of the target.
-        prompt: tokens of the prompt, which `min_length` counts.
-    """
+    """End tokens and sampling settings that `generate` takes from a config, of which nothing is refused. `declared` are
+    its end tokens, or those in their place: a list, one or None; `min_length` counts the tokens of the `prompt`."""
     eos_ids, penalty = _ascending(declared), _given(config, "repetition_penalty", 1.0)
     biases = TokenBiases.of(vars(config), eos_ids, vocab_size, prompt)
     if not config.do_sample:
         return GenerationDefaults(eos_ids=eos_ids, repetition_penalty=penalty, biases=biases)
-    return GenerationDefaults(
-        eos_ids=eos_ids,
-        temperature=_given(config, "temperature", 1.0),
-        top_k=int(_given(config, "top_k", _UNSET_TOP_K)),
-        top_p=_given(config, "top_p", 1.0),
-        min_p=_given(config, "min_p", 0.0),
-        repetition_penalty=penalty,
-        biases=biases,
-    )
+    return GenerationDefaults(eos_ids=eos_ids, temperature=_given(config, "temperature", 1.0),
+                              top_k=int(_given(config, "top_k", _UNSET_TOP_K)), top_p=_given(config, "top_p", 1.0),
+                              min_p=_given(config, "min_p", 0.0), repetition_penalty=penalty, biases=biases)
 
 
 def _ascending(declared: Any) -> tuple[int, ...]:

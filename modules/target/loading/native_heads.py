@@ -34,16 +34,13 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 class HeadNames:
     """Names of a head's tensors, as a line of models stores them."""
 
-    prefix: str
-    """Start of all of them; {layers} stands for the number of the target's layers."""
+    prefix: str  # Start of all of them; {layers} stands for the number of the target's layers
     token_norm: str
     state_norm: str
     projection: str
     last_norm: str
-    layer: str = ""
-    """Start of the names of the decoder layer, after the prefix."""
-    state_first: bool = False
-    """Whether the projection reads the state before the token's embedding."""
+    layer: str = ""  # Start of the names of the decoder layer, after the prefix
+    state_first: bool = False  # Whether the projection reads the state before the token's embedding
 
 
 NAMES = (
@@ -66,8 +63,7 @@ class NativeHead:
 
     folder: Path
     names: HeadNames
-    files: dict[str, Path]
-    """File of each of its tensors."""
+    files: dict[str, Path]  # File of each of its tensors
     renamed: dict[str, str]
     """Its tensors by their names here: those of a model with one layer, and `enorm`, `hnorm` and `eh_proj`."""
     shared: dict[str, Path]
@@ -75,11 +71,8 @@ class NativeHead:
 
     @classmethod
     def find(cls, target: Target, folder: Path | None = None) -> "NativeHead":
-        """The head of a target, in its own folder or in another one.
-
-        Raises:
-            UserError: if there is none, a file is damaged, or two hold the same tensor of it.
-        """
+        """The head of a target, in its own folder or in another one. UserError if there is none, a file is damaged, or
+        two hold the same tensor of it."""
         folder, held, twice = folder or own_folder(target), dict[str, Path](), dict[str, Path]()
         # As engines do: what an index leaves out is of another download or in another format.
         files, remedy = sorted(folder.glob("*.safetensors")), "copy it again"
@@ -137,12 +130,8 @@ class NativeHead:
 
     def read(self, target: Target, config: Any) -> dict[str, Tensor]:
         """Its tensors in float32: `enorm.weight`, `hnorm.weight`, `eh_proj.weight`, and `decoder.*` of a model with one
-        layer, which has this configuration.
-
-        Raises:
-            UserError: if a tensor is missing, of another shape, in fewer bits or not finite, or the head has an
-                embedding or an output layer of its own.
-        """
+        layer, which has this configuration. UserError if one is missing, of another shape, in fewer bits or not finite,
+        or the head has an embedding or an output layer of its own."""
         for name, file in self.shared.items():
             own_VD = whole(target.model.get_input_embeddings().weight if "embed" in name else target.output_weight())
             with safe_open(file, framework="pt") as opened:

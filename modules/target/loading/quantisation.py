@@ -18,8 +18,7 @@ from .stored_weights import read_model_whole
 
 log = logging.getLogger(__name__)
 
-Quantization = Literal["int8", "float8", "nf4"]
-"""Formats that weights can be rounded to on reading."""
+Quantization = Literal["int8", "float8", "nf4"]  # Formats that weights can be rounded to on reading
 _STORED = {"compressed-tensors": ("compressed_tensors",), "fp8": (), "mxfp4": (), "torchao": ("torchao",),
            "bitsandbytes": ("bitsandbytes", "accelerate")}
 _PACKAGES = _STORED | {"int8": ("torchao",), "float8": ("torchao",), "nf4": ("bitsandbytes", "accelerate")}

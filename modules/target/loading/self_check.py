@@ -25,13 +25,11 @@ from .excerpt import decoder_of, layer_list
 _KINDS = {"full_attention", "sliding_attention", "attention", "linear_attention", "mamba", "conv", "hybrid",
           "hybrid_sliding", "mlp", "moe", CHUNKED}
 """Kinds of layers that a tree pass can be formed for."""
-TEXT_LENGTH = 8
-"""Tokens of the check's text."""
+TEXT_LENGTH = 8  # Tokens of the check's text
 LIBRARY_ERRORS = (OSError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError,
                   ImportError, RuntimeError, MemoryError, SafetensorError, StrictDataclassError, struct.error)
 """The errors of transformers, tokenizers and a model's own code where a file of the model is not as they expect."""
-PASSES = 3
-"""Passes of the check: a prompt, a tree with a sibling in it, and a tree after a path of that was committed."""
+PASSES = 3  # Passes of the check: a prompt, a tree with a sibling in it, and a tree after a path of that was committed
 _PASS_ARGUMENTS = ("inputs_embeds", "attention_mask", "position_ids", "past_key_values")
 BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest difference of two logits as a share of the largest one, in number formats whose rounding hides no errors."""
@@ -53,12 +51,9 @@ def explained(name: str) -> Iterator[None]:
 
 
 def refuse_unverifiable(model: Any) -> None:
-    """Refuse what a tree pass cannot be formed for, before any pass.
-
-    Raises:
-        UserError: for a recurrent state of an unknown kind, a kind of attention that has no mask here, ALiBi (it counts
-            cache slots, not positions), or a decoder without position ids or a cache.
-    """
+    """Refuse what a tree pass cannot be formed for, before any pass: a recurrent state of an unknown kind, a kind of
+    attention without a mask here, ALiBi (it counts cache slots, not positions), or a decoder without position ids or a
+    cache. Raises UserError."""
     name, config = type(model).__name__, model.config.get_text_config()
     if config.is_encoder_decoder or (type(config) in MODEL_FOR_MASKED_LM_MAPPING
                                      and not getattr(config, "is_decoder", False)):
@@ -66,10 +61,8 @@ def refuse_unverifiable(model: Any) -> None:
                         "decoder-only target")
     unknown = set(getattr(config, "layer_types", None) or ()) - _KINDS
     if unknown:
-        raise UserError(
-            f"{name} has layers of the kind {', '.join(sorted(unknown))}, which this version cannot "
-            "verify exactly. Choose a target with full, sliding or linear attention"
-        )
+        raise UserError(f"{name} has layers of the kind {', '.join(sorted(unknown))}, which this version cannot "
+                        "verify exactly. Choose a target with full, sliding or linear attention")
     if getattr(model, "_is_stateful", False) and not install(decoder_of(model)):
         raise UserError(f"{name} keeps a recurrent state of a kind that this version cannot verify in trees. Choose a "
                         "target with attention, gated delta rules, Mamba layers or short convolutions")
@@ -78,13 +71,11 @@ def refuse_unverifiable(model: Any) -> None:
     if missing := [argument for argument in _PASS_ARGUMENTS if argument not in accepted]:
         raise UserError(
             f"{name} takes no {' and no '.join(missing)}, so its tokens cannot be placed in a tree. Choose a target "
-            "with position ids and a key-value cache"
-        )
+            "with position ids and a key-value cache")
     if getattr(config, "alibi", False):
         raise UserError(
             f"{name} has ALiBi attention, whose distances count cache slots, and the nodes of a tree share positions. "
-            "Choose a target with rotary or learned positions"
-        )
+            "Choose a target with rotary or learned positions")
 
 
 @contextmanager
@@ -112,15 +103,11 @@ def check_attention(
     name: str, config: Any, reaches: dict[int, tuple[int | None, int | None]], calls: Sequence[AttentionCall],
     passes: int, context_length: int,
 ) -> int:
-    """Compare what each layer handed to the attention function with what the config declares, the windows of the layers
-    with attention; returns how often a layer calls it in a pass.
+    """Compare what each layer handed to the attention function with what the config declares (UserError); `reaches` are
+    the windows and chunks of the layers with attention. Returns how often a layer calls it in a pass.
 
     A layer may call it several times a pass, all layers equally often. Models that never call it form their attention
-    themselves: the logits show whether they read the mask, but a window would show in longer texts only.
-
-    Raises:
-        UserError: if the calls do not fit the layers, a window or chunk differs, or its layer keeps positions back.
-    """
+    themselves: the logits show whether they read the mask, but a window would show in longer texts only."""
     fields = config.to_dict()
     if not calls and not any(("window" in key or "chunk" in key) and value for key, value in fields.items()):
         return 0
@@ -129,8 +116,7 @@ def check_attention(
     if odd or not each:
         raise UserError(
             f"{name} calls the attention function {len(calls)} times in {passes} passes of {len(reaches)} layers, so "
-            "its sliding windows cannot be checked. Choose another target"
-        )
+            "its sliding windows cannot be checked. Choose another target")
     for place, call in enumerate(calls):
         layer = layers[place // each % len(layers)]
         window, chunk = (None if size is None or size >= context_length else size for size in call.reach)
@@ -138,8 +124,7 @@ def check_attention(
         if (window, chunk) != reaches[layer]:
             raise UserError(
                 f"layer {layer} of {name} has {declared} by its config, but its attention is given {found}: longer "
-                "texts would be decoded wrongly. Choose another target, or a configuration without sliding windows"
-            )
+                "texts would be decoded wrongly. Choose another target, or a configuration without sliding windows")
         if (window, chunk) != (None, None) and not call.placed:
             raise UserError(f"layer {layer} of {name} has {found}, but its attention is not given the positions to "
                             "apply it by. Choose another target")
@@ -147,14 +132,9 @@ def check_attention(
 
 
 def own_logits(model: Any, text_1L: Tensor, *, steps: bool) -> Tensor:
-    """The model's own logits along the check's text, [1, L, V].
-
-    Args:
-        model: as transformers made it.
-        text_1L: the text.
-        steps: whether its second half is read token by token, as `generate` reads an answer: recurrent layers have
-            other code for that, which some models give other bounds.
-    """
+    """The logits [1, L, V] along the check's text of the model as transformers made it. With `steps` its second half is
+    read token by token, as `generate` reads an answer: recurrent layers have other code for that, which some models
+    give other bounds."""
     if not steps:
         whole_1LV: Tensor = model(input_ids=text_1L, use_cache=False).logits
         return whole_1LV
@@ -168,12 +148,8 @@ def own_logits(model: Any, text_1L: Tensor, *, steps: bool) -> Tensor:
 
 
 def read_as_tree(rows: TargetRows, text_1L: Tensor) -> Tensor:
-    """Logits along the check's text, [1, L, V], from a prompt's pass and those of two trees after it.
-
-    Args:
-        rows: one empty row, with room for `TEXT_LENGTH` + 1 tokens.
-        text_1L: the text.
-    """
+    """Logits [1, L, V] along the check's text, from a prompt's pass and those of two trees after it, in one empty row
+    with room for `TEXT_LENGTH` + 1 tokens."""
     device, half = text_1L.device, TEXT_LENGTH // 2
     count_1, two_1 = torch.tensor([half], device=device), torch.tensor([2], device=device)
     logits = [rows.run(TokenTree.prompts(text_1L[:, :half], count_1)).logits_BMV]
@@ -191,18 +167,9 @@ def read_as_tree(rows: TargetRows, text_1L: Tensor) -> Tensor:
 def check_logits(
     name: str, dtype: torch.dtype, found_1LV: Tensor, expected_1LV: Tensor, *, recurrent: bool = False
 ) -> None:
-    """Compare the logits of tree passes with those of the model's own forward pass.
-
-    Args:
-        name: the architecture.
-        dtype: of the model; some return wider logits, which are no more exact.
-        found_1LV: along the check's text.
-        expected_1LV: the model's own.
-        recurrent: whether some layers are; their own code computes in float32 at most.
-
-    Raises:
-        UserError: if they differ by more than rounding, or are not finite.
-    """
+    """Compare the logits of tree passes along the check's text with the model's own: UserError if they differ by more
+    than rounding, or are not finite. Some models return wider logits than their `dtype`, which are no more exact, and
+    the code of `recurrent` layers computes in float32 at most."""
     share = BOUNDS.get(torch.float32 if recurrent and dtype is torch.float64 else dtype, _HALF_PRECISION_BOUND)
     bound = share * float(expected_1LV.abs().max())
     gap = float((found_1LV - expected_1LV).abs().max())
@@ -211,5 +178,4 @@ def check_logits(
         raise UserError(
             f"{name} does not decode token trees exactly here: its logits differ by "
             f"{gap:.2g} from its own forward pass (bound {bound:.2g}). Choose another target; this architecture "
-            "needs attention that this version does not know"
-        )
+            "needs attention that this version does not know")

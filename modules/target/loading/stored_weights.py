@@ -27,18 +27,11 @@ _MARK = re.compile(r"<.*>|\[.*\]")
 
 
 def read_model_whole(source: Any, name: str, *, spread: bool = False, **options: Any) -> Any:
-    """The causal language model of a folder, hub id or GGUF file, all of whose weights are those of its files.
+    """The causal language model of a folder, hub id or GGUF file, all of whose weights are those of its files. `source`
+    is None for tensors that `options`, of `from_pretrained`, hold; for `spread` see `text_of`.
 
-    Args:
-        source: for transformers; None for tensors that `options` hold.
-        name: of the model, for sentences.
-        spread: its layers are split or spread, see `text_of`.
-        options: of `from_pretrained`.
-
-    Raises:
-        UserError: naming tensors that are missing, that are of another shape, or that belong to modules of the model
-            whose configuration has no place for them.
-    """
+    UserError names tensors that are missing, that are of another shape, or that belong to modules of the model whose
+    configuration has no place for them."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config: Any = options.get("config")
@@ -48,8 +41,7 @@ def read_model_whole(source: Any, name: str, *, spread: bool = False, **options:
     try:
         # The automatic classes look for files in any case.
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if source is None else auto_class(config)
-        read: Any = kind.from_pretrained(
-            source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        read: Any = kind.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     finally:
         _REPORT.disabled = False
     model, info = read
@@ -109,13 +101,7 @@ def all_finite(tensor: Tensor) -> bool:
 @torch.no_grad()
 def require_finite(model: Any, name: str) -> None:
     """Refuse weights and stored buffers that hold NaN or infinities, but for an input embedding of which a token has a
-    finite row.
-
-    Processes that share the model must call it together.
-
-    Raises:
-        UserError: naming the first such tensor.
-    """
+    finite row. Raises UserError. Processes that share the model must call it together."""
     embedding = model.get_input_embeddings().weight
     # Other buffers are in no file: a model makes them, and those of masks are full of infinities.
     made = {id(module._buffers[key]) for module in model.modules() for key in module._non_persistent_buffers_set}
@@ -138,8 +124,7 @@ def require_finite(model: Any, name: str) -> None:
 
 
 def read_tokenizer(source: str, name: str, options: dict[str, Any]) -> Any:
-    """The tokenizer of a folder, hub id or GGUF file; arguments as of `read_model_whole`. Raises UserError if there is
-    none."""
+    """The tokenizer of a folder, hub id or GGUF file, as `read_model_whole` has them; UserError if there is none."""
     from transformers import AutoTokenizer
 
     folder, tokenizer = Path(source), None
@@ -158,7 +143,7 @@ def read_tokenizer(source: str, name: str, options: dict[str, Any]) -> Any:
 
 def require_rows(tokenizer: Any, rows: int, name: str) -> None:
     """Refuse a tokenizer, with the chat template in use, whose tokens have no row of the embedding where prompts may
-    hold them. Raises UserError, which names the first such token, its id and the rows."""
+    hold them. Raises UserError."""
     beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= rows)
     # Published models keep the mark of an image, say, that their text alone never holds.
     aside = {index for index, token in tokenizer.added_tokens_decoder.items()

@@ -40,20 +40,10 @@ def tiny_model(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A random Llama: 2 layers, width 32, grouped-query attention, one output row a token of `tiny_tokenizer`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=len(tiny_tokenizer()),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    config = LlamaConfig(vocab_size=len(tiny_tokenizer()), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+                         initializer_range=0.3, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1,
+                         eos_token_id=2)
     # Weights must not depend on, nor disturb, the caller's random state.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

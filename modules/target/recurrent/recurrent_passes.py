@@ -26,8 +26,7 @@ from ..attention.segment_attention import Segments, Span
 from .scans import SCANS, Branches, Committed, Scan
 
 Function = Callable[..., Any]
-Place = tuple[int, str, int]
-"""A layer, the function that it calls, and the number of this call in the layer."""
+Place = tuple[int, str, int]  # A layer, the function that it calls, and the number of this call in the layer
 _CONVOLUTION = "causal_conv1d_fn"
 
 
@@ -36,10 +35,8 @@ class LayerCall:
     """A call of a function by a recurrent layer."""
 
     function: Function
-    positional: tuple[str, ...]
-    """The arguments that are given by their place: fast kernels have other names for these."""
-    given: dict[str, Any]
-    """All arguments by transformers' names."""
+    positional: tuple[str, ...]  # The arguments that are given by their place: fast kernels have other names for these
+    given: dict[str, Any]  # All arguments by transformers' names
 
     def again(self, **changes: Any) -> Any:
         """The answer of the function to other arguments."""
@@ -104,8 +101,7 @@ class Columns:
     """The inputs of a convolution in a pass: those before it and those of its nodes."""
 
     columns_BDX: Tensor
-    windows_BNW: Tensor | None
-    """The column of each tap of each node; None along a prompt."""
+    windows_BNW: Tensor | None  # The column of each tap of each node; None along a prompt
 
     def after(self, path_BP: Tensor, counts_B: Tensor) -> Tensor:
         """The last W - 1 columns up to the end of the path, [B, D, W - 1]."""
@@ -119,19 +115,14 @@ class Columns:
 
 
 class NodePass:
-    """A pass of the nodes of trees, or of prompts, after the states of their rows.
-
-    Args:
-        tree: one tree a row.
-        former: the state of a place in these rows before the pass; None where none was committed.
-    """
+    """A pass of the nodes of trees, one a row, or of prompts. `former` gives the state of a place in these rows before
+    the pass; None where none was committed."""
 
     def __init__(self, tree: TokenTree, former: Callable[[Place], Tensor | None]) -> None:
         self.tree, self.former = tree, former
         self.left: dict[Place, tuple[torch.device, Branches]] = {}
         """The record of each place for the commit, and its device."""
-        self.layer = -1
-        """The layer that runs."""
+        self.layer = -1  # The layer that runs
         self._calls = Counter[tuple[int, str]]()
         self._trees, self._windows = {tree.tokens_BN.device: tree}, dict[tuple[int, torch.device], Tensor]()
 
@@ -207,11 +198,7 @@ class NodePass:
 
 
 class SegmentPass:
-    """A pass of training rows whose segments are texts of their own.
-
-    Args:
-        segments: of these rows.
-    """
+    """A pass of training rows whose segments are texts of their own."""
 
     def __init__(self, segments: Segments) -> None:
         # Segments of about one length run side by side, padded to the longest: at most twice as many tokens.

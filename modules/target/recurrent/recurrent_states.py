@@ -13,20 +13,13 @@ from .recurrent_passes import NodePass, Place, running
 
 
 class RecurrentStates:
-    """The states of the target's recurrent layers, and the inputs that their convolutions still see, of each row.
-
-    They are those after the committed tokens. A pass leaves them as they are; the commit of a path changes them.
-
-    Args:
-        rows: how many sequences it holds.
-    """
+    """The states of the target's recurrent layers, and the inputs that their convolutions still see, of each row: those
+    after the committed tokens. A pass leaves them as they are; the commit of a path changes them."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self.held: dict[Place, Tensor] = {}
-        """The state of each place, [rows, ...]; none before the first commit."""
-        self.work: NodePass | None = None
-        """The running pass, or the last one until its commit."""
+        self.held: dict[Place, Tensor] = {}  # The state of each place, [rows, ...]; none before the first commit
+        self.work: NodePass | None = None  # The running pass, or the last one until its commit
 
     @contextmanager
     def reading(self, tree: TokenTree, rows: slice | Tensor) -> Iterator[None]:
@@ -68,14 +61,10 @@ def _there(rows: slice | Tensor, held: Tensor) -> slice | Tensor:
 
 
 class RecurrentCache(Cache):
-    """A cache of transformers whose recurrent layers leave what they compute to the running pass.
+    """A cache of transformers whose recurrent layers leave what they compute to the running pass. They ask for their
+    states by these names and are given none, as at the start of a text, and so take the way of several tokens."""
 
-    They ask for their states by these names. They are given none, as at the start of a text, and so take the way of
-    several tokens; the pass knows the states of the rows.
-    """
-
-    states: RecurrentStates | None
-    """The recurrent states of the rows; None where no layer has any."""
+    states: RecurrentStates | None  # The recurrent states of the rows; None where no layer has any
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """None; the layer runs from here on."""

@@ -43,15 +43,12 @@ class Committed:
 class Additions:
     """The additions of nodes to a state of keys and values: outer products, decayed by the nodes after them."""
 
-    former_BHKV: Tensor
-    """The state before the pass."""
-    decay_BHNC: Tensor
-    """Sum of the log decays from the root to each node, float64."""
+    former_BHKV: Tensor  # The state before the pass
+    decay_BHNC: Tensor  # Sum of the log decays from the root to each node, float64
     keys_BHNK: Tensor
     values_BHNV: Tensor
     ancestors_BNN: Tensor
-    transposed: bool
-    """Whether the layer keeps its state as values by keys."""
+    transposed: bool  # Whether the layer keeps its state as values by keys
 
     def after(self, path_BP: Tensor, counts_B: Tensor) -> Tensor:
         """The decayed former state and the additions of the path, which is its last node's ancestors and itself."""
@@ -70,10 +67,8 @@ class Steps:
     """The steps of a state of Mamba-1 at the nodes of a pass."""
 
     former_BDS: Tensor
-    decays_DS: Tensor
-    """Decay of each channel and state in a unit of time."""
-    times_BND: Tensor
-    """Time that passes at each node in each channel."""
+    decays_DS: Tensor  # Decay of each channel and state in a unit of time
+    times_BND: Tensor  # Time that passes at each node in each channel
     inputs_BND: Tensor
     keys_BNS: Tensor
 
@@ -201,14 +196,10 @@ def mamba1(given: dict[str, Any], state: Tensor | None, tree: TokenTree) -> tupl
 class Scan:
     """A recurrence as transformers' layers call it."""
 
-    tokenwise: tuple[str, ...]
-    """Its arguments with an entry for each token."""
-    time: int
-    """Their dimension of tokens."""
-    initial: str | None
-    """Its argument for the state before; None where its own code starts from none."""
-    final: str
-    """Its argument that asks for the state after."""
+    tokenwise: tuple[str, ...]  # Its arguments with an entry for each token
+    time: int  # Their dimension of tokens
+    initial: str | None  # Its argument for the state before; None where its own code starts from none
+    final: str  # Its argument that asks for the state after
     nodes: Callable[[dict[str, Any], Tensor | None, TokenTree], tuple[Tensor, Branches]]
     """The recurrence over nodes of a tree, after a given state."""
 
