@@ -29,8 +29,7 @@ class Compiler:
         self.refusal = ""  # The reason that something is computed without a graph; empty where all is compiled
         self.seconds = 0.0  # Seconds that compiling has taken
         self.graphs = 0  # Graphs that were made
-        self.watch: Callable[[bool], None] = lambda _busy: None
-        """Called with True when a graph is being made, and with False when it is done."""
+        self.watch: Callable[[bool], None] = lambda _busy: None  # Called with True before a graph is made, False after
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, of tensors, without a cache and without reading a value from its device, compiled when it is

@@ -23,10 +23,8 @@ class Features:
     supervised_BL: Tensor  # True where the token was written by the assistant and may serve as a label
     segments_BL: Tensor  # Number of the conversation inside its row, int64; -1 is padding
     positions_BL: Tensor  # Position id of the token inside its own segment, int64
-    final_BLD: Tensor | None = None
-    """The target's final hidden state after its last norm: what its output layer reads. None until encoded."""
-    taps: dict[int, Tensor] = field(default_factory=dict)
-    """Residual-stream output of the target's layer i, before the final norm, by layer index; each [B, L, D]."""
+    final_BLD: Tensor | None = None  # The target's after its last norm, for its output layer. None until encoded
+    taps: dict[int, Tensor] = field(default_factory=dict)  # Output of layer i before the final norm, each [B, L, D]
     labels_at_most: int | None = None
     """Most tokens that may be labels, counted on the host: a device is then not asked how many there are. None where
     nobody has counted. Features with other supervised tokens need another number, or None."""

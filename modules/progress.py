@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-TERMINAL_SECONDS, LOG_SECONDS = 0.1, 10.0
-"""Least time between two lines on a terminal, and elsewhere: in a log each of them stays."""
-TELLING_SHARE = 0.02
-"""Share of the work from which its rate says when the rest is done: the first passes also warm caches up."""
+TERMINAL_SECONDS, LOG_SECONDS = 0.1, 10.0  # Least time between two lines on a terminal, and in a log, where each stays
+TELLING_SHARE = 0.02  # Share of the work from which its rate says when the rest is done: first passes also fill caches
 
 
 class ProgressLine:

@@ -155,10 +155,8 @@ class Drawn:
     the smallest float32, and later siblings are drawn from it."""
     inner_BN: Tensor  # Which of them is the q of a node's children, int64; any for a node without children
     sampled_BN: Tensor  # True where a node was drawn from its parent's q; the others are point masses
-    token_ids_Q: Tensor | None = None
-    """Target-vocabulary id of each entry of a reduced draft vocabulary; None when Q is the whole vocabulary."""
-    candidates_BIQ: Tensor | None = None
-    """Instead of `token_ids_Q`: ids that differ from node to node, those of possible entries all different."""
+    token_ids_Q: Tensor | None = None  # Target-vocabulary id of each entry of a reduced vocabulary; None for the whole
+    candidates_BIQ: Tensor | None = None  # Instead: ids that differ from node to node, those of possible entries apart
 
     def of_first(self, rows: int) -> "Drawn":
         """The same of the first rows."""
@@ -178,19 +176,15 @@ class TokenTree:
     tokens_BN: Tensor  # Token of each node, int64; any valid id where `real_BN` is False
     parents_BN: Tensor  # Index of each node's parent, int64, below the node's own; -1 for the root
     depths_BN: Tensor  # Distance from the root, int64: the position id of a node is the row's length plus its depth
-    ancestors_BNN: Tensor
-    """True where the column's node is an ancestor of the row's node or itself. Padding nodes see themselves."""
+    ancestors_BNN: Tensor  # True where the column's node is an ancestor of the row's or itself. Padding sees itself
     real_BN: Tensor  # True where a node holds a token that may be accepted: not padding, not virtual
     max_depth: int  # Largest depth of any node of the batch, known on the host
-    virtual: VirtualNodes | None = None
-    """The last nodes where a drafter added nodes without tokens; they are in no tree that a policy grows."""
+    virtual: VirtualNodes | None = None  # The last nodes where a drafter added some without tokens; in no grown tree
     lookahead: Lookahead | None = None  # Virtual nodes that the policy wants; None leaves their number to the drafter
     drawn: Drawn | None = None  # Draws of the nodes; None when every node was proposed without chance: a point mass
-    most_children: int | None = None
-    """Largest number of children of any node, known on the host; None when nobody counted."""
+    most_children: int | None = None  # Largest number of children of any node, for the host; None when nobody counted
     prompt: bool = False  # Whether the rows are chains, padded at the end, of which a commit keeps every real node
-    parts_BN: Tensor | None = None
-    """Which drafter of an ensemble proposed each node first, from 0, int64; None for the tree of one drafter."""
+    parts_BN: Tensor | None = None  # Drafter of an ensemble that proposed each node first, from 0, int64; None for one
 
     @property
     def size(self) -> int:

@@ -31,8 +31,7 @@ class Injection:
     """States that virtual nodes enter a layer with, in place of those that the layers before it gave them."""
 
     layer: int  # Index of the target's layer
-    states: Callable[[Tensor, Tensor], Tensor]
-    """From what enters the layer at the nodes before the virtual ones, [B, M, D], and the slots [B, M]."""
+    states: Callable[[Tensor, Tensor], Tensor]  # From what enters the layer at the nodes before, [B, M, D], and slots
 
 
 @dataclass(frozen=True, kw_only=True)

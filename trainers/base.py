@@ -45,10 +45,8 @@ from .steps.training_clock import Clock, DataWait, peak_memory_bytes
 from .steps.training_curve import TrainingCurve
 from .train_config import ZERO_STAGES, TrainConfig, decisive_settings
 
-LEAST_STEPS = 4
-"""Optimizer steps that a run makes whatever its minutes: it ends with a draft that has learned something."""
-PATIENCE = 8
-"""Optimizer steps without a supervised token after which a run stops: long prompts may fill one step, but not eight."""
+LEAST_STEPS = 4  # Optimizer steps of a run whatever its minutes: it ends with a draft that has learned something
+PATIENCE = 8  # Optimizer steps without a supervised token that end a run: long prompts may fill one, but not eight
 
 
 class DraftModule(L.LightningModule):
@@ -70,12 +68,10 @@ class DraftModule(L.LightningModule):
     """
 
     drafter_class: ClassVar[type[Drafter]]  # The family's drafter
-    card: ClassVar[FamilyCard | None] = None
-    """Row in the table of methods of a training variant that its drafter's own card does not describe."""
+    card: ClassVar[FamilyCard | None] = None  # Of a training variant that its drafter's own card does not describe
     drafter: Drafter
     decay: ClassVar[float] = 0.8  # Weight of draft step k in the loss is decay ** k (arXiv:2401.10774, section 2.2.1)
-    changes_target: ClassVar[bool] = False
-    """Whether the target is trained too; its states then cannot be stored beforehand."""
+    changes_target: ClassVar[bool] = False  # Whether the target is trained too; its states then cannot be stored before
     needs_whole_target: ClassVar[bool] = False
     """Whether training reads the target's layers other than by `Target.encode`: with gradients, or as copies. They must
     then be whole on one device of each process."""
@@ -103,8 +99,7 @@ class DraftModule(L.LightningModule):
         self.figures: dict[str, float] = {}
         self.curve = TrainingCurve()
         self.clock, self.wait = Clock(), DataWait()
-        self.seconds = 0.0
-        """Seconds trained up to the newest optimizer step; the same in all processes of a run that ends by time."""
+        self.seconds = 0.0  # Trained up to the newest optimizer step; equal in all processes of a run that ends by time
         self.stopped = False  # Whether the run ends after this optimizer step although it is not finished
         self.peak_memory_bytes = 0
         self.guard = StepGuard()

@@ -19,8 +19,7 @@ FEWEST_TOKENS = 1000  # Fewest decoded tokens for a meaningful choice of the che
 LAST, BEST = "last.ckpt", "best.safetensors"
 
 
-Measure = Callable[[Drafter, Sequence[Features]], Acceptance]
-"""A function that counts what decoding held-out rows accepts; its accepted length is a measurement, not an estimate."""
+Measure = Callable[[Drafter, Sequence[Features]], Acceptance]  # Counts what decoding held-out rows accepts: measured
 
 
 class EveryStep(L.Callback):

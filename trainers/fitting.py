@@ -27,8 +27,7 @@ from .processes.zero_strategy import strategy_for
 from .steps.checkpoints import AtomicCheckpointIO, load_weights
 from .train_config import TrainConfig
 
-BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
-"""Instruction sets of x86 CPUs that multiply bfloat16 matrices faster than float32 ones."""
+BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")  # x86 instructions by which bfloat16 matrices beat float32 ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +36,8 @@ class FitResult:
 
     checkpoint: Path  # The drafter's own weights (safetensors) at the step with the greatest accepted length
     accepted_length: float  # Tokens per target pass, bonus included, decoded on held-out text at that step
-    by_position: tuple[float, ...]
-    """Share of passes that accepted at least the 1st, 2nd, ... drafted token, at that step."""
-    curve: tuple[MeasuredStep, ...]
-    """Every measurement, the untrained drafter's first, with the training text since the one before."""
+    by_position: tuple[float, ...]  # Share of passes that accepted at least the 1st, 2nd, ... drafted token, then
+    curve: tuple[MeasuredStep, ...]  # Every measurement from the untrained drafter's on, with the text trained on since
     parameters: int  # Number of trained weights
     step: int  # The optimizer step with the greatest accepted length
     steps: int  # Optimizer steps of the whole run

@@ -12,10 +12,8 @@ from .steps.optimizers import OptimizerName
 
 Precision = Literal["auto", "32-true", "bf16-mixed"]  # Lightning's names of precisions, and `auto`
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")  # Lightning's names of the device kinds that train here
-UNDECISIVE = ("activation_checkpointing",)
-"""Settings of training that decide no weight but by rounding: a run may be resumed with others."""
-DIVISION = ("accumulate", "devices", "num_nodes")
-"""Settings whose product is the number of micro-batches of an optimizer step: it alone decides, up to rounding."""
+UNDECISIVE = ("activation_checkpointing",)  # Decide no weight but by rounding: a run may be resumed with others
+DIVISION = ("accumulate", "devices", "num_nodes")  # Their product, the micro-batches of a step, alone decides
 MOST_LR = 100.0  # Largest learning rate: beyond it no optimizer here learns, and float32 overflows
 ZERO_STAGES = {f"deepspeed_stage_{stage}": stage for stage in (1, 2, 3)}
 """Lightning's names of DeepSpeed's strategies, and the stage of ZeRO (arXiv:1910.02054, section 5)."""

@@ -32,8 +32,7 @@ class Conversation:
     truncated: int = 0  # Answers cut by the length limit
     full: bool = False  # True if it ends early because the target's context does
     rows: list[Row] = field(default_factory=list)  # Its training rows; filled when it is complete
-    states: list[RecordedStates] = field(default_factory=list)
-    """The target's states at its prompts and answers, where they were recorded."""
+    states: list[RecordedStates] = field(default_factory=list)  # The target's at its prompts and answers, if recorded
 
     def take(self, prompt: list[int], generation: Generation, said: Message,
              states: RecordedStates | None = None) -> None:

@@ -32,10 +32,8 @@ class DataFolder:
             raise UserError(f"{queue} is a link to {queue.readlink()}, and unfinished work is kept in a folder of its "
                             "own; remove the link")
         self.out, self.manifest, self.config = out, asked, config
-        self.held: set[int] = set()
-        """Keys of the held-out prompts (`DistillTask.asked_key`): the train shards have none, with whatever answer."""
-        self.seen: set[int] = set()
-        """Keys of the rows in the manifest's train shards (`DistillTask.key`), which are not repeated."""
+        self.held: set[int] = set()  # Keys of the held-out prompts (`DistillTask.asked_key`), which no train shard has
+        self.seen: set[int] = set()  # Keys (`DistillTask.key`) of the manifest's train rows, which are not repeated
         self.answered: set[int] = set()  # Numbers of their prompts
         self.started, self.spent = time.monotonic(), 0.0
         self._counted: dict[str, float] = {}

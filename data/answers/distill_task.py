@@ -24,10 +24,8 @@ from ..store.token_store import Manifest
 from .distill_config import DistillConfig
 from .writers import Writer, source_of
 
-PACKAGES = ("draftsmith", "safetensors", "tokenizers", "torch", "transformers")
-"""Packages whose versions decide the bytes of a shard."""
-SAID: Message = {"role": "assistant", "content": "a"}
-"""An answer in a trial, as short as can be: a conversation ends early where answers fill the context."""
+PACKAGES = ("draftsmith", "safetensors", "tokenizers", "torch", "transformers")  # Their versions decide a shard's bytes
+SAID: Message = {"role": "assistant", "content": "a"}  # The shortest answer, of a trial: answers fill the context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +34,7 @@ class DistillTask:
     ValueError if a caller gives a writer without `distill.draft`, or another target than `train_dtype` names."""
 
     target: Target  # Answers held-out prompts; its identity and its states are those of the data
-    train_target: Target
-    """This model in the number format of `distill.train_dtype`: writes prompts and answers those of training."""
+    train_target: Target  # In the number format of `distill.train_dtype`: writes prompts and answers those of training
     prompts: PromptConfig
     config: DistillConfig
     template: ChatTemplate  # Of the target's tokenizer

@@ -14,8 +14,7 @@ from ..store.collate import Piece, pad
 from .answering import Answerer
 
 PROBES = ("Why is the sky blue?", "Name three colours.", "1, 2, 3, 4,", "Write a short poem about the sea.",
-          "def add(a, b):", "Wie heißt du?", "What is 17 times 3?", "Once upon a time")
-"""Prompts of the trial."""
+          "def add(a, b):", "Wie heißt du?", "What is 17 times 3?", "Once upon a time")  # Prompts of the trial
 PROBE_TOKENS = 32  # Longest answer of the trial, in tokens
 STEPS = 2  # Rounding steps of bfloat16, at the size of the best logit, within which another engine may choose otherwise
 log = logging.getLogger(__name__)

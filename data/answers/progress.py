@@ -17,8 +17,7 @@ class Progress:
     """Line of the current stage. Counts in another unit than the line's only appear as a rate next to it."""
 
     shown: bool
-    seconds_left: Callable[[], float] = lambda: math.inf
-    """Returns the seconds that a limit in minutes leaves for all stages; infinite where none ends them."""
+    seconds_left: Callable[[], float] = lambda: math.inf  # Of a limit in minutes for all stages; infinite without one
     line: ProgressLine | None = None  # None between two stages
     tokens: int = 0  # Tokens of the stage
     busy: int = 0  # Slots with an answer, summed over its passes

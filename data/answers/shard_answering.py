@@ -37,10 +37,8 @@ class ShardAnswering:
         self.task, self.source, self.folder, self.progress = task, source, folder, progress
         self.writers = RowWriters(task, self._count, progress.count_slots)
         self.queue: ShardQueue | None = None  # None until prompts are held out
-        self.mine: set[int] = set()
-        """Shards that this process has finished, which its progress counted answer by answer."""
-        self.others: dict[str, int] = {}
-        """Answer tokens and prompts of the other finished shards, as far as the progress has counted them."""
+        self.mine: set[int] = set()  # Shards that this process has finished, whose answers its progress counted
+        self.others: dict[str, int] = {}  # Answer tokens and prompts of the other finished shards, as far as counted
         self.checked = time.monotonic()
 
     def work(self, locks: FolderLocks, states: ShardStates) -> None:

@@ -27,8 +27,7 @@ process that has opened it and one that finds it removed would lock two differen
 MERGE, HELD_OUT, VALIDATION, FIRST = range(4)
 """Locks: of the list of finished shards, of the held-out prompts, of the answers to those of validation, and of the
 first shard's prompts; those of its answers, and of the shards after it, follow in turn."""
-VALIDATION_PROMPTS = "validation.jsonl"
-"""File with the validation prompts, gone when all of them are answered in complete data."""
+VALIDATION_PROMPTS = "validation.jsonl"  # The validation prompts; gone when all are answered in complete data
 SHARD_FILE = re.compile(r"\.?(?:.+-)?(train-\d{5,}\.safetensors)(?:(?:\.[0-9a-f]{8})?\.partial)?")
 """Name of a train shard, of a file of its states, or of one of them half-written."""
 REMEDY = "delete it, the shard is then answered again"

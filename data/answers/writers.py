@@ -11,8 +11,7 @@ from ...modules.policies.sampled_tree import SampledTree
 from ...modules.token_tree import Topology
 from ..store.token_store import SOURCES, SourceName
 
-DRAFT_TOKENS = 4
-"""Tokens that a draft writes in a row; one of the target's follows, which gives the draft new states to read."""
+DRAFT_TOKENS = 4  # Written in a row; one of the target's follows, which gives the draft new states to read
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,8 +73,7 @@ class Split:
         records = manifest.split(name)
         self.files = [record.file for record in records]  # Names of the shards
         self.shards = [TokenShard.read(folder / record.file, record.sha256) for record in records]
-        self.learned = [learned.of(shard) for shard in self.shards]
-        """True at the tokens of each shard that are learned, bool [T]."""
+        self.learned = [learned.of(shard) for shard in self.shards]  # True at learned tokens, bool [T] a shard
         self.all_stored = config.states == "stored"
         self.states: list[FeatureShard] = open_features(folder, records, taps) if self.all_stored else []
 

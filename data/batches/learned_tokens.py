@@ -25,8 +25,7 @@ LEAST_REPEATED = 16  # Fewest repeated tokens of a repetition; also at least two
 class LearnedTokens:
     """The choice of labels among the tokens of a folder of data."""
 
-    around: Surroundings | None = None
-    """Tokens around a prompt that the target wrote, which is learned too; None where prompts are not."""
+    around: Surroundings | None = None  # Around a prompt that the target wrote, if it is learned; else None
 
     def of(self, shard: TokenShard) -> Tensor:
         """True at the tokens that are learned as labels, bool [T]."""

@@ -18,8 +18,7 @@ from .folder_engine import FolderEngine
 from .state_engine import StateEngine
 from .vllm_engine import VllmEngine
 
-PROBE = "probe.safetensors"
-"""File of the target's own states, kept with the data: they are computed once, where the target is."""
+PROBE = "probe.safetensors"  # The target's own states, kept with the data: computed once, where the target is
 ROWS, TOKENS = 4, 64  # Rows of the trial, and most tokens of each
 BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 0.01, torch.bfloat16: 0.06}
 """Largest difference that the coarser of two number formats explains: the median over tokens, as a share of the

@@ -28,8 +28,7 @@ class Piece:
     tokens_N: Tensor  # Token ids
     supervised_N: Tensor  # Written by the assistant, bool
     first: int = 0  # Position of the first token in its conversation
-    final: StateSlice | None = None
-    """The target's final states as they are stored; None when the target computes them in the step."""
+    final: StateSlice | None = None  # The target's final states as they are stored; None when a step computes them
     taps: dict[int, StateSlice] = field(default_factory=dict)  # Outputs of the tapped layers by layer index, likewise
 
 

@@ -27,8 +27,7 @@ from .state_formats import StateFormat, format_named
 from .token_store import FORMAT_VERSION, Manifest, ShardRecord, TokenShard, hash_file, write_bytes, write_tensors
 
 PASS_TOKENS = 1024  # Tokens of one pass of the target, padding included; a longer row is a pass of its own
-StateReader = Callable[..., dict[int, dict[str, Tensor]]]
-"""Reader of the states of rows: `read_rows` with its target, or another engine, which takes the same arguments."""
+StateReader = Callable[..., dict[int, dict[str, Tensor]]]  # `read_rows` with its target, or an engine's reader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +126,7 @@ class Encoding:
         # Scales of channels, in the target's own number format, stand once in a file.
         channels = width * target.dtype.itemsize if stored.scaled else 0
         self.bytes = sum((record.tokens * stored.token_bytes(width) + channels) * len(names)
-                         for record, names in self.missing.items())
-        """Bytes of the states that will be written."""
+                         for record, names in self.missing.items())  # Bytes of the states that will be written
 
     def run(self, *, progress: bool = True) -> list[Path]:
         """Read them and store their states; returns the files that hold the states of all shards. UserError if a shard

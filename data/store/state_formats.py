@@ -70,8 +70,7 @@ FORMATS = {one.name: one for one in (
     StateFormat("float16", torch.float16), StateFormat("bfloat16", torch.bfloat16),
     StateFormat("float32", torch.float32), StateFormat("float64", torch.float64),
     StateFormat("int8", torch.int8, 127.0, by_channel=True), StateFormat("fp8", torch.float8_e4m3fn, 448.0),
-)}
-"""Every format by name."""
+)}  # Every format by name
 
 
 def format_named(name: str | None, own: torch.dtype) -> StateFormat:
@@ -87,8 +86,7 @@ class StateSlice:
     """States of some tokens as they lie in a file."""
 
     codes_ND: Tensor  # The states, or their codes
-    scales: tuple[Tensor, Tensor] | None = None
-    """Scales of codes: of the channels of the whole file, [D], and of these tokens, [N]."""
+    scales: tuple[Tensor, Tensor] | None = None  # Of codes: [D] of the channels of the whole file, [N] of these tokens
 
     def states(self) -> Tensor:
         """The states, [N, D]."""

@@ -164,8 +164,7 @@ class Manifest:
     held_out: HeldOut | None = None  # Prompts kept for evaluation; None when none were asked for
     repeated: int = 0  # Candidates left out because the data have them already
     skipped: dict[str, int] = field(default_factory=dict)  # Rows of the source that cannot be used, by reason
-    unwritten: dict[str, int] = field(default_factory=dict)
-    """Rows of which the chat template leaves something out, by what."""
+    unwritten: dict[str, int] = field(default_factory=dict)  # Rows of which the chat template leaves something out
     complete: bool = False  # True once the budget is spent or the prompts are used up
 
     def split(self, name: str) -> tuple[ShardRecord, ...]:

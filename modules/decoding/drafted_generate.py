@@ -20,8 +20,7 @@ from ..target.model import Target
 from .answers import decode
 from .requests import DecodeSettings, Generation, Request
 
-_TAKEN = {"input_ids", "attention_mask", "generation_config", "tokenizer"}
-"""Arguments that are no settings of a generation config."""
+_TAKEN = {"input_ids", "attention_mask", "generation_config", "tokenizer"}  # No settings of a generation config
 _STOPS = "stop_strings"  # The setting of stop texts
 _RICHER = "return_dict_in_generate"  # The setting that asks for more than tokens
 

@@ -19,8 +19,7 @@ class WrittenToken:
 
     token: int  # Its id
     guessed: bool  # True for an accepted guess of the draft, False for a token that the target chose itself
-    rejected: tuple[int, ...] = ()
-    """Guesses of the draft for the same place that the target rejected; empty where the draft made none."""
+    rejected: tuple[int, ...] = ()  # The draft's guesses for the same place that the target rejected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +27,7 @@ class GuessedPass:
     """The guesses of one row's pass, as verified."""
 
     accepted: int = 0  # Accepted guesses; the token after them is the target's own
-    rejected: tuple[int, ...] = ()
-    """Guesses for the place of the target's token, in the order of the tree's nodes, each once."""
+    rejected: tuple[int, ...] = ()  # Guesses for the place of the target's token, in the tree's order, each once
 
     def written(self, tokens: Sequence[int]) -> list[WrittenToken]:
         """The tokens that the pass added to its answer, with their authors; the last ones are missing where the answer
@@ -48,8 +46,7 @@ PROMPT_PASS = GuessedPass()  # The pass over the prompt: nothing is guessed, and
 class PassRecorder:
     """An observer of the decoding loop that keeps the guesses of every pass."""
 
-    passes: dict[int, list[GuessedPass]] = field(default_factory=dict)
-    """Passes after the prompt's, by the request's index."""
+    passes: dict[int, list[GuessedPass]] = field(default_factory=dict)  # By the request's index, after the prompt's
 
     def __call__(self, tree: TokenTree, accepted: Accepted, generations: Sequence[Generation]) -> None:
         last_B1 = accepted.counts_B[:, None] - 1

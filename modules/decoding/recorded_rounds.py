@@ -89,8 +89,7 @@ class RecordedRounds:
         self.batch, self.longest, self.record = batch, longest, record
         self.caches = (batch.rows.cache, *(() if batch.state is None else batch.state.caches))
         self.row_steps, self.slot_steps = steps_to(rows), list[int]()
-        self.extents: list[int] = []
-        """Most slots after a row's tokens that a round takes in each cache; unknown before the first round."""
+        self.extents: list[int] = []  # Most slots after a row's tokens that a round takes in each cache
         self.refusal = ""  # The reason that some part of a round cannot be recorded; empty while none has failed
         self.made: dict[RoundShape, RecordedRound] = {}
         self._first: Round | None = None

@@ -22,12 +22,9 @@ class Request:
     """One prompt to be continued. Decoding checks it, so that a wrong one does not keep others from being answered."""
 
     tokens: tuple[int, ...]  # The prompt's token ids
-    index: int
-    """Names the request in results and keys its stream of random numbers: 0 to 2^63 - 1, a different one for each
-    request of a run."""
+    index: int  # Names the request in results and keys its random numbers: 0 to 2^63 - 1, each once in a run
     max_new_tokens: int  # Most tokens to emit
-    temperature: float = 0.0
-    """0 is greedy; a sampled answer has one from 0.001 to 1000, where float32 keeps what it stands for."""
+    temperature: float = 0.0  # 0 is greedy; else from 0.001 to 1000, where float32 keeps what it stands for
     least: int = 0  # Tokens that it gets whatever a deadline says
 
     def fault(self, context_length: int, vocab_size: int) -> str:
@@ -133,8 +130,7 @@ class Generation:
 
     request: Request
     tokens: list[int] = field(default_factory=list)  # New tokens, the end token included
-    emitted: list[int] = field(default_factory=list)
-    """Tokens added by each pass after the prompt's, cut where the answer ended."""
+    emitted: list[int] = field(default_factory=list)  # Tokens added by each pass after the prompt's, until the end
     logprobs: list[float] = field(default_factory=list)
     """With `DecodeSettings.logprobs`, the target's own log-probability of each token after those before it, of the
     softmax of its logits: before penalty, temperature and filters, as OpenAI's API and vLLM give it, however the token

@@ -54,8 +54,7 @@ class Round:
     accepted: Accepted  # The accepted paths
     counts_B: Tensor  # Tokens to commit: of the accepted path, and none in rows without a sequence
     host_BX: Tensor  # Numbers of the round that the host reads; see `read`
-    logprobs_BK: Tensor
-    """If asked for, the target's log-probabilities of the accepted tokens and, after them, of its own."""
+    logprobs_BK: Tensor  # If asked for, of the accepted tokens and, after them, of the target's own
     observation: Observation  # The accepted tokens with their states, for the drafter
 
     def __init__(self, batch: Batch, rows: int, *, padded: bool = False) -> None:

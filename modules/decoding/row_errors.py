@@ -35,8 +35,7 @@ class DecodeError(UserError):
         others = len(result.generations) - len(failed)
         text = "; ".join(generation.error for generation in failed)
         super().__init__(text if not others else f"{text} ({others} other answers are in this error's result)")
-        self.result = result
-        """Every generation; those that failed have `finish` "error", their tokens so far and their `error`."""
+        self.result = result  # Every generation; failed ones have `finish` "error", their tokens so far and `error`
 
 
 def message(code: int, generation: Generation, vocab_size: int) -> str:

@@ -54,8 +54,7 @@ class Drafts:
     """
 
     hidden_BLKD: Tensor  # Draft hidden states, ready for the output layer
-    offsets: tuple[int, ...]
-    """Distance in tokens from a position to the token that each of its K states predicts; they may be equal."""
+    offsets: tuple[int, ...]  # Tokens from a position to the one that each of its K states predicts; they may be equal
     valid_BLK: Tensor | None = None
     """False where a draft step has no state at a position, such as one dropped in training: it adds nothing to the loss
     there, and its hidden state may be any finite one. None when no state is missing, as always in evaluation mode."""
@@ -71,9 +70,7 @@ class Drafts:
     to that of the other steps."""
     candidates: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     """(these tokens, their logits), [..., C] each, for such a step's states [..., D]."""
-    indices_BL: Tensor | None = None
-    """Index in its row of each of the L positions, where drafts start at a few sampled ones alone, as in training with
-    anchors; None when the positions are those of the whole row."""
+    indices_BL: Tensor | None = None  # Index in its row of each of the L positions, where drafts start at sampled ones
 
     def __post_init__(self) -> None:
         shape = self.hidden_BLKD.shape
@@ -109,10 +106,8 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
     """
 
     card: ClassVar[FamilyCard]  # The family's row in the table of methods
-    export_refusal: ClassVar[str | None] = None
-    """Why no export format can hold the family, as a sentence for users; None when one can."""
-    reads_states: ClassVar[bool] = True
-    """True if `forward` reads the target's final or tapped states; False for a draft language model."""
+    export_refusal: ClassVar[str | None] = None  # Why no export format can hold the family, as a sentence; or None
+    reads_states: ClassVar[bool] = True  # True if `forward` reads the target's states; False for a draft language model
     compiled_kinds: tuple[type[nn.Module], ...] = ()
     """Classes of its layers that run compiled while it drafts; none in a family that adds next to nothing to the
     target's own layers."""

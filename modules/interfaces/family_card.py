@@ -12,8 +12,7 @@ class FamilyCard:
     guesses: str  # The way it guesses, in one line
     cost: str  # Cost of training or drafting, in one phrase
     papers: tuple[str, ...] = ()  # arXiv numbers, the method's own first
-    needs_export: bool = True
-    """Whether there is an artifact to export; False for tree policies and for drafting without training."""
+    needs_export: bool = True  # Whether there is an artifact to export; not for policies and drafting without training
 
 
 def method_table(cards: Iterable[tuple[FamilyCard, Sequence[str]]]) -> str:

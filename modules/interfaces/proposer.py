@@ -41,8 +41,7 @@ class Scores:
     """
 
     log_probs_BFHQ: Tensor  # Draft log-probabilities, float32; minus infinity means "no guess"
-    token_ids_Q: Tensor | None = None
-    """Target-vocabulary id of each entry of a reduced draft vocabulary; None when Q is the whole vocabulary."""
+    token_ids_Q: Tensor | None = None  # Target-vocabulary id of each entry of a reduced vocabulary; None for the whole
     candidates_BFHQ: Tensor | None = None
     """In place of `token_ids_Q`: the ids of a few candidates, different at each node. Only a drafter that sets this may
     return fewer guesses than requested."""
@@ -126,12 +125,9 @@ class Observation:
     final_BND: Tensor  # The target's final states (after its last norm) at those tokens
     taps: dict[int, Tensor]  # Outputs of the tapped layers at those tokens, each [B, N, D]
     roots_B: Tensor  # The next token of each row: the root of its next tree
-    verified: Verified | None = None
-    """The target's logits, for drafters with `reads_logits`: at all nodes of a pass, at the last token of a prompt
-    chunk."""
+    verified: Verified | None = None  # For drafters with `reads_logits`: of all nodes, or of a chunk's last token
     ahead: AheadStates | None = None  # States at the virtual nodes of a pass; None for a pass without any
-    host_rows: list[int] | None = None
-    """The rows of the state that these are, as known on the host; None where only the device knows them."""
+    host_rows: list[int] | None = None  # The rows of the state that these are; None where the device alone knows them
     host_counts: list[int] | None = None  # `counts_B` as known on the host; None where only the device knows them
 
     def on_host(self, rows_R: Tensor) -> tuple[list[int], list[int]]:
@@ -166,8 +162,7 @@ class DraftState:
     CUDA graph. A growing tree is made anew in each pass.
     """
 
-    held: Sequence["RowBuffer | RowCache | DraftState"] = ()
-    """The parts with an entry for each row, for `clear` and `keep`."""
+    held: Sequence["RowBuffer | RowCache | DraftState"] = ()  # With an entry for each row, for `clear` and `keep`
     caches: Sequence[RowCache] = ()  # Keys and values of the rows that belong to the drafter alone
 
     def drop_tree(self) -> None:
@@ -206,8 +201,7 @@ class Proposer(ABC, Generic[State]):
 
     family: ClassVar[str]  # Name of the family in artifacts, recipes and reports
     taps: tuple[int, ...] = ()  # Target layers whose outputs it reads
-    reach: int | None = None
-    """Depths below the root that it can score, for a parallel family; None when there is no limit."""
+    reach: int | None = None  # Depths below the root that a parallel family can score; None when there is no limit
     reads_logits: bool = False  # True if observations must contain the target's logits
 
     @abstractmethod

@@ -22,16 +22,14 @@ FIRST_SLOTS = 256  # Slots of a row that are allocated at once; rows that need m
 MANY_SLOTS = 8_192
 """Slots of all rows from which the layers on a device are in several blocks, of which one is in memory twice while the
 cache grows. A smaller cache is one block: every pass moves the accepted slots of each."""
-PARTS, FEWEST_LAYERS = 8, 4
-"""Most blocks on one device, and fewest layers of a block unless there are fewer: smaller ones would save little."""
+PARTS, FEWEST_LAYERS = 8, 4  # Most blocks on a device, and fewest layers of one if it has them: smaller save little
 
 
 @dataclass
 class Window:
     """The rows and slots that the running pass writes."""
 
-    rows: slice | Tensor
-    """Rows of the storage, as a slice (read through a view) or an index tensor (read through a copy)."""
+    rows: slice | Tensor  # Rows of the storage: a slice (read through a view) or an index tensor (through a copy)
     rows_B1: Tensor  # The same rows as a column of indices
     host_rows: list[int]  # The same rows on the host
     slots_BN: Tensor  # Slot of every new token

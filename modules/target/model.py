@@ -90,11 +90,9 @@ class Target:
                                                           self.vocab_size)
         self.native_attention: str = self.config._attn_implementation
         self.recurrent = install(self.decoder)  # Whether some layers have recurrent states
-        self.cache_groups: Sequence[Hashable] = range(self.num_layers)
-        """A mark of each layer, equal where keys and values have equal shapes, see `RowCache`; the check finds out."""
+        self.cache_groups: Sequence[Hashable] = range(self.num_layers)  # Equal where keys and values have equal shapes
         self.is_native = False  # Whether a block of `native` runs, in which the model knows no trees
-        self.broken_V: Tensor | None = None
-        """True at tokens whose embedding holds NaN or infinity; None when there is none."""
+        self.broken_V: Tensor | None = None  # True at tokens whose embedding holds NaN or infinity; None without any
         self.compiler = Compiler()  # Of these layers and of those of drafters that draft for them
         self._compiled: CompiledLayers | None = None
         if not sketched:

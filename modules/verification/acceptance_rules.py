@@ -23,8 +23,7 @@ from .tree_walk import Accepted, down_to, follow
 class Chances:
     """Random numbers for one verification, uniform in [0, 1) and independent; ignored in greedy rows."""
 
-    choices_BN: Tensor
-    """For the target's choice after each node: the number of the place that the chosen token would take."""
+    choices_BN: Tensor  # After each node: the number of the place that the target's choice would take
     tests_BN: Tensor  # For the acceptance test of each node; only rules of rejection read it
 
 
@@ -53,8 +52,7 @@ class Equality(Rule):
 class SiblingOutcome:
     """Outcome of rejection for the children of one node a row."""
 
-    accept_BK: Tensor
-    """Probability of accepting each child once the ones before it were rejected; 0 where there is none."""
+    accept_BK: Tensor  # Chance of accepting each child once the ones before it were rejected; 0 where there is none
     rest_BV: Tensor  # Distribution of the emitted token when every child was rejected
 
 

@@ -18,10 +18,8 @@ LEAST_TEMPERATURE = 1e-3
 """Smallest temperature of a sampled row. Divided by it, logits of up to 100 are exact to 0.01 nats in float32, in which
 transformers divides too; below it the second likeliest token needs a gap under a hundredth of a nat to be drawn once in
 20,000 times."""
-GREATEST_TEMPERATURE = 1e3
-"""Largest temperature: all probabilities are equal to a few per cent, and far above it float32 would lose the rest."""
-TEMPERATURES = f"0 (greedy) or from {LEAST_TEMPERATURE:g} to {GREATEST_TEMPERATURE:g}"
-"""The temperatures of a request, for messages."""
+GREATEST_TEMPERATURE = 1e3  # Largest one: all tokens are about equally likely, and far above it float32 loses the rest
+TEMPERATURES = f"0 (greedy) or from {LEAST_TEMPERATURE:g} to {GREATEST_TEMPERATURE:g}"  # For messages
 _NUCLEUS_CANDIDATES = (512, 4096)
 """Tokens among which a nucleus is looked for first, and after them. Of the prompts that a target of 135M parameters
 writes, one nucleus of 0.95 in five is larger than the first number, one in eighty than the second."""
@@ -72,12 +70,10 @@ class SamplingSetting:
 class Sampling:
     """Processing of the target's logits in transformers' order: temperature, top-k, top-p, min-p."""
 
-    temperature_B: Tensor
-    """Per row, float32; 0 is greedy, others lie between LEAST_TEMPERATURE and GREATEST_TEMPERATURE."""
+    temperature_B: Tensor  # [B], float32; 0 is greedy, others from LEAST_TEMPERATURE to GREATEST_TEMPERATURE
     top_k: int = 0  # Keep the k likeliest tokens; 0 keeps all
     top_p: float = 1.0  # Keep the smallest set of likeliest tokens whose probabilities reach this sum; 1.0 keeps all
-    min_p: float = 0.0
-    """Keep the tokens that have at least this share of the likeliest one's probability; 0.0 keeps all."""
+    min_p: float = 0.0  # Keep tokens with at least this share of the likeliest one's probability; 0.0 keeps all
     sampling_rows: tuple[int, ...] = ()  # Rows with a temperature above 0, known on the host
 
     def distribution(self, logits_BNV: Tensor) -> Tensor:

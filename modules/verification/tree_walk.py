@@ -22,8 +22,7 @@ from ..token_tree import TokenTree
 class Accepted:
     """The accepted path of each row, from the root down, and the token the target adds to it."""
 
-    path_BK: Tensor
-    """Node indices, ascending; beyond `counts_B` each column holds its own index, so that moving it changes nothing."""
+    path_BK: Tensor  # Ascending node indices; beyond `counts_B` a column holds its own index, and moves nothing
     counts_B: Tensor  # Nodes on the path, the root included: tokens that enter the cache
     bonus_B: Tensor  # The target's choice at the last accepted node: the next root
 

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from .counted_storages import CountedStorages
 
-LARGE = 1 << 16
-"""Elements from which a new floating-point tensor has no values: smaller ones may hold numbers that are read."""
+LARGE = 1 << 16  # Elements from which a new floating-point tensor has no values: smaller ones may be read as numbers
 _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 
 

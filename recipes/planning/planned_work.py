@@ -24,8 +24,7 @@ from .counted_work import CountedWork, blank_tensors
 
 TEMPLATE_TOKENS = 32  # Tokens of a chat template around a prompt
 USUAL_PROMPT = 256  # Tokens of the longest prompt where nothing limits them
-ROW_CONVERSATIONS = 16
-"""Most conversations of a planned row: memory does not depend on their number, the time of planning does."""
+ROW_CONVERSATIONS = 16  # Most conversations of a planned row: they cost the time of planning, but no memory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,10 +31,8 @@ class StagePlan:
 
     name: str  # The stage
     parts: dict[str, int]  # Bytes by purpose, on each device, or in each process on a CPU; alive together
-    host: dict[str, int] = field(default_factory=dict)
-    """Bytes by purpose in the memory of the machine, next to those of an accelerator."""
-    processes: int = 1
-    """Processes of this stage on one machine, each of which takes the parts; 1 where the recipe's training decides."""
+    host: dict[str, int] = field(default_factory=dict)  # Bytes by purpose in the machine's memory, next to a GPU's
+    processes: int = 1  # Processes of this stage on one machine, each with these parts; 1 where training decides
 
     @property
     def peak(self) -> int:
@@ -66,10 +64,8 @@ class StagePlans:
         """Processes that answer prompts on one machine, as far as its memory holds them."""
         self.moments = moments(module)
         self.zero = ZERO_STAGES.get(recipe.train.strategy, 0)
-        self.split = recipe.train.world if self.zero == 3 else 1
-        """Processes among which the drafter's weights, gradients and moments are divided."""
-        self.gathered = FLOAT32 * parameters_of(module) if self.split > 1 else 0
-        """Bytes of the weights that a step has whole at once, next to this process's part of all."""
+        self.split = recipe.train.world if self.zero == 3 else 1  # Processes that divide the drafter's weights, moments
+        self.gathered = FLOAT32 * parameters_of(module) if self.split > 1 else 0  # Of weights that a step has whole
         self.longest = min(target.context_length, opening(recipe) + recipe.distill.max_new_tokens)
         self.held_out = self.work.held_out()
 

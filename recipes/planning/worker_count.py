@@ -10,11 +10,9 @@ from ...data import ReadPrompts
 from ...modules import TargetConfig
 from ..recipe import Recipe
 
-MOST_ON_CPU = 8
-"""Most processes that `auto` starts on a CPU, each with a copy of the target: more threads gain a small one nothing."""
+MOST_ON_CPU = 8  # Most processes of `auto` on a CPU, each with a copy of the target: more gain a small one nothing
 MEMINFO = Path("/proc/meminfo")  # File in which Linux says how much memory is free
-CGROUP = Path("/sys/fs/cgroup")
-"""Folder in which a container's limit of memory stands, where it has one (cgroups, version 2)."""
+CGROUP = Path("/sys/fs/cgroup")  # Where a container's limit of memory stands, if it has one (cgroups, version 2)
 
 
 def worker_count(recipe: Recipe, gpus: int | None) -> int:

@@ -37,15 +37,12 @@ class Supervision:
     Where drafts start at a few sampled positions, few steps predict the same token: then N counts these positions, each
     with the K labels of its steps."""
 
-    sources_NK: Tensor
-    """Row of the draft's states at which draft step k predicts the token; any with a finite state where it does not."""
+    sources_NK: Tensor  # The draft's row at which step k predicts the token; any finite one where it does not
     valid_NK: Tensor  # True where draft step k predicts the token and learns from it
     labels_NK: Tensor  # The token's entry in the draft vocabulary; 0 where it has none, which no draft step learns
     teachers_NK: Tensor  # Position of the final state from which the target predicts the token
-    missed_PK: Tensor
-    """True where the label of a draft step after place P is outside the draft vocabulary, and is not learned."""
-    by_token: bool = True
-    """True if all steps of an entry have one label, so that the target's distribution serves them all."""
+    missed_PK: Tensor  # True where the label of a step after place P is outside the draft vocabulary: not learned
+    by_token: bool = True  # True if all steps of an entry have one label, and thus one distribution of the target
 
     def sources(self, states_BLKD: Tensor) -> Tensor:
         """The draft steps' states at the positions that predict the tokens, [N, K, D]."""
@@ -110,8 +107,7 @@ class VocabularyLoss:
     weights: tuple[float, ...]  # Weight of each draft step in the loss
     parameters: tuple[nn.Parameter, ...] = ()  # Trained weights that `project` reads, or a draft's `candidates`
     objective: ObjectiveName  # Name of the loss of all draft steps
-    teacher: Teacher | None = None
-    """The target's distribution for its final states [..., D]; None when no objective reads it."""
+    teacher: Teacher | None = None  # The target's distribution; None when no objective reads it
     feature_weight: float = 0.0  # Weight of the feature loss relative to the objective's 1
     paths: PathWeights | None = None
     """Weights of the steps after each place by the chances of those before, in place of one for each step. A pass
@@ -183,8 +179,7 @@ class _Rows:
     supervision: Supervision
     drafts: Drafts
     final_MD: Tensor | None  # The target's final states; None where nobody reads its distribution
-    weights_NK2: Tensor | None = None
-    """Weight of each entry in the loss and its share in the divisor, where the steps of a place have their own."""
+    weights_NK2: Tensor | None = None  # Weight of each entry in the loss and its share in the divisor, or None
 
     @torch.no_grad()
     def weigh(self, name: PathWeights, hidden_NKD: Tensor) -> None:

@@ -24,14 +24,11 @@ from ...modules.target.model import Target
 
 ObjectiveName = Literal["hard", "argmax", "soft", "reverse_kl", "jsd", "tvd", "hard_tvd", "lk_alpha", "lk_hybrid"]
 """Names for recipes; each is a function in this file."""
-HARD_SHARE, TVD_SHARE = 0.1, 1.8
-"""Weights of `hard_tvd`: DSpark's 0.1 of cross entropy and 0.9 of |p - q|, twice the total variation
-(arXiv:2607.05147)."""
+HARD_SHARE, TVD_SHARE = 0.1, 1.8  # Of `hard_tvd`: DSpark's 0.1 of cross entropy, 0.9 of |p - q| (arXiv:2607.05147)
 JSD_BETA = 0.5  # Weight of the target in the mixture of `jsd`: the symmetric divergence
 LK_ETA = 3.0  # Rate at which `lk_hybrid` changes from KL to acceptance (arXiv:2602.23881)
 ACCEPTANCE_ELEMENTS = 1 << 21  # Logits whose acceptance is computed at once: forty rows of a usual vocabulary
-LEAST_LOG_P = -100.0
-"""Lower bound of log p in nats, for tokens that the target excludes (minus infinity): divergences stay finite."""
+LEAST_LOG_P = -100.0  # Least log p in nats, for tokens that the target excludes: divergences stay finite
 
 
 def wide(logits: Tensor) -> Tensor:
@@ -44,8 +41,7 @@ class TeacherOutput:
     """The target's distribution at N predicted tokens."""
 
     logits_NQ: Tensor  # Its logits over the draft vocabulary
-    log_mass_N: Tensor | None
-    """Log of the target's probability of the whole draft vocabulary; None when it was not computed."""
+    log_mass_N: Tensor | None  # Log of the target's probability of the draft vocabulary; None when not computed
 
     @cached_property
     def p_NQ(self) -> Tensor:
@@ -66,8 +62,7 @@ class Teacher:
 
     def __init__(self, target: Target, ids_Q: Tensor | None = None, *, mass: bool = False) -> None:
         self.rows = OutputRows(target, ids_Q)
-        self.whole = OutputRows(target) if mass and ids_Q is not None else None
-        """The whole output layer; None where the draft vocabulary is whole, or its mass not asked for."""
+        self.whole = OutputRows(target) if mass and ids_Q is not None else None  # None where it is not needed
 
     @torch.no_grad()
     def __call__(self, final_ND: Tensor, log_sums_N: Tensor | None = None) -> TeacherOutput:
@@ -170,10 +165,8 @@ def lk_hybrid(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
 
 OBJECTIVES: dict[ObjectiveName, Callable[[Tensor, TeacherOutput], Tensor] | None] = {
     "hard": None, "argmax": argmax, "soft": soft, "reverse_kl": reverse_kl, "jsd": jsd, "tvd": tvd, "hard_tvd": None,
-    "lk_alpha": lk_alpha, "lk_hybrid": lk_hybrid}
-"""The losses by name, None for those that read the label; `hard` alone reads no distribution of the target."""
-NEEDS_MASS: tuple[ObjectiveName, ...] = ("lk_alpha", "lk_hybrid")
-"""Losses that read the acceptance and therefore the target's whole distribution."""
+    "lk_alpha": lk_alpha, "lk_hybrid": lk_hybrid}  # The losses by name, None for those that read the label alone
+NEEDS_MASS: tuple[ObjectiveName, ...] = ("lk_alpha", "lk_hybrid")  # Losses that read the target's whole distribution
 
 
 def objective_loss(

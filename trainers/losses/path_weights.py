@@ -16,8 +16,7 @@ PathWeights = Literal["d_pace", "e2e"]
 """`d_pace` (arXiv:2605.18810): by the draft's probabilities of the labels, smoothed; `e2e` (arXiv:2607.25852): by the
 probabilities that its tokens are accepted, with which the gradient of total variation is that of the accepted
 length."""
-SMOOTHING = 0.5
-"""Share of a chance that D-PACE takes for granted: its weights would vanish where a new draft knows nothing."""
+SMOOTHING = 0.5  # Share of a chance that D-PACE takes for granted: else a new draft's weights would vanish
 
 
 def path_weights(name: PathWeights, chances_PK: Tensor, valid_PK: Tensor, offsets: Sequence[int]

@@ -17,8 +17,7 @@ from ...modules.errors import UserError
 from ...modules.files.atomic_files import file_sha256, write_atomically
 
 PARTS = {"state_dict": dict, "optimizer_states": list, "lr_schedulers": list, "loops": dict, "callbacks": dict,
-         "global_step": int, "epoch": int, "pytorch-lightning_version": str, "draftsmith": dict}
-"""Parts of a checkpoint that Lightning and `DraftModule` read, and their types."""
+         "global_step": int, "epoch": int, "pytorch-lightning_version": str, "draftsmith": dict}  # Read parts and types
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -19,8 +19,7 @@ MUON_RATE = 10.0  # Muon's learning rate, as a multiple of AdamW's
 MOMENTUM = 0.95  # Muon's decay of the averaged gradient
 NEWTON_SCHULZ, ROUNDS = (3.4445, -4.7750, 2.0315), 5
 """Factors of Muon's polynomial, and how often it is applied (kellerjordan.github.io/posts/muon)."""
-MATRIX = (512, 1024)
-"""Shape of the matrix whose products are timed in both number formats: about that of a small drafter's layers."""
+MATRIX = (512, 1024)  # Matrix whose products are timed in both number formats: about a small drafter's layers
 
 
 class Muon(Optimizer):

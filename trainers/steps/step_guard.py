@@ -20,8 +20,7 @@ KINDS = ("tokens_BL", "supervised_BL", "segments_BL", "positions_BL")  # Parts o
 NAMED = 3  # Rows that an error names
 
 
-READ_EVERY = 10
-"""Optimizer steps on an accelerator between two reads of their figures; on a CPU each step's are read at once."""
+READ_EVERY = 10  # Optimizer steps on an accelerator between two reads of their figures; a CPU's are read at once
 Batches = tuple[tuple[int, Features], ...]  # Micro-batches of a step with their numbers, without states
 
 
@@ -50,10 +49,8 @@ class StepGuard:
     """Keeper of the micro-batches of the running optimizer step, and of finished steps that the host has not read: on
     an accelerator every read of figures waits for all its work, so several steps are read at once."""
 
-    batches: list[tuple[int, Features]] = field(default_factory=list)
-    """Micro-batches of the running step with their numbers, without states."""
-    unread: list[FinishedStep] = field(default_factory=list)
-    """Finished steps whose figures are still to be read, in their order."""
+    batches: list[tuple[int, Features]] = field(default_factory=list)  # Of the running step by number, without states
+    unread: list[FinishedStep] = field(default_factory=list)  # Whose figures are still to be read, in order
 
     @property
     def due(self) -> bool:

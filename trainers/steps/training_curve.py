@@ -13,8 +13,7 @@ class TrainingCurve:
 
     steps: list[MeasuredStep] = field(default_factory=list)  # The measured steps, the untrained drafter's first
     labels: int = 0  # Labels that training has read, repeated ones again
-    sums: dict[str, list[float]] = field(default_factory=dict)
-    """Sum and number of each figure of the optimizer steps since the last measurement."""
+    sums: dict[str, list[float]] = field(default_factory=dict)  # Sum and number of each since the last measurement
 
     def add(self, figures: Mapping[str, float], labels: float) -> None:
         """Count an optimizer step with its figures and its number of labels."""

@@ -18,11 +18,9 @@ class AttentionForm:
 
     scaling: float | None = None  # Factor of the scores; None takes one over the root of the width of a key
     window: int | None = None  # Newest tokens that a token sees, itself included; None for all
-    chunk: int | None = None
-    """Tokens of a chunk of positions, inside which tokens see each other alone; None for one of all."""
+    chunk: int | None = None  # Tokens of a chunk, inside which tokens see each other alone; None for one of all
     softcap: float | None = None  # Bound of the scores; None for none
-    sinks_H: Tensor | None = None
-    """Score of a further key of each head, which every query sees and whose value is zero; None for none."""
+    sinks_H: Tensor | None = None  # Score of one more key of each head, which every query sees, of value zero; or None
 
     @property
     def reach(self) -> tuple[int | None, int | None]:

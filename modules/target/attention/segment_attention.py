@@ -33,8 +33,7 @@ DENSE_LENGTH = 2048  # Longest rows, in tokens, whose attention reads a mask of 
 class Segments:
     """The segments of training rows: each token sees those of its own segment up to itself; padding sees nothing."""
 
-    lengths: tuple[tuple[int, ...], ...]
-    """Tokens of each run of equal segment numbers, row by row, padding included; on the host."""
+    lengths: tuple[tuple[int, ...], ...]  # Tokens of each run of equal segment numbers by row, padding too; on the host
     padding: tuple[tuple[bool, ...], ...]  # Which of these runs are padding
 
     @classmethod
@@ -61,8 +60,7 @@ class Segments:
         return tuple(found)
 
 
-Sight = Tensor | Segments
-"""Sight of tokens: a mask [B, N, W], or the segments of training rows, which see themselves causally."""
+Sight = Tensor | Segments  # A mask [B, N, W], or the segments of training rows, which see themselves causally
 
 
 def visible_text(features: Features, decoder: Any = None) -> Sight:

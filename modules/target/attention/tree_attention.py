@@ -26,8 +26,7 @@ from .segment_attention import DENSE_LENGTH, Segments, attend_inside
 
 NAME = "draftsmith"  # Name of the attention implementation in transformers' registry
 CHUNKED = "chunked_attention"  # The kind of layers whose tokens see those of their own chunk of positions
-_RECORDED = f"{NAME}-recorded"
-"""The same with a record of its calls. It has a name of its own because a context variable cannot be compiled."""
+_RECORDED = f"{NAME}-recorded"  # The same with a record of its calls: a context variable cannot be compiled
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from ..layer_skipping import replaced
 
 Form = Callable[..., Any]  # A compiled forward of a kind of layer, whose first argument is the layer
 Adapt = Callable[[Compiler, Form, nn.Module], Form]  # Gives a layer of one kind its form
-_FOR_ATTENTION = {"past_key_values", "attention_mask", "key_positions", "near_masks"}
-"""Arguments of a layer that its attention reads alone."""
+_FOR_ATTENTION = {"past_key_values", "attention_mask", "key_positions", "near_masks"}  # Read by attention alone
 PACKED = "the linear layers are packed for oneDNN, which no graph can hold (set target.pack: 0)"
 """The reason that layers on a CPU are not compiled."""
 

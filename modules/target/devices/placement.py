@@ -37,12 +37,10 @@ class Placement:
     target, None for all; `offload` keeps the parts of the weights in the machine's memory, for `Zero3` alone."""
 
     name: ClassVar[str] = "replicated"
-    shared: ClassVar[bool] = False
-    """Whether several processes hold one target, so that all of them must take part in each of its passes."""
+    shared: ClassVar[bool] = False  # Whether several processes hold one target: all must take part in each pass
     spread: ClassVar[bool] = False
     """Whether the layers are not plain tensors on one device: then they cannot be packed, copied or moved."""
-    slow: ClassVar[bool] = False
-    """Whether every pass reads the layers anew, so that passes must be few: an engine answers and gives states."""
+    slow: ClassVar[bool] = False  # Whether every pass reads the layers anew, so that an engine answers and gives states
 
     def __init__(self, degree: int | None = None, *, offload: bool = False) -> None:
         if degree is not None and degree < 1:

@@ -24,8 +24,7 @@ from torch import nn
 from .linear_times import LinearTimes, measure_linears, worth_measuring
 from .packed_linear import PackedLinears, can_pack
 
-Pack = int | Literal["auto"]
-"""Setting of the forms: the fewest tokens of a pass that runs packed, 0 for no pass; auto measures."""
+Pack = int | Literal["auto"]  # Fewest tokens of a pass that runs packed, 0 for no pass; auto measures
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,11 +27,8 @@ number of tokens must beat the better single form."""
 TRUSTED_LENGTHS = (1.0, 1.3, 1.5, 1.65, 1.8, 1.9)
 """Tokens that a pass of so many nodes (`TOKENS`) yields with a modest draft, such as the quickstart's: they weigh the
 token counts where number formats are compared."""
-HALF_GAIN = 0.1
-"""Least share by which bfloat16 must be faster than float32: it has more near-ties, and the rest of a pass gains less.
-"""
-SMALLEST_BYTES = 16 * 2**20
-"""Linear layers below this stay in a processor's cache: their time is that of calls, and nothing is measured."""
+HALF_GAIN = 0.1  # Least share by which bfloat16 must be faster: it has more near-ties; the rest of a pass gains less
+SMALLEST_BYTES = 16 * 2**20  # Smaller linear layers stay in a processor's cache, and nothing is measured
 SAMPLED_LAYERS, SAMPLED_BYTES = 8, 64 * 2**20
 """Layers of one shape that are timed: at most so many, and after the first one at most so many bytes. Several, because
 a layer that is run again and again would be read from the cache, which a pass reads no weight from."""

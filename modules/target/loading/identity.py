@@ -14,8 +14,7 @@ from ...files.json_records import record_of
 from ..devices.split_weights import whole
 
 SAMPLES_PER_TENSOR = 4096  # Evenly spaced elements of each tensor that enter the hash
-SHAPE = ("vocab_size", "hidden_size", "num_layers")
-"""Fields by which whatever a drafter reads of the target has its sizes."""
+SHAPE = ("vocab_size", "hidden_size", "num_layers")  # Fields that decide the sizes of what a drafter reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +27,8 @@ class TargetIdentity:
     hidden_size: int  # Width of the hidden states
     num_layers: int  # Number of decoder layers
     weights_hash: str  # Hash of the weights, see `hash_weights`
-    quantization: str = ""
-    """Format of quantised weights, as files or `target.quantization` name it; empty for plain ones. Not compared."""
-    tokens_hash: str = ""
-    """Hash of the tokenizer's tokens with their ids; empty without a tokenizer. Compared where a draft changes its
-    target."""
+    quantization: str = ""  # Of quantised weights, as files or `target.quantization` name it, or empty. Not compared
+    tokens_hash: str = ""  # Of tokens and ids, empty without a tokenizer. Compared where a draft changes its target
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers"):

@@ -24,8 +24,7 @@ from .excerpt import decoder_of
 from .hf_folder import without_bars
 from .stored_weights import all_finite, read_model_whole
 
-LAYER, NORM = "model.layers.0.", "model.norm.weight"
-"""Names that transformers gives the layer and the last norm of a model with one layer."""
+LAYER, NORM = "model.layers.0.", "model.norm.weight"  # transformers' names in a model with one layer
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -64,10 +63,8 @@ class NativeHead:
     folder: Path
     names: HeadNames
     files: dict[str, Path]  # File of each of its tensors
-    renamed: dict[str, str]
-    """Its tensors by their names here: those of a model with one layer, and `enorm`, `hnorm` and `eh_proj`."""
-    shared: dict[str, Path]
-    """Copies of the target's embedding and output layer that are stored next to it, and their files."""
+    renamed: dict[str, str]  # Its tensors by our names: of a model with one layer, and `enorm`, `hnorm`, `eh_proj`
+    shared: dict[str, Path]  # Files of copies of the target's embedding and output layer that are stored next to it
 
     @classmethod
     def find(cls, target: Target, folder: Path | None = None) -> "NativeHead":

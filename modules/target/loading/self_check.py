@@ -23,18 +23,15 @@ from ..target_rows import TargetRows
 from .excerpt import decoder_of, layer_list
 
 _KINDS = {"full_attention", "sliding_attention", "attention", "linear_attention", "mamba", "conv", "hybrid",
-          "hybrid_sliding", "mlp", "moe", CHUNKED}
-"""Kinds of layers that a tree pass can be formed for."""
+          "hybrid_sliding", "mlp", "moe", CHUNKED}  # Kinds of layers that a tree pass can be formed for
 TEXT_LENGTH = 8  # Tokens of the check's text
 LIBRARY_ERRORS = (OSError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError,
                   ImportError, RuntimeError, MemoryError, SafetensorError, StrictDataclassError, struct.error)
 """The errors of transformers, tokenizers and a model's own code where a file of the model is not as they expect."""
 PASSES = 3  # Passes of the check: a prompt, a tree with a sibling in it, and a tree after a path of that was committed
 _PASS_ARGUMENTS = ("inputs_embeds", "attention_mask", "position_ids", "past_key_values")
-BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Largest difference of two logits as a share of the largest one, in number formats whose rounding hides no errors."""
-_HALF_PRECISION_BOUND = 0.1
-"""The same in half precision, where only an excerpt in float32 can tell an error from rounding."""
+BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}  # Largest difference of two logits, as a share of the largest one
+_HALF_PRECISION_BOUND = 0.1  # The same where only an excerpt in float32 can tell an error from rounding
 
 
 @contextmanager

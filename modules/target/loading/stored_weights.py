@@ -21,8 +21,7 @@ from .wrapped_text import auto_class, text_of
 log = logging.getLogger(__name__)
 
 _REPORT = logging.getLogger("transformers.modeling_utils")
-_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
-"""Files with the tokens of a tokenizer."""
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")  # Files with a tokenizer's tokens
 _MARK = re.compile(r"<.*>|\[.*\]")
 
 

@@ -120,8 +120,7 @@ class NodePass:
 
     def __init__(self, tree: TokenTree, former: Callable[[Place], Tensor | None]) -> None:
         self.tree, self.former = tree, former
-        self.left: dict[Place, tuple[torch.device, Branches]] = {}
-        """The record of each place for the commit, and its device."""
+        self.left: dict[Place, tuple[torch.device, Branches]] = {}  # Of each place for the commit, with its device
         self.layer = -1  # The layer that runs
         self._calls = Counter[tuple[int, str]]()
         self._trees, self._windows = {tree.tokens_BN.device: tree}, dict[tuple[int, torch.device], Tensor]()
