@@ -1,9 +1,9 @@
 """Prompts, answers by the target, and batches. `DraftDataModule` is imported from its file: it needs Lightning."""
 
+from .answers.answering import Writer
 from .answers.data_folder import read_held_out
 from .answers.distill import distill
 from .answers.distill_config import DistillConfig
-from .answers.writers import Writer
 from .prompts.chat import ChatTemplate
 from .prompts.prompt import Message, Prompt
 from .prompts.sources import PromptConfig, ReadPrompts, read_prompts

@@ -37,7 +37,7 @@ from ..modules import (
     policy_named,
 )
 from ..modules.baselines.joined_policies import PolicyName, joined_drafter, joined_policy
-from ..modules.decoding.drafted_generate import drafted_generate
+from ..modules.decoding.answers import drafted_generate
 from ..modules.files.atomic_files import file_sha256, write_file
 from ..modules.files.json_records import typed_fields
 from ..modules.files.owned_folders import whole_folder

@@ -9,7 +9,7 @@ from ..modules import JOINED, NONE, SIZING_TEMPERATURE, STATIC, CostTable, Targe
 from ..modules.files.atomic_files import write_file
 from ..modules.files.json_records import read_record
 from ..modules.policies.registry import MOST
-from ..modules.target.linears.linear_forms import Packing
+from ..modules.target.linear_forms import Packing
 from .artifact_files import TUNING, as_json
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .decoding.answers import decode, stream
     from .decoding.loop import Loop
     from .decoding.requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, repeats_itself
-    from .decoding.row_errors import DecodeError
     from .decoding.token_text import TokenText
+    from .decoding.verifier import DecodeError
     from .drafters.acceptance_head import AcceptanceHead, AcceptanceHeadConfig
     from .drafters.block import BlockDraft, BlockDraftConfig
     from .drafters.draft_lm import DraftLM
@@ -56,8 +56,7 @@ if TYPE_CHECKING:
     from .target.loading.identity import TargetIdentity
     from .target.loading.loading import DEFAULT_NAME, TargetConfig, load_target
     from .target.model import Target
-    from .target.pass_output import PassOutput
-    from .target.target_rows import TargetRows
+    from .target.target_rows import PassOutput, TargetRows
     from .token_tree import Drawn, TokenTree, Topology
     from .tuning.acceptance_examples import Examples, Rollouts, chain_for, rollouts
     from .tuning.confidence_calibration import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
@@ -68,9 +67,18 @@ if TYPE_CHECKING:
     from .tuning.step_timing import measure_cost
     from .tuning.tree_search import search_tree
     from .tuning.trials import SIZING_TEMPERATURE, Counted, Trial, trials
-    from .verification.acceptance_rules import ChainRejection, Chances, Equality, Rejection, Rule, Typical, exact_rule
+    from .verification.acceptance_rules import (
+        Accepted,
+        ChainRejection,
+        Chances,
+        Equality,
+        Rejection,
+        Rule,
+        Typical,
+        exact_rule,
+        follow,
+    )
     from .verification.sampling import Sampling, SamplingSetting, choose
-    from .verification.tree_walk import Accepted, follow
 else:
     # By the imports above, which would load torch: what reads settings and prints help does without.
     FILES = {alias.name: f".{node.module}" for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))

@@ -3,8 +3,10 @@
 Shapes: B rows, L positions in a row, D hidden size of the target.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -106,3 +108,33 @@ class Features:
             segments_BL[row, : len(tokens)] = 0
         positions_BL = torch.arange(width).expand(len(rows), width).contiguous()
         return cls(tokens_BL=tokens_BL, supervised_BL=supervised_BL, segments_BL=segments_BL, positions_BL=positions_BL)
+
+
+class ReadRows(Sequence[Features]):
+    """Rows of text with the target's states, none of which is kept: those of long held-out text take more than a device
+    has. Each row has a reader, which returns the same row at every call."""
+
+    def __init__(self, read: Iterable[Callable[[], Features]]) -> None:
+        self.read = tuple(read)
+
+    def __len__(self) -> int:
+        return len(self.read)
+
+    @overload
+    def __getitem__(self, place: int) -> Features: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> "ReadRows": ...
+
+    def __getitem__(self, place: int | slice) -> "Features | ReadRows":
+        if isinstance(place, slice):
+            return ReadRows(self.read[place])
+        return self.read[place]()
+
+    def mapped(self, change: Callable[[Features], Features]) -> "ReadRows":
+        """The same rows, each changed after it is read."""
+        return ReadRows(partial(_changed, read, change) for read in self.read)
+
+
+def _changed(read: Callable[[], Features], change: Callable[[Features], Features]) -> Features:
+    return change(read())

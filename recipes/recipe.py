@@ -13,7 +13,7 @@ from ..modules import Target, TargetConfig, UserError
 from ..modules.policies.registry import MOST
 from ..trainers import DraftModule, TrainConfig
 from ..trainers.families import family_module
-from ..trainers.start import Start
+from ..trainers.train_config import Start
 from .chat_settings import TemplateConfig
 
 MOST_NODES = 4096

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..modules.drafters.acceptance_head import AcceptanceHead, AcceptanceHeadConfig, log_accepted, log_rejected
 from ..modules.errors import UserError
 from ..modules.tuning.acceptance_examples import Examples
-from .steps.schedules import warmup_cosine
+from .steps.optimizers import warmup_cosine
 
 BATCH_SIZE = 512
 """Examples of an optimizer step."""

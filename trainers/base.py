@@ -24,26 +24,19 @@ from torch import Tensor
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.files.json_records import record_of
-from ..modules.interfaces.drafter import Drafter
-from ..modules.interfaces.family_card import FamilyCard
-from ..modules.interfaces.optional_parts import JudgesGuesses
+from ..modules.interfaces.drafter import Drafter, FamilyCard
+from ..modules.interfaces.proposer import JudgesGuesses
 from ..modules.target.adapter import Adapter
 from ..modules.target.draft_vocabulary import choose, draft_index
 from ..modules.target.model import Target
-from .losses.batch_loss import BatchLoss
 from .losses.chunked_losses import VocabularyLoss
-from .losses.metrics import describe, weighted_mean_loss
+from .losses.metrics import BatchLoss, describe, weighted_mean_loss
 from .losses.objectives import NEEDS_MASS, Teacher
-from .processes.split_drafter import SplitDrafter, whole_state
-from .processes.zero_strategy import ZeroDrafter
-from .start import WARMUP_SHARE, Start, continued
-from .steps.checkpoints import require_same_settings
-from .steps.optimizers import optimizer_for
-from .steps.schedules import time_leads, warmup_cosine
-from .steps.step_guard import KINDS, FinishedStep, StepGuard
-from .steps.training_clock import Clock, DataWait, peak_memory_bytes
-from .steps.training_curve import TrainingCurve
-from .train_config import ZERO_STAGES, TrainConfig, decisive_settings
+from .processes import SplitDrafter, ZeroDrafter, whole_state
+from .steps.checkpoints import KINDS, FinishedStep, StepGuard, require_same_settings
+from .steps.optimizers import optimizer_for, time_leads, warmup_cosine
+from .steps.training_clock import Clock, DataWait, TrainingCurve, peak_memory_bytes
+from .train_config import WARMUP_SHARE, ZERO_STAGES, Start, TrainConfig, continued, decisive_settings
 
 LEAST_STEPS = 4  # Optimizer steps of a run whatever its minutes: it ends with a draft that has learned something
 PATIENCE = 8  # Optimizer steps without a supervised token that end a run: long prompts may fill one, but not eight

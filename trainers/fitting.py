@@ -21,9 +21,8 @@ from ..modules.files.atomic_files import make_folder
 from ..modules.processes import Processes, destroy_group_at_exit
 from ..modules.tuning.replay_acceptance import MeasuredStep, held_out_acceptance
 from .base import DraftModule
-from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, Progress
-from .interruption import StopAtSignal
-from .processes.zero_strategy import strategy_for
+from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, Progress, StopAtSignal
+from .processes import strategy_for
 from .steps.checkpoints import AtomicCheckpointIO, load_weights
 from .train_config import TrainConfig
 

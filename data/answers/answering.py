@@ -1,16 +1,51 @@
 """Conversations whose turns the target or a draft answers, and the shards that they make."""
 
-from collections.abc import Callable, Sequence, Set
+import hashlib
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from ...modules import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, Target, decode
-from ...modules.decoding.state_recorder import RecordedStates, StateRecorder
+from ...modules import DecodeResult, DecodeSettings, DecodeStats, Drafter, Generation, Request, Target, decode
+from ...modules.decoding.recorders import RecordedStates, StateRecorder
+from ...modules.decoding.requests import uniform_stream
+from ...modules.policies.base import Policy
+from ...modules.policies.sampled_tree import SampledTree
+from ...modules.token_tree import Topology
 from ...modules.verification.acceptance_rules import AcceptAll
 from ..prompts.chat import ChatTemplate
 from ..prompts.given_answers import Turn, join_turns
 from ..prompts.prompt import Message, Prompt
-from ..store.token_store import Row, ShardRecord, SourceName, SplitName, TokenShard, hash_bytes, shard_file
-from .writers import Writer
+from ..store.token_store import SOURCES, Row, ShardRecord, SourceName, SplitName, TokenShard, hash_bytes, shard_file
+
+DRAFT_TOKENS = 4  # Written in a row; one of the target's follows, which gives the draft new states to read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writer:
+    """A draft that writes answers."""
+
+    drafter: Drafter  # Bound to the target
+    policy: Policy  # A chain, sampled from the draft in rows with a temperature
+    digest: str  # Hash of the artifact that it was loaded from
+
+    @classmethod
+    def of(cls, drafter: Drafter, digest: str) -> "Writer":
+        """A draft that writes DRAFT_TOKENS tokens between two of the target's, or as many as its family reaches."""
+        length = DRAFT_TOKENS if drafter.reach is None else min(DRAFT_TOKENS, drafter.reach)
+        return cls(drafter=drafter, policy=SampledTree(Topology.chain(length)), digest=digest)
+
+
+def source_of(number: int, shares: Mapping[SourceName, float], seed: int) -> SourceName:
+    """Writer of the answers to prompt `number`: drawn by the shares, whatever came before it."""
+    # A stream of its own: prompts and answers are drawn from this seed too.
+    digest = hashlib.sha256(f"sources {seed}".encode()).digest()
+    place = float(uniform_stream(int.from_bytes(digest[:8], "little"), number, 1)[0])
+    names = [name for name in SOURCES if name in shares]
+    for name in names:
+        place -= shares[name]
+        if place < 0:
+            return name
+    return names[-1]
+
 
 DOCUMENT_OPENING = 32  # Tokens of a held-out document that the target continues; of a shorter document half
 LEAST_TOKENS = 32  # Tokens that the first answers of the data, and those to held-out prompts, get whatever the time

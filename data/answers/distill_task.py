@@ -1,9 +1,11 @@
-"""One distillation as it is asked for: the models, the prompts, the settings, and their record in the manifest."""
+"""One distillation as it is asked for: the models, the prompts, the settings, their record in the manifest, and the
+writers of its rows: each prompt goes to the target, to a draft, or brings its answers as text.
+"""
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -12,17 +14,18 @@ from typing import Any
 
 import torch
 
-from ...modules import Target, UserError
+from ...modules import DecodeSettings, Target, UserError
 from ...modules.files.fingerprints import files_digest
 from ..prompts.chat import ChatTemplate
-from ..prompts.given_answers import GivenAnswers, GivenText
+from ..prompts.given_answers import GivenAnswers, GivenText, Turn, join_turns
 from ..prompts.prompt import Message, Prompt, is_given
 from ..prompts.rows import LeftOutError
 from ..prompts.self_prompting import OwnPrompts, Source
 from ..prompts.sources import PromptConfig, ReadPrompts
-from ..store.token_store import Manifest
+from ..store.token_store import SOURCES, Manifest, SourceName
+from .answer_server import AnswerServer, ServerAnswerer
+from .answering import Answerer, Conversation, Writer, source_of
 from .distill_config import DistillConfig
-from .writers import Writer, source_of
 
 PACKAGES = ("draftsmith", "safetensors", "tokenizers", "torch", "transformers")  # Their versions decide a shard's bytes
 SAID: Message = {"role": "assistant", "content": "a"}  # The shortest answer, of a trial: answers fill the context
@@ -164,3 +167,63 @@ class DistillTask:
 
 def _hash(said: Sequence[Any]) -> int:
     return int.from_bytes(hashlib.sha256(json.dumps(said).encode()).digest()[:8], "little", signed=True)
+
+
+DOCUMENT_TOKENS = 512  # Longest piece of a plain document, in tokens; each piece is a row of its own
+
+
+class RowWriters:
+    """Writers of the train rows of one task; the calls are those of `Answerer`. UserError if an engine does not take
+    the target."""
+
+    def __init__(self, task: DistillTask, on_tokens: Callable[[int], None], on_slots: Callable[[int, int], None]
+                 ) -> None:
+        config = task.config
+        settings = DecodeSettings(batch_size=config.slots, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
+        common = task.template, settings, config.max_new_tokens, on_tokens
+        self.task = task
+        self.target: Answerer  # The target, or the server that answers for it
+        if config.server is not None:
+            self.target = ServerAnswerer(AnswerServer(config.server), task.train_target, *common)
+        else:
+            self.target = Answerer(task.train_target, *common, on_slots=on_slots)
+        self.draft = Answerer(task.target, *common, task.writer, on_slots=on_slots)
+
+    def conversations(self, prompts: Sequence[tuple[int, Prompt]], deadline: float | None,
+                      taps: tuple[int, ...] | None, assured: Set[int] = frozenset()) -> list[Conversation]:
+        """The answered prompts in their order, each by the writer drawn for its number; the rest is that of
+        `Answerer.answer`."""
+        config, dealt = self.task.config, dict[SourceName, list[tuple[int, Prompt]]]()
+        for number, prompt in prompts:
+            dealt.setdefault(source_of(number, config.shares, config.seed), []).append((number, prompt))
+        found: list[Conversation] = []
+        for name in SOURCES:
+            if name == "text":
+                found += take_given(dealt.get(name, []), self.task.template, self.task.target.context_length)
+            elif name in dealt:
+                answerer = self.target if name == "target" else self.draft
+                found += answerer.answer(dealt[name], config.temperatures, deadline, taps, assured=assured)
+        return sorted(found, key=lambda one: one.number)
+
+
+def take_given(prompts: Sequence[tuple[int, Prompt]], template: ChatTemplate, context_length: int
+               ) -> list[Conversation]:
+    """Use the source's own answers, cutting conversations at the target's context, and plain documents in pieces."""
+    found, given = [], GivenAnswers(template)
+    for number, prompt in prompts:
+        one = Conversation(number=number, prompt=prompt, source="text")
+        if prompt.document is not None:
+            tokens, flags = template.document(prompt.document)
+            length = min(DOCUMENT_TOKENS, context_length)
+            # A last token alone would be a row without a label.
+            cuts = [slice(start, start + length) for start in range(0, max(1, len(tokens) - 1), length)]
+            one.turns = [Turn(prompt=[], answer=tokens)]
+            one.lay_out([(tokens[cut], flags[cut]) for cut in cuts])
+            found.append(one)
+            continue
+        one.turns = [given.turn(prompt.messages[:place], prompt.messages[place], prompt.tools)
+                     for place in prompt.learned]
+        one.full = any(len(turn.prompt) + len(turn.answer) > context_length for turn in one.turns)
+        one.lay_out([(tokens[:context_length], flags[:context_length]) for tokens, flags in join_turns(one.turns)])
+        found.append(one)
+    return found

@@ -13,13 +13,12 @@ from ..prompts.prompt_files import decoded, file_rows
 from ..prompts.rows import parse_prompt
 from ..prompts.self_prompting import OwnPrompts, Source
 from ..prompts.sources import ReadPrompts, Skipped
-from ..store.shard_states import ShardStates
+from ..store.feature_store import ShardStates
 from ..store.token_store import HeldOut, hash_bytes, write_bytes
 from .answer_server import AnswerServer, ServerAnswerer
 from .answering import Answerer, shard_of, states_of
-from .data_folder import SKIPPED, DataFolder
+from .data_folder import SKIPPED, DataFolder, Progress
 from .distill_task import DistillTask
-from .progress import Progress
 from .shard_queue import VALIDATION_PROMPTS, FinishedShard
 
 TEST = "test.jsonl"

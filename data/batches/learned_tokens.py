@@ -1,21 +1,22 @@
 """Tokens of a shard that training learns as labels: answers up to a phrase that they repeat to their end, and prompts
-that the target wrote.
+that the target wrote; and counts of them, by which a reduced draft vocabulary is chosen, with its coverage.
 
 Small models fall into such repetitions when they answer greedily. They are easy to draft: they lift every measured
 length, and say little about other text.
 
-Shapes: T tokens of a shard.
+Shapes: T tokens of a shard, Q entries of the draft vocabulary, V vocabulary.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..prompts.chat import Surroundings
-from ..store.token_store import TokenShard
+from ..store.token_store import Manifest, TokenShard
 
 LONGEST_PERIOD = 64  # Longest phrase whose repetition is looked for, in tokens
 LEAST_REPEATED = 16  # Fewest repeated tokens of a repetition; also at least two repetitions of the phrase
@@ -89,3 +90,28 @@ def answers(shard: TokenShard) -> Iterator[tuple[int, int, int]]:
         edges = torch.diff(flags_N, prepend=flags_N.new_zeros(1), append=flags_N.new_zeros(1)).nonzero()[:, 0].tolist()
         for first, end in zip(edges[::2], edges[1::2], strict=True):
             yield row, start + first, start + end
+
+
+def count_labels(folder: str | Path, learned: LearnedTokens) -> Tensor:
+    """Number of times that each token of the vocabulary is a label in training: int64 [V]. UserError if the folder
+    holds no manifest, or a shard is corrupted."""
+    manifest = Manifest.load(folder)
+    counts_V = torch.zeros(manifest.target.vocab_size, dtype=torch.int64)
+    for record in manifest.split("train"):
+        shard = TokenShard.read(Path(folder) / record.file, record.sha256)
+        counts_V += torch.bincount(shard.tokens_T[learned.of(shard)], minlength=len(counts_V))
+    return counts_V
+
+
+def coverage(folder: str | Path, ids_Q: Tensor) -> float:
+    """Share of the tokens of held-out greedy answers that a draft vocabulary holds; 1 where none are held out.
+    UserError if the folder holds no manifest, or a shard is corrupted."""
+    inside = total = 0
+    # Checkpoints and trees for greedy decoding are chosen by these answers too.
+    for record in Manifest.load(folder).split("validation"):
+        shard = TokenShard.read(Path(folder) / record.file, record.sha256)
+        for row in shard.answered_at(0.0):
+            place = slice(*shard.span(row))
+            labels_N = shard.tokens_T[place][shard.supervised_T[place]]
+            inside, total = inside + int(torch.isin(labels_N, ids_Q.cpu()).sum()), total + len(labels_N)
+    return inside / total if total else 1.0

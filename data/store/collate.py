@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...modules import Features, UserError
-from .state_formats import StateSlice, unpacked
+from .feature_shards import StateSlice, unpacked
 
 OPEN_BINS = 16  # Rows that wait for a piece that fits
 

@@ -1,14 +1,17 @@
 """The target's states at every token of a token shard, written once; `feature_shards` reads them slice by slice.
 
 Each kind of state has a file of its own, so that drafters which read different layers share what they have in common.
-Where the target has decoded a shard, its states are stored with it (`shard_states`); `Encoding` is a second pass of the
-target over what has none: given text, layers that another drafter reads, lost files. Both give the same states within
-rounding, not the same bytes.
+Where the target has decoded a shard, its states are recorded meanwhile and stored with it (`ShardStates`), before the
+manifest names the shard: a killed run makes both again, with the same bytes. `Encoding` is a second pass of the target
+over what has none: given text, layers that another drafter reads, lost files. Both give the same states within
+rounding, not the same bytes. The room that states take on the disk is compared with what is free before any work.
 
 Shapes: B rows of a pass, T tokens of a shard, N tokens of a slice or a row, D hidden size of the target.
 """
 
 import json
+import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,14 +20,52 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...modules import Target
+from ...modules import Target, UserError
+from ...modules.decoding.recorders import RecordedStates
 from ...modules.files.folder_locks import sole_writer
 from ...modules.progress import ProgressLine
 from .collate import Piece, pad
-from .disk_room import require_room
-from .feature_shards import FEATURES, FINAL, StoredFile, read_features, state_file, state_names
-from .state_formats import StateFormat, format_named
+from .feature_shards import (
+    FEATURES,
+    FINAL,
+    StateFormat,
+    StoredFile,
+    format_named,
+    read_features,
+    state_file,
+    state_names,
+    tap,
+)
 from .token_store import FORMAT_VERSION, Manifest, ShardRecord, TokenShard, hash_file, write_bytes, write_tensors
+
+
+def require_room(folder: Path, needed: int, what: str) -> str:
+    """Compare bytes to be written, `what` says of what, with those that the disk of a folder, there or to come, has
+    free; returns both in words. UserError if there is less."""
+    disk = shutil.disk_usage(nearest(folder))
+    free = disk.free
+    # A file system without a size is none to write files to, which the first of them says better.
+    if disk.total and needed > free:
+        raise UserError(f"{what} take {in_words(needed)}, and the disk of {folder} has {in_words(free)} free; make "
+                        "room, choose another --out, or set batch.states: computed")
+    return f"{what} take {in_words(needed)}, {in_words(free)} are free"
+
+
+def nearest(folder: Path) -> Path:
+    """The folder, or where it is not there yet, the nearest one above it that is."""
+    here = folder.absolute()
+    while not here.exists():
+        here = here.parent
+    return here
+
+
+def in_words(count: int) -> str:
+    """Bytes in readable units."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count / 2**10:.1f} KiB"
+
 
 PASS_TOKENS = 1024  # Tokens of one pass of the target, padding included; a longer row is a pass of its own
 StateReader = Callable[..., dict[int, dict[str, Tensor]]]  # `read_rows` with its target, or an engine's reader
@@ -168,3 +209,46 @@ def read_rows(
         if advance is not None:
             advance(sum(len(piece.tokens_N) for piece in pieces))
     return found
+
+
+class ShardStates:
+    """The states of the shards of one distillation, `wanted` by every training that will read them from disk. UserError
+    if the folder's list of states is damaged, or the trainings want states in several number formats.
+
+    Those of one shard are in memory, in the target's number format: tokens x hidden size x (1 + number of taps) x bytes
+    of a number, and one kind of state once more while its file is written."""
+
+    def __init__(self, target: Target, folder: Path, wanted: Sequence[WantedStates]) -> None:
+        self.target, self.wanted = target, tuple(wanted)
+        forms = {format_named(one.form, target.dtype) for one in wanted}
+        if len(forms) > 1:
+            raise UserError("trainings on the same data ask for states in the number formats "
+                            f"{', '.join(sorted(form.name for form in forms))}; set batch.states_format of all to one "
+                            "of them")
+        self.store = StateStore(folder, target, forms.pop()) if forms else None
+        self.taps = tuple(sorted({layer for one in wanted for layer in one.taps})) if wanted else None
+        """Layers to be recorded next to the final states; None where nothing is stored."""
+        self.seconds = 0.0  # Time spent on reading what was not recorded, and on writing
+
+    def write(self, record: ShardRecord, shard: TokenShard, rows: Sequence[RecordedStates | None]
+              ) -> dict[str, StoredFile]:
+        """Write the states of a shard; returns the hashes of the files by name, and `add` lists them. Rows without
+        recorded states are read by the target; a shard without any is left to `encode`. UserError if the disk is
+        full."""
+        if self.store is None or all(one is None for one in rows):
+            return {}
+        started = time.monotonic()
+        names = tuple(sorted({name for one in self.wanted for name in state_names(one.taps)}))
+        missing = [row for row, one in enumerate(rows) if one is None]
+        found = read_rows(self.target, shard, missing, names, self.store.dtype)
+        for row, one in enumerate(rows):
+            if one is not None:
+                found[row] = {FINAL: one.final_LD, **{tap(layer): tapped_LD for layer, tapped_LD in one.taps.items()}}
+        files = self.store.write(record, names, [found[row] for row in range(len(rows))])
+        self.seconds += time.monotonic() - started
+        return files
+
+    def add(self, files: Mapping[str, StoredFile]) -> None:
+        """List files that `write` has written. Raises UserError if the disk is full."""
+        if self.store is not None and files:
+            self.store.add(files)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...modules import DecodeSettings, Request, UserError, decode
-from ...modules.decoding.pass_recorder import PassRecorder
+from ...modules.decoding.recorders import PassRecorder
 from ..artifact import Artifact
 from ..engine_process import EngineProcess
 from ..layouts.parts.export_format import Served

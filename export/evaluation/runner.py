@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ...modules import Generation, Request, Target, UserError
-from ...modules.interfaces.optional_parts import Remembers
+from ...modules.interfaces.proposer import Remembers
 from .budget import CLOSING_SHARE, Budget
 from .contention import ContentionProbe, rotated
 from .lossless import Judge, positions

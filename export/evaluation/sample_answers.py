@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...modules import Request, Target, decode
-from ...modules.decoding.pass_recorder import PassRecorder
+from ...modules.decoding.recorders import PassRecorder
 from ...modules.decoding.token_text import TokenText
-from ...modules.interfaces.optional_parts import Remembers
+from ...modules.interfaces.proposer import Remembers
 from .methods import EvaluateConfig, Method, Question
 from .results import Answer, SampleAnswer, SampleToken
 

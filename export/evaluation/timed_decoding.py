@@ -22,7 +22,7 @@ from ...modules import (
     Target,
     decode,
 )
-from ...modules.decoding.part_counter import PartCounter
+from ...modules.decoding.recorders import PartCounter
 from .contention import clock
 from .lossless import generate, native_model
 from .methods import EvaluateConfig, Method

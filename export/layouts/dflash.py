@@ -32,7 +32,7 @@ from ...modules.drafters.corrections.selector import CANDIDATES, Selector
 from ...modules.drafters.corrections.slot_block import GROUP, TAPS
 from ...modules.drafters.parts.feature_drafter import chosen_taps
 from ...modules.files.json_records import typed
-from ...modules.target.loading.claimed_sizes import check_parameters
+from ...modules.target.loading.stored_weights import check_parameters
 from .parts.compressed_tensors import OUTPUT, as_compressed, compressed, compressed_config, compressed_table
 from .parts.eagle_folder import EMBEDDING, entries, layer_config, sglang_command
 from .parts.export_format import PLAIN, Engine, ExportFormat, ExportSettings, ImportSettings, Served

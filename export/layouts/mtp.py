@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...modules import Mtp, MtpConfig, Target, UserError
 from ...modules.drafters.mtp import HeadShape
-from ...modules.target.loading.native_heads import NativeHead
+from ...modules.target.loading.hf_folder import NativeHead
 from ...modules.target.submodel import config_of, fields_of, one_layer
 from .huggingface import FORMATS
 from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Places, vllm_commands

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..drafters.parts.row_text import Text
 from ..errors import UserError
-from ..interfaces.optional_parts import Remembers
-from ..interfaces.proposer import Frontier, Observation, Proposer, Scores
+from ..interfaces.proposer import Frontier, Observation, Proposer, Remembers, Scores
 from .token_recycling import required
 
 

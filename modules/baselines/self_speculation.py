@@ -15,8 +15,8 @@ from ..errors import UserError
 from ..interfaces.proposer import Scores
 from ..target.attention.segment_attention import mask_arguments
 from ..target.attention.tree_attention import place_arguments
-from ..target.layer_skipping import skipping
 from ..target.model import Target
+from ..target.partial_passes import skipping
 
 
 class LayerDraft(CausalDraft):

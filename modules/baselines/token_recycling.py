@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..interfaces.optional_parts import Remembers
-from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores, Verified
+from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Remembers, Scores, Verified
 from ..token_tree import Topology
 
 RANK_PROBABILITIES = (0.45, 0.13, 0.07, 0.05, 0.04, 0.03, 0.02, 0.02)

@@ -1,14 +1,26 @@
-"""Decoding of given requests with the one loop: all of them at once, or one pass by pass."""
+"""Decoding of given requests with the one loop: all of them at once, one pass by pass, or by the call of transformers'
+`generate`, with its preparation of prompts and settings and our loop in place of its own.
 
-from collections.abc import Callable, Iterator, Sequence
+Shapes: B rows, L tokens of the longest prompt, T tokens of the longest answer.
+"""
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ..errors import UserError
 from ..interfaces.proposer import Proposer
 from ..policies.base import Policy
+from ..target.loading.generation_defaults import refused_settings, sampling_defaults
+from ..target.model import Target
 from .loop import Loop, Observer
+from .recorders import StateRecorder
 from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request
-from .row_errors import DecodeError
-from .state_recorder import StateRecorder
-from .verifier import Verifier
+from .verifier import DecodeError, Verifier
 
 
 def decode(target: Verifier, requests: Sequence[Request], settings: DecodeSettings, *, drafter: Proposer | None = None,
@@ -76,3 +88,84 @@ def stream(target: Verifier, request: Request, settings: DecodeSettings, *, draf
             raise DecodeError(DecodeResult([generation], loop.stats))
     if stats is not None:
         stats.add(loop.stats)
+
+
+_TAKEN = {"input_ids", "attention_mask", "generation_config", "tokenizer"}  # No settings of a generation config
+_STOPS = "stop_strings"  # The setting of stop texts
+_RICHER = "return_dict_in_generate"  # The setting that asks for more than tokens
+
+
+def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Policy]], inputs: Tensor | None,
+                     streamer: Any, given: Mapping[str, Any]) -> Tensor:
+    """Prompts and answers as `generate` gives them, [B, L + T]; see `Artifact.generate`. UserError names what the call
+    asks for and decoding with drafts does not offer.
+
+    `drafting` gives drafter and policy for a batch size and a temperature; `inputs` are the prompts, unless `given`,
+    the other arguments of `generate`, has them; the `streamer` gets the prompt and each token of the answer."""
+    # generate takes lists of tokens as tensors too.
+    given = {name: value.tolist() if isinstance(value, Tensor) and name not in _TAKEN else value
+             for name, value in given.items()}
+    # The loop has stop texts of its own: for its own transformers asks a callable's call for a tokenizer in vain.
+    config, own = given.get("generation_config"), target.model.generation_config.stop_strings
+    named = (given.pop(_STOPS, None), None if config is None else config.stop_strings, own)
+    stops = next((one for one in named if one is not None), None)
+    if config is not None:
+        given["generation_config"] = config = copy(config)
+        config.stop_strings = None
+    if own is not None:
+        # Only an argument keeps transformers from filling in the model's own.
+        given[_STOPS] = None
+    known = _TAKEN | vars(GenerationConfig()).keys()  # type: ignore[no-untyped-call]
+    _refuse(given, [name for name, value in given.items() if value is not None and name not in known])
+
+    # Before transformers' own streamers see several prompts, which they refuse in words of their own.
+    prompts = given.get("input_ids") if inputs is None else inputs
+    if streamer is not None and prompts is not None and len(prompts) > 1:
+        raise UserError(f"a streamer shows one answer, got {len(prompts)} prompts; give one, or no streamer")
+
+    # transformers passes a callable neither the streamer nor any argument that its own loop does not name; the closure
+    # knows them. Other names of parameters here would take arguments away from its preparation.
+    def answer(model: Any, input_ids: Tensor, *, generation_config: Any, **model_kwargs: Any) -> Tensor:
+        _refuse(vars(generation_config))
+        defaults = sampling_defaults(generation_config, generation_config.eos_token_id, target.vocab_size,
+                                     input_ids.shape[1])
+        mask_BL = model_kwargs.get("attention_mask")
+        mask_BL = torch.ones_like(input_ids) if mask_BL is None else mask_BL.bool()
+        if bool((mask_BL[:, 1:] < mask_BL[:, :-1]).any()):
+            raise UserError("a prompt has padding or a gap after its first token (attention_mask); put the padding on "
+                            "the left (padding_side='left' of the tokenizer)")
+        room = generation_config.max_length - input_ids.shape[1]
+        requests = [Request(tuple(row_L[mask_L.bool()].tolist()), index, room, defaults.temperature)
+                    for index, (row_L, mask_L) in enumerate(zip(input_ids, mask_BL, strict=True))]
+        # From torch's own random numbers, so that torch.manual_seed decides as it does in `generate`.
+        seed = int(torch.randint(2**63 - 1, ())) if defaults.temperature else 0
+        settings = DecodeSettings.as_generate(
+            defaults, batch_size=len(requests), seed=seed, eos_ids=defaults.eos_ids, biases=defaults.biases,
+            stop=(stops,) if isinstance(stops, str) else tuple(stops or ()), stop_from_prompt=True)
+        drafter, policy = drafting(batch_size=len(requests), temperature=defaults.temperature)
+
+        def show(_answer: Generation, tokens: list[int], _done: bool) -> None:
+            for token in tokens if streamer is not None else ():
+                streamer.put(torch.tensor([token]))
+
+        found = decode(target, requests, settings, drafter=drafter, policy=policy, on_tokens=show).generations
+        if streamer is not None:
+            streamer.end()
+        # Rows that have ended are filled up as in `generate`; without an end token all are equally long.
+        ends = generation_config.eos_token_id
+        pad = next((token for token in (generation_config.pad_token_id, *(ends if isinstance(ends, list) else [ends]))
+                    if token is not None), 0)
+        longest = max(len(one.tokens) for one in found)
+        answers_BT = [[*one.tokens, *[pad] * (longest - len(one.tokens))] for one in found]
+        return torch.cat([input_ids, torch.tensor(answers_BT).to(input_ids)], dim=1)
+
+    sequences: Tensor = target.model.generate(inputs, streamer=streamer, custom_generate=answer, **given)
+    return sequences
+
+
+def _refuse(settings: Mapping[str, Any], unknown: list[str] | None = None) -> None:
+    """Refuse what decoding with drafts does not offer. Raises UserError."""
+    refused = [*(unknown or ()), *refused_settings(settings), *([_RICHER] if settings.get(_RICHER) else [])]
+    if refused:
+        raise UserError(f"decoding with drafts does not offer {', '.join(refused)}; leave it out, or call generate of "
+                        "the model itself")

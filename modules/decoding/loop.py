@@ -15,23 +15,26 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..interfaces.optional_parts import compiled, extended, started, virtual_nodes
-from ..interfaces.proposer import DraftState, Observation, Proposer, Verified
+from ..interfaces.proposer import (
+    DraftState,
+    Observation,
+    Proposer,
+    Verified,
+    compiled,
+    extended,
+    started,
+    virtual_nodes,
+)
 from ..policies.base import Policy
 from ..row_buffers import RowBuffer
-from ..token_tree import TokenTree
+from ..token_tree import Lookahead, TokenTree
+from ..verification.acceptance_rules import Accepted
 from ..verification.sampling import SamplingSetting, log_probabilities
-from ..verification.tree_walk import Accepted
-from ..virtual_nodes import Lookahead
-from .batch_verifier import BatchVerifier
-from .device_timer import DeviceTimer
-from .recorded_rounds import RecordedRounds, Recorder, recorder_of_rounds
+from .recorders import DeviceTimer, StateRecorder
 from .requests import DecodeSettings, DecodeStats, Generation, Request
-from .rounds import Batch, Round, ahead_states, read
-from .row_errors import message
-from .state_recorder import StateRecorder
+from .rounds import Batch, RecordedRounds, Recorder, Round, ahead_states, read, recorder_of_rounds
 from .token_text import first_stop
-from .verifier import Verifier
+from .verifier import BatchVerifier, Verifier, message
 
 Observer = Callable[[TokenTree, Accepted, Sequence[Generation]], None]
 """Called after each pass, before its tokens are added: the trees, the accepted paths, the answer of each row."""

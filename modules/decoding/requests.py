@@ -7,8 +7,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from ..errors import UserError
-from ..target.loading.generation_defaults import GenerationDefaults
-from ..target.token_biases import TokenBiases
+from ..target.loading.generation_defaults import GenerationDefaults, TokenBiases
 from ..verification.acceptance_rules import Rule
 from ..verification.sampling import TEMPERATURES, is_temperature
 

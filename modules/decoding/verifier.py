@@ -1,20 +1,112 @@
-"""The interface of a target to the decoding loop.
+"""The interface of a target to the decoding loop, and the verification of a batch: temperatures, random numbers and
+penalties of its rows, applied to each pass.
 
-Shapes: B active rows, M selected nodes, K nodes of a path.
+A row that goes wrong ends, the others finish: codes of its errors travel with the accepted tokens in the one transfer
+of a pass, and words are made on the host.
+
+Shapes: R rows held, B of them active, N nodes, M nodes with logits, K nodes of a path, V vocabulary, T places.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..compiler import Compiler
-from ..interfaces.optional_parts import VerifiedRows
-from ..target.pass_output import PassOutput
-from ..target.token_biases import TokenBiases
+from ..errors import UserError
+from ..interfaces.proposer import VerifiedRows
+from ..number_formats import widened
+from ..random_streams import Draws
+from ..row_buffers import RowBuffer
+from ..target.loading.generation_defaults import AppliedBiases, TokenBiases
+from ..target.target_rows import PassOutput
 from ..token_tree import TokenTree
+from ..verification.acceptance_rules import Accepted, Chances, exact_rule
+from ..verification.sampling import Sampling, choose, penalise
+from .requests import DecodeResult, DecodeSettings, Generation, Request, uniform_stream
+
+SOUND, LOGITS, TOKEN, PARENT, DRAFT = range(5)
+_MESSAGES = {
+    LOGITS: "the target's logits are NaN or infinite after token {place} of the answer; run the target in a wider "
+    "number type, or check its weights",
+    TOKEN: "the drafter proposed a token outside the target's vocabulary (ids 0 to {last}) after token {place} of the "
+    "answer; check the ids of its draft vocabulary",
+    PARENT: "the draft tree after token {place} of the answer has a node whose parent does not come before it; a "
+    "policy must list parents first",
+    DRAFT: "the drafter's probabilities are NaN or infinite after token {place} of the answer; check its weights",
+}
+
+
+class DecodeError(UserError):
+    """Some rows of a batch failed; all the others were finished and are in `result`."""
+
+    def __init__(self, result: DecodeResult) -> None:
+        failed = [generation for generation in result.generations if generation.finish == "error"]
+        others = len(result.generations) - len(failed)
+        text = "; ".join(generation.error for generation in failed)
+        super().__init__(text if not others else f"{text} ({others} other answers are in this error's result)")
+        self.result = result  # Every generation; failed ones have `finish` "error", their tokens so far and `error`
+
+
+def message(code: int, generation: Generation, vocab_size: int) -> str:
+    """The sentence for a fault of one row, which names its request."""
+    text = _MESSAGES[code].format(place=len(generation.tokens), last=vocab_size - 1)
+    return f"prompt {generation.request.index}: {text}"
+
+
+def screen(tree: TokenTree, vocab_size: int) -> tuple[TokenTree, Tensor]:
+    """(the tree, with nothing but a root in faulty rows; the fault of each row, [B], int64)."""
+    # Padding counts too: ids that the target does not know cannot be embedded.
+    outside_BN = (tree.tokens_BN < 0) | (tree.tokens_BN >= vocab_size)
+    faults_B = examine(tree, outside_BN)
+    # On the CPU it is known at once that nothing is wrong; reading the answer from an accelerator would wait for it.
+    sound = faults_B.device.type == "cpu" and not bool(outside_BN.any() | faults_B.any())
+    return (tree if sound else pruned(tree, faults_B, outside_BN)), faults_B
+
+
+def examine(tree: TokenTree, outside_BN: Tensor) -> Tensor:
+    """The fault of each row's tree, [B], int64, with marks at nodes whose token the target does not know."""
+    columns_N = torch.arange(tree.size, device=tree.tokens_BN.device)
+    late_BN = ((tree.parents_BN >= columns_N) | (tree.parents_BN < 0)) & (columns_N > 0)
+    # Of several faults of a row the last one here is reported.
+    faults_B = torch.where((outside_BN & tree.real_BN).any(-1), TOKEN, SOUND)
+    faults_B = torch.where((late_BN & tree.real_BN).any(-1), PARENT, faults_B)
+    if tree.drawn is not None:
+        largest_B = tree.drawn.log_q_BIQ.amax((1, 2))
+        faults_B = torch.where(largest_B.isnan() | (largest_B == torch.inf), DRAFT, faults_B)
+    return faults_B
+
+
+def pruned(tree: TokenTree, faults_B: Tensor, outside_BN: Tensor) -> TokenTree:
+    """The tree with nothing but a root in faulty rows, and with ids that the target knows everywhere."""
+    columns_N = torch.arange(tree.size, device=faults_B.device)
+    faulty_B1 = (faults_B > 0)[:, None]
+    itself_NN = columns_N[:, None] == columns_N
+    return replace(tree, tokens_BN=tree.tokens_BN.masked_fill(outside_BN, 0),
+                   parents_BN=torch.where(faulty_B1, columns_N - 1, tree.parents_BN),
+                   depths_BN=torch.where(faulty_B1, 0, tree.depths_BN),
+                   ancestors_BNN=torch.where(faulty_B1[..., None], itself_NN, tree.ancestors_BNN),
+                   real_BN=tree.real_BN & (~faulty_B1 | (columns_N == 0)))
+
+
+def unreadable(logits_BMV: Tensor) -> Tensor:
+    """True at nodes whose logits hold NaN or +inf, or nothing but -inf, [B, M]; some models forbid tokens by a single
+    -inf."""
+    return ~logits_BMV.amax(-1).isfinite()
+
+
+def cut(accepted: Accepted, unreadable_BN: Tensor) -> tuple[Accepted, Tensor]:
+    """(the accepted paths up to the first node whose logits say nothing, rows that have one, [B]): after it the bonus
+    token means nothing. Nodes that are not accepted have no part in what is emitted."""
+    places_K = torch.arange(accepted.path_BK.shape[1], device=unreadable_BN.device)
+    lost_BK = unreadable_BN.gather(1, accepted.path_BK) & (places_K < accepted.counts_B[:, None])
+    lost_B = lost_BK.any(-1)
+    counts_B = torch.where(lost_B, lost_BK.long().argmax(-1) + 1, accepted.counts_B)
+    return replace(accepted, counts_B=counts_B), lost_B
 
 
 class Rows(VerifiedRows, Protocol):
@@ -57,3 +149,103 @@ class Verifier(Protocol):
     def compiled(self) -> AbstractContextManager[None]: ...
 
     def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> Rows: ...
+
+
+class BatchVerifier:
+    """Holds temperatures, random numbers and tokens read of every row, all on the device. An answer has at most
+    `places` tokens, the largest tree included; `sampled` if any request has a temperature above 0."""
+
+    def __init__(self, settings: DecodeSettings, rows: int, places: int, verifier: Verifier, sampled: bool) -> None:
+        vocab_size, device = verifier.vocab_size, verifier.device
+        self.settings, self.vocab_size, self.sampled = settings, vocab_size, sampled
+        self._device, self._samples = device, [False] * rows
+        blank = partial(RowBuffer, rows, device=device, dtype=torch.long)
+        self.temperatures, self.requests, self.places = blank(dtype=torch.float32), blank(), blank()
+        self.uniforms = blank(places if sampled else 1, dtype=torch.float64)
+        penalised = settings.repetition_penalty != 1.0
+        self.seen = blank(vocab_size, dtype=torch.bool) if penalised else None
+        self.last = blank()
+        biases = verifier.biases if settings.biases is None else settings.biases
+        eos_ids = verifier.eos_ids if settings.eos_ids is None else settings.eos_ids
+        self.biases = None if biases == TokenBiases() else AppliedBiases(biases, eos_ids, vocab_size, device)
+
+    def open(self, row: int, request: Request) -> None:
+        """Start a request in a row."""
+        self.temperatures.values[row], self.requests.values[row] = request.temperature, request.index
+        self.places.values[row] = 0
+        self._samples[row] = request.temperature > 0
+        if self._samples[row]:
+            stream = uniform_stream(self.settings.seed, request.index, self.uniforms.values.shape[1])
+            self.uniforms.values[row] = torch.from_numpy(stream)
+        if self.seen is not None:
+            self.seen.values[row] = False
+            self.seen.values[row, list(request.tokens)] = True
+            self.last.values[row] = request.tokens[-1]
+
+    def keep(self, order: list[int], order_R: Tensor) -> None:
+        """Row r is the former row order[r]; the others leave."""
+        self._samples = [*(self._samples[row] for row in order), *[False] * (len(self._samples) - len(order))]
+        for buffer in (self.temperatures, self.requests, self.places, self.uniforms, self.seen, self.last):
+            if buffer is not None:
+                buffer.keep(order_R)
+
+    def draws(self, rows: int) -> Draws | None:
+        """Random numbers for drafting the next trees of the first `rows` rows; None when every request is greedy."""
+        if not self.sampled:
+            return None
+        return Draws(seed=self.settings.seed, requests_B=self.requests.values[:rows],
+                     places_B=self.places.values[:rows], temperature_B=self.temperatures.values[:rows])
+
+    def first_tokens(self, rows: list[int], rows_B: Tensor, logits_BMV: Tensor) -> tuple[Tensor, Tensor]:
+        """(first token of each answer, fault of each row) after a piece of the prompts; M is 1."""
+        unreadable_BM = unreadable(logits_BMV)
+        if self.biases is not None:
+            # A long prompt is read in pieces, each of which ends with the first token as far as is known.
+            logits_BMV = self.biases.add(logits_BMV, torch.zeros_like(rows_B)[:, None])
+        if self.seen is not None:
+            seen_BV, last_BMN = self.seen.values[rows_B], self.last.values[rows_B, None, None]
+            logits_BMV = penalise(widened(logits_BMV), self.settings.repetition_penalty, seen_BV, last_BMN)
+        sampled = [place for place, row in enumerate(rows) if self._samples[row]]
+        chosen_BM = choose(logits_BMV, self.uniforms.values[rows_B, :1], self._sampling(rows_B, sampled))
+        self.places.values[rows_B] = 1
+        return chosen_BM[:, 0], torch.where(unreadable_BM[:, 0], LOGITS, 0)
+
+    def verify(
+        self, tree: TokenTree, logits_BNV: Tensor, faults_B: Tensor, *, any_rows: bool = False
+    ) -> tuple[Accepted, Tensor]:
+        """(the accepted paths, the fault of each row) of a pass of the first rows. `any_rows` may sample when the pass
+        is replayed, not only those that sample now."""
+        rows = len(tree.tokens_BN)
+        unreadable_BN = unreadable(logits_BNV)
+        if self.biases is not None:
+            logits_BNV = self.biases.add(logits_BNV, self.places.values[:rows, None] + tree.depths_BN)
+        if self.seen is not None:
+            # A node is penalised for the path down to it; columns that are off its path repeat the root.
+            paths_BNN = torch.where(tree.ancestors_BNN, tree.tokens_BN[:, None, :], tree.tokens_BN[:, :1, None])
+            logits_BNV = penalise(widened(logits_BNV), self.settings.repetition_penalty, self.seen.values[:rows],
+                                  paths_BNN)
+        draws = self.draws(rows)
+        if draws is None:
+            choices_BN = tests_BN = torch.zeros_like(tree.tokens_BN, dtype=torch.float64)
+        else:
+            # The places beyond an answer's limit are padding: their tokens are cut off.
+            places_BN = (draws.places_B[:, None] + tree.depths_BN).clamp(max=self.uniforms.values.shape[1] - 1)
+            choices_BN = self.uniforms.values[:rows].gather(1, places_BN)
+            tests_BN = choices_BN if tree.drawn is None else draws.tests(tree.size)
+        rule = self.settings.lossy or exact_rule(tree)
+        sampled = [row for row in range(rows) if self._samples[row] or (any_rows and self.sampled)]
+        sampling = self._sampling(torch.arange(rows, device=self._device), sampled)
+        accepted = rule.accept(tree, logits_BNV, sampling, Chances(choices_BN=choices_BN, tests_BN=tests_BN))
+        self.places.values[:rows] += accepted.counts_B
+        if self.seen is not None:
+            # Columns beyond a path hold nodes that were not accepted: they mark the root once more.
+            width = accepted.path_BK.shape[1]
+            real_BK = torch.arange(width, device=self._device) < accepted.counts_B[:, None]
+            path_BK = torch.where(real_BK, tree.tokens_BN.gather(1, accepted.path_BK), tree.tokens_BN[:, :1])
+            self.seen.values[:rows].scatter_(1, path_BK, True)
+        accepted, lost_B = cut(accepted, unreadable_BN)
+        return accepted, torch.where(lost_B & (faults_B == 0), LOGITS, faults_B)
+
+    def _sampling(self, rows_B: Tensor, sampled: Sequence[int]) -> Sampling:
+        return Sampling(temperature_B=self.temperatures.values[rows_B], top_k=self.settings.top_k,
+                        top_p=self.settings.top_p, min_p=self.settings.min_p, sampling_rows=tuple(sampled))

@@ -21,10 +21,8 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..features import Features
-from ..interfaces.drafter import Drafts
-from ..interfaces.family_card import FamilyCard
-from ..interfaces.optional_parts import JudgesGuesses
-from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
+from ..interfaces.drafter import Drafts, FamilyCard
+from ..interfaces.proposer import DraftState, Frontier, JudgesGuesses, Observation, Scores
 from ..row_buffers import RowBuffer
 from ..target.draft_vocabulary import OwnOutput, carry_rows
 from ..target.model import Target

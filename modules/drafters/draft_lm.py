@@ -20,18 +20,17 @@ from torch.nn import functional
 from ..config_checks import settings_of
 from ..errors import UserError
 from ..features import Features
-from ..interfaces.drafter import Drafter, Drafts
-from ..interfaces.family_card import FamilyCard
+from ..interfaces.drafter import Drafter, Drafts, FamilyCard
 from ..interfaces.proposer import Scores
 from ..target.attention.segment_attention import Sight, mask_arguments, visible_text
 from ..target.attention.tree_attention import place_arguments
 from ..target.devices.compiled_layers import of_transformers
 from ..target.draft_vocabulary import carry_rows, over_all_tokens, require_ids
 from ..target.kv_cache import RowCache
-from ..target.linears.linear_forms import LinearForms
-from ..target.loading.excerpt import decoder_of, layer_list
+from ..target.linear_forms import LinearForms
 from ..target.loading.hf_folder import read_model, require_vocabulary
 from ..target.loading.identity import TargetIdentity
+from ..target.loading.model_parts import decoder_of, layer_list
 from ..target.model import Target, post_process
 from ..target.recurrent.recurrent_passes import install
 from ..target.submodel import config_of, copy_layers, fields_of, new_model

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..interfaces.family_card import FamilyCard
+from ..interfaces.drafter import FamilyCard
 from ..target.model import Target
 from .eagle_base import EagleDrafter
 from .parts.decoder_block import Attention, AttentionContext, BlockConfig, GatedMLP, ResidualLayer, RMSNorm

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import UserError
-from ..interfaces.family_card import FamilyCard
+from ..interfaces.drafter import FamilyCard
 from ..target.draft_vocabulary import OwnOutput
 from ..target.model import Target
 from .eagle_base import EagleDrafter

@@ -24,8 +24,7 @@ from torch.nn import functional
 
 from ..errors import UserError
 from ..features import Features
-from ..interfaces.drafter import Drafts
-from ..interfaces.family_card import FamilyCard
+from ..interfaces.drafter import Drafts, FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores, spread
 from ..row_buffers import RowBuffer
 from ..target.model import Target

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..interfaces.family_card import FamilyCard
+from ..interfaces.drafter import FamilyCard
 from ..target.model import Target
-from ..target.read_text import ReadText
-from ..virtual_nodes import Injection
+from ..target.partial_passes import ReadText
+from ..token_tree import Injection
 from .parts.lookahead_drafter import LookaheadConfig, LookaheadDrafter
 from .parts.shared_embeddings import Sizes
 

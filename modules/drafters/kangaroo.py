@@ -16,12 +16,19 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..features import Features
-from ..interfaces.drafter import Drafts
-from ..interfaces.family_card import FamilyCard
-from ..interfaces.optional_parts import ChainLimits, LimitsChains, SharesTargetRows, VerifiedRows
-from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
-from ..target.early_layers import EarlyLayers
+from ..interfaces.drafter import Drafts, FamilyCard
+from ..interfaces.proposer import (
+    ChainLimits,
+    DraftState,
+    Frontier,
+    LimitsChains,
+    Observation,
+    Scores,
+    SharesTargetRows,
+    VerifiedRows,
+)
 from ..target.model import Target
+from ..target.partial_passes import EarlyLayers
 from .parts.block_cache import BlockRows
 from .parts.decoder_block import OFFICIAL_ROPE_BASE, Attention, AttentionContext, BlockConfig, RMSNorm
 from .parts.feature_drafter import FeatureConfig, FeatureDrafter, block_like, last_norm

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..features import Features
-from ..interfaces.drafter import Drafts
-from ..interfaces.family_card import FamilyCard
+from ..interfaces.drafter import Drafts, FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
 from ..row_buffers import RowBuffer
 from .parts.heads import HeadConfig, HeadDrafter

@@ -22,12 +22,11 @@ from transformers.cache_utils import DynamicCache
 from ..config_checks import CheckedSettings, settings_of
 from ..errors import UserError
 from ..features import Features
-from ..interfaces.drafter import DrafterConfig
-from ..interfaces.family_card import FamilyCard
+from ..interfaces.drafter import DrafterConfig, FamilyCard
 from ..target.attention.segment_attention import mask_arguments, visible_text
 from ..target.attention.tree_attention import place_arguments
-from ..target.loading.excerpt import decoder_of
-from ..target.loading.native_heads import NativeHead
+from ..target.loading.hf_folder import NativeHead
+from ..target.loading.model_parts import decoder_of
 from ..target.model import Target
 from ..target.submodel import config_of, fields_of, new_model, one_layer
 from .eagle_base import EagleDrafter

@@ -1,13 +1,14 @@
 """The contract of every drafter family: the drafter holds weights, the state of a sequence is passed in.
 
-A `Proposer` proposes tokens while decoding; a `Drafter` is a proposer with trained weights that an artifact ships.
+A `Proposer` proposes tokens while decoding; a `Drafter` is a proposer with trained weights that an artifact ships. Its
+`FamilyCard` is a row in the table of methods, for choosing one.
 
 Shapes: B rows, L positions, K draft steps of one call, D hidden size, F frontier nodes, H depths scored,
 Q entries of the draft vocabulary or candidates of a node, R ranks used, M nodes of a pass, V target vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -19,12 +20,33 @@ from ..compiler import Compiler
 from ..config_checks import CheckedSettings
 from ..features import Features
 from ..target.devices.compiled_layers import Adapt, CompiledLayers
-from ..target.linears.packed_linear import DecodingLinears
+from ..target.linear_forms import DecodingLinears
 from ..target.loading.identity import TargetIdentity
 from ..target.model import Target
-from .family_card import FamilyCard
-from .optional_parts import RunsCompiled
-from .proposer import Proposer, State
+from .proposer import Proposer, RunsCompiled, State
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyCard:
+    """One method in plain words; each family states its own."""
+
+    name: str  # Name in papers, such as EAGLE-3
+    guesses: str  # The way it guesses, in one line
+    cost: str  # Cost of training or drafting, in one phrase
+    papers: tuple[str, ...] = ()  # arXiv numbers, the method's own first
+    needs_export: bool = True  # Whether there is an artifact to export; not for policies and drafting without training
+
+
+def method_table(cards: Iterable[tuple[FamilyCard, Sequence[str]]]) -> str:
+    """The cards, each with its export formats, as a Markdown table, in the given order."""
+    rows = ["| method | how it guesses | cost | exports to |", "|---|---|---|---|"]
+    for card, exports in cards:
+        papers = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in card.papers)
+        # An empty cell would leave open whether an artifact exists that no engine reads.
+        nothing = "no serving engine" if card.needs_export else "nothing to export"
+        formats = ", ".join(f"`{name}`" for name in exports) or nothing
+        rows.append(f"| {card.name} | {card.guesses}{f' ({papers})' if papers else ''} | {card.cost} | {formats} |")
+    return "\n".join(rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..interfaces.family_card import FamilyCard
+from ..interfaces.drafter import FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Proposer, spread
 from ..random_streams import Draws
 from ..token_tree import Drawn, TokenTree

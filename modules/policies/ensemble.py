@@ -12,10 +12,15 @@ from torch import Tensor
 
 from ..compiler import Compiler
 from ..errors import UserError
-from ..interfaces.optional_parts import (
+from ..interfaces.proposer import (
+    DraftState,
+    Frontier,
     GuessesInPasses,
+    Observation,
+    Proposer,
     Remembers,
     RunsCompiled,
+    Scores,
     SharesTargetRows,
     VerifiedRows,
     compiled,
@@ -23,7 +28,6 @@ from ..interfaces.optional_parts import (
     started,
     virtual_nodes,
 )
-from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores
 from ..random_streams import Draws
 from ..token_tree import TokenTree
 from ..verification.sampling import SamplingSetting

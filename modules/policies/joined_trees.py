@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..token_tree import Drawn, TokenTree
-from ..virtual_nodes import Lookahead
+from ..token_tree import Drawn, Lookahead, TokenTree
 
 
 def joined(tree: TokenTree, joining: TokenTree) -> TokenTree:

@@ -19,11 +19,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import UserError
-from ..interfaces.optional_parts import virtual_nodes
-from ..interfaces.proposer import DraftState, Frontier, Proposer
+from ..interfaces.proposer import DraftState, Frontier, Proposer, virtual_nodes
 from ..random_streams import Draws
-from ..token_tree import TokenTree, Topology
-from ..virtual_nodes import Lookahead
+from ..token_tree import Lookahead, TokenTree, Topology
 from .base import Policy
 
 _ROUNDS = 20

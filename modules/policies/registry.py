@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..errors import UserError
-from ..interfaces.optional_parts import ChainLimits, GuessesInPasses, JudgesGuesses, LimitsChains, virtual_nodes
-from ..interfaces.proposer import Proposer
+from ..interfaces.proposer import ChainLimits, GuessesInPasses, JudgesGuesses, LimitsChains, Proposer, virtual_nodes
 from ..token_tree import Topology
 from .base import Policy
 from .dynamic_trees import DySpecTree, Eagle2Tree

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..files.json_records import typed_fields
-from .linears.quantised_weights import is_quantised
+from .devices.split_weights import is_quantised
 
 PREFIX = "adapter."  # Prefix of an adapter's tensors wherever they are stored with others
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import UserError
-from .linears.packed_linear import by_tokens, can_pack, packed_linear
+from .linear_forms import by_tokens, can_pack, packed_linear
 from .model import Target
 
 

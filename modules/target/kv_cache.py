@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
-from .recurrent.recurrent_states import RecurrentCache, RecurrentStates
+from .recurrent.recurrent_passes import RecurrentCache, RecurrentStates
 
 FIRST_SLOTS = 256  # Slots of a row that are allocated at once; rows that need more grow
 MANY_SLOTS = 8_192

@@ -23,18 +23,15 @@ from .attention.tree_attention import NAME, attend_by, place_arguments, recordin
 from .devices.compiled_layers import PACKED, CompiledLayers, of_transformers
 from .devices.placement import Placement
 from .devices.split_weights import plain_class
-from .linears.linear_forms import LinearForms, Pack, Packing
+from .linear_forms import LinearForms, Pack, Packing
 from .loading import self_check
-from .loading.excerpt import copy_modules, decoder_of, excerpt, layer_list
-from .loading.generation_defaults import GenerationDefaults, read_defaults
+from .loading.generation_defaults import GenerationDefaults, TokenBiases, read_defaults
 from .loading.identity import TargetIdentity, hash_tokens, hash_weights
+from .loading.model_parts import copy_modules, decoder_of, excerpt, layer_list, rope_by_kind, text_of
 from .loading.stored_weights import require_finite
-from .loading.wrapped_text import text_of
-from .pass_layout import PassLayout
+from .partial_passes import PassLayout
 from .recurrent.recurrent_passes import SegmentPass, install, running
-from .rope_parameters import rope_by_kind
 from .target_rows import TargetRows
-from .token_biases import TokenBiases
 
 
 class Target:

@@ -12,8 +12,8 @@ import torch
 from ..errors import UserError
 from .attention.tree_attention import NAME, attend_by, register
 from .devices.split_weights import whole
-from .loading.claimed_sizes import check_claims
-from .loading.excerpt import decoder_of, layer_list
+from .loading.model_parts import decoder_of, layer_list
+from .loading.stored_weights import check_claims
 from .model import Target
 
 _FALLBACK_FIELDS = ("rms_norm_eps", "initializer_range", "rope_parameters", "bos_token_id", "eos_token_id",

@@ -1,24 +1,30 @@
-"""A batch of sequences inside the target: their cache, and the passes that extend it.
+"""A batch of sequences inside the target: their cache, the passes that extend it, and the output of a pass.
 
-Shapes: B rows, N nodes of a tree, M selected nodes, K nodes of a path, D hidden size.
+Shapes: B rows, N nodes of a tree, M selected nodes, those with logits, K nodes of a path, D hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..token_tree import TokenTree
-from .early_layers import EarlyLayers
 from .kv_cache import RowCache
-from .layer_skipping import injected, later_layers
-from .pass_layout import PassLayout
-from .pass_output import PassOutput
+from .partial_passes import EarlyLayers, PassLayout, injected, later_layers
 
 if TYPE_CHECKING:
     from .model import Target
+
+@dataclass(frozen=True, kw_only=True)
+class PassOutput:
+    """Logits and hidden states of one pass of the target."""
+
+    logits_BMV: Tensor  # Next-token logits at the selected nodes (all of them unless the caller chose)
+    final_BND: Tensor  # Final hidden states, after the last norm, at every node
+    taps: dict[int, Tensor] = field(default_factory=dict)  # Outputs of the tapped layers at every node, each [B, N, D]
 
 
 class TargetRows:

@@ -22,9 +22,8 @@ from ..policies.stopping_chains import SampledChain, StoppedChain
 from ..policies.stopping_rules import Drafted, StoppingRule
 from ..target.model import Target
 from ..token_tree import TokenTree
-from ..verification.acceptance_rules import ChainRejection, Chances, Rule, exact_rule
+from ..verification.acceptance_rules import Accepted, ChainRejection, Chances, Rule, exact_rule
 from ..verification.sampling import Sampling, SamplingSetting
-from ..verification.tree_walk import Accepted
 
 CHANCES = ChainRejection()
 

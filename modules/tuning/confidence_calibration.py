@@ -19,8 +19,7 @@ from ..decoding.answers import decode
 from ..decoding.requests import DecodeSettings
 from ..features import Features
 from ..interfaces.drafter import Drafter
-from ..interfaces.optional_parts import JudgesGuesses
-from ..interfaces.proposer import DraftState, Proposals, Proposer
+from ..interfaces.proposer import DraftState, JudgesGuesses, Proposals, Proposer
 from ..policies.static_tree import Span, StaticTree
 from ..random_streams import Draws
 from ..target.model import Target

@@ -11,11 +11,10 @@ import torch
 
 from ..decoding.answers import decode
 from ..decoding.requests import DecodeSettings, Request
-from ..features import Features
+from ..features import Features, ReadRows
 from ..interfaces.drafter import Drafter
 from ..policies.static_tree import StaticTree
 from ..processes import ALONE, Processes
-from ..read_rows import ReadRows
 from ..target.model import Target
 from ..token_tree import Topology
 from .held_out_ranks import proposed_text, rank_table

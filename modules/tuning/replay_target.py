@@ -20,10 +20,10 @@ from torch import Tensor
 from ..decoding.requests import Request
 from ..features import Features
 from ..interfaces.drafter import Drafter
-from ..interfaces.optional_parts import virtual_nodes
+from ..interfaces.proposer import virtual_nodes
+from ..target.loading.generation_defaults import TokenBiases
 from ..target.model import Target
-from ..target.pass_output import PassOutput
-from ..target.token_biases import TokenBiases
+from ..target.target_rows import PassOutput
 from ..token_tree import TokenTree
 
 

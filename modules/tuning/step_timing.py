@@ -17,15 +17,14 @@ import torch
 from ..baselines.joined_policies import LOOKUP, PolicyName, joined_drafter, joined_policy
 from ..baselines.registry import COPIED
 from ..decoding.rounds import for_host, observation, read, verified
-from ..interfaces.optional_parts import extended, started, virtual_nodes
-from ..interfaces.proposer import AheadStates, Observation, Proposer, Verified
+from ..interfaces.proposer import AheadStates, Observation, Proposer, Verified, extended, started, virtual_nodes
 from ..policies.base import Policy
 from ..policies.registry import STATIC
 from ..policies.static_tree import StaticTree
 from ..target.model import Target
 from ..token_tree import Topology
+from ..verification.acceptance_rules import down_to
 from ..verification.sampling import argmax
-from ..verification.tree_walk import down_to
 from .cost_table import CostCurve, CostTable
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

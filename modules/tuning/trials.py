@@ -21,12 +21,12 @@ from ..decoding.answers import decode
 from ..decoding.requests import DecodeSettings, Generation
 from ..features import Features
 from ..interfaces.drafter import Drafter
-from ..interfaces.optional_parts import GuessesInPasses, virtual_nodes
+from ..interfaces.proposer import GuessesInPasses, virtual_nodes
 from ..policies.registry import MOST, SPARSE, STATIC, parse_policy, policy_named
 from ..policies.static_tree import StaticTree
 from ..target.model import Target
 from ..token_tree import TokenTree, Topology
-from ..verification.tree_walk import Accepted
+from ..verification.acceptance_rules import Accepted
 from .cost_table import CostTable
 from .held_out_ranks import proposed_text
 from .rank_walk import last_nodes, pass_starts

@@ -23,7 +23,7 @@ from ...modules import (
     parse_joined,
     stream,
 )
-from ...modules.decoding.pass_recorder import PassRecorder
+from ...modules.decoding.recorders import PassRecorder
 from ...modules.decoding.token_text import TokenText, visible
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..chat_settings import TemplateConfig, artifact_target

@@ -17,7 +17,7 @@ import yaml
 from safetensors import safe_open
 
 from ...data import DistillConfig, PromptConfig
-from ...data.store.disk_room import in_words
+from ...data.store.feature_store import in_words
 from ...export import Artifact, Tuning, load_artifact
 from ...export.artifact_files import WEIGHTS
 from ...export.layouts.parts.export_format import Engine

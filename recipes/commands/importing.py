@@ -12,7 +12,7 @@ from ...export.layouts.registry import EXPORT_FORMATS, IMPORTED, format_named
 from ...modules import Drafter, StaticTree, TargetConfig, Topology, UserError, load_target
 from ...modules.config_checks import check_bounds
 from ...modules.policies.registry import MOST
-from ...modules.target.loading.native_heads import own_folder
+from ...modules.target.loading.hf_folder import own_folder
 from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, handwritten_prompts
 from ..reading.parsing import Command, Parsed
 from ..terminal.terminal_text import say

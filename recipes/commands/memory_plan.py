@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from ...data.store.disk_room import in_words
-from ...data.store.state_formats import format_named
+from ...data.store.feature_shards import format_named
+from ...data.store.feature_store import in_words
 from ...modules import UserError
 from ...modules.target.loading.loading import is_local, sketch_target
 from ...trainers.fitting import precision_of
-from ..planning.dry_run import choose_states, dry_run
+from ..planning.dry_run import choose_states, dry_run, on_gpu, resident_bytes
 from ..planning.stage_plans import StagePlan, StagePlans, held_weights, parameters_of
-from ..planning.worker_count import on_gpu, resident_bytes
 from ..reading.parsing import Command, Parsed
 from ..recipe import Recipe
 from ..terminal.terminal_text import say

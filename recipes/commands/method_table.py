@@ -6,7 +6,7 @@ from pathlib import Path
 from ...export.layouts.registry import EXPORT_FORMATS
 from ...modules import BASELINES, DRAFTERS, Eagle2Tree, UserError
 from ...modules.files.atomic_files import write_file
-from ...modules.interfaces.family_card import FamilyCard, method_table
+from ...modules.interfaces.drafter import FamilyCard, method_table
 from ...trainers.families import VARIANTS, family_module
 
 MARKERS = ("<!-- families -->", "<!-- /families -->")

@@ -16,10 +16,9 @@ from ...data import Manifest, Prompt, WantedStates, read_held_out
 from ...data.answers.distill_config import require_enough
 from ...data.answers.shard_queue import QUEUE
 from ...data.batches.datamodule import BatchConfig, DraftDataModule, HeldOutRows
-from ...data.batches.label_weights import coverage
-from ...data.engines.state_probe import engine_at, probe
-from ...data.store.disk_room import require_room
-from ...data.store.feature_store import Encoding
+from ...data.batches.learned_tokens import coverage
+from ...data.state_engines import engine_at, probe
+from ...data.store.feature_store import Encoding, require_room
 from ...data.store.token_store import MANIFEST
 from ...export import (
     Method,
@@ -50,11 +49,11 @@ from ...modules import (
     search_tree,
     trials,
 )
+from ...modules.features import ReadRows
 from ...modules.files.folder_locks import sole_writer
 from ...modules.files.json_records import shortened
-from ...modules.interfaces.optional_parts import GuessesInPasses, JudgesGuesses
+from ...modules.interfaces.proposer import GuessesInPasses, JudgesGuesses
 from ...modules.processes import ALONE, Processes, local_rank
-from ...modules.read_rows import ReadRows
 from ...modules.tuning.confidence_calibration import calibrate_judgement
 from ...modules.tuning.replay_acceptance import held_out_acceptance
 from ...modules.tuning.trials import SIZES

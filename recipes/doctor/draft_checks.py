@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from ...data.batches.learned_tokens import LearnedTokens
-from ...data.engines.state_probe import BOUNDS, gap
+from ...data.state_engines import BOUNDS, gap
 from ...data.store.feature_shards import FINAL, tap
 from ...data.store.token_store import TokenShard
 from ...modules import DecodeSettings, Features, Request, StaticTree, Topology, answered_anew, decode
-from ...modules.decoding.state_recorder import StateRecorder
+from ...modules.decoding.recorders import StateRecorder
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.drafters.parts.feature_drafter import FeatureDrafter, block_like
-from ...modules.interfaces.optional_parts import SharesTargetRows
+from ...modules.interfaces.proposer import SharesTargetRows
 from ...modules.tuning.held_out_ranks import UNROLLED, proposed_text
 from ...modules.tuning.rank_walk import last_nodes, walk
 from ...modules.tuning.replay_acceptance import Acceptance, acceptance_of, held_out_acceptance

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...data.batches.learned_tokens import LearnedTokens
-from ...data.engines.state_probe import BOUNDS, gap
+from ...data.state_engines import BOUNDS, gap
 from ...data.store.collate import Piece, pad
 from ...data.store.feature_shards import FINAL, FeatureShard, read_features, tap
 from ...data.store.feature_store import read_rows

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ...data.answers.distill import TRUNCATED_SHARE
-from ...data.batches.label_weights import coverage
-from ...data.batches.learned_tokens import LearnedTokens, repetitions
+from ...data.batches.learned_tokens import LearnedTokens, coverage, repetitions
 from ...modules.decoding.token_text import TokenText
 from .case import Case, DataSample
 from .finding import Finding, group, judged, unchecked

@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 import torch
 from torch.optim import AdamW, Optimizer
 
-from ...data.batches.prefetch import AHEAD
+from ...data.batches.datamodule import AHEAD
 from ...export.evaluation.schedule import UNTIMED_ROWS
 from ...modules import Target
-from ...modules.interfaces.optional_parts import virtual_nodes
+from ...modules.interfaces.proposer import virtual_nodes
 from ...modules.target.devices.placement import Zero3
-from ...modules.target.linears.packed_linear import has_packed_product, linear_layers
+from ...modules.target.linear_forms import has_packed_product, linear_layers
 from ...modules.tuning.step_timing import timed_slots
 from ...modules.tuning.trials import MOST_ANSWERS
 from ...trainers import DraftModule
-from ...trainers.processes.zero_strategy import BUCKET
+from ...trainers.processes import BUCKET
 from ...trainers.steps.optimizers import Together
 from ...trainers.train_config import ZERO_STAGES
 from ..recipe import Recipe
+from .dry_run import gpus_of, worker_count
 from .planned_work import PlannedWork, opening
-from .worker_count import gpus_of, worker_count
 
 FLOAT32 = 4  # Bytes of a number of a drafter in training
 

@@ -18,7 +18,7 @@ from ...data.answers.shard_queue import clear_queue
 from ...modules.errors import UserError
 from ...modules.files.folder_locks import FolderLocks, has_locks
 from ...modules.processes import Processes, local_rank
-from ..planning.worker_count import MOST_ON_CPU, fitting, gpus_of, most_shards, resident_bytes, worker_count
+from ..planning.dry_run import MOST_ON_CPU, fitting, gpus_of, most_shards, resident_bytes, worker_count
 from ..reading.command_line import TRUST
 from ..recipe import Recipe
 from ..terminal.terminal_text import say

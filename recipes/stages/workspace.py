@@ -14,8 +14,7 @@ from torch import Tensor
 from ...data import ChatTemplate, DistillConfig, Manifest, Prompt, WantedStates
 from ...data.answers.distill_config import raised_limits
 from ...data.batches.datamodule import BatchConfig, learned
-from ...data.batches.label_weights import count_labels
-from ...data.batches.learned_tokens import prompts_learnable
+from ...data.batches.learned_tokens import count_labels, prompts_learnable
 from ...data.prompts.chat import Surroundings
 from ...data.store.token_store import MANIFEST
 from ...export.artifact_files import CONFIG
@@ -28,7 +27,7 @@ from ...modules.files.folder_locks import FolderLocks
 from ...modules.files.json_records import read_record
 from ...modules.processes import Processes
 from ...modules.target.devices.placement import Placement, placement_named
-from ...modules.target.loading.hf_folder import folder_digest
+from ...modules.target.loading.hf_folder import NativeHead, folder_digest
 from ...modules.target.loading.loading import (
     FASTEST,
     fastest_format,
@@ -37,7 +36,6 @@ from ...modules.target.loading.loading import (
     load_in_format,
     sketch_target,
 )
-from ...modules.target.loading.native_heads import NativeHead
 from ...trainers import DraftModule
 from ...trainers.fitting import require_devices, require_processes
 from ...trainers.train_config import decisive_settings

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...modules.decoding.pass_recorder import PROMPT_PASS, PassRecorder, WrittenToken
+from ...modules.decoding.recorders import PROMPT_PASS, PassRecorder, WrittenToken
 from ...modules.decoding.token_text import TokenText, visible
 
 

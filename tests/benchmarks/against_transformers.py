@@ -42,7 +42,7 @@ from draftsmith.modules import (
     decode,
     load_target,
 )
-from draftsmith.modules.target.linears.linear_forms import Pack
+from draftsmith.modules.target.linear_forms import Pack
 
 PROMPTS = Path(__file__).resolve().parents[2] / "recipes" / "handwritten.jsonl"
 PAIRS = {"plain": "transformers, plain", "prompt lookup": "transformers, prompt_lookup",

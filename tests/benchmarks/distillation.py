@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill
 from draftsmith.modules import DEFAULT_NAME, Sampling, Target, TargetConfig, load_target
-from draftsmith.modules.decoding import batch_verifier
+from draftsmith.modules.decoding import verifier
 from draftsmith.modules.verification import acceptance_rules
 from support.stored_states import encode
 from torch import Tensor
@@ -47,7 +47,7 @@ def choose_sorted(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -
 @contextmanager
 def sorting() -> Iterator[None]:
     """Decoding that samples by `choose_sorted`."""
-    with patch.object(batch_verifier, "choose", choose_sorted), patch.object(acceptance_rules, "choose", choose_sorted):
+    with patch.object(verifier, "choose", choose_sorted), patch.object(acceptance_rules, "choose", choose_sorted):
         yield
 
 

@@ -24,8 +24,7 @@ from statistics import median
 
 import torch
 from draftsmith.modules import DEFAULT_NAME, Target, TargetConfig, TokenTree, Topology, load_target
-from draftsmith.modules.target.linears.linear_forms import Packing
-from draftsmith.modules.target.linears.packed_linear import has_packed_product
+from draftsmith.modules.target.linear_forms import Packing, has_packed_product
 from draftsmith.recipes.__main__ import SPINS
 
 SIZES = (1, 2, 4, 8, 16, 32)

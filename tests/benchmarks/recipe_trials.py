@@ -52,10 +52,10 @@ from draftsmith.modules import (
     search_tree,
 )
 from draftsmith.modules.config_checks import MOST_STEPS
+from draftsmith.modules.features import ReadRows
 from draftsmith.modules.files.atomic_files import write_file
 from draftsmith.modules.files.json_records import read_json, record_of
 from draftsmith.modules.progress import ProgressLine
-from draftsmith.modules.read_rows import ReadRows
 from draftsmith.modules.tuning.held_out_ranks import RankedText, proposed_text
 from draftsmith.modules.tuning.rank_walk import walk
 from draftsmith.recipes.chat_settings import handwritten_prompts

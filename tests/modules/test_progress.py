@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from draftsmith.data.answers.progress import Progress
+from draftsmith.data.answers.data_folder import Progress
 from draftsmith.modules import progress
 from draftsmith.modules.progress import ProgressLine, clock
 from draftsmith.modules.target.loading.hf_folder import without_bars

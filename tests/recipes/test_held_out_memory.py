@@ -3,9 +3,9 @@
 
 import pytest
 from draftsmith.data.batches.datamodule import HeldOutRows
-from draftsmith.modules.read_rows import ReadRows
+from draftsmith.modules.features import ReadRows
 from draftsmith.recipes.commands.pipeline import COMMANDS, artifact_stage, perform_stages
-from draftsmith.recipes.planning.counted_storages import CountedStorages
+from draftsmith.recipes.planning.counted_work import CountedStorages
 from draftsmith.recipes.stages.workspace import Workspace
 from support.wide_model import wide_model
 

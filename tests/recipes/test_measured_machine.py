@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import load_target
-from draftsmith.modules.target.linears import linear_forms, packed_linear
-from draftsmith.modules.target.linears.linear_times import TOKENS, LinearTimes
+from draftsmith.modules.target import linear_forms
+from draftsmith.modules.target.linear_forms import TOKENS, LinearTimes
 from draftsmith.modules.target.loading import self_check
 from draftsmith.modules.target.loading.loading import load_in_format
 from draftsmith.recipes.__main__ import main
@@ -32,13 +32,13 @@ def made(out: Path, *words: str) -> dict[str, bytes]:
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.skipif(not packed_linear.has_packed_product(torch.float32),
+@pytest.mark.skipif(not linear_forms.has_packed_product(torch.float32),
                     reason="this build has no packed product")
 def test_no_measurement_changes_a_byte_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     # Packed products that differ by far more than rounding show in every byte which form ran.
-    original = packed_linear._packed_forward
-    monkeypatch.setattr(packed_linear, "_packed_forward", lambda x, **given: original(x, **given) + 0.1)
+    original = linear_forms._packed_forward
+    monkeypatch.setattr(linear_forms, "_packed_forward", lambda x, **given: original(x, **given) + 0.1)
     monkeypatch.setattr(self_check, "check_logits", lambda *_given, **_options: None)
     monkeypatch.setattr(linear_forms, "worth_measuring", lambda _model: True)
     found = []

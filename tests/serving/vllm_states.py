@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from draftsmith.data import ChatTemplate, DistillConfig, PromptConfig, distill
-from draftsmith.data.engines.state_probe import engine_at, probe
+from draftsmith.data.state_engines import engine_at, probe
 from draftsmith.data.store.feature_store import Encoding
 from draftsmith.modules import TargetConfig, UserError, load_target
 from safetensors.torch import load_file

@@ -31,7 +31,7 @@ from draftsmith.modules import (
     UserError,
     baseline,
 )
-from draftsmith.modules.interfaces.optional_parts import VerifiedRows
+from draftsmith.modules.interfaces.proposer import VerifiedRows
 from support.campaign_targets import RECURRENT_TARGETS, target_of
 from support.families import CASES, Case, cases_of, randomised
 from support.fixed_length import FixedLength

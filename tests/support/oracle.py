@@ -7,7 +7,7 @@ Shapes: B rows, F nodes, H depths, Q entries of the draft vocabulary, S texts, T
 
 import torch
 from draftsmith.modules import DraftState, Frontier, Observation, Proposer, Scores
-from draftsmith.modules.interfaces.optional_parts import VerifiedRows
+from draftsmith.modules.interfaces.proposer import VerifiedRows
 from draftsmith.modules.row_buffers import RowBuffer
 from draftsmith.modules.target.draft_vocabulary import draft_index
 from support.wrapped_drafter import Wrapped, WrappedState

@@ -22,7 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from draftsmith.modules.target.attention.apart_attention import attend_apart
+from draftsmith.modules.target.attention.tree_attention import attend_apart
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,7 +1,7 @@
 """Virtual nodes for trees that a test builds by hand."""
 
 import torch
-from draftsmith.modules.virtual_nodes import VirtualNodes
+from draftsmith.modules.token_tree import VirtualNodes
 from torch import Tensor
 
 

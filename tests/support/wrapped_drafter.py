@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 from draftsmith.modules import DraftState, Frontier, Observation, Proposer, Scores
 from draftsmith.modules.compiler import Compiler
-from draftsmith.modules.interfaces.optional_parts import (
+from draftsmith.modules.interfaces.proposer import (
     ChainLimits,
     GuessesInPasses,
     LimitsChains,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from draftsmith.modules import DraftLM, Eagle3Config, Features, Target, UserError
 from draftsmith.modules.drafters.parts.decoder_block import GatedMLP
-from draftsmith.recipes.planning.counted_storages import CountedStorages
+from draftsmith.recipes.planning.counted_work import CountedStorages
 from draftsmith.trainers import DraftModule
 from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
 from support.families import CASES

@@ -9,7 +9,7 @@ import torch
 from draftsmith.data.store.collate import PackedBatch, Piece, packed
 from draftsmith.modules import Target
 from draftsmith.trainers.losses.metrics import weighted_mean_loss
-from draftsmith.trainers.steps.step_guard import READ_EVERY, FinishedStep, StepGuard
+from draftsmith.trainers.steps.checkpoints import READ_EVERY, FinishedStep, StepGuard
 from support.families import CASES, randomised
 from support.pretended_device import DEVICE, Waits, pretended_device
 from support.steady_waits import moved, on_device
@@ -19,7 +19,7 @@ READING = {"draft-lm-depths": {"modules/drafters/parts/mask_tokens.py": 1},
            **{name: {"modules/drafters/parts/segment_steps.py": 1} for name in CASES if name.startswith("falcon")}}
 """Reads of cases whose step waits: a pass is as wide as the most mask tokens that were drawn for a row, and a recurrent
 network takes as many steps as the longest segment has positions: many times the launches that the wait costs."""
-UPLOADING = {"modules/target/read_text.py", "modules/drafters/mtp.py"}
+UPLOADING = {"modules/target/partial_passes.py", "modules/drafters/mtp.py"}
 """Files whose uploads are empty: transformers makes a new cache of empty lists."""
 
 

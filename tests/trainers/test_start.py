@@ -30,7 +30,7 @@ from draftsmith.modules.tuning.replay_acceptance import held_out_acceptance
 from draftsmith.trainers import DraftModule, MedusaModule, fit
 from draftsmith.trainers.drafters.lora import LoraConfig
 from draftsmith.trainers.families import family_module
-from draftsmith.trainers.start import Start
+from draftsmith.trainers.train_config import Start
 from safetensors.torch import load_file
 from support.cases import asked_for
 from support.cycle import CYCLE, CycleData, cycle_rows

@@ -18,20 +18,17 @@ from torch import Tensor
 
 from ...modules.errors import UserError
 from ...modules.features import Features
-from ...modules.interfaces.drafter import Drafts
-from ...modules.interfaces.family_card import FamilyCard
+from ...modules.interfaces.drafter import Drafts, FamilyCard
 from ...modules.target.adapter import PREFIX, Adapter
 from ...modules.target.draft_vocabulary import draft_index
 from ...modules.target.model import Target
 from ...modules.tuning.replay_acceptance import answered_anew
-from ..losses.batch_loss import BatchLoss
 from ..losses.chunked_losses import VocabularyLoss
-from ..losses.metrics import COLUMNS, weighted_mean_loss
+from ..losses.metrics import COLUMNS, BatchLoss, weighted_mean_loss
 from ..losses.metrics import describe as describe_steps
 from ..losses.objectives import Teacher
-from ..start import Start
-from ..steps.optimizers import BETAS
-from ..steps.schedules import stage_factor
+from ..steps.optimizers import BETAS, stage_factor
+from ..train_config import Start
 from .lora import LearningTarget, LoraConfig
 from .medusa import MedusaModule, MedusaTrainConfig
 

@@ -21,13 +21,11 @@ from ...modules.errors import UserError
 from ...modules.features import Features
 from ...modules.interfaces.drafter import Drafts
 from .metrics import COLUMNS, rank_hits, weighted, weighted_mean_loss
-from .objectives import ObjectiveName, Teacher, TeacherOutput, accepted, objective_loss, wide
-from .path_weights import PathWeights, path_weights
+from .objectives import ObjectiveName, PathWeights, Teacher, TeacherOutput, accepted, objective_loss, path_weights, wide
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Logits in memory at once, by kind of device: 32 MiB of float32 on a CPU, 256 MiB on a GPU, plus three to six tensors
-of that size, by objective. On a CPU smaller chunks read the output weight too often and larger ones gain nothing
-(`tests/benchmarks/vocabulary_loss.py --chunk`)."""
+of that size, by objective. On a CPU smaller chunks read the output weight too often and larger ones gain nothing."""
 TRAINED_FACTOR = 4  # Larger chunks where the output weight is trained: each adds a gradient of the weight's size
 
 

@@ -1,4 +1,4 @@
-"""Figures of a training step: sums and counts for each draft step, reduced last.
+"""Figures of a training step: sums and counts for each draft step, reduced last, and the loss before its division.
 
 Shapes: K draft steps, C columns of sums, N rows, Q entries of the draft vocabulary.
 """
@@ -6,9 +6,20 @@ Shapes: K draft steps, C columns of sums, N rows, Q entries of the draft vocabul
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from operator import mul
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class BatchLoss(NamedTuple):
+    """Summed loss and counts of one micro-batch or several; to be divided once the count is complete."""
+
+    total: Tensor  # The weighted sum of losses, differentiable
+    sums_KC: Tensor  # Sums of `metrics.COLUMNS`
+    weights: tuple[float, ...]  # Weight of each draft step in the total
+    offsets: tuple[int, ...]  # Distance in tokens from a position to the token that each draft step predicts
+
 
 RANKS = (1, 2, 3, 5, 10)  # Ranks r of reported hits: the label is among the r best guesses
 COLUMNS = ("count", "missed", "loss", "alpha", "alpha_count", "feature", "share", *(f"top{rank}" for rank in RANKS))

@@ -15,8 +15,8 @@ from ....modules import Drafter, Target, UserError
 from ....modules.files.atomic_files import file_sha256
 from ....modules.files.json_records import read_object
 from ....modules.target.draft_vocabulary import require_distinct
-from ....modules.target.loading.claimed_sizes import check_claims
 from ....modules.target.loading.hf_folder import refuse_adapter
+from ....modules.target.loading.stored_weights import check_claims
 from ...weight_checks import require_weights
 
 _ROUNDING = 1e-2

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...compiler import Compiler
-from ...target.attention.apart_attention import Asked, attend_apart, attending
+from ...target.attention.tree_attention import Asked, attend_apart, attending
 from ...target.devices.compiled_layers import Form
 from .decoder_block import Attention, AttentionContext, BlockConfig
 from .rotary import Rotation

@@ -15,8 +15,8 @@ from ...errors import UserError
 from ...features import Features
 from ...interfaces.drafter import DrafterConfig
 from ...interfaces.proposer import State
+from ...target.loading.model_parts import rope_by_kind
 from ...target.model import Target
-from ...target.rope_parameters import rope_by_kind
 from .decoder_block import OFFICIAL_ROPE_BASE, BlockConfig, ResidualLayer
 from .rotary import carried_scaling
 from .shared_embeddings import BorrowingDrafter

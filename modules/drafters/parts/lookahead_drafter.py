@@ -20,14 +20,21 @@ from torch.nn.functional import pad
 
 from ...features import Features
 from ...interfaces.drafter import DrafterConfig, Drafts
-from ...interfaces.optional_parts import GuessesInPasses, SharesTargetRows, VerifiedRows
-from ...interfaces.proposer import AheadStates, DraftState, Frontier, Observation, Scores
+from ...interfaces.proposer import (
+    AheadStates,
+    DraftState,
+    Frontier,
+    GuessesInPasses,
+    Observation,
+    Scores,
+    SharesTargetRows,
+    VerifiedRows,
+)
 from ...row_buffers import RowBuffer
 from ...target.model import Target
-from ...target.read_text import ReadText
+from ...target.partial_passes import ReadText
 from ...target.target_rows import TargetRows
-from ...token_tree import TokenTree
-from ...virtual_nodes import Injection, Lookahead, VirtualNodes
+from ...token_tree import Injection, Lookahead, TokenTree, VirtualNodes
 from .shared_embeddings import BorrowingDrafter, Sizes
 
 _RANKS = 10

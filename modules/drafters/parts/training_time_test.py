@@ -30,8 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...features import Features
-from ...target.attention.scored_attention import AttentionForm
-from ...target.attention.segment_attention import Segments, Sight, additive, attend_inside
+from ...target.attention.segment_attention import AttentionForm, Segments, Sight, additive, attend_inside
 from .decoder_block import AttentionContext
 from .fused_segments import attend_segments
 

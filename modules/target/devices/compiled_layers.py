@@ -17,9 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...compiler import Compiler, bounded
-from ..attention.apart_attention import Asked, PassedOn, attending
-from ..attention.tree_attention import attend_masked
-from ..layer_skipping import replaced
+from ..attention.tree_attention import Asked, PassedOn, attend_masked, attending
+from ..partial_passes import replaced
 
 Form = Callable[..., Any]  # A compiled forward of a kind of layer, whose first argument is the layer
 Adapt = Callable[[Compiler, Form, nn.Module], Form]  # Gives a layer of one kind its form

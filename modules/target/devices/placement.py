@@ -19,13 +19,12 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 
-from ...deepspeed_import import require_deepspeed
 from ...errors import UserError
 from ...features import Features
-from ...processes import local_rank
-from ..linears.linear_forms import Pack
-from ..loading.excerpt import decoder_of, layer_list
-from .zero3_weights import DTYPES, gather_by_layer, read_divided, zero3_settings
+from ...processes import local_rank, require_deepspeed
+from ..linear_forms import Pack
+from ..loading.model_parts import decoder_of, layer_list
+from .split_weights import DTYPES, gather_by_layer, read_divided, zero3_settings
 
 PlacementName = Literal["replicated", "tensor_parallel", "fully_sharded", "zero3", "layers", "disk"]
 """Names of placements in a recipe."""

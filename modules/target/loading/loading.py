@@ -13,23 +13,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ...deepspeed_import import name_deepspeeds_device
 from ...errors import UserError
 from ...files.bounded_reading import read_bounded_text, require_ordinary, without_marks
-from ...processes import Processes, destroy_group_at_exit, local_rank
+from ...processes import Processes, destroy_group_at_exit, local_rank, name_deepspeeds_device
 from ..devices.placement import Placement, PlacementName, placement_named
-from ..linears.linear_forms import Pack
-from ..linears.linear_times import fastest_dtype
-from ..linears.quantised_weights import is_quantised
+from ..devices.split_weights import is_quantised
+from ..linear_forms import Pack, fastest_dtype
 from ..model import Target
-from .claimed_sizes import check_claims, check_layers, check_parameters, stored_bytes
-from .gguf_reading import gguf_config, parsed_once
 from .hf_folder import refuse_adapter, without_bars
-from .quantisation import Quantization, quantisation_of, read_quantised
+from .model_parts import auto_class
 from .self_check import LIBRARY_ERRORS
-from .stored_weights import read_tokenizer, require_rows
+from .stored_formats import Quantization, gguf_config, parsed_once, quantisation_of, read_quantised
+from .stored_weights import check_claims, check_layers, check_parameters, read_tokenizer, require_rows, stored_bytes
 from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
-from .wrapped_text import auto_class
 
 DEFAULT_NAME = "smollm2-135m-instruct"  # The embedded default target
 DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -20,7 +20,7 @@ from ...token_tree import TokenTree
 from ..attention.tree_attention import CHUNKED, AttentionCall, reach_words
 from ..recurrent.recurrent_passes import install
 from ..target_rows import TargetRows
-from .excerpt import decoder_of, layer_list
+from .model_parts import decoder_of, layer_list
 
 _KINDS = {"full_attention", "sliding_attention", "attention", "linear_attention", "mamba", "conv", "hybrid",
           "hybrid_sliding", "mlp", "moe", CHUNKED}  # Kinds of layers that a tree pass can be formed for

@@ -23,12 +23,12 @@ from draftsmith.data import (
     distill,
     read_prompts,
 )
-from draftsmith.data.answers import answering, distill_task, held_out, shard_answering
+from draftsmith.data.answers import answering, distill_task, held_out
+from draftsmith.data.answers import distill as shard_answering
 from draftsmith.data.answers.answering import Answerer
 from draftsmith.data.answers.data_folder import DataFolder
-from draftsmith.data.answers.distill_task import DistillTask
-from draftsmith.data.answers.row_writers import RowWriters, take_given
-from draftsmith.data.answers.shard_answering import ShardAnswering
+from draftsmith.data.answers.distill import ShardAnswering
+from draftsmith.data.answers.distill_task import DistillTask, RowWriters, take_given
 from draftsmith.data.answers.shard_queue import HELD_OUT, MERGE, ShardQueue
 from draftsmith.data.prompts import self_prompting, sources
 from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode, progress

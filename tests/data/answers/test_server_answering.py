@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, Prompt, PromptConfig, WantedStates, distill
-from draftsmith.data.answers import answer_server, engine_answering
-from draftsmith.data.answers.answer_server import AnswerServer, ServerAnswerer
-from draftsmith.data.answers.engine_answering import PROBES
+from draftsmith.data.answers import answer_server
+from draftsmith.data.answers.answer_server import PROBES, AnswerServer, ServerAnswerer
 from draftsmith.data.answers.shard_queue import QUEUE
 from draftsmith.modules import DecodeSettings, Target, UserError
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
@@ -109,7 +108,7 @@ def test_a_server_that_fails_now_and_then_is_asked_again(tmp_path: Path, tiny_ta
 
 def test_differences_within_rounding_are_reported(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch,
                                                   caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(engine_answering, "STEPS", 1e9)
+    monkeypatch.setattr(answer_server, "STEPS", 1e9)
     with serving(Server(other_target())) as server, caplog.at_level(logging.WARNING):
         run(tiny_target, write_prompts(tmp_path, many(9)), asking(server), tmp_path / "out")
     assert "of 8 answers of http://127.0.0.1" in caplog.text

@@ -18,10 +18,9 @@ import pytest
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, ShardRecord, WantedStates, distill
 from draftsmith.data.answers import data_folder
 from draftsmith.data.answers.answering import Answerer
-from draftsmith.data.answers.data_folder import DataFolder
+from draftsmith.data.answers.data_folder import DataFolder, Progress
+from draftsmith.data.answers.distill import BARREN_CANDIDATES, ShardAnswering
 from draftsmith.data.answers.distill_task import DistillTask
-from draftsmith.data.answers.progress import Progress
-from draftsmith.data.answers.shard_answering import BARREN_CANDIDATES, ShardAnswering
 from draftsmith.data.answers.shard_queue import (
     FIRST,
     HELD_OUT,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, Writer, distill
-from draftsmith.data.answers import row_writers
+from draftsmith.data.answers import distill_task
+from draftsmith.data.answers.answering import source_of
 from draftsmith.data.answers.shard_queue import FinishedShard, ShardQueue
-from draftsmith.data.answers.writers import source_of
 from draftsmith.data.prompts.given_answers import GivenAnswers
 from draftsmith.data.store.token_store import SOURCES
 from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
@@ -147,7 +147,7 @@ def test_a_hard_objective_is_refused_on_a_drafts_words(tiny_target: Target) -> N
 
 def test_documents_are_learnt_whole_in_pieces(tmp_path: Path, tiny_target: Target,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_writers, "DOCUMENT_TOKENS", 100)
+    monkeypatch.setattr(distill_task, "DOCUMENT_TOKENS", 100)
     texts = [SEA * 9 + str(number) for number in range(5)]
     prompts = write_prompts(tmp_path, [{"text": text} for text in texts])
     config = replace(SMALL, answered_by="text")

@@ -10,8 +10,7 @@ import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, distill
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
-from draftsmith.data.batches.label_weights import count_labels
-from draftsmith.data.batches.learned_tokens import LearnedTokens, prompts_learnable
+from draftsmith.data.batches.learned_tokens import LearnedTokens, count_labels, prompts_learnable
 from draftsmith.data.store.collate import pad
 from draftsmith.data.store.token_store import Row, ShardRecord, hash_file
 from draftsmith.modules import Features, Target, UserError

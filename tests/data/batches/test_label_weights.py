@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, distill
-from draftsmith.data.batches.label_weights import count_labels, coverage
-from draftsmith.data.batches.learned_tokens import LearnedTokens
+from draftsmith.data.batches.learned_tokens import LearnedTokens, count_labels, coverage
 from draftsmith.modules import Target
 
 

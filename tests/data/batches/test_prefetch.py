@@ -16,8 +16,7 @@ import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill
 from draftsmith.data.batches import datamodule
-from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
-from draftsmith.data.batches.prefetch import THREAD, Prefetched
+from draftsmith.data.batches.datamodule import THREAD, BatchConfig, DraftDataModule, Prefetched
 from draftsmith.data.store.feature_shards import FINAL, state_file
 from draftsmith.modules import Features, MedusaConfig, Target, UserError, progress
 from draftsmith.recipes.__main__ import main

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, distill
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, distill, state_engines
 from draftsmith.data.answers import answer_server
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
-from draftsmith.data.engines import folder_engine, state_probe
-from draftsmith.data.engines.state_probe import PROBE, engine_at, probe
+from draftsmith.data.state_engines import PROBE, engine_at, probe
 from draftsmith.data.store.feature_store import Encoding
 from draftsmith.modules import Target, UserError
 from safetensors.torch import load_file
@@ -27,9 +26,9 @@ TAPS = (0,)
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_server, "PAUSES", (0.01,))
-    monkeypatch.setattr(folder_engine, "TAKEN_SECONDS", 0.2)
-    monkeypatch.setattr(folder_engine, "ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(folder_engine, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(state_engines, "TAKEN_SECONDS", 0.2)
+    monkeypatch.setattr(state_engines, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(state_engines, "POLL_SECONDS", 0.001)
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +198,6 @@ def test_the_targets_own_states_of_the_trial_are_kept(data: Path, tiny_target: T
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     with working(tmp_path / "engine", seed=1), pytest.raises(UserError, match="does not give the target's states"):
         stored(tiny_target, data, str(tmp_path / "engine"))
-    monkeypatch.setattr(state_probe, "read_rows", None)
+    monkeypatch.setattr(state_engines, "read_rows", None)
     with working(tmp_path / "engine"):
         stored(tiny_target, data, str(tmp_path / "engine"))

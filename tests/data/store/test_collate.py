@@ -3,7 +3,7 @@
 import pytest
 import torch
 from draftsmith.data.store.collate import OPEN_BINS, Piece, packed, pad, plan_bins
-from draftsmith.data.store.state_formats import StateSlice
+from draftsmith.data.store.feature_shards import StateSlice
 from draftsmith.modules import Target, UserError
 from hypothesis import given
 from hypothesis import strategies as st

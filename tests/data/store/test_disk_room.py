@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from draftsmith.data import Manifest, WantedStates
-from draftsmith.data.store.disk_room import in_words, require_room
-from draftsmith.data.store.feature_store import Encoding
+from draftsmith.data.store.feature_store import Encoding, in_words, require_room
 from draftsmith.modules import Target, UserError
 from draftsmith.recipes.__main__ import main
 from support.stored_states import encode

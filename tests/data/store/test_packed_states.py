@@ -3,7 +3,7 @@
 import pytest
 import torch
 from draftsmith.data.store.collate import Piece, packed
-from draftsmith.data.store.state_formats import CHANNELS, FORMATS, STATES, TOKENS, StateSlice
+from draftsmith.data.store.feature_shards import CHANNELS, FORMATS, STATES, TOKENS, StateSlice
 from draftsmith.modules import Features
 
 WIDTH = 48

@@ -23,7 +23,7 @@ from draftsmith.data import (
 )
 from draftsmith.data.answers.answering import Answerer, states_of
 from draftsmith.data.answers.held_out import HeldOutPrompts
-from draftsmith.data.store import shard_states
+from draftsmith.data.store import feature_store
 from draftsmith.data.store.feature_shards import open_features
 from draftsmith.data.store.feature_store import Encoding
 from draftsmith.modules import DecodeSettings, Target, UserError
@@ -70,13 +70,13 @@ def draft(target: Target) -> Writer:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of rows of each shard that were read once more while it was made."""
     counts: list[int] = []
-    original = shard_states.read_rows
+    original = feature_store.read_rows
 
     def counted(target: Target, shard: TokenShard, rows: Sequence[int], *rest: Any) -> Any:
         counts.append(len(rows))
         return original(target, shard, rows, *rest)
 
-    monkeypatch.setattr(shard_states, "read_rows", counted)
+    monkeypatch.setattr(feature_store, "read_rows", counted)
     return counts
 
 

@@ -9,10 +9,18 @@ import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
-from draftsmith.data.store.feature_shards import open_features, read_features, state_file
-from draftsmith.data.store.feature_store import Encoding
-from draftsmith.data.store.shard_states import ShardStates
-from draftsmith.data.store.state_formats import CHANNELS, FORMATS, STATES, TOKENS, format_named, unpacked
+from draftsmith.data.store.feature_shards import (
+    CHANNELS,
+    FORMATS,
+    STATES,
+    TOKENS,
+    format_named,
+    open_features,
+    read_features,
+    state_file,
+    unpacked,
+)
+from draftsmith.data.store.feature_store import Encoding, ShardStates
 from draftsmith.modules import Eagle3Config, Target, UserError
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.memory_plan import plan_recipe

@@ -19,7 +19,7 @@ from draftsmith.export.layouts.parts.read_shapes import vocabulary_marks
 from draftsmith.export.layouts.registry import formats_of
 from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target, UserError
 from draftsmith.recipes.__main__ import main
-from draftsmith.trainers.start import continued_settings
+from draftsmith.trainers.train_config import continued_settings
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 from support.artifacts import TREE, edit

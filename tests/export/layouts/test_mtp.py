@@ -15,7 +15,7 @@ from draftsmith.modules.files.atomic_files import file_sha256
 from draftsmith.recipes.__main__ import main
 from draftsmith.trainers import fit
 from draftsmith.trainers.drafters.mtp import MtpModule, MtpTrainConfig
-from draftsmith.trainers.start import Start
+from draftsmith.trainers.train_config import Start
 from safetensors.torch import load_file, save_file
 from support.cycle import CycleData
 from support.families.mtp import head

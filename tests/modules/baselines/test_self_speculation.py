@@ -18,8 +18,8 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.baselines.self_speculation import every_other_layer, first_layers
 from draftsmith.modules.interfaces.proposer import DraftState
-from draftsmith.modules.target.layer_skipping import skipping
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
+from draftsmith.modules.target.partial_passes import skipping
 from support.architectures import random_trait
 from support.native_answers import native_greedy, requests_for
 from support.observations import frontier, observe

@@ -18,7 +18,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.compiler import MOST_GRAPHS, Compiler, bounded
 from draftsmith.modules.policies.ensemble import Ensemble, Union
-from draftsmith.modules.target.linears.linear_forms import Packing
+from draftsmith.modules.target.linear_forms import Packing
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.families import CASES, randomised
 from support.targets import random_target

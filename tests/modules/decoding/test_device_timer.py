@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import Chain, DecodeSettings, LayerDraft, Request, Target, decode
-from draftsmith.modules.decoding import device_timer
-from draftsmith.modules.decoding.device_timer import DeviceTimer
+from draftsmith.modules.decoding import recorders
+from draftsmith.modules.decoding.recorders import DeviceTimer
 
 
 class Device:
@@ -46,8 +46,8 @@ def test_events_are_read_behind_the_work(monkeypatch: pytest.MonkeyPatch) -> Non
         def elapsed_time(self, later: "Event") -> float:
             return 1000 * (later.at - self.at)
 
-    monkeypatch.setattr(device_timer.torch.cuda, "Event", Event)
-    monkeypatch.setattr(device_timer.torch.cuda, "current_stream", lambda _device: device)
+    monkeypatch.setattr(recorders.torch.cuda, "Event", Event)
+    monkeypatch.setattr(recorders.torch.cuda, "current_stream", lambda _device: device)
     timer = DeviceTimer(torch.device("cuda"))
     for seconds in (2.0, 3.0):
         device.launch(0.5)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from draftsmith.export import Artifact, load_artifact, save_artifact
 from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
+from draftsmith.modules.target.loading.generation_defaults import TokenBiases
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from draftsmith.modules.target.token_biases import TokenBiases
 from support.artifacts import TREE, heads
 from support.tiers import some_long
 from torch import Tensor

@@ -9,10 +9,10 @@ import pytest
 import torch
 from draftsmith.modules import Chain, DecodeSettings, Generation, Request, Target, UserError, decode, stream
 from draftsmith.modules.decoding.loop import Loop, shared_prefix
-from draftsmith.modules.decoding.state_recorder import StateRecorder
+from draftsmith.modules.decoding.recorders import StateRecorder
 from draftsmith.modules.decoding.token_text import first_stop
+from draftsmith.modules.target.loading.generation_defaults import TokenBiases
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
-from draftsmith.modules.target.token_biases import TokenBiases
 from support.drafters import ScriptedDrafter
 
 pytestmark = pytest.mark.usefixtures("on_device")

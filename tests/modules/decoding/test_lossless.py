@@ -33,7 +33,7 @@ from draftsmith.modules import (
     decode,
     follow,
 )
-from draftsmith.modules.decoding import batch_verifier
+from draftsmith.modules.decoding import verifier
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.verification import acceptance_rules as rules
 from draftsmith.modules.verification.sampling import probabilities
@@ -107,12 +107,12 @@ def test_repetition_penalty_of_half_precision_logits_is_applied_in_float32(dtype
         logits_V = torch.zeros(target.vocab_size, dtype=dtype)
         steps = torch.randint(0, 12, (6,), generator=generator) * torch.finfo(dtype).eps * 2
         logits_V[prompt] = (3.5 + steps).to(dtype)
-        verifier = batch_verifier.BatchVerifier(settings, 1, 8, target, False)
-        verifier.open(0, Request(tuple(prompt.tolist()), 0, 4))
-        chosen_B, _ = verifier.first_tokens([0], torch.tensor([0]), logits_V[None, None])
+        opened = verifier.BatchVerifier(settings, 1, 8, target, False)
+        opened.open(0, Request(tuple(prompt.tolist()), 0, 4))
+        chosen_B, _ = opened.first_tokens([0], torch.tensor([0]), logits_V[None, None])
         wanted = processor(prompt[None], logits_V[None].float()).argmax(-1)
         assert chosen_B.tolist() == wanted.tolist()
-        accepted, _ = verifier.verify(Topology.chain(0).plant(chosen_B[:, None]), logits_V[None, None],
+        accepted, _ = opened.verify(Topology.chain(0).plant(chosen_B[:, None]), logits_V[None, None],
                                       torch.zeros(1, dtype=torch.long))
         read_1L = torch.cat([prompt, chosen_B])[None]
         assert accepted.bonus_B.tolist() == processor(read_1L, logits_V[None].float()).argmax(-1).tolist()
@@ -370,7 +370,7 @@ def test_g_test_rejects_deliberately_wrong_rules(tiny_target_f64: Target, monkey
     exact = exact_distribution(drafter)
     monkeypatch.setattr(rules, name, wrong)
     if name == "choose":
-        monkeypatch.setattr(batch_verifier, name, wrong)
+        monkeypatch.setattr(verifier, name, wrong)
     assert g_test(sampled_counts(tiny_target_f64, drafter, 4_000), exact) < 1e-3
 
 @pytest.mark.parametrize("window", [5, 40])

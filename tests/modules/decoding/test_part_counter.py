@@ -12,8 +12,7 @@ from draftsmith.modules import (
     Union,
     decode,
 )
-from draftsmith.modules.decoding.part_counter import PartCounter
-from draftsmith.modules.decoding.pass_recorder import PassRecorder
+from draftsmith.modules.decoding.recorders import PartCounter, PassRecorder
 from support.drafters import ScriptedDrafter
 from support.native_answers import native_greedy
 

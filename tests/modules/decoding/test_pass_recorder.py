@@ -14,8 +14,8 @@ from draftsmith.modules import (
     decode,
     stream,
 )
-from draftsmith.modules.decoding.pass_recorder import PROMPT_PASS, GuessedPass, PassRecorder, WrittenToken
-from draftsmith.modules.verification.tree_walk import follow
+from draftsmith.modules.decoding.recorders import PROMPT_PASS, GuessedPass, PassRecorder, WrittenToken
+from draftsmith.modules.verification.acceptance_rules import follow
 from support.drafters import ScriptedDrafter
 from support.policy_cases import EVERY, medusa
 

@@ -42,11 +42,10 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.baselines.registry import BASELINES
 from draftsmith.modules.baselines.self_speculation import LayerDraft
-from draftsmith.modules.decoding import recorded_rounds
-from draftsmith.modules.decoding.pass_recorder import PassRecorder
-from draftsmith.modules.decoding.recorded_rounds import steps_to
-from draftsmith.modules.decoding.state_recorder import StateRecorder
-from draftsmith.modules.interfaces.optional_parts import VerifiedRows
+from draftsmith.modules.decoding import rounds
+from draftsmith.modules.decoding.recorders import PassRecorder, StateRecorder
+from draftsmith.modules.decoding.rounds import steps_to
+from draftsmith.modules.interfaces.proposer import VerifiedRows
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_trees
 from support.families import CASES, randomised
 from support.held_tensors import held_tensors
@@ -71,7 +70,7 @@ Three rows are padded to four."""
 def records(monkeypatch: pytest.MonkeyPatch) -> Records:
     """Records in place of CUDA graphs."""
     made = Records()
-    monkeypatch.setattr(recorded_rounds, "recorder_for", lambda _device: made)
+    monkeypatch.setattr(rounds, "recorder_for", lambda _device: made)
     return made
 
 
@@ -419,13 +418,13 @@ def test_a_policy_that_waits_is_computed_and_says_so(tiny_target_f64: Target, re
 def test_a_part_that_waits_is_computed_with_all_later_rounds(tiny_target_f64: Target, part: str, records: Records,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that was recorded before it is lost, and nothing is done twice."""
-    former: Callable[..., None] = getattr(recorded_rounds.Round, part)
+    former: Callable[..., None] = getattr(rounds.Round, part)
 
-    def waiting(self: recorded_rounds.Round, *given: Any) -> None:
+    def waiting(self: rounds.Round, *given: Any) -> None:
         former(self, *given)
         assert int(self.counts_B.max()) < 10
 
-    monkeypatch.setattr(recorded_rounds.Round, part, waiting)
+    monkeypatch.setattr(rounds.Round, part, waiting)
     computed, asked = both(tiny_target_f64, drafted("draft-lm", StaticTree(WIDE)), records)
     assert [one.tokens for one in asked.generations] == [one.tokens for one in computed.generations]
     assert [one.emitted for one in asked.generations] == [one.emitted for one in computed.generations]
@@ -435,12 +434,12 @@ def test_a_part_that_waits_is_computed_with_all_later_rounds(tiny_target_f64: Ta
 def test_without_cuda_rounds_are_computed_and_the_reason_is_reported(tiny_target: Target) -> None:
     found = decode(tiny_target, requests(GREEDY, LENGTHS), DecodeSettings(batch_size=3, graphs=True))
     assert found.stats.graph_refusal == "there is no CUDA device"
-    assert recorded_rounds.recorder_for(torch.device("cpu")) == "there is no CUDA device"
+    assert rounds.recorder_for(torch.device("cpu")) == "there is no CUDA device"
 
 
 def test_stored_text_needs_no_graphs(tiny_target: Target) -> None:
     rows = Replay(tiny_target, []).start(1, 4)
-    assert recorded_rounds.recorder_of_rounds(rows) == "stored text is read in place of a target"
+    assert rounds.recorder_of_rounds(rows) == "stored text is read in place of a target"
 
 
 def test_recorded_states_keep_rounds_from_being_replayed(tiny_target: Target, records: Records) -> None:
@@ -468,7 +467,7 @@ def pretended_graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
         done.append(f"{name} ends")
 
-    monkeypatch.setattr(recorded_rounds.torch, "cuda", SimpleNamespace(
+    monkeypatch.setattr(rounds.torch, "cuda", SimpleNamespace(
         CUDAGraph=lambda: SimpleNamespace(replay=lambda: done.append("replay")),
         device=lambda given: inside(str(given)), graph=lambda _graph: inside("capture")))
     return done
@@ -477,7 +476,7 @@ def pretended_graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_cuda_graph_is_captured_once(pretended_graphs: list[str]) -> None:
     """A run before it would do the work of a round twice."""
     done = pretended_graphs
-    record = recorded_rounds.recorder_for(torch.device("cuda:1"))
+    record = rounds.recorder_for(torch.device("cuda:1"))
     assert not isinstance(record, str)
     replay = record(lambda: done.append("run"))
     assert done == ["cuda:1:", "capture:", "run", "capture ends", "cuda:1 ends"]
@@ -499,10 +498,10 @@ def test_nothing_is_collected_while_a_cuda_graph_is_captured(collecting: bool) -
     before = gc.isenabled()
     try:
         (gc.enable if collecting else gc.disable)()
-        recorded_rounds.record_cuda_graph(torch.device("cuda:1"), lambda: within.append(gc.isenabled()))
+        rounds.record_cuda_graph(torch.device("cuda:1"), lambda: within.append(gc.isenabled()))
         assert gc.isenabled() == collecting
         with pytest.raises(RuntimeError, match="not permitted"):
-            recorded_rounds.record_cuda_graph(torch.device("cuda:1"), waits)
+            rounds.record_cuda_graph(torch.device("cuda:1"), waits)
         assert gc.isenabled() == collecting
     finally:
         (gc.enable if before else gc.disable)()

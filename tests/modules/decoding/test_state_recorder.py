@@ -18,8 +18,8 @@ from draftsmith.modules import (
     Topology,
     decode,
 )
-from draftsmith.modules.decoding.state_recorder import RecordedStates, StateRecorder
-from draftsmith.modules.interfaces.optional_parts import virtual_nodes
+from draftsmith.modules.decoding.recorders import RecordedStates, StateRecorder
+from draftsmith.modules.interfaces.proposer import virtual_nodes
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.drafters import ScriptedDrafter
 from support.families import CASES, randomised

@@ -31,7 +31,7 @@ from draftsmith.modules import (
     decode,
     rank_table,
 )
-from draftsmith.modules.interfaces.optional_parts import virtual_nodes
+from draftsmith.modules.interfaces.proposer import virtual_nodes
 from draftsmith.modules.target.draft_vocabulary import OwnOutput
 from draftsmith.trainers import DraftModule, fit
 from draftsmith.trainers.losses.chunked_losses import supervise

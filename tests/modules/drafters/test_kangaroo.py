@@ -33,7 +33,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.drafters.kangaroo import KangarooState
 from draftsmith.modules.interfaces.proposer import DraftState
-from draftsmith.modules.verification.tree_walk import Accepted
+from draftsmith.modules.verification.acceptance_rules import Accepted
 from references.kangaroo import adapter, chain, draft_logits
 from support.campaign_drafters import POLICIES
 from support.campaign_greedy import tiny

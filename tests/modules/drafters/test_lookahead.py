@@ -25,7 +25,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.drafters.parts.lookahead_drafter import LookaheadState, with_virtual_nodes
 from draftsmith.modules.interfaces.proposer import DraftState, Frontier, Observation
-from draftsmith.modules.virtual_nodes import Lookahead
+from draftsmith.modules.token_tree import Lookahead
 from draftsmith.trainers.drafters.prompt_tokens import PromptTokensModule, PromptTokensTrainConfig
 from references.lookahead import states_after
 from support.encoded_answers import encoded_answers

@@ -28,8 +28,8 @@ from draftsmith.modules import (
     decode,
     load_target,
 )
+from draftsmith.modules.target.loading.hf_folder import NativeHead
 from draftsmith.modules.target.loading.loading import sketch_target
-from draftsmith.modules.target.loading.native_heads import NativeHead
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from references.mtp import head_logits
 from safetensors.torch import load_file, save_file

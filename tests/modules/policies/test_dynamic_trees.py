@@ -27,7 +27,7 @@ from draftsmith.modules import (
     UserError,
     exact_rule,
 )
-from draftsmith.modules.decoding.row_errors import examine, pruned
+from draftsmith.modules.decoding.verifier import examine, pruned
 from draftsmith.modules.drafters.hydra import HydraState
 from draftsmith.modules.policies.level_queries import sample
 from draftsmith.modules.target.kv_cache import RowCache

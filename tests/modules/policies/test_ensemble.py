@@ -26,7 +26,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.errors import UserError
 from draftsmith.modules.policies.joined_trees import joined
-from draftsmith.modules.virtual_nodes import Lookahead
+from draftsmith.modules.token_tree import Lookahead
 from support.drafters import ScriptedDrafter
 from support.native_answers import native_greedy, requests_for
 from support.observations import ROOT, observe

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import PassOutput, Target, TargetRows, TokenTree
-from draftsmith.modules.target.early_layers import EarlyLayers
+from draftsmith.modules.target.partial_passes import EarlyLayers
 from support.campaign_targets import ARCHITECTURES, target_of
 from support.virtual_nodes import unplaced
 from torch import Tensor

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from draftsmith.modules import Target
 from draftsmith.modules.drafters.parts.feature_drafter import block_like
+from draftsmith.modules.target.loading.model_parts import rope_by_kind
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
-from draftsmith.modules.target.rope_parameters import rope_by_kind
 from support.architectures import random_model
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Olmo3Config
 

@@ -29,7 +29,7 @@ from draftsmith.modules import (
     decode,
     load_target,
 )
-from draftsmith.modules.decoding.pass_recorder import PassRecorder
+from draftsmith.modules.decoding.recorders import PassRecorder
 from draftsmith.modules.files.atomic_files import file_sha256
 from draftsmith.recipes.__main__ import main
 from safetensors.torch import load_file, save_file

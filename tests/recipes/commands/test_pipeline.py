@@ -40,7 +40,7 @@ from draftsmith.modules import (
     stream,
 )
 from draftsmith.modules.files.folder_locks import sole_writer
-from draftsmith.modules.target.linears.packed_linear import can_pack
+from draftsmith.modules.target.linear_forms import can_pack
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import compare_families, pipeline
 from draftsmith.recipes.stages.workspace import Workspace

@@ -18,7 +18,7 @@ from draftsmith.modules.files.folder_locks import FolderLocks, sole_writer
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import compare_families, pipeline
 from draftsmith.recipes.commands.pipeline import COMMANDS
-from draftsmith.recipes.planning import worker_count
+from draftsmith.recipes.planning import dry_run
 from draftsmith.recipes.stages import answer_workers
 from draftsmith.recipes.stages.answer_workers import HELPS, LOCK, RANK, answers, helper_words, helpers, on_own_device
 from draftsmith.recipes.stages.workspace import Workspace
@@ -257,7 +257,7 @@ def test_auto_takes_the_threads_as_far_as_prompts_and_memory_last(
     started: list[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory, prompts = tmp_path / "meminfo", tmp_path / "prompts.jsonl"
-    monkeypatch.setattr(worker_count, "MEMINFO", memory)
+    monkeypatch.setattr(dry_run, "MEMINFO", memory)
     monkeypatch.setattr(answer_workers, "resident_bytes", lambda: 1024)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     memory.write_text("MemTotal: 99 kB\nMemAvailable: 99 kB\n")
@@ -271,7 +271,7 @@ def test_auto_takes_the_threads_as_far_as_prompts_and_memory_last(
     # A container whose processes hold 4 kB of 6 kB, one of them in pages of files that can be given back.
     for name, content in (("max", "6144\n"), ("current", "4096\n"), ("stat", "anon 3072\ninactive_file 1024\n")):
         (tmp_path / f"memory.{name}").write_text(content)
-    monkeypatch.setattr(worker_count, "CGROUP", tmp_path)
+    monkeypatch.setattr(dry_run, "CGROUP", tmp_path)
     assert helped("--distill.workers", "auto") == 1, "3 kB are left, and one more takes 2"
     (tmp_path / "memory.max").write_text("max\n")
     assert helped("--distill.workers", "auto") == 2, "a container without a limit"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from draftsmith.modules import Chain, DecodeSettings, Request, Target, decode, stream
-from draftsmith.modules.decoding.pass_recorder import PassRecorder
+from draftsmith.modules.decoding.recorders import PassRecorder
 from draftsmith.modules.decoding.token_text import visible
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.reading.parsing import Command

@@ -7,7 +7,7 @@ from draftsmith.modules import Mtp, MtpConfig, Target
 from draftsmith.modules.drafters.mtp import HeadShape
 from draftsmith.modules.target.submodel import fields_of, one_layer
 from draftsmith.trainers.drafters.mtp import MtpModule, MtpTrainConfig
-from draftsmith.trainers.start import Start
+from draftsmith.trainers.train_config import Start
 from support.cases import IDS, Case
 
 

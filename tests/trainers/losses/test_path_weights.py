@@ -11,8 +11,7 @@ from draftsmith.modules.interfaces.drafter import Drafts
 from draftsmith.trainers import TrainConfig
 from draftsmith.trainers.losses.chunked_losses import VocabularyLoss
 from draftsmith.trainers.losses.metrics import weighted_mean_loss
-from draftsmith.trainers.losses.objectives import Teacher
-from draftsmith.trainers.losses.path_weights import path_weights
+from draftsmith.trainers.losses.objectives import Teacher, path_weights
 from references import objectives
 from references.vocabulary_loss import supervised
 from torch import Tensor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Target, UserError, deepspeed_import
+from draftsmith.modules import Target, UserError, processes
 from draftsmith.trainers import Medusa2Module, Medusa2TrainConfig, MedusaTrainConfig
 from draftsmith.trainers.fitting import require_devices
 from draftsmith.trainers.train_config import ZERO_STAGES
@@ -167,7 +167,7 @@ def test_zero_does_not_step_pieces_of_a_matrix_with_muon(stage: int) -> None:
 
 
 def test_zero_without_deepspeed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_import, "find_spec", lambda name: None)
+    monkeypatch.setattr(processes, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"train\.strategy deepspeed_stage_2 needs DeepSpeed, which is not installed; "
                                         r"run pip install 'draftsmith\[deepspeed\]', or set train\.strategy: ddp"):
         require_devices(MedusaTrainConfig(strategy="deepspeed_stage_2", accelerator="cpu"))

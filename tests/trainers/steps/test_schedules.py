@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from draftsmith.trainers.steps.schedules import time_leads, warmup_cosine
+from draftsmith.trainers.steps.optimizers import time_leads, warmup_cosine
 
 
 def test_warm_up_is_linear_and_starts_above_zero() -> None:

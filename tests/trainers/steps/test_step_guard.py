@@ -9,7 +9,7 @@ import torch
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
 from draftsmith.modules import Features, MedusaConfig, Target, UserError
 from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit
-from draftsmith.trainers.steps.step_guard import READ_EVERY, StepGuard
+from draftsmith.trainers.steps.checkpoints import READ_EVERY, StepGuard
 from lightning.pytorch.loggers import TensorBoardLogger
 from safetensors.torch import load_file
 from support.cycle import CycleData, cycle_rows, cycle_target

@@ -4,8 +4,13 @@ their own width, a key in front."""
 import pytest
 import torch
 from draftsmith.modules import Features, UserError
-from draftsmith.modules.target.attention.scored_attention import AttentionForm
-from draftsmith.modules.target.attention.segment_attention import Segments, attend_inside, mask_arguments, visible_text
+from draftsmith.modules.target.attention.segment_attention import (
+    AttentionForm,
+    Segments,
+    attend_inside,
+    mask_arguments,
+    visible_text,
+)
 from draftsmith.modules.target.attention.tree_attention import tree_attention
 from support.targets import random_target
 from torch import Tensor

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import DecodeSettings, Features, Request, UserError, decode, deepspeed_import, load_target
+from draftsmith.modules import DecodeSettings, Features, Request, UserError, decode, load_target, processes
 from draftsmith.modules.processes import Processes
 from draftsmith.modules.target.devices.placement import PLACEMENTS, device_map, placement_named
 from draftsmith.modules.target.kv_cache import RowCache
@@ -74,7 +74,7 @@ def test_zero3_needs_deepspeed_and_a_number_format_that_it_divides(monkeypatch: 
     placement = placement_named("zero3", None)
     with pytest.raises(UserError, match=r"dtype float64 is not divided by DeepSpeed; set target\.dtype: float32"):
         placement.require_fit(tiny_model(dtype=torch.float64), 2, gguf=False)
-    monkeypatch.setattr(deepspeed_import, "find_spec", lambda name: None)
+    monkeypatch.setattr(processes, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"target\.placement zero3 needs DeepSpeed, which is not installed; run pip "
                                         r"install 'draftsmith\[deepspeed\]', or set target\.placement: fully_sharded"):
         placement.require_fit(tiny_model(), 2, gguf=False)

@@ -21,10 +21,8 @@ from draftsmith.modules import (
     decode,
     load_target,
 )
-from draftsmith.modules.target.linears import linear_forms, packed_linear
-from draftsmith.modules.target.linears.linear_forms import Packing
-from draftsmith.modules.target.linears.linear_times import TOKENS, LinearTimes
-from draftsmith.modules.target.linears.packed_linear import has_packed_product
+from draftsmith.modules.target import linear_forms
+from draftsmith.modules.target.linear_forms import TOKENS, LinearTimes, Packing, has_packed_product
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.families import CASES, randomised
 from support.prompt_files import contents, many, write_prompts
@@ -49,14 +47,14 @@ def measured(monkeypatch: pytest.MonkeyPatch, times: LinearTimes) -> Target:
 def packed_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Rows of each product inside the block, of layers that are packed there."""
     found: list[int] = []
-    original = packed_linear._packed_forward
+    original = linear_forms._packed_forward
 
     def watched(x: torch.Tensor, **given: Any) -> torch.Tensor:
         found.append(x.numel() // x.shape[-1])
         return original(x, **given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(packed_linear, "_packed_forward", watched)
+        patch.setattr(linear_forms, "_packed_forward", watched)
         yield found
 
 
@@ -80,8 +78,8 @@ def test_a_pass_runs_the_form_that_was_measured(times: LinearTimes, packed_from:
 
 def set_apart(targets: list[Target], monkeypatch: pytest.MonkeyPatch) -> None:
     """Make packed products differ from plain ones by far more than rounding: every byte then shows which form ran."""
-    original = packed_linear._packed_forward
-    monkeypatch.setattr(packed_linear, "_packed_forward", lambda x, **given: original(x, **given) + 0.3)
+    original = linear_forms._packed_forward
+    monkeypatch.setattr(linear_forms, "_packed_forward", lambda x, **given: original(x, **given) + 0.3)
     for target in targets:
         packing = target.linears.packing
         target.linears.use(Packing(packed_from=0))

@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules.target.linears import linear_times
-from draftsmith.modules.target.linears.linear_times import (
+from draftsmith.modules.target import linear_forms
+from draftsmith.modules.target.linear_forms import (
     TOKENS,
     LinearTimes,
     fastest_dtype,
+    has_packed_product,
     measure_linears,
     worth_measuring,
 )
-from draftsmith.modules.target.linears.packed_linear import has_packed_product
 from draftsmith.modules.target.loading.tiny_model import tiny_model
 from torch import nn
 
@@ -60,7 +60,7 @@ def test_impossible_times_are_refused() -> None:
 def test_every_layer_counts_and_no_random_number_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*(nn.Linear(64, 96) for _ in range(12)), nn.Linear(96, 64))
     now = iter(range(100_000))
-    monkeypatch.setattr(linear_times.time, "perf_counter", lambda: float(next(now)))
+    monkeypatch.setattr(linear_forms.time, "perf_counter", lambda: float(next(now)))
     before = torch.get_rng_state()
     found = measure_linears(model, [torch.float32], tokens=(1, 4))[torch.float32]
     assert torch.equal(torch.get_rng_state(), before)
@@ -78,7 +78,7 @@ def test_the_fastest_round_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.append(clock[-1] + (next(durations) if len(clock) % 2 == 0 else 0.0))
         return clock[-1]
 
-    monkeypatch.setattr(linear_times.time, "perf_counter", tick)
+    monkeypatch.setattr(linear_forms.time, "perf_counter", tick)
     found = measure_linears(nn.Sequential(nn.Linear(8, 8)), [torch.float32], tokens=(1,))[torch.float32]
     assert (found.plain, found.packed) == ((2.0,), (4.0,))
 
@@ -91,28 +91,28 @@ def test_the_fastest_round_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bfloat16_is_taken_where_it_pays(half: tuple[tuple[float, ...], tuple[float, ...]], expected: torch.dtype,
                                          monkeypatch: pytest.MonkeyPatch) -> None:
     found = {torch.float32: times(*AVX2), torch.bfloat16: times(*half, "bfloat16")}
-    monkeypatch.setattr(linear_times, "measure_linears", lambda _model, _dtypes, **_given: found)
-    monkeypatch.setattr(linear_times, "worth_measuring", lambda _model: True)
-    monkeypatch.setattr(linear_times, "has_packed_product", lambda _dtype: True)
+    monkeypatch.setattr(linear_forms, "measure_linears", lambda _model, _dtypes, **_given: found)
+    monkeypatch.setattr(linear_forms, "worth_measuring", lambda _model: True)
+    monkeypatch.setattr(linear_forms, "has_packed_product", lambda _dtype: True)
     assert fastest_dtype(nn.Linear(4, 4)) == expected
 
 
 def test_rows_at_once_are_compared_in_packed_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_times, "worth_measuring", lambda _model: True)
-    monkeypatch.setattr(linear_times, "has_packed_product", lambda _dtype: True)
+    monkeypatch.setattr(linear_forms, "worth_measuring", lambda _model: True)
+    monkeypatch.setattr(linear_forms, "has_packed_product", lambda _dtype: True)
     for seconds, expected in ((0.92, torch.float32), (0.9, torch.bfloat16)):
         def measured(_model: Any, dtypes: Any, tokens: Any, seconds: float = seconds) -> Any:
             return {dtype: LinearTimes(dtype=str(dtype), tokens=tokens, plain=(0.1,),
                                        packed=(seconds if dtype == torch.bfloat16 else 1.0,)) for dtype in dtypes}
 
-        monkeypatch.setattr(linear_times, "measure_linears", measured)
+        monkeypatch.setattr(linear_forms, "measure_linears", measured)
         assert fastest_dtype(nn.Linear(4, 4), rows=40) == expected
 
 
 def test_without_instructions_for_bfloat16_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_times, "worth_measuring", lambda _model: True)
-    monkeypatch.setattr(linear_times, "has_packed_product", lambda dtype: dtype == torch.float32)
-    monkeypatch.setattr(linear_times, "measure_linears", None)
+    monkeypatch.setattr(linear_forms, "worth_measuring", lambda _model: True)
+    monkeypatch.setattr(linear_forms, "has_packed_product", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(linear_forms, "measure_linears", None)
     assert fastest_dtype(nn.Linear(4, 4)) == torch.float32
 
 

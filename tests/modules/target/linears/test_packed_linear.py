@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 from draftsmith.modules import DecodeSettings, Drafter, Request, StaticTree, Target, Topology, decode
-from draftsmith.modules.target.linears.linear_forms import Packing
-from draftsmith.modules.target.linears.packed_linear import can_pack
+from draftsmith.modules.target.linear_forms import Packing, can_pack
 from support.families import CASES, randomised
 from torch import nn
 

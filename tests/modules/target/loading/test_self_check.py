@@ -13,11 +13,11 @@ from draftsmith.modules import DecodeSettings, Request, Target, TokenTree, UserE
 from draftsmith.modules.target import kv_cache
 from draftsmith.modules.target import model as model_module
 from draftsmith.modules.target.attention import tree_attention
-from draftsmith.modules.target.loading.excerpt import excerpt
 from draftsmith.modules.target.loading.generation_defaults import GenerationDefaults, read_defaults
+from draftsmith.modules.target.loading.model_parts import excerpt
 from draftsmith.modules.target.loading.self_check import check_logits
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from draftsmith.modules.target.pass_layout import PassLayout
+from draftsmith.modules.target.partial_passes import PassLayout
 from support.architectures import MUST_LOAD, SLIDING, TRAITS, random_model, random_trait
 from support.tiers import others_long
 

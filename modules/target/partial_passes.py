@@ -1,27 +1,144 @@
-"""The target's first layers over the nodes of growing trees: computed while drafting, handed over to verification.
+"""Passes through some of a target's layers, or of nodes that come after text which it has read.
 
-A node's states in these layers depend on its path alone. So the verifying pass takes over those of every node whose
+What makes a model run some of its layers only, or lets nodes enter at a later one, keeps the model's own forward pass:
+embeddings, positions, masks and the last norm are the architecture's.
+
+A node's states in the first layers depend on its path alone. So the verifying pass takes over those of every node whose
 path was read while the tree grew, runs the first layers on the others only, and all later layers once over all nodes
 (Kangaroo, arXiv:2404.18911).
 
-Shapes: B rows, M nodes read so far, F new nodes, K nodes of a verified tree not read yet, N all its nodes, C = M + K,
-D hidden size.
+Shapes: B rows, L positions, M nodes read so far, F new nodes, K nodes of a verified tree not read yet, N all its nodes,
+C = M + K, W cache slots in use, D hidden size.
 """
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import one_hot, pad
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ..token_tree import TokenTree
+from ..features import Features
+from ..token_tree import TokenTree, VirtualNodes
+from .attention.segment_attention import mask_arguments, visible_text
+from .attention.tree_attention import place_arguments
 from .kv_cache import RowCache
-from .layer_skipping import first_layers
-from .pass_layout import PassLayout
 
 if TYPE_CHECKING:
     from .model import Target
+
+@dataclass(frozen=True, kw_only=True)
+class PassLayout:
+    """The places of nodes after the committed tokens of their rows."""
+
+    positions_BN: Tensor  # Position id of each node, int64: its row's length plus its depth
+    visible_BNW: Tensor  # True where a node sees a slot: committed tokens, its ancestors and itself
+    key_positions_BW: Tensor  # Position id of each slot, for sliding windows
+
+    @classmethod
+    def of(cls, tree: TokenTree, lengths_B1: Tensor, width: int, context_length: int) -> "PassLayout":
+        """The layout of one tree a row, whose node n is in the slot lengths[b] + n of `width` in use. Positions beyond
+        the target's context length become its last one."""
+        depths_BN, size = tree.depths_BN, tree.size
+        positions_BN = (lengths_B1 + depths_BN).clamp(max=context_length - 1)
+        slots_W = torch.arange(width, device=lengths_B1.device)
+        node_BW = slots_W - lengths_B1
+        inside_BW = (node_BW >= 0) & (node_BW < size)
+        node_BW = node_BW.clamp(0, size - 1)
+        ancestor_BNW = tree.ancestors_BNN.gather(2, node_BW[:, None, :].expand(-1, size, -1))
+        return cls(positions_BN=positions_BN,
+                   visible_BNW=(slots_W < lengths_B1)[:, None, :] | (inside_BW[:, None, :] & ancestor_BNW),
+                   key_positions_BW=torch.where(inside_BW, positions_BN.gather(1, node_BW), slots_W))
+
+
+Forward = Callable[..., Tensor]  # The forward of a layer
+
+
+@contextmanager
+def skipping(layers: nn.ModuleList, kept: Sequence[int]) -> Iterator[None]:
+    """Let only the layers `kept` of a model do anything inside the block."""
+    skipped = [layer for index, layer in enumerate(layers) if index not in set(kept)]
+    with replaced((layer, _unchanged) for layer in skipped):
+        yield
+
+
+@contextmanager
+def first_layers(layers: nn.ModuleList, count: int) -> Iterator[list[Tensor]]:
+    """Let only the first `count` layers of a model run, fewer than it has; their outputs are added to the list."""
+    # The model's own forward ends in its norm, which the drafter's states come before: they are kept on the way.
+    outputs: list[Tensor] = []
+
+    def end(hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
+        outputs.append(hidden_states)
+        return hidden_states
+
+    after = [(layer, _unchanged if place else end) for place, layer in enumerate(layers[count:])]
+    with replaced(after):
+        yield outputs
+
+
+@contextmanager
+def later_layers(layers: nn.ModuleList, first: int, states: Tensor | None) -> Iterator[None]:
+    """Let a model start at its layer `first`, at least 1, from the given outputs of the layer before it; without states
+    it runs as a whole."""
+    if states is None:
+        yield
+        return
+
+    def enter(_hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
+        return states
+
+    before = [(layer, enter if place + 1 == first else _unchanged) for place, layer in enumerate(layers[:first])]
+    with replaced(before):
+        yield
+
+
+@contextmanager
+def injected(layers: nn.ModuleList, virtual: VirtualNodes | None) -> Iterator[None]:
+    """Give the virtual nodes of a pass, its last ones, their own states at a later layer inside the block."""
+    injection = None if virtual is None else virtual.injection
+    if virtual is None or injection is None:
+        yield
+        return
+    anchors_BM1, count = virtual.anchors_BM.clamp(min=0)[..., None], virtual.anchors_BM.shape[1]
+
+    def enter(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        hidden_BND = args[0] if args else kwargs["hidden_states"]
+        before_BMD = hidden_BND.gather(1, anchors_BM1.expand(-1, -1, hidden_BND.shape[-1]))
+        states_BMD = injection.states(before_BMD, virtual.slots_BM).to(hidden_BND.dtype)
+        changed_BND = torch.cat([hidden_BND[:, :-count], states_BMD], dim=1)
+        return ((changed_BND, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": changed_BND})
+
+    handle = layers[injection.layer].register_forward_pre_hook(enter, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def replaced(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
+    """Run other forwards in place of those of some layers inside the block."""
+    given = list(forwards)
+    # Hooks that spread a model over devices replace `forward` on the layer too: what was there must come back.
+    former = [layer.__dict__.get("forward") for layer, _ in given]
+    for layer, forward in given:
+        layer.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for (layer, _), own in zip(given, former, strict=True):
+            if own is None:
+                del layer.__dict__["forward"]
+            else:
+                layer.__dict__["forward"] = own
+
+
+def _unchanged(hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
+    return hidden_states
 
 
 class EarlyLayers:
@@ -157,3 +274,49 @@ def _extended(tree: TokenTree, tokens_BF: Tensor, parents_BF: Tensor, seen_BFC: 
                    ancestors_BNN=torch.cat([pad(tree.ancestors_BNN, (0, tokens_BF.shape[1])), seen_BFC], dim=1),
                    real_BN=torch.cat([tree.real_BN, torch.ones_like(tokens_BF, dtype=torch.bool)], dim=1),
                    max_depth=tree.max_depth + 1, most_children=None)
+
+
+class ReadText:
+    """Rows of text with their keys and values in the target, which needs no stored states.
+
+    Nodes see the text up to their anchor, in the anchor's segment, and each other by a mask. Nothing is trained in the
+    target: the text is read without a graph, and gradients of the nodes reach their embeddings."""
+
+    def __init__(self, target: "Target", features: Features) -> None:
+        self.target, self.features = target, features.to(target.device)
+        # Without a configuration: no layer of this cache drops what lies outside a window.
+        self.cache = DynamicCache()
+        text = self.features
+        with torch.no_grad(), torch.autocast(target.device.type, enabled=False):
+            embedded_BLD = target.embed_guesses(text.tokens_BL)
+            self.final_BLD: Tensor = target.decoder(
+                inputs_embeds=embedded_BLD, past_key_values=self.cache, use_cache=True,
+                **target.looked_up(text.tokens_BL), **place_arguments(text.positions_BL, text.positions_BL),
+                **mask_arguments(visible_text(text, target.decoder), target.decoder, embedded_BLD)).last_hidden_state
+        self._layers = [layer for layer in self.cache.layers if isinstance(layer, DynamicLayer)]
+        self._read = [(layer.keys, layer.values) for layer in self._layers]
+
+    def read(
+        self, embedded_BND: Tensor, anchors_BN: Tensor, ahead_BN: Tensor, sees_NN: Tensor, *, first: int = 0
+    ) -> Tensor:
+        """Final states [B, N, D] of nodes after the text's tokens; the text stays as it was.
+
+        Each comes after the position `anchors_BN` of its row, `ahead_BN` positions further on, and sees the nodes of
+        `sees_NN`, itself among them. `embedded_BND` is what enters the layer `first`."""
+        target, text = self.target, self.features
+        order_L = torch.arange(text.tokens_BL.shape[1], device=anchors_BN.device)
+        segments_BN = text.segments_BL.gather(1, anchors_BN)
+        seen_BNL = (text.segments_BL[:, None] == segments_BN[..., None]) & (order_L <= anchors_BN[..., None])
+        positions_BN = text.positions_BL.gather(1, anchors_BN) + ahead_BN
+        positions_BN = positions_BN.clamp(max=target.context_length - 1)
+        layout = PassLayout(positions_BN=positions_BN,
+                            visible_BNW=torch.cat([seen_BNL, sees_NN.expand(len(seen_BNL), -1, -1)], dim=2),
+                            key_positions_BW=torch.cat([text.positions_BL, positions_BN], dim=1))
+        entering = embedded_BND.to(target.dtype)
+        # Plain linear layers: packed ones have no gradient.
+        with (torch.autocast(target.device.type, enabled=False), target.linears.plain(),
+              later_layers(target.layers, first, entering if first else None)):
+            final_BND = target.read_nodes(entering, torch.full_like(positions_BN, -1), layout, self.cache)
+        for layer, (keys, values) in zip(self._layers, self._read, strict=True):
+            layer.keys, layer.values = keys, values
+        return final_BND

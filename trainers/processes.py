@@ -1,28 +1,154 @@
-"""DeepSpeed's ZeRO for a drafter in training: its states, gradients and weights divided among the processes.
+"""DeepSpeed's ZeRO for a drafter in training: its states, gradients and weights divided among the processes. What
+decodes in validation is a whole copy that holds the same weights.
 
 DeepSpeed's engine clips and accumulates by itself; it knows the micro-batches of a step, not their labels. Here the
-number of labels is its loss scale, by which it divides the gradient just before it clips. A checkpoint is that of one
-process, so that any other strategy and number of processes resumes it.
+number of labels is its loss scale, by which it divides the gradient just before it clips. ZeRO joins the weights of a
+group to one vector, of which each process keeps a part in float32, with the optimizer's states of that part: it is what
+the optimizer steps. A checkpoint is that of one process, so that any other strategy and number of processes resumes it.
 """
 
+import copy
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.strategies.ddp import DDPStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...modules.deepspeed_import import prepare_deepspeed, require_deepspeed
-from ...modules.errors import UserError
-from ..train_config import ZERO_STAGES, TrainConfig
-from .split_drafter import SplitDrafter, WholeCheckpoints
-from .zero_states import load_optimizer_state, optimizer_layout, whole_optimizer_state
+from ..modules.errors import UserError
+from ..modules.interfaces.drafter import Drafter
+from ..modules.processes import prepare_deepspeed, require_deepspeed
+from ..modules.target.devices.split_weights import whole
+from ..modules.target.model import Target
+from .train_config import ZERO_STAGES, TrainConfig
+
+
+class SplitDrafter:
+    """Keeper of a drafter, whole yet, and bound, whose weights are to be split in place, and of its whole copy."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.copy = copy.deepcopy(drafter).to("cpu")  # Whole; on the CPU while it is not used
+
+    @contextmanager
+    def decoding(self, target: Target) -> Iterator[Drafter]:
+        """A block with the whole copy, its weights those of now, on the target's device and in evaluation mode. All
+        processes must enter it."""
+        self.copy.load_state_dict(whole_state(self.drafter))
+        self.copy.to(target.device).bind(target)
+        yield self.copy.eval()
+        self.copy.train().to("cpu")
+
+
+class WholeCheckpoints:
+    """A strategy whose checkpoints hold whole weights and optimizer states under the names that one process gives them,
+    so that any other strategy and number of processes resumes them."""
+
+    lightning_module: Any
+    checkpoint_io: Any
+
+    # Optimizer states are read from the checkpoint as those of one process are.
+    lightning_restore_optimizer = True
+    # Strategies that split weights read a folder of parts; here every process reads one whole file.
+    load_checkpoint = Strategy.load_checkpoint
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole weights; all processes must call it."""
+        return {name: tensor.cpu() for name, tensor in whole_state(self.lightning_module).items()}
+
+
+def whole_state(module: nn.Module) -> dict[str, Tensor]:
+    """The weights and buffers of a module, each whole; the processes that split them must call it together."""
+    return {name: whole(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A weight of an optimizer before it was divided."""
+
+    weight: Any  # With the attributes that DeepSpeed gives it
+    number: int  # Its number in the state of one process
+    group: int  # Number of its group
+    shape: torch.Size
+
+
+def optimizer_layout(optimizer: Optimizer) -> tuple[LaidOut, ...]:
+    """The weights of an optimizer, whole yet."""
+    numbered = optimizer.state_dict()["param_groups"]
+    return tuple(LaidOut(weight, number, place, weight.shape)
+                 for place, group in enumerate(optimizer.param_groups)
+                 for weight, number in zip(group["params"], numbered[place]["params"], strict=True))
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements of a weight that this process keeps, perhaps none."""
+
+    vector: Tensor  # The vector that holds them, a key of the optimizer's states
+    there: slice  # Their places in it
+    own: slice  # Their places in the flattened weight
+
+
+def part_of(zero: Any, one: LaidOut) -> Part:
+    """The part of a weight in this process, by DeepSpeed's optimizer of stage 1, 2 or 3."""
+    if hasattr(one.weight, "ds_id"):
+        place, start, length = zero.grad_position[zero.get_param_id(one.weight)]
+        first = dist.get_rank() * length
+        # All parts are equally long: the last ones are filled up.
+        length = min(length, max(0, one.shape.numel() - first))
+        return Part(zero.fp32_partitioned_groups_flat[place], slice(start, start + length),
+                    slice(first, first + length))
+    vector, mapping = zero.single_partition_of_fp32_groups[one.group], one.weight._hp_mapping
+    if mapping is None:
+        return Part(vector, slice(0), slice(0))
+    held, first = mapping.get_hp_fragment_address(), mapping.lp_fragment_address.start
+    return Part(vector, slice(held.start, held.start + held.numel), slice(first, first + held.numel))
+
+
+def whole_optimizer_state(zero: Any, layout: tuple[LaidOut, ...]) -> dict[str, Any]:
+    """The state that one process has, on the CPU; all processes must call it."""
+    inner: Optimizer = zero.optimizer
+    states: dict[int, dict[str, Tensor]] = {}
+    for one in layout:
+        part = part_of(zero, one)
+        states[one.number] = {}
+        for name, value in inner.state[part.vector].items():
+            if not value.ndim:
+                states[one.number][name] = value.cpu().clone()  # Shared, it would be counted by each weight.
+                continue
+            # Each element comes from the process that keeps it; the others add zeros.
+            whole = value.new_zeros(one.shape.numel())
+            whole[part.own] = value[part.there]
+            dist.all_reduce(whole)
+            states[one.number][name] = whole.reshape(one.shape).cpu()
+    groups = [{name: value for name, value in group.items() if name != "params"}
+              | {"params": [one.number for one in layout if one.group == place]}
+              for place, group in enumerate(inner.param_groups)]
+    return {"state": states, "param_groups": groups}
+
+
+def load_optimizer_state(zero: Any, layout: tuple[LaidOut, ...], state: dict[str, Any]) -> None:
+    """Take this process's parts of a state that `whole_optimizer_state` or one process gave."""
+    inner: Optimizer = zero.optimizer
+    for one in layout:
+        part = part_of(zero, one)
+        for name, value in state["state"][one.number].items():
+            if not value.ndim:
+                inner.state[part.vector][name] = value.clone()
+                continue
+            held = inner.state[part.vector].setdefault(name, torch.zeros_like(part.vector, requires_grad=False))
+            held[part.there] = value.reshape(-1)[part.own]
+    for group, stored in zip(inner.param_groups, state["param_groups"], strict=True):
+        group.update({name: value for name, value in stored.items() if name != "params"})
+
 
 BUCKET = 50_000_000  # Most elements of gradients that are sent at once
 

@@ -1,1 +1,0 @@
-"""States of the target that another engine gives."""

@@ -1,1 +1,0 @@
-"""Linear layers in the form that is fastest on this machine."""

@@ -1,1 +1,0 @@
-"""Weights and optimiser states divided among processes."""
