@@ -16,10 +16,9 @@ from torch import Tensor
 class Features:
     """A batch of token rows with the target's hidden states.
 
-    Several conversations may share a row (packing): `segments_BL` numbers them and is -1 on padding.
-    `supervised_BL` is a property of the *token*: it was written by the assistant and may be a label. Nothing is ever
-    shifted by hand; a family asks `labels(offset)` for the token `offset` places ahead.
-    """
+    Several conversations may share a row (packing): `segments_BL` numbers them and is -1 on padding. `supervised_BL` is
+    a property of the *token*: it was written by the assistant and may be a label. Nothing is ever shifted by hand; a
+    family asks `labels(offset)` for the token `offset` places ahead."""
 
     tokens_BL: Tensor  # Token ids, int64; padding holds any valid id
     supervised_BL: Tensor  # True where the token was written by the assistant and may serve as a label

@@ -41,8 +41,7 @@ class Draws:
 
     Key: the low words of seed and request index. Counter: number, place of the tree's root in the answer, purpose and
     node, high word of the seed. An index whose high word is not 0 gets a key and a last counter word derived from all
-    128 bits by the generator itself. A pass emits at least one token, so no two passes of a request share a place.
-    """
+    128 bits by the generator itself. A pass emits at least one token, so no two passes of a request share a place."""
 
     seed: int  # The run's
     requests_B: Tensor  # Index of each row's request, int64
@@ -62,8 +61,7 @@ class Draws:
     def gumbels(self, nodes_BF: Tensor, count: int) -> Tensor:
         """Standard Gumbel noise for `count` entries below each node, [B, F, count], float32.
 
-        -log(E) with E = -log(1 - u): float32 keeps the many digits of small u, where the largest noise comes from.
-        """
+        -log(E) with E = -log(1 - u): float32 keeps the many digits of small u, where the largest noise comes from."""
         words_BFQ = self._words((_NOISE << 24) + nodes_BF, count)
         uniforms = ((words_BFQ.float() + 0.5) / 2**32).clamp(max=1 - 2**-24)
         return -(-torch.log1p(-uniforms)).log()

@@ -182,8 +182,7 @@ class Drawn:
     The first sampled child of a node was drawn from q, each later one from q with the earlier ones removed and the rest
     renormalised. Whether a node was drawn at all may depend on other tokens, never on its own.
 
-    Shapes: I distributions a row, Q entries of the draft vocabulary.
-    """
+    Shapes: I distributions a row, Q entries of the draft vocabulary."""
 
     log_q_BIQ: Tensor
     """Logarithms of exactly the distributions drawn from, after temperature and filters, float32; minus infinity for

@@ -175,8 +175,7 @@ class DraftModule(L.LightningModule):
     def encoded(self, features: Features) -> Features:
         """The batch with the target's states, stored ones or computed now in the target's own precision.
 
-        Processes that share a target must call it together, with as many batches each.
-        """
+        Processes that share a target must call it together, with as many batches each."""
         if features.encoded:
             return features
         # Stored states were made without autocast, and computed ones are the same numbers.
@@ -221,8 +220,7 @@ class DraftModule(L.LightningModule):
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
         """Back-propagate the sum of the losses of one micro-batch.
 
-        Lightning divides by the number of micro-batches, DDP and ZeRO by that of ranks; both are undone here.
-        """
+        Lightning divides by the number of micro-batches, DDP and ZeRO by that of ranks; both are undone here."""
         # Without states: tokens say which row it was, and states would be kept for a whole step.
         self.guard.batches.append((batch_idx, Features(**{kind: getattr(batch, kind) for kind in KINDS})))
         learned, before = self.loss(batch), self._pending

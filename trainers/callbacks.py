@@ -173,8 +173,7 @@ class StopAtSignal(EveryStep):
 
     It stands before the callback that saves the checkpoint. Ignored signals stay ignored. Lightning would end a
     training amid a step, without a checkpoint and without a word to its caller. The handlers that it gives the signals
-    back to are those of the time when it was made, before Lightning's: these wait for processes that may have ended.
-    """
+    back to are those of the time when it was made, before Lightning's: these wait for processes that may have ended."""
 
     def __init__(self, module: DraftModule) -> None:
         super().__init__(module)

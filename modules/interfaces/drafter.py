@@ -72,8 +72,7 @@ class DrafterConfig(CheckedSettings):
 class Drafts:
     """Output of a drafter's training forward: one hidden state for each draft step at each position.
 
-    The k-th state at position p predicts the token at p + offsets[k]; the loss applies the output layer, in chunks.
-    """
+    The k-th state at position p predicts the token at p + offsets[k]; the loss applies the output layer, in chunks."""
 
     hidden_BLKD: Tensor  # Draft hidden states, ready for the output layer
     offsets: tuple[int, ...]  # Tokens from a position to the one that each of its K states predicts; they may be equal

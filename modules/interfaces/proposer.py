@@ -44,8 +44,7 @@ class Scores:
     """Log-probabilities of the children of a frontier.
 
     A parallel family scores H > 1 depths at once: depth h scores every descendant h + 1 levels below the frontier node,
-    whatever the path between. An autoregressive family has H = 1.
-    """
+    whatever the path between. An autoregressive family has H = 1."""
 
     log_probs_BFHQ: Tensor  # Draft log-probabilities, float32; minus infinity means "no guess"
     token_ids_Q: Tensor | None = None  # Target-vocabulary id of each entry of a reduced vocabulary; None for the whole
@@ -124,8 +123,7 @@ class Observation:
     """The data a drafter receives after a target pass: the newly accepted tokens and the target's states at them.
 
     Row b has `counts_B[b]` new positions, left-aligned and padded on the right. The target has processed their tokens
-    (the last root and the accepted nodes); it has not yet processed `roots_B`, the token it chose next.
-    """
+    (the last root and the accepted nodes); it has not yet processed `roots_B`, the token it chose next."""
 
     tokens_BN: Tensor  # Tokens that the target has processed, int64
     counts_B: Tensor  # Number of real positions in each row
@@ -166,8 +164,7 @@ class DraftState:
     """Base of the sequence state of a batch of rows; each family has its own subclass.
 
     What is kept from pass to pass stays at its address (`RowBuffer`, `RowCache`), so that drafting can be replayed as a
-    CUDA graph. A growing tree is made anew in each pass.
-    """
+    CUDA graph. A growing tree is made anew in each pass."""
 
     held: Sequence["RowBuffer | RowCache | DraftState"] = ()  # With an entry for each row, for `clear` and `keep`
     caches: Sequence[RowCache] = ()  # Keys and values of the rows that belong to the drafter alone
@@ -221,8 +218,7 @@ class Proposer(ABC, Generic[State]):
     def expand(self, state: State, frontier: Frontier) -> Scores:
         """Scores of the children of the frontier nodes: one draft step.
 
-        The first call after an observation has the root as its frontier; each node is passed once, after its parent.
-        """
+        The first call after an observation has the root as its frontier; each node is passed once, after its parent."""
 
     def expand_bytes(self) -> int:
         """Bytes of weights that one `expand` reads, own and borrowed; table lookups do not count."""

@@ -304,8 +304,7 @@ class Target:
         """Input embeddings [..., D] of token ids [...] for a drafter: zero where a token has no finite one.
 
         Through the mask of a drafter's attention a NaN would reach the other guesses of its row. What is guessed after
-        them would depend on a token that is only one of them, and sampled drafts would not be exact.
-        """
+        them would depend on a token that is only one of them, and sampled drafts would not be exact."""
         embedded = self.embed(tokens)
         return embedded if self.broken_V is None else embedded.masked_fill(self.broken_V[tokens][..., None], 0.0)
 
@@ -359,8 +358,7 @@ class Target:
     def encode_own(self, features: Features, taps: Sequence[int] = ()) -> Features:
         """`encode` for the rows of this process, where each process that shares the target has rows of its own.
 
-        All of these processes must call it equally often; with a target of one's own it is the same as `encode`.
-        """
+        All of these processes must call it equally often; with a target of one's own it is the same as `encode`."""
         return self.placement.own_states(lambda batch: self.encode(batch, taps), features)
 
     def trace(self, features: Features, taps: Sequence[int] = ()) -> Features:

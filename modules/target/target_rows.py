@@ -30,8 +30,7 @@ class PassOutput:
 class TargetRows:
     """A batch of sequences inside the target: their cache, and the passes that extend it.
 
-    Rows `[0, active)` are in use. A pass writes its nodes after each row; `commit` keeps a path of them.
-    """
+    Rows `[0, active)` are in use. A pass writes its nodes after each row; `commit` keeps a path of them."""
 
     reads_virtual: bool = True  # True: virtual nodes are nodes of the pass
 

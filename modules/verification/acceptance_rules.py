@@ -35,9 +35,8 @@ class Accepted:
 def follow(tree: TokenTree, choices_BN: Tensor) -> Accepted:
     """Walk from the root along the target's choices as far as the tree goes.
 
-    A node is accepted when it and all its ancestors hold what the target chose at their parents. Computed for all
-    nodes at once; of equal paths (duplicate siblings) any one is taken.
-    """
+    A node is accepted when it and all its ancestors hold what the target chose at their parents. Computed for all nodes
+    at once; of equal paths (duplicate siblings) any one is taken."""
     if tree.size == 1:
         # Plain decoding: there is nothing to walk.
         return Accepted(path_BK=torch.zeros_like(choices_BN), counts_B=torch.ones_like(choices_BN[:, 0]),
@@ -83,9 +82,8 @@ class Rule(ABC):
 class Equality(Rule):
     """A node is accepted when it is what the target chose: exact for point masses, and for any tree in greedy rows.
 
-    The same law as accepting x with probability p(x) and going on with p(x) = 0, renormalised (EAGLE-2's rule), and
-    the emitted tokens do not depend on what was drafted.
-    """
+    The same law as accepting x with probability p(x) and going on with p(x) = 0, renormalised (EAGLE-2's rule), and the
+    emitted tokens do not depend on what was drafted."""
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
         return follow(tree, choose(logits_BNV, chances.choices_BN, sampling))
@@ -143,8 +141,7 @@ class Rejection(Rule):
     """Recursive rejection down the tree, one level at a time; siblings sampled, point masses, or both.
 
     It accepts at least as much as equality does, an oracle's samples always, but what is emitted depends on what was
-    drafted, token by token though not in distribution.
-    """
+    drafted, token by token though not in distribution."""
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
         rows_B = torch.arange(logits_BNV.shape[0], device=logits_BNV.device)
@@ -171,8 +168,7 @@ class ChainRejection(Rule):
     """Rejection along a chain, all places at once (arXiv:2211.17192, algorithm 1): what `Rejection` does, in one step.
 
     Accept x with probability min(1, p(x) / q(x)); after the last accepted token draw from max(p - q, 0), normalised,
-    and from p when the chain ends there.
-    """
+    and from p when the chain ends there."""
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
         passed_BM = tree.real_BN[:, 1:] & (chances.tests_BN[:, 1:] < self.chances(tree, logits_BNV, sampling))
@@ -280,8 +276,7 @@ _EQUALITY, _REJECTION, _CHAIN_REJECTION = Equality(), Rejection(), ChainRejectio
 def exact_rule(tree: TokenTree) -> Rule:
     """The exact rule for a tree: equality for point masses, rejection for samples.
 
-    A tree in which no node has two children is taken for a chain, whose padding, if any, stands at its end.
-    """
+    A tree in which no node has two children is taken for a chain, whose padding, if any, stands at its end."""
     if tree.drawn is None:
         return _EQUALITY
     return _CHAIN_REJECTION if tree.most_children == 1 else _REJECTION

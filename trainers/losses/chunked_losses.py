@@ -120,8 +120,7 @@ class VocabularyLoss:
 
         The total is to be divided by `metrics.weighted_mean_loss(sums_KC, weights)[1]` once both are complete over all
         micro-batches and ranks. A label outside the draft vocabulary is not learned with any objective: the right token
-        cannot be drafted there, and the target's renormalised distribution prefers a wrong one.
-        """
+        cannot be drafted there, and the target's renormalised distribution prefers a wrong one."""
         supervision = supervise(features, drafts.offsets, index_V, drafts.valid_BLK, drafts.indices_BL)
         hidden_NKD = supervision.sources(drafts.hidden_BLKD)
         rows = _Rows(self, supervision, drafts, None if self.teacher is None else features.final().flatten(0, 1))

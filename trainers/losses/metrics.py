@@ -57,8 +57,7 @@ def describe(sums_KC: Tensor, weights_K: Sequence[float], offsets: Sequence[int]
 
     `expected_accepted_length` is a teacher-forced estimate for a chain with independent steps: 1 + top1 of the first
     head + top1 of the first times top1 of the second + ... The measured figure is `accepted_length`. It is left out
-    unless each draft step predicts further ahead than the one before.
-    """
+    unless each draft step predicts further ahead than the one before."""
     total, share = weighted_mean_loss(sums_KC, weights_K)
     figures = {"loss": float(total / share)} if float(share) else {}
     chances = []

@@ -205,9 +205,8 @@ def path_weights(name: PathWeights, chances_PK: Tensor, valid_PK: Tensor, offset
     `e2e`: w_k = 1/n sum_{j >= k} prod_{i <= j, i != k} c_i for n learned steps, whose loss 1 - c_k has the gradient of
     1 - 1/n sum_j prod_{i <= j} c_i; the divisor is the number of places.
 
-    A label outside the draft vocabulary makes a step that is not learned: its share enters no divisor.
-    A step that does not predict further ahead, by its offset, than the one before starts anew.
-    """
+    A label outside the draft vocabulary makes a step that is not learned: its share enters no divisor. A step that does
+    not predict further ahead, by its offset, than the one before starts anew."""
     starts = [0, *(step for step in range(1, len(offsets)) if offsets[step] <= offsets[step - 1]), len(offsets)]
     weights, shares = [], []
     for start, stop in pairwise(starts):

@@ -33,8 +33,7 @@ def text_of(model: Any, *, spread: bool = False) -> Any:
     """The language model inside a model, around the very same weights; itself where nothing is wrapped around it.
 
     It is of the class that transformers has for such a text. Where there is none, or layers that are `spread` over
-    processes or devices belong to the model that was read, that loses all but its decoder and output layer.
-    """
+    processes or devices belong to the model that was read, that loses all but its decoder and output layer."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config, head = model.config.get_text_config(), model.get_output_embeddings()

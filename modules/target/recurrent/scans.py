@@ -95,8 +95,7 @@ def linear_attention(
 
     With the decays' sum G_i from the root to node i and D_ij = exp(G_i - G_j) for its ancestors j and itself, else 0:
     out_i = exp(G_i) q_i S + sum_j D_ij (q_i k_j) u_j, where u = v, or by the delta rule of strength b the solution of
-    u_i + b_i sum_{j<i} D_ij (k_i k_j) u_j = b_i (v_i - exp(G_i) k_i S).
-    """
+    u_i + b_i sum_{j<i} D_ij (k_i k_j) u_j = b_i (v_i - exp(G_i) k_i S)."""
     if former_BHKV is None:
         former_BHKV = key_BHNK.new_zeros(*key_BHNK.shape[:2], key_BHNK.shape[3], value_BHNV.shape[3])
     seen_B1NN, dtype = tree.ancestors_BNN[:, None], key_BHNK.dtype
