@@ -4,6 +4,6 @@ import torch
 from torch import Tensor
 
 
-def widened(logits_BMV: Tensor) -> Tensor:
-    """Logits in float32 or wider, in which transformers processes them."""
-    return logits_BMV.to(torch.promote_types(logits_BMV.dtype, torch.float32))
+def widened(logits: Tensor) -> Tensor:
+    """Logits in float32, or in float64 if they already are, in which transformers processes them."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -25,12 +25,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     for _ in range(10):
         # The products wrap modulo 2^64; their halves are right all the same.
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((second >> 32) & _MASK) ^ c1 ^ k0,
-            second & _MASK,
-            ((first >> 32) & _MASK) ^ c3 ^ k1,
-            first & _MASK,
-        )
+        c0, c1, c2, c3 = (((second >> 32) & _MASK) ^ c1 ^ k0, second & _MASK, ((first >> 32) & _MASK) ^ c3 ^ k1,
+                          first & _MASK)
         k0, k1 = (k0 + _STEPS[0]) & _MASK, (k1 + _STEPS[1]) & _MASK
     return c0, c1, c2, c3
 

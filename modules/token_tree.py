@@ -167,12 +167,8 @@ class Topology:
 @lru_cache(maxsize=256)
 def _constants(topology: Topology, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(parents, depths, ancestors, ones) of a topology on a device: the same in every pass."""
-    return (
-        torch.tensor(topology.parents, device=device),
-        torch.tensor(topology.depths, device=device),
-        topology.ancestors_NN.to(device),
-        torch.ones(topology.size, dtype=torch.bool, device=device),
-    )
+    return (torch.tensor(topology.parents, device=device), torch.tensor(topology.depths, device=device),
+            topology.ancestors_NN.to(device), torch.ones(topology.size, dtype=torch.bool, device=device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,17 +239,12 @@ class TokenTree:
         if self.virtual is not None:
             raise ValueError("a tree with virtual nodes cannot be cut; cut it before they are added")
         return replace(
-            self,
-            tokens_BN=self.tokens_BN[:rows],
-            parents_BN=self.parents_BN[:rows],
-            depths_BN=self.depths_BN[:rows],
-            ancestors_BNN=self.ancestors_BNN[:rows],
-            real_BN=self.real_BN[:rows],
+            self, tokens_BN=self.tokens_BN[:rows], parents_BN=self.parents_BN[:rows], depths_BN=self.depths_BN[:rows],
+            ancestors_BNN=self.ancestors_BNN[:rows], real_BN=self.real_BN[:rows],
             drawn=None if self.drawn is None else self.drawn.of_first(rows),
             lookahead=None if self.lookahead is None else replace(
                 self.lookahead, counts_BN=self.lookahead.counts_BN[:rows]),
-            parts_BN=None if self.parts_BN is None else self.parts_BN[:rows],
-        )
+            parts_BN=None if self.parts_BN is None else self.parts_BN[:rows])
 
     def children(self, nodes_B: Tensor) -> tuple[Tensor, Tensor]:
         """(indices of the children of one node a row in ascending order, which of them are real), [B, K] each."""
@@ -316,16 +307,13 @@ class TokenTree:
         return TokenTree(
             tokens_BN=self.tokens_BN.gather(1, chosen_BS),
             parents_BN=torch.where(parents_BS < 0, -1, places_BN.gather(1, parents_BS.clamp(min=0))),
-            depths_BN=self.depths_BN.gather(1, chosen_BS),
+            depths_BN=self.depths_BN.gather(1, chosen_BS), real_BN=self.real_BN.gather(1, chosen_BS),
             ancestors_BNN=self.ancestors_BNN.gather(1, rows_BSN).gather(2, chosen_BSS),
-            real_BN=self.real_BN.gather(1, chosen_BS),
-            max_depth=min(self.max_depth, chosen_BS.shape[1] - 1),
+            max_depth=min(self.max_depth, chosen_BS.shape[1] - 1), most_children=self.most_children,
             drawn=None if self.drawn is None else self.drawn.at(chosen_BS),
-            most_children=self.most_children,
             lookahead=None if self.lookahead is None else replace(
                 self.lookahead, counts_BN=self.lookahead.counts_BN.gather(1, chosen_BS)),
-            parts_BN=None if self.parts_BN is None else self.parts_BN.gather(1, chosen_BS),
-        )
+            parts_BN=None if self.parts_BN is None else self.parts_BN.gather(1, chosen_BS))
 
     @classmethod
     def from_parents(cls, tokens_BN: Tensor, parents_BN: Tensor, real_BN: Tensor | None = None) -> "TokenTree":

@@ -48,23 +48,6 @@ class SplitDrafter:
         self.copy.train().to("cpu")
 
 
-class WholeCheckpoints:
-    """A strategy whose checkpoints hold whole weights and optimizer states under the names that one process gives them,
-    so that any other strategy and number of processes resumes them."""
-
-    lightning_module: Any
-    checkpoint_io: Any
-
-    # Optimizer states are read from the checkpoint as those of one process are.
-    lightning_restore_optimizer = True
-    # Strategies that split weights read a folder of parts; here every process reads one whole file.
-    load_checkpoint = Strategy.load_checkpoint
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole weights; all processes must call it."""
-        return {name: tensor.cpu() for name, tensor in whole_state(self.lightning_module).items()}
-
-
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
     """The weights and buffers of a module, each whole; the processes that split them must call it together."""
     return {name: whole(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
@@ -153,10 +136,12 @@ def load_optimizer_state(zero: Any, layout: tuple[LaidOut, ...], state: dict[str
 BUCKET = 50_000_000  # Most elements of gradients that are sent at once
 
 
-class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
+class ZeroDrafter(DeepSpeedStrategy):
     """ZeRO over all processes, on CUDA devices or on the CPU, which Lightning's own refuses. Stage 1 divides the
     optimizer's states, 2 the gradients too, 3 the weights too; `clip` is the largest norm of the whole gradient, 0 for
     any. `on_cpu` if they train there, wherever they could. UserError if DeepSpeed is not installed."""
+
+    lightning_module: Any
 
     def __init__(self, stage: int, *, clip: float, on_cpu: bool) -> None:
         require_deepspeed(f"train.strategy deepspeed_stage_{stage}", "train.strategy: ddp", on_cpu=on_cpu)
@@ -246,6 +231,15 @@ class ZeroDrafter(WholeCheckpoints, DeepSpeedStrategy):
         return found
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    # They hold whole weights and states of the optimizer under the names that one process gives them, in one file that
+    # every process reads, so that any other strategy and number of processes resumes them.
+    lightning_restore_optimizer = True
+    load_checkpoint = Strategy.load_checkpoint
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole weights; all processes must call it."""
+        return {name: tensor.cpu() for name, tensor in whole_state(self.lightning_module).items()}
 
     # Weights are read before they are divided.
     restore_checkpoint_after_setup = False

@@ -15,7 +15,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeVar, cast
@@ -45,77 +44,6 @@ PROBES = ("Why is the sky blue?", "Name three colours.", "1, 2, 3, 4,", "Write a
 PROBE_TOKENS = 32  # Longest answer of the trial, in tokens
 STEPS = 2  # Rounding steps of bfloat16, at the size of the best logit, within which another engine may choose otherwise
 log = logging.getLogger(__name__)
-
-
-class EngineAnswerer(Answerer):
-    """Answers that another engine than `decode` writes for the target, which counts and compares; no states are
-    recorded."""
-
-    records = False
-    engine: str  # Name in messages
-    remedy: str  # Remedy if it does not answer as the target does, the end of a message
-
-    @abstractmethod
-    def _answers(self, requests: Sequence[Request], deadline: float | None) -> list[Generation]:
-        """The answered requests in their order; after the deadline only those are started that are to get some tokens
-        whatever the time."""
-
-    # Trial -----------------------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Let the engine answer the trial's prompts greedily and compare with the target: UserError if it answers
-        otherwise, or not at all. Differences where the target is undecided within rounding are logged."""
-        prompts = [tuple(self.template.prompt([{"role": "user", "content": text}])) for text in PROBES]
-        tokens = 1 if self.target.placement.slow else PROBE_TOKENS
-        longest = min(tokens, self.target.context_length - max(map(len, prompts)))
-        requests = [Request(prompt, number, longest) for number, prompt in enumerate(prompts)]
-        own = decode(self.target, requests, DecodeSettings(batch_size=len(requests))).generations
-        gaps = [gap for one, answer in zip(own, self._answers(requests, None), strict=True)
-                if (gap := self._gap(one, answer.tokens)) is not None]
-        if gaps:
-            log.warning("%d of %d answers of %s leave the target's own at a near-tie (logits that differ by up to "
-                        "%.2g)", len(gaps), len(own), self.engine, max(gaps))
-
-    def _gap(self, own: Generation, answer: Sequence[int]) -> float | None:
-        """Gap between the logits of the first tokens that differ; None for equal answers. UserError if rounding does
-        not explain it."""
-        # Neither goes on after the other's end: both end at an end token or at the limit.
-        pairs = zip(own.tokens, answer, strict=False)
-        place = next((place for place, (mine, other) in enumerate(pairs) if mine != other), None)
-        if place is None:
-            return None
-        before_N = torch.tensor([*own.request.tokens, *own.tokens[:place]])
-        text: Features = pad([Piece(tokens_N=before_N, supervised_N=torch.ones_like(before_N, dtype=torch.bool))])
-        with torch.no_grad():
-            final_BLD = self.target.encode(text.to(self.target.device)).final()
-            logits_V = self.target.logits(final_BLD[0, -1]).float()
-        best, chosen = (float(logits_V[token]) for token in (own.tokens[place], answer[place]))
-        gap, bound = best - chosen, STEPS * torch.finfo(torch.bfloat16).eps * abs(best)
-        if gap > bound:
-            words = [self.target.tokenizer.decode([token]) for token in (answer[place], own.tokens[place])]
-            raise UserError(
-                f"{self.engine} does not answer as the target does: after {place} tokens of an answer to "
-                f"{PROBES[own.request.index]!r} it writes {words[0]!r} where the target writes {words[1]!r}, whose "
-                f"logit is larger by {gap:.2g} (rounding explains {bound:.2g}); {self.remedy}")
-        return gap
-
-    # Answers ---------------------------------------------------------------------------------------------------------
-
-    def seed_of(self, request: Request) -> int:
-        """Seed of a request's random stream; 31 bits, since some engines take no larger one."""
-        digest = hashlib.sha256(f"{self.settings.seed} {request.index}".encode()).digest()
-        return int.from_bytes(digest[:4], "little") >> 1
-
-    def generation(self, request: Request, tokens: list[int]) -> Generation:
-        """A whole answer of the engine, which ended at an end token or at the limit."""
-        return Generation(request, tokens, finish="eos" if tokens[-1] in self.target.eos_ids else "length")
-
-    def decoded(self, requests: Sequence[Request], deadline: float | None, recorder: StateRecorder | None
-                ) -> DecodeResult:
-        """The answers to requests by the engine, whole, without states to record."""
-        started = time.perf_counter()
-        found = self._answers(requests, deadline)
-        return DecodeResult(found, DecodeStats(seconds=time.perf_counter() - started))
 
 
 KEY = "DRAFTSMITH_SERVER_KEY"  # Variable of the environment with the server's key, where it asks for one
@@ -218,36 +146,86 @@ class AnswerServer:
         raise AssertionError("the last try returns or raises")
 
 
-class ServerAnswerer(EngineAnswerer):
-    """Answers that a server writes for the target, as many requests at once as the settings have slots; no states are
-    recorded."""
+class ServerAnswerer(Answerer):
+    """Answers that a server writes for the target, as many requests at once as the settings have slots; the target
+    counts and compares, and no states are recorded."""
+
+    records = False
 
     def __init__(self, server: AnswerServer, target: Target, template: ChatTemplate, settings: DecodeSettings,
                  max_new_tokens: int, on_tokens: Callable[[int], None]) -> None:
         super().__init__(target, template, settings, max_new_tokens, on_tokens)
-        self.server, self.engine = server, server.address
-        self.remedy = f"serve {target.identity.name}, or set distill.engine: own"
+        self.server = server
+
+    # Trial -----------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Ask the server for the name of its model, then compare its answers as every engine's are."""
+        """Let the server name its model and answer the trial's prompts greedily, and compare with the target: UserError
+        if it answers otherwise, or not at all. Differences where the target is undecided within rounding are logged."""
         if self.server.kind == "openai":
             log.info("%s serves %s", self.server.address, self.server.model)
-        super().check()
+        prompts = [tuple(self.template.prompt([{"role": "user", "content": text}])) for text in PROBES]
+        tokens = 1 if self.target.placement.slow else PROBE_TOKENS
+        longest = min(tokens, self.target.context_length - max(map(len, prompts)))
+        requests = [Request(prompt, number, longest) for number, prompt in enumerate(prompts)]
+        own = decode(self.target, requests, DecodeSettings(batch_size=len(requests))).generations
+        gaps = [gap for one, answer in zip(own, self._answers(requests, None), strict=True)
+                if (gap := self._gap(one, answer.tokens)) is not None]
+        if gaps:
+            log.warning("%d of %d answers of %s leave the target's own at a near-tie (logits that differ by up to "
+                        "%.2g)", len(gaps), len(own), self.server.address, max(gaps))
+
+    def _gap(self, own: Generation, answer: Sequence[int]) -> float | None:
+        """Gap between the logits of the first tokens that differ; None for equal answers. UserError if rounding does
+        not explain it."""
+        # Neither goes on after the other's end: both end at an end token or at the limit.
+        pairs = zip(own.tokens, answer, strict=False)
+        place = next((place for place, (mine, other) in enumerate(pairs) if mine != other), None)
+        if place is None:
+            return None
+        before_N = torch.tensor([*own.request.tokens, *own.tokens[:place]])
+        text: Features = pad([Piece(tokens_N=before_N, supervised_N=torch.ones_like(before_N, dtype=torch.bool))])
+        with torch.no_grad():
+            final_BLD = self.target.encode(text.to(self.target.device)).final()
+            logits_V = self.target.logits(final_BLD[0, -1]).float()
+        best, chosen = (float(logits_V[token]) for token in (own.tokens[place], answer[place]))
+        gap, bound = best - chosen, STEPS * torch.finfo(torch.bfloat16).eps * abs(best)
+        if gap > bound:
+            words = [self.target.tokenizer.decode([token]) for token in (answer[place], own.tokens[place])]
+            raise UserError(
+                f"{self.server.address} does not answer as the target does: after {place} tokens of an answer to "
+                f"{PROBES[own.request.index]!r} it writes {words[0]!r} where the target writes {words[1]!r}, whose "
+                f"logit is larger by {gap:.2g} (rounding explains {bound:.2g}); serve "
+                f"{self.target.identity.name}, or set distill.engine: own")
+        return gap
+
+    # Answers ---------------------------------------------------------------------------------------------------------
 
     def _answers(self, requests: Sequence[Request], deadline: float | None) -> list[Generation]:
         """The answered requests in their order; after the deadline only those are sent that are to get some tokens."""
 
         def answer(request: Request) -> list[int] | None:
             if deadline is None or request.least or time.monotonic() < deadline:
-                return self.server.answer(request, self.settings, self.target, self.seed_of(request))
+                # Each request has a stream of its own; 31 bits, since some engines take no larger seed.
+                digest = hashlib.sha256(f"{self.settings.seed} {request.index}".encode()).digest()
+                seed = int.from_bytes(digest[:4], "little") >> 1
+                return self.server.answer(request, self.settings, self.target, seed)
             return None
 
         found: dict[int, Generation] = {}
         for request, tokens in at_once(answer, requests, self.settings.batch_size):
             if tokens is not None:
-                found[request.index] = self.generation(request, tokens)
+                found[request.index] = Generation(
+                    request, tokens, finish="eos" if tokens[-1] in self.target.eos_ids else "length")
                 self.on_tokens(len(tokens))
         return [found[request.index] for request in requests if request.index in found]
+
+    def decoded(self, requests: Sequence[Request], deadline: float | None, recorder: StateRecorder | None
+                ) -> DecodeResult:
+        """The answers to requests by the server, whole, without states to record."""
+        started = time.perf_counter()
+        found = self._answers(requests, deadline)
+        return DecodeResult(found, DecodeStats(seconds=time.perf_counter() - started))
 
 
 def at_once(work: Callable[[Asked], Given], items: Sequence[Asked], width: int) -> Iterator[tuple[Asked, Given]]:

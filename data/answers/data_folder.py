@@ -47,7 +47,10 @@ class Progress:
             return
         if unit == "tok":
             self.tokens += amount
-        self.line.figures = self._rates(self.line)
+        seconds = max(time.monotonic() - self.line.started, 1e-9)
+        rate = [f"{self.tokens / seconds:.0f} tok/s"] if self.line.unit != "tok" and self.tokens else []
+        idle = [f"{1 - self.busy / self.slots:.0%} of slots idle"] if self.slots else []
+        self.line.figures = ", ".join(rate + idle)
         self.line.advance(amount if unit == self.line.unit else 0)
 
     def settle(self, unit: str, found: int) -> None:
@@ -58,13 +61,6 @@ class Progress:
     def count_slots(self, busy: int, slots: int) -> None:
         """Count a pass with answers in `busy` of its slots."""
         self.busy, self.slots = self.busy + busy, self.slots + slots
-
-    def _rates(self, line: ProgressLine) -> str:
-        """Tokens per second, unless they are the line's own unit, and the idle share of the slots, as text."""
-        seconds = max(time.monotonic() - line.started, 1e-9)
-        rate = [f"{self.tokens / seconds:.0f} tok/s"] if line.unit != "tok" and self.tokens else []
-        idle = [f"{1 - self.busy / self.slots:.0%} of slots idle"] if self.slots else []
-        return ", ".join(rate + idle)
 
 
 STATS = "stats.json"  # File of measurements of this machine: nothing in the data depends on them

@@ -24,12 +24,12 @@ from ..prompts.self_prompting import OwnPrompts, Source
 from ..prompts.sources import PromptConfig, ReadPrompts
 from ..store.feature_store import ShardStates, WantedStates
 from ..store.token_store import Manifest, ShardRecord, shard_file, write_bytes
-from .answer_server import EngineAnswerer
+from .answer_server import ServerAnswerer
 from .answering import Writer, shard_of, states_of
 from .data_folder import DataFolder, Progress, read_stats
 from .distill_config import DistillConfig
 from .distill_task import DistillTask, RowWriters
-from .held_out import HeldOutPrompts, answer_validation
+from .held_out import answer_validation, set_aside
 from .shard_queue import (
     FIRST,
     HELD_OUT,
@@ -127,7 +127,11 @@ class ShardAnswering:
             # Another process may have done so, and completed the data, since the look at the queue.
             if not self.folder.is_complete() and not self._validated(queue):
                 with locks.holding(MERGE):
-                    each = self._pace(queue)
+                    # Seconds that a conversation of the target took so far, in all processes; 0 where nobody knows.
+                    records = [*self.folder.manifest.split("train"),
+                               *(one.record for one in queue.finished().values() if one.record is not None)]
+                    answered = sum(one.prompts * one.by_target / max(1, one.rows) for one in records)
+                    each = read_stats(self.folder.out).get("answers_seconds", 0.0) / answered if answered else 0.0
                 shard, stats = answer_validation(self.task, self.folder, states, each, lambda _: self._count(0))
                 self.writers.target.stats.add(stats)
                 with locks.holding(MERGE):
@@ -136,13 +140,6 @@ class ShardAnswering:
         finally:
             locks.drop(VALIDATION)
         return True
-
-    def _pace(self, queue: ShardQueue) -> float:
-        """Seconds that a conversation of the target took so far, in all processes; 0 where that is not known."""
-        records = [*self.folder.manifest.split("train"),
-                   *(one.record for one in queue.finished().values() if one.record is not None)]
-        answered = sum(one.prompts * one.by_target / max(1, one.rows) for one in records)
-        return read_stats(self.folder.out).get("answers_seconds", 0.0) / answered if answered else 0.0
 
     def _claimed(self, queue: ShardQueue) -> int | None:
         """The next shard of this process; None while others answer all that are needed."""
@@ -313,12 +310,12 @@ def distill(target: Target, prompts: PromptConfig, config: DistillConfig, templa
                 stored = ShardStates(target, folder.out, folder.agreed_states(states))
                 with bar.stage("trial of the engine", None, "tok"):
                     # The project's own loop is what others are compared with.
-                    if isinstance(shards.writers.target, EngineAnswerer):
+                    if isinstance(shards.writers.target, ServerAnswerer):
                         shards.writers.target.check()
             if folder.manifest.held_out is None:
                 # A disk without room is reported now, not after the first answers.
                 folder.write_stats(shards.amounts(stored))
-                HeldOutPrompts(task, source, folder, bar).set_aside()
+                set_aside(task, source, folder, bar)
                 folder.write_stats(shards.amounts(stored))
         if not folder.manifest.complete:
             shards.work(locks, stored)

@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
 from ...modules import SIZING_TEMPERATURE, DecodeSettings, DecodeStats, UserError
@@ -30,76 +30,69 @@ HELD_OUT_ROUNDS = 20  # Largest number of rounds in which candidates for held-ou
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class HeldOutPrompts:
-    """The first usable prompts of a source, which no training sees."""
+def set_aside(task: DistillTask, source: Source, folder: DataFolder, progress: Progress) -> None:
+    """Choose the first usable prompts of a source, which no training sees, for data that hold none yet, and write both
+    parts, then the manifest. UserError if there are too few, a test prompt is a plain document, or the disk is full."""
+    config = task.config
+    first, wanted = config.validation_prompts, config.validation_prompts + config.test_prompts
+    skipped = source.skipped() if isinstance(source, ReadPrompts) else []
+    # They are known before the first answer, and are found again wherever rows are read.
+    counts = folder.list_skipped(skipped)
+    if skipped:
+        commonest = sorted(counts.items(), key=lambda one: -one[1])[:3]
+        log.warning("%d rows are skipped, which %s lists: %s%s", len(skipped), folder.out / SKIPPED, "; ".join(
+            f"{number} × {kind}" for kind, number in commonest), "; ..." if len(counts) > len(commonest) else "")
+    # Rows are looked at again when it is their turn.
+    unwritten = dict(task.unwritten)
+    for part, rows in unwritten.items():
+        log.warning("the chat template leaves out the %s of %d rows; set target.chat_template to one that writes "
+                    "them, or leave such rows out", part, rows)
+    held, candidates, repeated = _chosen(task, source, progress, wanted, skipped)
+    if len(held) < wanted:
+        raise UserError(
+            f"only {len(held)} usable prompts among the first {candidates}, but {wanted} are to be held out; "
+            "give more prompts, or lower distill.validation_prompts and distill.test_prompts")
+    if any(prompt.document is not None for _, prompt in held[first:]):
+        raise UserError("plain documents are no prompts to be asked in an evaluation; set distill.test_prompts: 0")
+    out = folder.out
+    if first:
+        write_bytes(out / VALIDATION_PROMPTS, _rows(held[:first]))
+    data = _rows(held[first:])
+    write_bytes(out / TEST, data)
+    manifest = replace(folder.manifest, candidates=candidates, repeated=repeated,
+                       skipped=folder.list_skipped(skipped), unwritten=unwritten,
+                       held_out=HeldOut(file=TEST, sha256=hash_bytes(data), prompts=len(held) - first))
+    folder.held = {task.asked_key(prompt) for _, prompt in held}
+    folder.save(manifest)
 
-    task: DistillTask  # The distillation
-    source: Source  # Of candidates
-    folder: DataFolder  # Of the data; it holds none yet
-    progress: Progress  # Counts prompts
 
-    def set_aside(self) -> None:
-        """Choose them and write both parts, then the manifest. UserError if there are too few, a test prompt is a plain
-        document, or the disk is full."""
-        config = self.task.config
-        first, wanted = config.validation_prompts, config.validation_prompts + config.test_prompts
-        skipped = self.source.skipped() if isinstance(self.source, ReadPrompts) else []
-        # They are known before the first answer, and are found again wherever rows are read.
-        counts = self.folder.list_skipped(skipped)
-        if skipped:
-            commonest = sorted(counts.items(), key=lambda one: -one[1])[:3]
-            log.warning("%d rows are skipped, which %s lists: %s%s", len(skipped), self.folder.out / SKIPPED, "; ".join(
-                f"{number} × {kind}" for kind, number in commonest), "; ..." if len(counts) > len(commonest) else "")
-        # Rows are looked at again when it is their turn.
-        unwritten = dict(self.task.unwritten)
-        for part, rows in unwritten.items():
-            log.warning("the chat template leaves out the %s of %d rows; set target.chat_template to one that writes "
-                        "them, or leave such rows out", part, rows)
-        held, candidates, repeated = self._chosen(wanted, skipped)
-        if len(held) < wanted:
-            raise UserError(
-                f"only {len(held)} usable prompts among the first {candidates}, but {wanted} are to be held out; "
-                "give more prompts, or lower distill.validation_prompts and distill.test_prompts")
-        if any(prompt.document is not None for _, prompt in held[first:]):
-            raise UserError("plain documents are no prompts to be asked in an evaluation; set distill.test_prompts: 0")
-        out = self.folder.out
-        if first:
-            write_bytes(out / VALIDATION_PROMPTS, _rows(held[:first]))
-        data = _rows(held[first:])
-        write_bytes(out / TEST, data)
-        manifest = replace(self.folder.manifest, candidates=candidates, repeated=repeated,
-                           skipped=self.folder.list_skipped(skipped), unwritten=unwritten,
-                           held_out=HeldOut(file=TEST, sha256=hash_bytes(data), prompts=len(held) - first))
-        self.folder.held = {self.task.asked_key(prompt) for _, prompt in held}
-        self.folder.save(manifest)
-
-    def _chosen(self, wanted: int, skipped: list[Skipped]) -> tuple[list[tuple[int, Prompt]], int, int]:
-        """(usable prompts without repetitions, as many as wanted where there are; candidates up to the last of
-        them; those that repeat others). More rows may be skipped on the way."""
-        held: dict[int, tuple[int, Prompt]] = {}
-        position = repeated = 0
-        with self.progress.stage("held-out prompts", wanted, "prompt"):
-            own = isinstance(self.source, OwnPrompts)
-            for _ in range(HELD_OUT_ROUNDS) if own else count():
-                missing, before = wanted - len(held), len(held)
-                if missing <= 0:
+def _chosen(task: DistillTask, source: Source, progress: Progress, wanted: int, skipped: list[Skipped]
+            ) -> tuple[list[tuple[int, Prompt]], int, int]:
+    """(usable prompts without repetitions, as many as wanted where there are; candidates up to the last of
+    them; those that repeat others). More rows may be skipped on the way."""
+    held: dict[int, tuple[int, Prompt]] = {}
+    position = repeated = 0
+    with progress.stage("held-out prompts", wanted, "prompt"):
+        own = isinstance(source, OwnPrompts)
+        for _ in range(HELD_OUT_ROUNDS) if own else count():
+            missing, before = wanted - len(held), len(held)
+            if missing <= 0:
+                break
+            # A target that writes prompts fills its slots at no more cost; the rest are the first train prompts.
+            wished = max(missing, task.config.slots) if own else missing
+            taken = source.take(position, wished)
+            skipped += taken.skipped
+            position += taken.read
+            for number, prompt in taken.prompts:
+                repeated += (key := task.asked_key(prompt)) in held
+                held.setdefault(key, (number, prompt))
+                if len(held) == wanted:
+                    position = number + 1 if own else position
                     break
-                # A target that writes prompts fills its slots at no more cost; the rest are the first train prompts.
-                wished = max(missing, self.task.config.slots) if own else missing
-                taken = self.source.take(position, wished)
-                skipped += taken.skipped
-                position += taken.read
-                for number, prompt in taken.prompts:
-                    repeated += (key := self.task.asked_key(prompt)) in held
-                    held.setdefault(key, (number, prompt))
-                    if len(held) == wanted:
-                        position = number + 1 if own else position
-                        break
-                self.progress.advance("prompt", len(held) - before)
-                if not own and taken.read < wished:
-                    break
-        return list(held.values()), position, repeated
+            progress.advance("prompt", len(held) - before)
+            if not own and taken.read < wished:
+                break
+    return list(held.values()), position, repeated
 
 
 def answer_validation(task: DistillTask, folder: DataFolder, states: ShardStates, each: float,

@@ -119,7 +119,8 @@ def packed(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> Pa
     supervised_BL = torch.zeros(shape, dtype=torch.bool)
     segments_BL = torch.full(shape, -1, dtype=torch.int64)
     positions_BL = torch.zeros(shape, dtype=torch.int64)
-    places = list[_Place]()
+    # Of each piece: its row, its tokens there, and itself.
+    places = list[tuple[int, slice, Piece]]()
     for row, pieces in enumerate(rows):
         start = 0
         for segment, piece in enumerate(pieces):
@@ -130,17 +131,17 @@ def packed(rows: Sequence[Sequence[Piece]], row_length: int | None = None) -> Pa
             segments_BL[here] = segment
             # A window goes on at its place in the conversation, as the stored states were computed.
             positions_BL[here] = torch.arange(piece.first, piece.first + stop - start)
-            places.append(_Place(row, start, stop, piece))
+            places.append((*here, piece))
             start = stop
     text = Features(tokens_BL=tokens_BL, supervised_BL=supervised_BL, segments_BL=segments_BL,
                     positions_BL=positions_BL)
-    final = [place.piece.final for place in places if place.piece.final is not None]
+    final = [piece.final for _, _, piece in places if piece.final is not None]
     if not final:
         return PackedBatch(text=text, taps={})
     # Zeros in place of states would train without an error.
     if len(final) < len(places):
         raise ValueError(f"{len(final)} of {len(places)} pieces of a batch bring states; give those of all, or of none")
-    kinds = {layer: [place.piece.taps[layer] for place in places] for layer in places[0].piece.taps}
+    kinds = {layer: [piece.taps[layer] for _, _, piece in places] for layer in places[0][2].taps}
     return PackedBatch(text=text, final=_pack_states(places, final, shape),
                        taps={layer: _pack_states(places, slices, shape) for layer, slices in kinds.items()})
 
@@ -150,21 +151,12 @@ def pad(pieces: Sequence[Piece]) -> Features:
     return packed([[piece] for piece in pieces]).to("cpu")
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A piece in a batch: its row, and the indices of its first token and the one after its last."""
-
-    row: int
-    start: int
-    stop: int
-    piece: Piece
-
-
-def _pack_states(places: Sequence[_Place], slices: Sequence[StateSlice], shape: tuple[int, int]) -> PackedStates:
+def _pack_states(places: Sequence[tuple[int, slice, Piece]], slices: Sequence[StateSlice], shape: tuple[int, int]
+                 ) -> PackedStates:
     """The states of one kind of pieces, in the places of their tokens."""
     codes_BLD = torch.zeros(*shape, slices[0].codes_ND.shape[1], dtype=slices[0].codes_ND.dtype)
-    for place, one in zip(places, slices, strict=True):
-        codes_BLD[place.row, place.start : place.stop] = one.codes_ND
+    for (row, place, _), one in zip(places, slices, strict=True):
+        codes_BLD[row, place] = one.codes_ND
     scales = [one.scales for one in slices if one.scales is not None]
     if not scales:
         return PackedStates(codes_BLD=codes_BLD)
@@ -172,8 +164,7 @@ def _pack_states(places: Sequence[_Place], slices: Sequence[StateSlice], shape: 
     files = {id(channels_D): channels_D for channels_D, _ in scales}
     numbers = {key: number for number, key in enumerate(files)}
     tokens_BL, files_BL = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
-    for place, (channels_D, tokens_N) in zip(places, scales, strict=True):
-        tokens_BL[place.row, place.start : place.stop] = tokens_N
-        files_BL[place.row, place.start : place.stop] = numbers[id(channels_D)]
+    for (row, place, _), (channels_D, tokens_N) in zip(places, scales, strict=True):
+        tokens_BL[row, place], files_BL[row, place] = tokens_N, numbers[id(channels_D)]
     return PackedStates(codes_BLD=codes_BLD, scales=PackedScales(
         tokens_BL=tokens_BL, channels_FD=torch.stack(list(files.values())), files_BL=files_BL))

@@ -131,22 +131,14 @@ class StoredStates:
     files: dict[str, StoredFile]  # Finished files by name
 
 
-@dataclass(frozen=True)
-class _OpenFile:
-    """A file with the states of one kind, as it was when it was opened."""
-
-    path: Path
-    mark: tuple[int, int, int]  # See `_mark`
-    codes: Any  # States or codes, which stay on disk
-    scales: tuple[Tensor, Tensor] | None  # Of codes: those of channels, and those of all tokens
-
-
 class FeatureShard:
     """Stored states of one token shard, read from disk slice by slice, by one thread at a time; UserError if a file
     holds none."""
 
     def __init__(self, folder: Path, record: ShardRecord, taps: Sequence[int]) -> None:
-        self._taps, self._files = tuple(taps), list[_OpenFile]()
+        self._taps = tuple(taps)
+        # Of each kind: the file, its mark, states or codes, which stay on disk, and scales of channels and all tokens.
+        self._files: list[tuple[Path, tuple[int, int, int], Any, tuple[Tensor, Tensor] | None]] = []
         for name in (FINAL, *map(tap, taps)):
             file = folder / state_file(record, name)
             try:
@@ -154,7 +146,7 @@ class FeatureShard:
                 found: Any = safe_open(file, framework="pt")
                 scaled = CHANNELS in found.keys()  # noqa: SIM118
                 scales = (found.get_tensor(CHANNELS), found.get_tensor(TOKENS)) if scaled else None
-                self._files.append(_OpenFile(file, mark, found.get_slice(STATES), scales))
+                self._files.append((file, mark, found.get_slice(STATES), scales))
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{file} holds no states ({error}); {REMEDY}") from error
 
@@ -162,16 +154,16 @@ class FeatureShard:
         """(final states, tapped states by layer) of tokens start to stop - 1, as they lie on disk. UserError if a file
         is no longer the one that was opened."""
         found = []
-        for file in self._files:
+        for file, mark, codes, scales in self._files:
             # A map of a file shows what others do to it meanwhile: unseen, training would go on with other states.
             try:
-                now = _mark(file.path)
+                now = _mark(file)
             except OSError as error:
-                raise UserError(f"{file.path} is gone while training reads it ({error.strerror}); {REMEDY}") from error
-            if now != file.mark:
-                raise UserError(f"{file.path} was altered while training reads it; {REMEDY}")
-            scales = None if file.scales is None else (file.scales[0], file.scales[1][start:stop])
-            found.append(StateSlice(file.codes[start:stop], scales))
+                raise UserError(f"{file} is gone while training reads it ({error.strerror}); {REMEDY}") from error
+            if now != mark:
+                raise UserError(f"{file} was altered while training reads it; {REMEDY}")
+            here = None if scales is None else (scales[0], scales[1][start:stop])
+            found.append(StateSlice(codes[start:stop], here))
         return found[0], dict(zip(self._taps, found[1:], strict=True))
 
 

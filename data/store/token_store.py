@@ -259,8 +259,7 @@ def _read(file: Path, read: Callable[[Path], T]) -> T:
 def corrupted(file: Path) -> str:
     """Message about a file whose content has changed."""
     return (
-        f"{file} is corrupted (its content is not what was written); delete the folder {file.parent} and distil again"
-    )
+        f"{file} is corrupted (its content is not what was written); delete the folder {file.parent} and distil again")
 
 
 def write_bytes(file: Path, data: bytes) -> None:

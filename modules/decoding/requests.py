@@ -41,10 +41,8 @@ class Request:
             outside = next(token for token in self.tokens if not 0 <= token < vocab_size)
             return f"prompt {self.index} has token {outside}; the target's ids are 0 to {vocab_size - 1}"
         if total > context_length:
-            return (
-                f"prompt {self.index} has {len(self.tokens)} tokens and asks for {self.max_new_tokens} more, but "
-                f"the target's context holds {context_length}; shorten the prompt or lower max_new_tokens"
-            )
+            return (f"prompt {self.index} has {len(self.tokens)} tokens and asks for {self.max_new_tokens} more, but "
+                    f"the target's context holds {context_length}; shorten the prompt or lower max_new_tokens")
         return ""
 
 

@@ -20,6 +20,7 @@ from typing_extensions import TypeVar
 from ..compiler import Compiler
 from ..config_checks import CheckedSettings
 from ..errors import UserError
+from ..number_formats import widened
 from ..row_buffers import RowBuffer
 from ..target.kv_cache import RowCache
 from ..target.partial_passes import EarlyLayers
@@ -64,8 +65,7 @@ class Scores:
     ) -> "Scores":
         """Scores of a drafter's logits, normalised in float32 or wider."""
         # In half precision several tokens would have one probability, and their order would be lost.
-        wide = torch.promote_types(logits_BFHQ.dtype, torch.float32)
-        log_probs_BFHQ = logits_BFHQ.to(wide).log_softmax(-1)
+        log_probs_BFHQ = widened(logits_BFHQ).log_softmax(-1)
         return cls(log_probs_BFHQ=log_probs_BFHQ, token_ids_Q=token_ids_Q, states_BFHD=states_BFHD)
 
     def best(self, width: int) -> "Proposals":

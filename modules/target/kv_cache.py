@@ -220,9 +220,13 @@ class RowCache(RecurrentCache):
         if block.storage is None:
             # All blocks of a kind get their memory with the first keys there: which layers a drafter has run before
             # must not matter to records of passes.
-            for other in self.blocks:
-                if other.kind == block.kind:
-                    self._take(other, keys_BHNE, values_BHNE)
+            (_, heads, _, width), alike = keys_BHNE.shape, keys_BHNE.shape == values_BHNE.shape
+            for other in (one for one in self.blocks if one.kind == block.kind):
+                each = len(other.layers)
+                other.storage = keys_BHNE.new_zeros(2 * each if alike else each, self.rows, heads, 0, width)
+                if not alike:
+                    other.values = values_BHNE.new_zeros(each, self.rows, values_BHNE.shape[1], 0, values_BHNE.shape[3])
+                self._make_room(other, self.width)
         self._make_room(block, self.width)
         answer, place = [], block.layers.index(layer)
         for held, new in zip(block.entries(place), (keys_BHNE, values_BHNE), strict=True):
@@ -236,15 +240,6 @@ class RowCache(RecurrentCache):
                 held[window.rows, :, window.start : window.width] = new
             answer.append(held[window.rows, :, : window.width])
         return answer[0], answer[1]
-
-    def _take(self, block: Block, keys_BHNE: Tensor, values_BHNE: Tensor) -> None:
-        """Give a block its first memory, for keys and values of these shapes."""
-        (_, heads, _, width), each = keys_BHNE.shape, len(block.layers)
-        alike = keys_BHNE.shape == values_BHNE.shape
-        block.storage = keys_BHNE.new_zeros(2 * each if alike else each, self.rows, heads, 0, width)
-        if not alike:
-            block.values = values_BHNE.new_zeros(each, self.rows, values_BHNE.shape[1], 0, values_BHNE.shape[3])
-        self._make_room(block, self.width)
 
     def _make_room(self, block: Block, width: int) -> None:
         """Let a block that has memory have at least `width` slots of a row."""

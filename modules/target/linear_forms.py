@@ -50,12 +50,9 @@ def can_pack(module: nn.Module) -> bool:
 def has_packed_product(dtype: torch.dtype) -> bool:
     """True where this build has the packed product, and this processor the instructions for the number format."""
     ops = torch.ops.mkldnn
-    return (
-        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(ops, "_reorder_linear_weight")
-        and hasattr(ops, "_linear_pointwise")
-        and (dtype == torch.float32 or (dtype == torch.bfloat16 and bool(ops._is_mkldnn_bf16_supported())))
-    )
+    return (torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+            and hasattr(ops, "_reorder_linear_weight") and hasattr(ops, "_linear_pointwise")
+            and (dtype == torch.float32 or (dtype == torch.bfloat16 and bool(ops._is_mkldnn_bf16_supported()))))
 
 
 def linear_layers(model: nn.Module) -> list[nn.Linear]:
@@ -91,15 +88,11 @@ class PackedLinears:
 
     def __init__(self, model: nn.Module, shared_with: "PackedLinears | None" = None, packed_from: int = 1) -> None:
         self.packed_from = packed_from
-        known = (
-            {} if shared_with is None else {id(layer.weight): form for layer, form in shared_with.layers.items()}
-        )
+        known = {} if shared_with is None else {id(layer.weight): form for layer, form in shared_with.layers.items()}
         # Asked of each layer: some models keep a few layers in another number format.
         self.layers: dict[nn.Linear, Form] = {
             module: known.get(id(module.weight)) or packed_linear(module.weight, module.bias)
-            for module in linear_layers(model)
-            if can_pack(module)
-        }
+            for module in linear_layers(model) if can_pack(module)}
 
     def install(self) -> None:
         """Run the packed form from now on, in passes of `packed_from` tokens or more."""

@@ -89,20 +89,13 @@ class Equality(Rule):
         return follow(tree, choose(logits_BNV, chances.choices_BN, sampling))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SiblingOutcome:
-    """Outcome of rejection for the children of one node a row."""
-
-    accept_BK: Tensor  # Chance of accepting each child once the ones before it were rejected; 0 where there is none
-    rest_BV: Tensor  # Distribution of the emitted token when every child was rejected
-
-
 def reject_siblings(
     target_BV: Tensor, log_q_BV: Tensor, tokens_BK: Tensor, real_BK: Tensor, sampled_BK: Tensor
-) -> SiblingOutcome:
-    """Recursive rejection over siblings in the order they were drawn (arXiv:2402.14160; EAGLE-1's code). `target_BV` is
-    p and `log_q_BV` log q at the node, in float64, the latter any where no child was `sampled_BK`; `real_BK` children
-    exist.
+) -> tuple[Tensor, Tensor]:
+    """Recursive rejection over siblings in the order they were drawn (arXiv:2402.14160; EAGLE-1's code): (chance of
+    accepting each child once the ones before it were rejected, 0 where there is none, [B, K]; distribution of the
+    emitted token when all were rejected, [B, V]). `target_BV` is p and `log_q_BV` log q at the node, in float64, the
+    latter any where no child was `sampled_BK`; `real_BK` children exist.
 
     Start with P = p. Accept the j-th child x with probability min(1, P(x) / q_j(x)), where q_j is q without the earlier
     sampled siblings, renormalised, or all on x for a point mass; after a rejection P becomes max(P - q_j, 0) over the
@@ -120,7 +113,7 @@ def reject_siblings(
         rest_BV = torch.where(real_B1, normalised((rest_BV - q_BV).clamp(min=0), rest_BV), rest_BV)
         without_BV = log_left_BV.scatter(1, token_B1, -torch.inf)
         log_left_BV = torch.where(real_B1 & sampled_B1, without_BV, log_left_BV)
-    return SiblingOutcome(accept_BK=torch.cat([*accepts, rest_BV[:, :0]], dim=1), rest_BV=rest_BV)
+    return torch.cat([*accepts, rest_BV[:, :0]], dim=1), rest_BV
 
 
 def normalised(mass_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
@@ -150,14 +143,15 @@ class Rejection(Rule):
         sampled_BN = torch.zeros_like(tree.real_BN) if tree.drawn is None else tree.drawn.sampled_BN
         for _ in range(tree.max_depth + 1):
             children_BK, real_BK = tree.children(here_B)
-            outcome = reject_siblings(sampling.distribution(logits_BNV[rows_B, here_B, None])[:, 0].double(),
-                                      tree.draft_at(here_B[:, None], logits_BNV.shape[-1])[:, 0],
-                                      tree.tokens_BN.gather(1, children_BK), real_BK, sampled_BN.gather(1, children_BK))
+            accept_BK, left_BV = reject_siblings(
+                sampling.distribution(logits_BNV[rows_B, here_B, None])[:, 0].double(),
+                tree.draft_at(here_B[:, None], logits_BNV.shape[-1])[:, 0], tree.tokens_BN.gather(1, children_BK),
+                real_BK, sampled_BN.gather(1, children_BK))
             # Rows that have stopped keep the rest of the node where they did.
-            rest_BV = torch.where(walking_B[:, None], outcome.rest_BV, rest_BV)
+            rest_BV = torch.where(walking_B[:, None], left_BV, rest_BV)
             if children_BK.shape[1] == 0:
                 break
-            passed_BK = real_BK & (chances.tests_BN.gather(1, children_BK) < outcome.accept_BK)
+            passed_BK = real_BK & (chances.tests_BN.gather(1, children_BK) < accept_BK)
             walking_B = walking_B & passed_BK.any(-1)
             first_B1 = passed_BK.long().argmax(-1, keepdim=True)
             here_B = torch.where(walking_B, children_BK.gather(1, first_B1)[:, 0], here_B)

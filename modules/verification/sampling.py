@@ -103,8 +103,7 @@ def probabilities(
     `top_k` keeps the k likeliest tokens and all that equal the last of them, 0 all; `top_p` the smallest set of
     likeliest tokens whose probabilities reach this sum; `min_p` those with at least this share of the likeliest
     one's."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    scaled = logits / temperature
+    scaled = widened(logits) / temperature
     if 0 < top_k < scaled.shape[-1]:
         bound = _largest(scaled, top_k)[..., -1:]
         scaled = scaled.masked_fill(scaled < bound, -torch.inf)

@@ -8,7 +8,7 @@ import torch
 from draftsmith.modules import DySpecTree, Policy
 from draftsmith.modules.interfaces.proposer import spread
 from draftsmith.modules.verification import acceptance_rules
-from draftsmith.modules.verification.acceptance_rules import SiblingOutcome, normalised, reject_siblings
+from draftsmith.modules.verification.acceptance_rules import normalised, reject_siblings
 
 
 def unchanged_q(target, log_q, tokens, real, sampled):
@@ -18,7 +18,7 @@ def unchanged_q(target, log_q, tokens, real, sampled):
         token = tokens[:, rank : rank + 1]
         accepts.append((rest.gather(1, token) / draft.gather(1, token)).clamp(max=1))
         rest = normalised((rest - draft).clamp(min=0), rest)
-    return SiblingOutcome(accept_BK=torch.cat(accepts, dim=1), rest_BV=rest)
+    return torch.cat(accepts, dim=1), rest
 
 
 def one_entry_residual(target, log_q, tokens, real, sampled):
@@ -30,7 +30,7 @@ def one_entry_residual(target, log_q, tokens, real, sampled):
         accepts.append((own / q).clamp(max=1))
         rest = normalised(rest.scatter(1, token, (own - q).clamp(min=0)), rest)
         left = normalised(left.scatter(1, token, 0.0), left)
-    return SiblingOutcome(accept_BK=torch.cat(accepts, dim=1), rest_BV=rest)
+    return torch.cat(accepts, dim=1), rest
 
 
 def likeliest_as_samples(target, log_q, tokens, real, sampled):
@@ -41,20 +41,19 @@ def likeliest_as_samples(target, log_q, tokens, real, sampled):
 def no_renormalisation(target, log_q, tokens, real, sampled):
     """Wrong: point masses, each judged by p(x) though earlier siblings were rejected; the last draw scales itself."""
     rest = target.scatter(1, tokens, 0.0)
-    return SiblingOutcome(accept_BK=target.gather(1, tokens), rest_BV=normalised(rest, target))
+    return target.gather(1, tokens), normalised(rest, target)
 
 
 def typical(target, log_q, tokens, real, sampled):
     """Lossy by design: the first child that is likely enough is taken."""
     entropy = torch.special.entr(target).sum(-1, keepdim=True)
     enough = target.gather(1, tokens) > (0.3 * (-entropy).exp()).clamp(max=0.09)
-    return SiblingOutcome(accept_BK=enough.to(target.dtype), rest_BV=target)
+    return enough.to(target.dtype), target
 
 
 def no_residual(target, log_q, tokens, real, sampled):
     """Wrong: after a rejection the token is drawn from p itself, so that the rejected one comes back too often."""
-    outcome = reject_siblings(target, log_q, tokens, real, sampled)
-    return SiblingOutcome(accept_BK=outcome.accept_BK, rest_BV=target)
+    return reject_siblings(target, log_q, tokens, real, sampled)[0], target
 
 
 def underflowing_q(target, log_q, tokens, real, sampled):
@@ -66,7 +65,7 @@ def underflowing_q(target, log_q, tokens, real, sampled):
         accepts.append(torch.where(exists, rest.gather(1, token) / q.gather(1, token), 0).clamp(max=1))
         rest = torch.where(exists, normalised((rest - q).clamp(min=0), rest), rest)
         left = torch.where(exists, normalised(left.scatter(1, token, 0.0), left), left)
-    return SiblingOutcome(accept_BK=torch.cat(accepts, dim=1), rest_BV=rest)
+    return torch.cat(accepts, dim=1), rest
 
 
 @contextmanager

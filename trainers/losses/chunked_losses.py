@@ -20,8 +20,9 @@ from torch.nn import functional
 from ...modules.errors import UserError
 from ...modules.features import Features
 from ...modules.interfaces.drafter import Drafts
+from ...modules.number_formats import widened
 from .metrics import COLUMNS, rank_hits, weighted, weighted_mean_loss
-from .objectives import ObjectiveName, PathWeights, Teacher, TeacherOutput, accepted, objective_loss, path_weights, wide
+from .objectives import ObjectiveName, PathWeights, Teacher, TeacherOutput, accepted, objective_loss, path_weights
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Logits in memory at once, by kind of device: 32 MiB of float32 on a CPU, 256 MiB on a GPU, plus three to six tensors
@@ -154,7 +155,7 @@ def feature_loss(estimated_NKD: Tensor, supervision: Supervision, drafts: Drafts
                                                                 strict=True)]
     # The source of an invalid step is any position: those beyond the batch are not read.
     places_NK = torch.stack(ahead_NK, dim=-1).clamp(max=len(final_MD) - 1)
-    apart_NKD = functional.smooth_l1_loss(wide(estimated_NKD), wide(final_MD[places_NK]), reduction="none")
+    apart_NKD = functional.smooth_l1_loss(widened(estimated_NKD), widened(final_MD[places_NK]), reduction="none")
     return torch.where(supervision.valid_NK, apart_NKD.mean(-1), 0.0).sum(0)
 
 
@@ -191,7 +192,7 @@ class _Rows:
                 with torch.enable_grad():
                     read = self.read(hidden_NKD[chunk, step], step, chunk, teacher_output)
                 if name == "d_pace":
-                    chances_N1 = wide(read.logits_NQ).log_softmax(-1).gather(1, read.labels_N[:, None]).exp()
+                    chances_N1 = widened(read.logits_NQ).log_softmax(-1).gather(1, read.labels_N[:, None]).exp()
                     chances_NK[chunk, step] = torch.where(read.valid_N, chances_N1[:, 0], 0.0)
                 elif read.teacher_output is not None:
                     chances_NK[chunk, step] = accepted(read.logits_NQ, read.teacher_output)
@@ -328,7 +329,7 @@ def chunk_loss(
     loss = torch.where(valid_N, losses_N * weight, 0.0).sum()
     if judged is not None and alpha_N is not None:
         logits_N, judged_N = judged
-        apart_N = functional.binary_cross_entropy_with_logits(wide(logits_N), alpha_N, reduction="none")
+        apart_N = functional.binary_cross_entropy_with_logits(widened(logits_N), alpha_N, reduction="none")
         loss = loss + torch.where(judged_N, apart_N * weight, 0.0).sum()
     with torch.no_grad():
         none, count = torch.zeros_like(loss), valid_N.sum()

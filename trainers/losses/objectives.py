@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...modules.number_formats import widened
 from ...modules.target.draft_vocabulary import OutputRows
 from ...modules.target.model import Target
 
@@ -34,11 +35,6 @@ JSD_BETA = 0.5  # Weight of the target in the mixture of `jsd`: the symmetric di
 LK_ETA = 3.0  # Rate at which `lk_hybrid` changes from KL to acceptance (arXiv:2602.23881)
 ACCEPTANCE_ELEMENTS = 1 << 21  # Logits whose acceptance is computed at once: forty rows of a usual vocabulary
 LEAST_LOG_P = -100.0  # Least log p in nats, for tokens that the target excludes: divergences stay finite
-
-
-def wide(logits: Tensor) -> Tensor:
-    """The logits in float32, or in float64 if they already are."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +48,12 @@ class TeacherOutput:
     def p_NQ(self) -> Tensor:
         """The probabilities over the draft vocabulary, renormalised, computed once for all draft steps that predict
         these tokens; in float32 at least: half precision would resolve none of a large vocabulary."""
-        return wide(self.logits_NQ).softmax(-1)
+        return widened(self.logits_NQ).softmax(-1)
 
     @cached_property
     def log_p_NQ(self) -> Tensor:
         """Their logarithms, likewise, at least `LEAST_LOG_P`."""
-        return wide(self.logits_NQ).log_softmax(-1).clamp(min=LEAST_LOG_P)
+        return widened(self.logits_NQ).log_softmax(-1).clamp(min=LEAST_LOG_P)
 
 
 class Teacher:
@@ -75,7 +71,7 @@ class Teacher:
         logits_NQ = self.rows(final_ND)
         log_mass_N = None if self.rows.ids_Q is not None else final_ND.new_zeros(len(final_ND))
         if self.whole is not None:
-            log_mass_N = wide(logits_NQ).logsumexp(-1) - (
+            log_mass_N = widened(logits_NQ).logsumexp(-1) - (
                 self.log_sums(final_ND) if log_sums_N is None else log_sums_N)
         return TeacherOutput(logits_NQ=logits_NQ, log_mass_N=log_mass_N)
 
@@ -85,22 +81,22 @@ class Teacher:
         vocabulary's are. Raises ValueError where nothing needs it."""
         if self.whole is None:
             raise ValueError("this teacher finds no mass of a reduced vocabulary; use Teacher(target, ids, mass=True)")
-        return wide(self.whole.unpacked(final_ND)).logsumexp(-1)
+        return widened(self.whole.unpacked(final_ND)).logsumexp(-1)
 
 
 def hard(logits_NQ: Tensor, labels_N: Tensor) -> Tensor:
     """-log q(label) of each row, in nats: cross entropy with the next token."""
-    return functional.cross_entropy(wide(logits_NQ), labels_N, reduction="none")
+    return functional.cross_entropy(widened(logits_NQ), labels_N, reduction="none")
 
 
 def soft(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """-sum p log q: cross entropy with the target's distribution, KL(p || q) up to a constant."""
-    return functional.cross_entropy(wide(logits_NQ), teacher_output.p_NQ, reduction="none")
+    return functional.cross_entropy(widened(logits_NQ), teacher_output.p_NQ, reduction="none")
 
 
 def argmax(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """-log q(argmax p): cross entropy with the target's most probable token, which greedy decoding writes."""
-    return functional.cross_entropy(wide(logits_NQ), teacher_output.logits_NQ.argmax(-1), reduction="none")
+    return functional.cross_entropy(widened(logits_NQ), teacher_output.logits_NQ.argmax(-1), reduction="none")
 
 
 def forward_kl(log_q_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
@@ -110,13 +106,13 @@ def forward_kl(log_q_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
 
 def reverse_kl(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """KL(q || p) = sum q (log q - log p) (arXiv:2310.08461, table 1)."""
-    log_q_NQ = wide(logits_NQ).log_softmax(-1)
+    log_q_NQ = widened(logits_NQ).log_softmax(-1)
     return (log_q_NQ.exp() * (log_q_NQ - teacher_output.log_p_NQ)).sum(-1)
 
 
 def jsd(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """b KL(p || m) + (1 - b) KL(q || m), m = b p + (1 - b) q (arXiv:2306.13649, eq. 1), b = JSD_BETA."""
-    log_q_NQ = wide(logits_NQ).log_softmax(-1)
+    log_q_NQ = widened(logits_NQ).log_softmax(-1)
     # In logarithms: a mixture of probabilities that underflow would be zero.
     log_m_NQ = torch.logaddexp(teacher_output.log_p_NQ + math.log(JSD_BETA), log_q_NQ + math.log1p(-JSD_BETA))
     from_q_N = (log_q_NQ.exp() * (log_q_NQ - log_m_NQ)).sum(-1)
@@ -125,7 +121,7 @@ def jsd(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
 
 def tvd(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """Total variation distance, half of sum |p - q|; its signal nearly vanishes where p and q hardly overlap."""
-    return 0.5 * (teacher_output.p_NQ - wide(logits_NQ).softmax(-1)).abs().sum(-1)
+    return 0.5 * (teacher_output.p_NQ - widened(logits_NQ).softmax(-1)).abs().sum(-1)
 
 
 def log_alpha(log_q_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
@@ -144,24 +140,24 @@ def accepted(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
         raise ValueError("the acceptance over a reduced vocabulary needs the mass inside it; use Teacher(mass=True)")
     mass_N1 = teacher_output.log_mass_N.exp()[:, None]
     # A figure for the log must be cheap compared with the loss: a few rows at a time, in their own memory.
-    pieces = [wide(logits_NQ[:0]).sum(-1)]
+    pieces = [widened(logits_NQ[:0]).sum(-1)]
     rows = max(1, ACCEPTANCE_ELEMENTS // logits_NQ.shape[-1])
     for first in range(0, len(logits_NQ), rows):
         piece = slice(first, first + rows)
-        q_NQ = wide(logits_NQ[piece]).softmax(-1)
+        q_NQ = widened(logits_NQ[piece]).softmax(-1)
         pieces.append(torch.minimum(q_NQ, teacher_output.p_NQ[piece] * mass_N1[piece], out=q_NQ).sum(-1))
     return torch.cat(pieces)
 
 
 def lk_alpha(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """-log alpha (arXiv:2602.23881): the gradient of 1 - alpha, over alpha; cross entropy where p is one token."""
-    return -log_alpha(wide(logits_NQ).log_softmax(-1), teacher_output)
+    return -log_alpha(widened(logits_NQ).log_softmax(-1), teacher_output)
 
 
 def lk_hybrid(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
     """lam KL(p || q) + (1 - lam) (1 - alpha), lam = exp(-LK_ETA alpha) held constant (arXiv:2602.23881): KL dominates
     while little is accepted, the acceptance later; each token has its own lam."""
-    log_q_NQ = wide(logits_NQ).log_softmax(-1)
+    log_q_NQ = widened(logits_NQ).log_softmax(-1)
     alpha_N = log_alpha(log_q_NQ, teacher_output).exp()
     # Detached, as in the paper: with a gradient the share itself would be trained to shift the weights.
     share_N = (-LK_ETA * alpha_N.detach()).exp()

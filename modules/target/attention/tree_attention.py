@@ -152,22 +152,16 @@ def attend_masked(
         out = attend_by_scores(query, key, value, mask, form)
     elif mask is not None and mask.shape[1] == 1 and grouped and (query.is_cuda or query.dtype.itemsize < 4):
         # There torch's own grouping under a mask is slow: in half precision on a CPU one query of a row takes four
-        # times as long as folded, and on CUDA no fast kernel takes a mask together with groups.
-        out = _folded(query, key, value, mask, form.scaling)
+        # times as long as with the heads of a group as further queries, and on CUDA no fast kernel takes both.
+        rows, heads, _, width = query.shape
+        folded = query.reshape(rows, key.shape[1], heads // key.shape[1] * queries, width)
+        mask = mask[:, :, None].expand(-1, -1, heads // key.shape[1], -1, -1).flatten(2, 3)
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=form.scaling)
+        out = out.reshape(rows, heads, queries, -1)
     else:
         out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=form.scaling, is_causal=mask is None
                                            and queries > 1, enable_gqa=grouped)
     return out.transpose(1, 2).contiguous()
-
-
-def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Grouped attention with the query heads of a key's group as further queries."""
-    rows, heads, queries, width = query.shape
-    groups = heads // key.shape[1]
-    folded_mask = mask[:, :, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
-    out = scaled_dot_product_attention(query.reshape(rows, key.shape[1], groups * queries, width), key, value,
-                                       attn_mask=folded_mask, scale=scaling)
-    return out.reshape(rows, heads, queries, -1)
 
 
 def chunk_of(module: Any) -> int | None:

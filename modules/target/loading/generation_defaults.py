@@ -103,41 +103,20 @@ class AppliedBiases:
 log = logging.getLogger(__name__)
 
 _CHANGES_ANSWERS: dict[str, tuple[object, ...]] = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "penalty_alpha": (None, 0),
-    "dola_layers": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "stop_strings": (None, []),
-    "max_time": (None,),
-    "token_healing": (None, False),
-    "guidance_scale": (None, 1),
+    "num_beams": (None, 1), "num_beam_groups": (None, 1), "penalty_alpha": (None, 0), "dola_layers": (None,),
+    "constraints": (None,), "force_words_ids": (None,), "stop_strings": (None, []), "max_time": (None,),
+    "token_healing": (None, False), "guidance_scale": (None, 1), "encoder_repetition_penalty": (None, 1),
     "sequence_bias": (None, {}, []),  # of several tokens
-    "encoder_repetition_penalty": (None, 1),
-    "no_repeat_ngram_size": (None, 0),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "bad_words_ids": (None, []),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "exponential_decay_length_penalty": (None,),
-    "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []),
-    "watermarking_config": (None,),
-    "remove_invalid_values": (None, False),
+    "no_repeat_ngram_size": (None, 0), "encoder_no_repeat_ngram_size": (None, 0), "bad_words_ids": (None, []),
+    "min_length": (None, 0), "min_new_tokens": (None, 0), "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,), "exponential_decay_length_penalty": (None,), "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []), "watermarking_config": (None,), "remove_invalid_values": (None, False),
     "cache_implementation": (None, "dynamic", "offloaded", "static", "offloaded_static", "paged", "sliding_window",
                              "hybrid", "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked"),
 }
 """Settings that change greedy and sampled answers, with the values at which they do not."""
-_CHANGES_SAMPLES: dict[str, tuple[object, ...]] = {
-    "top_h": (None,),
-    "typical_p": (None, 1),
-    "epsilon_cutoff": (None, 0),
-    "eta_cutoff": (None, 0),
-}
-"""The same for sampled answers alone."""
+_CHANGES_SAMPLES: dict[str, tuple[object, ...]] = {  # The same for sampled answers alone
+    "top_h": (None,), "typical_p": (None, 1), "epsilon_cutoff": (None, 0), "eta_cutoff": (None, 0)}
 _UNSET_TOP_K = 50  # The top-k that `generate` samples with where a config names none
 
 

@@ -8,8 +8,7 @@ import torch
 TINY_NAME = "tiny-random"
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 """The ChatML template, without a default system prompt."""
 _SPECIAL = ["<pad>", "<|im_start|>", "<|im_end|>", "<unk>"]
 

@@ -21,8 +21,8 @@ from draftsmith.data import (
     Writer,
     distill,
 )
+from draftsmith.data.answers import distill as distilling
 from draftsmith.data.answers.answering import Answerer, states_of
-from draftsmith.data.answers.held_out import HeldOutPrompts
 from draftsmith.data.store import feature_store
 from draftsmith.data.store.feature_shards import open_features
 from draftsmith.data.store.feature_store import Encoding
@@ -221,7 +221,7 @@ def test_a_damaged_list_of_states_is_named_before_anything_is_decoded(
     out = tmp_path / "out"
     out.mkdir()
     (out / "features.json").write_text("{")
-    monkeypatch.setattr(HeldOutPrompts, "set_aside", lambda *_given: pytest.fail("decoded"))
+    monkeypatch.setattr(distilling, "set_aside", lambda *_given: pytest.fail("decoded"))
     with pytest.raises(UserError, match=r"features.json cannot be read as JSON"):
         run(tiny_target, write_prompts(tmp_path, many(8)), SMALL, out)
 
