@@ -59,10 +59,9 @@ if TYPE_CHECKING:
     from .target.target_rows import PassOutput, TargetRows
     from .token_tree import Drawn, TokenTree, Topology
     from .tuning.acceptance_examples import Examples, Rollouts, chain_for, rollouts
-    from .tuning.confidence_calibration import Confidence, ConfidenceBin, ConfidenceCurve, replay_noting
     from .tuning.cost_table import CostCurve, CostTable
     from .tuning.held_out_ranks import ProposedText, proposed_text, rank_table
-    from .tuning.replay_acceptance import Acceptance, MeasuredStep, answered_anew, held_out_acceptance, replay
+    from .tuning.replay_acceptance import Acceptance, MeasuredStep, answered_anew, held_out_acceptance
     from .tuning.replay_target import Replay
     from .tuning.step_timing import measure_cost
     from .tuning.tree_search import search_tree
@@ -92,19 +91,18 @@ else:
 __all__ = [
     "BASELINES", "DEFAULT_NAME", "DRAFTERS", "FASTEST", "JOINED", "NONE", "PARTNERS", "POLICIES", "SIZING_TEMPERATURE",
     "SPARSE", "SPECDEC", "STATIC", "SURE", "Acceptance", "AcceptanceHead", "AcceptanceHeadConfig", "Accepted",
-    "Adapter", "BlockDraft", "BlockDraftConfig", "Chain", "ChainRejection", "Chances", "Confidence", "ConfidenceBin",
-    "ConfidenceCurve", "CostCurve", "CostTable", "Counted", "DecodeError", "DecodeResult", "DecodeSettings",
-    "DecodeStats", "DraftLM", "DraftLMConfig", "DraftState", "Drafted", "Drafter", "Drafts", "Drawn", "Draws",
-    "DySpecTree", "Eagle", "Eagle2Tree", "Eagle3", "Eagle3Config", "EagleConfig", "EarlyExit", "Ensemble", "Equality",
-    "Examples", "Falcon", "FalconConfig", "Features", "Frontier", "Generation", "HiddenTransfer",
-    "HiddenTransferConfig", "Hydra", "HydraConfig", "Kangaroo", "KangarooConfig", "LayerDraft", "Loop",
-    "MaxProbability", "MeasuredStep", "Medusa", "MedusaConfig", "Mtp", "MtpConfig", "NgramConfig", "Ngrams",
-    "Observation", "PassOutput", "PathProbability", "Policy", "PromptLookup", "PromptLookupConfig", "PromptTokens",
-    "PromptTokensConfig", "ProposedText", "Proposer", "Rejection", "RejectionRisk", "Replay", "Request", "Rollouts",
-    "Rule", "SampledChain", "SampledTree", "Sampling", "SamplingSetting", "Scores", "StaticTree", "StoppedChain",
-    "StoppingRule", "Target", "TargetConfig", "TargetIdentity", "TargetRows", "TokenRecycling", "TokenText",
-    "TokenTree", "Topology", "TreeError", "Trial", "Typical", "Union", "UserError", "Verified", "answered_anew",
-    "baseline", "chain_for", "choose", "decode", "exact_rule", "follow", "held_out_acceptance", "load_target",
-    "measure_cost", "parse_joined", "parse_policy", "policy_named", "proposed_text", "rank_table", "recycling_tree",
-    "repeats_itself", "replay", "replay_noting", "rollouts", "search_tree", "stream", "trials",
+    "Adapter", "BlockDraft", "BlockDraftConfig", "Chain", "ChainRejection", "Chances", "CostCurve", "CostTable",
+    "Counted", "DecodeError", "DecodeResult", "DecodeSettings", "DecodeStats", "DraftLM", "DraftLMConfig", "DraftState",
+    "Drafted", "Drafter", "Drafts", "Drawn", "Draws", "DySpecTree", "Eagle", "Eagle2Tree", "Eagle3", "Eagle3Config",
+    "EagleConfig", "EarlyExit", "Ensemble", "Equality", "Examples", "Falcon", "FalconConfig", "Features", "Frontier",
+    "Generation", "HiddenTransfer", "HiddenTransferConfig", "Hydra", "HydraConfig", "Kangaroo", "KangarooConfig",
+    "LayerDraft", "Loop", "MaxProbability", "MeasuredStep", "Medusa", "MedusaConfig", "Mtp", "MtpConfig", "NgramConfig",
+    "Ngrams", "Observation", "PassOutput", "PathProbability", "Policy", "PromptLookup", "PromptLookupConfig",
+    "PromptTokens", "PromptTokensConfig", "ProposedText", "Proposer", "Rejection", "RejectionRisk", "Replay", "Request",
+    "Rollouts", "Rule", "SampledChain", "SampledTree", "Sampling", "SamplingSetting", "Scores", "StaticTree",
+    "StoppedChain", "StoppingRule", "Target", "TargetConfig", "TargetIdentity", "TargetRows", "TokenRecycling",
+    "TokenText", "TokenTree", "Topology", "TreeError", "Trial", "Typical", "Union", "UserError", "Verified",
+    "answered_anew", "baseline", "chain_for", "choose", "decode", "exact_rule", "follow", "held_out_acceptance",
+    "load_target", "measure_cost", "parse_joined", "parse_policy", "policy_named", "proposed_text", "rank_table",
+    "recycling_tree", "repeats_itself", "rollouts", "search_tree", "stream", "trials",
 ]

@@ -9,7 +9,7 @@ from ...modules.progress import ProgressLine
 
 T = TypeVar("T")
 CLOSING_SHARE = 0.1
-"""Share of the minutes that is kept for what follows decoding: comparisons, sample answers and replays."""
+"""Share of the minutes that is kept for what follows decoding: comparisons and the report."""
 
 
 class Budget:

@@ -19,7 +19,6 @@ from .runner import MethodRecord, Runner
 from .sample_answers import sample_answers
 from .schedule import Entry, Schedule, by_prompt_set, require_context
 from .summary import summarise
-from .tree_replay import Replays
 from .uniformity import rounding
 
 
@@ -61,11 +60,6 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
         records = runner.run(budget)
         questions = {entry.number: entry.question for entry in runner.taken}
         samples = sample_answers(target, records[0].method, questions, records[0].answers, config)
-        # Last of all, since more of them only make a figure more precise.
-        replays, replayed = runner.replays(budget)
-    # Planned next to measured: a reader of the JSON must see what a budget left out.
-    planned = {**_coverage(schedule.entries, schedule),
-               "replayed_answers": sum(entry.question.turns for entry in schedule.replayed(schedule.entries))}
     packing = target.linears.packing
     header = {**machine(target), "linear_layers": {"forms": packing.in_words, **asdict(packing)},
               "settings": asdict(config),
@@ -74,13 +68,12 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
               "graph_refusals": list(dict.fromkeys(one.graph_refusal for one in records if one.graph_refusal)),
               "compile_refusal": target.compiler.refusal if config.compile else "",
               "compile_seconds": target.compiler.seconds - compiled_before,
-              **_coverage(runner.taken, schedule), "replayed_answers": replayed, "planned": planned,
+              # Planned next to measured: a reader of the JSON must see what a budget left out.
+              **_coverage(runner.taken, schedule), "planned": _coverage(schedule.entries, schedule),
               "minutes": {"taken": budget.elapsed / 60, "budget": config.budget_minutes},
               "contention": runner.probe.to_dict()}
     return EvaluationRun(header=header, samples=samples, left_out=left_out(header), evaluations=tuple(
-        _evaluation(record, target, runner.probe.contended, config,
-                    replays.get(record.method.name, Replays()) if record.temperature == 0 else Replays())
-        for record in records))
+        _evaluation(record, target, runner.probe.contended, config) for record in records))
 
 
 def opening(schedule: Schedule) -> str:
@@ -118,9 +111,6 @@ def left_out(header: Mapping[str, Any]) -> tuple[str, ...]:
         found.append(f"evaluation: {measured} of {wanted} prompts were decoded ({sets}{none}); {rest}")
     if header["timed_prompts"] < planned["timed_prompts"]:
         found.append(f"evaluation: {header['timed_prompts']} of {planned['timed_prompts']} prompts were timed; {rest}")
-    if header["replayed_answers"] < planned["replayed_answers"]:
-        found.append(f"evaluation: {header['replayed_answers']} of {planned['replayed_answers']} answers were replayed "
-                     f"through smaller and larger trees; {rest}")
     return tuple(found)
 
 
@@ -138,8 +128,7 @@ def acceptance_of(record: MethodRecord, config: EvaluateConfig) -> list[dict[str
     return measurements([one for answer in record.answers for one in answer.passes], setting, depth)
 
 
-def _evaluation(record: MethodRecord, target: Target, contended: bool, config: EvaluateConfig,
-                replays: Replays) -> Evaluation:
+def _evaluation(record: MethodRecord, target: Target, contended: bool, config: EvaluateConfig) -> Evaluation:
     """The summary of one record, over all its answers and by groups of them."""
     method, batch_size, temperature = record.method, record.batch_size, record.temperature
     answers, timings = record.answers, record.timings
@@ -160,8 +149,6 @@ def _evaluation(record: MethodRecord, target: Target, contended: bool, config: E
         draft_share=record.draft_share,
         prediction=method.predicted(batch_size, config.sampling(temperature)),
         overall=measures(answers, timings),
-        accepted_length_by_tree_size=replays.accepted_lengths,
-        confidence=replays.confidence,
         by_prompt_set={name: measures([answer for answer in answers if answer.prompt_set == name],
                                       [timing for timing in timings if timing.prompt_set == name]) for name in sets},
         by_category={name: measures([answer for answer in answers if answer.category == name],

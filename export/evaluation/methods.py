@@ -10,13 +10,11 @@ from ...modules import (
     JOINED,
     STATIC,
     DecodeSettings,
-    Drafter,
     Ensemble,
     Policy,
     Proposer,
     SamplingSetting,
     Target,
-    Topology,
     Union,
     UserError,
     baseline,
@@ -55,9 +53,6 @@ class EvaluateConfig:
     """Prompts of each set whose decoding is timed (with every method, without drafts and by `generate`); 0 times none.
     The same prompts fill whole batches of every size, so their number is rounded down to a multiple of all batch sizes;
     where fewer are given it is the least such multiple."""
-    tree_prompts: int = 0
-    """Prompts of each set whose greedy answers are replayed through smaller and larger trees, which also measures how
-    well the draft's confidence is calibrated; 0 replays none."""
     limit: int | None = None
     """Use at most this many prompts of each set, spread over it; None uses all."""
     policies: tuple[str, ...] | str = (STATIC,)
@@ -82,8 +77,7 @@ class EvaluateConfig:
     categories, and the report says how many; of each set one is decoded, and timed, in any case. None decodes all."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, max_new_tokens=(2, MOST_TOKENS), speed_prompts=(0, MOST_ROWS),
-                     tree_prompts=(0, MOST_ROWS))
+        check_bounds(self, max_new_tokens=(2, MOST_TOKENS), speed_prompts=(0, MOST_ROWS))
         for name, given in (("batch_sizes", self.batches), ("temperatures", self.degrees),
                             ("policies", self.policy_names), ("baselines", self.baseline_names)):
             if not given and name != "baselines":
@@ -188,8 +182,6 @@ class Method:
     policy_for: Callable[[int, float], Policy] | None
     """Maps the number of rows decoded at once and their temperature to the policy that grows their trees; None for the
     target alone. Batch sizes with the same `shape` have the same policy."""
-    trees: Topology | None = None
-    """A static tree, best node first, whose smaller and larger prefixes are compared too, each by itself."""
     prediction: Callable[[int, float], Prediction | None] | None = None
     """Prediction on this machine for a number of rows and their temperature; None where nothing was measured."""
     weights_sha256: str = ""
@@ -210,8 +202,6 @@ class Method:
         Raises:
             UserError: if there is no such policy, or it asks for more than the artifact has.
         """
-        # Only a static tree has prefixes that are the best smaller trees.
-        trees = artifact.topology if policy in (STATIC, FASTEST) else None
         if policy == FASTEST:
             policy = JOINED if artifact.fastest(temperature=temperature) == JOINED else STATIC
 
@@ -220,7 +210,7 @@ class Method:
         family = artifact.drafter.family
         called = name or (family if artifact.adapter is None else f"{family} (changes the target)")
         return cls(name=called if policy == STATIC else f"{called}, {policy}",
-                   family=family, drafter=drafter, trees=trees, weights_sha256=artifact.weights_sha256,
+                   family=family, drafter=drafter, weights_sha256=artifact.weights_sha256,
                    policy_for=lambda rows, temperature: artifact.policy(policy, batch_size=rows,
                                                                         temperature=temperature),
                    prediction=lambda rows, temperature: artifact.prediction(policy, batch_size=rows,
@@ -234,11 +224,10 @@ class Method:
         found: dict[str, Method] = {}
         for policy in config.policy_names:
             method = cls.of(artifact, name=name, policy=policy, temperature=config.degrees[0])
-            if (same := found.get(method.name)) is not None:
+            if method.name in found:
                 say(f"of the policies {' and '.join(config.policy_names)}, {FASTEST} is here the same as another one: "
                     f"the two are measured once, as {method.name}")
-            # The one whose tree can be replayed in other sizes.
-            found[method.name] = method if same is None or same.trees is None else same
+            found[method.name] = method
         return list(found.values())
 
     @classmethod
@@ -253,18 +242,6 @@ class Method:
         if isinstance(self.drafter, Ensemble):
             return tuple(part.family for part in self.drafter.parts)
         return () if self.drafter is None else (self.drafter.family,)
-
-    @property
-    def replayed(self) -> bool:
-        """True if greedy answers can be replayed through smaller and larger trees."""
-        return self.trained is not None and self.trees is not None
-
-    @property
-    def trained(self) -> Drafter | None:
-        """The trained drafter, without one that copies next to it; None without one."""
-        # In an ensemble the drafters that copy come first, and the trained one last.
-        last = self.drafter.parts[-1] if isinstance(self.drafter, Ensemble) else self.drafter
-        return last if isinstance(last, Drafter) else None
 
     def own_nodes(self, batch_size: int = 1, temperature: float = 0.0) -> int:
         """Nodes of the tree of the last drafter, which is the trained one, for such rows, the root included."""

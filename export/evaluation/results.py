@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from ...modules import ConfidenceCurve, MeasuredStep
+from ...modules import MeasuredStep
 from ..acceptance_profile import Pass
 from ..tuning import Prediction
 from .uniformity import Distribution
@@ -211,12 +211,6 @@ class Evaluation:
     training's; None where nothing is."""
     overall: Measures
     """All questions."""
-    accepted_length_by_tree_size: dict[str, dict[str, float]]
-    """Exact accepted length of smaller and larger trees, without partners, on replayed answers, by prompt set and
-    nodes; may be empty."""
-    confidence: dict[str, ConfidenceCurve]
-    """The draft's confidence against acceptance on the same answers: of a "token" after right guesses, and of a whole
-    "path"; may be empty."""
     by_prompt_set: dict[str, Measures]
     """Each prompt set."""
     by_category: dict[str, Measures]
@@ -249,8 +243,6 @@ class Evaluation:
             **self._facts(),
             "target_calls": self.target_calls,
             **asdict(self.overall),
-            "accepted_length_by_tree_size": self.accepted_length_by_tree_size,
-            "confidence": {name: asdict(curve) for name, curve in self.confidence.items()},
             **{f"by_{name}": {key: asdict(measures) for key, measures in groups.items()}
                for name, groups in self._groups().items()},
         }

@@ -14,7 +14,6 @@ from .reference_answers import References
 from .results import Answer, Timing
 from .schedule import UNTIMED_ROWS, Entry, Schedule, by_prompt_set
 from .timed_decoding import Exchange, Records, TimedDecoder, target_bytes, untimed_batches
-from .tree_replay import Replays, TreeReplay
 
 WARM_UP_TOKENS = 8
 """Length of the answers decoded before anything is timed."""
@@ -68,8 +67,6 @@ class Runner:
         self.judge = Judge(target, schedule.config.settings(1))
         self.taken: list[Entry] = []
         """The questions that were decoded."""
-        self.greedy: list[Exchange] = []
-        """Their greedy exchanges, which replays read."""
         self._warm: set[tuple[int, float]] = set()
 
     def run(self, budget: Budget) -> list[MethodRecord]:
@@ -97,7 +94,6 @@ class Runner:
                 self._decode(bundle, decoded, budget)
         for decoded in found:
             decoded.exchanges.sort(key=lambda one: (one.entry.number, one.turn))
-        self.greedy = [one for decoded in found for one in decoded.exchanges if one.temperature == 0]
         weights = target_bytes(self.target)
         return [
             self._record(method, size, decoded, weights,
@@ -289,18 +285,3 @@ class Runner:
 
     def _generated_alone(self, exchange: Exchange) -> list[int]:
         return self.decoder.generate([exchange])[0][0]
-
-    def replays(self, budget: Budget) -> tuple[dict[str, Replays], int]:
-        """Figures of each method by name, and the number of answers: greedy answers of each prompt set replayed through
-        prefixes of each method's tree, at least one question of each set and more of them while they fit."""
-        found = {method.name: TreeReplay(self.target, method) for method in self.schedule.methods if method.replayed}
-        turns: dict[int, list[Exchange]] = {}
-        for exchange in self.greedy:
-            turns.setdefault(exchange.entry.number, []).append(exchange)
-        count = 0
-        for entry in budget.fitting(self.schedule.replayed(self.taken), least=len(by_prompt_set(self.taken))):
-            count += len(turns[entry.number])
-            for exchange in turns[entry.number]:
-                for replay in found.values():
-                    replay.add(entry.prompt_set, exchange.prompt, exchange.reference)
-        return {name: replay.found for name, replay in found.items()}, count

@@ -122,14 +122,6 @@ class Schedule:
                    for start in range(0, len(others), UNTIMED_ROWS)]
         return [bundle for _, bundle in sorted(placed, key=lambda one: one[0])]
 
-    def replayed(self, entries: Sequence[Entry]) -> list[Entry]:
-        """The questions of some whose greedy answers are replayed: each set's spread over it, the sets in turn."""
-        if 0.0 not in self.config.degrees or not any(method.replayed for method in self.methods):
-            return []
-        ordered = sorted(entries, key=lambda one: one.number)
-        chosen = [spread(members, self.config.tree_prompts) for members in by_prompt_set(ordered).values()]
-        return alternating(chosen)
-
 
 def alternating(queues: Sequence[Sequence[T]]) -> list[T]:
     """The members of several queues in one, a member of each in turn."""

@@ -18,12 +18,10 @@ TRAINING = ("result.json", "stats.json")
 GREEDY, SAMPLED = 0.0, 1.0
 """Temperatures of the table."""
 COLUMNS_NOTE = (
-    "Tokens/pass: tokens that one pass of the target adds to an answer, 1 without drafts; best tree: the most that a "
-    "tree of any size reached alone, without copies; untrained: the same drafter before its first training step. "
-    "Nodes: tokens that one pass checks, the last one of the text included. Speed-up: over the faster of this "
-    "project's loop without drafts and transformers' generate. Identical: answers equal to the target's own, token by "
-    "token, of those compared; at a near-tie the target itself is undecided within rounding. A row NAME+HEADS drafts "
-    "with the artifact of the row NAME and acceptance heads trained for it, which count among its parameters."
+    "Tokens/pass: tokens that one pass of the target adds to an answer, 1 without drafts; untrained: the same drafter "
+    "before its first training step. Nodes: tokens that one pass checks, the last one of the text included. Speed-up: "
+    "over the faster of this project's loop without drafts and transformers' generate. Identical: answers equal to the "
+    "target's own, token by token, of those compared; at a near-tie the target itself is undecided within rounding."
 )
 """Explanation of the columns."""
 
@@ -50,8 +48,6 @@ class Standing:
     """Tokens per pass of the same drafter before its first step, on held-out text."""
     accepted_length: dict[str, float]
     """Tokens per target pass with the tree in use, by "prompt set, temperature"."""
-    best_tree: dict[str, float]
-    """Greedy tokens per target pass with the best tree of any size, by prompt set."""
     nodes: int
     """Nodes of the tree in use for greedy rows, root included."""
     nodes_sampled: int | None
@@ -115,7 +111,6 @@ def read_standing(name: str, folder: Path) -> Standing | None:
         # Acceptance heads have a training without a curve.
         untrained_accepted_length=training["curve"][0]["accepted_length"] if "curve" in training else None,
         accepted_length=lengths,
-        best_tree={name: max(sizes.values()) for name, sizes in content["accepted_length_by_tree_size"].items()},
         nodes=content["nodes"],
         nodes_sampled=sampled.get("nodes"),
         acceptance_by_position=tuple(content["acceptance_by_position"]),
@@ -147,9 +142,9 @@ def write_standings(out: Path, rows: Mapping[str, Path]) -> Path:
     write_file(out / STANDINGS_JSON, json.dumps(content, indent=2) + "\n")
     bars: dict[str, tuple[float, float | None]] = {}
     for one in found:
-        # The best tree where trees were replayed; hand-written prompts are the least like what the drafts trained on.
-        lengths = one.best_tree or {key: value for key, value in one.accepted_length.items() if key.endswith(" 0")}
-        bars[one.name] = lengths.get("handwritten", max(lengths.values(), default=1.0)), one.speedup
+        lengths = {key: value for key, value in one.accepted_length.items() if key.endswith(" 0")}
+        # Hand-written prompts are the least like what the drafts trained on.
+        bars[one.name] = lengths.get("handwritten, 0", max(lengths.values(), default=1.0)), one.speedup
     write_file(out / STANDINGS_PLOT, plot(bars))
     return write_file(out / STANDINGS_MARKDOWN, markdown(found))
 
@@ -171,8 +166,6 @@ def markdown(standings: Sequence[Standing]) -> str:
         *((f"tokens/pass {name}, {kind}",
            lambda one, name=name, degree=degree: number(one.accepted_length.get(_key(name, degree)), 2))
           for name in sets for kind, degree in (("greedy", GREEDY), ("sampled", SAMPLED))),
-        *((f"tokens/pass {name}, best tree", lambda one, name=name: number(one.best_tree.get(name), 2))
-          for name in sets),
         # The root alone is a pass of plain decoding.
         ("nodes, greedy", lambda one: "none" if one.nodes == 1 else number(one.nodes, 0)),
         ("nodes, sampled", lambda one: "none" if one.nodes_sampled == 1 else number(one.nodes_sampled, 0)),

@@ -13,12 +13,9 @@ from .headline import headline
 from .page_style import PAGE, colours, themed
 from .phrases import (
     COLUMNS_NOTE,
-    CONFIDENCE_NOTE,
-    CONFIDENCE_OF,
     INTERVALS_NOTE,
     LEFT_OUT,
     PARTS_NOTE,
-    confidence_note,
     contention_note,
     drafting_note,
     how_measured,
@@ -28,7 +25,6 @@ from .phrases import (
     of_what,
     percent,
     prediction_note,
-    replay_note,
     span,
     steadiness,
     threads,
@@ -36,7 +32,7 @@ from .phrases import (
     verdicts,
     where_measured,
 )
-from .tables import Table, confidence_table, in_detail, parts_table, side_by_side
+from .tables import Table, in_detail, parts_table, side_by_side
 from .written_answers import STYLE, written_answers
 
 DRAWN_NODES = 24
@@ -127,13 +123,6 @@ def _figures(run: EvaluationRun, firsts: Sequence[Evaluation], artifact: Artifac
     drawn = [_figure(plots.acceptance_by_position(curves),
                      "Share of target passes that accepted at least so many guesses in a row. The sum of the points "
                      "plus 1, the token that the target adds itself, is the number of tokens per pass.")]
-    if known := [one for one in firsts if one.confidence]:
-        # With several methods only the confidence of a token is drawn: a second line each would hide the difference.
-        sure = ({CONFIDENCE_OF[name]: curve for name, curve in known[0].confidence.items()} if len(known) == 1 else
-                {one.name: one.confidence["token"] for one in known})
-        drawn.append(_figure(plots.confidence(sure, next(iter(known[0].confidence.values()))),
-                             "The draft's own probability of a guess against the share that the target accepted. Bars: "
-                             f"the guesses of {known[0].name}. {CONFIDENCE_NOTE}"))
     drawn.append(_speed(run, firsts))
     if first.by_category:
         lengths = {one.name: {name: m.accepted_length for name, m in one.by_category.items()} for one in firsts}
@@ -158,8 +147,7 @@ def _figures(run: EvaluationRun, firsts: Sequence[Evaluation], artifact: Artifac
                              f"this machine, {artifact.tree_size} nodes. Dashed: the speed-up over this loop without "
                              "drafts that is expected of the tree alone, without copies, by held-out answers; what was "
                              "measured stands in the tables."))
-    sizes = "".join(f"<p>{escape(note)}</p>" for one in firsts if (note := replay_note(run, one)))
-    return f'<h2>Accepted guesses and speed</h2><div class="pair">{"".join(drawn)}</div>{sizes}'
+    return f'<h2>Accepted guesses and speed</h2><div class="pair">{"".join(drawn)}</div>'
 
 
 def _speed(run: EvaluationRun, firsts: Sequence[Evaluation]) -> str:
@@ -200,11 +188,10 @@ def _details(run: EvaluationRun, evaluation: Evaluation) -> str:
     heading = "All figures" if len(run.evaluations) == 1 else label(run, evaluation)
     columns = "" if len(run.evaluations) > 1 else f"{COLUMNS_NOTE} {INTERVALS_NOTE}"
     notes = [columns, drafting_note(evaluation), prediction_note(evaluation)]
-    parts, table = parts_table(run, evaluation), confidence_table(evaluation)
+    parts = parts_table(run, evaluation)
     joined = f'<p class="muted">{escape(PARTS_NOTE)}</p>{_grid(parts)}' if parts is not None else ""
-    sure = f'<p class="muted">{escape(confidence_note(evaluation))}</p>{_grid(table)}' if table is not None else ""
     return (f"<h2>{escape(heading)}</h2>{_grid(in_detail(run, evaluation))}"
-            f'<p class="muted">{escape(" ".join(note for note in notes if note))}</p>{joined}{sure}')
+            f'<p class="muted">{escape(" ".join(note for note in notes if note))}</p>{joined}')
 
 
 def _training(training: TrainingRecord | None) -> str:
@@ -313,6 +300,5 @@ def _settings(header: Mapping[str, Any]) -> str:
     minutes = "without a limit of time" if found["budget_minutes"] is None else f"{found['budget_minutes']:g} minutes"
     return (f"answers of at most {found['max_new_tokens']:,} tokens, {drawn}{''.join(f', {one}' for one in filters)}; "
             f"drafted by {drafts}; {limit} of each set; {header['timed_prompts']} prompts were timed in "
-            f"batches of {' and '.join(map(str, sizes))}, {header['replayed_answers']} answers replayed through trees "
-            f"of other sizes; {minutes}; {'with' if found['graphs'] else 'without'} CUDA graphs, layers "
-            f"{'compiled' if found['compile'] else 'not compiled'}")
+            f"batches of {' and '.join(map(str, sizes))}; {minutes}; {'with' if found['graphs'] else 'without'} CUDA "
+            f"graphs, layers {'compiled' if found['compile'] else 'not compiled'}")

@@ -11,11 +11,9 @@ from .headline import headline
 from .html import page
 from .phrases import (
     COLUMNS_NOTE,
-    CONFIDENCE_NOTE,
     INTERVALS_NOTE,
     LEFT_OUT,
     PARTS_NOTE,
-    confidence_note,
     contention_note,
     drafting_note,
     group_name,
@@ -25,12 +23,11 @@ from .phrases import (
     number,
     percent,
     prediction_note,
-    replay_note,
     times,
     verdicts,
     where_measured,
 )
-from .tables import Table, confidence_table, in_detail, parts_table, side_by_side
+from .tables import Table, in_detail, parts_table, side_by_side
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "evaluation.json", "report.md", "report.html"
 WIDTH = 100
@@ -75,7 +72,6 @@ def terminal_table(run: EvaluationRun) -> str:
     lines += ["", *wrap(f"{how_measured(run)}. {TERMINAL_NOTE}", WIDTH), ""]
     for evaluation in _firsts(run):
         lines += wrap(f"{evaluation.name}: {_positions(evaluation)}", WIDTH)
-        lines += wrap(replay_note(run, evaluation), WIDTH)
     lines += [line for text in ["", *verdicts(run)] for line in wrap(text, WIDTH) or [""]]
     if run.left_out:
         lines += ["", f"{LEFT_OUT}:", *(line for sentence in run.left_out for line in wrap(sentence, WIDTH))]
@@ -108,12 +104,8 @@ def markdown(run: EvaluationRun) -> str:
         # An empty note would leave two blank lines, which Markdown tools report.
         if note := prediction_note(evaluation):
             lines += [note, ""]
-        if note := replay_note(run, evaluation):
-            lines += [note, ""]
         parts = parts_table(run, evaluation)
         lines += [] if parts is None else [PARTS_NOTE, "", *_pipes(parts), ""]
-        if (table := confidence_table(evaluation)) is not None:
-            lines += [confidence_note(evaluation), "", *_pipes(table), "", CONFIDENCE_NOTE, ""]
     return "\n".join(lines)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...modules import NONE, ConfidenceCurve
+from ...modules import NONE
 from ..evaluation.results import OWN, Evaluation, EvaluationRun, Interval, Lossless, Measures
 
 NEAR_TIES_PER_TOKEN = 1 / 10_000
@@ -197,53 +197,6 @@ def prediction_note(evaluation: Evaluation) -> str:
             f"{within(found.interval)}, measured: {measures.accepted_length:.2f}; speed-up "
             f"over this loop without drafts {times(found.speedup)}{within(found.speedup_interval)}, "
             f"measured: {measured}.{chosen}")
-
-
-def replay_note(run: EvaluationRun, evaluation: Evaluation) -> str:
-    """The accepted lengths of smaller and larger trees, and of what they are; empty where nothing was replayed."""
-    if not evaluation.accepted_length_by_tree_size:
-        return ""
-    both = partners(evaluation)
-    # Next to copies the tree accepts more than alone, so that the same number of nodes has two lengths in a report.
-    alone = f"alone, without the {both} that decoding has next to it" if both else "in other sizes"
-    used = "in use next to them" if both else "in use"
-    sets = "; ".join(f"{name} prompts " + ", ".join(
-        f"{length:.2f} with {size} nodes" + (f" ({used})" if int(size) == evaluation.tree_nodes else "")
-        for size, length in sizes.items()) for name, sizes in evaluation.accepted_length_by_tree_size.items())
-    return (f"Tokens per pass of {evaluation.name.partition(',')[0]}'s own tree {alone}, counted on "
-            f"{run.header['replayed_answers']} answers that were replayed: {sets}.")
-
-
-CONFIDENCE_OF = {"token": "a token, given the guesses before it", "path": "a whole path down to a node"}
-"""Events whose probability a confidence estimates, by their name in the JSON."""
-CONFIDENCE_NOTE = (
-    "Under the diagonal the draft is over-confident: the target accepts fewer of these guesses than the draft expects, "
-    "and a tree built by the draft's confidence (EAGLE-2) wastes nodes on them. Above it the draft is under-confident: "
-    "such a tree leaves out guesses that the target would have accepted."
-)
-"""Explanation of the plot of confidence."""
-CALIBRATED = 0.02
-"""Largest difference of mean confidence and acceptance at which a draft counts as well calibrated."""
-
-
-def calibrated(curve: ConfidenceCurve) -> str:
-    """A curve in words: over-confident, under-confident or well calibrated."""
-    excess = curve.mean_confidence - curve.acceptance_rate
-    return ("over-confident" if excess > CALIBRATED else "under-confident" if excess < -CALIBRATED else
-            "well calibrated")
-
-
-def confidence_note(evaluation: Evaluation) -> str:
-    """Sentences that compare the draft's confidence with the acceptance; empty where nothing was counted."""
-    if "token" not in evaluation.confidence:
-        return ""
-    curve = evaluation.confidence["token"]
-    return (f"Confidence: of {curve.guesses:,} guesses that followed accepted ones the draft expected "
-            f"{curve.mean_confidence:.1%} to be accepted, {curve.acceptance_rate:.1%} were: on average it is "
-            f"{calibrated(curve)}. Expected calibration error (mean difference between confidence and acceptance) "
-            f"{curve.expected_calibration_error:.3f}"
-            + (f", of whole paths {evaluation.confidence['path'].expected_calibration_error:.3f}."
-               if "path" in evaluation.confidence else "."))
 
 
 def verdicts(run: EvaluationRun) -> list[str]:

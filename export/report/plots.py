@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from ...modules import ConfidenceCurve, CostTable, MeasuredStep, Topology, UserError
+from ...modules import CostTable, MeasuredStep, Topology, UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,32 +97,6 @@ def with_ranges(lines: Mapping[str, Sequence[Point]], axis: str, places: Sequenc
         axes.set(xlabel=axis, ylabel=title, xticks=range(len(places)), xticklabels=list(places), ylim=(least, None),
                  xlim=(-0.4, len(places) - 0.6))
         plot.legend_above(len(lines))
-    return plot.svg(name)
-
-
-def confidence(curves: Mapping[str, ConfidenceCurve], shares: ConfidenceCurve, *, axis: str = "confidence of the draft",
-               name: str = "confidence") -> str:
-    """Acceptance by confidence, one line for each curve; on the diagonal a draft is calibrated. The bars are the shares
-    of the guesses of `shares` in each bin.
-
-    Args:
-        curves: by their names in the legend.
-        shares: the curve of the bars.
-        axis: label of the confidence's axis, without its unit.
-        name: name of the figure.
-    """
-    with _Plot(4.9, 3.4) as (axes, plot):
-        width, heights = 100 / len(shares.bins), [100 * one.guesses / shares.guesses for one in shares.bins]
-        axes.bar([width * (place + 0.5) for place in range(len(heights))], heights, width=0.92 * width, color=GRID,
-                 zorder=0.5)
-        axes.plot([0, 100], [0, 100], "--", color=MUTED, linewidth=1)
-        for (label, curve), color in zip(curves.items(), cycle(SERIES), strict=False):
-            points = [(100 * one.mean_confidence, 100 * one.acceptance_rate) for one in curve.bins
-                      if one.mean_confidence is not None and one.acceptance_rate is not None]
-            axes.plot(*zip(*points, strict=True), "o-", color=color, label=label, markersize=4)
-        axes.set(xlabel=f"{axis}, %", ylabel="accepted, %; bars: share of guesses, %", xlim=(0, 100),
-                 ylim=(0, 100))
-        plot.legend_above(len(curves))
     return plot.svg(name)
 
 

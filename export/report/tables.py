@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ...modules import ConfidenceBin, ConfidenceCurve
 from ..evaluation.results import Evaluation, EvaluationRun, Measures
-from .phrases import CONFIDENCE_OF, all_prompts, group_name, identical, number, percent, span, times
+from .phrases import all_prompts, group_name, identical, number, percent, span, times
 
 FIGURES = ("answers", "tokens per pass", "tokens/s", "plain tokens/s", "generate tokens/s", "speed-up",
            "memory-bound speed-up", "identical")
@@ -98,27 +97,6 @@ def parts_table(run: EvaluationRun, evaluation: Evaluation) -> Table | None:
             shares = [percent(measures.guessed_by.get(one, 0) / total) if total else "" for one in names]
             rows.append((Cell(group_name(run, name) if heading else name), Cell(f"{total:,}"), *map(Cell, shares)))
     return Table(("", "accepted guesses", *(f"from {name}" for name in names)), tuple(rows))
-
-
-def confidence_table(evaluation: Evaluation) -> Table | None:
-    """Guesses, their mean confidence and the share accepted in each bin of confidence; None where nothing was counted.
-    """
-    if not evaluation.confidence:
-        return None
-    rows: list[tuple[Cell, ...]] = []
-    for name, curve in evaluation.confidence.items():
-        groups: tuple[ConfidenceCurve | ConfidenceBin, ...] = (curve, *curve.bins)
-        rows += [(Cell(CONFIDENCE_OF[name]),),
-                 (Cell("guesses"), *(Cell(f"{one.guesses:,}") for one in groups)),
-                 (Cell("mean confidence"), *(Cell(percent(one.mean_confidence)) for one in groups)),
-                 (Cell("accepted"), *(Cell(percent(one.acceptance_rate)) for one in groups))]
-    return Table(("", "all", *bin_edges(next(iter(evaluation.confidence.values())))), tuple(rows))
-
-
-def bin_edges(curve: ConfidenceCurve) -> list[str]:
-    """Headings of the bins of a curve, such as 10–20 %."""
-    count = len(curve.bins)
-    return [f"{100 * place // count}–{100 * (place + 1) // count} %" for place in range(count)]
 
 
 def groups_of(evaluation: Evaluation) -> Iterator[tuple[str, dict[str, Measures]]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..interfaces.proposer import DraftState, Frontier, Proposals, Proposer
+from ..interfaces.proposer import DraftState, Frontier, Proposer
 from ..random_streams import Draws
 from ..token_tree import TokenTree, Topology
 from .base import Policy, trimmed
@@ -46,7 +46,6 @@ class StaticTree(Policy):
             until = min(depth + answered.tokens_BFHR.shape[2], self.topology.depth)
             span = span_of(self.topology, depth, until, tokens_BN.device)
             tokens_BN[:, span.children_C] = span.of(answered.tokens_BFHR)
-            self.note(span, answered)
             if answered.guessed_BFHR is not None:
                 guessed_BN = torch.ones_like(tokens_BN, dtype=torch.bool) if guessed_BN is None else guessed_BN
                 guessed_BN[:, span.children_C] = span.of(answered.guessed_BFHR)
@@ -56,9 +55,6 @@ class StaticTree(Policy):
             return tree
         real_BN = ~(tree.ancestors_BNN & ~guessed_BN[:, None]).any(-1)
         return trimmed(replace(tree, real_BN=real_BN))
-
-    def note(self, span: "Span", proposals: Proposals) -> None:
-        """For trees that keep what was proposed, and how sure the drafter was; nothing by default."""
 
 
 @dataclass(frozen=True)

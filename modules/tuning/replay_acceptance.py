@@ -13,13 +13,12 @@ from ..decoding.answers import decode
 from ..decoding.requests import DecodeSettings, Request
 from ..features import Features, ReadRows
 from ..interfaces.drafter import Drafter
-from ..policies.static_tree import StaticTree
 from ..processes import ALONE, Processes
 from ..target.model import Target
 from ..token_tree import Topology
 from .held_out_ranks import proposed_text, rank_table
 from .rank_walk import walk
-from .replay_target import Replay, answer_requests
+from .replay_target import answer_requests
 from .tree_search import search_tree
 
 
@@ -55,35 +54,9 @@ class MeasuredStep:
     """Teacher-forced estimate of their tokens per pass, for a chain; None where draft steps form none."""
 
 
-def replay(
-    drafter: Drafter,
-    target: Target,
-    features: Sequence[Features],
-    topology: Topology,
-    *,
-    batch_size: int = 8,
-    max_answers: int | None = None,
-) -> Acceptance:
-    """Decode stored greedy answers through a drafter: the exact accepted length, no pass of the target needed.
-
-    Args:
-        drafter: bound to the target, on the features' device.
-        target: the target that wrote the answers.
-        features: encoded rows, one conversation each.
-        topology: the static tree.
-        batch_size: rows at a time; does not change the result.
-        max_answers: largest number of answers; all by default.
-    """
-    source = Replay(target, features, max_answers, drafter)
-    result = decode(
-        source, source.requests, DecodeSettings(batch_size=batch_size), drafter=drafter, policy=StaticTree(topology)
-    )
-    return acceptance_of([count for one in result.generations for count in one.emitted], topology.depth)
-
-
 def walked(drafter: Drafter, features: Sequence[Features], topology: Topology,
            processes: Processes = ALONE) -> Acceptance:
-    """The acceptance that `replay` counts, from the ranks of the answers' own tokens: far faster, and equal.
+    """The acceptance that decoding answers has, from the ranks of their own tokens: no pass of the target is needed.
 
     Args:
         drafter: bound to the target, on the features' device.

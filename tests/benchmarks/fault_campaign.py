@@ -38,7 +38,7 @@ QUICK = ("--config", str(RECIPE), "--train.max_steps", "6", "--train.validate_ev
          "2", "--distill.budget_tokens", "150", "--distill.shard_prompts", "6", "--distill.max_new_tokens", "24",
          "--distill.validation_prompts", "4", "--prompts.own_max_tokens", "48", "--tree.searched_nodes", "6",
          "--tree.used_nodes", "4", "--evaluate.max_new_tokens", "12", "--evaluate.limit",
-         "1", "--evaluate.speed_prompts", "0", "--evaluate.tree_prompts", "1")
+         "1", "--evaluate.speed_prompts", "0")
 DISKS = (1, 8, 16, 32, 64, 120, 180)
 """Largest files that may be written, in KiB."""
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -145,7 +145,7 @@ def write_rows(out: Path) -> None:
     (out / "small.yaml").write_text(yaml.safe_dump(tiny))
     rows: dict[str, Any] = {name: tiny[name] for name in ("target", "prompts", "distill", "tree")}
     rows |= {"out": str(out), "minutes": 0.02, "rows": ["prompt_lookup", str(out / "small.yaml")],
-             "evaluate": {"max_new_tokens": 12, "speed_prompts": 0, "limit": 1, "tree_prompts": 2}}
+             "evaluate": {"max_new_tokens": 12, "speed_prompts": 0, "limit": 1}}
     (out / "rows.yaml").write_text(yaml.safe_dump(rows))
 
 

@@ -14,8 +14,8 @@ from draftsmith.export.acceptance_profile import (
     save_acceptance,
 )
 from draftsmith.export.evaluation.results import Answer
-from draftsmith.modules import Request, Target, Topology, UserError, proposed_text, replay
-from support.encoded_answers import encoded_answers
+from draftsmith.modules import Request, Target, Topology, UserError, proposed_text
+from support.encoded_answers import encoded_answers, replay
 from support.families import CASES, randomised
 
 FACTS = {"family": "medusa", "target": "a target", "weights_sha256": "5eed"}

@@ -17,8 +17,6 @@ from draftsmith.modules import (
     Chain,
     DecodeSettings,
     LayerDraft,
-    Medusa,
-    MedusaConfig,
     Policy,
     Request,
     SampledTree,
@@ -303,28 +301,6 @@ def test_the_target_alone_is_a_method_too(tiny_target: Target) -> None:
     assert found.evaluations[0].overall.accepted_length == 1.0
     assert found.header["prompt_sets"] == {"own": 2, "written": 2}
     assert list(found.evaluations[0].by_category) == ["math", "coding"]  # the limit is spread over the set
-
-
-def test_trees_of_other_sizes_are_replayed_exactly(tiny_target_f64: Target) -> None:
-    """The replayed accepted length of a tree equals the one measured by decoding with it."""
-    target = tiny_target_f64
-    drafter = Medusa.create(MedusaConfig(num_heads=2), target)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, dtype=parameter.dtype))
-    topology = Topology.from_paths([(0,), (1,), (0, 0), (2,), (0, 1), (1, 0)])
-    prompts = {"own": [Question.single((5, 20 + index, 7)) for index in range(5)]}
-    config = EvaluateConfig(max_new_tokens=20, speed_prompts=0, tree_prompts=5)
-    method = Method(name="heads", family="medusa", drafter=drafter, policy_for=lambda _, __: StaticTree(topology),
-                    trees=topology)
-    found = evaluate(target, [method], prompts, config, progress=False).evaluations[0]
-    assert found.accepted_length_by_tree_size == {"own": {"7": pytest.approx(found.overall.accepted_length)}}
-    assert found.overall.accepted_length > 1
-    assert set(found.confidence) == {"token", "path"}
-    # Six nodes a pass, but for those beyond the end of an answer.
-    assert 5 * found.overall.target_passes < found.confidence["path"].guesses < 6 * found.overall.target_passes
-    again = evaluate(target, [method], prompts, config, progress=False).evaluations[0]
-    assert again.confidence == found.confidence
 
 
 # Several turns, batch sizes and temperatures -------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import torch
 from draftsmith.export import (
     Artifact,
     EvaluateConfig,
@@ -31,7 +30,6 @@ from draftsmith.export.report.page_style import DARK_PLOTS
 from draftsmith.export.report.phrases import lossless_verdict, verdicts
 from draftsmith.export.tuning import Prediction
 from draftsmith.modules import (
-    ConfidenceCurve,
     CostCurve,
     CostTable,
     MeasuredStep,
@@ -39,7 +37,6 @@ from draftsmith.modules import (
     Topology,
     UserError,
 )
-from draftsmith.modules.tuning.confidence_calibration import ConfidenceTally
 from support.artifacts import TREE, tuning
 
 
@@ -66,7 +63,6 @@ def an_evaluation(name: str, **changes: Any) -> Evaluation:
         "name": name, "family": "medusa", "target": "a <small> target", "batch_size": 1, "temperature": 0.0, "nodes": 6,
         "tree_nodes": 6, "partners": (),
         "contended": False, "target_calls": 600, "draft_share": 0.1, "prediction": None, "overall": measures(),
-        "accepted_length_by_tree_size": {"own": {"16": 1.9, "64": 2.15}}, "confidence": {},
         "by_prompt_set": {"own": measures(), "handwritten": measures(accepted_length=1.71)},
         "by_category": {"math": measures(accepted_length=2.05), "writing": measures(accepted_length=1.52)},
         "by_turn": {},
@@ -99,8 +95,8 @@ def a_run(*, contended: bool = False, names: tuple[str, ...] = ("medusa",), batc
         "artifacts": dict.fromkeys(names, "cafe02"),
         "prompt_sets": {"own": 5, "handwritten": 5}, "categories": {"math": 5, "writing": 5},
         "planned": {"prompt_sets": {"own": 5, "handwritten": 5}, "categories": {"math": 5, "writing": 5},
-                    "timed_prompts": 4, "replayed_answers": 0},
-        "replayed_answers": 0, "minutes": {"predicted": 3.0, "taken": 3.2, "budget": None},
+                    "timed_prompts": 4},
+        "minutes": {"predicted": 3.0, "taken": 3.2, "budget": None},
         "contention": {"bound": 0.15, "worst_excess": {"1": 0.04, "8": 0.31}, "samples": 5},
     }
     return EvaluationRun(header=header, evaluations=evaluations, samples=SAMPLES)
@@ -154,19 +150,14 @@ def test_three_files_hold_the_same_figures(tmp_path: Path) -> None:
 
 
 JOINED = {"nodes": 15, "tree_nodes": 8, "partners": ("lookup",),
-          "prediction": Prediction(speedup=1.87, accepted_length=2.2),
-          "accepted_length_by_tree_size": {"own": {"8": 1.46, "64": 1.84}}}
-"""An evaluation of static+lookup: what the tree alone accepts is another figure than that of its decoding."""
+          "prediction": Prediction(speedup=1.87, accepted_length=2.2)}
+"""An evaluation of static+lookup."""
 
 
 def test_a_figure_says_whether_it_is_of_the_tree_alone_or_with_copies(tmp_path: Path) -> None:
     run = a_run(names=("medusa, static+lookup",), of=JOINED)
     paths = write_report(tmp_path, run, an_artifact())
     page, text = paths["html"].read_text(), paths["markdown"].read_text()
-    for shown in (page, text, " ".join(terminal_table(run).split())):
-        assert ("Tokens per pass of medusa's own tree alone, without the copies from the text that "
-                "decoding has next to it, counted on 0 answers that were replayed: own prompts 1.46 with 8 nodes (in "
-                "use next to them), 1.84 with 64 nodes.") in html.unescape(shown)
     for shown in (page, text):
         assert ("at most 15 nodes: the last token and the guesses after it, from the draft's own tree of 8 nodes and "
                 "from copies from the text.") in html.unescape(shown)
@@ -177,10 +168,6 @@ def test_a_figure_says_whether_it_is_of_the_tree_alone_or_with_copies(tmp_path: 
     assert (kept["nodes"], kept["tree_nodes"], kept["partners"]) == (15, 8, ["lookup"])
     both = a_run(names=("medusa, static+lookup", "chain"), of=JOINED)
     assert "| nodes per pass | of its own tree |" in write_report(tmp_path, both)["markdown"].read_text()
-    alone = a_run(of={"accepted_length_by_tree_size": {"own": {"6": 1.94, "64": 2.15}}})
-    assert ("own tree in other sizes, counted on 0 answers that were replayed: own prompts 1.94 with 6 nodes (in "
-            "use)") in (
-        write_report(tmp_path, alone)["markdown"].read_text())
 
 
 def test_conditions_are_sentences_with_units(tmp_path: Path) -> None:
@@ -195,9 +182,8 @@ def test_conditions_are_sentences_with_units(tmp_path: Path) -> None:
                  "linear layers packed for oneDNN: all of them in one pass, in float32: 1 token 10.4 ms plain, 8.1 ms "
                  "packed; 16 tokens 50 ms plain, 20.3 ms packed",
                  "answers of at most 128 tokens, greedy; drafted by the policy static; all prompts of each set; 4 "
-                 "prompts were timed in batches of 1, 0 answers replayed through trees of other sizes; without a limit "
-                 "of time; without CUDA graphs, layers not compiled",
-                 "5 own and 5 handwritten", "4,096 tokens, 83.4% of those in held-out answers",
+                 "prompts were timed in batches of 1; without a limit of time; without CUDA graphs, layers not "
+                 "compiled", "5 own and 5 handwritten", "4,096 tokens, 83.4% of those in held-out answers",
                  "3 held-out answers end in a loop, with 2.31 tokens per pass there"):
         assert f"<dd>{said}</dd>" in page, said
     for name, drafted in (("medusa", "the policy static, next to prompt_lookup"), ("prompt_lookup", "prompt_lookup")):
@@ -317,44 +303,6 @@ def test_predicted_is_next_to_measured(tmp_path: Path) -> None:
     assert "tokens per pass 2.30 (90 %: 2.10 to 2.50), measured: " in text
     assert f"1.61× (90 %: {1.61 * 2.1 / 2.3:.2f} to {1.61 * 2.5 / 2.3:.2f}), measured: " in text
     assert "Too few" not in text
-
-
-def a_curve(confidence: float, rate: float) -> ConfidenceCurve:
-    """1,234 guesses in the fourth bin, two in the last, none elsewhere."""
-    tally = ConfidenceTally()
-    right = torch.arange(1234) < round(rate * 1234)
-    tally.add(torch.full((1234,), confidence).log(), right)
-    tally.add(torch.zeros(2), torch.tensor([True, False]))
-    curve = tally.curve()
-    assert curve is not None
-    return curve
-
-
-@pytest.mark.parametrize(("rate", "words"), [(0.2, "over-confident"), (0.35, "well calibrated"),
-                                             (0.6, "under-confident")])
-def test_confidence_is_drawn_reported_and_kept(rate: float, words: str, tmp_path: Path) -> None:
-    found = {"token": a_curve(0.35, rate), "path": a_curve(0.32, rate)}
-    paths = write_report(tmp_path, a_run(of={"confidence": found}), an_artifact())
-    page, text = paths["html"].read_text(), paths["markdown"].read_text()
-    assert page.count("<svg") == 6
-    for shown in (page, text):
-        assert f"on average it is {words}" in shown
-        assert f"confidence and acceptance) {found['token'].expected_calibration_error:.3f}" in shown
-        assert "wastes nodes on them" in shown
-        assert "1,234" in shown
-    assert f"| accepted | {found['token'].acceptance_rate:.0%} | – | – | – | {rate:.0%} |" in text
-    kept = json.loads(paths["json"].read_text())["confidence"]
-    assert kept["token"]["bins"][3]["guesses"] == 1234
-    assert kept["token"]["bins"][0] == {"guesses": 0, "mean_confidence": None, "acceptance_rate": None}
-    assert sum(one["guesses"] for one in kept["path"]["bins"]) == kept["path"]["guesses"] == 1236
-
-
-def test_the_confidence_of_several_methods_is_compared(tmp_path: Path) -> None:
-    of = {"confidence": {"token": a_curve(0.35, 0.2), "path": a_curve(0.32, 0.2)}}
-    page = write_report(tmp_path, a_run(names=("medusa", "hydra"), of=of))["html"].read_text()
-    drawing, = (one for one in re.findall(r"<svg.*?</svg>", page, re.S) if "confidence of the draft" in one)
-    assert "medusa" in drawing
-    assert "hydra" in drawing
 
 
 def test_turns_have_rows_of_their_own(tmp_path: Path) -> None:

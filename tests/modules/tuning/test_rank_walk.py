@@ -8,13 +8,12 @@ from draftsmith.modules import (
     Request,
     Target,
     Topology,
-    replay,
     search_tree,
 )
 from draftsmith.modules.tuning.held_out_ranks import RankedText, rank_table
 from draftsmith.modules.tuning.rank_walk import walk
 from draftsmith.modules.tuning.replay_acceptance import walked
-from support.encoded_answers import encoded_answers
+from support.encoded_answers import encoded_answers, replay
 from support.families import CASES, randomised
 from support.tiers import others_long
 
