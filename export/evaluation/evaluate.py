@@ -16,7 +16,6 @@ from .methods import SEED, EvaluateConfig, Method, PromptSets
 from .reference_answers import References
 from .results import Answer, Evaluation, EvaluationRun, Measures, Timing
 from .runner import MethodRecord, Runner
-from .sample_answers import sample_answers
 from .schedule import Entry, Schedule, by_prompt_set, require_context
 from .summary import summarise
 from .uniformity import rounding
@@ -58,8 +57,6 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
                        shown=progress) as budget.line,
           target.compiler.watched(lambda busy: budget.line.entitle("compile" if busy else "evaluate"))):
         records = runner.run(budget)
-        questions = {entry.number: entry.question for entry in runner.taken}
-        samples = sample_answers(target, records[0].method, questions, records[0].answers, config)
     packing = target.linears.packing
     header = {**machine(target), "linear_layers": {"forms": packing.in_words, **asdict(packing)},
               "settings": asdict(config),
@@ -72,7 +69,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
               **_coverage(runner.taken, schedule), "planned": _coverage(schedule.entries, schedule),
               "minutes": {"taken": budget.elapsed / 60, "budget": config.budget_minutes},
               "contention": runner.probe.to_dict()}
-    return EvaluationRun(header=header, samples=samples, left_out=left_out(header), evaluations=tuple(
+    return EvaluationRun(header=header, samples=records[0].samples, left_out=left_out(header), evaluations=tuple(
         _evaluation(record, target, runner.probe.contended, config) for record in records))
 
 
@@ -134,8 +131,7 @@ def _evaluation(record: MethodRecord, target: Target, contended: bool, config: E
     answers, timings = record.answers, record.timings
 
     def measures(mine: Sequence[Answer], timed: Sequence[Timing]) -> Measures:
-        return summarise(mine, timed, draft_share=record.draft_share, seed=SEED,
-                         rounding=rounding(target.dtype, temperature))
+        return summarise(mine, timed, seed=SEED, rounding=rounding(target.dtype, temperature))
 
     sets = dict.fromkeys(answer.prompt_set for answer in answers)
     categories = dict.fromkeys(answer.category for answer in answers if answer.category)
@@ -146,7 +142,6 @@ def _evaluation(record: MethodRecord, target: Target, contended: bool, config: E
         batch_size=batch_size, temperature=temperature, nodes=method.nodes(batch_size, temperature),
         tree_nodes=method.own_nodes(batch_size, temperature), partners=method.parts[:-1],
         contended=contended, target_calls=record.target_calls,
-        draft_share=record.draft_share,
         prediction=method.predicted(batch_size, config.sampling(temperature)),
         overall=measures(answers, timings),
         by_prompt_set={name: measures([answer for answer in answers if answer.prompt_set == name],

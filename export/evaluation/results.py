@@ -147,8 +147,6 @@ class Measures:
     """95 % bootstrap interval over questions; None with fewer than two."""
     block_efficiency: float
     """Tokens of whole answers per target pass, the prompts' passes included, one each."""
-    memory_bound_speedup: float
-    """Speed-up if reading weights were all that takes time (arXiv:2411.11055)."""
     acceptance_by_position: tuple[float, ...]
     """Share of passes whose k-th drafted token was accepted (with all before it); accepted_length is 1 + their sum."""
     tokens_per_second: float | None
@@ -204,8 +202,6 @@ class Evaluation:
     """True when the machine was busy with other programs: speeds are then not reliable."""
     target_calls: int
     """Forward calls of the target after the prompts': with a batch, fewer than the passes of its rows."""
-    draft_share: float
-    """Bytes of weights that drafting reads for each byte that the target reads."""
     prediction: Prediction | None
     """Prediction on this machine for the method as it decodes, partners included, and prompts like the
     training's; None where nothing is."""
@@ -258,8 +254,7 @@ class Evaluation:
 
     def _facts(self) -> dict[str, Any]:
         """Fields that are the same for all groups; `method` is the name in reports."""
-        names = ("family", "target", "temperature", "batch_size", "nodes", "tree_nodes", "contended", "draft_share",
-)
+        names = ("family", "target", "temperature", "batch_size", "nodes", "tree_nodes", "contended")
         return {"method": self.name, "partners": list(self.partners),
                 **{name: getattr(self, name) for name in names}, **self._predicted()}
 
@@ -290,7 +285,7 @@ class SampleToken:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAnswer:
-    """One answer, decoded again with the author of each token recorded."""
+    """One answer with the author of each token."""
 
     rank: str
     """Its place among all answers by tokens per target pass: best, median or worst."""

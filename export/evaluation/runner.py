@@ -5,15 +5,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ...modules import Generation, Request, Target, UserError
+from ...modules.decoding.recorders import PassRecorder
 from ...modules.interfaces.proposer import Remembers
 from .budget import CLOSING_SHARE, Budget
 from .contention import ContentionProbe, rotated
 from .lossless import Judge, positions
 from .methods import Method
 from .reference_answers import References
-from .results import Answer, Timing
+from .results import Answer, SampleAnswer, Timing
 from .schedule import UNTIMED_ROWS, Entry, Schedule, by_prompt_set
-from .timed_decoding import Exchange, Records, TimedDecoder, target_bytes, untimed_batches
+from .summary import sample_answers
+from .timed_decoding import Exchange, Records, TimedDecoder, untimed_batches
 
 WARM_UP_TOKENS = 8
 """Length of the answers decoded before anything is timed."""
@@ -37,10 +39,10 @@ class MethodRecord:
     """Its timed groups."""
     target_calls: int
     """Forward calls of the target after the prompts'."""
-    draft_share: float
-    """Bytes of weights that drafting read for each byte that the target's verifying passes read."""
     graph_refusal: str
     """Why some of its work was not replayed as CUDA graphs; empty where all was, or none was to be."""
+    samples: tuple[SampleAnswer, ...]
+    """Three of its answers, of the first record."""
 
 
 @dataclass(kw_only=True)
@@ -84,6 +86,10 @@ class Runner:
                              for shape in method.shapes(config.batches, temperature)})
             for temperature in config.degrees
         ]
+        # Three answers of the first method are shown with the author of each token.
+        first, shape = found[0], schedule.methods[0].shape(config.batches[0], config.degrees[0])
+        recorder = PassRecorder()
+        first.timed[config.batches[0]][0].recorder = first.untimed[schedule.methods[0].name, shape].recorder = recorder
         # Without a limit everything is one bundle: a row is filled again as soon as an answer ends, and drafters that
         # remember earlier text, which they do within a bundle, have all of it.
         bundles = [list(schedule.entries)] if config.budget_minutes is None else schedule.bundles
@@ -94,9 +100,8 @@ class Runner:
                 self._decode(bundle, decoded, budget)
         for decoded in found:
             decoded.exchanges.sort(key=lambda one: (one.entry.number, one.turn))
-        weights = target_bytes(self.target)
         return [
-            self._record(method, size, decoded, weights,
+            self._record(method, size, decoded,
                          records.with_untimed(decoded.untimed[method.name, method.shape(size, decoded.temperature)]))
             for decoded in found for size, timed in decoded.timed.items()
             for method, records in zip(schedule.methods, timed, strict=True)
@@ -252,8 +257,7 @@ class Runner:
 
     # The records -----------------------------------------------------------------------------------------------------
 
-    def _record(self, method: Method, batch_size: int, decoded: Decoded, weights: int,
-                records: Records) -> MethodRecord:
+    def _record(self, method: Method, batch_size: int, decoded: Decoded, records: Records) -> MethodRecord:
         """Compare every answer with its reference; where drafts were sampled, with the target's distribution."""
         temperature, settings = decoded.temperature, self.schedule.config.settings(1)
         policy = None if method.policy_for is None else method.policy_for(batch_size, temperature)
@@ -280,7 +284,9 @@ class Runner:
         return MethodRecord(
             method=method, batch_size=batch_size, temperature=temperature, answers=answers, timings=records.timings,
             target_calls=records.target_calls, graph_refusal=records.graph_refusal,
-            draft_share=records.meter.drafted / max(1, records.target_calls * weights),
+            samples=() if records.recorder is None else sample_answers(
+                self.target.tokenizer, answers, records.generations, records.recorder,
+                {one.entry.number: one.entry.question.text for one in decoded.exchanges}),
         )
 
     def _generated_alone(self, exchange: Exchange) -> list[int]:

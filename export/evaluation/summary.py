@@ -1,4 +1,4 @@
-"""Summary of answers and timings as measures, with bootstrap confidence intervals.
+"""Summary of answers and timings as measures, with bootstrap confidence intervals; and three answers to be shown.
 
 An interval says how much a figure would vary with other prompts of the same kind. Prompts are drawn again with
 replacement, the figure is computed anew from those drawn, and the interval holds the middle 95 % (the percentile
@@ -8,15 +8,17 @@ figures and all methods of an evaluation are drawn together: paired.
 Shapes: R draws, Q questions, N timed groups of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...modules import repeats_itself
-from .results import Answer, Interval, Lossless, Measures, Timing
+from ...modules import Generation, TokenText, repeats_itself
+from ...modules.decoding.recorders import PassRecorder
+from .results import Answer, Interval, Lossless, Measures, SampleAnswer, SampleToken, Timing
 from .uniformity import distribution_of
 
 Draws = NDArray[np.intp]
@@ -24,6 +26,9 @@ Counts = NDArray[np.int_]
 Floats = NDArray[np.float64]
 RESAMPLES = 1000
 CONFIDENCE = 0.95
+SHORTEST = 16
+"""Answers with fewer tokens are not shown while there are three longer ones."""
+BEST, MEDIAN, WORST = "best", "median", "worst"
 
 
 def interval(count: int, figure: Callable[[Draws], Floats], seed: int) -> Interval | None:
@@ -47,19 +52,16 @@ def draws(count: int, seed: int) -> Draws:
     return np.random.default_rng([seed % 2**63, count]).integers(count, size=(RESAMPLES, count))
 
 
-def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_share: float = 0.0,
-              seed: int = 0, rounding: float = 0.0) -> Measures:
+def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, seed: int = 0,
+              rounding: float = 0.0) -> Measures:
     """Reduce records to measures: acceptance as ratios of sums, speeds by medians over timed groups.
 
     Args:
-        draft_share: bytes of weights that drafting reads for each byte of the target.
         seed: of the intervals.
         rounding: distance between distributions that the number format explains.
     """
     emitted = [count for answer in answers for count in answer.emitted]
     passes, tokens = len(emitted), sum(len(answer.tokens) for answer in answers)
-    # The target reads every prompt once.
-    efficiency = tokens / max(1, passes + len(answers))
     seconds = sum(timing.seconds for timing in timings)
     comparisons = [answer.comparison for answer in answers if answer.comparison is not None]
     # Questions are drawn, each with all its turns: answers of one conversation resemble one another.
@@ -72,10 +74,8 @@ def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, draft_sha
         accepted_length=sum(emitted) / max(1, passes),
         accepted_length_interval=interval(len(emitted_Q), lambda drawn_RQ: np.asarray(
             emitted_Q[drawn_RQ].sum(1) / np.maximum(1, passes_Q[drawn_RQ].sum(1))), seed),
-        block_efficiency=efficiency,
-        # tau / (c gamma + 1), where c gamma is the cost of all draft steps of a pass over that of the pass, in bytes
-        # (arXiv:2411.11055, section 4).
-        memory_bound_speedup=efficiency / (draft_share + 1),
+        # The target reads every prompt once.
+        block_efficiency=tokens / max(1, passes + len(answers)),
         acceptance_by_position=acceptance_by_position(emitted),
         **_speeds(timings, answers, seed),
         draft_time_share=sum(timing.draft_seconds for timing in timings) / seconds if seconds else None,
@@ -146,3 +146,45 @@ def acceptance_by_position(emitted: Sequence[int]) -> tuple[float, ...]:
     """
     return tuple(sum(count > position for count in emitted) / len(emitted)
                  for position in range(1, max(emitted, default=1)))
+
+
+def sample_answers(tokenizer: Any, answers: Sequence[Answer], generations: Mapping[int, Generation],
+                   recorder: PassRecorder, texts: Mapping[int, str]) -> tuple[SampleAnswer, ...]:
+    """Three answers of a method with the author of each token.
+
+    Args:
+        tokenizer: the target's.
+        answers: the method's, from which the best, the median and the worst are chosen.
+        generations: the same by number of the question.
+        recorder: the guesses of their passes.
+        texts: the questions as they were written, by number; "" where only tokens are known.
+    """
+    samples = []
+    for rank, answer in _chosen(answers).items():
+        one, pieces, tokens = generations[answer.question], TokenText(tokenizer), list[SampleToken]()
+        for written in recorder.written(one):
+            # The guesses are read before the token is taken. One that ends inside a character cannot be shown.
+            rejected = tuple(filter(None, map(pieces.guess, written.rejected)))
+            tokens.append(SampleToken(text=pieces.add(written.token), guessed=written.guessed, rejected=rejected))
+        # A character whose last token is missing still waits for it: it belongs to the last token there is.
+        if tokens and (rest := pieces.rest()):
+            tokens[-1] = replace(tokens[-1], text=rest)
+        prompt = texts[answer.question] or str(tokenizer.decode(list(one.request.tokens), skip_special_tokens=True))
+        samples.append(SampleAnswer(rank=rank, prompt_set=answer.prompt_set, prompt=prompt, tokens=tuple(tokens),
+                                    accepted_length=sum(one.emitted) / max(1, one.passes)))
+    return tuple(samples)
+
+
+def _chosen(answers: Sequence[Answer]) -> dict[str, Answer]:
+    """The first turns with the most, the middle and the fewest tokens per pass; fewer where there are not three."""
+    known = [answer for answer in answers if answer.turn == 1 and answer.emitted]
+    long = [answer for answer in known if len(answer.tokens) >= SHORTEST]
+    # In a very short answer one accepted guess decides the rank.
+    ordered = sorted(long if len(long) >= 3 else known,
+                     key=lambda answer: (-sum(answer.emitted) / len(answer.emitted), answer.question))
+    places = {BEST: 0, MEDIAN: len(ordered) // 2, WORST: len(ordered) - 1}
+    found: dict[str, Answer] = {}
+    for rank, place in places.items():
+        if ordered and ordered[place] not in found.values():
+            found[rank] = ordered[place]
+    return found

@@ -130,8 +130,7 @@ COLUMNS_NOTE = (
     "Tokens per pass: tokens that one pass of the target adds to an answer; 1 without drafts. Tokens/s: passes per "
     "second, median over the timed prompts, times tokens per pass of all prompts; plain is this project's loop without "
     "drafts, generate is that of transformers, both medians over the timed prompts. Speed-up: over the faster of these "
-    "two. Memory-bound speed-up: the speed-up if reading weights were all that takes time "
-    "(arXiv:2411.11055). Identical: answers equal to the target's own, token by token, of those compared."
+    "two. Identical: answers equal to the target's own, token by token, of those compared."
 )
 """Explanation of the columns."""
 
@@ -171,10 +170,9 @@ def drafting_note(evaluation: Evaluation) -> str:
               if (both := partners(evaluation)) else "")
     grown = (f"A pass of the target checks at most {evaluation.nodes} nodes: the last token and the guesses after it"
              f"{whence}." if evaluation.nodes > 1 else f"Nothing is drafted, {nothing_drafted(evaluation)}.")
-    return (f"{grown} Drafting read {evaluation.draft_share:.2f} bytes for each byte of the target and took "
-            f"{percent(overall.draft_time_share)} of the time. {percent(overall.repetition_rate)} of the answers "
-            f"repeat themselves (over 30 % of their sequences of four tokens occurred before), "
-            f"{percent(overall.truncation_rate)} reached the length limit.")
+    return (f"{grown} Drafting took {percent(overall.draft_time_share)} of the time. "
+            f"{percent(overall.repetition_rate)} of the answers repeat themselves (over 30 % of their sequences of "
+            f"four tokens occurred before), {percent(overall.truncation_rate)} reached the length limit.")
 
 
 def prediction_note(evaluation: Evaluation) -> str:

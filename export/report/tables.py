@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from ..evaluation.results import Evaluation, EvaluationRun, Measures
 from .phrases import all_prompts, group_name, identical, number, percent, span, times
 
-FIGURES = ("answers", "tokens per pass", "tokens/s", "plain tokens/s", "generate tokens/s", "speed-up",
-           "memory-bound speed-up", "identical")
+FIGURES = ("answers", "tokens per pass", "tokens/s", "plain tokens/s", "generate tokens/s", "speed-up", "identical")
 """Columns of every group of prompts."""
 
 
@@ -39,7 +38,6 @@ def figures(measures: Measures) -> tuple[Cell, ...]:
         Cell(number(measures.plain_tokens_per_second, 1)),
         Cell(number(measures.generate_tokens_per_second, 1)),
         Cell(times(measures.speedup), span(measures.speedup_interval, 2)),
-        Cell(times(measures.memory_bound_speedup)),
         Cell(identical(measures)),
     )
 

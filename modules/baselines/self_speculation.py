@@ -70,11 +70,6 @@ class LayerDraft(CausalDraft):
         """Log-probabilities by the target's output layer."""
         return Scores.from_logits(self.target.logits(final), states_BFHD=final)
 
-    def expand_bytes(self) -> int:
-        """Bytes of the kept layers and the output layer."""
-        kept = (parameter for layer in self.kept for parameter in self.target.layers[layer].parameters())
-        return self.target.output_weight().nbytes + sum(parameter.nbytes for parameter in kept)
-
 
 def first_layers(target: Target, count: int | None = None) -> LayerDraft:
     """The target's first layers as a draft model; a quarter of them by default."""

@@ -115,20 +115,30 @@ PROMPT_PASS = GuessedPass()  # The pass over the prompt: nothing is guessed, and
 
 @dataclass
 class PassRecorder:
-    """An observer of the decoding loop that keeps the guesses of every pass."""
+    """An observer of the decoding loop that keeps the guesses of every pass; it waits for the device when it is asked
+    for them."""
 
-    passes: dict[int, list[GuessedPass]] = field(default_factory=dict)  # By the request's index, after the prompt's
+    held: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    """Of passes that were not asked for yet: the requests' indices; and the accepted guesses, and those for the place
+    after them, -1 for none, [B, 1 + C]."""
+    read: dict[int, list[GuessedPass]] = field(default_factory=dict)  # The others, by the request's index
 
     def __call__(self, tree: TokenTree, accepted: Accepted, generations: Sequence[Generation]) -> None:
         last_B1 = accepted.counts_B[:, None] - 1
         children_BC, real_BC = tree.children(accepted.path_BK.gather(1, last_B1)[:, 0])
         guesses_BC = torch.where(real_BC, tree.tokens_BN.gather(1, children_BC), -1)
-        # Counts and guesses in one transfer, which waits for the device.
-        rows = torch.cat([last_B1, guesses_BC], dim=1).tolist()
-        for generation, (count, *guesses) in zip(generations, rows, strict=True):
-            rejected = tuple(dict.fromkeys(token for token in guesses if token >= 0))
-            found = GuessedPass(accepted=count, rejected=rejected)
-            self.passes.setdefault(generation.request.index, []).append(found)
+        indices = [generation.request.index for generation in generations]
+        self.held.append((indices, torch.cat([last_B1, guesses_BC], dim=1)))
+
+    @property
+    def passes(self) -> dict[int, list[GuessedPass]]:
+        """Passes after the prompt's, by the request's index."""
+        for indices, rows in self.held:
+            for index, (count, *guesses) in zip(indices, rows.tolist(), strict=True):
+                rejected = tuple(dict.fromkeys(token for token in guesses if token >= 0))
+                self.read.setdefault(index, []).append(GuessedPass(accepted=count, rejected=rejected))
+        self.held.clear()
+        return self.read
 
     def written(self, generation: Generation) -> list[WrittenToken]:
         """All tokens of a finished answer, with their authors."""

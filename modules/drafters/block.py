@@ -432,16 +432,3 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
                                candidates_BFHQ=ids_RFQ[:, :, None], all_guesses=True)
             logits_RFQ = self.project(states_RFX, step)
         return Scores.from_logits(logits_RFQ[:, :, None], self.token_ids, states_RFX[:, :, None])
-
-    def expand_bytes(self) -> int:
-        """Bytes of an average call: the layers, which run once for a tree, and the output layer with the correction."""
-        layers = sum(weight.nbytes for weight in self.layers.parameters())
-        calls = 1 if self.config.correction == "none" else self.config.num_steps
-        looked_up = {id(part.weight) for part in self.correction.modules() if isinstance(part, nn.Embedding)}
-        apart = sum(weight.nbytes for weight in self.correction.parameters() if id(weight) not in looked_up)
-        return layers // calls + apart + self.output_rows().weight_QD.nbytes
-
-    def observe_bytes(self) -> int:
-        """Bytes of `fc` and of the layers' projections to keys and values."""
-        read = [cast(SlotBlock, layer).self_attn for layer in self.layers]
-        return self.fc.weight.nbytes + sum(part.k_proj.weight.nbytes + part.v_proj.weight.nbytes for part in read)

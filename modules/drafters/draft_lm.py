@@ -265,11 +265,6 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
             **place_arguments(positions_BF, key_positions_BW), **mask_arguments(visible, self.decoder, embedded_BFD),
         ).last_hidden_state)
 
-    def expand_bytes(self) -> int:
-        """Bytes of the layers and of the output layer; embedding rows do not count."""
-        layers = sum(parameter.nbytes for layer in self.layers for parameter in layer.parameters())
-        return layers + (self._embedding() if self.head is None else self.head).weight.nbytes
-
     def start(self, rows: int, capacity: int) -> CausalState:
         """An empty state; the linear layers are packed if they have changed."""
         tied_VD = self._embedding().weight if self.head is None else None

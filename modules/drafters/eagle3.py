@@ -235,12 +235,6 @@ class Eagle3(EagleDrafter):
         finished: Tensor = self.norm(own)
         return finished
 
-    def expand_bytes(self) -> int:
-        """Bytes of the layers and of one output layer: `fc` and its norms run in `observe` alone, and rows of the
-        embedding are looked up."""
-        apart = [part for part in (self.fc, self.fc_norm, self.input_norm, self.embed_tokens) if part is not None]
-        return super().expand_bytes() - sum(weight.nbytes for part in apart for weight in part.parameters())
-
 
 def _principal(rows_ND: Tensor, size: int) -> Tensor:
     """The first principal components [D, size] of the rows, not centred; zero beyond D of them."""

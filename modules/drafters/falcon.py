@@ -277,11 +277,6 @@ class Falcon(FeatureDrafter[FalconState]):
         state.block_RF = torch.arange(nodes, device=state.nodes_RF.device).expand_as(state.nodes_RF)
         state.since_RFT = state.since_RFT[..., :0]
 
-    def expand_bytes(self) -> int:
-        """Bytes of the output layer, one step of the recurrent network and a K-th of the layer: an average level."""
-        own = sum(weight.nbytes for weight in self.layers.parameters()) // self.config.block_size
-        return own + sum(weight.nbytes for weight in self.lstm.parameters()) + self.output_rows().weight_QD.nbytes
-
 
 def _before(states_BLD: Tensor, features: Features, places: int) -> Tensor:
     """The states `places` before each position, [B, L, D]; zero before its segment."""

@@ -188,13 +188,3 @@ class Hydra(HeadDrafter[HydraState]):
         with self.packing.installed():
             logits_RFQ = self.project(head.deepen(head.first(state.paths_RFZ)), step)
         return Scores.from_logits(logits_RFQ[:, :, None], self.token_ids)
-
-    def expand_bytes(self) -> int:
-        """Bytes of one head of average size with its output layer: each level of a tree runs one head."""
-        heads = sum(weight.nbytes for weight in self.heads.parameters())
-        output = sum(weight.nbytes for weight in self.output_parameters(0)) or self.output_rows().weight_QD.nbytes
-        return heads // self.config.num_heads + output
-
-    def observe_bytes(self) -> int:
-        """Bytes of the prefix layer."""
-        return 0 if self.prefix is None else sum(weight.nbytes for weight in self.prefix.parameters())

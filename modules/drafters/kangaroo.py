@@ -198,8 +198,3 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows, LimitsChains):
             adapted_BFD = self.adapt(exits_BFD, state.rows.add_nodes(frontier))
             logits_BFQ = self.project(adapted_BFD, 0)
         return Scores.from_logits(logits_BFQ[:, :, None], self.token_ids, adapted_BFD[:, :, None])
-
-    def expand_bytes(self) -> int:
-        """Bytes of the target's first layers, the adapter and the output layer."""
-        first = self.output_rows().target.layers[: self.exit_layer]
-        return super().expand_bytes() + sum(parameter.nbytes for parameter in first.parameters())

@@ -223,7 +223,3 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
             layers = [part for part in self.modules() if isinstance(part, self.compiled_kinds)]
             self._forms = CompiledLayers(layers, compiler, self.compiled_form)
         return self._forms.installed()
-
-    def expand_bytes(self) -> int:
-        """Bytes of the own weights; families that read other weights override this."""
-        return sum(parameter.nbytes for parameter in self.parameters())

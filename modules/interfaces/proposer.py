@@ -220,14 +220,6 @@ class Proposer(ABC, Generic[State]):
 
         The first call after an observation has the root as its frontier; each node is passed once, after its parent."""
 
-    def expand_bytes(self) -> int:
-        """Bytes of weights that one `expand` reads, own and borrowed; table lookups do not count."""
-        return 0
-
-    def observe_bytes(self) -> int:
-        """Bytes of weights that one `observe` reads; 0 for families that only store the observation."""
-        return 0
-
 
 def spread(values_BOQ: Tensor, origin_BF: Tensor) -> Tensor:
     """Values of each node of a tree level, [B, F, Q]: row `origin_BF` of the values that the level shares."""

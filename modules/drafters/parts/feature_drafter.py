@@ -67,12 +67,6 @@ class FeatureDrafter(BorrowingDrafter[State]):
             raise ValueError(f"the outputs of the target's layers {missing} are missing; encode with drafter.taps")
         return [taps[layer].to(self.dtype) for layer in self.taps]
 
-    def observe_bytes(self) -> int:
-        """Bytes of all own weights but the output layer and an embedding, in which rows are looked up."""
-        tables = [part.weight for part in self.modules() if isinstance(part, nn.Embedding)]
-        unread = {id(weight) for weight in (*self.output_parameters(0), *tables)}
-        return sum(parameter.nbytes for parameter in self.parameters() if id(parameter) not in unread)
-
 
 def chosen_taps(taps: Sequence[int] | None, target: Target) -> tuple[int, ...]:
     """The tapped layers of this target.

@@ -235,10 +235,6 @@ class LookaheadDrafter(BorrowingDrafter[LookaheadState], SharesTargetRows, Guess
         # Only a drafter that names its candidates may have no guess.
         return Scores(log_probs_BFHQ=log_probs_BFHQ, candidates_BFHQ=ids_Q.expand_as(log_probs_BFHQ))
 
-    def expand_bytes(self) -> int:
-        """Bytes of the target's output layer."""
-        return self.output_rows().weight_QD.nbytes
-
 
 def _sees(slots: Tensor, others: Tensor, copies: int) -> Tensor:
     """True where the other slot of an anchor is the same copy of this step or an earlier one."""

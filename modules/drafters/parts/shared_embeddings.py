@@ -209,10 +209,6 @@ class BorrowingDrafter(Drafter[State]):
         if self._borrowed is not None and not self.output_parameters(0):
             self._borrowed.pack()
 
-    def expand_bytes(self) -> int:
-        """Bytes of the own weights, and of the target's output layer where it is read."""
-        return super().expand_bytes() + (0 if self.output_parameters(0) else self.output_rows().weight_QD.nbytes)
-
     def recompute_layers(self) -> bool:
         """Let training compute the states inside of its MLPs again; False where it has none."""
         inner = [part for part in self.modules() if isinstance(part, GatedMLP)]

@@ -1,4 +1,4 @@
-"""The sample answers of a report: the plain answers again, with the author of each token."""
+"""The sample answers of a report: three of those that were measured, with the author of each token."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from draftsmith.export import EvaluateConfig, EvaluationRun, Method, Question, evaluate
 from draftsmith.export.evaluation.results import Answer
-from draftsmith.export.evaluation.sample_answers import _chosen
+from draftsmith.export.evaluation.summary import _chosen
 from draftsmith.modules import (
     Chain,
     DecodeSettings,

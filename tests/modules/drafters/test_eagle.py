@@ -396,8 +396,8 @@ def test_fspad_adds_the_expected_number_of_weights(sampling: bool, partial: bool
     drafter = Eagle.create(EagleConfig(feature_sampling=sampling, partial_alignment=partial), tiny_target)
     more = 4 * ((3 * 32 * 64 + 32) * sampling + 32 * 64 * partial)
     assert drafter.block.intermediate_size == 64
-    assert drafter.observe_bytes() == plain.observe_bytes() + more
-    assert drafter.expand_bytes() == plain.expand_bytes() + more
+    size, least = (sum(weight.nbytes for weight in one.parameters()) for one in (drafter, plain))
+    assert size == least + more
     own = set(drafter.state_dict()) - set(plain.state_dict())
     assert own == {f"sampling.{part}.weight" for part in ("norm", "gate_proj", "up_proj", "down_proj") if sampling}
 
@@ -523,10 +523,6 @@ def test_its_own_embedding_is_trained(tiny_target: Target) -> None:
     table_VD = drafter.get_parameter("embed_tokens.weight")
     assert table_VD.grad is not None
     assert table_VD.grad.abs().sum(-1).nonzero()[:, 0].tolist() == [21, 22, 23]
-    whole = sum(parameter.nbytes for parameter in drafter.parameters())
-    output, fc = (drafter.get_parameter(f"{name}.weight").nbytes for name in ("lm_head", "fc"))
-    assert drafter.observe_bytes() == whole - table_VD.nbytes - output
-    assert drafter.expand_bytes() == whole - table_VD.nbytes - fc
 
 
 @pytest.mark.parametrize(("config", "told"), [

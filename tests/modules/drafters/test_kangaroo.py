@@ -223,14 +223,6 @@ def test_a_sixteenth_of_the_layers_is_the_exit_by_default(target: Target) -> Non
     assert Kangaroo.fitted(KangarooConfig(), random_target(33))[0].exit_layer == 2
 
 
-def test_weights_that_are_read_are_counted(target: Target) -> None:
-    drafter = drafter_of(target, exit_layer=2, vocabulary_size=None)
-    own = sum(parameter.nbytes for parameter in drafter.parameters())
-    first = sum(parameter.nbytes for layer in target.layers[:2] for parameter in layer.parameters())
-    assert drafter.observe_bytes() == own
-    assert drafter.expand_bytes() == own + first + target.output_weight().nbytes
-
-
 @pytest.mark.parametrize(("settings", "message"), [
     ({"exit_layer": 4}, "exit_layer must be below the 4 layers of random, got 4; verification needs at least one"),
     ({"exit_layer": 0}, "exit_layer must be a whole number of at least 1, got 0"),

@@ -109,7 +109,7 @@ def row_of(found: dict[str, Any]) -> list[tuple[str, str]]:
     return [shown(found["prompts"], "d"), shown(found["accepted_length"], ".2f", found["accepted_length_interval"]),
             shown(found["tokens_per_second"], ".1f", found["tokens_per_second_interval"]),
             shown(found["plain_tokens_per_second"], ".1f"), shown(found["generate_tokens_per_second"], ".1f"),
-            shown(found["speedup"], ".2f×", found["speedup_interval"]), shown(found["memory_bound_speedup"], ".2f×"),
+            shown(found["speedup"], ".2f×", found["speedup_interval"]),
             (f"{found['lossless']['identical']}/{found['lossless']['prompts']}", "")]
 
 
@@ -133,7 +133,7 @@ def test_a_figure_that_stands_in_several_places_is_the_same(tiny_run: Path) -> N
         assert [prompts, length] == [figure for figure, _ in row_of(measured[name])[:2]], name
     # Cards and sentences.
     cards = re.findall(r'<div class="card[^"]*"><b>([^<]*)(?:<i class="range">([^<]*)</i>)?</b>', raw)
-    assert cards == [*(row_of(found)[column] for column in (1, 5, 7)), shown(found["draft_time_share"], ".0%")]
+    assert cards == [*(row_of(found)[column] for column in (1, 5, 6)), shown(found["draft_time_share"], ".0%")]
     own = found["by_prompt_set"]["own"]
     header, faster = found["header"], max(found["plain_tokens_per_second"], found["generate_tokens_per_second"])
     for sentence in (
@@ -141,8 +141,8 @@ def test_a_figure_that_stands_in_several_places_is_the_same(tiny_run: Path) -> N
         f"timed prompts: {header['timed_prompts']}",
         f"speed-up: {found['tokens_per_second']:.1f} tokens/s with drafts, {faster:.1f} without",
         f"All {found['lossless']['prompts']} answers ({found['new_tokens']:,} tokens) are identical",
-        f"Drafting read {found['draft_share']:.2f} bytes for each byte of the target and took "
-        f"{found['draft_time_share']:.0%} of the time. {found['repetition_rate']:.0%} of the answers repeat",
+        f"Drafting took {found['draft_time_share']:.0%} of the time. {found['repetition_rate']:.0%} of the answers "
+        "repeat",
         f"before), {found['truncation_rate']:.0%} reached the length limit",
         f"tokens per pass {found['predicted_accepted_length']:.2f} (90 %: "
         f"{' to '.join(format(end, '.2f') for end in found['predicted_accepted_length_interval'])}), measured: "
