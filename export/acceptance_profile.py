@@ -9,11 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..modules import Topology
+from ..modules import RankedText, Topology
 from ..modules.files.atomic_files import write_file
 from ..modules.files.json_records import read_object
-from ..modules.tuning.held_out_ranks import ProposedText
-from ..modules.tuning.rank_walk import last_nodes, pass_starts
 from .artifact_files import ACCEPTANCE, AGAIN, as_json
 
 HELD_OUT, DECODED = "held-out answers", "decoded answers"
@@ -67,19 +65,16 @@ def _acceptance(passes: Sequence[Pass], draft_tokens: int) -> dict[str, Any]:
             "conditional": [after / before if before else None for before, after in pairwise(reached)]}
 
 
-def chain_measurements(text: ProposedText) -> list[dict[str, Any]]:
+def chain_measurements(text: RankedText) -> list[dict[str, Any]]:
     """Acceptance of chains of each length on held-out greedy answers, as decoding them counts it.
 
     Args:
-        text: proposals of the drafter along answers that chose no checkpoint.
+        text: answers that chose no checkpoint.
     """
-    ranked, found = text.ranked, []
-    for length in range(1, min(ranked.ranks_PK.shape[1], LONGEST_CHAIN) + 1):
-        # Of a chain the number of the deepest node is its depth.
-        depths_P = last_nodes(ranked.ranks_PK, Topology.chain(length))
-        starts_S = pass_starts(text.left_P, depths_P)
-        emitted_S = (depths_P + 1).minimum(text.left_P)[starts_S].tolist()
-        passes = [Pass(*one) for one in zip(emitted_S, (text.roots_P[starts_S] + 1).tolist(), strict=True)]
+    found = []
+    for length in range(1, min(text.ranks_PK.shape[1], LONGEST_CHAIN) + 1):
+        starts_S, emitted = text.walk(Topology.chain(length))
+        passes = [Pass(*one) for one in zip(emitted, (text.roots_P[starts_S] + 1).tolist(), strict=True)]
         setting = {"method": f"chain-{length}", "chain": True, "nodes": length + 1, "temperature": 0.0,
                    "answers": len(set(text.rows_P[starts_S].tolist())), "source": HELD_OUT}
         found += measurements(passes, setting, length)

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,6 +32,13 @@ class Prediction:
             return None
         low, high = (self.speedup * end / self.accepted_length for end in self.interval)
         return low, high
+
+
+def figures(found: Prediction | None, prefix: str = "") -> dict[str, Any]:
+    """A prediction with its intervals, as JSON files name its parts; None where nothing is predicted."""
+    parts = {"speedup": "speedup", "speedup_interval": "speedup_interval", "accepted_length": "accepted_length",
+             "accepted_length_interval": "interval"}
+    return {prefix + name: found and getattr(found, part) for name, part in parts.items()}
 
 
 PLAIN = Prediction(speedup=1.0, accepted_length=1.0)

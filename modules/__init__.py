@@ -59,12 +59,10 @@ if TYPE_CHECKING:
     from .target.target_rows import PassOutput, TargetRows
     from .token_tree import Drawn, TokenTree, Topology
     from .tuning.acceptance_examples import Examples, Rollouts, chain_for, rollouts
-    from .tuning.cost_table import CostCurve, CostTable
-    from .tuning.held_out_ranks import ProposedText, proposed_text, rank_table
-    from .tuning.replay_acceptance import Acceptance, MeasuredStep, answered_anew, held_out_acceptance
-    from .tuning.replay_target import Replay
-    from .tuning.step_timing import measure_cost
-    from .tuning.tree_search import search_tree
+    from .tuning.ranked_text import RankedText, ranked_text
+    from .tuning.replayed_answers import Replay
+    from .tuning.step_timing import CostCurve, CostTable, measure_cost
+    from .tuning.tree_search import Acceptance, MeasuredStep, answered_anew, held_out_acceptance, search_tree
     from .tuning.trials import SIZING_TEMPERATURE, Counted, Trial, trials
     from .verification.acceptance_rules import (
         Accepted,
@@ -98,11 +96,11 @@ __all__ = [
     "Generation", "HiddenTransfer", "HiddenTransferConfig", "Hydra", "HydraConfig", "Kangaroo", "KangarooConfig",
     "LayerDraft", "Loop", "MaxProbability", "MeasuredStep", "Medusa", "MedusaConfig", "Mtp", "MtpConfig", "NgramConfig",
     "Ngrams", "Observation", "PassOutput", "PathProbability", "Policy", "PromptLookup", "PromptLookupConfig",
-    "PromptTokens", "PromptTokensConfig", "ProposedText", "Proposer", "Rejection", "RejectionRisk", "Replay", "Request",
+    "PromptTokens", "PromptTokensConfig", "Proposer", "RankedText", "Rejection", "RejectionRisk", "Replay", "Request",
     "Rollouts", "Rule", "SampledChain", "SampledTree", "Sampling", "SamplingSetting", "Scores", "StaticTree",
     "StoppedChain", "StoppingRule", "Target", "TargetConfig", "TargetIdentity", "TargetRows", "TokenRecycling",
     "TokenText", "TokenTree", "Topology", "TreeError", "Trial", "Typical", "Union", "UserError", "Verified",
     "answered_anew", "baseline", "chain_for", "choose", "decode", "exact_rule", "follow", "held_out_acceptance",
-    "load_target", "measure_cost", "parse_joined", "parse_policy", "policy_named", "proposed_text", "rank_table",
-    "recycling_tree", "repeats_itself", "rollouts", "search_tree", "stream", "trials",
+    "load_target", "measure_cost", "parse_joined", "parse_policy", "policy_named", "ranked_text", "recycling_tree",
+    "repeats_itself", "rollouts", "search_tree", "stream", "trials",
 ]

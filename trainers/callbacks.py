@@ -16,7 +16,7 @@ import torch
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafter
 from ..modules.progress import ProgressLine
-from ..modules.tuning.replay_acceptance import Acceptance
+from ..modules.tuning.tree_search import Acceptance
 from .base import DraftModule
 from .steps.checkpoints import save_weights
 

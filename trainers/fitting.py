@@ -19,7 +19,7 @@ from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.files.atomic_files import make_folder
 from ..modules.processes import Processes, destroy_group_at_exit
-from ..modules.tuning.replay_acceptance import MeasuredStep, held_out_acceptance
+from ..modules.tuning.tree_search import MeasuredStep, held_out_acceptance
 from .base import DraftModule
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, Progress, StopAtSignal
 from .processes import strategy_for

@@ -10,13 +10,12 @@ from typing import Any
 from ...modules import StaticTree, Target
 from ...modules.progress import ProgressLine
 from ..acceptance_profile import DECODED, measurements
-from .budget import Budget
 from .contention import ContentionProbe, machine
 from .methods import SEED, EvaluateConfig, Method, PromptSets
 from .reference_answers import References
 from .results import Answer, Evaluation, EvaluationRun, Measures, Timing
 from .runner import MethodRecord, Runner
-from .schedule import Entry, Schedule, by_prompt_set, require_context
+from .schedule import Budget, Entry, Schedule, by_prompt_set, require_context
 from .summary import summarise
 from .uniformity import rounding
 

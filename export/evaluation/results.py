@@ -7,7 +7,7 @@ from typing import Any
 
 from ...modules import MeasuredStep
 from ..acceptance_profile import Pass
-from ..tuning import Prediction
+from ..tuning import Prediction, figures
 from .uniformity import Distribution
 
 OWN = "own"
@@ -256,15 +256,7 @@ class Evaluation:
         """Fields that are the same for all groups; `method` is the name in reports."""
         names = ("family", "target", "temperature", "batch_size", "nodes", "tree_nodes", "contended")
         return {"method": self.name, "partners": list(self.partners),
-                **{name: getattr(self, name) for name in names}, **self._predicted()}
-
-    def _predicted(self) -> dict[str, Any]:
-        """The prediction with its 90 % intervals."""
-        found = self.prediction
-        return {"predicted_speedup": found and found.speedup,
-                "predicted_speedup_interval": found and found.speedup_interval,
-                "predicted_accepted_length": found and found.accepted_length,
-                "predicted_accepted_length_interval": found and found.interval}
+                **{name: getattr(self, name) for name in names}, **figures(self.prediction, "predicted_")}
 
     def _groups(self) -> dict[str, dict[str, Measures]]:
         return {"prompt_set": self.by_prompt_set, "category": self.by_category, "turn": self.by_turn,

@@ -7,13 +7,12 @@ from functools import partial
 from ...modules import Generation, Request, Target, UserError
 from ...modules.decoding.recorders import PassRecorder
 from ...modules.interfaces.proposer import Remembers
-from .budget import CLOSING_SHARE, Budget
 from .contention import ContentionProbe, rotated
 from .lossless import Judge, positions
 from .methods import Method
 from .reference_answers import References
 from .results import Answer, SampleAnswer, Timing
-from .schedule import UNTIMED_ROWS, Entry, Schedule, by_prompt_set
+from .schedule import CLOSING_SHARE, UNTIMED_ROWS, Budget, Entry, Schedule, by_prompt_set
 from .summary import sample_answers
 from .timed_decoding import Exchange, Records, TimedDecoder, untimed_batches
 

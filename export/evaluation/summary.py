@@ -1,16 +1,13 @@
 """Summary of answers and timings as measures, with bootstrap confidence intervals; and three answers to be shown.
 
-An interval says how much a figure would vary with other prompts of the same kind. Prompts are drawn again with
-replacement, the figure is computed anew from those drawn, and the interval holds the middle 95 % (the percentile
-method; Efron and Tibshirani 1993, chapter 13). The draws depend only on the seed and the number of prompts, so that all
-figures and all methods of an evaluation are drawn together: paired.
+The draws of the intervals depend only on the seed and the number of prompts, so that all figures and all methods of an
+evaluation are drawn together: paired.
 
 Shapes: R draws, Q questions, N timed groups of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,38 +15,16 @@ from numpy.typing import NDArray
 
 from ...modules import Generation, TokenText, repeats_itself
 from ...modules.decoding.recorders import PassRecorder
+from ...modules.tuning.trials import Drawn, draws, interval
 from .results import Answer, Interval, Lossless, Measures, SampleAnswer, SampleToken, Timing
 from .uniformity import distribution_of
 
-Draws = NDArray[np.intp]
 Counts = NDArray[np.int_]
 Floats = NDArray[np.float64]
-RESAMPLES = 1000
 CONFIDENCE = 0.95
 SHORTEST = 16
 """Answers with fewer tokens are not shown while there are three longer ones."""
 BEST, MEDIAN, WORST = "best", "median", "worst"
-
-
-def interval(count: int, figure: Callable[[Draws], Floats], seed: int) -> Interval | None:
-    """The interval of a figure over `count` prompts; None with fewer than two, which cannot be resampled.
-
-    Args:
-        count: prompts, or groups of prompts that were decoded together.
-        figure: maps the indices of the prompts in each draw, [R, N], to the figure of each draw, [R].
-        seed: of the draws.
-    """
-    if count < 2:
-        return None
-    tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(figure(draws(count, seed)), [tail, 100 - tail])
-    return float(low), float(high)
-
-
-@cache
-def draws(count: int, seed: int) -> Draws:
-    """`RESAMPLES` draws of `count` indices from 0 to count - 1, with replacement, [R, N]."""
-    return np.random.default_rng([seed % 2**63, count]).integers(count, size=(RESAMPLES, count))
 
 
 def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, seed: int = 0,
@@ -73,7 +48,7 @@ def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, seed: int
         target_passes=passes,
         accepted_length=sum(emitted) / max(1, passes),
         accepted_length_interval=interval(len(emitted_Q), lambda drawn_RQ: np.asarray(
-            emitted_Q[drawn_RQ].sum(1) / np.maximum(1, passes_Q[drawn_RQ].sum(1))), seed),
+            emitted_Q[drawn_RQ].sum(1) / np.maximum(1, passes_Q[drawn_RQ].sum(1))), CONFIDENCE, seed),
         # The target reads every prompt once.
         block_efficiency=tokens / max(1, passes + len(answers)),
         acceptance_by_position=acceptance_by_position(emitted),
@@ -116,17 +91,18 @@ def _speeds(timings: Sequence[Timing], answers: Sequence[Answer], seed: int) -> 
     passes_per_second_N = drafted_N / efficiency_N
     tokens_Q, passes_Q = _by_question(answers, lambda one: (len(one.tokens), 1 + len(one.emitted)))
 
-    def drafted(groups_RN: Draws, questions_RQ: Draws) -> Floats:
+    def drafted(groups_RN: Drawn, questions_RQ: Drawn) -> Floats:
         efficiency_R = tokens_Q[questions_RQ].sum(1) / passes_Q[questions_RQ].sum(1)
         return np.asarray(np.median(passes_per_second_N[groups_RN], axis=1) * efficiency_R)
 
     # The three speeds of a group are drawn together: a slow prompt slows all of them.
-    def gain(groups_RN: Draws, questions_RQ: Draws) -> Floats:
+    def gain(groups_RN: Drawn, questions_RQ: Drawn) -> Floats:
         plain_R, generate_R = (np.median(speeds_N[groups_RN], axis=1) for speeds_N in (plain_N, generate_N))
         return np.asarray(drafted(groups_RN, questions_RQ) / np.maximum(plain_R, generate_R))
 
-    def spread(figure: Callable[[Draws, Draws], Floats]) -> Interval | None:
-        return interval(len(timings), lambda groups_RN: figure(groups_RN, draws(len(tokens_Q), seed)), seed)
+    def spread(figure: Callable[[Drawn, Drawn], Floats]) -> Interval | None:
+        return interval(len(timings), lambda groups_RN: figure(groups_RN, draws(len(tokens_Q), seed)),
+                        CONFIDENCE, seed)
 
     every = np.arange(len(timings))[None], np.arange(len(tokens_Q))[None]
     return {

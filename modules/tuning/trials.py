@@ -1,19 +1,22 @@
 """Ways of drafting that are tried on held-out answers: their tokens of a pass by decoding, their speed-up by measured
 seconds.
 
-A stored answer is decoded against the replayed target (`replay_target`), with a static tree alone by the ranks of its
-tokens (`rank_walk`): the lengths are those of real decoding, greedy or drawn, and no pass of the target is needed. Half
-of the answers choose, and the other half reports, since the best of many looks better on the answers that chose it.
+A stored answer is decoded with passes that are read from it (`replayed_answers`), with a static tree alone by the ranks
+of its tokens (`ranked_text`). So the lengths are those of real decoding, greedy or drawn, without the target. Half of
+the answers choose, and the other half reports, since the best of many looks better on the answers that chose it.
 
 Shapes: A answers, R draws.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..baselines.joined_policies import JOINED, PolicyName, joined_drafter, joined_policy, parse_joined
 from ..baselines.registry import COPIED
@@ -27,10 +30,9 @@ from ..policies.static_tree import StaticTree
 from ..target.model import Target
 from ..token_tree import TokenTree, Topology
 from ..verification.acceptance_rules import Accepted
-from .cost_table import CostTable
-from .held_out_ranks import proposed_text
-from .rank_walk import last_nodes, pass_starts
-from .replay_target import Replay
+from .ranked_text import ranked_text
+from .replayed_answers import Replay
+from .step_timing import CostTable
 
 SIZES = (2, 4, 8, 16, 32)
 """Nodes of the static trees that are tried."""
@@ -42,8 +44,32 @@ MOST_BEYOND = 2
 """Nodes of a pass as a multiple of the most that were timed up to which the last slope of their seconds is trusted."""
 SURE_LENGTH = 1.2
 """Tokens of a pass from which a draft stays in use where other programs disturbed the timing."""
-DRAWS, TAILS = 1000, (0.05, 0.95)
-"""Draws of the bootstrap over answers, and the ends of its interval."""
+DRAWS = 1000
+"""Draws of the bootstrap."""
+Drawn = NDArray[np.intp]
+
+
+def interval(count: int, figure: Callable[[Drawn], NDArray[np.float64]], share: float,
+             seed: int = 0) -> tuple[float, float] | None:
+    """The interval that holds the middle `share` of a figure by a bootstrap: how much it would vary with other answers
+    of the same kind (the percentile method; Efron and Tibshirani 1993, chapter 13). None with fewer than two answers.
+
+    Args:
+        count: answers, or groups of them that were decoded together.
+        figure: maps the indices of the answers in each draw, [R, A], to the figure of each draw, [R].
+        share: of the draws.
+        seed: of the draws.
+    """
+    if count < 2:
+        return None
+    low, high = np.percentile(figure(draws(count, seed)), [50 * (1 - share), 50 * (1 + share)])
+    return float(low), float(high)
+
+
+@cache
+def draws(count: int, seed: int) -> Drawn:
+    """`DRAWS` draws of `count` indices from 0 to count - 1, with replacement, [R, A]."""
+    return np.random.default_rng([seed % 2**63, count]).integers(count, size=(DRAWS, count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +91,16 @@ class Counted:
     @classmethod
     def of(cls, emitted: Sequence[Sequence[int]], nodes: float) -> "Counted":
         """The figures of the passes of some answers, each with the tokens that it emitted."""
-        sums_A2 = torch.tensor([[sum(one), len(one)] for one in emitted if one], dtype=torch.float64).reshape(-1, 2)
-        if not (answers := len(sums_A2)):
+        sums_A2 = np.array([(sum(one), len(one)) for one in emitted if one]).reshape(-1, 2)
+        if not len(sums_A2):
             return cls(accepted_length=1.0, nodes=nodes)
-        interval = None
-        if answers > 1:
-            generator = torch.Generator().manual_seed(0)
-            sums_R2 = sums_A2[torch.randint(answers, (DRAWS, answers), generator=generator)].sum(1)
-            low, high = (sums_R2[:, 0] / sums_R2[:, 1]).quantile(torch.tensor(TAILS, dtype=torch.float64)).tolist()
-            interval = low, high
-        tokens, passes = sums_A2.sum(0).tolist()
-        return cls(accepted_length=tokens / passes, nodes=nodes, interval=interval)
+
+        def length(drawn_RA: Drawn) -> NDArray[np.float64]:
+            sums_R2 = sums_A2[drawn_RA].sum(1)
+            return np.asarray(sums_R2[:, 0] / sums_R2[:, 1])
+
+        return cls(accepted_length=float(length(np.arange(len(sums_A2))[None])[0]), nodes=nodes,
+                   interval=interval(len(sums_A2), length, 0.9))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,18 +201,14 @@ def cut(batch: Features, most: int) -> Features:
 
 def walked_sizes(drafter: Drafter, features: Sequence[Features], topology: Topology,
                  sizes: Sequence[int]) -> dict[str, Counted]:
-    """Figures of decoding answers with prefixes of a static tree, by the ranks of their tokens (`rank_walk`)."""
-    with torch.no_grad():
-        text = proposed_text(drafter, features)
-    found = {}
+    """Figures of decoding answers with prefixes of a static tree, by the ranks of their tokens (`ranked_text`)."""
+    text, found = ranked_text(drafter, features), dict[str, Counted]()
     for size in sizes:
-        prefix, emitted = topology.prefix(min(size, topology.size)), defaultdict[int, list[int]](list)
-        depths_P = torch.tensor(prefix.depths)[last_nodes(text.ranked.ranks_PK, prefix)]
-        starts_S = pass_starts(text.left_P, depths_P)
-        for row, count in zip(text.rows_P[starts_S].tolist(), (depths_P + 1).minimum(text.left_P)[starts_S].tolist(),
-                              strict=True):
-            emitted[row].append(count)
-        found[f"{STATIC}-{size}"] = Counted.of(list(emitted.values()), float(size))
+        of_row = defaultdict[int, list[int]](list)
+        starts_S, emitted = text.walk(topology.prefix(min(size, topology.size)))
+        for row, count in zip(text.rows_P[starts_S].tolist(), emitted, strict=True):
+            of_row[row].append(count)
+        found[f"{STATIC}-{size}"] = Counted.of(list(of_row.values()), float(size))
     return found
 
 

@@ -8,21 +8,20 @@ training would bring is predicted.
 import json
 import math
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from safetensors import safe_open
 
 from ...data import DistillConfig, PromptConfig
 from ...data.store.feature_store import in_words
-from ...export import Artifact, Tuning, load_artifact
+from ...export import Artifact, EvaluateConfig, Tuning, load_artifact
 from ...export.artifact_files import WEIGHTS
 from ...export.layouts.parts.export_format import Engine
 from ...export.layouts.registry import formats_of
-from ...export.tuning import Prediction
+from ...export.report.family_comparison import pipes
+from ...export.tuning import Prediction, figures
 from ...modules import (
     DEFAULT_NAME,
     JOINED,
@@ -42,15 +41,13 @@ from ...modules.target.loading.loading import device_named
 from ...modules.tuning.trials import SIZES
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, named_target
-from ..reading.command_line import TRUST
-from ..reading.parsing import Command, Parsed
+from ..reading.parsing import Command, Parsed, plain
 from ..reading.recipe_files import recipe_path
 from ..recipe import TreeConfig
 from ..stages.training_folder import RESULT_FILE, STATS_FILE
 from ..terminal.terminal_text import say
 from .artifact_commands import own_target
-from .compare_families import COMMANDS as FAMILIES
-from .compare_families import FamiliesArguments, compose, families, row_name, workspace_of
+from .compare_families import SHARED, FamiliesArguments, compose, families, row_name, trust_words, workspace_of
 from .memory_plan import plan_recipe
 
 CANDIDATES = ("medusa", "hydra", "eagle", "eagle3", "fastdraft")
@@ -165,7 +162,7 @@ def choose_draft(parsed: Parsed[ChooseArguments]) -> None:
         target = artifact_target(given.artifacts[0], given.target)
         found += [of_artifact(folder, target, given) for folder in given.artifacts]
     if given.calibrated:
-        found += calibrated(parsed, notes)
+        found += calibrated(given, notes)
     found.sort(key=lambda one: -one.score)
     suited = [one for one in found if given.engine is None or given.engine.lower() in one.engines.lower()]
     notes += [f"{one.name} is left out: {given.engine} does not load it" for one in found if one not in suited]
@@ -177,12 +174,9 @@ def choose_draft(parsed: Parsed[ChooseArguments]) -> None:
     else:
         doubt = "" if best.sure else " (the interval includes plain decoding: calibrate for more minutes first)"
         advice = f"{best.name}: predicted {best.score:.2f} times as fast as plain decoding{doubt}; start: {best.start}"
-    say("\n".join([advice, "", *table(found), "", *notes, NOTE]))
+    say("\n".join([advice, "", *pipes([cells(one) for one in found]), "", *notes, NOTE]))
     records = [{**vars(one), "score": one.score, "predictions": {
-        name: None if each is None else {"speedup": each.speedup, "speedup_interval": each.speedup_interval,
-                                         "accepted_length": each.accepted_length,
-                                         "accepted_length_interval": each.interval}
-        for name, each in one.predictions.items()}} for one in found]
+        name: None if each is None else figures(each) for name, each in one.predictions.items()}} for one in found]
     chosen = None if best is None or best.score <= 1 else best.name
     write_file(given.out / "choose.json", json.dumps(
         {"recommendation": chosen, "advice": advice, "notes": notes, "candidates": records}, indent=2) + "\n")
@@ -193,50 +187,39 @@ NOTE = ("Tokens per pass and speed-ups are over this project's loop without draf
         "draft chains, and their passes cost otherwise.")
 
 
-def table(found: Sequence[Candidate]) -> list[str]:
-    """Lines of the table, the best candidate first."""
-    if not found:
-        return []
-
-    def cell(one: Prediction | None) -> str:
-        if one is None:
+def cells(one: Candidate) -> dict[str, str]:
+    """The cells of a candidate by the headings of their columns."""
+    def cell(found: Prediction | None) -> str:
+        if found is None:
             return "not known"
         spans = ["" if span is None else f" ({span[0]:.2f} to {span[1]:.2f})"
-                 for span in (one.interval, one.speedup_interval)]
-        return f"{one.accepted_length:.2f}{spans[0]}, {one.speedup:.2f}x{spans[1]}"
+                 for span in (found.interval, found.speedup_interval)]
+        return f"{found.accepted_length:.2f}{spans[0]}, {found.speedup:.2f}x{spans[1]}"
 
-    columns = ["draft", *(f"tokens/pass and speed-up, {name}" for name in found[0].predictions), "parameters",
-               "training", "memory", "loaded by"]
-    rows = [[one.name, *map(cell, one.predictions.values()), f"{one.parameters:,}", one.training, one.memory,
-             one.engines or "no engine"] for one in found]
-    return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
+    return {"draft": one.name,
+            **{f"tokens/pass and speed-up, {name}": cell(found) for name, found in one.predictions.items()},
+            "parameters": f"{one.parameters:,}", "training": one.training, "memory": one.memory,
+            "loaded by": one.engines or "no engine"}
 
 
-def calibrated(parsed: Parsed[ChooseArguments], notes: list[str]) -> list[Candidate]:
-    """Candidates that train now for equal short times on the same answers, by the command `families`."""
-    given, folder = parsed.values, parsed.values.out / "calibration"
-    name = given.target.name
+def calibrated(given: ChooseArguments, notes: list[str]) -> list[Candidate]:
+    """Candidates that train now for equal short times on the same answers, as rows of `families`."""
+    folder, name = given.out / "calibration", given.target.name
     if name == ARTIFACT_TARGET:
         name = named_target(given.artifacts[0], given.target).name if given.artifacts else DEFAULT_NAME
-    sections = {section: parsed.settings[section] for section in ("target", "template", "prompts", "distill", "tree")}
-    sections["target"] = {**sections["target"], "name": name}
-    sections["distill"] = {**sections["distill"], "budget_minutes": ANSWERING * given.minutes}
     # Decoding is not compared here: one prompt is enough, and trees are sized for answers of this length.
-    sections["evaluate"] = {"limit": 1, "speed_prompts": 0, "max_new_tokens": ANSWER_TOKENS}
-    trust = [f"--{TRUST}={str(given.trust).lower()}",
-             f"--target.trust_remote_code={str(given.target.trust_remote_code).lower()}"]
-
-    def comparison(rows: Sequence[str]) -> Parsed[FamiliesArguments]:
-        content = {"out": str(folder), "rows": list(rows), **sections,
-                   "minutes": TRAINING * given.minutes / len(given.calibrated)}
-        file = write_file(given.out / "calibration.yaml", yaml.safe_dump(content, sort_keys=False))
-        arguments: Parsed[FamiliesArguments] = FAMILIES["families"].parse(["--config", str(file), *trust])
-        return arguments
-
-    whole, peaks = comparison(given.calibrated), dict[str, int]()
+    comparison = FamiliesArguments(
+        out=folder, rows=given.calibrated, minutes=TRAINING * given.minutes / len(given.calibrated),
+        target=replace(given.target, name=name), template=given.template, prompts=given.prompts,
+        distill=replace(given.distill, budget_minutes=ANSWERING * given.minutes), tree=given.tree,
+        evaluate=EvaluateConfig(limit=1, speed_prompts=0, max_new_tokens=ANSWER_TOKENS), trust=given.trust)
+    settings = {section: plain(asdict(getattr(comparison, section))) for section in SHARED}
+    # No file may hold it: what the command line trusts is passed on by words.
+    del settings["target"]["trust_remote_code"]
+    whole, peaks = Parsed(values=comparison, settings=settings), dict[str, int]()
     for row in given.calibrated:
         file = compose(given.out / "planned", row_name(row), recipe_path(row), whole)
-        peak = max(stage.peak for stage in plan_recipe(workspace_of(file, *trust).recipe).stages)
+        peak = max(stage.peak for stage in plan_recipe(workspace_of(file, *trust_words(comparison)).recipe).stages)
         if given.memory_gib is None or peak <= given.memory_gib * 2**30:
             peaks[row] = peak
         else:
@@ -244,7 +227,7 @@ def calibrated(parsed: Parsed[ChooseArguments], notes: list[str]) -> list[Candid
                          f"{given.memory_gib:g}")
     if not peaks:
         return []
-    families(comparison(list(peaks)))
+    families(replace(whole, values=replace(comparison, rows=tuple(peaks))))
     target, found = load_target(replace(given.target, name=name)), []
     for row, peak in peaks.items():
         place = folder / row_name(row)

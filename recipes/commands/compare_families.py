@@ -85,9 +85,7 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
     given = parsed.values
     recipes = {row_name(row): recipe_path(row) for row in given.rows if row not in BASELINES}
     wanted = [row_name(row) for row in given.rows if given.only in (None, row_name(row))]
-    # What the command line trusts is passed on by words, since no recipe can hold it.
-    trust = [f"--{TRUST}={str(given.trust).lower()}",
-             f"--target.trust_remote_code={str(given.target.trust_remote_code).lower()}"]
+    trust = trust_words(given)
     with TemporaryDirectory() as scratch, ExitStack() as stack:
         # Not yet in the rows' folders, in which another comparison may be at work.
         files = {name: compose(Path(scratch), name, recipes[name], parsed) for name in wanted if name in recipes}
@@ -111,6 +109,12 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
                 measure_baseline(name, parsed)
             written = write_standings(given.out, {row_name(row): given.out / row_name(row) for row in given.rows})
     say(f"\n{written.read_text(encoding='utf-8')}")
+
+
+def trust_words(given: FamiliesArguments) -> list[str]:
+    """What the command line trusts, in words: no recipe can hold it."""
+    return [f"--{TRUST}={str(given.trust).lower()}",
+            f"--target.trust_remote_code={str(given.target.trust_remote_code).lower()}"]
 
 
 def compose(folder: Path, name: str, recipe: str, parsed: Parsed[FamiliesArguments]) -> Path:
@@ -161,7 +165,8 @@ def workspace_of(file: Path, *words: str) -> Workspace:
 
 
 def run_row(name: str, file: Path, trust: Sequence[str]) -> None:
-    """Train and measure one row in a process of its own, so that its peak of memory is its own.
+    """Train and measure one row in a process of its own: its peak of memory is its own, one that the system kills ends
+    no other, and for several devices Lightning starts this very command again.
 
     Raises:
         UserError: if it does not end well.

@@ -44,8 +44,7 @@ from ...modules import (
     UserError,
     answered_anew,
     measure_cost,
-    proposed_text,
-    rank_table,
+    ranked_text,
     search_tree,
     trials,
 )
@@ -55,7 +54,7 @@ from ...modules.files.json_records import shortened
 from ...modules.interfaces.proposer import GuessesInPasses, JudgesGuesses
 from ...modules.processes import ALONE, Processes, local_rank
 from ...modules.tuning.confidence_calibration import calibrate_judgement
-from ...modules.tuning.replay_acceptance import held_out_acceptance
+from ...modules.tuning.tree_search import held_out_acceptance
 from ...modules.tuning.trials import SIZES
 from ...trainers import DraftModule, FitResult, fit
 from ...trainers.train_config import UNDECISIVE
@@ -209,7 +208,8 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
         drafter.bind(target)
         drafter.eval()
         # The first, third, ... row chose no checkpoint (`held_out_acceptance`): these report, and the others choose.
-        tables = [rank_table(drafter, part) for part in (held_out[0::2], held_out[1::2]) if part or not held_out]
+        tables = [ranked_text(drafter, part).ranks_PK for part in (held_out[0::2], held_out[1::2])
+                  if part or not held_out]
     table_PK = torch.cat(tables)
     for one in (module.drafter, drafter):
         if isinstance(one, GuessesInPasses):
@@ -220,7 +220,7 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     with target.reproducible(), torch.no_grad():
         unread = rows.unread()[: (len(held_out) + 1) // 2]
         unread = (encoded(workspace, module, unread) if target is module.target else answered_anew(target, unread))
-        unseen_text = proposed_text(drafter, unread)
+        unseen_text = ranked_text(drafter, unread)
     facts = {**provenance(workspace, result, expected), "loops": loops}
     if (ids_Q := module.drafter.token_ids_Q) is not None:
         facts["draft_vocabulary"] = {"tokens": len(ids_Q), "held_out_coverage": coverage(workspace.data, ids_Q)}

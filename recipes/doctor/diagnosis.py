@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...modules.tuning.replay_acceptance import acceptance_of
+from ...modules.tuning.tree_search import acceptance_of
 from .case import Case
 from .draft_checks import accepted, draft_findings, read_texts
 from .finding import Finding

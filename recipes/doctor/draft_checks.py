@@ -19,9 +19,8 @@ from ...modules.decoding.recorders import StateRecorder
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.drafters.parts.feature_drafter import FeatureDrafter, block_like
 from ...modules.interfaces.proposer import SharesTargetRows
-from ...modules.tuning.held_out_ranks import UNROLLED, proposed_text
-from ...modules.tuning.rank_walk import last_nodes, walk
-from ...modules.tuning.replay_acceptance import Acceptance, acceptance_of, held_out_acceptance
+from ...modules.tuning.ranked_text import UNROLLED, ranked_text
+from ...modules.tuning.tree_search import Acceptance, acceptance_of, held_out_acceptance
 from .case import Case, DataSample, spread
 from .finding import Finding, judged, unchecked
 from .target_checks import ROUNDED_STATES, in_words
@@ -105,8 +104,8 @@ def held_out_rows(case: Case, data: DataSample) -> list[Features]:
 
 def accepted(case: Case, rows: Sequence[Features], topology: Topology) -> Acceptance:
     """Acceptance of a static tree along answers, by the training forward."""
-    ranked = proposed_text(case.artifact.drafter, rows, max(topology.ranks) + 1).ranked
-    return acceptance_of(walk(ranked, topology), topology.depth)
+    text = ranked_text(case.artifact.drafter, rows, max(topology.ranks) + 1)
+    return acceptance_of(text.walk(topology)[1], topology.depth)
 
 
 def draft_findings(case: Case, texts: Texts) -> Iterator[Finding]:
@@ -252,9 +251,8 @@ def _contexts(case: Case, texts: Texts) -> Finding:
         found = decode(target, requests, DecodeSettings(batch_size=LONG_ROWS, ignore_eos=True)).generations
         rows = [target.encode(Features.from_rows([([*one.request.tokens, *one.tokens], [False] * size + [
             True] * TOKENS)]), case.artifact.drafter.taps) for one in found]
-        ranked = proposed_text(case.artifact.drafter, rows, max(texts.topology.ranks) + 1).ranked
-        depths_P = torch.tensor(texts.topology.depths)[last_nodes(ranked.ranks_PK, texts.topology)]
-        lengths[size] = float(depths_P[ranked.left_P > 0].double().mean())
+        ranked = ranked_text(case.artifact.drafter, rows, max(texts.topology.ranks) + 1)
+        lengths[size] = float(ranked.depths(texts.topology)[ranked.left_P > 0].double().mean())
     (short, near), (far, beyond) = lengths.items()
     return judged(name, f"{near:.2f} guesses accepted in a row after {short} tokens of context, {beyond:.2f} after "
                   f"{far}; trained on rows of up to {trained}", "acceptance holds beyond the trained lengths",

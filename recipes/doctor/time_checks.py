@@ -4,7 +4,7 @@ Shapes: P places where a draft starts, K draft steps.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -13,8 +13,7 @@ from ...data.batches.learned_tokens import LearnedTokens
 from ...export import TrainingRecord
 from ...modules import CostTable, Features, Topology, measure_cost
 from ...modules.files.json_records import read_object, record_of
-from ...modules.tuning.held_out_ranks import RankedText, proposed_text, rank_table
-from ...modules.tuning.rank_walk import walk
+from ...modules.tuning.ranked_text import ranked_text
 from .case import Case, DataSample, spread
 from .draft_checks import TRIED_ROWS, Texts, accepted
 from .finding import Finding, judged, unchecked
@@ -67,7 +66,7 @@ def gain_findings(case: Case, texts: Texts, gains: Gains) -> Iterator[Finding]:
 
 def expected_of_chain(case: Case, rows: Sequence[Features]) -> float:
     """Teacher-forced estimate of the tokens per pass of a chain with independent steps, as training reports it."""
-    table_PK = rank_table(case.artifact.drafter, rows, 1)
+    table_PK = ranked_text(case.artifact.drafter, rows, 1).ranks_PK
     chances_K: list[float] = (table_PK == 0).double().mean(0).tolist()
     return float(1 + sum(accumulate(chances_K, mul)))
 
@@ -112,12 +111,12 @@ def _time(case: Case, texts: Texts, gains: Gains) -> Iterator[Finding]:
     """The ceiling of the tree in tokens and in speed, and the parts of a step's time."""
     cost, size = gains.cost, gains.size
     topology = case.artifact.topology.prefix(size)
-    text = proposed_text(case.artifact.drafter, texts.best, 1)
+    text = ranked_text(case.artifact.drafter, texts.best, 1)
     # An oracle guesses every token; of a reduced vocabulary another check speaks.
-    right = RankedText(ranks_PK=(text.truths_PK < 0).long(), left_P=text.left_P)
+    right = replace(text, ranks_PK=(~text.labelled_PK).long())
 
     def oracle(depth: int) -> float:
-        emitted = walk(right, Topology.chain(depth))
+        _, emitted = right.walk(Topology.chain(depth))
         return sum(emitted) / max(1, len(emitted))
 
     ceiling, own = oracle(max(1, topology.depth)), accepted(case, texts.best, topology).accepted_length

@@ -16,7 +16,7 @@ from transformers.integrations import moe
 from ...data.batches.learned_tokens import prompts_learnable
 from ...modules import Features, Target, TokenTree, Topology
 from ...modules.target.kv_cache import FIRST_SLOTS
-from ...modules.tuning.held_out_ranks import rank_table
+from ...modules.tuning.ranked_text import ranked_text
 from ...trainers import DraftModule
 from ...trainers.losses.chunked_losses import CHUNK_ELEMENTS
 from ..recipe import Recipe
@@ -105,7 +105,7 @@ class PlannedWork:
         before = self.count.live
         with self._counting(), torch.no_grad():
             encoded = self.target.encode(row, self.module.drafter.taps)
-            rank_table(self.module.drafter, [encoded])
+            ranked_text(self.module.drafter, [encoded])
             return self._work(before)
 
     # Decoding --------------------------------------------------------------------------------------------------------

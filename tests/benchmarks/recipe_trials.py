@@ -56,8 +56,7 @@ from draftsmith.modules.features import ReadRows
 from draftsmith.modules.files.atomic_files import write_file
 from draftsmith.modules.files.json_records import read_json, record_of
 from draftsmith.modules.progress import ProgressLine
-from draftsmith.modules.tuning.held_out_ranks import RankedText, proposed_text
-from draftsmith.modules.tuning.rank_walk import walk
+from draftsmith.modules.tuning.ranked_text import RankedText, ranked_text
 from draftsmith.recipes.chat_settings import handwritten_prompts
 from draftsmith.recipes.commands.pipeline import COMMANDS, encoded, held_out_rows, perform_stages
 from draftsmith.recipes.stages.training_folder import read_result
@@ -284,10 +283,10 @@ def accepted_lengths(drafter: Drafter, own: Sequence[Features],
                      others: Sequence[Features]) -> tuple[float, float, Topology]:
     """Tokens per greedy pass on two texts, with trees of NODES nodes searched on the first, and the tree of all of it.
     """
-    halves = [proposed_text(drafter, own[start::2]).ranked for start in (0, 1)]
-    crossed = [passes for here, there in (halves, halves[::-1]) for passes in walk(there, best_tree([here]))]
+    halves = [ranked_text(drafter, own[start::2]) for start in (0, 1)]
+    crossed = [passes for here, there in (halves, halves[::-1]) for passes in there.walk(best_tree([here]))[1]]
     tree = best_tree(halves)
-    return statistics.mean(crossed), statistics.mean(walk(proposed_text(drafter, others).ranked, tree)), tree
+    return statistics.mean(crossed), statistics.mean(ranked_text(drafter, others).walk(tree)[1]), tree
 
 
 def best_tree(texts: Sequence[RankedText]) -> Topology:

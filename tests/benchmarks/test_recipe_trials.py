@@ -83,10 +83,10 @@ def test_accepted_lengths_are_those_of_decoding(benchmark: ModuleType, tiny_targ
     rows = [tiny_target_f64.encode(Features.from_rows([text]), drafter.taps) for text in texts]
     own, others = rows[:4], rows[4:]
     found = benchmark.accepted_lengths(drafter, own, others)
-    trees = [benchmark.best_tree([benchmark.proposed_text(drafter, own[start::2]).ranked]) for start in (0, 1)]
+    trees = [benchmark.best_tree([benchmark.ranked_text(drafter, own[start::2])]) for start in (0, 1)]
     counted = [replay(drafter, tiny_target_f64, own[1 - start :: 2], trees[start]) for start in (0, 1)]
     assert found[0] == sum(one.tokens for one in counted) / sum(one.passes for one in counted)
-    whole = benchmark.best_tree([benchmark.proposed_text(drafter, own).ranked])
+    whole = benchmark.best_tree([benchmark.ranked_text(drafter, own)])
     assert found[1] == replay(drafter, tiny_target_f64, others, whole).accepted_length
 
 

@@ -14,7 +14,7 @@ from draftsmith.export.acceptance_profile import (
     save_acceptance,
 )
 from draftsmith.export.evaluation.results import Answer
-from draftsmith.modules import Request, Target, Topology, UserError, proposed_text
+from draftsmith.modules import Request, Target, Topology, UserError, ranked_text
 from support.encoded_answers import encoded_answers, replay
 from support.families import CASES, randomised
 
@@ -48,7 +48,7 @@ def test_chains_along_held_out_answers_accept_what_decoding_them_does(family: st
     drafter = randomised(CASES[family].make(target).to(target.dtype))
     features = [target.encode(one, drafter.taps)
                 for one in encoded_answers(target, [Request((5, 20 + at, 7), at, 25 + at) for at in range(7)])]
-    found = [one for one in chain_measurements(proposed_text(drafter, features)) if one["group"] == "all"]
+    found = [one for one in chain_measurements(ranked_text(drafter, features)) if one["group"] == "all"]
     assert [one["draft_tokens"] for one in found] == list(range(1, 1 + max(2, len(found))))
     for one in found[:3]:
         decoded = replay(drafter, target, features, Topology.chain(one["draft_tokens"]))

@@ -14,7 +14,7 @@ from draftsmith.modules import (
     Topology,
     decode,
 )
-from draftsmith.modules.tuning.replay_acceptance import acceptance_of
+from draftsmith.modules.tuning.tree_search import acceptance_of
 
 
 def encoded_answers(target: Target, requests: list[Request]) -> list[Features]:

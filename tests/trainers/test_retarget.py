@@ -22,7 +22,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from draftsmith.modules.tuning.replay_acceptance import held_out_acceptance
+from draftsmith.modules.tuning.tree_search import held_out_acceptance
 from draftsmith.trainers import DraftModule, fit
 from draftsmith.trainers.train_config import Start
 from safetensors.torch import load_file

@@ -26,7 +26,7 @@ from draftsmith.modules import (
     UserError,
 )
 from draftsmith.modules.target.draft_vocabulary import OwnOutput
-from draftsmith.modules.tuning.replay_acceptance import held_out_acceptance
+from draftsmith.modules.tuning.tree_search import held_out_acceptance
 from draftsmith.trainers import DraftModule, MedusaModule, fit
 from draftsmith.trainers.drafters.lora import LoraConfig
 from draftsmith.trainers.families import family_module

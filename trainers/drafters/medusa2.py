@@ -22,7 +22,7 @@ from ...modules.interfaces.drafter import Drafts, FamilyCard
 from ...modules.target.adapter import PREFIX, Adapter
 from ...modules.target.draft_vocabulary import draft_index
 from ...modules.target.model import Target
-from ...modules.tuning.replay_acceptance import answered_anew
+from ...modules.tuning.tree_search import answered_anew
 from ..losses.chunked_losses import VocabularyLoss
 from ..losses.metrics import COLUMNS, BatchLoss, weighted_mean_loss
 from ..losses.metrics import describe as describe_steps

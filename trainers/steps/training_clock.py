@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from ...modules.tuning.replay_acceptance import MeasuredStep
+from ...modules.tuning.tree_search import MeasuredStep
 
 
 @dataclass

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 from draftsmith.export import EvaluateConfig, Method, Question, evaluate
-from draftsmith.export.evaluation.budget import CLOSING_SHARE, Budget
 from draftsmith.export.evaluation.evaluate import opening
-from draftsmith.export.evaluation.schedule import Schedule
+from draftsmith.export.evaluation.schedule import CLOSING_SHARE, Budget, Schedule
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.progress import ProgressLine
 

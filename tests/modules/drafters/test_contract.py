@@ -29,7 +29,7 @@ from draftsmith.modules import (
     Topology,
     UserError,
     decode,
-    rank_table,
+    ranked_text,
 )
 from draftsmith.modules.interfaces.proposer import virtual_nodes
 from draftsmith.modules.target.draft_vocabulary import OwnOutput
@@ -399,7 +399,7 @@ def accuracy(module: DraftModule) -> float:
     target = module.target if module.adapter is None else module.target.adapted(module.adapter)
     module.drafter.bind(target)
     rows = [target.encode(rows, module.drafter.taps) for rows in CycleData(held_out=6).validation_features()]
-    return float((rank_table(module.drafter, rows)[:, 0] == 0).double().mean())
+    return float((ranked_text(module.drafter, rows).ranks_PK[:, 0] == 0).double().mean())
 
 
 @pytest.mark.parametrize("name", others_long(LEARNING, ("medusa",)))

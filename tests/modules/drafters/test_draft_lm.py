@@ -25,7 +25,7 @@ from draftsmith.modules import (
     UserError,
     decode,
     measure_cost,
-    rank_table,
+    ranked_text,
 )
 from draftsmith.modules.drafters.draft_lm_config import planned
 from draftsmith.modules.drafters.parts.mask_tokens import conditional_drop, pack, useful, visible
@@ -227,7 +227,7 @@ def test_training_runs_the_kept_mask_tokens_only(tiny_target: Target) -> None:
 
 def test_ranks_follow_the_unrolled_step(tiny_target: Target) -> None:
     drafter, features = made(DraftLMConfig(num_layers=1), tiny_target), two_turns()
-    table, expected = rank_table(drafter, [features], 5), []
+    table, expected = ranked_text(drafter, [features], 5).ranks_PK, []
     with torch.no_grad():
         logits = drafter.project(drafter(features).hidden_BLKD[0, :, 0], 0)
     labels, valid = features.labels(1)

@@ -18,7 +18,7 @@ from draftsmith.modules import (
     Target,
     Topology,
     UserError,
-    rank_table,
+    ranked_text,
 )
 from draftsmith.modules.drafters.falcon import FalconState
 from draftsmith.modules.drafters.parts.lstm import LSTM
@@ -242,7 +242,7 @@ def test_the_layer_runs_once_for_a_block(size: int, depth: int, runs: int, tiny_
 def test_ranks_cover_whole_blocks(tiny_target: Target) -> None:
     for size, steps in ((2, 6), (4, 8), (7, 7)):
         drafter = made(FalconConfig(block_size=size), tiny_target)
-        assert rank_table(drafter, [text(tiny_target, TOKENS)]).shape == (len(TOKENS) - 2, steps)
+        assert ranked_text(drafter, [text(tiny_target, TOKENS)]).ranks_PK.shape == (len(TOKENS) - 2, steps)
         assert (drafter.reach, drafter.unrolls, drafter.trained_steps) == (None, None, size)
 
 

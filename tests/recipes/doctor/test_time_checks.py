@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from draftsmith.data import ChatTemplate
 from draftsmith.data.store.token_store import Row
 from draftsmith.export import Artifact, TrainingRecord
 from draftsmith.modules import Features, MeasuredStep, Target, Topology, UserError
-from draftsmith.modules.tuning.replay_acceptance import Acceptance
+from draftsmith.modules.tuning.tree_search import Acceptance
 from draftsmith.recipes.doctor import time_checks
 from draftsmith.recipes.doctor.case import Case
 from draftsmith.recipes.doctor.draft_checks import Texts
@@ -125,7 +126,7 @@ def test_the_curve_s_slope_is_that_of_its_second_half(
 
 def test_the_expected_length_is_that_of_a_chain(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     table_PK = torch.tensor([[0, 0], [0, 5], [0, 0], [3, 5]])
-    monkeypatch.setattr(time_checks, "rank_table", lambda *_: table_PK)
+    monkeypatch.setattr(time_checks, "ranked_text", lambda *_: SimpleNamespace(ranks_PK=table_PK))
     assert expected_of_chain(case(tiny_target), []) == pytest.approx(1 + 3 / 4 + 3 / 4 * 2 / 4)
 
 

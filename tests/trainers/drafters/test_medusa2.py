@@ -10,12 +10,12 @@ import pytest
 import torch
 import yaml
 from draftsmith.export.report.family_comparison import markdown, read_standing
-from draftsmith.modules import Features, Target, UserError, rank_table
+from draftsmith.modules import Features, Target, UserError, ranked_text
 from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.target.adapter import choose_layers
 from draftsmith.modules.target.loading.identity import hash_weights
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
-from draftsmith.modules.tuning.replay_acceptance import answered_anew
+from draftsmith.modules.tuning.tree_search import answered_anew
 from draftsmith.trainers import FitResult, Medusa2Module, Medusa2TrainConfig, fit
 from draftsmith.trainers.drafters import lora, medusa2
 from draftsmith.trainers.drafters.lora import LearningTarget, LoraConfig
@@ -250,7 +250,7 @@ def test_the_heads_learn_and_the_target_stays_itself(target: Target, tmp_path: P
     before, after = (one.logits(one.encode(features).final())[valid].log_softmax(-1) for one in (target, adapted))
     assert not module.learning.unchanged
     assert float(torch.nn.functional.kl_div(after, before, log_target=True, reduction="batchmean")) < 0.05
-    assert float((rank_table(module.drafter, [adapted.encode(features)])[:, 0] == 0).float().mean()) > 0.9
+    assert float((ranked_text(module.drafter, [adapted.encode(features)]).ranks_PK[:, 0] == 0).float().mean()) > 0.9
 
 
 @pytest.mark.parametrize(("settings", "told"), [
@@ -291,8 +291,8 @@ def test_a_run_from_prompts_to_the_report_tells_how_far_the_target_moved(tmp_pat
     assert "changes the target" in (out / "report.md").read_text()
     standing = read_standing("medusa2", out)
     assert standing is not None
-    assert standing.changes_target
-    assert standing.drift_agreement == drift["agreement"]
+    assert standing["changes_target"]
+    assert standing["drift_agreement"] == drift["agreement"]
     assert "medusa2 (changes the target)" in markdown([standing])
     assert main(["generate", "--artifact", str(out / "artifact"), "--prompt", "hello", "--max_new_tokens", "4"]) == 0
     merged = out / "merged"

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from draftsmith.export.evaluation.summary import RESAMPLES, draws, interval
+from draftsmith.modules.tuning.trials import DRAWS, draws, interval
 from scipy import stats
 
 
 def mean_interval(values_N: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    found = interval(len(values_N), lambda drawn_RN: values_N[drawn_RN].mean(1), seed)
+    found = interval(len(values_N), lambda drawn_RN: values_N[drawn_RN].mean(1), 0.95, seed)
     assert found is not None
     return found
 
@@ -23,7 +23,7 @@ def test_it_equals_a_plain_loop() -> None:
     values = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0]
     means = sorted(sum(values[place] for place in draw) / len(values) for draw in draws(len(values), 7).tolist())
     assert mean_interval(np.array(values), 7) == pytest.approx(tuple(np.percentile(means, [2.5, 97.5])))
-    assert len(means) == RESAMPLES
+    assert len(means) == DRAWS
 
 
 def test_its_coverage_is_about_the_stated_one() -> None:
@@ -36,9 +36,9 @@ def test_its_coverage_is_about_the_stated_one() -> None:
 def test_draws_depend_on_the_seed_and_the_count_alone() -> None:
     assert (draws(5, 1) == draws.__wrapped__(5, 1)).all()
     assert not (draws(5, 1) == draws(5, 2)).all()
-    assert draws(5, -1).shape == (RESAMPLES, 5)
+    assert draws(5, -1).shape == (DRAWS, 5)
 
 
 def test_one_prompt_has_no_interval() -> None:
-    assert interval(1, lambda drawn_RN: drawn_RN[:, 0].astype(float), 0) is None
-    assert interval(0, lambda drawn_RN: drawn_RN[:, 0].astype(float), 0) is None
+    assert interval(1, lambda drawn_RN: drawn_RN[:, 0].astype(float), 0.95) is None
+    assert interval(0, lambda drawn_RN: drawn_RN[:, 0].astype(float), 0.95) is None

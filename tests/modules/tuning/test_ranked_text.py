@@ -10,9 +10,8 @@ from draftsmith.modules import (
     Topology,
     search_tree,
 )
-from draftsmith.modules.tuning.held_out_ranks import RankedText, rank_table
-from draftsmith.modules.tuning.rank_walk import walk
-from draftsmith.modules.tuning.replay_acceptance import walked
+from draftsmith.modules.tuning.ranked_text import RankedText, ranked_text
+from draftsmith.modules.tuning.tree_search import acceptance_of
 from support.encoded_answers import encoded_answers, replay
 from support.families import CASES, randomised
 from support.tiers import others_long
@@ -38,19 +37,24 @@ def answers(drafter: Drafter, target: Target) -> list[Features]:
 def test_a_walk_along_ranks_counts_what_a_replay_decodes(name: str, tiny_target_f64: Target) -> None:
     drafter, target = made(name, tiny_target_f64)
     features = answers(drafter, target)
-    deep, _ = search_tree(rank_table(drafter, features), 24)
-    for tree in (WIDE, deep, deep.prefix(5)):
-        assert walked(drafter, features, tree) == replay(drafter, target, features, tree)
+    text = ranked_text(drafter, features)
+    deep, _ = search_tree(text.ranks_PK, 24)
+    for tree in (WIDE, deep.prefix(5), deep):
+        found = acceptance_of(text.walk(tree)[1], tree.depth)
+        assert found == replay(drafter, target, features, tree)
     assert deep.depth >= min(2, drafter.reach or 2)
-    assert walked(drafter, features, deep).accepted_length > 1.02, "nothing is accepted: the test would see nothing"
+    assert found.accepted_length > 1.02, "nothing is accepted: the test would see nothing"
 
 
 def test_a_pass_starts_after_the_accepted_tokens_and_the_bonus() -> None:
     """Two answers of 6 and 2 tokens, the first entries of each before its first token; the chain accepts up to 2."""
     ranks_PK = torch.tensor([[0, 0], [0, 0], [9, 9], [9, 9], [0, 0], [0, 9], [0, 0], [0, 9]])
     left_P = torch.tensor([0, 5, 4, 3, 2, 1, 0, 1])
-    text = RankedText(ranks_PK=ranks_PK, left_P=left_P)
+    places_P = torch.arange(8)
+    text = RankedText(ranks_PK=ranks_PK, labelled_PK=ranks_PK < 9, rows_P=places_P // 6, roots_P=places_P,
+                      left_P=left_P)
     # Three of five tokens; then two places on, where an answer of two tokens has no room for a bonus; then one token.
-    assert walk(text, Topology.chain(2)) == [3, 2, 1]
-    assert walk(text, Topology.chain(0)) == [1] * 6
-    assert walk(text, Topology.from_paths([(1,)])) == [1] * 6
+    starts_S, emitted = text.walk(Topology.chain(2))
+    assert (starts_S.tolist(), emitted) == ([1, 4, 7], [3, 2, 1])
+    assert text.walk(Topology.chain(0))[1] == [1] * 6
+    assert text.walk(Topology.from_paths([(1,)]))[1] == [1] * 6
