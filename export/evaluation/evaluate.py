@@ -61,7 +61,8 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
               "settings": asdict(config),
               # By them `push` knows whose figures these are: an artifact's weights are of one target alone.
               "artifacts": {method.name: method.weights_sha256 for method in schedule.methods},
-              "graph_refusals": list(dict.fromkeys(one.graph_refusal for one in records if one.graph_refusal)),
+              "graph_refusals": list(dict.fromkeys(
+                  one.records.graph_refusal for one in records if one.records.graph_refusal)),
               "compile_refusal": target.compiler.refusal if config.compile else "",
               "compile_seconds": target.compiler.seconds - compiled_before,
               # Planned next to measured: a reader of the JSON must see what a budget left out.
@@ -127,31 +128,26 @@ def acceptance_of(record: MethodRecord, config: EvaluateConfig) -> list[dict[str
 def _evaluation(record: MethodRecord, target: Target, contended: bool, config: EvaluateConfig) -> Evaluation:
     """The summary of one record, over all its answers and by groups of them."""
     method, batch_size, temperature = record.method, record.batch_size, record.temperature
-    answers, timings = record.answers, record.timings
+    answers, timings = record.answers, record.records.timings
 
     def measures(mine: Sequence[Answer], timed: Sequence[Timing]) -> Measures:
         return summarise(mine, timed, seed=SEED, rounding=rounding(target.dtype, temperature))
 
-    sets = dict.fromkeys(answer.prompt_set for answer in answers)
-    categories = dict.fromkeys(answer.category for answer in answers if answer.category)
-    turns = sorted({answer.turn for answer in answers})
-    modes = dict.fromkeys(answer.mode for answer in answers if answer.mode)
+    def by(key: str, least: int = 1) -> dict[str, Measures]:
+        """The measures of each group, if there are so many."""
+        names = dict.fromkeys(getattr(answer, key) for answer in answers if getattr(answer, key))
+        return {str(name): measures([answer for answer in answers if getattr(answer, key) == name],
+                                    # A question is timed as a whole, so a turn has no speed of its own.
+                                    [timing for timing in timings if getattr(timing, key, None) == name])
+                for name in names if len(names) >= least}
+
     return Evaluation(
         name=method.name, family=method.family, target=target.identity.name,
         batch_size=batch_size, temperature=temperature, nodes=method.nodes(batch_size, temperature),
         tree_nodes=method.own_nodes(batch_size, temperature), partners=method.parts[:-1],
-        contended=contended, target_calls=record.target_calls,
+        contended=contended, target_calls=record.records.target_calls,
         prediction=method.predicted(batch_size, config.sampling(temperature)),
         overall=measures(answers, timings),
-        by_prompt_set={name: measures([answer for answer in answers if answer.prompt_set == name],
-                                      [timing for timing in timings if timing.prompt_set == name]) for name in sets},
-        by_category={name: measures([answer for answer in answers if answer.category == name],
-                                    [timing for timing in timings if timing.category == name]) for name in categories},
-        # A question is timed as a whole, so a turn has no speed of its own.
-        by_turn={str(turn): measures([answer for answer in answers if answer.turn == turn], [])
-                 for turn in turns if len(turns) > 1},
-        by_mode={name: measures([answer for answer in answers if answer.mode == name],
-                                [timing for timing in timings if timing.mode == name])
-                 for name in modes if len(modes) > 1},
+        by_prompt_set=by("prompt_set"), by_category=by("category"), by_turn=by("turn", 2), by_mode=by("mode", 2),
         acceptance=tuple(acceptance_of(record, config)),
     )

@@ -34,12 +34,8 @@ class MethodRecord:
     """Sampling temperature; 0 is greedy."""
     answers: list[Answer]
     """Its answers, compared with the target's own."""
-    timings: list[Timing]
-    """Its timed groups."""
-    target_calls: int
-    """Forward calls of the target after the prompts'."""
-    graph_refusal: str
-    """Why some of its work was not replayed as CUDA graphs; empty where all was, or none was to be."""
+    records: Records
+    """Its timed groups and counts."""
     samples: tuple[SampleAnswer, ...]
     """Three of its answers, of the first record."""
 
@@ -281,8 +277,7 @@ class Runner:
                 guessed_by=dict(zip(method.parts, records.parts.get(exchange.index, ()), strict=False)),
             ))
         return MethodRecord(
-            method=method, batch_size=batch_size, temperature=temperature, answers=answers, timings=records.timings,
-            target_calls=records.target_calls, graph_refusal=records.graph_refusal,
+            method=method, batch_size=batch_size, temperature=temperature, answers=answers, records=records,
             samples=() if records.recorder is None else sample_answers(
                 self.target.tokenizer, answers, records.generations, records.recorder,
                 {one.entry.number: one.entry.question.text for one in decoded.exchanges}),

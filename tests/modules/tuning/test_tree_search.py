@@ -1,24 +1,13 @@
-"""Tree search against brute force, replay against real decoding."""
+"""Tree search against brute force."""
 
 from itertools import product
 from math import prod
 
 import pytest
 import torch
-from draftsmith.modules import (
-    DecodeSettings,
-    Replay,
-    Request,
-    StaticTree,
-    Target,
-    Topology,
-    decode,
-    search_tree,
-)
+from draftsmith.modules import search_tree
 from draftsmith.modules.tuning.tree_search import PathEstimate
 from references.trees import best_expected_length
-from support.drafters import ScriptedDrafter
-from support.encoded_answers import encoded_answers
 from support.tree_shapes import paths
 
 
@@ -51,21 +40,3 @@ def test_prefixes_are_nested_and_lengths_grow() -> None:
     assert list(expected) == sorted(expected)
     small, _ = search_tree(table, 7)
     assert tree.prefix(7) == small
-
-
-def test_replay_gives_the_accepted_length_of_real_decoding(tiny_target_f64: Target) -> None:
-    target = tiny_target_f64
-    requests = [Request((5, 20 + index, 7), index, 25 + index) for index in range(7)]
-    features = encoded_answers(target, requests)
-    source = Replay(target, features)
-    texts = [row.tokens_L.tolist() for row in source.rows.values()]
-    tree = StaticTree(Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0)))
-    results = []
-    for verifier, asked, settings in (
-        (source, source.requests, DecodeSettings(batch_size=3)),
-        (target, requests, DecodeSettings()),
-    ):
-        drafter = ScriptedDrafter(target.vocab_size, texts, "oracle")
-        results.append(decode(verifier, asked, settings, drafter=drafter, policy=tree))
-    assert [g.tokens for g in results[0].generations] == [g.tokens for g in results[1].generations]
-    assert [g.emitted for g in results[0].generations] == [g.emitted for g in results[1].generations]
