@@ -89,7 +89,7 @@ class TimedDecoder:
         policy = method.policy_for(batch_size, asked[0].temperature) if method and method.policy_for else None
         families = method.parts if method else ()
         counter = PartCounter() if len(families) > 1 else None
-        observers = [one for one in (counter, records and records.recorder) if one is not None]
+        observers = [one for one in (counter, records.recorder if records else None) if one is not None]
 
         def observe(tree: TokenTree, accepted: Accepted, generations: Sequence[Generation]) -> None:
             for one in observers:

@@ -126,7 +126,7 @@ def _seen(drafter: Drafter, drafts: Drafts, batch: Features, step: int, max_rank
     labels_BL, valid_BL = batch.labels(offset)
     rows_N, indices_N = valid_BL.nonzero(as_tuple=True)
     roots_N, found = indices_N + offset - 1, []
-    for hidden_MD, truths_M in zip(*(values.split(_CHUNK) for values in (
+    for hidden_MD, truths_M in zip(*(torch.split(values, _CHUNK) for values in (
             drafts.hidden_BLKD[:, :, step][valid_BL], labels_BL[valid_BL])), strict=True) if len(rows_N) else ():
         logits_MQ = drafter.project(hidden_MD, step)
         best = logits_MQ.topk(min(max_rank, logits_MQ.shape[-1]), dim=-1)

@@ -112,7 +112,7 @@ def families(parsed: Parsed[FamiliesArguments]) -> None:
 
 
 def trust_words(given: FamiliesArguments) -> list[str]:
-    """What the command line trusts, in words: no recipe can hold it."""
+    """Words of the command line for the code that it trusts, which no recipe can hold."""
     return [f"--{TRUST}={str(given.trust).lower()}",
             f"--target.trust_remote_code={str(given.target.trust_remote_code).lower()}"]
 

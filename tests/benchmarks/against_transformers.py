@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import transformers
 from draftsmith.export.evaluation.contention import ContentionProbe
-from draftsmith.export.evaluation.summary import Draws, Floats, interval
+from draftsmith.export.evaluation.summary import CONFIDENCE, Floats
 from draftsmith.modules import (
     DEFAULT_NAME,
     Chain,
@@ -43,6 +43,7 @@ from draftsmith.modules import (
     load_target,
 )
 from draftsmith.modules.target.linear_forms import Pack
+from draftsmith.modules.tuning.trials import Drawn, interval
 
 PROMPTS = Path(__file__).resolve().parents[2] / "recipes" / "handwritten.jsonl"
 PAIRS = {"plain": "transformers, plain", "prompt lookup": "transformers, prompt_lookup",
@@ -220,12 +221,12 @@ def ratio(ours: Tally, theirs: Tally) -> tuple[float, tuple[float, float] | None
                                        for pair in zip(ours.answers, theirs.answers, strict=True)])
                              for amount in (lambda one: len(one.tokens), lambda one: one.seconds))
 
-    def figure(drawn_RN: Draws) -> Floats:
+    def figure(drawn_RN: Drawn) -> Floats:
         speeds_RW = tokens_NW[drawn_RN].sum(1) / seconds_NW[drawn_RN].sum(1)
         return np.asarray(speeds_RW[:, 0] / speeds_RW[:, 1])
 
     count = len(ours.answers)
-    return float(figure(np.arange(count)[None])[0]), interval(count, figure, seed=0)
+    return float(figure(np.arange(count)[None])[0]), interval(count, figure, CONFIDENCE)
 
 
 def show(tallies: dict[str, Tally], probe: ContentionProbe) -> None:

@@ -179,14 +179,6 @@ def test_an_evaluation_says_whether_layers_were_compiled() -> None:
     assert "compiled" not in how_measured(plain)
 
 
-def test_sets_without_whole_batches_of_every_size_are_named(tiny_target: Target) -> None:
-    config = EvaluateConfig(max_new_tokens=TOKENS, batch_sizes=(4, 5))
-    with pytest.raises(UserError, match=r"batches of 4, 5 rows cannot be timed on the same prompts: the set 'own' has "
-                                        r"19, whole batches of every size need at least 20; give more prompts, .*"
-                                        "speed_prompts to 0"):
-        run(tuned(tiny_target), config)
-
-
 def test_sampling_has_a_tree_of_its_own(tiny_target_f64: Target) -> None:
     artifact = tuned(tiny_target_f64)
     assert artifact.tuning is not None

@@ -11,7 +11,6 @@ import torch
 from draftsmith.export import EvaluateConfig, Evaluation, Method, Question, evaluate
 from draftsmith.export.evaluation import timed_decoding
 from draftsmith.export.evaluation.lossless import generate
-from draftsmith.export.evaluation.runner import Runner
 from draftsmith.export.evaluation.timed_decoding import TimedDecoder
 from draftsmith.modules import (
     Chain,
@@ -271,10 +270,6 @@ def test_settings_out_of_range_are_named(change: dict[str, Any], message: str) -
 
 def test_mistakes_in_prompts_are_named(tiny_target: Target) -> None:
     method = Method(name="plain", family="none", drafter=None, policy_for=None)
-    with pytest.raises(UserError, match="at least one method"):
-        evaluate(tiny_target, [], SETS, CONFIG, progress=False)
-    with pytest.raises(UserError, match="no prompt to evaluate on"):
-        evaluate(tiny_target, [method], {"own": []}, CONFIG, progress=False)
     with pytest.raises(UserError, match=r"has 500 tokens; with 1 answer of .* 21 it exceeds .* context of 512"):
         evaluate(tiny_target, [method], {"own": [Question.single((5,) * 500)]}, CONFIG, progress=False)
     with pytest.raises(UserError, match="of the set 'own' has no tokens"):
@@ -408,32 +403,3 @@ def test_the_target_alone_answers_a_timed_question_once(temperature: float, tiny
     assert Counter(name for name, _ in asked) == {"generate": 4, "decode": 4} | {own: 6}
     assert len(set(asked)) == len(asked)
     assert found.evaluations[0].overall.lossless.identical == 6
-
-
-@pytest.mark.parametrize(("speed_prompts", "sizes"), [(2, (1, 4)), (5, (1, 4)), (1, 2)])
-def test_only_full_batches_are_timed(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, speed_prompts: int,
-                                     sizes: Any) -> None:
-    rows: list[tuple[int, int]] = []
-    real = Runner._time_group
-
-    def watched(self: Any, group: Any, batch_size: int, *rest: Any) -> Any:
-        rows.append((len(group), batch_size))
-        return real(self, group, batch_size, *rest)
-
-    monkeypatch.setattr(Runner, "_time_group", watched)
-    config = replace(CONFIG, speed_prompts=speed_prompts, batch_sizes=sizes, baselines=("prompt_lookup",))
-    found = evaluate(tiny_target_f64, [], SETS, config, progress=False)
-    assert all(group == size for group, size in rows)
-    assert {size for _, size in rows} == set(config.batches)
-    assert all(one.overall.prompts == 11 for one in found.evaluations)
-
-
-def test_what_cannot_be_measured_is_refused(tiny_target: Target) -> None:
-    method = wide_draft(tiny_target)
-    with pytest.raises(UserError, match=r"batches of 1, 8 rows cannot be timed .* 'own' has 5, .* least 8; give more"):
-        evaluate(tiny_target, [method], SETS, replace(CONFIG, batch_sizes=(1, 8)), progress=False)
-    with pytest.raises(UserError, match="2 methods are called 'layers'; name each"):
-        evaluate(tiny_target, [method, method], SETS, CONFIG, progress=False)
-    config = EvaluateConfig(max_new_tokens=260, speed_prompts=0)
-    with pytest.raises(UserError, match=r"of the set 'talk' .* has 5 tokens; with 2 answers .* 260 it exceeds"):
-        evaluate(tiny_target, [method], {"talk": [talk(0)]}, config, progress=False)

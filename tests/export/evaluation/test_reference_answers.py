@@ -64,39 +64,28 @@ def test_a_wrong_reference_is_found_out(tmp_path: Path, tiny_target_f64: Target,
     assert generated == [1]
 
 
-@pytest.mark.parametrize("changed", [
-    {"max_new_tokens": 7}, {"top_k": 3}, {"top_p": 0.5},
+@pytest.mark.parametrize(("changed", "loaded"), [
+    ({"max_new_tokens": 7}, {}), ({"top_k": 3}, {}), ({"top_p": 0.5}, {}), ({}, {"dtype": "float64"}),
+    ({}, {"pack": 0}), ({}, {"eos_ids": (1, 77)}),
 ], ids=str)
-def test_other_settings_are_answered_anew(tmp_path: Path, tiny_target_f64: Target, changed: dict[str, Any]) -> None:
-    known = References(tmp_path / REFERENCES, tiny_target_f64, CONFIG)
+def test_all_that_an_answer_depends_on_is_part_of_its_key(
+    tmp_path: Path, tiny_target: Target, changed: dict[str, Any], loaded: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings, number format, packed layers and end tokens; of sampled answers the random stream too."""
+    known = References(tmp_path / REFERENCES, tiny_target, CONFIG)
     known.add((1, 2), 1.0, 0, (5,))
     known.add((1, 2), 0.0, 0, (6,))
     known.save()
-    other = References(tmp_path / REFERENCES, tiny_target_f64, EvaluateConfig(**{"max_new_tokens": 8, **changed}))
-    assert other.find((1, 2), 1.0, 0) is None
-    assert other.find((1, 2), 0.0, 3) is None
-    assert References(tmp_path / REFERENCES, tiny_target_f64, CONFIG).find((1, 2), 1.0, 1) is None
-
-
-def test_another_target_has_answers_of_its_own(tmp_path: Path, tiny_target: Target) -> None:
-    known = References(tmp_path / REFERENCES, tiny_target, CONFIG)
-    known.add((1, 2), 0.0, 0, (6,))
-    known.save()
-    other = load_target(TargetConfig(name="tiny-random", dtype="float64"))
-    assert References(tmp_path / REFERENCES, other, CONFIG).find((1, 2), 0.0, 0) is None
-
-
-def test_end_tokens_and_packing_are_part_of_the_key(tmp_path: Path, tiny_target: Target,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    known = References(tmp_path / REFERENCES, tiny_target, CONFIG)
-    known.add((1, 2), 0.0, 0, (6,))
-    known.save()
-    assert References(tmp_path / REFERENCES, tiny_target, CONFIG).find((1, 2), 0.0, 0) == (6,)
-    other = load_target(TargetConfig(name="tiny-random", pack=0))
-    assert other.linears.packing != tiny_target.linears.packing
-    assert References(tmp_path / REFERENCES, other, CONFIG).find((1, 2), 0.0, 0) is None
-    monkeypatch.setattr(Target, "eos_ids", (1, 77))
-    assert References(tmp_path / REFERENCES, tiny_target, CONFIG).find((1, 2), 0.0, 0) is None
+    same, target = References(tmp_path / REFERENCES, tiny_target, CONFIG), tiny_target
+    assert [same.find((1, 2), *stream) for stream in ((0.0, 0), (0.0, 3), (1.0, 0), (1.0, 1))] == [
+        (6,), (6,), (5,), None]
+    if "eos_ids" in loaded:
+        monkeypatch.setattr(Target, "eos_ids", loaded["eos_ids"])
+    elif loaded:
+        target = load_target(TargetConfig(name="tiny-random", **loaded))
+    other = References(tmp_path / REFERENCES, target, EvaluateConfig(**{"max_new_tokens": 8, **changed}))
+    assert [other.find((1, 2), temperature, 0) for temperature in (0.0, 1.0)] == [None, None]
 
 
 def test_two_runs_lose_nothing_of_one_another(tmp_path: Path, tiny_target: Target) -> None:
@@ -120,19 +109,13 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, tiny_target_f64:
     assert not generated
 
 
-def test_a_changed_answer_is_not_taken_for_the_targets(tmp_path: Path, tiny_target: Target) -> None:
-    known = References(tmp_path / REFERENCES, tiny_target, CONFIG)
-    known.add((1, 2), 0.0, 0, (67,))
-    known.save()
-    (tmp_path / REFERENCES).write_text((tmp_path / REFERENCES).read_text().replace("[67]", "[66]"))
-    with pytest.raises(UserError, match=r"references names .*, which was changed since it was written; delete it"):
-        References(tmp_path / REFERENCES, tiny_target, CONFIG)
-
-
-def test_tokens_that_are_none_are_refused(tmp_path: Path, tiny_target_f64: Target) -> None:
+@pytest.mark.parametrize(("added", "changed"), [(67, ("[67]", "[66]")), (10**12, ("", ""))])
+def test_changed_answers_and_tokens_that_are_none_are_refused(tmp_path: Path, tiny_target: Target, added: int,
+                                                              changed: tuple[str, str]) -> None:
     file = tmp_path / REFERENCES
-    known = References(file, tiny_target_f64, CONFIG)
-    known.add((1, 2, 3), 0.0, 0, (10**12,))
+    known = References(file, tiny_target, CONFIG)
+    known.add((1, 2), 0.0, 0, (added,))
     known.save()
-    with pytest.raises(UserError, match="which was changed since it was written; delete it"):
-        References(file, tiny_target_f64, CONFIG)
+    file.write_text(file.read_text().replace(*changed))
+    with pytest.raises(UserError, match=r"references names .*, which was changed since it was written; delete it"):
+        References(file, tiny_target, CONFIG)
