@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 
 from ..features import Features
 from ..interfaces.drafter import Drafter
-from ..interfaces.optional_parts import JudgesGuesses
+from ..interfaces.proposer import JudgesGuesses
 
 BINS = 10
 """Equal bins of chances between 0 and 1."""
