@@ -36,7 +36,7 @@ from ..modules import (
     parse_policy,
     policy_named,
 )
-from ..modules.baselines.joined_policies import PolicyName, joined_drafter, joined_policy
+from ..modules.baselines.registry import PolicyName, joined_drafter, joined_policy
 from ..modules.decoding.answers import drafted_generate
 from ..modules.files.atomic_files import file_sha256, write_file
 from ..modules.files.json_records import typed_fields

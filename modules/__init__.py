@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .baselines.joined_policies import JOINED, PARTNERS, parse_joined
     from .baselines.ngrams import NgramConfig, Ngrams
     from .baselines.prompt_lookup import PromptLookup, PromptLookupConfig
-    from .baselines.registry import BASELINES, baseline
+    from .baselines.registry import BASELINES, JOINED, PARTNERS, baseline, parse_joined
     from .baselines.self_speculation import LayerDraft
     from .baselines.token_recycling import TokenRecycling, recycling_tree
     from .decoding.answers import decode, stream
@@ -40,15 +39,15 @@ if TYPE_CHECKING:
     from .policies.dynamic_trees import DySpecTree, Eagle2Tree
     from .policies.ensemble import Ensemble, Union
     from .policies.registry import FASTEST, NONE, POLICIES, SPARSE, SPECDEC, STATIC, SURE, parse_policy, policy_named
-    from .policies.sampled_tree import SampledTree
-    from .policies.static_tree import Chain, StaticTree
-    from .policies.stopping_chains import SampledChain, StoppedChain
-    from .policies.stopping_rules import (
+    from .policies.static_tree import Chain, SampledTree, StaticTree
+    from .policies.stopping_chains import (
         Drafted,
         EarlyExit,
         MaxProbability,
         PathProbability,
         RejectionRisk,
+        SampledChain,
+        StoppedChain,
         StoppingRule,
     )
     from .random_streams import Draws

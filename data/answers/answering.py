@@ -8,7 +8,7 @@ from ...modules import DecodeResult, DecodeSettings, DecodeStats, Drafter, Gener
 from ...modules.decoding.recorders import RecordedStates, StateRecorder
 from ...modules.decoding.requests import uniform_stream
 from ...modules.policies.base import Policy
-from ...modules.policies.sampled_tree import SampledTree
+from ...modules.policies.static_tree import SampledTree
 from ...modules.token_tree import Topology
 from ...modules.verification.acceptance_rules import AcceptAll
 from ..prompts.chat import ChatTemplate

@@ -1,8 +1,7 @@
 """N-grams with the target distributions that followed them (ADED arXiv:2407.12021, STAND arXiv:2506.04708).
 
 Shapes: B rows, F frontier nodes, M nodes of a pass, G tokens of a context, P entries of the memory, C candidates of an
-entry, W entries averaged, Q = W * C.
-"""
+entry, W entries averaged, Q = W * C."""
 
 from dataclasses import dataclass
 
@@ -19,14 +18,10 @@ from .token_recycling import required
 class NgramConfig:
     """Size of the n-gram memory and of a lookup in it."""
 
-    longest: int = 4
-    """Largest number of tokens of a context that are compared."""
-    candidates: int = 4
-    """Most probable next tokens stored for a context, with their log-probabilities."""
-    averaged: int = 4
-    """Largest number of entries averaged: the latest ones with the longest match."""
-    memory: int = 4096
-    """Contexts stored, of all rows and requests together; the oldest is overwritten."""
+    longest: int = 4  # Largest number of tokens of a context that are compared
+    candidates: int = 4  # Most probable next tokens stored for a context, with their log-probabilities
+    averaged: int = 4  # Largest number of entries averaged: the latest ones with the longest match
+    memory: int = 4096  # Contexts stored, of all rows and requests together; the oldest is overwritten
 
     def __post_init__(self) -> None:
         for name in ("longest", "candidates", "averaged", "memory"):
@@ -54,12 +49,10 @@ class Ngrams(Proposer[NgramState], Remembers):
 
     The memory is shared by all rows and kept across requests, so that several answers to one prompt help each other, as
     in STAND; there every n-gram has one running average and is found by a hash table, here the latest few entries are
-    averaged and found by comparing tokens, on the device and for all nodes at once. Only accepted tokens are stored.
-    """
+    averaged and found by comparing tokens, on the device and for all nodes at once. Only accepted tokens are stored."""
 
     family = "ngrams"
-    reads_logits = True
-    """True: the distributions come from the logits of accepted nodes."""
+    reads_logits = True  # True: the distributions come from the logits of accepted nodes
 
     def __init__(self, config: NgramConfig, vocab_size: int, device: torch.device) -> None:
         self.config, self.device = config, device

@@ -1,8 +1,7 @@
 """Drafting by copying from the text so far (prompt lookup, CopySpec arXiv:2503.08643).
 
 Shapes: B rows of a frontier, R rows that change, S rows of a state, L places of the text buffer, N new positions,
-G tokens of the longest suffix compared, H tokens copied.
-"""
+G tokens of the longest suffix compared, H tokens copied."""
 
 from dataclasses import dataclass
 
@@ -18,12 +17,9 @@ from ..interfaces.proposer import Frontier, Observation, Proposer, Scores
 class PromptLookupConfig:
     """Lengths of the suffix that is searched and of the copy."""
 
-    shortest: int = 1
-    """Smallest number of tokens of a suffix that must have occurred before."""
-    longest: int = 3
-    """Largest number of tokens of a suffix; of several occurrences the longest match is used, then the latest."""
-    copied: int = 7
-    """Number of tokens copied from after the occurrence."""
+    shortest: int = 1  # Smallest number of tokens of a suffix that must have occurred before
+    longest: int = 3  # Largest number of tokens of a suffix; the longest match is used, then the latest
+    copied: int = 7  # Number of tokens copied from after the occurrence
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:
@@ -38,8 +34,7 @@ class PromptLookup(Proposer[Text]):
     With a short suffix this is prompt lookup decoding, with a long one CopySpec; both originals take the first
     occurrence, and prompt lookup only where a whole continuation follows. Here a copy that reaches the end of the text
     continues with the tokens it has copied, as LZ77 does, so that a short cycle is continued to any length. Tokens are
-    compared directly, not by a hash.
-    """
+    compared directly, not by a hash."""
 
     family = "lookup"
 
@@ -56,10 +51,7 @@ class PromptLookup(Proposer[Text]):
 
     def expand(self, state: Text, frontier: Frontier) -> Scores:
         """Scores of the copied tokens, one for each depth, each the only child; no guess in rows without a match.
-
-        Raises:
-            ValueError: if the frontier is not the root alone.
-        """
+        Raises ValueError if the frontier is not the root alone."""
         if frontier.nodes_BF.shape[1] != 1:
             raise ValueError("prompt lookup drafts from the root only: a frontier must have 1 node, "
                              f"got {frontier.nodes_BF.shape[1]}")

@@ -1,12 +1,19 @@
-"""Drafters that need no training, by name, as baselines of an evaluation.
+"""Drafters that need no training, by name: baselines of an evaluation, and partners of a trained draft in the name of a
+policy, such as static+lookup and eagle2-32+ngrams.
 
-Their trees are small, since on a CPU the time of a pass grows with its tokens.
-"""
+After the plus stands one of PARTNERS, with a number of tokens (of a chain) or nodes (of a tree) after a hyphen where
+one likes: static-6+lookup-5. Its guesses come first, so that the draft's tree is cut where a union has fewer nodes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..drafters.mtp import Mtp, MtpConfig
 from ..errors import UserError
 from ..interfaces.proposer import Proposer
 from ..policies.base import Policy
+from ..policies.ensemble import Ensemble, Union, whole_size
+from ..policies.registry import FASTEST, NONE, STATIC, parse_policy, whole_number
 from ..policies.static_tree import Chain, StaticTree
 from ..target.model import Target
 from .ngrams import NgramConfig, Ngrams
@@ -14,21 +21,48 @@ from .prompt_lookup import PromptLookup, PromptLookupConfig
 from .self_speculation import every_other_layer, first_layers
 from .token_recycling import TokenRecycling, recycling_tree
 
-Baseline = tuple[Proposer, Policy]
-"""A drafter and the policy that grows its trees."""
+LOOKUP = "lookup"  # The partner whose chain is sized for an artifact
+JOINED = f"{STATIC}+{LOOKUP}"  # The joined policy that an artifact is tuned for
+COPIED = 7  # Tokens that prompt lookup copies
+NATIVE = "native_head"  # The baseline of targets with a head of their own
 
 
-BASELINES = ("prompt_lookup", "suffix_match", "recycling", "ngrams", "layer_skip", "first_layers")
-"""Prompt lookup, CopySpec, Token Recycling, ADED/STAND, SWIFT without its search, and the first quarter of the target's
-layers."""
-COPIED = 7
-"""Tokens that prompt lookup copies."""
-NATIVE = "native_head"
-"""The baseline of targets with a head of their own."""
+class _Kind(NamedTuple):
+    partner: str | None  # Its name in a policy; None where it joins none
+    drafter: Callable[[Target, int], Proposer]  # A new one with an empty memory, for a chain or tree of a size
+    size: int  # Small, since on a CPU the time of a pass grows with its tokens
+    tree: bool = False  # Its size counts the nodes of a tree, the root included, and not the tokens of a chain
 
 
-def baseline(name: str, target: Target, size: int | None = None) -> Baseline:
-    """A new baseline for `target`, with an empty memory.
+def _native_head(target: Target, _: int) -> Proposer:
+    """The head in the target's files; like an artifact's drafter, its trained weights are wider than what decodes."""
+    head = Mtp.create(MtpConfig(), target).to(dtype=target.dtype)
+    head.bind(target)
+    return head.eval()
+
+
+_KINDS = {
+    "prompt_lookup": _Kind(LOOKUP, lambda target, size: PromptLookup(
+        PromptLookupConfig(shortest=1, longest=3, copied=size), target.device), COPIED),
+    # CopySpec is prompt lookup that trusts long matches alone.
+    "suffix_match": _Kind("suffix", lambda target, size: PromptLookup(
+        PromptLookupConfig(shortest=3, longest=16, copied=size), target.device), 10),
+    "recycling": _Kind("recycling", lambda target, _: TokenRecycling(target.vocab_size, target.device), 16, tree=True),
+    # ADED and STAND.
+    "ngrams": _Kind("ngrams", lambda target, _: Ngrams(NgramConfig(), target.vocab_size, target.device), 8, tree=True),
+    # SWIFT without its search.
+    "layer_skip": _Kind("layer_skip", lambda target, _: every_other_layer(target), 3),
+    # A quarter of the target's layers.
+    "first_layers": _Kind("first_layers", lambda target, _: first_layers(target), 3),
+    NATIVE: _Kind(None, _native_head, 3),
+}
+PARTNERS = {kind.partner: name for name, kind in _KINDS.items() if kind.partner is not None}
+"""Baselines by their name in a policy."""
+BASELINES = tuple(PARTNERS.values())
+
+
+def baseline(name: str, target: Target, size: int | None = None) -> tuple[Proposer, Policy]:
+    """A new baseline for `target` and the policy that grows its trees.
 
     Args:
         name: one of BASELINES, or NATIVE.
@@ -38,27 +72,52 @@ def baseline(name: str, target: Target, size: int | None = None) -> Baseline:
     Raises:
         UserError: if there is none of that name, or the target cannot draft so.
     """
-    device, vocab_size = target.device, target.vocab_size
-    match name:
-        case "prompt_lookup":
-            copied = COPIED if size is None else size
-            return PromptLookup(PromptLookupConfig(shortest=1, longest=3, copied=copied), device), Chain(copied)
-        # CopySpec is prompt lookup that trusts long matches alone.
-        case "suffix_match":
-            copied = 10 if size is None else size
-            return PromptLookup(PromptLookupConfig(shortest=3, longest=16, copied=copied), device), Chain(copied)
-        case "recycling":
-            return TokenRecycling(vocab_size, device), StaticTree(recycling_tree(16 if size is None else size))
-        case "ngrams":
-            tree = recycling_tree(8 if size is None else size)
-            return Ngrams(NgramConfig(), vocab_size, device), StaticTree(tree)
-        case "layer_skip":
-            return every_other_layer(target), Chain(3 if size is None else size)
-        case "first_layers":
-            return first_layers(target), Chain(3 if size is None else size)
-        case "native_head":
-            # Like an artifact's drafter: trained weights are wider than what decodes.
-            head = Mtp.create(MtpConfig(), target).to(dtype=target.dtype)
-            head.bind(target)
-            return head.eval(), Chain(3 if size is None else size)
-    raise UserError(f"there is no baseline {name!r}; choose from {', '.join((*BASELINES, NATIVE))}")
+    if (kind := _KINDS.get(name)) is None:
+        raise UserError(f"there is no baseline {name!r}; choose from {', '.join(_KINDS)}")
+    size = kind.size if size is None else size
+    return kind.drafter(target, size), StaticTree(recycling_tree(size)) if kind.tree else Chain(size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyName:
+    """The parts of a policy's name."""
+
+    own: str  # Policy of the trained draft
+    partner: str | None = None  # One of PARTNERS; None where nothing is joined
+    size: int | None = None  # Number in the partner's name
+
+
+def parse_joined(name: str) -> PolicyName:
+    """The parts of a policy's name, with or without a partner. Raises UserError if there is no such policy or partner,
+    or a number is out of its range."""
+    own, plus, partner = name.partition("+")
+    if own.partition("-")[0] == FASTEST:
+        raise UserError(f"the policy {name!r} adds to {FASTEST}, which chooses {STATIC}, {JOINED} or {NONE} and their "
+                        f"sizes by itself; ask for {FASTEST} alone, or for {JOINED}")
+    parse_policy(own)
+    if not plus:
+        return PolicyName(own=own)
+    # No partner's name holds a hyphen, so that the last one starts a number.
+    known, _, number = partner.rpartition("-") if partner not in PARTNERS else (partner, "", "")
+    if known not in PARTNERS:
+        raise UserError(f"the policy {name!r} joins {partner!r}, which is no drafter without training; choose from "
+                        f"{', '.join(PARTNERS)}, such as {JOINED}")
+    if known == partner:
+        return PolicyName(own=own, partner=known)
+    return PolicyName(own=own, partner=known, size=whole_number(
+        name, known, number, 2 if _KINDS[PARTNERS[known]].tree else 1))
+
+
+def joined_drafter(name: PolicyName, drafter: Proposer, target: Target) -> Proposer:
+    """The drafter, next to a new partner with an empty memory where the name has one."""
+    if name.partner is None:
+        return drafter
+    return Ensemble([baseline(PARTNERS[name.partner], target, name.size)[0], drafter])
+
+
+def joined_policy(name: PolicyName, own: Policy, target: Target) -> Policy:
+    """The draft's policy, joined with the partner's where the name has one; a pass has room for all nodes of both."""
+    if name.partner is None:
+        return own
+    policies = [baseline(PARTNERS[name.partner], target, name.size)[1], own]
+    return Union(policies, whole_size(policies))

@@ -1,8 +1,7 @@
 """Self-speculation: some of the target's layers as the draft model, the others skipped (SWIFT arXiv:2410.06916,
 Draft & Verify arXiv:2309.08168), or its first layers only.
 
-Shapes: B rows, F new tokens, W cache slots in use.
-"""
+Shapes: B rows, F new tokens, W cache slots in use."""
 
 from collections.abc import Sequence
 

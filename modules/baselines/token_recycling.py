@@ -1,16 +1,14 @@
 """Token Recycling: drafts from a matrix of earlier most probable next tokens (arXiv:2408.08696).
 
 Shapes: V target vocabulary, C candidates of a token, B rows, F frontier nodes, M nodes of a pass, E all nodes of all
-rows.
-"""
-
-from heapq import heappop, heappush
+rows."""
 
 import torch
 from torch import Tensor
 
 from ..errors import UserError
 from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Remembers, Scores, Verified
+from ..policies.lookahead_trees import likeliest_paths
 from ..token_tree import Topology
 
 RANK_PROBABILITIES = (0.45, 0.13, 0.07, 0.05, 0.04, 0.03, 0.02, 0.02)
@@ -32,8 +30,7 @@ class TokenRecycling(Proposer[DraftState], Remembers):
     """
 
     family = "recycling"
-    reads_logits = True
-    """True: the matrix is filled from logits."""
+    reads_logits = True  # True: the matrix is filled from logits
 
     def __init__(self, vocab_size: int, device: torch.device, candidates: int = len(RANK_PROBABILITIES)) -> None:
         if not 1 <= candidates <= len(RANK_PROBABILITIES):
@@ -71,31 +68,15 @@ class TokenRecycling(Proposer[DraftState], Remembers):
 def recycling_tree(size: int, depth: int = 6) -> Topology:
     """Best tree of `size` nodes if a candidate's probability depends on its rank alone, in best-first order.
 
-    The paper's template has 80 nodes below the root and depth 6, found by hand for an A100.
-
-    Raises:
-        ValueError: if `size` is below 1.
-    """
+    The paper's template has 80 nodes below the root and depth 6, found by hand for an A100. Raises ValueError if `size`
+    is below 1."""
     if size < 1:
         raise ValueError(f"a tree needs at least its root, got size {size}")
-    paths: list[tuple[int, ...]] = []
-    heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
-    while heap and len(paths) < size:
-        chance, path = heappop(heap)
-        paths.append(path)
-        # Children follow their parent, so that any first nodes are a tree.
-        if len(path) < depth:
-            for rank, probability in enumerate(RANK_PROBABILITIES):
-                heappush(heap, (chance * probability, (*path, rank)))
-    return Topology.from_paths(paths)
+    return Topology.from_paths(path for _, path in likeliest_paths([RANK_PROBABILITIES] * depth, depth, size))
 
 
 def required(observation: Observation, family: str) -> Verified:
-    """The verified nodes of an observation, with their logits.
-
-    Raises:
-        ValueError: if it carries none.
-    """
+    """The verified nodes of an observation, with their logits. Raises ValueError if it carries none."""
     if observation.verified is None:
         raise ValueError(f"{family} learns from logits, but the observation carries none; set `verified`")
     return observation.verified

@@ -1,7 +1,6 @@
 """The interface of policies: how a token tree grows from a drafter's scores, written once for every family.
 
-Shapes: B rows, N nodes.
-"""
+Shapes: B rows, N nodes."""
 
 from abc import ABC, abstractmethod
 
@@ -16,22 +15,15 @@ from ..verification.sampling import SamplingSetting
 class Policy(ABC):
     """Decides which guesses of a drafter are verified."""
 
-    max_size: int
-    """Most nodes of a tree, the root included: cache slots a pass may need."""
+    max_size: int  # Most nodes of a tree, the root included: cache slots a pass may need
     samples: bool = False
     """True if tokens are drawn from the draft: sampled answers then have the target's distribution, but are not those
     of plain decoding under the same random numbers."""
 
     @abstractmethod
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
-        """Build one tree a row below its root. It may look at nothing but what the drafter knows so far.
-
-        Args:
-            drafter: asked for scores, level by level.
-            state: what it knows about the rows.
-            roots_B: the last token of each row.
-            draws: random numbers for policies that sample; None when every row is greedy.
-        """
+        """Build one tree a row below its root, the last token. It may look at nothing but what the drafter's state
+        knows so far; `draws` are random numbers for policies that sample, None when every row is greedy."""
 
     def check(self, drafter: Proposer) -> None:  # noqa: B027
         """Raise UserError when the policy makes no sense with a family; most serve all, recurrent or one-shot."""
@@ -49,8 +41,7 @@ def trimmed(tree: TokenTree) -> TokenTree:
 
     On a CPU the time of a pass grows with its nodes and its size is known at once. On an accelerator a small pass costs
     what a pass of one token does, while asking for the size would wait for the device and another shape would need
-    another graph: there the padding stays.
-    """
+    another graph: there the padding stays."""
     if tree.real_BN.device.type != "cpu":
         return tree
     size = int(tree.real_BN.sum(-1).max())

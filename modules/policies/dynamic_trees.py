@@ -5,8 +5,7 @@ harmless for point masses and biased for samples; DySpec ranks the places where 
 draw, and so may sample.
 
 Shapes: B rows, N nodes kept, C candidates (the root first), F frontier nodes, K children of one node, O nodes the
-drafter was asked about, Q draft vocabulary.
-"""
+drafter was asked about, Q draft vocabulary."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -27,12 +26,9 @@ from .level_queries import LevelQueries, check_temperature, sample, tempered, wi
 class _Children:
     """The candidates below one frontier, children of a node in the order of their ranks."""
 
-    entries_BFK: Tensor
-    """Entries of the draft vocabulary."""
-    values_BFK: Tensor
-    """log of the estimated probability that the target accepts the path down to the child."""
-    places_BFK: Tensor
-    """Order of the rerank, never above the parent's value nor above an earlier sibling's place."""
+    entries_BFK: Tensor  # Entries of the draft vocabulary
+    values_BFK: Tensor  # log of the estimated probability that the target accepts the path down to the child
+    places_BFK: Tensor  # Order of the rerank, never above the parent's value nor above an earlier sibling's place
 
 
 @dataclass
@@ -93,11 +89,8 @@ class Eagle2Tree(Policy):
         candidates: list[Tensor] = []
         nodes_BF, above_BF, offset = zero_B1, None, 0
         for level in range(depth):
-            frontier = Frontier(
-                nodes_BF=nodes_BF,
-                parents_BF=found.parents_BC.gather(1, nodes_BF),
-                tokens_BF=found.tokens_BC.gather(1, nodes_BF),
-            )
+            frontier = Frontier(nodes_BF=nodes_BF, parents_BF=found.parents_BC.gather(1, nodes_BF),
+                                tokens_BF=found.tokens_BC.gather(1, nodes_BF))
             log_q_BOQ, origin_BF = queries.ask(frontier, above_BF)
             log_q_BOQ = self._tempered(log_q_BOQ, draws)
             found.inner_BC = found.inner_BC.scatter(1, nodes_BF, origin_BF + sum(part.shape[1] for part in log_q))
@@ -123,9 +116,8 @@ class Eagle2Tree(Policy):
         # Above 0 no score is a log-probability; such a child would outrank its parent and lose it in the rerank.
         return log_probs_BOQ.clamp(max=0)
 
-    def _children(
-        self, log_q_BOQ: Tensor, origin_BF: Tensor, nodes_BF: Tensor, values_BF: Tensor, draws: Draws | None
-    ) -> _Children:
+    def _children(self, log_q_BOQ: Tensor, origin_BF: Tensor, nodes_BF: Tensor, values_BF: Tensor,
+                  draws: Draws | None) -> _Children:
         best = log_q_BOQ.topk(min(self.width, log_q_BOQ.shape[-1]), dim=-1)
         index_BFK = origin_BF[..., None].expand(-1, -1, best.values.shape[-1])
         values_BFK = values_BF[..., None] + best.values.gather(1, index_BFK)
@@ -176,9 +168,8 @@ class DySpecTree(Eagle2Tree):
             return super()._tempered(log_probs_BOQ, draws)
         return tempered(log_probs_BOQ, self.temperature, draws)
 
-    def _children(
-        self, log_q_BOQ: Tensor, origin_BF: Tensor, nodes_BF: Tensor, values_BF: Tensor, draws: Draws | None
-    ) -> _Children:
+    def _children(self, log_q_BOQ: Tensor, origin_BF: Tensor, nodes_BF: Tensor, values_BF: Tensor,
+                  draws: Draws | None) -> _Children:
         if draws is None:
             return super()._children(log_q_BOQ, origin_BF, nodes_BF, values_BF, draws)
         log_q_BFQ = spread(log_q_BOQ, origin_BF)

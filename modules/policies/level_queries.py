@@ -1,8 +1,7 @@
 """Queries of a drafter by tree level: scores looked up, tempered and sampled from.
 
 Shapes: B rows, F nodes of a level, K children of one node, O nodes the drafter was asked about, H depths answered at
-once, Q entries of the draft vocabulary or candidates of a node, D width of the drafter's states.
-"""
+once, Q entries of the draft vocabulary or candidates of a node, D width of the drafter's states."""
 
 import torch
 from torch import Tensor
@@ -17,34 +16,24 @@ class LevelQueries:
     """Scores of one tree level after another; what a one-shot family has answered already is looked up.
 
     A one-shot family scores a depth whatever the path, so the nodes of a level share the scores of the node that it was
-    asked about.
-
-    Args:
-        drafter: asked.
-        state: what it knows about the rows.
-        least: entries that a node must have; a drafter that names its candidates may have fewer, the rest is padding.
-    """
+    asked about. A node must have `least` entries; a drafter that names its candidates may have fewer, the rest is
+    padding."""
 
     def __init__(self, drafter: Proposer, state: DraftState, least: int = 1) -> None:
         self.drafter, self.state, self.least = drafter, state, least
         self.token_ids_Q: Tensor | None = None
         self._answered: Tensor | None = None
-        self.candidates_BOQ: Tensor | None = None
-        """Ids of the entries answered last, where they differ from node to node."""
-        self.states_BOD: Tensor | None = None
-        """The drafter's states that the entries answered last come from; None where it has none."""
+        self.candidates_BOQ: Tensor | None = None  # Of the entries answered last, where they differ from node to node
+        self.states_BOD: Tensor | None = None  # The drafter's, of the entries answered last; None where it has none
         self._candidates: Tensor | None = None
         self._states: Tensor | None = None
         self._origin_BF = torch.zeros(0)
         self._used = 0
 
     def ask(self, frontier: Frontier, above_BF: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(log-probabilities [B, O, Q], float32 or wider; for each frontier node the one that is its own, [B, F]).
-
-        Args:
-            frontier: the nodes of one level.
-            above_BF: column of each node's parent in the previous level's frontier; None for the root.
-        """
+        """(log-probabilities [B, O, Q], float32 or wider; for each frontier node the one that is its own, [B, F]) of
+        the nodes of one level; `above_BF` is the column of each node's parent in the previous level's frontier, None
+        for the root."""
         if self._answered is None or above_BF is None or self._used == self._answered.shape[2]:
             scores = self.drafter.expand(self.state, frontier)
             self.token_ids_Q, self._candidates, self._used = scores.token_ids_Q, scores.candidates_BFHQ, 0
@@ -95,8 +84,7 @@ def sample(log_q_BFQ: Tensor, nodes_BF: Tensor, width: int, draws: Draws) -> Ten
     """Entries of `width` children of each node in the order drawn, [B, F, width].
 
     Gumbel-top-k draws without replacement (arXiv:1903.06059); greedy rows take the likeliest instead. The sum is taken
-    in float64: far below the favourite, where later siblings come from, float32 would round the noise away.
-    """
+    in float64: far below the favourite, where later siblings come from, float32 would round the noise away."""
     noise_BFQ = draws.gumbels(nodes_BF, log_q_BFQ.shape[-1]) * draws.sampling_B[:, None, None]
     return (log_q_BFQ.double() + noise_BFQ).topk(width, dim=-1).indices
 

@@ -6,8 +6,7 @@ follows from the chance of each rank at each depth, measured on held-out text, b
 state is the number of depths that a row has guesses for, its reward the tokens accepted, and the last accepted node
 decides the next state.
 
-Shapes: B rows, N nodes, K depths, R ranks, T trees (K + 1, by number of guesses).
-"""
+Shapes: B rows, N nodes, K depths, R ranks, T trees (K + 1, by number of guesses)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +23,7 @@ from ..random_streams import Draws
 from ..token_tree import Lookahead, TokenTree, Topology
 from .base import Policy
 
-_ROUNDS = 20
-"""Most rounds of improving the trees; three are usual."""
+_ROUNDS = 20  # Most rounds of improving the trees; three are usual
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,8 @@ class AheadTree:
     """The tree for rows with one number of guesses."""
 
     topology: Topology
-    counts: tuple[int, ...]
-    """Steps of virtual nodes after each node."""
-    chances: tuple[float, ...]
-    """Probability that each node is the last accepted one."""
+    counts: tuple[int, ...]  # Steps of virtual nodes after each node
+    chances: tuple[float, ...]  # Probability that each node is the last accepted one
 
     @property
     def size(self) -> int:
@@ -51,19 +47,12 @@ class AheadTree:
 
 @lru_cache(maxsize=64)
 def ahead_trees(chances_KR: tuple[tuple[float, ...], ...], size: int) -> tuple[AheadTree, ...]:
-    """The trees with the most tokens a pass in the long run, for 0 to K guesses.
+    """The trees with the most tokens a pass in the long run, for 0 to K guesses, by the chance that the guess of a rank
+    is right at a depth.
 
     Each has at most `size` nodes, root and virtual nodes included, and the chances of different depths count as
     independent. Howard's policy iteration: with the value of every state, each tree is chosen anew for its tokens plus
-    the value of the state that follows.
-
-    Args:
-        chances_KR: probability that the guess of a rank is right at a depth.
-        size: nodes of a pass.
-
-    Raises:
-        UserError: if the root alone with all its virtual nodes has more.
-    """
+    the value of the state that follows. Raises UserError if the root alone with all its virtual nodes has more."""
     depths = len(chances_KR)
     if size <= depths:
         raise UserError(f"a tree with virtual nodes for {depths} steps needs at least {depths + 1} nodes, got {size}; "
@@ -71,7 +60,7 @@ def ahead_trees(chances_KR: tuple[tuple[float, ...], ...], size: int) -> tuple[A
     values = [float(guesses) for guesses in range(depths + 1)]
     trees: tuple[AheadTree, ...] = ()
     for _ in range(_ROUNDS):
-        found = tuple(_best_tree(_paths(chances_KR, guesses, size), depths, size, values)
+        found = tuple(_best_tree(likeliest_paths(chances_KR, guesses, size), depths, size, values)
                       for guesses in range(depths + 1))
         if found == trees:
             break
@@ -80,7 +69,8 @@ def ahead_trees(chances_KR: tuple[tuple[float, ...], ...], size: int) -> tuple[A
     return trees
 
 
-def _paths(chances_KR: Sequence[Sequence[float]], guesses: int, most: int) -> list[tuple[float, tuple[int, ...]]]:
+def likeliest_paths(chances_KR: Sequence[Sequence[float]], guesses: int, most: int) -> list[tuple[float, tuple[int,
+                                                                                                               ...]]]:
     """(probability, ranks) of the likeliest paths of at most `guesses` tokens, the likeliest first."""
     found: list[tuple[float, tuple[int, ...]]] = []
     heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
@@ -95,9 +85,8 @@ def _paths(chances_KR: Sequence[Sequence[float]], guesses: int, most: int) -> li
     return found[1:]
 
 
-def _best_tree(
-    paths: list[tuple[float, tuple[int, ...]]], depths: int, size: int, values: Sequence[float]
-) -> AheadTree:
+def _best_tree(paths: list[tuple[float, tuple[int, ...]]], depths: int, size: int,
+               values: Sequence[float]) -> AheadTree:
     """The number of nodes, and the virtual nodes after them, with the most tokens and value to come."""
     # Numbers of nodes below the root that are tried: all small ones, then every eighth more.
     numbers, count = [0], 1
@@ -148,14 +137,7 @@ def _solved(trees: Sequence[AheadTree]) -> tuple[float, list[float]]:
 
 
 class LookaheadTrees(Policy):
-    """The trees of `ahead_trees`: each row gets the one for the number of guesses that it has.
-
-    Args:
-        trees: for 0, 1, ... guesses.
-
-    Raises:
-        ValueError: if there are none.
-    """
+    """The trees of `ahead_trees`, for 0, 1, ... guesses: each row gets the one for the number that it has."""
 
     def __init__(self, trees: Sequence[AheadTree]) -> None:
         if not trees:
@@ -182,11 +164,9 @@ class LookaheadTrees(Policy):
         ranks_BN, depths_BN = tables.ranks_TN[guesses_B], tables.depths_TN[guesses_B]
         rows_B1 = torch.arange(len(roots_B), device=roots_B.device)[:, None]
         guesses_BN = answered.tokens_BFHR[:, 0][rows_B1, (depths_BN - 1).clamp(min=0), ranks_BN]
-        tree = TokenTree.grown(
-            torch.where(depths_BN > 0, guesses_BN, roots_B[:, None]), tables.parents_TN[guesses_B],
-            tables.real_TN[guesses_B], max_depth=max(tree.topology.depth for tree in self.trees),
-            most_children=max(tree.topology.most_children for tree in self.trees),
-        )
+        tree = TokenTree.grown(torch.where(depths_BN > 0, guesses_BN, roots_B[:, None]), tables.parents_TN[guesses_B],
+                               tables.real_TN[guesses_B], max_depth=max(tree.topology.depth for tree in self.trees),
+                               most_children=max(tree.topology.most_children for tree in self.trees))
         counts_BN, size, most = tables.counts_TN[guesses_B], self.max_size, self._most
         if tree.real_BN.device.type == "cpu":
             # Sizes are known at once here, and padding that no row needs costs time.

@@ -1,9 +1,7 @@
 """Policies by name, as commands and recipes ask for them.
 
-A name is a kind, with a number after a hyphen where it takes one: `static`, `static-16`, `chain-3`, `sure-0.3`.
-"""
+A name is a kind, with a number after a hyphen where it takes one: `static`, `static-16`, `chain-3`, `sure-0.3`."""
 
-from collections import Counter
 from collections.abc import Sequence
 
 from ..errors import UserError
@@ -12,43 +10,26 @@ from ..token_tree import Topology
 from .base import Policy
 from .dynamic_trees import DySpecTree, Eagle2Tree
 from .lookahead_trees import LookaheadTrees, ahead_trees
-from .sampled_tree import SampledTree
-from .static_tree import StaticTree
-from .stopping_chains import StoppedChain
-from .stopping_rules import EarlyExit, JudgedPath, MaxProbability, PaidGuesses, PathProbability
+from .static_tree import SampledTree, StaticTree
+from .stopping_chains import EarlyExit, JudgedPath, MaxProbability, PaidGuesses, PathProbability, StoppedChain
 
-FASTEST = "fastest"
-"""The default: an artifact's static, static+lookup or none, by its measurements."""
-STATIC = "static"
-"""The kind that an artifact was tuned for."""
-NONE = "none"
-"""The kind that drafts nothing: the target decodes alone."""
-SURE = "sure"
-"""The kind that drafts on while the whole draft is likely enough by the drafter's own probabilities."""
-SPECDEC = "specdec"
-"""The kind that needs an acceptance head, which an artifact holds."""
-CONFIDENT = "confident"
-"""The kind that drafts on while a drafter that judges its guesses expects the whole draft to be accepted."""
-SPARSE = "sparse"
-"""The kind for drafters with virtual nodes."""
-DYNAMIC_DEPTH = 6
-"""Levels of a growing tree, where the family answers as many."""
-DYNAMIC_WIDTH = 10
-"""Nodes expanded on a level of a growing tree."""
-MOST = 1024
-"""Largest number in a name, in nodes or tokens: a pass over more takes longer than any accepted path gives back."""
-CONFIDENCE = 0.4
-"""Below this probability of its next token a stopping chain ends."""
-SURE_ENOUGH = 0.3
-"""Probability of the whole draft below which a sure chain ends, where its name has no number."""
-LONGEST_SURE = 20
-"""Most tokens of a sure chain: those of a chain that ends by an acceptance head."""
+FASTEST = "fastest"  # The default: an artifact's static, static+lookup or none, by its measurements
+STATIC = "static"  # The kind that an artifact was tuned for
+NONE = "none"  # The kind that drafts nothing: the target decodes alone
+SURE = "sure"  # The kind that drafts on while the whole draft is likely enough by the drafter's own probabilities
+SPECDEC = "specdec"  # The kind that needs an acceptance head, which an artifact holds
+CONFIDENT = "confident"  # The kind that drafts on while a drafter that judges its guesses expects all to be accepted
+SPARSE = "sparse"  # The kind for drafters with virtual nodes
+DYNAMIC_DEPTH = 6  # Levels of a growing tree, where the family answers as many
+DYNAMIC_WIDTH = 10  # Nodes expanded on a level of a growing tree
+MOST = 1024  # Largest number of nodes or tokens: a pass over more takes longer than any accepted path gives back
+CONFIDENCE = 0.4  # Below this probability of its next token a stopping chain ends
+SURE_ENOUGH = 0.3  # Probability of the whole draft below which a sure chain ends, where its name has no number
+LONGEST_SURE = 20  # Most tokens of a sure chain: those of a chain that ends by an acceptance head
 
 _LEAST = {STATIC: 1, "chain": 1, "sampled": 1, "sampled-chain": 1, "eagle2": 2, "dyspec": 2, "stopping": 1,
-          "early-exit": 1, SPARSE: 2}
-"""Kinds whose number counts nodes or tokens, with the smallest one."""
-_SHARES = {SURE: SURE_ENOUGH, SPECDEC: 0.7, CONFIDENT: 0.3}
-"""Kinds whose number is a probability, with a usual one."""
+          "early-exit": 1, SPARSE: 2}  # Kinds whose number counts nodes or tokens, with the smallest one
+_SHARES = {SURE: SURE_ENOUGH, SPECDEC: 0.7, CONFIDENT: 0.3}  # Kinds whose number is a probability, with a usual one
 POLICIES = (*_LEAST, *_SHARES, NONE)
 """The artifact's tree, tuned for this machine or cut to N nodes (root included); its likeliest N tokens; the tree and
 the chain with sampled tokens (RSD-C, arXiv:2402.14160); EAGLE-2's and DySpec's growing trees of N nodes
@@ -63,10 +44,7 @@ measured step with one guess more would emit fewer tokens a second; no draft at 
 
 def parse_policy(name: str) -> tuple[str, float | None]:
     """The kind that a name asks for, and its number: a whole one, except for the probabilities of sure and specdec.
-
-    Raises:
-        UserError: if there is no such kind, or the number is none or out of its range.
-    """
+    Raises UserError if there is no such kind, or the number is none or out of its range."""
     kind, hyphen, number = name.rpartition("-") if name not in POLICIES else (name, "", "")
     if kind not in POLICIES:
         raise UserError(f"there is no policy {name!r}; choose from {FASTEST} (the default), {', '.join(POLICIES)}, "
@@ -82,11 +60,16 @@ def parse_policy(name: str) -> tuple[str, float | None]:
             raise UserError(f"the policy {name!r} ends in {number!r}; {kind} wants a number above 0 and below 1, such "
                             f"as {kind}-{_SHARES[kind]}")
         return kind, share
+    return kind, whole_number(name, kind, number, _LEAST[kind])
+
+
+def whole_number(name: str, kind: str, number: str, least: int) -> int:
+    """The number of nodes or tokens after a kind in a policy's name. Raises UserError if it is out of its range."""
     digits = number.isascii() and number.isdecimal() and len(number) <= len(str(MOST))
-    if not digits or not _LEAST[kind] <= int(number) <= MOST:
-        raise UserError(f"the policy {name!r} ends in {number!r}; {kind} wants a whole number of at least "
-                        f"{_LEAST[kind]} and at most {MOST}; choose one")
-    return kind, int(number)
+    if not digits or not least <= int(number) <= MOST:
+        raise UserError(f"the policy {name!r} ends in {number!r}; {kind} wants a whole number of at least {least} and "
+                        f"at most {MOST}; choose one")
+    return int(number)
 
 
 def policy_named(name: str, topology: Topology, drafter: Proposer, seconds: Sequence[float] = ()) -> Policy:
@@ -102,26 +85,13 @@ def policy_named(name: str, topology: Topology, drafter: Proposer, seconds: Sequ
         UserError: if the name, its number or the policy does not fit.
     """
     kind, number = parse_policy(name)
-    if kind == NONE:
-        return StaticTree(Topology.chain(0))
-    if kind == SPECDEC:
-        raise UserError(f"the policy {SPECDEC} needs an acceptance head; train one for an artifact with draftsmith "
-                        "specdec, and draft with that artifact")
-    if kind == SURE:
-        return StoppedChain(LONGEST_SURE, PathProbability(SURE_ENOUGH if number is None else number))
-    if kind == CONFIDENT:
-        if not (isinstance(drafter, JudgesGuesses) and drafter.judges):
-            raise UserError(f"the policy {CONFIDENT} needs a drafter that judges its guesses, a block drafter trained "
-                            f"with confidence; this is {drafter.family}: choose another policy, such as {SURE}")
-        share = _SHARES[CONFIDENT] if number is None else number
-        rule = PaidGuesses(drafter.judge, tuple(seconds)) if seconds and number is None else JudgedPath(
-            drafter.judge, share)
-        return StoppedChain(drafter.reach or LONGEST_SURE, rule)
-    count = None if number is None else int(number)
-    nodes, length = (count or max(_LEAST[kind], usual) for usual in (topology.size, topology.depth))
+    share, count = number or _SHARES.get(kind, 0.0), None if number is None else int(number)
+    nodes, length = (count or max(_LEAST.get(kind, 1), usual) for usual in (topology.size, topology.depth))
     depth = min(DYNAMIC_DEPTH, drafter.reach or DYNAMIC_DEPTH)
     policy: Policy
     match kind:
+        case "none":
+            policy = StaticTree(Topology.chain(0))
         case "chain":
             policy = StaticTree(Topology.chain(length))
         case "sampled-chain":
@@ -131,10 +101,21 @@ def policy_named(name: str, topology: Topology, drafter: Proposer, seconds: Sequ
         case "early-exit":
             limits = drafter.chain_limits if isinstance(drafter, LimitsChains) else ChainLimits()
             policy = StoppedChain(count or limits.gamma, EarlyExit(limits.eta))
-        case "eagle2":
-            policy = Eagle2Tree(nodes=nodes, depth=depth, width=DYNAMIC_WIDTH)
-        case "dyspec":
-            policy = DySpecTree(nodes=nodes, depth=depth, width=DYNAMIC_WIDTH)
+        case "sure":
+            policy = StoppedChain(LONGEST_SURE, PathProbability(share))
+        case "specdec":
+            raise UserError(f"the policy {SPECDEC} needs an acceptance head; train one for an artifact with draftsmith "
+                            "specdec, and draft with that artifact")
+        case "confident":
+            if not (isinstance(drafter, JudgesGuesses) and drafter.judges):
+                raise UserError(f"the policy {CONFIDENT} needs a drafter that judges its guesses, a block drafter "
+                                f"trained with confidence; this is {drafter.family}: choose another policy, such as "
+                                f"{SURE}")
+            paid = seconds and number is None
+            policy = StoppedChain(drafter.reach or LONGEST_SURE, PaidGuesses(drafter.judge, tuple(seconds)) if paid
+                                  else JudgedPath(drafter.judge, share))
+        case "eagle2" | "dyspec":
+            policy = {"eagle2": Eagle2Tree, "dyspec": DySpecTree}[kind](nodes, depth, DYNAMIC_WIDTH)
         case "sparse":
             chances_KR = drafter.rank_chances if isinstance(drafter, GuessesInPasses) else None
             if chances_KR is None:
@@ -148,16 +129,8 @@ def policy_named(name: str, topology: Topology, drafter: Proposer, seconds: Sequ
                 raise UserError(f"a tree of {nodes} nodes was asked for; this artifact's has {topology.size}: choose 1 "
                                 f"to {topology.size}")
             shape = topology.prefix(nodes)
-            policy = StaticTree(shape) if kind == STATIC else SampledTree(_in_drawing_order(shape))
+            # Siblings are numbered as they are drawn: a search may have found the sixth guess before the fifth.
+            ranks = tuple(shape.parents[:node].count(parent) for node, parent in enumerate(shape.parents))
+            policy = StaticTree(shape) if kind == STATIC else SampledTree(Topology(shape.parents, ranks))
     policy.check(drafter)
     return policy
-
-
-def _in_drawing_order(topology: Topology) -> Topology:
-    """The shape with siblings numbered as they come: a search may have found the sixth guess before the fifth."""
-    drawn: Counter[int] = Counter()
-    ranks = [0]
-    for parent in topology.parents[1:]:
-        ranks.append(drawn[parent])
-        drawn[parent] += 1
-    return Topology(topology.parents, tuple(ranks))

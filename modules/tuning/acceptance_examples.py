@@ -18,8 +18,7 @@ from ..decoding.answers import decode
 from ..decoding.requests import DecodeSettings, Request
 from ..errors import UserError
 from ..interfaces.drafter import Drafter
-from ..policies.stopping_chains import SampledChain, StoppedChain
-from ..policies.stopping_rules import Drafted, StoppingRule
+from ..policies.stopping_chains import Drafted, SampledChain, StoppedChain, StoppingRule
 from ..target.model import Target
 from ..token_tree import TokenTree
 from ..verification.acceptance_rules import Accepted, ChainRejection, Chances, Rule, exact_rule

@@ -16,8 +16,7 @@ from statistics import median
 
 import torch
 
-from ..baselines.joined_policies import LOOKUP, PolicyName, joined_drafter, joined_policy
-from ..baselines.registry import COPIED
+from ..baselines.registry import COPIED, LOOKUP, PolicyName, joined_drafter, joined_policy
 from ..decoding.rounds import for_host, observation, read, verified
 from ..interfaces.proposer import AheadStates, Observation, Proposer, Verified, extended, started, virtual_nodes
 from ..policies.base import Policy

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..baselines.joined_policies import JOINED, PolicyName, joined_drafter, joined_policy, parse_joined
-from ..baselines.registry import COPIED
+from ..baselines.registry import COPIED, JOINED, PolicyName, joined_drafter, joined_policy, parse_joined
 from ..decoding.answers import decode
 from ..decoding.requests import DecodeSettings, Generation
 from ..features import Features

@@ -38,7 +38,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.drafters.medusa import Medusa
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees
-from draftsmith.modules.policies.stopping_rules import JudgedPath, PaidGuesses
+from draftsmith.modules.policies.stopping_chains import JudgedPath, PaidGuesses
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from safetensors import safe_open
 from support.artifacts import TREE, copies, costs, edit, heads, trial, tuning

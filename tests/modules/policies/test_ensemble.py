@@ -25,7 +25,7 @@ from draftsmith.modules import (
     decode,
 )
 from draftsmith.modules.errors import UserError
-from draftsmith.modules.policies.joined_trees import joined
+from draftsmith.modules.policies.ensemble import joined
 from draftsmith.modules.token_tree import Lookahead
 from support.drafters import ScriptedDrafter
 from support.native_answers import native_greedy, requests_for

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from draftsmith.modules import DecodeSettings, PromptTokens, PromptTokensConfig, Request, Target, UserError, decode
-from draftsmith.modules.baselines.joined_policies import joined_drafter, joined_policy, parse_joined
+from draftsmith.modules.baselines.registry import joined_drafter, joined_policy, parse_joined
 from draftsmith.modules.policies.lookahead_trees import AheadTree, LookaheadTrees, _solved, ahead_trees
 from draftsmith.modules.policies.registry import policy_named
 from draftsmith.modules.token_tree import Topology

@@ -15,7 +15,7 @@ from draftsmith.modules import (
     Topology,
     Union,
 )
-from draftsmith.modules.policies import joined_trees
+from draftsmith.modules.policies import ensemble
 from draftsmith.modules.policies.ensemble import whole_size
 from references import wrong_rules
 from support.fixed_length import FixedLength
@@ -148,8 +148,8 @@ def test_samples_merged_with_point_masses_and_judged_as_before_are_seen(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The samples that remain were not drawn from all of q."""
-    monkeypatch.setattr(joined_trees, "_without_children",
-                        lambda tree, drawn: joined_trees._rows(drawn.log_q_BIQ, drawn.inner_BN))
+    monkeypatch.setattr(ensemble, "_without_children",
+                        lambda tree, drawn: ensemble._rows(drawn.log_q_BIQ, drawn.inner_BN))
     statistic, cells = pass_statistic(union("chain", name), ensemble_of("flat"), TARGET, 0.7, rows=ROWS)
     assert statistic > chi2_bound(cells, CHANCE)
 

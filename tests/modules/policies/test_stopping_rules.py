@@ -19,7 +19,7 @@ from draftsmith.modules import (
     UserError,
     exact_rule,
 )
-from draftsmith.modules.policies.stopping_rules import JudgedPath, PaidGuesses
+from draftsmith.modules.policies.stopping_chains import JudgedPath, PaidGuesses
 from support.fixed_length import FixedLength
 from support.goodness_of_fit import chi2_bound, g_statistic
 from support.tables import DepthDrafter, TableDrafter, draws_for, random_log_probs
@@ -231,7 +231,7 @@ def test_a_batch_ends_by_nothing_that_comes_later() -> None:
         (lambda: MaxProbability(0.0), "threshold must be above 0 and below 1, got 0.0"),
         (lambda: risk(1.0), "threshold must be above 0 and below 1, got 1.0"),
         (lambda: risk(0.5, least=0), "least must be at least 1, got 0"),
-        (lambda: EarlyExit(1.0), "eta must be above 0 and below 1, got 1.0"),
+        (lambda: EarlyExit(1.0), "threshold must be above 0 and below 1, got 1.0"),
         (lambda: StoppedChain(0, FixedLength(1)), "length must be at least 1, got 0"),
         (lambda: StoppedChain(2, FixedLength(1), check_every=-1), "check_every must be at least 0, got -1"),
         (lambda: SampledChain(2, FixedLength(1), temperature=0.0), "temperature must be above 0, got 0.0"),

@@ -19,8 +19,7 @@ from draftsmith.modules import (
     search_tree,
     trials,
 )
-from draftsmith.modules.baselines.joined_policies import joined_drafter, joined_policy
-from draftsmith.modules.baselines.registry import COPIED
+from draftsmith.modules.baselines.registry import COPIED, joined_drafter, joined_policy
 from draftsmith.modules.policies.registry import policy_named
 from draftsmith.modules.tuning import trials as module
 from draftsmith.modules.tuning.trials import cut
