@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from ...modules.target.loading.identity import SHAPE
 from ...modules.target.loading.loading import sketch_target
 from ...modules.verification.sampling import TEMPERATURES, is_temperature
 from ..chat_settings import TemplateConfig, handwritten_prompts, named_target
-from ..doctor.case import Case, DataSample
+from ..doctor.case import Case, DataSample, Finding, unchecked
 from ..doctor.diagnosis import diagnose, lines
-from ..doctor.finding import Finding, unchecked
 from ..doctor.page import page
 from ..reading.parsing import Command, Parsed
 from ..terminal.draft_colours import RESET, marks_for
@@ -77,7 +76,10 @@ def doctor(parsed: Parsed[DoctorArguments]) -> None:
     tell("the checks start; on a processor they take minutes")
     found = diagnose(case, [case.template.prompt(one.history()) for one in handwritten_prompts()],
                      folder.parent / "evaluation.json", tell)
-    text = json.dumps(found.to_dict(), indent=2, ensure_ascii=False)
+    text = json.dumps({"headline": found.headline, "findings": [asdict(one) for one in found.findings],
+                       "acceptance_by_position": found.curves,
+                       "sample": [{"text": text, "supervised": learned} for text, learned in found.sample]},
+                      indent=2, ensure_ascii=False)
     if given.out is not None:
         title = f"{artifact.drafter.family.capitalize()} drafts for {target.identity.name}: doctor"
         write_file(given.out / "doctor.json", f"{text}\n")
@@ -99,11 +101,8 @@ def doctor(parsed: Parsed[DoctorArguments]) -> None:
 
 
 def read_data(given: Path | None, artifact: Path, target: Target) -> tuple[DataSample | None, Finding | None]:
-    """(rows of an artifact's data, a finding on the data where none can be read).
-
-    Raises:
-        UserError: if the folder is named and holds none, or they are damaged.
-    """
+    """(rows of an artifact's data, a finding on the data where none can be read). Raises UserError if the folder is
+    named and holds none, or they are damaged."""
     folder = given or artifact.parent / "data"
     if given is None and not (folder / MANIFEST).is_file():
         return None, unchecked("data", f"{folder} holds no data; name their folder with --data")
@@ -119,6 +118,4 @@ def read_data(given: Path | None, artifact: Path, target: Target) -> tuple[DataS
     return DataSample.read(folder, manifest), None
 
 
-COMMANDS: dict[str, Command[Any]] = {
-    "doctor": Command(name="doctor", arguments=DoctorArguments, run=doctor),
-}
+COMMANDS: dict[str, Command[Any]] = {"doctor": Command(name="doctor", arguments=DoctorArguments, run=doctor), }

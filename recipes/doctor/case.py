@@ -1,6 +1,7 @@
-"""Everything that the checks read: the artifact with its target, the chat template, and rows of the training data."""
+"""Everything that the checks read: the artifact with its target, the chat template, rows of the training data; and what
+one of them finds, with words for a group of rows in which something is wrong."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -11,24 +12,57 @@ from ...data.batches.learned_tokens import answers
 from ...data.store.token_store import SOURCES, Row, ShardRecord
 from ...export import Artifact
 from ...modules import Target
-from .finding import Finding
 
-MOST_ROWS, MOST_SHARDS = 512, 16
-"""Training rows that are looked at, and shards that they are taken from, both spread over all."""
+LEAST_SHARE = 0.03  # Share of rows from which a fault counts: 99 of a hundred samples of 64 have one in a tenth of rows
+SHOWN = 3  # Rows of a group that are named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The outcome of one check."""
+
+    name: str  # Name of the check
+    figure: str  # The measurement in words; empty where nothing could be measured
+    verdict: str  # Its meaning, or why it could not be measured
+    remedy: str = ""  # The change to make, with the key of the recipe; empty where nothing is wrong
+    follows: str = ""  # Names of faults that explain this one; empty where it stands for itself
+
+
+def judged(name: str, figure: str, fine: str, *faults: tuple[object, str, str]) -> Finding:
+    """The finding of a check of several faults: of each, whether it is there (true or not empty), its verdict and its
+    remedy; `fine` is the verdict where none is."""
+    there = [(verdict, remedy) for found, verdict, remedy in faults if found]
+    return Finding(name=name, figure=figure, verdict="; ".join(verdict for verdict, _ in there) or fine,
+                   remedy="; ".join(dict.fromkeys(remedy for _, remedy in there)))
+
+
+def unchecked(name: str, reason: object) -> Finding:
+    """A check that could not be made."""
+    return Finding(name=name, figure="", verdict=f"not checked: {reason}")
+
+
+def group(names: Sequence[str], rows: Iterable[int], least: float = LEAST_SHARE) -> str:
+    """Words on some of the rows, "6 of 64 rows (train-00000:3, ...)"; empty where they are too few.
+
+    A group has words of its own: in the mean over all rows, a fault in a tenth of them would vanish."""
+    found = [names[row] for row in sorted(set(rows))]
+    if not found or len(found) < least * len(names):
+        return ""
+    shown = ", ".join([*found[:SHOWN], *["..."] * (len(found) > SHOWN)])
+    return f"{len(found)} of {len(names)} rows ({shown})"
+
+
+MOST_ROWS, MOST_SHARDS = 512, 16  # Training rows looked at, and shards they are taken from, both spread over all
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSample:
     """Rows of the training data, spread over all of it."""
 
-    folder: Path
-    """The data's."""
-    manifest: Manifest
-    """The data's."""
-    shard: TokenShard
-    """The rows, one after another."""
-    places: tuple[tuple[ShardRecord, int, int], ...]
-    """Of each row: its shard, its number there, and its first token there."""
+    folder: Path  # The data's
+    manifest: Manifest  # The data's
+    shard: TokenShard  # The rows, one after another
+    places: tuple[tuple[ShardRecord, int, int], ...]  # Of each row: shard, number there, and first token there
 
     @classmethod
     def read(cls, folder: Path, manifest: Manifest) -> "DataSample":
@@ -73,18 +107,12 @@ class DataSample:
 class Case:
     """An artifact with all that a diagnosis reads next to it."""
 
-    artifact: Artifact
-    """With the target that verifies its drafts here."""
-    target: Target
-    """The unchanged target, which wrote the data."""
-    template: ChatTemplate
-    """As it will be served."""
-    temperature: float = 0.0
-    """At which the draft is used."""
-    data: DataSample | None = None
-    """Of the training data; None where there are none here, or they are of no use with this target."""
-    no_data: Finding | None = None
-    """The reason."""
+    artifact: Artifact  # With the target that verifies its drafts here
+    target: Target  # The unchanged target, which wrote the data
+    template: ChatTemplate  # As it will be served
+    temperature: float = 0.0  # At which the draft is used
+    data: DataSample | None = None  # None where there are none here, or they are of no use with this target
+    no_data: Finding | None = None  # The reason
 
     def recipe(self, section: str) -> dict[str, Any]:
         """A section of the recipe that made the artifact, or of the one that made its data; empty where none did."""
@@ -92,6 +120,13 @@ class Case:
         made: dict[str, Any] = self.artifact.provenance.get("recipe", {})
         found: dict[str, Any] = {**of_data, **made}.get(section) or {}
         return found
+
+
+def findings_of(checks: Sequence[Callable[..., Finding | Iterable[Finding]]], *given: Any) -> Iterator[Finding]:
+    """The findings of each check of a table in the same evidence."""
+    for check in checks:
+        found = check(*given)
+        yield from [found] if isinstance(found, Finding) else found
 
 
 def spread(items: Sequence[Any], count: int) -> list[Any]:

@@ -1,17 +1,16 @@
 """All checks of a case, in order, and the text of their findings."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...modules.tuning.tree_search import acceptance_of
-from .case import Case
-from .draft_checks import accepted, draft_findings, read_texts
-from .finding import Finding
-from .target_checks import target_findings
-from .text_checks import rendered, text_findings
-from .time_checks import Gains, gain_findings, read_gains
+from .case import Case, Finding, findings_of
+from .draft_checks import DRAFT_CHECKS, accepted, read_texts
+from .target_checks import TARGET_CHECKS
+from .text_checks import TEXT_CHECKS, rendered
+from .time_checks import GAIN_CHECKS, Gains, read_gains
 
 CONSEQUENCES = ("draft as it was trained", "context lengths", "training against held-out", "ceiling", "time of a pass")
 """Checks of what a draft reaches: wrong data, another target or wrong states lower that too."""
@@ -21,14 +20,10 @@ CONSEQUENCES = ("draft as it was trained", "context lengths", "training against 
 class Diagnosis:
     """The outcome of all checks."""
 
-    findings: tuple[Finding, ...]
-    """One for each check."""
-    sample: tuple[tuple[str, bool], ...]
-    """The first training row as pieces of text, each with its mask: True for labels; empty without data."""
-    curves: dict[str, tuple[float, ...]]
-    """Share of passes that accepted at least 1, 2, 3 ... guesses, decoded and by the training forward."""
-    gains: Gains
-    """Timing and training."""
+    findings: tuple[Finding, ...]  # One for each check
+    sample: tuple[tuple[str, bool], ...]  # The first training row as pieces of text, each with its mask: True: labels
+    curves: dict[str, tuple[float, ...]]  # Decoded and by training: share of passes with at least 1, 2 ... guesses
+    gains: Gains  # Timing and training
 
     @property
     def faults(self) -> list[Finding]:
@@ -43,42 +38,25 @@ class Diagnosis:
         return (f"{len(self.faults)} of {checked} checks found something: {names}" if self.faults else
                 f"none of {checked} checks found anything wrong")
 
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON."""
-        return {"headline": self.headline, "findings": [asdict(one) for one in self.findings],
-                "acceptance_by_position": self.curves,
-                "sample": [{"text": text, "supervised": learned} for text, learned in self.sample]}
-
 
 def diagnose(case: Case, prompts: Sequence[Sequence[int]], report: Path,
              tell: Callable[[str], None] = lambda said: None) -> Diagnosis:
-    """Run every check that the case allows; what it does not allow says why.
+    """Run every check that the case allows; what it does not allow says why. The prompts, tokens up to the answer, are
+    answered; the report, evaluation.json of its run, need not be there; `tell` takes a line on each check, and on what
+    takes long. Raises UserError if a file of the data is corrupted."""
+    findings = [case.no_data] if case.no_data else []
 
-    Args:
-        case: what is read.
-        prompts: tokens of prompts that are answered, up to the answer.
-        report: evaluation.json of its run; it need not be there.
-        tell: takes a line on each check that has been made, and on what takes long.
-
-    Raises:
-        UserError: if a file of the data is corrupted.
-    """
-    findings = list[Finding]()
-
-    def note(found: Iterator[Finding]) -> None:
-        for one in found:
+    def make(checks: Sequence[Callable[..., Finding | Iterable[Finding]]], *given: Any) -> None:
+        for one in findings_of(checks, *given):
             findings.append(one)
             tell(f"checked: {one.name}")
 
-    findings += [case.no_data] if case.no_data else []
     if case.data is not None:
-        note(text_findings(case, case.data))
-        note(target_findings(case, case.data))
+        make((*TEXT_CHECKS, *TARGET_CHECKS), case, case.data)
     tell(f"answering {len(prompts)} prompts with the draft")
-    texts = read_texts(case, prompts)
-    gains = read_gains(case, report)
-    note(draft_findings(case, texts))
-    note(gain_findings(case, texts, gains))
+    texts, gains = read_texts(case, prompts), read_gains(case, report)
+    make(DRAFT_CHECKS, case, texts)
+    make(GAIN_CHECKS, case, texts, gains)
     causes = ", ".join(one.name for one in findings if one.remedy and one.name not in CONSEQUENCES)
     findings = [replace(one, follows=causes) if one.remedy and one.name in CONSEQUENCES else one for one in findings]
     curves = {"decoded": acceptance_of(texts.emitted, texts.topology.depth).by_position,

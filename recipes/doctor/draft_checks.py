@@ -1,10 +1,8 @@
 """Checks of the draft: decoding against its training forward, taps, rotary base, context lengths, its own figures.
 
-Shapes: P places where a draft starts, K draft steps.
-"""
+Shapes: P places where a draft starts, K draft steps."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,40 +19,27 @@ from ...modules.drafters.parts.feature_drafter import FeatureDrafter, block_like
 from ...modules.interfaces.proposer import SharesTargetRows
 from ...modules.tuning.ranked_text import UNROLLED, ranked_text
 from ...modules.tuning.tree_search import Acceptance, acceptance_of, held_out_acceptance
-from .case import Case, DataSample, spread
-from .finding import Finding, judged, unchecked
+from .case import Case, DataSample, Finding, judged, spread, unchecked
 from .target_checks import ROUNDED_STATES, in_words
 
-PROMPTS, TOKENS = 8, 48
-"""Prompts that are answered, and the length of the answers."""
-TRIED_ROWS = 16
-"""Rows on which other taps and rotary bases are tried."""
-LEAST_DECODED = 0.95
-"""Least share of the accepted drafts that the training forward promises: both are equal but for rounding."""
-LEAST_KEPT = 0.8
-"""Least share of the accepted drafts that training measured: its number format may be another."""
-BETTER, MORE = 1.15, 0.1
-"""Factor and tokens by which other layers or another base must be better than what the draft reads."""
-LONG, LEAST_LONG = 2, 0.7
-"""Context as a multiple of the longest trained one, and least share of the accepted drafts that is left there."""
-MOST_CONTEXT, LONG_ROWS = 2048, 4
-"""Longest context that is read for this check, and rows of each length."""
+PROMPTS, TOKENS = 8, 48  # Prompts that are answered, and the length of the answers
+TRIED_ROWS = 16  # Rows on which other taps and rotary bases are tried
+LEAST_DECODED = 0.95  # Least share of the accepted drafts that the training forward promises: equal but for rounding
+LEAST_KEPT = 0.8  # Least share of the accepted drafts that training measured: its number format may be another
+BETTER, MORE = 1.15, 0.1  # Factor and tokens by which other layers or another base must be better than the draft's
+LONG, LEAST_LONG = 2, 0.7  # Context as a multiple of the longest trained one, and least share of acceptance left there
+MOST_CONTEXT, LONG_ROWS = 2048, 4  # Longest context that is read for this check, and rows of each length
 
 
 @dataclass(frozen=True)
 class Texts:
     """Answers that the draft is measured on, with the target's states, one conversation each."""
 
-    decoded: list[Features]
-    """Answers to hand-written prompts, decoded with the draft."""
-    emitted: list[int]
-    """Tokens of each of their passes."""
-    recorded: dict[str, torch.Tensor]
-    """States of the first of them, as the decoding passes had them."""
-    held_out: list[Features]
-    """Held-out answers of the data; empty without."""
-    topology: Topology
-    """The tree that decoded them."""
+    decoded: list[Features]  # Answers to hand-written prompts, decoded with the draft
+    emitted: list[int]  # Tokens of each of their passes
+    recorded: dict[str, torch.Tensor]  # States of the first of them, as the decoding passes had them
+    held_out: list[Features]  # Held-out answers of the data; empty without
+    topology: Topology  # The tree that decoded them
 
     @property
     def best(self) -> list[Features]:
@@ -89,17 +74,19 @@ def read_texts(case: Case, prompts: Sequence[Sequence[int]]) -> Texts:
 def held_out_rows(case: Case, data: DataSample) -> list[Features]:
     """Held-out greedy answers up to their repetitions, with the states of the target that verifies, as training
     measures on them. Raises UserError if a shard is corrupted."""
-    target, rows = case.artifact.target, list[Features]()
-    for record in data.manifest.split("validation"):
-        shard = TokenShard.read(data.folder / record.file, record.sha256)
-        learned_T = LearnedTokens().of(shard)
-        for row in shard.answered_at(0.0):
-            place = slice(*shard.span(row))
-            if bool(learned_T[place].any()):
-                rows.append(Features.from_rows([(shard.tokens_T[place].tolist(), learned_T[place].tolist())]))
+    shards = (TokenShard.read(data.folder / record.file, record.sha256) for record in data.manifest.split("validation"))
+    rows = [row for shard in shards for row in greedy_rows(shard, shard.num_rows)]
     if case.artifact.adapter is not None:
-        return list(answered_anew(target, rows))
-    return [target.encode(row, case.artifact.drafter.taps) for row in rows]
+        return list(answered_anew(case.artifact.target, rows))
+    return [case.artifact.target.encode(row, case.artifact.drafter.taps) for row in rows]
+
+
+def greedy_rows(shard: TokenShard, most: int) -> list[Features]:
+    """At most so many greedy rows, spread over a shard, with what is learned of them; none where nothing is."""
+    learned_T, places = LearnedTokens().of(shard), (slice(*shard.span(row)) for row in spread(
+        shard.answered_at(0.0), most))
+    return [Features.from_rows([(shard.tokens_T[place].tolist(), learned_T[place].tolist())]) for place in places
+            if bool(learned_T[place].any())]
 
 
 def accepted(case: Case, rows: Sequence[Features], topology: Topology) -> Acceptance:
@@ -108,21 +95,16 @@ def accepted(case: Case, rows: Sequence[Features], topology: Topology) -> Accept
     return acceptance_of(text.walk(topology)[1], topology.depth)
 
 
-def draft_findings(case: Case, texts: Texts) -> Iterator[Finding]:
-    """Findings on the draft itself."""
+def _target(case: Case, _: Texts) -> Finding:
+    """The target that it was trained for."""
     trained, here = case.artifact.identity, case.target.identity
     rounded = "quantised otherwise" if trained.quantization != here.quantization else "another target"
-    yield judged("target of the draft", f"{in_words(trained)}; here {in_words(here)}", "it was trained for this target",
-                 (trained.weights_hash != here.weights_hash, f"the draft was distilled from one that is {rounded}: it "
-                  "has learned other answers and states", "give this command the target of the draft with "
-                  "--target.name, or, if the one here is served, continue the draft for it: draftsmith run with this "
-                  "target.name and target.quantization, train.start and --retarget"))
-    yield _decoded(case, texts)
-    yield _positions(case, texts)
-    yield _as_trained(case, texts)
-    yield _taps(case, texts)
-    yield _rotary(case, texts)
-    yield _contexts(case, texts)
+    return judged("target of the draft", f"{in_words(trained)}; here {in_words(here)}",
+                  "it was trained for this target", (
+                      trained.weights_hash != here.weights_hash, f"the draft was distilled from one that is {rounded}: "
+                      "it has learned other answers and states", "give this command the target of the draft with "
+                      "--target.name, or, if the one here is served, continue the draft for it: draftsmith run with "
+                      "this target.name and target.quantization, train.start and --retarget"))
 
 
 def _decoded(case: Case, texts: Texts) -> Finding:
@@ -202,9 +184,16 @@ def _rotary(case: Case, texts: Texts) -> Finding:
         return judged(name, f"{own:g}; by its recipe {wanted:g}", "", (
             True, "the draft rotates otherwise than its recipe and this target say", remedy))
     rows, found = spread(texts.best, TRIED_ROWS), dict[str, float]()
+    parts: list[Any] = [part for part in drafter.modules() if isinstance(getattr(part, "config", None), BlockConfig)]
+    former = [(part, part.config) for part in parts]
     for base in sorted({OFFICIAL_ROPE_BASE, block_like(case.target).rope_base} - {own}):
-        with rotary_base(drafter, base):
+        try:
+            for part, config in former:
+                part.config = replace(config, rope_base=base, rope_scaling=None)
             found[f"base {base:g}"] = accepted(case, rows, texts.topology).accepted_length
+        finally:
+            for part, config in former:
+                part.config = config
     return _better(name, accepted(case, rows, texts.topology).accepted_length, found, remedy)
 
 
@@ -215,20 +204,6 @@ def _better(name: str, own: float, others: dict[str, float], remedy: str) -> Fin
                   "no other would be better", (
                       best and others[best] - 1 > BETTER * (own - 1) and others[best] > own + MORE,
                       f"the draft was trained with {best}, or nearer to it", remedy))
-
-
-@contextmanager
-def rotary_base(drafter: FeatureDrafter[Any], base: float) -> Iterator[None]:
-    """A block in which the layers of a drafter rotate by another base."""
-    parts: list[Any] = [part for part in drafter.modules() if isinstance(getattr(part, "config", None), BlockConfig)]
-    before: list[BlockConfig] = [part.config for part in parts]
-    for part, config in zip(parts, before, strict=True):
-        part.config = replace(config, rope_base=base, rope_scaling=None)
-    try:
-        yield
-    finally:
-        for part, config in zip(parts, before, strict=True):
-            part.config = config
 
 
 def _contexts(case: Case, texts: Texts) -> Finding:
@@ -260,3 +235,5 @@ def _contexts(case: Case, texts: Texts) -> Finding:
                    "train on longer rows: batch.row_length, longer conversations (prompts.path), "
                    "distill.max_new_tokens"))
 
+
+DRAFT_CHECKS = (_target, _decoded, _positions, _as_trained, _taps, _rotary, _contexts)

@@ -6,8 +6,8 @@ from html import escape
 from ...export.report import plots
 from ...export.report.page_style import PAGE, colours, themed
 from ...modules.decoding.token_text import visible
+from .case import Finding
 from .diagnosis import Diagnosis
-from .finding import Finding
 
 STYLE = """  .checks td { white-space: normal; text-align: left; vertical-align: top; line-height: 1.4; }
   .checks td:first-child { white-space: nowrap; font-weight: 600; } .checks th { text-align: left; }

@@ -1,10 +1,8 @@
 """Checks of the training rows by passes of the target: whether they are its own answers, and the stored states its own.
 
-Shapes: N tokens of an answer, C of a chunk of it, V vocabulary, D hidden size.
-"""
+Shapes: N tokens of an answer, C of a chunk of it, V vocabulary, D hidden size."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,19 +15,13 @@ from ...data.store.feature_shards import FINAL, FeatureShard, read_features, tap
 from ...data.store.feature_store import read_rows
 from ...data.store.token_store import SOURCES
 from ...modules import Target, TargetIdentity, UserError
-from .case import Case, DataSample, spread
-from .finding import Finding, group, judged, unchecked
+from .case import Case, DataSample, Finding, group, judged, spread, unchecked
 
-ROWS, STATE_ROWS = 64, 32
-"""Rows whose answers, and whose stored states, are compared with the target's."""
-CHUNK = 128
-"""Places whose distributions are formed at once."""
-LEAST_ARGMAX = 0.9
-"""Least share of a greedy answer's tokens that are the target's argmax; another model has two thirds right."""
-MOST_SURPRISE = 5.0
-"""Largest surprise of a sampled answer at its own temperature, in standard deviations of what the target draws."""
-ROUNDED_STATES = 0.06
-"""Largest difference that a number format of eight bits explains, as a share of a state's length (fp8: 0.02)."""
+ROWS, STATE_ROWS = 64, 32  # Rows whose answers, and whose stored states, are compared with the target's
+CHUNK = 128  # Places whose distributions are formed at once
+LEAST_ARGMAX = 0.9  # Least share of a greedy answer's tokens that are the target's argmax; another model has two thirds
+MOST_SURPRISE = 5.0  # Of a sampled answer at its own temperature, in standard deviations of what the target draws
+ROUNDED_STATES = 0.06  # Largest difference by a number format of eight bits, as a share of a state's length (fp8: 0.02)
 
 
 @dataclass(frozen=True)
@@ -39,17 +31,8 @@ class Agreement:
     kl: float
     """Mean KL, in nats: of the answer's tokens as point masses for a greedy one; for a sampled one the mean surprise
     -log p above the entropy of p, which estimates it."""
-    argmax: float
-    """Share of the tokens that are the target's argmax."""
-    off: bool
-    """Whether the target would not write it so."""
-
-
-def target_findings(case: Case, data: DataSample) -> Iterator[Finding]:
-    """Findings from the target's own distributions and states at the rows."""
-    yield _identity(case, data)
-    yield _policy(case, data)
-    yield _states(case, data)
+    argmax: float  # Share of the tokens that are the target's argmax
+    off: bool  # Whether the target would not write it so
 
 
 def _identity(case: Case, data: DataSample) -> Finding:
@@ -185,3 +168,5 @@ def _origin(stored_ND: Tensor, name: str, own: dict[str, Tensor]) -> str:
     return (f"states {name} that differ from the second token on, as with another rotary base or other positions"
             if first < whole / 10 else f"states {name} of another target")
 
+
+TARGET_CHECKS = (_identity, _policy, _states)

@@ -1,45 +1,84 @@
 """Checks of the training rows by their tokens alone: mask, template, thinking, ends, repetitions, lengths, vocabulary.
 
-Shapes: T tokens of all rows.
-"""
+The mask says where an answer starts, and so does the template: its generation prompt stands right before every answer.
+
+Shapes: T tokens of all rows."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
+from ...data import ChatTemplate
 from ...data.answers.distill import TRUNCATED_SHARE
 from ...data.batches.learned_tokens import LearnedTokens, coverage, repetitions
+from ...modules import UserError
 from ...modules.decoding.token_text import TokenText
-from .case import Case, DataSample
-from .finding import Finding, group, judged, unchecked
-from .openings import START_KINDS, Openings
+from .case import Case, DataSample, Finding, group, judged, unchecked
 
 LEAST_INSIDE, LEAST_INSIDE_ROW = 0.9, 0.75
 """Least share of the answers' tokens in a reduced vocabulary, of all rows and of one: a token outside ends a draft."""
-MOST_REPEATED = 0.5
-"""Largest share of the answers' tokens in repetitions to the end, which are not learned."""
-LEAST_AT_USE = 0.25
-"""Least share of rows at a temperature like that of the use; the recipes that mix them give each a third at least."""
-MOST_CUT = 0.05
-"""Largest share of the labels that may stand after the end of packed rows."""
-SHORT, MOST_SHORT = 4, 0.25
-"""Labels of an answer that is hardly one, and largest share of rows with no more labels than the draft has steps."""
-SAMPLE_TOKENS = 160
-"""Tokens of the rendered row."""
+MOST_REPEATED = 0.5  # Largest share of the answers' tokens in repetitions to the end, which are not learned
+LEAST_AT_USE = 0.25  # Least share of rows near the temperature of the use; recipes that mix them give each a third
+MOST_CUT = 0.05  # Largest share of the labels that may stand after the end of packed rows
+SHORT, MOST_SHORT = 4, 0.25  # Labels that hardly make an answer; largest share of rows with no more labels than steps
+SAMPLE_TOKENS = 160  # Tokens of the rendered row
+PROBE = "\ue000"  # A private character, which stands in no template
+MOST_SHIFT = 8  # Largest shift of a mask that is recognised, in tokens; further off it is another template
+START_KINDS = ("shifted", "other turn", "other template")  # Wrong starts of an answer by the template
 
 
-def text_findings(case: Case, data: DataSample) -> Iterator[Finding]:
-    """Findings from the tokens of the rows and their mask."""
-    openings = Openings(case.template)
-    yield from _mask(case, data, openings)
-    yield _special(case, data, openings)
-    yield _ends(case, data)
-    yield _repeated(data)
-    yield _lengths(case, data)
-    yield _temperature(case, data)
-    if (ids_Q := case.artifact.drafter.token_ids_Q) is not None:
-        yield _vocabulary(data, ids_Q, coverage(data.folder, ids_Q) if data.manifest.split("validation") else 1.0)
+@dataclass(frozen=True)
+class Placed:
+    """The start of an answer, as the template has it."""
+
+    start: str  # One of START_KINDS; empty for a right one
+    shift: int = 0  # Tokens by which the mask is late
+    opening: tuple[int, ...] = ()  # Generation prompt before the answer; those of thinking and not thinking may differ
+
+
+class Openings:
+    """Tokens that a chat template, as it is served, writes before answers and before a user's message: none without a
+    source."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+        self.by_mode: dict[bool | None, tuple[int, ...]] = {}  # Tokens before an answer, by mode of thinking
+        self.before, self.user = tuple[int, ...](), tuple[int, ...]()
+        """Tokens before the first user's message, and those of them from the last special one on."""
+        if template.source is None:
+            return
+        asked = [{"role": "user", "content": PROBE}]
+        for mode in dict.fromkeys((*template.modes, None, True, False)):
+            # A mode that the template refuses has no opening.
+            with suppress(UserError):
+                bare, text = (template.rendered(asked, mode, prompt) for prompt in (False, True))
+                # Some templates write no header: the end of the user's message is what an answer follows.
+                before = bare if text.startswith(bare) and text != bare else text[: text.index(PROBE) + 1]
+                self.by_mode[mode] = tuple(template.encode_after(before, text[len(before) :]))
+        self.before = template.user_turn().before
+        special = {*template.tokenizer.all_special_ids}
+        places = [place for place, token in enumerate(self.before) if token in special]
+        self.user = self.before[max(places, default=0) :]
+
+    def place(self, tokens: Sequence[int], start: int) -> Placed:
+        """The start of an answer that the mask puts at `start`."""
+        # The longest first: not thinking may be an opening of thinking and an empty thought.
+        known = sorted({one for one in self.by_mode.values() if one}, key=len, reverse=True)
+        for distance in range(MOST_SHIFT + 1):
+            for shift in (distance, -distance):
+                for opening in known:
+                    if _ends_at(tokens, start - shift, opening):
+                        return Placed("shifted" if shift else "", shift, opening)
+            if distance == 0 and self.user and _ends_at(tokens, start, self.user):
+                return Placed("other turn")
+        return Placed("other template")
+
+
+def _ends_at(tokens: Sequence[int], end: int, part: tuple[int, ...]) -> bool:
+    return len(part) <= end <= len(tokens) and tuple(tokens[end - len(part) : end]) == part
 
 
 def rendered(case: Case, data: DataSample) -> list[tuple[str, bool]]:
@@ -57,9 +96,9 @@ def rendered(case: Case, data: DataSample) -> list[tuple[str, bool]]:
     return pieces
 
 
-def _mask(case: Case, data: DataSample, openings: Openings) -> Iterator[Finding]:
+def _mask(case: Case, data: DataSample) -> Iterator[Finding]:
     """Starts of the answers by the mask against those by the template."""
-    names, shard = data.names, data.shard
+    names, shard, openings = data.names, data.shard, Openings(case.template)
     none = group(names, [row for row in range(len(names)) if not shard.supervised_T[slice(*shard.span(row))].any()])
     yield judged("supervised tokens", f"{float(shard.supervised_T.float().mean()):.0%} of the tokens of {len(names)} "
                  "rows are labels", "every row has labels",
@@ -98,8 +137,9 @@ def _thinking(data: DataSample, openings: Openings, found: Sequence[tuple[int, t
     if len(set(openings.by_mode.values())) < 2 or not found:
         return unchecked("thinking", "the chat template has no switch for it, or no answer follows the template")
     shares = Counter(modes.get(opening) for _, opening in found)
-    others = group(data.names, [row for row, one in found if one not in openings.served])
-    missing = [one for one in openings.served if all(opening != one for _, opening in found)]
+    served = {openings.by_mode[mode] for mode in openings.template.modes if mode in openings.by_mode}
+    others = group(data.names, [row for row, one in found if one not in served])
+    missing = [one for one in served if all(opening != one for _, opening in found)]
     remedy = ("set template.enable_thinking to what is served ([true, false] for both) and distil again, or tell this "
               "command --template.enable_thinking as it is served")
     return judged("thinking", ", ".join(f"{count / len(found):.0%} of the answers {'' if mode else 'not '}after the "
@@ -109,9 +149,9 @@ def _thinking(data: DataSample, openings: Openings, found: Sequence[tuple[int, t
                   (missing and not others, "a mode that is served is in no row", remedy))
 
 
-def _special(case: Case, data: DataSample, openings: Openings) -> Finding:
+def _special(case: Case, data: DataSample) -> Finding:
     """Start of the rows and end of the answers against the target's special tokens and the served system prompt."""
-    tokenizer, names = case.target.tokenizer, data.names
+    tokenizer, names, openings = case.target.tokenizer, data.names, Openings(case.template)
     ends, special, bos = {*case.template.ends}, {*tokenizer.all_special_ids}, tokenizer.bos_token_id
     starts = {row: data.tokens(row)[: max(2, len(openings.before))] for row in range(len(names))
               if not data.is_document(row)}
@@ -147,7 +187,7 @@ def _ends(case: Case, data: DataSample) -> Finding:
         share > TRUNCATED_SHARE, "drafts will rarely learn an end", "raise distill.max_new_tokens"))
 
 
-def _repeated(data: DataSample) -> Finding:
+def _repeated(_: Case, data: DataSample) -> Finding:
     """Answers that end in the repetition of a phrase."""
     found = list(repetitions(data.shard))
     share = sum(stop - start for _, start, stop in found) / max(1, int(data.shard.supervised_T.sum()))
@@ -188,9 +228,12 @@ def _temperature(case: Case, data: DataSample) -> Finding:
                    f"add {use:g} to distill.temperatures, or tell this command the --temperature of the use"))
 
 
-def _vocabulary(data: DataSample, ids_Q: torch.Tensor, held_out: float) -> Finding:
-    """Coverage of the answers by the reduced draft vocabulary, over all rows, by row, and of held-out answers."""
-    shard = data.shard
+def _vocabulary(case: Case, data: DataSample) -> Iterator[Finding]:
+    """Coverage of the answers by a reduced draft vocabulary, over all rows, by row, and of held-out answers."""
+    shard, ids_Q = data.shard, case.artifact.drafter.token_ids_Q
+    if ids_Q is None:
+        return
+    held_out = coverage(data.folder, ids_Q) if data.manifest.split("validation") else 1.0
     inside_T = torch.isin(shard.tokens_T, ids_Q.cpu().to(shard.tokens_T.dtype))
     places = [slice(*shard.span(row)) for row in range(shard.num_rows)]
     rows = [inside_T[place][shard.supervised_T[place]].float() for place in places]
@@ -198,10 +241,13 @@ def _vocabulary(data: DataSample, ids_Q: torch.Tensor, held_out: float) -> Findi
     poor = group(data.names, [row for row, found in enumerate(rows) if float(found.mean()) < LEAST_INSIDE_ROW])
     remedy = ("raise drafter.vocabulary_size (null for all tokens), and distil prompts of all kinds that are served "
               "(prompts.path)")
-    return judged("draft vocabulary", f"{len(ids_Q):,} tokens hold {whole:.1%} of the answers' tokens" + (
+    yield judged("draft vocabulary", f"{len(ids_Q):,} tokens hold {whole:.1%} of the answers' tokens" + (
                       f", {held_out:.1%} in held-out ones" if held_out < 1 else ""),
                   "hardly a draft ends at a token outside",
                   (whole < LEAST_INSIDE, f"{1 - whole:.0%} of the answers' tokens can never be guessed", remedy),
                   (held_out < LEAST_INSIDE <= whole, f"{1 - held_out:.0%} of the tokens of other answers can never be "
                    "guessed: too few answers chose the vocabulary", f"raise distill.budget_tokens; or {remedy}"),
                   (poor, f"{poor} have more than a quarter outside: another language or kind of text", remedy))
+
+
+TEXT_CHECKS = (_mask, _special, _ends, _repeated, _lengths, _temperature, _vocabulary)

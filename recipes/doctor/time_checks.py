@@ -1,7 +1,6 @@
 """Checks of what is gained: training against held-out text, the ceiling of the tree, and the time of a pass.
 
-Shapes: P places where a draft starts, K draft steps.
-"""
+Shapes: P places where a draft starts, K draft steps."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,45 +8,32 @@ from itertools import accumulate
 from operator import mul
 from pathlib import Path
 
-from ...data.batches.learned_tokens import LearnedTokens
 from ...export import TrainingRecord
 from ...modules import CostTable, Features, Topology, measure_cost
 from ...modules.files.json_records import read_object, record_of
 from ...modules.tuning.ranked_text import ranked_text
-from .case import Case, DataSample, spread
-from .draft_checks import TRIED_ROWS, Texts, accepted
-from .finding import Finding, judged, unchecked
+from .case import Case, Finding, judged, spread, unchecked
+from .draft_checks import TRIED_ROWS, Texts, accepted, greedy_rows
 
-MOST_GAP = 0.25
-"""Largest share of the guesses of training text that held-out text may lack: more is learned by heart."""
-LEAST_PERFECT = 1.1
-"""Least speed-up of a perfect draft that is worth one."""
-NEAR_CEILING = 0.9
-"""Share of the guesses of a perfect draft from which the tree is the limit, and not the draft."""
-MOST_DRAFTING = 0.5
-"""Largest share of a step's seconds in the draft: beyond it a smaller draft gains more than a better one."""
-SECONDS = 5.0
-"""Seconds for which steps are timed where the artifact has no timing of this machine."""
+MOST_GAP = 0.25  # Largest share of the guesses of training text that held-out text may lack: more is learned by heart
+LEAST_PERFECT = 1.1  # Least speed-up of a perfect draft that is worth one
+NEAR_CEILING = 0.9  # Share of the guesses of a perfect draft from which the tree is the limit, and not the draft
+MOST_DRAFTING = 0.5  # Largest share of a step's seconds in the draft: beyond it smaller gains more than better
+SECONDS = 5.0  # Seconds for which steps are timed where the artifact has no timing of this machine
 
 
 @dataclass(frozen=True)
 class Gains:
     """Timing and training of a draft."""
 
-    cost: CostTable
-    """Seconds of its steps here."""
-    size: int
-    """Nodes of the tree in use; of the whole tree where nothing is drafted."""
-    training: TrainingRecord | None
-    """As the report of its run has it; None without one."""
+    cost: CostTable  # Seconds of its steps here
+    size: int  # Nodes of the tree in use; of the whole tree where nothing is drafted
+    training: TrainingRecord | None  # As the report of its run has it; None without one
 
 
 def read_gains(case: Case, report: Path) -> Gains:
-    """Timing, measured now where the artifact has none, and the training of the run's evaluation.json.
-
-    Raises:
-        UserError: if that file is damaged.
-    """
+    """Timing, measured now where the artifact has none, and the training of the run's evaluation.json. Raises UserError
+    if that file is damaged."""
     artifact = case.artifact
     size = artifact.tree_size if artifact.tree_size > 1 else artifact.topology.size
     cost = measure_cost(artifact.target, artifact.drafter, artifact.topology, repeats=2,
@@ -58,12 +44,6 @@ def read_gains(case: Case, report: Path) -> Gains:
                  None if found is None else record_of(TrainingRecord, found, str(report), remedy))
 
 
-def gain_findings(case: Case, texts: Texts, gains: Gains) -> Iterator[Finding]:
-    """Findings on training and time."""
-    yield _training(case, texts, gains.training)
-    yield from _time(case, texts, gains)
-
-
 def expected_of_chain(case: Case, rows: Sequence[Features]) -> float:
     """Teacher-forced estimate of the tokens per pass of a chain with independent steps, as training reports it."""
     table_PK = ranked_text(case.artifact.drafter, rows, 1).ranks_PK
@@ -71,18 +51,19 @@ def expected_of_chain(case: Case, rows: Sequence[Features]) -> float:
     return float(1 + sum(accumulate(chances_K, mul)))
 
 
-def _training(case: Case, texts: Texts, training: TrainingRecord | None) -> Finding:
+def _training(case: Case, texts: Texts, gains: Gains) -> Finding:
     """Training text against held-out text by the same measure, and the curve: is data short, or training?"""
     name = "training against held-out"
-    rows = [] if case.data is None else training_rows(case, case.data)
+    rows = [] if case.data is None else greedy_rows(case.data.shard, TRIED_ROWS)
     if not rows or not texts.held_out:
         return unchecked(name, "there is no training text or no held-out text here")
+    rows = [case.artifact.target.encode(row, case.artifact.drafter.taps) for row in rows]
     seen, new = (expected_of_chain(case, spread(one, TRIED_ROWS)) for one in (rows, texts.held_out))
     figure = f"{seen:.2f} tokens per pass expected of a chain on training text, {new:.2f} on held-out text"
     gap, outcome = seen - new, ""
     # What is learned by heart falls about as one over the root of the data.
     hopes = [f"twice the data would bring about {new + gap * (1 - 2**-0.5):.2f} on held-out text"] if gap > 0 else []
-    if training is not None:
+    if (training := gains.training) is not None:
         outcome, curve = training.outcome, training.curve
         half = min(curve, key=lambda one: abs(2 * one.labels - curve[-1].labels))
         slope = max(0.0, curve[-1].accepted_length - half.accepted_length)
@@ -95,16 +76,6 @@ def _training(case: Case, texts: Texts, training: TrainingRecord | None) -> Find
                   (short or outcome.startswith("Short of data"), "; ".join(learned),
                    "raise distill.budget_tokens, or give more prompts (prompts.path)"),
                   (rising, outcome, "raise train.max_steps or train.max_minutes"))
-
-
-def training_rows(case: Case, data: DataSample) -> list[Features]:
-    """Greedy training rows with what is learned of them, with the target's states."""
-    learned_T, rows = LearnedTokens().of(data.shard), list[Features]()
-    for row in spread(data.shard.answered_at(0.0), TRIED_ROWS):
-        place = slice(*data.shard.span(row))
-        if bool(learned_T[place].any()):
-            rows.append(Features.from_rows([(data.shard.tokens_T[place].tolist(), learned_T[place].tolist())]))
-    return [case.artifact.target.encode(row, case.artifact.drafter.taps) for row in rows]
 
 
 def _time(case: Case, texts: Texts, gains: Gains) -> Iterator[Finding]:
@@ -140,3 +111,6 @@ def _time(case: Case, texts: Texts, gains: Gains) -> Iterator[Finding]:
         (draft > MOST_DRAFTING * step, "drafting takes longer than the target",
          "choose a family with fewer steps (family), fewer drafter.num_layers or a smaller drafter.vocabulary_size, or "
          "lower tree.used_nodes"))
+
+
+GAIN_CHECKS = (_training, _time)

@@ -13,11 +13,10 @@ from draftsmith.data.store.token_store import Manifest, Row
 from draftsmith.export import Artifact
 from draftsmith.modules import Drafter, Target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from draftsmith.recipes.doctor.case import Case, DataSample, spread
+from draftsmith.recipes.doctor.case import Case, DataSample, Finding, findings_of, group, spread
 from draftsmith.recipes.doctor.diagnosis import lines
-from draftsmith.recipes.doctor.finding import Finding, group
-from draftsmith.recipes.doctor.target_checks import agreement, target_findings
-from draftsmith.recipes.doctor.text_checks import rendered, text_findings
+from draftsmith.recipes.doctor.target_checks import TARGET_CHECKS, agreement
+from draftsmith.recipes.doctor.text_checks import TEXT_CHECKS, rendered
 from support.artifacts import TREE, heads
 from support.families import cases_of
 from support.planted_faults import (
@@ -61,7 +60,7 @@ def faults(rows: Sequence[Row], target: Target, made: ChatTemplate | None = None
 
 def faults_of(data: DataSample, target: Target, **of: Any) -> dict[str, Finding]:
     one = case(data, target, **of)
-    found = [*text_findings(one, data), *target_findings(one, data)]
+    found = [*findings_of((*TEXT_CHECKS, *TARGET_CHECKS), one, data)]
     assert len({finding.name for finding in found}) == len(found)
     # The tiny target, whose weights are random, ends no answer.
     return {finding.name: finding for finding in found if finding.remedy and finding.name != "truncated answers"}
@@ -178,7 +177,7 @@ def test_a_vocabulary_that_too_few_answers_chose_is_found(
     folder = tiny_run / "data"
     data = replace(sample_of(rows, tiny_target), folder=folder, manifest=Manifest.load(folder))
     one = case(data, tiny_target, heads(tiny_target, vocabulary_size=75))
-    found = {finding.name: finding for finding in text_findings(one, data)}["draft vocabulary"]
+    found = {finding.name: finding for finding in findings_of(TEXT_CHECKS, one, data)}["draft vocabulary"]
     assert "hold 100.0% of the answers' tokens, " in found.figure
     assert "too few answers chose the vocabulary" in found.verdict
 
@@ -226,7 +225,7 @@ def test_data_of_another_target_say_so(tiny_target: Target, healthy: list[Row]) 
 def test_answers_from_a_file_are_not_called_the_target_s(tiny_target: Target, healthy: list[Row]) -> None:
     def origin(rows: Sequence[Row]) -> Finding:
         data = sample_of(rows, tiny_target)
-        return next(target_findings(case(data, tiny_target), data))
+        return next(findings_of(TARGET_CHECKS, case(data, tiny_target), data))
 
     assert origin(healthy).verdict == "the data are its answers"
     given = [replace(row, source="text") for row in healthy]
@@ -247,7 +246,7 @@ def test_cut_answers_are_judged_as_the_run_warns_of_them(
     rows = [with_answer(row, [*row.tokens[answer(row) :], end if number < ended else 5])
             for number, row in enumerate(healthy)]
     data = sample_of(rows, tiny_target)
-    found = {one.name: one for one in text_findings(case(data, tiny_target), data)}["truncated answers"]
+    found = {one.name: one for one in findings_of(TEXT_CHECKS, case(data, tiny_target), data)}["truncated answers"]
     assert found.figure == f"{1 - ended / 40:.0%} of 40 answers have no end"
     assert bool(found.remedy) is wrong is (40 - ended > TRUNCATED_SHARE * 40)
 

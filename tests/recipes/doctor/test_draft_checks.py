@@ -13,9 +13,8 @@ from draftsmith.data.store.token_store import Row
 from draftsmith.export import Artifact, load_artifact
 from draftsmith.modules import Drafter, Features, Target, Topology
 from draftsmith.recipes.doctor import draft_checks
-from draftsmith.recipes.doctor.case import Case, DataSample
+from draftsmith.recipes.doctor.case import Case, DataSample, Finding, findings_of, unchecked
 from draftsmith.recipes.doctor.diagnosis import diagnose
-from draftsmith.recipes.doctor.finding import Finding, unchecked
 from support.artifacts import TREE, tuning
 from support.cycle import cycle_rows
 from support.families import CASES, cases_of, randomised
@@ -80,7 +79,7 @@ def named(case: Case, name: str, drafter: Drafter | None = None, texts: draft_ch
     if texts is None:
         texts = draft_checks.read_texts(replace(case, data=None), prompts(case.template)[:4])
     # Later checks are not made.
-    return next(one for one in draft_checks.draft_findings(case, texts) if one.name == name)
+    return next(one for one in findings_of(draft_checks.DRAFT_CHECKS, case, texts) if one.name == name)
 
 
 def test_a_draft_that_decodes_otherwise_is_found(trained: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ import pytest
 from draftsmith.data import ChatTemplate
 from draftsmith.export import Artifact
 from draftsmith.modules import Target, Topology
-from draftsmith.recipes.doctor.case import Case
+from draftsmith.recipes.doctor.case import Case, findings_of
 from draftsmith.recipes.doctor.diagnosis import diagnose
-from draftsmith.recipes.doctor.text_checks import text_findings
+from draftsmith.recipes.doctor.text_checks import TEXT_CHECKS
 from support.artifacts import heads, tuning
 from support.families import randomised
 from support.planted_faults import answered, planted, sample_of, shifted
@@ -36,6 +36,6 @@ def test_a_hybrid_target_with_another_template(source: str) -> None:
                                                                  "positions and taps", "ceiling"}
     # The mask of a tenth of the rows is a token late.
     late = sample_of(planted(rows, 0.1, shifted), target, template)
-    wrong = {one.name: one for one in text_findings(case, late) if one.remedy}
+    wrong = {one.name: one for one in findings_of(TEXT_CHECKS, case, late) if one.remedy}
     assert "4 of 40 rows" in wrong["mask"].verdict
     assert set(wrong) == {"mask", "truncated answers"}

@@ -13,9 +13,8 @@ from draftsmith.export import Artifact, TrainingRecord
 from draftsmith.modules import Features, MeasuredStep, Target, Topology, UserError
 from draftsmith.modules.tuning.tree_search import Acceptance
 from draftsmith.recipes.doctor import time_checks
-from draftsmith.recipes.doctor.case import Case
+from draftsmith.recipes.doctor.case import Case, Finding
 from draftsmith.recipes.doctor.draft_checks import Texts
-from draftsmith.recipes.doctor.finding import Finding
 from draftsmith.recipes.doctor.time_checks import Gains, expected_of_chain, read_gains
 from support.artifacts import TREE, costs, heads, tuning
 from support.planted_faults import answered, sample_of
@@ -94,10 +93,10 @@ def test_a_tree_that_ends_too_early_is_found(tiny_target: Target, rows: list[Row
 def test_text_that_is_learned_by_heart_is_found(tiny_target: Target, rows: list[Row],
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     one, held = case(tiny_target, rows), texts(tiny_target, rows[:4])
-    assert not time_checks._training(one, held, None).remedy
+    assert not time_checks._training(one, held, Gains(COST, 4, None)).remedy
     lengths = iter([2.4, 1.5])
     monkeypatch.setattr(time_checks, "expected_of_chain", lambda *_: next(lengths))
-    found = time_checks._training(one, held, None)
+    found = time_checks._training(one, held, Gains(COST, 4, None))
     assert found.figure.startswith("2.40 tokens per pass expected of a chain on training text, 1.50 on held-out text")
     # Of a gap of 0.9 twice the data close 29 %.
     assert "twice the data would bring about 1.76" in found.figure
@@ -117,7 +116,8 @@ def test_the_curve_s_slope_is_that_of_its_second_half(
     curve = tuple(MeasuredStep(step=step, accepted_length=length, labels=10 * step)
                   for step, length in ((0, 1.0), (10, 1.2), (20, 1.5), (40, 1.7)))
     record = TrainingRecord(time="", outcome=outcome, best_step=40, curve=curve)
-    found = time_checks._training(case(tiny_target, rows), texts(tiny_target, rows[:4]), record)
+    found = time_checks._training(case(tiny_target, rows), texts(tiny_target, rows[:4]),
+                                  Gains(COST, 4, record))
     assert "by the slope since its half, 1.90 decoded, where it is 1.70" in found.figure
     assert found.verdict.count(outcome) == 1
     assert remedy in found.remedy
