@@ -1,8 +1,7 @@
 """Acceptance heads of an artifact: one file of tensors, bound to the drafter by its weights' hash.
 
 The tensors of the head for a temperature are named after it, `1/output.weight`; one JSON entry in the header of the
-file says the rest. An artifact that is written anew loses its heads: they belong to the former weights.
-"""
+file says the rest. An artifact that is written anew loses its heads: they belong to the former weights."""
 
 import hashlib
 import json
@@ -32,20 +31,13 @@ RETRAIN = "delete that file and train the heads again with draftsmith specdec"
 class HeadRule:
     """A head but for its tensors: its shape, the answers that it was calibrated for, and how it decides by default."""
 
-    config: AcceptanceHeadConfig
-    """Shape of the head."""
-    width: int
-    """Width of the drafter's states."""
-    setting: SamplingSetting
-    """Sampling of the answers and of the drafts that it was fitted to."""
-    threshold: float = 0.7
-    """Risk of a rejection above which drafting ends."""
-    least: int = 2
-    """Tokens drafted whatever the risk."""
-    most: int = 20
-    """Most tokens of a draft."""
-    provenance: dict[str, Any] = field(default_factory=dict)
-    """Settings of the fit and what came of it, JSON-ready."""
+    config: AcceptanceHeadConfig  # Shape of the head
+    width: int  # Width of the drafter's states
+    setting: SamplingSetting  # Sampling of the answers and of the drafts that it was fitted to
+    threshold: float = 0.7  # Risk of a rejection above which drafting ends
+    least: int = 2  # Tokens drafted whatever the risk
+    most: int = 20  # Most tokens of a draft
+    provenance: dict[str, Any] = field(default_factory=dict)  # Settings of the fit and what came of it, JSON-ready
 
     def __post_init__(self) -> None:
         check_rule(self.threshold, self.least, self.most)
@@ -55,10 +47,8 @@ class HeadRule:
 class StoredHead:
     """An acceptance head and its rule."""
 
-    head: AcceptanceHead
-    """The head, on the drafter's device."""
-    rule: HeadRule
-    """All else of it."""
+    head: AcceptanceHead  # The head, on the drafter's device
+    rule: HeadRule  # All else of it
 
     def policy(self, threshold: float | None = None) -> Policy:
         """The chain that ends by this head; `threshold` in place of its own."""
@@ -71,12 +61,9 @@ class StoredHead:
 class _Entry:
     """The JSON entry."""
 
-    weights_sha256: str
-    """Hash of the drafter's weights."""
-    tensors_sha256: str
-    """Hash of the heads' tensors."""
-    rules: dict[str, HeadRule]
-    """By temperature."""
+    weights_sha256: str  # Hash of the drafter's weights
+    tensors_sha256: str  # Hash of the heads' tensors
+    rules: dict[str, HeadRule]  # By temperature
 
 
 def check_rule(threshold: float, least: int, most: int) -> None:
@@ -119,15 +106,8 @@ def save_head(artifact: Path, head: AcceptanceHead, **rule: Any) -> Path:
 
 
 def load_heads(artifact: Path, weights_sha256: str) -> dict[float, StoredHead]:
-    """The heads of an artifact by temperature; none when no head was trained.
-
-    Args:
-        artifact: its folder.
-        weights_sha256: hash of its drafter's weights.
-
-    Raises:
-        UserError: if the file is damaged or belongs to another drafter.
-    """
+    """The heads of an artifact's folder by temperature; none when no head was trained. Raises UserError if the file is
+    damaged or belongs to a drafter with other weights than those with this hash."""
     if not (file := artifact / HEADS).exists():
         return {}
     try:

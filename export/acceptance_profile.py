@@ -1,8 +1,7 @@
 """acceptance.json: how many drafted tokens the target accepts, for capacity planners and engines that simulate it.
 
 Everything in it is counted on answers of the target: on those of evaluations as they were decoded, and on held-out
-greedy answers along which passes of a chain are walked, which gives what decoding them with that chain counts.
-"""
+greedy answers along which passes of a chain are walked, which gives what decoding them with that chain counts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -14,14 +13,10 @@ from ..modules.files.atomic_files import write_file
 from ..modules.files.json_records import read_object
 from .artifact_files import ACCEPTANCE, AGAIN, as_json
 
-HELD_OUT, DECODED = "held-out answers", "decoded answers"
-"""Sources of measurements."""
-VERSION = 1
-"""Version of the file's layout."""
-LONGEST_CHAIN = 8
-"""Longest chain whose acceptance is counted on held-out answers."""
-FIRST_LENGTH = 128
-"""Tokens of the first group of context lengths; each further one ends at twice as many."""
+HELD_OUT, DECODED = "held-out answers", "decoded answers"  # Sources of measurements
+VERSION = 1  # Version of the file's layout
+LONGEST_CHAIN = 8  # Longest chain whose acceptance is counted on held-out answers
+FIRST_LENGTH = 128  # Tokens of the first group of context lengths; each further one ends at twice as many
 UNMEASURED = ("nothing was decoded with this draft yet; draftsmith evaluate measures it, and writes acceptance.json "
               "next to its report")
 
@@ -29,22 +24,15 @@ UNMEASURED = ("nothing was decoded with this draft yet; draftsmith evaluate meas
 class Pass(NamedTuple):
     """One pass of the target over drafted tokens."""
 
-    emitted: int
-    """Tokens it added, the target's own included."""
-    context: int
-    """Tokens of the text before it."""
-    kind: str = ""
-    """Category of the prompt; "" for none."""
+    emitted: int  # Tokens it added, the target's own included
+    context: int  # Tokens of the text before it
+    kind: str = ""  # Category of the prompt; "" for none
 
 
 def measurements(passes: Sequence[Pass], setting: Mapping[str, Any], draft_tokens: int) -> list[dict[str, Any]]:
-    """Acceptance over all passes, by kind of prompt and by length of the context; none without passes.
-
-    Args:
-        passes: of one method at one temperature.
-        setting: how they were made; repeated in every record.
-        draft_tokens: tokens of the longest draft; acceptance is given for each position up to it.
-    """
+    """Acceptance over the passes of one method at one temperature, by kind of prompt and by length of the context, at
+    each position up to the longest draft; none without passes. Every record repeats the setting in which they were
+    made."""
     groups: dict[tuple[str, str], list[Pass]] = {("all", "all"): list(passes)} if passes else {}
     for one in passes:
         low, high = 0, FIRST_LENGTH
@@ -53,24 +41,21 @@ def measurements(passes: Sequence[Pass], setting: Mapping[str, Any], draft_token
         groups.setdefault(("context_tokens", f"{low}-{high - 1}"), []).append(one)
         if one.kind:
             groups.setdefault(("kind", one.kind), []).append(one)
-    return [{**setting, "draft_tokens": draft_tokens, "group": name, "value": value, **_acceptance(group, draft_tokens)}
-            for (name, value), group in groups.items()]
-
-
-def _acceptance(passes: Sequence[Pass], draft_tokens: int) -> dict[str, Any]:
-    """Figures of a group of passes; a position that no pass reached has no conditional rate."""
-    reached = [len(passes), *(sum(one.emitted > at for one in passes) for at in range(1, draft_tokens + 1))]
-    return {"drafts": len(passes), "accepted_length": sum(one.emitted for one in passes) / len(passes),
-            "unconditional": [count / len(passes) for count in reached[1:]],
-            "conditional": [after / before if before else None for before, after in pairwise(reached)]}
+    found = list[dict[str, Any]]()
+    for (name, value), group in groups.items():
+        # A position that no pass reached has no conditional rate.
+        reached = [len(group), *(sum(one.emitted > at for one in group) for at in range(1, draft_tokens + 1))]
+        found.append({
+            **setting, "draft_tokens": draft_tokens, "group": name, "value": value, "drafts": len(group),
+            "accepted_length": sum(one.emitted for one in group) / len(group),
+            "unconditional": [count / len(group) for count in reached[1:]],
+            "conditional": [after / before if before else None for before, after in pairwise(reached)]})
+    return found
 
 
 def chain_measurements(text: RankedText) -> list[dict[str, Any]]:
-    """Acceptance of chains of each length on held-out greedy answers, as decoding them counts it.
-
-    Args:
-        text: answers that chose no checkpoint.
-    """
+    """Acceptance of chains of each length as decoding counts it, along held-out greedy answers that chose
+    no checkpoint."""
     found = []
     for length in range(1, min(text.ranks_PK.shape[1], LONGEST_CHAIN) + 1):
         starts_S, emitted = text.walk(Topology.chain(length))
@@ -82,12 +67,8 @@ def chain_measurements(text: RankedText) -> list[dict[str, Any]]:
 
 
 def profile(facts: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The content of acceptance.json.
-
-    Args:
-        facts: `family`, `target` (its name) and `weights_sha256` of the artifact.
-        records: of `measurements` and `chain_measurements`.
-    """
+    """The content of acceptance.json, from `family`, `target` (its name) and `weights_sha256` of the artifact, and
+    records of `measurements` and `chain_measurements`."""
     # What an engine simulates is a chain; of several sources the answers that were decoded count.
     chains = {one["draft_tokens"]: one for one in sorted(records, key=lambda one: one["source"], reverse=True)
               if one["chain"] and one["group"] == "all" and one["temperature"] == 0}
@@ -107,13 +88,8 @@ def described(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def save_acceptance(folder: Path, facts: Mapping[str, Any], records: Iterable[Mapping[str, Any]],
                     keep: str = HELD_OUT) -> Path:
-    """Write acceptance.json of a folder; returns its path.
-
-    Args:
-        facts: of `profile`.
-        records: new ones, which replace those before.
-        keep: source of former records of the same artifact that stay.
-    """
+    """Write acceptance.json of a folder with facts of `profile`; returns its path. The records replace those before,
+    but for former ones of the same artifact from the source `keep`."""
     former = read_acceptance(folder)
     kept = [one for one in former.get("measurements", ()) if one["source"] == keep
             ] if former.get("weights_sha256") == facts["weights_sha256"] else []

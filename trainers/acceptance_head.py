@@ -1,7 +1,6 @@
 """Fitting of an acceptance head to stored examples (SpecDec++, arXiv:2405.19715).
 
-Shapes: E examples, N of a batch, D width of the drafter's states.
-"""
+Shapes: E examples, N of a batch, D width of the drafter's states."""
 
 import copy
 import math
@@ -15,16 +14,11 @@ from ..modules.errors import UserError
 from ..modules.tuning.acceptance_examples import Examples
 from .steps.optimizers import warmup_cosine
 
-BATCH_SIZE = 512
-"""Examples of an optimizer step."""
-WARMUP_SHARE = 0.03
-"""Share of the steps over which the learning rate rises from zero; it falls along a cosine afterwards."""
-HELD_OUT = 0.1
-"""Share of the examples that choose the epoch and that a head is not fitted to."""
-EPOCHS = 3
-"""Passes over the examples; the head with the smallest held-out loss is kept."""
-SEED = 0
-"""Seed of the order of the examples and of the first weights."""
+BATCH_SIZE = 512  # Examples of an optimizer step
+WARMUP_SHARE = 0.03  # Share of the steps over which the learning rate rises from zero; it falls along a cosine then
+HELD_OUT = 0.1  # Share of the examples that choose the epoch and that a head is not fitted to
+EPOCHS = 3  # Passes over the examples; the head with the smallest held-out loss is kept
+SEED = 0  # Seed of the order of the examples and of the first weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,40 +40,24 @@ class HeadFitConfig:
 class HeadFit:
     """A fitted head and what it does on held-out examples."""
 
-    head: AcceptanceHead
-    """The head with the smallest held-out loss."""
-    epoch: int
-    """The epoch after which it was; 0 before the first."""
-    loss: float
-    """Its weighted held-out loss, in nats."""
+    head: AcceptanceHead  # The head with the smallest held-out loss
+    epoch: int  # The epoch after which it was; 0 before the first
+    loss: float  # Its weighted held-out loss, in nats
 
 
 def weighted_loss(logits_N2: Tensor, chances_N: Tensor, config: HeadFitConfig) -> tuple[Tensor, Tensor]:
     """(sum, total weight) of the binary cross entropy with soft labels (arXiv:2405.19715, section 3.2).
 
-    w (1 - P) (-log(1 - P')) + P (-log P'), weighted by w (1 - P) + P, where w is `reject_weight`.
-    """
+    w (1 - P) (-log(1 - P')) + P (-log P'), weighted by w (1 - P) + P, where w is `reject_weight`."""
     rejected_N = config.reject_weight * (1 - chances_N)
     loss_N = -rejected_N * log_rejected(logits_N2) - chances_N * log_accepted(logits_N2)
     return loss_N.sum(), (rejected_N + chances_N).sum()
 
 
-def fit_head(
-    learned: Examples, held_out: Examples, shape: AcceptanceHeadConfig, config: HeadFitConfig,
-    device: torch.device | str = "cpu",
-) -> HeadFit:
-    """A new head fitted to `learned`, in float32.
-
-    Args:
-        learned: examples of the optimizer steps.
-        held_out: those that choose the epoch.
-        shape: of the head.
-        config: settings of the fit.
-        device: of the arithmetic; the head stays there.
-
-    Raises:
-        UserError: if there are no examples, or the loss is not finite.
-    """
+def fit_head(learned: Examples, held_out: Examples, shape: AcceptanceHeadConfig, config: HeadFitConfig,
+             device: torch.device | str = "cpu") -> HeadFit:
+    """A new head of a shape, on a device, fitted to `learned` in float32; `held_out` chooses the epoch. Raises
+    UserError if there are no examples, or the loss is not finite."""
     if not len(learned.chances_E) or not len(held_out.chances_E):
         raise UserError(f"a head needs examples to learn and to hold out, got {len(learned.chances_E)} and "
                         f"{len(held_out.chances_E)}; raise labels.examples, or give data with more prompts")

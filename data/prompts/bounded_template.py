@@ -12,22 +12,15 @@ from jinja2.exceptions import TemplateRuntimeError
 
 from ...modules import UserError
 
-MOST_STEPS = 2_000_000
-"""Most lines of template code, compiled to Python, of one rendering; 100 messages take some thousands."""
-MOST_CHARACTERS = 2**24
-"""Longest rendering."""
+MOST_STEPS = 2_000_000  # Most lines of compiled template code in a rendering; 100 messages take some thousands
+MOST_CHARACTERS = 2**24  # Longest rendering
 _JINJA = os.path.dirname(jinja2.__file__) + os.sep
 
 
 @contextmanager
 def bounded_rendering() -> Iterator[None]:
-    """A block in which templates are rendered.
-
-    Steps are counted, not seconds: whether a template is accepted does not depend on the machine.
-
-    Raises:
-        TemplateRuntimeError: if a template takes more steps, or more memory or stack than there is.
-    """
+    """A block in which templates are rendered; TemplateRuntimeError ends one with more steps, memory or stack than
+    there is. Steps are counted, not seconds: whether a template is accepted does not depend on the machine."""
     steps = 0
 
     def count(_frame: FrameType, event: str, _value: Any) -> Any:
@@ -54,19 +47,9 @@ def bounded_rendering() -> Iterator[None]:
         sys.settrace(former)
 
 
-def check_length(text: str) -> str:
-    """A rendering, once it is known to be no longer than `MOST_CHARACTERS`. Raises TemplateRuntimeError."""
-    if len(text) > MOST_CHARACTERS:
-        raise TemplateRuntimeError(f"it writes more than {MOST_CHARACTERS:,} characters")
-    return text
-
-
 def refuse_powers(source: str) -> None:
-    """Refuse a template with the operator **, whose number of digits no count of steps bounds.
-
-    Raises:
-        UserError: if there is one; a template that is no valid Jinja is left to its reader.
-    """
+    """Refuse a template with the operator **, whose number of digits no count of steps bounds. Raises UserError if
+    there is one; a template that is no valid Jinja is left to its reader."""
     try:
         powers = [line for line, kind, value in jinja2.Environment().lex(source) if (kind, value) == ("operator", "**")]
     except jinja2.TemplateError:

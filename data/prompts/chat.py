@@ -7,46 +7,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from typing import Any
 
 from ...modules import UserError
-from .bounded_template import bounded_rendering, check_length, refuse_powers
+from .bounded_template import MOST_CHARACTERS, bounded_rendering, refuse_powers
 from .prompt import Message, Prompt
 
-TODAY = date(2024, 7, 26)
-"""Day for templates that ask for it, unless another is given: a recipe must give the same tokens tomorrow."""
+TODAY = date(2024, 7, 26)  # Day for templates that ask for it: a recipe must give the same tokens tomorrow
 TEMPLATE_FAILS = "the chat template fails: {}; change the messages, or set target.chat_template"
-PROBE = "\ue000"
-"""A private character, which stands in no template: a message in a trial."""
-REASONING = "reasoning_content"
-"""Key of a message: the thought of the assistant before its words."""
+PROBE = "\ue000"  # A private character, which stands in no template: a message in a trial
+REASONING = "reasoning_content"  # Key of a message: the thought of the assistant before its words
+AS_JSON = partial(json.dumps, ensure_ascii=False)
 _MARK = r"((?:\w+:)?think\w*|thought|reasoning)"
-THOUGHT_END = re.compile(rf"</{_MARK}>")
-"""In the source of a template whose model thinks."""
-EMPTY_THOUGHT = re.compile(rf"\A\s*<{_MARK}>\s*</\1>\s*")
-"""At the start of an answer, also of one by another model than the target."""
+THOUGHT_END = re.compile(rf"</{_MARK}>")  # In the source of a template whose model thinks
+EMPTY_THOUGHT = re.compile(rf"\A\s*<{_MARK}>\s*</\1>\s*")  # Starts answers, also of another model than the target
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
     """Tokens of the template around a message."""
 
-    before: tuple[int, ...]
-    """Tokens before its text."""
-    after: tuple[int, ...]
-    """Tokens after its text."""
-
-
-def json_text(value: Any) -> str:
-    """A value as JSON writes it."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
-    """A message with the arguments of its calls in another form."""
-    calls = [{**call, "function": {**call["function"], "arguments": form(call["function"].get("arguments"))}}
-             for call in message.get("tool_calls") or ()]
-    return {**message, "tool_calls": calls} if calls else message
+    before: tuple[int, ...]  # Tokens before its text
+    after: tuple[int, ...]  # Tokens after its text
 
 
 @contextmanager
@@ -78,16 +61,9 @@ class ChatTemplate:
         UserError: if the template is not valid Jinja, or writes the same prompt in several modes.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        system: str | None = None,
-        tools: Sequence[dict[str, Any]] | None = None,
-        modes: Sequence[bool | None] = (None,),
-        ends: Sequence[int] | None = None,
-        today: date = TODAY,
-    ) -> None:
+    def __init__(self, tokenizer: Any, *, system: str | None = None, tools: Sequence[dict[str, Any]] | None = None,
+                 modes: Sequence[bool | None] = (None,), ends: Sequence[int] | None = None,
+                 today: date = TODAY) -> None:
         self.tokenizer, self.system, self.modes, self.today = tokenizer, system, tuple(modes), today
         self.tools = list(tools or ())
         own = tokenizer.eos_token_id
@@ -109,13 +85,11 @@ class ChatTemplate:
         # Of no mark, or one of several tokens, convert_tokens_to_ids gives the unknown token, which ends many models.
         ids = tokenizer.get_vocab()
         self._wordless = {*tokenizer.all_special_ids, *special, *self.ends} - {
-            ids[mark] for mark in self.thought if mark and mark in ids}
-        """Tokens of an answer that are no text of it."""
+            ids[mark] for mark in self.thought if mark and mark in ids}  # Tokens of an answer that are no text of it
         self._opens: dict[bool | None, bool] = {}
         self._as_json: dict[str, bool] = {}
         """Whether a template, by its source, takes the arguments of a call as JSON text in place of an object."""
-        self.nothing = ""
-        """Words of an answer that has none, which some templates refuse."""
+        self.nothing = ""  # Words of an answer that has none, which some templates refuse
         known = tokenizer.chat_template or ""
         for source in known.values() if isinstance(known, dict) else (known,):
             refuse_powers(source)
@@ -148,28 +122,17 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message], *, tools: Sequence[Message] | None = None,
                thinking: bool | None = None) -> list[int]:
-        """Tokens up to the start of the assistant's next answer, the generation prompt included.
-
-        Args:
-            messages: before the answer.
-            tools: of this conversation.
-            thinking: mode of the template; None is the first of the recipe's.
-
-        Raises:
-            UserError: if the template refuses the messages, or nothing is left of them.
-        """
+        """Tokens up to the start of the assistant's next answer, the generation prompt included; `thinking` None is the
+        first mode of the recipe's. Raises UserError if the template refuses the messages, or nothing is left of
+        them."""
         tokens = self.encode(self.rendered(messages, thinking, True, tools))
         if not tokens:
             raise UserError("a prompt has no token at all; give some text")
         return tokens
 
     def said(self, answer: Sequence[int], thinking: bool | None = None) -> Message:
-        """The message that a server makes of the tokens of an answer: its thought apart from its words.
-
-        Args:
-            answer: tokens that the target wrote.
-            thinking: mode of the prompt; None is the first of the recipe's.
-        """
+        """The message that a server makes of the tokens of an answer, its thought apart from its words; `thinking` None
+        is the first mode of the recipe's."""
         # Whatever a tokenizer calls special: the marks of a thought stay, and no space is put around them.
         text = str(self.tokenizer.decode(
             [token for token in answer if token not in self._wordless], skip_special_tokens=False,
@@ -191,11 +154,7 @@ class ChatTemplate:
 
     def user_turn(self, history: Sequence[Message] = ()) -> Surroundings:
         """Tokens around a user's next message after `history`, all before it included: a target that continues `before`
-        writes one.
-
-        Raises:
-            UserError: if the template refuses the messages.
-        """
+        writes one. Raises UserError if the template refuses the messages."""
         if self.source is None:
             before, after = self.encode(self.rendered(history)), list[int]()
         else:
@@ -219,17 +178,9 @@ class ChatTemplate:
 
     def rendered(self, messages: Sequence[Message], thinking: bool | None = None, generation_prompt: bool = False,
                  tools: Sequence[Message] | None = None) -> str:
-        """Messages as the template writes them; without a template plain text, in paragraphs.
-
-        Args:
-            messages: of a conversation.
-            thinking: mode of the template; None is the first of the recipe's.
-            generation_prompt: whether the start of the assistant's next answer follows.
-            tools: of this conversation; None takes the recipe's.
-
-        Raises:
-            UserError: if the template refuses the messages.
-        """
+        """Messages as the template writes them, with the start of the assistant's next answer where a generation prompt
+        is asked for; without a template plain text, in paragraphs. None takes the recipe's first mode of thinking, and
+        its tools. Raises UserError if the template refuses the messages."""
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         own = [self.own(message, thinking) for message in messages]
@@ -252,13 +203,19 @@ class ChatTemplate:
                 _compile_jinja_template(source).globals["strftime_now"] = self.today.strftime
 
         def write(form: Callable[[Any], Any]) -> str:
+            # The arguments of calls are written in this form.
+            shown = [message if not message.get("tool_calls") else {**message, "tool_calls": [
+                {**call, "function": {**call["function"], "arguments": form(call["function"].get("arguments"))}}
+                for call in message["tool_calls"]]} for message in own]
             with explained_template(), bounded_rendering():
-                return check_length(str(self.tokenizer.apply_chat_template(
-                    [with_arguments(message, form) for message in own], tools=every, tokenize=False,
-                    add_generation_prompt=generation_prompt, **settings)))
+                text = str(self.tokenizer.apply_chat_template(
+                    shown, tools=every, tokenize=False, add_generation_prompt=generation_prompt, **settings))
+                if len(text) > MOST_CHARACTERS:
+                    raise ValueError(f"it writes more than {MOST_CHARACTERS:,} characters")
+                return text
 
         calls = any(message.get("tool_calls") for message in own)
-        return write(json_text if calls and self._takes_json(source, write) else lambda arguments: arguments)
+        return write(AS_JSON if calls and self._takes_json(source, write) else lambda arguments: arguments)
 
     def _takes_json(self, source: str, write: Callable[[Callable[[Any], Any]], str]) -> bool:
         """True where the arguments of calls are given as JSON text: to a template that refuses objects, or writes
@@ -272,7 +229,7 @@ class ChatTemplate:
             return known
         trial = {PROBE: PROBE}
         objects = tried(trial)
-        wanted = (not objects or str(trial) in objects) and bool(tried(json_text(trial)))
+        wanted = (not objects or str(trial) in objects) and bool(tried(AS_JSON(trial)))
         # A conversation that is refused for another reason, or without its calls, decides nothing.
         if wanted or PROBE in objects:
             self._as_json[source] = wanted

@@ -3,8 +3,7 @@
 There is one way for all templates: a given answer is what rendering it adds to the rendering of its prompt, up to the
 token that ends the turn. What a template puts around an answer is learned from an answer of characters that no template
 has, and compared with every row. Of the text of a conversation only the two ends of an answer are looked at: data sets
-hold answers with their thoughts before the words, and with end tokens after them.
-"""
+hold answers with their thoughts before the words, and with end tokens after them."""
 
 import re
 from collections.abc import Sequence
@@ -16,10 +15,8 @@ from ...modules.files.json_records import shortened
 from .chat import EMPTY_THOUGHT, PROBE, REASONING, ChatTemplate
 from .prompt import Message
 
-THOUGHT = "\ue001"
-"""A private character like `PROBE`: the thought of an answer in a trial."""
-CALL = "000000000"
-"""Id of a tool call in a trial; Mistral takes nine letters or digits."""
+THOUGHT = "\ue001"  # A private character like `PROBE`: the thought of an answer in a trial
+CALL = "000000000"  # Id of a tool call in a trial; Mistral takes nine letters or digits
 REMEDY = "change target.chat_template, or let the target answer (distill.answered_by: target)"
 
 
@@ -27,53 +24,37 @@ REMEDY = "change target.chat_template, or let the target answer (distill.answere
 class Turn:
     """One answer with the tokens before it."""
 
-    prompt: list[int]
-    """Everything before the answer, the generation prompt included."""
-    answer: list[int]
-    """Tokens of the assistant, the token that ends its turn included."""
+    prompt: list[int]  # Everything before the answer, the generation prompt included
+    answer: list[int]  # Tokens of the assistant, the token that ends its turn included
 
 
 @dataclass(frozen=True, kw_only=True)
 class GivenText:
     """The text of one answer and all before it."""
 
-    prompt: str
-    """Everything before the answer, the generation prompt included."""
-    answer: str
-    """The answer as the target would write it."""
-    ended: bool
-    """True if no end token has to follow: it is there, or the answer was cut before it."""
-    thoughtless: bool = False
-    """True where the template has no place for the thought that the source gives."""
+    prompt: str  # Everything before the answer, the generation prompt included
+    answer: str  # The answer as the target would write it
+    ended: bool  # True if no end token has to follow: it is there, or the answer was cut before it
+    thoughtless: bool = False  # True where the template has no place for the thought that the source gives
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerShape:
     """Text of the template around answers of one kind, after the generation prompt."""
 
-    lead: str
-    """Before the answer."""
+    lead: str  # Before the answer
     given: str
     """First part of the lead, up to the end of an empty thought that the template puts there: the target is given it,
     and writes the rest of the lead itself."""
-    between: str | None
-    """Between thought and words; None where the template drops the thought."""
-    thinks: bool
-    """True where the model writes thoughts, though the template may drop them."""
-    after: str
-    """After the answer."""
-    closing: str
-    """End of the answer as the target writes it, in place of `after`: up to the token that ends its turn."""
-    end: str | None
-    """This token; None where the template has none."""
+    between: str | None  # Between thought and words; None where the template drops the thought
+    thinks: bool  # True where the model writes thoughts, though the template may drop them
+    after: str  # After the answer
+    closing: str  # End of the answer as the target writes it, in place of `after`: up to the token that ends its turn
+    end: str | None  # This token; None where the template has none
 
 
 class GivenAnswers:
-    """Turns of given answers.
-
-    Args:
-        template: of the target.
-    """
+    """Turns of given answers by a target's template."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
@@ -99,16 +80,7 @@ class GivenAnswers:
     def text(self, before: Sequence[Message], answer: Message, tools: Sequence[Message] | None = None) -> GivenText:
         """An answer as the target would write it: after the prompt of thinking if it has a thought, of not thinking
         otherwise. What the template puts there in place of a thought is part of the prompt. One that is cut inside its
-        thought has no end.
-
-        Args:
-            before: messages before the answer.
-            answer: the assistant's message.
-            tools: of this conversation.
-
-        Raises:
-            UserError: if the template does not write the answer as it writes others.
-        """
+        thought has no end. Raises UserError if the template does not write the answer as it writes others."""
         before, message = [self._bare(one) for one in before], self._bare(answer)
         thought, calls = message.get(REASONING, ""), bool(message.get("tool_calls"))
         shape, (opening, end) = self._shape(bool(thought), calls), self.template.thought
@@ -229,8 +201,7 @@ def join_turns(turns: Sequence[Turn]) -> list[tuple[list[int], list[bool]]]:
     """Join turns into (tokens, supervised) rows.
 
     A turn whose prompt starts with exactly the row so far extends it; any other starts a row of its own. So every
-    supervised token follows the same tokens as when it was decoded, whatever the template does to earlier turns.
-    """
+    supervised token follows the same tokens as when it was decoded, whatever the template does to earlier turns."""
     rows: list[tuple[list[int], list[bool]]] = []
     for turn in turns:
         tokens, supervised = rows[-1] if rows else ([], [])

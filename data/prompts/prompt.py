@@ -18,18 +18,13 @@ class Prompt:
     messages: tuple[Message, ...] = ()
     """The conversation as its source has it. An assistant message without content and tool_calls is an answer that the
     source does not have: it is asked for, and never learned."""
-    id: str
-    """Name of the prompt in its source: a question_id, or file:line."""
-    category: str | None = None
-    """Kind of prompt, where the source names one."""
-    tools: tuple[Mapping[str, Any], ...] | None = None
-    """JSON schemas of the tools of this conversation; None leaves them to the recipe."""
-    document: str | None = None
-    """Plain text; None for a conversation."""
+    id: str  # Name of the prompt in its source: a question_id, or file:line
+    category: str | None = None  # Kind of prompt, where the source names one
+    tools: tuple[Mapping[str, Any], ...] | None = None  # JSON schemas of its tools; None leaves them to the recipe
+    document: str | None = None  # Plain text; None for a conversation
     unlearned: frozenset[int] = field(default_factory=frozenset)
     """Places of assistant messages that are context alone: neither asked for nor learned."""
-    thinking: bool | None = None
-    """Mode of the chat template, where the row names one; None leaves it to the recipe."""
+    thinking: bool | None = None  # Mode of the chat template, where the row names one; None leaves it to the recipe
 
     @classmethod
     def from_turns(cls, *texts: str, id: str, system: str | None = None, category: str | None = None) -> "Prompt":
@@ -63,15 +58,9 @@ class Prompt:
         return next((str(message.get("content", "")) for message in self.messages if message["role"] == "user"), "")
 
     def history(self, answers: Sequence[Message] = ()) -> list[Message]:
-        """The messages before the next answer, or all of them where none is left to be asked.
-
-        Args:
-            answers: to the first places of `asked`. They replace the source's own, but for one whose tool calls have
-                results in the source: those would answer a call that nobody has made.
-
-        Raises:
-            UserError: if it is a document.
-        """
+        """The messages before the next answer, or all of them where none is left to be asked. Raises UserError for a
+        document. `answers`, to the first places of `asked`, replace the source's own, but for one whose tool calls have
+        results in the source: those would answer a call that nobody has made."""
         if self.document is not None:
             raise UserError(
                 "a plain document is not answered; train on it with distill.answered_by: text, or give messages"
@@ -80,10 +69,9 @@ class Prompt:
         given, answered = dict(zip(asked, answers, strict=False)), len(answers)
         # One place after the last message: the conversation may end with the answer to it.
         for place in range(asked[answered] if answered < len(asked) else len(self.messages) + 1):
-            if place in given and not self._has_results(place):
-                messages.append(given[place])
-            elif place < len(self.messages):
-                messages.append(self.messages[place])
+            own, then = self.messages[place : place + 1], self.messages[place + 1 : place + 2]
+            has_results = bool(own and own[0].get("tool_calls") and then and then[0]["role"] == "tool")
+            messages += [given[place]] if place in given and not has_results else own
         return messages
 
     @property
@@ -94,11 +82,6 @@ class Prompt:
         row = {"question_id": self.id, "category": self.category, "messages": messages or None, "text": self.document,
                "tools": self.tools, "enable_thinking": self.thinking}
         return {key: value for key, value in row.items() if value is not None}
-
-    def _has_results(self, place: int) -> bool:
-        """True if a message holds tool calls whose results follow."""
-        return bool(self.messages[place : place + 1] and self.messages[place].get("tool_calls")
-                    and [message["role"] for message in self.messages[place + 1 : place + 2]] == ["tool"])
 
 
 def is_given(message: Message) -> bool:

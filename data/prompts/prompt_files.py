@@ -18,12 +18,9 @@ from ...modules.files.bounded_reading import PROMPT_BYTES, SETTINGS_BYTES, bound
 from ...modules.files.json_records import problem
 
 ROW_BYTES = SETTINGS_BYTES
-PIECE = 2**20
-"""Bytes of a JSON array that are looked at together, at least."""
-MARK, GZIP, PARQUET = b"\xef\xbb\xbf", b"\x1f\x8b", b"PAR1"
-"""First bytes: the byte order mark of UTF-8, and those of two kinds of file."""
-OBJECT = re.compile(rb"^\s*[{\[]", re.MULTILINE)
-"""A line that may be a row, or the start of an array."""
+PIECE = 2**20  # Bytes of a JSON array that are looked at together, at least
+MARK, GZIP, PARQUET = b"\xef\xbb\xbf", b"\x1f\x8b", b"PAR1"  # First bytes: UTF-8's order mark, and two kinds of file
+OBJECT = re.compile(rb"^\s*[{\[]", re.MULTILINE)  # A line that may be a row, or the start of an array
 TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+("?)|[\[\]{},]', re.DOTALL)
 """Tokens that decide where an element of a JSON array ends: texts, whose group is empty where they go on, and brackets
 and commas outside of them."""
@@ -34,8 +31,7 @@ def file_rows(file: Path, seed: int | None = None) -> Iterator[tuple[str, bytes]
     row starts, in arrays with its number too, and in Parquet with its number alone.
 
     Memory holds one row (of Parquet one group of rows), and where rows are shuffled four numbers of each.
-    Without a seed the order is the file's. Raises UserError if it cannot be read, or has more than `PROMPT_BYTES`.
-    """
+    Without a seed the order is the file's. Raises UserError if it cannot be read, or has more than `PROMPT_BYTES`."""
     with _explained(file), _opened(file) as stream, tempfile.TemporaryFile() as copy:
         kind, rows = _rows(file, stream)
         if seed is None:

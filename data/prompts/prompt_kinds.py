@@ -4,8 +4,7 @@ A target that writes prompts after nothing but its chat template writes those th
 system prompt before the user's turn steers it (Magpie, arXiv:2406.08464, section 2.2): the system prompts here say what
 the assistant is for, and the message that a user sends to such an assistant is written next. They do not stay in the
 training data: the prompt is answered as if it had come by itself. A target too small to follow them goes on from the
-first words of such a message instead, which stay.
-"""
+first words of such a message instead, which stay."""
 
 import hashlib
 import random
@@ -13,10 +12,8 @@ from collections.abc import Sequence
 
 from ...modules import UserError
 
-UNSTEERED = "any"
-"""The kind that no system prompt asks for."""
-ALL_KINDS = "all"
-"""Stands for every kind, the unsteered one included."""
+UNSTEERED = "any"  # The kind that no system prompt asks for
+ALL_KINDS = "all"  # Stands for every kind, the unsteered one included
 _ASSISTANT = "You are an AI assistant for {}. The user's message {}"
 _PURPOSES = {
     "coding": ("programmers", "asks for a short program or for an explanation of a piece of code, and names the "
@@ -37,8 +34,7 @@ _PURPOSES = {
     "translation": ("translation", "contains a sentence and asks to translate it from one language into another."),
     "writing": ("writers", "asks for an email, a story, a poem, a description or another short text."),
 }
-SYSTEM_PROMPTS = {kind: _ASSISTANT.format(*purpose) for kind, purpose in _PURPOSES.items()}
-"""The system prompt that asks for each kind."""
+SYSTEM_PROMPTS = {kind: _ASSISTANT.format(*purpose) for kind, purpose in _PURPOSES.items()}  # By kind
 OPENINGS = {
     "coding": ("Write Python code that", "Implement a function in Java that", "How do I use",
                "Debug the following code:", "Show me an example of", "Write a Bash script that",
@@ -78,16 +74,12 @@ OPENINGS = {
     "writing": ("Write a story about", "Write a song about", "Help me write", "Write a letter to", "Write an essay on",
                 "Compose a poem", "Write a blog post about", "Describe a", "Write a dialogue between",
                 "Give me a title for", "Continue this story:", "Write an advertisement for"),
-}
-"""Words with which a message of each kind may begin."""
+}  # Words with which a message of each kind may begin
 
 
 def named_kinds(names: Sequence[str]) -> tuple[str, ...]:
-    """The kinds of a list of names.
-
-    Raises:
-        UserError: if it is empty, a name is unknown or occurs twice, or `all` stands next to others.
-    """
+    """The kinds of a list of names. Raises UserError if it is empty, a name is unknown or occurs twice, or `all` stands
+    next to others."""
     known = (*SYSTEM_PROMPTS, UNSTEERED)
     if list(names) == [ALL_KINDS]:
         return known

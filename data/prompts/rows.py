@@ -2,8 +2,7 @@
 other keys are not read.
 
 Keys of a row, richer ones first: messages, conversations, conversation, turns, prompt, instruction or question (with
-input), chosen, text. In rows, messages and calls null is no value.
-"""
+input), chosen, text. In rows, messages and calls null is no value."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,12 +17,10 @@ ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
     "gpt": "assistant", "model": "assistant", "chatgpt": "assistant", "bing": "assistant", "tool": "tool",
     "function": "tool", "observation": "tool", "function_call": "assistant",
-}
-"""Roles by the names that data sets give them, in any case."""
+}  # Roles by the names that data sets give them, in any case
 WHOLE = ("messages", "conversations", "conversation")
 QUESTIONS = ("prompt", "instruction", "question")
-CONVERSATIONS = (*WHOLE, "turns", *QUESTIONS, "chosen")
-"""Keys of a conversation, of what is asked in one, and of both, richer ones first."""
+CONVERSATIONS = (*WHOLE, "turns", *QUESTIONS, "chosen")  # Of conversations, questions and both, richer ones first
 INPUTS = ("input", "context")
 ANSWERS = ("chosen", "completion", "response", "output", "answer")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -42,7 +39,13 @@ def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
     try:
         if not isinstance(row, Mapping):
             raise UserError(f"expected a JSON object, got {_short(row)}; write one object a line")
-        key = _key(row, column)
+        known = (column,) if column else (*CONVERSATIONS, "text")
+        key = next((key for key in known if not _is_empty(row.get(key))), None)
+        if key is None and (empty := [key for key in known if row.get(key) is not None]):
+            raise UserError(f"{empty[0]} is empty; write its text, or leave the row out")
+        if key is None:
+            raise UserError(f"the row has none of the keys {', '.join(known)}, got {_short(sorted(map(str, row)))}; "
+                            "rename one, or set prompts.column")
         row = {key: value for key, value in row.items() if not _is_empty(value)}
         if not _is_learned(row, "a row"):
             raise LeftOutError(f"{' or '.join(WEIGHTS)} leaves the whole row out; nothing is to do")
@@ -59,18 +62,6 @@ def parse_prompt(row: Any, where: str, column: str | None = None) -> Prompt:
     return prompt
 
 
-def _key(row: Mapping[str, Any], column: str | None) -> str:
-    """The key of a row's conversation, prompt or text."""
-    known = (column,) if column else (*CONVERSATIONS, "text")
-    key = next((key for key in known if not _is_empty(row.get(key))), None)
-    if key is None and (empty := [key for key in known if row.get(key) is not None]):
-        raise UserError(f"{empty[0]} is empty; write its text, or leave the row out")
-    if key is None:
-        raise UserError(f"the row has none of the keys {', '.join(known)}, got {_short(sorted(map(str, row)))}; rename "
-                        "one, or set prompts.column")
-    return key
-
-
 def _prompt(row: dict[str, Any], where: str, key: str, chosen: bool) -> Prompt:
     identifier, category = str(row.get("question_id", where)), str(row["category"]) if "category" in row else None
     if key == "text" and not chosen:
@@ -83,9 +74,21 @@ def _prompt(row: dict[str, Any], where: str, key: str, chosen: bool) -> Prompt:
     if first is None:
         raise UserError("no user message; there is nothing to answer")
     read = [one for place, one in enumerate(read) if place >= first or one[0]["role"] == "system"]
+    # JSON schemas of tools may stand there as JSON.
+    tools = _from_json(row.get("tools", row.get("functions")), "tools")
+    tools = [] if _is_empty(tools) else [_from_json(one, "tools") for one in (
+        tools if isinstance(tools, list) else [tools])]
+    if wrong := [tool for tool in tools if not isinstance(tool, Mapping)]:
+        raise UserError(f"tools must be a list of objects, one JSON schema for each tool, got {_short(wrong[0])}")
+    tools = tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
+    # A row names its mode as enable_thinking, or among the arguments of its template.
+    settings = _from_json(row.get("chat_template_kwargs"), "chat_template_kwargs")
+    mode = row.get("enable_thinking", settings.get("enable_thinking") if isinstance(settings, Mapping) else None)
+    if not isinstance(mode, bool | None):
+        raise UserError(f"enable_thinking must be true or false, got {_short(mode)}")
     prompt = Prompt(
-        messages=tuple(message for message, _ in read), id=identifier, category=category, tools=_tools(row),
-        unlearned=frozenset(place for place, (_, learned) in enumerate(read) if not learned), thinking=_thinking(row))
+        messages=tuple(message for message, _ in read), id=identifier, category=category, tools=tools or None,
+        unlearned=frozenset(place for place, (_, learned) in enumerate(read) if not learned), thinking=mode)
     if not prompt.asked:
         raise UserError("every answer is left out of the labels; leave one in, or the row out")
     return prompt
@@ -99,7 +102,14 @@ def _conversation(row: dict[str, Any], key: str, question: bool) -> list[tuple[M
     if key in QUESTIONS[1:] and (name := next((name for name in INPUTS if name in row), None)):
         spoken = [{"role": "user", "content": f"{_text(row, key)}\n\n{_text(row, name)}"}]
     if question and "history" in row:
-        spoken = [*_history(row["history"]), *spoken]
+        # Pairs of a question and its answer, or messages.
+        history = _from_json(row["history"], "history")
+        if not isinstance(history, list) or not all(
+                isinstance(one, Mapping) or (isinstance(one, list | tuple) and len(one) == 2) for one in history):
+            raise UserError("history must be a list of pairs, a question and its answer, got "
+                            f"{_short(history)}; write it so")
+        spoken = [*(message for one in history for message in ([one] if isinstance(one, Mapping) else [
+            {"role": "user", "content": one[0]}, {"role": "assistant", "content": one[1]}])), *spoken]
     read = _messages(spoken)
     answer = next((name for name in ANSWERS if name in row and name != key), None)
     answered = bool(read) and read[-1][0]["role"] == "assistant"
@@ -114,16 +124,6 @@ def _conversation(row: dict[str, Any], key: str, question: bool) -> list[tuple[M
     new = next((place for place in range(len(read)) if read[place:] == given[: len(read) - place]),
                systems if given[0][0]["role"] == "user" else 0)
     return [*read[:new], *given]
-
-
-def _history(value: Any) -> list[Any]:
-    """Messages before a question, from pairs of a question and its answer."""
-    value = _from_json(value, "history")
-    if not isinstance(value, list) or not all(
-            isinstance(one, Mapping) or (isinstance(one, list | tuple) and len(one) == 2) for one in value):
-        raise UserError(f"history must be a list of pairs, a question and its answer, got {_short(value)}; write it so")
-    return [message for one in value for message in ([one] if isinstance(one, Mapping) else [
-        {"role": "user", "content": one[0]}, {"role": "assistant", "content": one[1]}])]
 
 
 def _spoken(value: Any, key: str) -> list[Any]:
@@ -223,26 +223,6 @@ def _calls(value: Any) -> list[Message]:
         identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         found.append({**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return found
-
-
-def _tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
-    """JSON schemas of the tools of a row, which may stand there as JSON."""
-    value = _from_json(row.get("tools", row.get("functions")), "tools")
-    if _is_empty(value):
-        return None
-    found = [_from_json(tool, "tools") for tool in (value if isinstance(value, list) else [value])]
-    if wrong := [tool for tool in found if not isinstance(tool, Mapping)]:
-        raise UserError(f"tools must be a list of objects, one JSON schema for each tool, got {_short(wrong[0])}")
-    return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in found)
-
-
-def _thinking(row: Mapping[str, Any]) -> bool | None:
-    """The mode that a row names, as enable_thinking or among the arguments of its template."""
-    settings = _from_json(row.get("chat_template_kwargs"), "chat_template_kwargs")
-    mode = row.get("enable_thinking", settings.get("enable_thinking") if isinstance(settings, Mapping) else None)
-    if not isinstance(mode, bool | None):
-        raise UserError(f"enable_thinking must be true or false, got {_short(mode)}")
-    return mode
 
 
 def _from_json(value: Any, what: str) -> Any:

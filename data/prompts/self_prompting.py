@@ -2,8 +2,7 @@
 
 An instruct model that continues the tokens before a user's turn writes a message like a user's. Its text up to the end
 of that turn is a prompt; no prompt set is needed. A system prompt before the turn can ask for a kind of message, or the
-message's first words can be given (`prompt_kinds`).
-"""
+message's first words can be given (`prompt_kinds`)."""
 
 import hashlib
 import json
@@ -20,42 +19,29 @@ from .prompt import Prompt
 from .prompt_kinds import SYSTEM_PROMPTS, UNSTEERED, drawn, named_kinds
 from .sources import PromptConfig, ReadPrompts, Taken
 
-OPENING_TOKENS = 16
-"""Tokens of a prompt that a base model without a chat template writes: the start of a text to be continued."""
-TOP_P = 0.95
-"""Nucleus from which the target draws its prompts."""
+OPENING_TOKENS = 16  # Tokens of a prompt by a base model without a template: the start of a text to be continued
+TOP_P = 0.95  # Nucleus from which the target draws its prompts
 RECORDED = Path(__file__).with_name("recorded.jsonl")
 """Candidates 0, 1, ... that the embedded target wrote once (`tests/benchmarks/record_prompts.py`), since to write them
 takes as long as to answer them. First comes `OwnPrompts.origin`, then the text of each, empty where it is unusable."""
 
 
 class OwnPrompts:
-    """Candidates that the target writes; candidate n is a pure function of the weights, the config and the seed.
+    """Candidates that the target writes, so many slots at once; candidate n is a pure function of the weights, the
+    config and the seed of the run. None is written twice: what is recorded for these weights and settings is read, and
+    what was written is kept. `check` raises UserError for the number and the prompt of one that cannot be used, which
+    is left out.
 
-    None is written twice: what is recorded for these weights and settings is read, and what was written is kept.
-
-    Args:
-        target: writes them.
-        template: of its tokenizer.
-        config: how they are written.
-        seed: of the run.
-        slots: prompts written at once.
-        check: raises UserError for the number and the prompt of one that cannot be used, which is left out.
-
-    Raises:
-        UserError: if kinds are asked for and the chat template cannot show them.
-    """
+    Raises UserError if kinds are asked for and the chat template cannot show them."""
 
     def __init__(self, target: Target, template: ChatTemplate, config: PromptConfig, *, seed: int, slots: int,
                  check: Callable[[int, Prompt], None] = lambda *_: None) -> None:
         self.target, self.template, self.config, self.seed, self.check = target, template, config, seed, check
-        self.total = config.limit
-        """Largest number of candidates; None where there is no limit."""
+        self.total = config.limit  # Largest number of candidates; None where there is no limit
         self.around = template.user_turn()
         self.plain = template.source is None
         self.kinds = (UNSTEERED,) if config.own_kinds is None else named_kinds(config.own_kinds)
-        self.befores = dict.fromkeys(self.kinds, self.around.before)
-        """Tokens after which a prompt of each kind is written."""
+        self.befores = dict.fromkeys(self.kinds, self.around.before)  # Tokens after which one of each kind is written
         if config.own_kinds is not None and not config.own_openings:
             # The system prompt of each kind stands before its prompts, and must be seen there: a template that drops
             # it would give prompts of no kind at all.
@@ -72,8 +58,7 @@ class OwnPrompts:
                     raise UserError(f"{asked} does not show; leave prompts.own_kinds out")
                 self.befores[kind] = shown.before
         self.stats = DecodeStats()
-        self.watch: Callable[[], None] = lambda: None
-        """Called in every pass; what it raises ends the writing."""
+        self.watch: Callable[[], None] = lambda: None  # Called in every pass; what it raises ends the writing
         # An end token of the target ends a message; where the template writes something else after one, that text does.
         end = self.around.after
         stop = () if not end or end[0] in target.eos_ids else (target.tokenizer.decode(list(end)),)
@@ -157,5 +142,4 @@ class OwnPrompts:
         return text if any(character.isalpha() for character in text) else ""
 
 
-Source = OwnPrompts | ReadPrompts
-"""Numbered candidates for prompts; candidate n is the same whenever it is asked for."""
+Source = OwnPrompts | ReadPrompts  # Numbered candidates for prompts; candidate n is the same whenever it is asked for

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,8 +16,7 @@ from .prompt_files import decoded, file_rows
 from .prompt_kinds import named_kinds
 from .rows import LeftOutError, parse_prompt
 
-STREAM_BUFFER = 10_000
-"""Rows a streamed dataset is shuffled among, and those of one without a limit that are looked at beforehand."""
+STREAM_BUFFER = 10_000  # Rows a streamed dataset is shuffled among; of one without limit looked at beforehand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +93,9 @@ class PromptConfig:
 class Skipped:
     """A row that is not used."""
 
-    row: str
-    """Its place: a file with the line or the number of the row, or a dataset with the number."""
-    reason: str
-    """The sentence that says what is wrong, and what to do."""
-    wanted: bool = False
-    """True where the source or the recipe leaves it out on purpose."""
+    row: str  # Its place: a file with the line or the number of the row, or a dataset with the number
+    reason: str  # The sentence that says what is wrong, and what to do
+    wanted: bool = False  # True where the source or the recipe leaves it out on purpose
 
     @property
     def kind(self) -> str:
@@ -112,14 +107,10 @@ class Skipped:
 class Taken:
     """Consecutive candidates."""
 
-    prompts: list[tuple[int, Prompt]]
-    """The usable ones, each with its number."""
-    read: int
-    """Number of candidates; fewer than asked for when the source has no more."""
-    repeated: int = 0
-    """Usable ones that are left out of `prompts`, since the data have them."""
-    skipped: tuple[Skipped, ...] = ()
-    """Unusable ones that `ReadPrompts.skipped` has not looked at."""
+    prompts: list[tuple[int, Prompt]]  # The usable ones, each with its number
+    read: int  # Number of candidates; fewer than asked for when the source has no more
+    repeated: int = 0  # Usable ones that are left out of `prompts`, since the data have them
+    skipped: tuple[Skipped, ...] = ()  # Unusable ones that `ReadPrompts.skipped` has not looked at
 
 
 class ReadPrompts:
@@ -131,14 +122,11 @@ class ReadPrompts:
                  whole: bool = True) -> None:
         self.config, self.seed, self.check = config, seed, check
         endless = config.origin == "dataset" and config.streaming and config.limit is None
-        self.looked = STREAM_BUFFER if endless or not whole else None
-        """Rows that are looked at before the first answer; None for all."""
-        self.checked, self.bad = 0, dict[int, Skipped]()
-        """Number of rows that `skipped` has looked at, and those of them that are unusable."""
+        self.looked = STREAM_BUFFER if endless or not whole else None  # Rows looked at before an answer; None: all
+        self.checked, self.bad = 0, dict[int, Skipped]()  # Rows that `skipped` has looked at, and the unusable ones
         self.position = 0
         self.rest = self._rows()
-        self.total = config.limit
-        """Largest number of candidates, where that is known."""
+        self.total = config.limit  # Largest number of candidates, where that is known
         # To count a dataset's rows may mean to download all of it.
         if config.origin == "file":
             self.total = sum(1 for _ in islice(file_rows(Path(config.path or "")), config.limit))
@@ -176,11 +164,8 @@ class ReadPrompts:
         return Taken(prompts=prompts, read=len(found), skipped=late)
 
     def skipped(self) -> list[Skipped]:
-        """The rows that are not used, of all rows, or of the first 10,000 where it is open how many are read.
-
-        Raises:
-            UserError: if the source cannot be read or holds no row, or as `require_few` does.
-        """
+        """The rows that are not used, of all rows, or of the first 10,000 where it is open how many are read. Raises
+        UserError if the source cannot be read or holds no row, or as `require_few` does."""
         found, number = dict[int, Skipped](), 0
         for number, row in enumerate(islice(self._rows(), self.looked), 1):
             if isinstance(one := self._prompt(number - 1, *row), Skipped):
@@ -195,12 +180,8 @@ class ReadPrompts:
         return [*found.values()]
 
     def require_few(self, found: Sequence[Skipped], rows: int) -> None:
-        """Refuse a source in which more is to be skipped than the recipe allows. Raises UserError.
-
-        Args:
-            found: rows that are not used.
-            rows: number of all rows among which they were found.
-        """
+        """Refuse a source of which more of its `rows` are to be skipped, those `found`, than the recipe allows. Raises
+        UserError."""
         most, bad = self.config.most_skipped, [one for one in found if not one.wanted]
         if len(bad) > most * rows:
             kinds = Counter(one.kind for one in bad).most_common(3)
@@ -220,11 +201,8 @@ def read_row(row: Any, place: str, column: str | None = None) -> Prompt:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a file of prompts, all of them usable.
-
-    Raises:
-        UserError: if the file is missing, unreadable or empty, or a row is malformed (the message says which).
-    """
+    """Read a file of prompts, all of them usable. Raises UserError if the file is missing, unreadable or empty, or a
+    row is malformed (the message says which)."""
     prompts = [read_row(row, place) for place, row in file_rows(Path(path))]
     if not prompts:
         raise UserError(f'{path} holds no prompt; write one JSON object a line, such as {{"prompt": "..."}}')
@@ -238,8 +216,9 @@ def _dataset_rows(config: PromptConfig, seed: int) -> Iterator[tuple[str, Any]]:
     except ImportError as error:
         raise UserError("prompts.origin dataset needs the package datasets; pip install 'draftsmith[train]'") from error
     name = str(config.path)
-    # A streamed dataset fails only when its rows are read.
-    with _explained(config):
+    from datasets.exceptions import DatasetsError
+
+    try:
         # A folder that `save_to_disk` wrote; `load_dataset` would read its files as data of another kind.
         if any((Path(name) / mark).exists() for mark in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(name)
@@ -249,22 +228,12 @@ def _dataset_rows(config: PromptConfig, seed: int) -> Iterator[tuple[str, Any]]:
                                          revision=config.revision)
         if config.shuffle:
             data = data.shuffle(seed=seed, buffer_size=STREAM_BUFFER) if config.streaming else data.shuffle(seed=seed)
+        # A streamed dataset fails only when its rows are read.
         for number, row in enumerate(data):
             yield f"{name}[{config.split}]:{number}", row
-
-
-@contextmanager
-def _explained(config: PromptConfig) -> Iterator[None]:
-    """Report an error of `datasets` about a name, split or file in one sentence."""
-    from datasets.exceptions import DatasetsError
-
-    try:
-        yield
     except UserError:
         raise
     except (DatasetsError, OSError, ValueError, KeyError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"cannot load the dataset {config.path!r}, split {config.split!r}: {reason}; "
-            "check prompts.path, prompts.subset and prompts.split"
-        ) from error
+        raise UserError(f"cannot load the dataset {config.path!r}, split {config.split!r}: {reason}; "
+                        "check prompts.path, prompts.subset and prompts.split") from error
