@@ -84,23 +84,17 @@ def temperature_name(temperature: float) -> str:
 
 
 def save_head(artifact: Path, head: AcceptanceHead, **rule: Any) -> Path:
-    """Write a head into the artifact whose drafter it judges, in place of a former one for this temperature.
-
-    Args:
-        artifact: its folder.
-        head: the head.
-        rule: fields of `HeadRule` but for its shape.
-
-    Raises:
-        UserError: if there is no artifact, the rule is out of its range, or the file cannot be written.
-    """
+    """Write a head into the folder of the artifact whose drafter it judges, in place of a former one for this
+    temperature; `rule` are the fields of `HeadRule` but for its shape. Raises UserError if there is no artifact, the
+    rule is out of its range, or the file cannot be written."""
     owner = read_description(artifact)["weights_sha256"]
     given = HeadRule(config=head.config, width=head.width, **rule)
     heads = {**load_heads(artifact, owner), given.setting.temperature: StoredHead(head, given)}
     rules = {temperature_name(temperature): asdict(one.rule) for temperature, one in heads.items()}
     tensors = {f"{temperature_name(temperature)}/{name}": tensor.float().cpu().contiguous()
                for temperature, one in heads.items() for name, tensor in one.head.state_dict().items()}
-    entry = json.dumps({"weights_sha256": owner, "tensors_sha256": _digest(tensors), "rules": rules}, sort_keys=True,
+    digest = hashlib.sha256(save(tensors)).hexdigest()
+    entry = json.dumps({"weights_sha256": owner, "tensors_sha256": digest, "rules": rules}, sort_keys=True,
                        allow_nan=False)
     return write_atomically(artifact / HEADS, lambda file: save_file(tensors, file, metadata={"heads": entry}))
 
@@ -127,7 +121,7 @@ def load_heads(artifact: Path, weights_sha256: str) -> dict[float, StoredHead]:
 
 def _heads(entry: _Entry, tensors: Mapping[str, Tensor]) -> dict[float, StoredHead]:
     """The heads of an entry by temperature. Raises ValueError where the tensors are not theirs."""
-    if _digest(tensors) != entry.tensors_sha256:
+    if hashlib.sha256(save(dict(tensors))).hexdigest() != entry.tensors_sha256:
         raise ValueError("its tensors do not have the hash that it names")
     require_weights(tensors, {}, HEADS)
     found, left = {}, dict(tensors)
@@ -147,7 +141,3 @@ def _heads(entry: _Entry, tensors: Mapping[str, Tensor]) -> dict[float, StoredHe
     if left:
         raise ValueError(f"no head has its tensor {min(left)}")
     return found
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    return hashlib.sha256(save(dict(tensors))).hexdigest()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...modules import DecodeSettings, Target, UserError
-from ...modules.files.fingerprints import files_digest
+from ...modules.files.atomic_files import files_digest
 from ..prompts.chat import ChatTemplate
 from ..prompts.given_answers import GivenAnswers, GivenText, Turn, join_turns
 from ..prompts.prompt import Message, Prompt, is_given

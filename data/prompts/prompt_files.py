@@ -36,7 +36,7 @@ def file_rows(file: Path, seed: int | None = None) -> Iterator[tuple[str, bytes]
         kind, rows = _rows(file, stream)
         if seed is None:
             for line, number, _, row in rows:
-                yield _place(file, kind, line, number), row
+                yield f"{file.name}:{line}" + f" (row {number})" * (kind == "array"), row
             return
         # In packed files no row can be found by its place: they are unpacked into a file without a name.
         source = copy if isinstance(stream.raw, gzip.GzipFile) or kind == "Parquet" else stream
@@ -51,11 +51,8 @@ def file_rows(file: Path, seed: int | None = None) -> Iterator[tuple[str, bytes]
         random.Random(seed).shuffle(order)
         for one in order:
             source.seek(starts[one])
-            yield _place(file, kind, lines[one], numbers[one]), source.read(lengths[one])
-
-
-def _place(file: Path, kind: str, line: int, number: int) -> str:
-    return f"{file.name}:{line}" + (f" (row {number})" if kind == "array" else "")
+            place = f"{file.name}:{lines[one]}" + f" (row {numbers[one]})" * (kind == "array")
+            yield place, source.read(lengths[one])
 
 
 def decoded(row: Any) -> Any:

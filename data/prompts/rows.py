@@ -151,21 +151,22 @@ def _messages(spoken: Sequence[Any]) -> list[tuple[Message, bool]]:
         name, value = message.get("role", message.get("from")), message.get("content", message.get("value"))
         if not isinstance(name, str) or (role := ROLES.get(name.strip().lower())) is None:
             raise UserError(f"the role of a message must be one of {', '.join(ROLES)}, got {_short(name)}; rename it")
+        names = {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
         if role == "assistant":
-            found.append(_answer(message, value, name.strip().lower() == "function_call"))
+            found.append(_answer(message, names, value, name.strip().lower() == "function_call"))
             continue
         content = _content(value, role)
         if role == "user" and not content.strip():
             raise UserError("a message of the user is empty; write its text, or leave the row out")
         if role != "system" or content.strip():
-            found.append(({"role": role, "content": content, **_names(message)}, True))
+            found.append(({"role": role, "content": content, **names}, True))
     return found
 
 
-def _answer(message: Mapping[str, Any], value: Any, call: bool) -> tuple[Message, bool]:
+def _answer(message: Mapping[str, Any], names: Mapping[str, str], value: Any, call: bool) -> tuple[Message, bool]:
     """(one message of the assistant as templates take it, without content where it has none; whether it is learned)."""
     content = "" if call else _content(value, "assistant")
-    found: dict[str, Any] = {"role": "assistant", "content": content, **_names(message)}
+    found: dict[str, Any] = {"role": "assistant", "content": content, **names}
     if calls := value if call else message.get("tool_calls") or message.get("function_call"):
         found["tool_calls"] = _calls(calls)
     elif not content.strip():
@@ -177,10 +178,6 @@ def _answer(message: Mapping[str, Any], value: Any, call: bool) -> tuple[Message
         found["reasoning_content"] = thought
     learned = _is_learned(message, "an answer")
     return (found if learned else {"content": "", **found}), learned
-
-
-def _names(message: Mapping[str, Any]) -> dict[str, str]:
-    return {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
 
 
 def _content(value: Any, role: str) -> str:

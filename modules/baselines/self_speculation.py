@@ -19,20 +19,14 @@ from ..target.partial_passes import skipping
 
 
 class LayerDraft(CausalDraft):
-    """Draft model of the target's layers `kept`, with the target's embedding, last norm and output layer.
+    """Draft model of the target's layers `kept`, ascending, with its embedding, last norm and output layer; nothing is
+    copied.
 
     It has a cache of its own and reads the prompt itself: its states are those of a model that consists of the kept
     layers. The papers let the skipping pass read the target's cache, whose keys come from the whole model: that saves
     this cache and reading the prompt, and the kept layers then attend to better states than they could have computed.
-    For the first layers of a target both are the same states, computed twice here.
-
-    Args:
-        target: the model to draft for; nothing is copied.
-        kept: layers that are run, ascending.
-
-    Raises:
-        UserError: if `kept` is empty, unordered or beyond the target, or its layers cannot be run apart.
-    """
+    For the first layers of a target both are the same states, computed twice here. Raises UserError if `kept` is empty,
+    unordered or beyond the target, or its layers cannot be run apart."""
 
     family = "layers"
 

@@ -1,15 +1,16 @@
-"""Files that appear whole or not at all: written next to their place, forced to disk, then renamed into it.
+"""Files that appear whole or not at all: written next to their place, forced to disk, then renamed into it;
+and hashes by which a later run notices that what it reads is no longer what was read.
 
 What a killed process was writing is a leftover: a hidden folder `.NAME.partial` next to NAME, a hidden file with more
-letters before `.partial`, or `.tmp` and six letters or digits, by which safetensors names a file that it is writing.
-"""
+letters before `.partial`, or `.tmp` and six letters or digits, by which safetensors names a file that it is writing."""
 
 import errno
 import hashlib
+import json
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,17 +18,16 @@ from safetensors import SafetensorError
 
 from ..errors import UserError
 
+LARGE = 2**24  # Bytes of a file that counts by its size and the time of its last change: weights take minutes to read
+_CACHE = re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow")  # A file in which `datasets` keeps what it made
 _SAFETENSORS = re.compile(r"\.tmp[0-9A-Za-z]{6}")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> Path:
     """Let `write` fill a file that then becomes `path`; whoever reads `path` sees the old file or the whole new one.
 
-    Folders above it are made where they are missing. Of two processes that write it at once, the last one stays.
-
-    Raises:
-        UserError: if the disk is full or the folder may not be written; nothing half-written stays.
-    """
+    Folders above it are made where they are missing. Of two processes that write it at once, the last one stays. Raises
+    UserError if the disk is full or the folder may not be written; nothing half-written stays."""
     # A name of its own for each writer: of two with one name, the second would find its file renamed away.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -44,11 +44,6 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> Path:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
     return path
-
-
-def partial_of(path: Path) -> Path:
-    """The hidden place in which a folder is written before it is renamed to `path`."""
-    return path.with_name(f".{path.name}.partial")
 
 
 def is_leftover(path: Path) -> bool:
@@ -93,11 +88,8 @@ def cannot_write(path: Path, error: OSError | SafetensorError) -> UserError:
 
 
 def write_file(path: Path, content: str) -> Path:
-    """Write text; see `write_atomically`. Returns the path.
-
-    Raises:
-        UserError: if the disk is full or the folder may not be written.
-    """
+    """Write text; see `write_atomically`. Returns the path. Raises UserError if the disk is full or the folder may not
+    be written."""
     return write_atomically(path, lambda partial: partial.write_text(content, encoding="utf-8"))
 
 
@@ -105,3 +97,23 @@ def file_sha256(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hex. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_digest(path: Path, patterns: Sequence[str] = ("*",), *, whole: bool = True) -> str:
+    """Hash of the names, sizes and contents of the files in a folder that the patterns find, or of one file, whatever
+    its name.
+
+    Place and time of writing do not enter, but for large files where not the `whole` is read; where nothing is, the
+    hash is that of an empty folder. What is hidden, or in a hidden folder, and the caches that `datasets` leaves in a
+    folder are passed over. Raises UserError if a file cannot be read."""
+    digest = hashlib.sha256()
+    found = {file for pattern in patterns for file in path.glob(pattern) if not _CACHE.fullmatch(file.name)
+             and not any(part.startswith(".") for part in file.relative_to(path).parts)}
+    for file in [path] if path.is_file() else sorted(file for file in found if file.is_file()):
+        try:
+            stat = file.stat()
+            content = file_sha256(file) if whole or stat.st_size <= LARGE else str(stat.st_mtime_ns)
+        except OSError as error:
+            raise UserError(f"{file} cannot be read ({error.strerror}); copy it again") from error
+        digest.update(json.dumps([str(file.relative_to(path)), stat.st_size, content]).encode())
+    return digest.hexdigest()

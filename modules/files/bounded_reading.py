@@ -13,31 +13,17 @@ from typing import Any
 
 from ..errors import UserError
 
-SETTINGS_BYTES = 64 * 2**20
-"""Largest file of settings or records."""
-PROMPT_BYTES = 4 * 2**30
-"""Largest file of prompts."""
-STREAM_BYTES = 256 * 2**20
-"""Most that is read from a pipe or a device, which do not say how much they hold."""
-SILENCE = 120.0
-"""Seconds without a byte after which a pipe or a device is given up."""
-_TEMPLATES = "additional_chat_templates"
-"""Subfolder of a model with further chat templates."""
-DEPTH = 100
-"""Most levels of lists and objects inside one another."""
+SETTINGS_BYTES = 64 * 2**20  # Largest file of settings or records
+PROMPT_BYTES = 4 * 2**30  # Largest file of prompts
+STREAM_BYTES = 256 * 2**20  # Most that is read from a pipe or a device, which do not say how much they hold
+SILENCE = 120.0  # Seconds without a byte after which a pipe or a device is given up
+_TEMPLATES = "additional_chat_templates"  # Subfolder of a model with further chat templates
+DEPTH = 100  # Most levels of lists and objects inside one another
 
 
 def read_bounded(file: Path, most: int = SETTINGS_BYTES) -> bytes:
-    """The bytes of a file, a pipe or a device.
-
-    Args:
-        file: its path.
-        most: largest size, in bytes; of a pipe or a device at most `STREAM_BYTES` are read.
-
-    Raises:
-        UserError: if there is more, or a pipe or a device is silent for `SILENCE` seconds.
-        OSError: if it cannot be read.
-    """
+    """The bytes of a file, or of a pipe or a device, of which at most `STREAM_BYTES` are read. Raises UserError if
+    there are more than `most`, or a pipe or a device is silent for `SILENCE` seconds; OSError if it cannot be read."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb", buffering=0) as opened:
         status = os.fstat(descriptor)
@@ -97,12 +83,8 @@ def require_ordinary(file: Path) -> None:
 
 
 def bounded_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        json.JSONDecodeError: if it is none, is nested more than `DEPTH` levels deep, or has a number of more digits
-            than Python converts.
-    """
+    """The value of a JSON text. Raises json.JSONDecodeError if it is none, is nested more than `DEPTH` levels deep, or
+    has a number of more digits than Python converts."""
     too_deep = json.JSONDecodeError(f"nested more than {DEPTH} levels deep", "", 0)
     try:
         value = json.loads(text)

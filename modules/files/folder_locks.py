@@ -1,8 +1,7 @@
 """Locks that processes share through a folder, on one machine or on several with the same disk.
 
 They are byte ranges of one file (POSIX record locks): the system drops those of a process however it ends, and file
-servers know them (NFS from version 4). Nothing has to be refreshed, and no clock is compared.
-"""
+servers know them (NFS from version 4). Nothing has to be refreshed, and no clock is compared."""
 
 import errno
 import fcntl
@@ -17,34 +16,22 @@ from pathlib import Path
 from ..errors import UserError
 from .atomic_files import cannot_write, is_leftover, make_folder
 
-PATIENCE = 60.0
-"""Seconds for which the writer of a place waits for another one: a folder is written in less, but for large models."""
-WRITING = ".lock.partial"
-"""End of the hidden file's name whose lock the one writer of a place holds."""
-TAKEN = (errno.EAGAIN, errno.EACCES)
-"""Errors of a lock that another process holds."""
-ABSENT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""Errors of a file system without locks."""
+PATIENCE = 60.0  # Seconds for which the writer of a place waits for another: most folders are written in less
+WRITING = ".lock.partial"  # End of the hidden file's name whose lock the one writer of a place holds
+TAKEN = (errno.EAGAIN, errno.EACCES)  # Errors of a lock that another process holds
+ABSENT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # Errors of a file system without locks
 
 
 class FolderLocks:
-    """Numbered locks of a folder.
+    """Numbered locks of a folder by an empty file, which is made where it is missing.
 
     A process opens them once: its own locks never exclude each other, and closing the file drops them all. On a file
-    system without locks every lock is free, with a warning: a process that works alone needs none.
-
-    Args:
-        file: of the locks, made where it is missing; it stays empty.
-
-    Raises:
-        UserError: if it cannot be written, or is a pipe or a device.
-    """
+    system without locks every lock is free, with a warning: a process that works alone needs none. Raises UserError if
+    the file cannot be written, or is a pipe or a device."""
 
     def __init__(self, file: Path) -> None:
-        self.path, self.work = file, True
-        """Its file, and False once the file system is known to have no locks."""
-        self._locked = False
-        """True once it is known to have some."""
+        self.path, self.work = file, True  # Its file, and False once the file system is known to have no locks
+        self._locked = False  # True once it is known to have some
         make_folder(file.parent)
         # A pipe would be opened only once somebody reads from it.
         if file.exists() and not file.is_file():
@@ -56,16 +43,9 @@ class FolderLocks:
             raise cannot_write(file, error) from error
 
     def take(self, number: int, count: int = 1, *, wait: bool = False) -> bool:
-        """Take the locks number to number + count - 1 together; False where another process holds one of them.
-
-        Args:
-            number: of the first.
-            count: how many; 0 takes all from `number` on.
-            wait: until they are free.
-
-        Raises:
-            UserError: if the file cannot be locked on a file system that has locks.
-        """
+        """Take the locks number to number + count - 1 together (all from `number` on where count is 0); False where
+        another process holds one of them and this one does not wait. Raises UserError if the file cannot be locked on a
+        file system that has locks."""
         if not self.work:
             return True
         try:
@@ -116,11 +96,8 @@ def sole_writer(place: Path, *, wait: bool = True) -> Iterator[None]:
     """Context in which no other process writes this file or folder. A process must not enter it twice for one place.
     Without `wait` the place stands for its folder, in which one command works at a time.
 
-    The hidden file of its lock is gone afterwards; one that a killed process has left is taken over.
-
-    Raises:
-        UserError: if another process writes it, with `wait` still after `PATIENCE` seconds, or it cannot be written.
-    """
+    The hidden file of its lock is gone afterwards; one that a killed process has left is taken over. Raises UserError
+    if another process writes it, with `wait` still after `PATIENCE` seconds, or it cannot be written."""
     file, end = _lock_of(place), time.monotonic() + PATIENCE * wait
     while True:
         locks = FolderLocks(file)

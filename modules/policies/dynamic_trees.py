@@ -19,7 +19,7 @@ from ..interfaces.proposer import DraftState, Frontier, Proposer, spread
 from ..random_streams import Draws
 from ..token_tree import Drawn, TokenTree
 from .base import Policy
-from .level_queries import LevelQueries, check_temperature, sample, tempered, within_reach
+from .level_queries import LevelQueries, check_temperature, sample, tempered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Eagle2Tree(Policy):
         self.max_size = nodes
 
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
-        queries, depth = LevelQueries(drafter, state), within_reach(self.depth, drafter)
+        queries, depth = LevelQueries(drafter, state), min(self.depth, drafter.reach or self.depth)
         zero_B1 = torch.zeros_like(roots_B)[:, None]
         value_B1 = zero_B1.float()
         # The root is kept whatever comes: no candidate has a better place.
@@ -101,7 +101,9 @@ class Eagle2Tree(Policy):
             offset = found.tokens_BC.shape[1]
             found.add(nodes_BF, queries.tokens(children.entries_BFK), children)
             if level + 1 < depth:
-                order_BF = _best(children.values_BFK.flatten(1), self.width)
+                # Of equal values the earlier one comes first.
+                order_BC = children.values_BFK.flatten(1).sort(descending=True, stable=True).indices
+                order_BF = order_BC[:, : self.width]
                 nodes_BF, above_BF = order_BF + offset, order_BF // children.values_BFK.shape[2]
         drawn = None
         if self.samples and draws is not None:
@@ -125,7 +127,8 @@ class Eagle2Tree(Policy):
 
     def _rerank(self, found: _Candidates, depth: int, drawn: Drawn | None) -> TokenTree:
         """Keep the best places, in the order in which they were found: parents come first and are never missing."""
-        kept_BN = _best(found.places_BC, self.nodes).sort(-1).values
+        order_BC = found.places_BC.sort(descending=True, stable=True).indices
+        kept_BN = order_BC[:, : self.nodes].sort(-1).values
         parents_BN = torch.searchsorted(kept_BN, found.parents_BC.gather(1, kept_BN))
         parents_BN[:, 0] = -1
         places_BN = found.places_BC.gather(1, kept_BN)
@@ -183,8 +186,3 @@ class DySpecTree(Eagle2Tree):
         places_BFK = torch.where(log_q_BFK > -torch.inf, places_BFK, -torch.inf)
         values_BFK = torch.minimum(values_BF[..., None] + log_q_BFK, places_BFK)
         return _Children(entries_BFK=entries_BFK, values_BFK=values_BFK, places_BFK=places_BFK)
-
-
-def _best(values_BC: Tensor, count: int) -> Tensor:
-    """Columns of the `count` largest values, the earlier first among equals, [B, count]; fewer if there are fewer."""
-    return values_BC.sort(dim=-1, descending=True, stable=True).indices[:, :count]

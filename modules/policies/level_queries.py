@@ -65,11 +65,6 @@ class LevelQueries:
         return entries_BFK if self.token_ids_Q is None else self.token_ids_Q[entries_BFK]
 
 
-def within_reach(depth: int, drafter: Proposer) -> int:
-    """A depth, cut to what a one-shot family can answer."""
-    return depth if drafter.reach is None else min(depth, drafter.reach)
-
-
 def tempered(log_probs_BOQ: Tensor, temperature: float | None, draws: Draws) -> Tensor:
     """log q as it is drawn from, [B, O, Q]: at `temperature`, or each row's own; greedy rows as they are."""
     own_B = draws.temperature_B if temperature is None else torch.full_like(draws.temperature_B, temperature)

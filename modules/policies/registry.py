@@ -27,19 +27,23 @@ CONFIDENCE = 0.4  # Below this probability of its next token a stopping chain en
 SURE_ENOUGH = 0.3  # Probability of the whole draft below which a sure chain ends, where its name has no number
 LONGEST_SURE = 20  # Most tokens of a sure chain: those of a chain that ends by an acceptance head
 
-_LEAST = {STATIC: 1, "chain": 1, "sampled": 1, "sampled-chain": 1, "eagle2": 2, "dyspec": 2, "stopping": 1,
-          "early-exit": 1, SPARSE: 2}  # Kinds whose number counts nodes or tokens, with the smallest one
-_SHARES = {SURE: SURE_ENOUGH, SPECDEC: 0.7, CONFIDENT: 0.3}  # Kinds whose number is a probability, with a usual one
+_LEAST = {
+    STATIC: 1,  # The artifact's tree, tuned for this machine or cut to N nodes (root included)
+    "chain": 1,  # Its likeliest N tokens
+    "sampled": 1, "sampled-chain": 1,  # The tree and the chain with sampled tokens (RSD-C, arXiv:2402.14160)
+    "eagle2": 2, "dyspec": 2,  # EAGLE-2's and DySpec's growing trees of N nodes (arXiv:2406.16858, 2410.11744)
+    "stopping": 1,  # A chain of at most N tokens that ends before the first unsure token,
+    "early-exit": 1,  # or after it where the drafter's own limits say so (Kangaroo, arXiv:2404.18911)
+    SPARSE: 2,  # Trees of N nodes, virtual ones included, for each number of guesses of a row (PPD, arXiv:2405.18628)
+}  # Kinds whose number counts nodes or tokens, with the smallest one
+_SHARES = {
+    SURE: SURE_ENOUGH,  # A chain that ends after the token at which the product of their probabilities falls below it
+    SPECDEC: 0.7,  # A chain that ends once an acceptance head sees a greater risk of rejection (arXiv:2405.19715)
+    # A chain that ends before the token with which a drafter that judges its guesses expects less (arXiv:2607.05147),
+    # or, without a number, where a measured step with one guess more would emit fewer tokens a second.
+    CONFIDENT: 0.3,
+}  # Kinds whose number is a probability, with a usual one
 POLICIES = (*_LEAST, *_SHARES, NONE)
-"""The artifact's tree, tuned for this machine or cut to N nodes (root included); its likeliest N tokens; the tree and
-the chain with sampled tokens (RSD-C, arXiv:2402.14160); EAGLE-2's and DySpec's growing trees of N nodes
-(arXiv:2406.16858, 2410.11744); chains of at most N tokens that end before the first unsure token, or after it where the
-drafter's own limits say so (Kangaroo, arXiv:2404.18911); trees of N nodes, virtual ones included, for each number of
-guesses that a row has (PPD, arXiv:2405.18628); chains that end after the token at which the product of their
-probabilities falls below the number, such as sure-0.3; chains that end once an acceptance head sees a risk of rejection
-above the number, such as specdec-0.7 (arXiv:2405.19715); chains that end before the token with which a drafter that
-judges its guesses expects less than the number, such as confident-0.3 (arXiv:2607.05147), or, without a number, where a
-measured step with one guess more would emit fewer tokens a second; no draft at all."""
 
 
 def parse_policy(name: str) -> tuple[str, float | None]:

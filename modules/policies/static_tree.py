@@ -122,16 +122,9 @@ class Chain(StaticTree):
 class SampledTree(StaticTree):
     """A tree of fixed shape whose children are sampled without replacement (RSD-C, arXiv:2402.14160).
 
-    Rank r of the topology is the r-th child drawn. Without random numbers, when every row is greedy, it is the static
-    tree of the likeliest children.
-
-    Args:
-        topology: its shape; the ranks of siblings must be 0, 1, … in the order of their indices.
-        temperature: the draft's; None takes each row's own.
-
-    Raises:
-        ValueError: if ranks are missing or out of order, or the temperature is not above 0.
-    """
+    Rank r of the topology is the r-th child drawn: those of siblings must be 0, 1, … in the order of their indices,
+    else ValueError. A draft's temperature of None takes each row's own. Without random numbers, when every row is
+    greedy, it is the static tree of the likeliest children."""
 
     samples = True
 

@@ -22,7 +22,7 @@ from ..random_streams import Draws
 from ..token_tree import Drawn, TokenTree
 from ..verification.sampling import SamplingSetting
 from .base import Policy
-from .level_queries import LevelQueries, check_temperature, sample, tempered, within_reach
+from .level_queries import LevelQueries, check_temperature, sample, tempered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +55,13 @@ class StoppingRule:
     def check_sampling(self, setting: SamplingSetting) -> None:
         """Raise UserError if the rule was made for another sampling of the answers; most serve all."""
 
-    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor | None:
-        """Rows that do not draft the next token, whose distribution has the peak `peak_B` (log); None for no row."""
-        return None
+    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor:
+        """Rows that do not draft the next token, whose distribution has the peak `peak_B` (log); no row by default."""
+        return torch.zeros_like(peak_B, dtype=torch.bool)
 
-    def after(self, drafted: Drafted) -> Tensor | None:
-        """Rows that keep what they drafted, at least one token, and stop after it; None for no row."""
-        return None
+    def after(self, drafted: Drafted) -> Tensor:
+        """Rows that keep what they drafted, at least one token, and stop after it; no row by default."""
+        return torch.zeros_like(drafted.peaks_BT[:, -1], dtype=torch.bool)
 
 
 def _check_share(name: str, value: float) -> None:
@@ -82,7 +82,7 @@ class _Threshold(StoppingRule):
 class MaxProbability(_Threshold):
     """Draft nothing where the drafter's best guess has less than this probability."""
 
-    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor | None:
+    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor:
         # The peak says nothing of the token that would be drawn, so that samples keep their law.
         return peak_B < log(self.threshold)
 
@@ -90,7 +90,7 @@ class MaxProbability(_Threshold):
 class PathProbability(_Threshold):
     """Stop after the token at which the product of the drafted tokens' probabilities falls below this."""
 
-    def after(self, drafted: Drafted) -> Tensor | None:
+    def after(self, drafted: Drafted) -> Tensor:
         # The token that takes the product below the bound stays: it would be dropped for its own probability.
         return drafted.log_probs_BT.sum(-1) < log(self.threshold)
 
@@ -99,7 +99,7 @@ class EarlyExit(_Threshold):
     """Kangaroo's second exit (arXiv:2404.18911): stop after the first token whose distribution peaks below eta, 0.6 in
     the paper. The token that says so is kept and verified."""
 
-    def after(self, drafted: Drafted) -> Tensor | None:
+    def after(self, drafted: Drafted) -> Tensor:
         return drafted.peaks_BT[:, -1] < log(self.threshold)
 
 
@@ -130,9 +130,9 @@ class RejectionRisk(StoppingRule):
             raise UserError(f"this acceptance head was calibrated for {self.setting}, but answers are sampled at "
                             f"{setting}; train a head for that with draftsmith specdec, or choose another policy")
 
-    def after(self, drafted: Drafted) -> Tensor | None:
+    def after(self, drafted: Drafted) -> Tensor:
         if drafted.length < self.least or drafted.judged_BJ is None:
-            return None
+            return super().after(drafted)
         # 1 - exp(x) loses all digits of a small risk; expm1 keeps them.
         return -torch.expm1(drafted.judged_BJ.sum(-1)) > self.threshold
 
@@ -167,7 +167,7 @@ class JudgedPath(Judged):
     def __post_init__(self) -> None:
         _check_share("threshold", self.threshold)
 
-    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor | None:
+    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor:
         return self.chances_of(drafted)[:, -1] < self.threshold
 
 
@@ -181,7 +181,7 @@ class PaidGuesses(Judged):
 
     seconds: tuple[float, ...]  # T_j of 0, 1, 2 ... guesses a row; the last is also that of any more
 
-    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor | None:
+    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor:
         gains_J = self.chances_of(drafted).sum(0)
         emitted = len(peak_B) + gains_J[:-1].sum()
         now, then = (self.seconds[min(drafted.length + more, len(self.seconds) - 1)] for more in (0, 1))
@@ -223,8 +223,8 @@ class StoppedChain(Policy):
         candidates: list[Tensor] = []
         empty_BT = torch.zeros(len(roots_B), 0, device=roots_B.device)
         drafted = Drafted(log_probs_BT=empty_BT, peaks_BT=empty_BT)
-        for place in range(within_reach(self.length, drafter)):
-            going_B = reals[-1] & ~_rows(self.stop.after(drafted) if place else None, roots_B)
+        for place in range(min(self.length, drafter.reach or self.length)):
+            going_B = reals[-1] & ~self.stop.after(drafted) if place else reals[-1]
             if place and self.check_every and place % self.check_every == 0:
                 going, needed = torch.stack([going_B.any(), reals[-1].any()]).tolist()
                 if not going:
@@ -244,7 +244,7 @@ class StoppedChain(Policy):
                 log_q_BQ, entries_B = log_q_B1Q[:, 0], sample(log_q_B1Q, node_B1, 1, draws)[:, 0, 0]
             own_B = log_probs_BQ.gather(1, entries_B[:, None])[:, 0]
             # A token that was drawn is never dropped for its own probability, only for being none: that keeps the law.
-            reals.append(going_B & (own_B > -torch.inf) & ~_rows(self.stop.before(drafted, peak_B), roots_B))
+            reals.append(going_B & (own_B > -torch.inf) & ~self.stop.before(drafted, peak_B))
             tokens.append(queries.tokens(entries_B[:, None, None])[:, 0, 0])
             log_q.append(log_q_BQ)
             candidates += [] if queries.candidates_BOQ is None else [queries.candidates_BOQ]
@@ -285,17 +285,8 @@ class StoppedChain(Policy):
 
 
 class SampledChain(StoppedChain):
-    """A stopped chain of sampled tokens, verified by rejection (arXiv:2211.17192); greedy rows take the likeliest.
-
-    Args:
-        length: most tokens.
-        stop: the rule.
-        check_every: as in `StoppedChain`.
-        temperature: the draft's; None takes each row's own.
-
-    Raises:
-        ValueError: if a number is too small.
-    """
+    """A stopped chain of sampled tokens, verified by rejection (arXiv:2211.17192); greedy rows take the likeliest. A
+    draft's temperature of None takes each row's own."""
 
     samples = True
 
@@ -304,7 +295,3 @@ class SampledChain(StoppedChain):
         super().__init__(length, stop, check_every=check_every)
         check_temperature(temperature)
         self.temperature = temperature
-
-
-def _rows(marks_B: Tensor | None, like_B: Tensor) -> Tensor:
-    return torch.zeros_like(like_B, dtype=torch.bool) if marks_B is None else marks_B

@@ -69,12 +69,12 @@ class _Recorder(StoppingRule, Rule):
         self.states.append(state_BD.float())
         return state_BD.new_zeros(len(state_BD))
 
-    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor | None:
+    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor:
         # A new chain starts: the last one was judged already, or ended with its answer.
         if drafted.length == 0:
             self.states = []
         self.drafted = drafted
-        return None
+        return super().before(drafted, peak_B)
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
         if self.drafted is not None and self.drafted.length == self.length and tree.size == self.length + 2:

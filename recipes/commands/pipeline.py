@@ -20,53 +20,32 @@ from ...data.batches.learned_tokens import coverage
 from ...data.state_engines import engine_at, probe
 from ...data.store.feature_store import Encoding, require_room
 from ...data.store.token_store import MANIFEST
-from ...export import (
-    Method,
-    Tuning,
-    busy_warning,
-    evaluate,
-    load_artifact,
-    save_artifact,
-    save_tuning,
-    terminal_table,
-    with_drift,
-    write_report,
-)
+from ...export import Method, Tuning, busy_warning, evaluate, load_artifact, save_artifact, save_tuning
 from ...export.acceptance_profile import chain_measurements, described, save_acceptance
 from ...export.artifact_files import CONFIG, HEADS
+from ...export.evaluation.target_drift import with_drift
+from ...export.report.markdown import terminal_table, write_report
 from ...export.stored_drafter import read_description
-from ...modules import (
-    JOINED,
-    SIZING_TEMPERATURE,
-    STATIC,
-    Features,
-    Topology,
-    UserError,
-    answered_anew,
-    measure_cost,
-    ranked_text,
-    search_tree,
-    trials,
-)
+from ...modules import JOINED, STATIC, Features, Topology, UserError, answered_anew, measure_cost
 from ...modules.features import ReadRows
 from ...modules.files.folder_locks import sole_writer
 from ...modules.files.json_records import shortened
 from ...modules.interfaces.proposer import GuessesInPasses, JudgesGuesses
 from ...modules.processes import ALONE, Processes, local_rank
 from ...modules.tuning.confidence_calibration import calibrate_judgement
-from ...modules.tuning.tree_search import held_out_acceptance
-from ...modules.tuning.trials import SIZES
+from ...modules.tuning.ranked_text import ranked_text
+from ...modules.tuning.tree_search import held_out_acceptance, search_tree
+from ...modules.tuning.trials import SIZES, SIZING_TEMPERATURE, trials
 from ...trainers import DraftModule, FitResult, fit
 from ...trainers.train_config import UNDECISIVE
 from ..chat_settings import HANDWRITTEN, handwritten_prompts, prompt_sets
 from ..reading.parsing import Command, Parsed
 from ..recipe import Recipe
-from ..stages.answer_workers import answers, help_to_answer, is_shared, leading, on_own_device, started_to_train
-from ..stages.draft_writer import require_teacher
-from ..stages.left_out import left_out
+from ..stages.answer_workers import answers, help_to_answer, is_shared, leading, on_own_device, require_teacher
 from ..stages.records import STAGES_FILE, Stage, run_stages
 from ..stages.training_folder import (
     check_settings,
+    left_out,
     read_result,
     recorded,
     refuse_growth,
@@ -77,10 +56,8 @@ from ..stages.training_folder import (
 from ..stages.workspace import Workspace, target_files
 from ..terminal.terminal_text import say, stage_line
 
-ALL = ("distill", "encode", "train", "artifact", "evaluate")
-"""Names of the stages, in order."""
-NO_ORIGIN = ("out", "data", "references", "evaluate")
-"""Recipe keys that say nothing about how an artifact was made."""
+ALL = ("distill", "encode", "train", "artifact", "evaluate")  # Names of the stages, in order
+NO_ORIGIN = ("out", "data", "references", "evaluate")  # Recipe keys that say nothing about how an artifact was made
 
 
 def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Sequence[Path]:
@@ -118,7 +95,9 @@ def encode_stage(workspace: Workspace) -> Sequence[Path]:
     """The target's states at every token that have not been stored while it decoded are computed and stored, unless the
     recipe has them computed in the training step. A reduced draft vocabulary is chosen by them."""
     workspace.check()
-    workspace.require_same_origin()
+    if workspace.manifest().template_hash != workspace.template.hash:
+        raise UserError(f"the data in {workspace.data} was rendered with another chat template or other settings of "
+                        "it; set template as the run that distilled it did, or leave data out to distil anew")
     files = stored_states(workspace)
     # Once, before training starts further processes.
     ids_Q = workspace.tried.draft_ids_Q
@@ -297,7 +276,8 @@ def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, .
                               "accepted_length": result.curve[0].accepted_length}
     return {
         **continued,
-        "recipe": {**settings, "distill": workspace.decisive["distill"], "train": trained, "batch": workspace.batched},
+        "recipe": {**settings, "distill": workspace.decisive["distill"], "train": trained,
+                   "batch": {**settings["batch"], "states": workspace.batch.states}},
         "data_manifest": trained_on(workspace.training),
         "acceptance": {"accepted_length": result.accepted_length, "by_position": list(result.by_position)},
         "training": {"best_step": result.step, "steps": result.steps},
@@ -356,19 +336,18 @@ def perform_stages(workspace: Workspace, chosen: Sequence[str] | None = None) ->
 
 
 @contextmanager
-def performed(
-    workspace: Workspace, chosen: Sequence[str] | None = None, more: Sequence[WantedStates] = ()
-) -> Iterator[bool]:
+def performed(workspace: Workspace, chosen: Sequence[str] | None = None,
+              more: Sequence[WantedStates] = ()) -> Iterator[bool]:
     """Context after stages of a recipe, all by default; the first one is left out where the recipe names finished data.
 
     Of several processes that answer together, all but the first end after that. Several processes that torchrun has
     started train together: the stages before that must be complete; those after it are done by the first one, unless
     its part of the target is of no use without the others. No other process works in the run's folder until the end of
-    the block, or it raises UserError. Gives whether this process leads, and goes on.
-    """
+    the block, or it raises UserError. Gives whether this process leads, and goes on."""
     names = list(chosen or (ALL if workspace.recipe.data is None else ALL[1:]))
     # Lightning starts this command again for other devices: these join the training of the process that leads.
-    joins = "train" in names and started_to_train() and workspace.answered_data is not None
+    joins = ("train" in names and (local_rank() > 0 or Processes.launched().world > 1)
+             and workspace.answered_data is not None)
     together = "distill" in names and is_shared(workspace.recipe) and not joins
     with ExitStack() as stack:
         if together:

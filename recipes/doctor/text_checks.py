@@ -69,16 +69,13 @@ class Openings:
         known = sorted({one for one in self.by_mode.values() if one}, key=len, reverse=True)
         for distance in range(MOST_SHIFT + 1):
             for shift in (distance, -distance):
+                before = tokens[: max(0, start - shift)]
                 for opening in known:
-                    if _ends_at(tokens, start - shift, opening):
+                    if tuple(before[-len(opening) :]) == opening and start - shift <= len(tokens):
                         return Placed("shifted" if shift else "", shift, opening)
-            if distance == 0 and self.user and _ends_at(tokens, start, self.user):
+            if distance == 0 and self.user and tuple(tokens[:start][-len(self.user) :]) == self.user:
                 return Placed("other turn")
         return Placed("other template")
-
-
-def _ends_at(tokens: Sequence[int], end: int, part: tuple[int, ...]) -> bool:
-    return len(part) <= end <= len(tokens) and tuple(tokens[end - len(part) : end]) == part
 
 
 def rendered(case: Case, data: DataSample) -> list[tuple[str, bool]]:

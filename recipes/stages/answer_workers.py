@@ -1,4 +1,5 @@
-"""Processes that answer the prompts of one run together: the first leads the command, the others help it to answer."""
+"""Processes that answer the prompts of one run together: the first leads the command, the others help it to answer. And
+the existing draft that may write training rows in place of the target, with the objectives that these suit."""
 
 import os
 import subprocess
@@ -12,36 +13,31 @@ from tempfile import NamedTemporaryFile
 import torch
 import yaml
 
-from ...data import Manifest, WantedStates, distill
+from ...data import Manifest, WantedStates, Writer, distill
 from ...data.answers.distill_config import AUTO
 from ...data.answers.shard_queue import clear_queue
+from ...export import load_artifact
+from ...export.artifact_files import CONFIG
 from ...modules.errors import UserError
+from ...modules.files.atomic_files import file_sha256
 from ...modules.files.folder_locks import FolderLocks, has_locks
-from ...modules.processes import Processes, local_rank
+from ...modules.processes import Processes
+from ...trainers import DraftModule
 from ..planning.dry_run import MOST_ON_CPU, fitting, gpus_of, most_shards, resident_bytes, worker_count
 from ..reading.command_line import TRUST
 from ..recipe import Recipe
 from ..terminal.terminal_text import say
-from .draft_writer import writer_of
 from .training_folder import refuse_growth
 from .workspace import Workspace
 
-LOCK = "workers.lock"
-"""File in a run's folder whose lock the leading process holds."""
-RANK = "LOCAL_RANK"
-"""Variable of the environment that numbers the processes of a machine, as torchrun sets it."""
-HELPS = "DRAFTSMITH_HELPS"
-"""Variable of the environment of a process that was started to help."""
+LOCK = "workers.lock"  # File in a run's folder whose lock the leading process holds
+RANK = "LOCAL_RANK"  # Variable of the environment that numbers the processes of a machine, as torchrun sets it
+HELPS = "DRAFTSMITH_HELPS"  # Variable of the environment of a process that was started to help
 
 
 def is_shared(recipe: Recipe) -> bool:
     """True if several processes may answer the prompts of a recipe."""
     return recipe.distill.workers is not None and recipe.data is None
-
-
-def started_to_train() -> bool:
-    """True if Lightning or torchrun has started this process as one of several of a training."""
-    return local_rank() > 0 or Processes.launched().world > 1
 
 
 def started_to_help() -> bool:
@@ -52,10 +48,7 @@ def started_to_help() -> bool:
 @contextmanager
 def leading(out: Path) -> Iterator[bool]:
     """Context that says whether this process leads the run in a folder: the first that asks, as long as it lives.
-
-    Raises:
-        UserError: if the folder cannot be written, or its file system has no locks for several processes.
-    """
+    Raises UserError if the folder cannot be written, or its file system has no locks for several processes."""
     if HELPS in os.environ:
         yield False
         return
@@ -72,12 +65,7 @@ def leading(out: Path) -> Iterator[bool]:
 
 def answers(workspace: Workspace, states: Sequence[WantedStates], *, grow: bool = True) -> Manifest:
     """The answers of the run, complete: by this process alone, or together with others where the recipe says so.
-
-    Args:
-        workspace: of the run.
-        states: the target's states that trainings will read.
-        grow: whether data that others have completed with lower limits may grow.
-    """
+    Trainings will read the given states; with `grow`, data that others have completed with lower limits may grow."""
     recipe = workspace.recipe
     # What is measured for this machine is measured before the others start, who would disturb it; how many have room
     # follows from the memory of this one with its target.
@@ -94,13 +82,11 @@ def answers(workspace: Workspace, states: Sequence[WantedStates], *, grow: bool 
 
 
 def help_to_answer(workspace: Workspace, states: Sequence[WantedStates]) -> None:
-    """Answer prompts of a run that another process leads, until its answers are complete.
+    """Answer prompts of a run that another process leads, until its answers are complete. Raises UserError as `answers`
+    does, and if a training was made on these data.
 
-    A process that was started together with the leading one may find complete data which that one is about to let grow.
-
-    Raises:
-        UserError: as `answers` does; if a training was made on these data.
-    """
+    A process that was started together with the leading one may find complete data which that one is about to let
+    grow."""
     refuse_growth(workspace, workspace.training)
     if workspace.answered_data is not None and not (started_to_help() and workspace.raised_limits):
         say("     another process leads this run, and its answers are complete")
@@ -126,8 +112,7 @@ def helpers(workspace: Workspace) -> Iterator[None]:
     """Context in which other processes of this machine help to answer, as many as `workers_here` says with this one;
     none where this process is one of several already, or the disk has no locks.
 
-    They are killed at its end: that costs nothing but the shards that they were answering.
-    """
+    They are killed at its end: that costs nothing but the shards that they were answering."""
     alone = RANK in os.environ or not has_locks(workspace.out)
     workers = 1 if alone else workers_here(workspace.recipe)
     if workers == 1:
@@ -166,8 +151,7 @@ def one_thread() -> Iterator[None]:
 def workers_here(recipe: Recipe) -> int:
     """Processes that answer on this machine, this one included, which has loaded the target.
 
-    Where `auto` leaves threads of a processor idle, that is reported; a single shard is answered with all of them.
-    """
+    Where `auto` leaves threads of a processor idle, that is reported; a single shard is answered with all of them."""
     gpus = gpus_of(recipe.target)
     count = worker_count(recipe, gpus)
     if recipe.distill.workers != AUTO or gpus:
@@ -184,3 +168,26 @@ def helper_words(recipe: Recipe, file: str) -> list[str]:
     return [sys.executable, "-P", "-m", "draftsmith.recipes", "distill", "--config", file,
             f"--{TRUST}={str(recipe.trust).lower()}",
             f"--target.trust_remote_code={str(recipe.target.trust_remote_code).lower()}"]
+
+
+def writer_of(workspace: Workspace) -> Writer | None:
+    """The draft that the recipe names; None where no draft writes. Raises UserError if the artifact cannot be loaded
+    for the target, or the recipe's objective cannot learn from it."""
+    config = workspace.recipe.distill
+    if config.draft is None:
+        return None
+    # Nothing is counted yet; whether text is learnt follows from the settings alone.
+    counts_V = torch.zeros(workspace.target.vocab_size, dtype=torch.long)
+    require_teacher(workspace.recipe.module(workspace.target, counts_V))
+    artifact = load_artifact(Path(config.draft), workspace.target, trust=workspace.recipe.trust)
+    # By the artifact's config.json, which holds the hash of its weights.
+    return Writer.of(artifact.drafter, file_sha256(Path(config.draft) / CONFIG))
+
+
+def require_teacher(module: DraftModule) -> None:
+    """Refuse to learn text that a draft wrote as if it were the target's. Raises UserError."""
+    # Without a teacher the tokens are the labels, as if the target had written them.
+    if not module.needs_teacher:
+        raise UserError("a draft writes train rows, from which only the target's distribution can be learnt, but "
+                        f"objective is {module.config.objective} and the text is learnt as it stands; choose another "
+                        "objective, such as soft (and keep: target for Medusa-2), or distil without distill.draft")

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...modules import UserError
-from ...modules.files.atomic_files import file_sha256, write_file
-from ...modules.files.fingerprints import files_digest
+from ...modules.files.atomic_files import file_sha256, files_digest, write_file
 from ...modules.files.folder_locks import remove_leftovers
 from ...modules.files.json_records import read_json, record_of
 from ...modules.processes import ALONE, Processes

@@ -1,4 +1,5 @@
-"""Folder of a training: the settings that it was started with, and the result that it left."""
+"""Folder of a training: the settings that it was started with, the result that it left, and the work that it and the
+stages before it left out for lack of minutes."""
 
 import json
 from dataclasses import asdict, fields
@@ -6,22 +7,23 @@ from itertools import count
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from ...data import TokenShard
+from ...data.answers.data_folder import read_stats
+from ...data.batches.learned_tokens import repetitions
 from ...export import TrainingRecord
 from ...modules import UserError
 from ...modules.files.atomic_files import write_file
 from ...modules.files.json_records import MistypedError, read_object, record_of, typed_fields
 from ...modules.processes import Processes
 from ...trainers import FitResult
+from ...trainers.base import LEAST_STEPS
 from ..terminal.terminal_text import say
 from .workspace import Workspace
 
 RESULT_FILE, STATS_FILE, SETTINGS_FILE = "result.json", "stats.json", "settings.json"
-REPETITIONS = 4
-"""Times that text is read, beyond which more of it is worth clearly more (arXiv:2305.16264, section 5)."""
-RISING = 1.01
-"""Growth of the accepted length in the last quarter of a training from which it counts as still rising."""
-DECISIVE = ("family", "drafter", "train", "batch")
-"""Recipe sections that decide what is trained."""
+REPETITIONS = 4  # Times that text is read, beyond which more of it is worth clearly more (arXiv:2305.16264, section 5)
+RISING = 1.01  # Growth of the accepted length in the last quarter of a training from which it counts as still rising
+DECISIVE = ("family", "drafter", "train", "batch")  # Recipe sections that decide what is trained
 
 
 def refuse_other_run(workspace: Workspace) -> None:
@@ -29,7 +31,8 @@ def refuse_other_run(workspace: Workspace) -> None:
     file = workspace.training / SETTINGS_FILE
     if not file.is_file():
         return
-    remedy, wanted = f"delete {workspace.training} to train anew", settings_of(workspace)
+    remedy = f"delete {workspace.training} to train anew"
+    wanted = {name: workspace.decisive[name] for name in DECISIVE}
     former = read_object(file, remedy)
     if former.get("family") != wanted["family"]:
         raise UserError(f"{workspace.out} holds a run of family {former.get('family')}, and this recipe is of family "
@@ -50,11 +53,8 @@ def refuse_other_run(workspace: Workspace) -> None:
 
 def check_settings(workspace: Workspace) -> None:
     """Write the settings of a training into its folder, so that another recipe or other data do not resume in it. Of
-    several processes the first one writes. A training on this run's answers before they grew is set aside.
-
-    Raises:
-        UserError: if the folder was started with other data.
-    """
+    several processes the first one writes. A training on this run's answers before they grew is set aside. Raises
+    UserError if the folder was started with other data."""
     folder, data = workspace.training, workspace.manifest().hash
     if (folder / SETTINGS_FILE).is_file() and trained_on(folder) != data:
         if workspace.recipe.data is not None or Processes.launched().world > 1:
@@ -65,12 +65,7 @@ def check_settings(workspace: Workspace) -> None:
         say(f"     the answers or their limits have changed: the former training is kept in {aside}, a new one starts")
     if not Processes.launched().rank:
         write_file(folder / SETTINGS_FILE, json.dumps(
-            {**settings_of(workspace), "data": data}, indent=2, sort_keys=True) + "\n")
-
-
-def settings_of(workspace: Workspace) -> dict[str, Any]:
-    """The recipe sections that decide what is trained."""
-    return {name: workspace.decisive[name] for name in DECISIVE}
+            {**{name: workspace.decisive[name] for name in DECISIVE}, "data": data}, indent=2, sort_keys=True) + "\n")
 
 
 def trained_on(folder: Path) -> str:
@@ -81,17 +76,10 @@ def trained_on(folder: Path) -> str:
 
 
 def refuse_growth(workspace: Workspace, training: Path) -> None:
-    """Refuse to let the data of a run grow where a training was made on them as they are: it could not be resumed.
+    """Refuse to let the data of a run grow where the training in a folder, which need not be there, was made on them as
+    they are: it could not be resumed. Raises UserError with the limit that is higher than it was.
 
-    Where minutes alone are higher, they grow all the same, and `check_settings` sets this run's own training aside.
-
-    Args:
-        workspace: of the run that answers.
-        training: folder of the training; it need not be there.
-
-    Raises:
-        UserError: with the limit that is higher than it was.
-    """
+    Where minutes alone are higher, they grow all the same, and `check_settings` sets this run's own training aside."""
     found, raised = workspace.answered_data, workspace.raised_limits
     if found is None or not raised or not (training / SETTINGS_FILE).is_file() or trained_on(training) != found.hash:
         return
@@ -153,11 +141,7 @@ def outcome(workspace: Workspace, result: FitResult) -> str:
 
 
 def read_result(folder: Path) -> FitResult:
-    """The result of a finished training.
-
-    Raises:
-        UserError: if it has not been run to its end.
-    """
+    """The result of a finished training. Raises UserError if it has not been run to its end."""
     files = [folder / name for name in (RESULT_FILE, STATS_FILE)]
     if not all(file.is_file() for file in files):
         raise UserError(f"{folder} holds no finished training; run draftsmith train with this recipe first")
@@ -173,3 +157,46 @@ def read_result(folder: Path) -> FitResult:
     except MistypedError as error:
         raise UserError(f"the results in {folder} are damaged: {error}; {remedy}") from error
     return FitResult(**{**found, "checkpoint": folder / found["checkpoint"]})
+
+
+def left_out(workspace: Workspace) -> tuple[str, ...]:
+    """A sentence for each stage that left work out, and on loops that training does; empty where all did what was
+    planned."""
+    manifest, config, sentences = workspace.manifest(), workspace.recipe.train, list[str]()
+    # By the settings of the run that distilled the answers, which may be another one.
+    settings, found = manifest.recipe["distill"], manifest.total("train", "supervised")
+    wanted, minutes = settings.get("budget_tokens"), settings.get("budget_minutes")
+    if wanted is not None and minutes is not None and found < wanted:
+        ran_out = manifest.recipe["prompts"].get("origin") == "own"
+        if not ran_out:
+            # The last prompt of a file may have ended distillation, and not the time.
+            ran_out = read_stats(workspace.data).get("seconds", 0.0) >= 60 * minutes
+        if ran_out:
+            sentences.append(f"answers: {found:,} of {wanted:,} tokens were distilled; the rest did not fit into "
+                             f"distill.budget_minutes {minutes:g}")
+    asked, held = settings.get("validation_prompts", 0), manifest.total("validation", "prompts")
+    if minutes is not None and held < asked:
+        sentences.append(f"held-out answers: {held:,} of {asked:,} validation prompts were answered; the rest did not "
+                         f"fit into distill.budget_minutes {minutes:g}")
+    if manifest.skipped:
+        sentences.append("prompts: rows were skipped, which data/skipped.jsonl lists: " + "; ".join(
+            f"{count:,} × {kind}" for kind, count in manifest.skipped.items()))
+    sentences += [f"prompts: the chat template leaves out the {part} of {count:,} rows"
+                  for part, count in manifest.unwritten.items()]
+    if manifest.repeated:
+        sentences.append(f"prompts: {manifest.repeated:,} of {manifest.candidates:,} repeat others and were left out")
+    if (full := manifest.total("train", "full")) > 0:
+        sentences.append(f"training text: {full:,} of {manifest.total('train', 'prompts'):,} conversations end early "
+                         "because the target's context does")
+    repeated = [stop - first for record in manifest.split("train") for _, first, stop in repetitions(
+        TokenShard.read(workspace.data / record.file, record.sha256))]
+    if repeated:
+        answers = manifest.total("train", "answers")
+        sentences.append(f"training text: {len(repeated):,} of {answers:,} answers end in a loop, whose "
+                         f"{sum(repeated):,} repeated tokens of {found:,} in all are not learned")
+    steps = read_result(workspace.training).steps
+    most, minutes = config.max_steps, config.max_minutes
+    if minutes is not None and (steps <= LEAST_STEPS if most is None else steps < most):
+        done = f"{steps:,} steps, the fewest" if most is None else f"{steps:,} of {most:,} steps"
+        sentences.append(f"training: {done}; the rest did not fit into train.max_minutes {minutes:g}")
+    return tuple(sentences)

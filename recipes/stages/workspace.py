@@ -28,14 +28,7 @@ from ...modules.files.json_records import read_record
 from ...modules.processes import Processes
 from ...modules.target.devices.placement import Placement, placement_named
 from ...modules.target.loading.hf_folder import NativeHead, folder_digest
-from ...modules.target.loading.loading import (
-    FASTEST,
-    fastest_format,
-    gguf_of,
-    is_local,
-    load_in_format,
-    sketch_target,
-)
+from ...modules.target.loading.loading import FASTEST, fastest_format, gguf_of, is_local, load_in_format, sketch_target
 from ...trainers import DraftModule
 from ...trainers.fitting import require_devices, require_processes
 from ...trainers.train_config import decisive_settings
@@ -44,10 +37,8 @@ from ..planning.dry_run import Choice, choose_states, dry_run
 from ..recipe import Recipe
 from ..terminal.terminal_text import say
 
-MACHINE = "machine.json"
-"""File of what a run has measured or chosen for this machine before its first stage."""
-CHOOSING = "machine.lock"
-"""File whose lock is held by the process that measures and chooses, where several answer."""
+MACHINE = "machine.json"  # File of what a run has measured or chosen for this machine before its first stage
+CHOOSING = "machine.lock"  # File whose lock is held by the process that measures and chooses, where several answer
 CHOSEN = {"dtype": "target.dtype fastest", "train_dtype": "distill.train_dtype fastest", "states": "batch.states auto"}
 """Settings by the names of the choices that they leave open."""
 
@@ -56,38 +47,26 @@ CHOSEN = {"dtype": "target.dtype fastest", "train_dtype": "distill.train_dtype f
 class MachineRecord:
     """Measurements of which bytes of a run depend, made once when it started."""
 
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Number format of the target; None where it was not measured."""
-    train_dtype: Literal["float32", "bfloat16"] | None = None
-    """Number format in which it answers train prompts; None where it was not measured."""
-    states: Choice | None = None
-    """Origin of the target's states; None where the recipe names it."""
+    dtype: Literal["float32", "bfloat16"] | None = None  # Number format of the target; None where it was not measured
+    train_dtype: Literal["float32", "bfloat16"] | None = None  # The same, in which it answers train prompts
+    states: Choice | None = None  # Origin of the target's states; None where the recipe names it
 
 
 class Workspace:
-    """A run's folder and recipe. The target is loaded when a stage first asks for it.
-
-    Args:
-        recipe: the recipe.
-        settings: the same as JSON values.
-    """
+    """A run's folder and recipe, with its settings as JSON values. The target is loaded when a stage first asks for
+    it."""
 
     def __init__(self, recipe: Recipe, settings: dict[str, Any]) -> None:
         self.recipe, self.settings, self.out = recipe, settings, recipe.out
         self.data = recipe.data or self.out / "data"
         self.training, self.artifact = self.out / "train", self.out / "artifact"
-        self.trains = False
-        """Whether this command trains too; others need not have been started in the processes that train."""
-        self.evaluates = False
-        """Whether this command evaluates too: what it would ask must fit the target before anything is learned."""
+        self.trains = False  # This command trains too; others need not have been started in the processes that train
+        self.evaluates = False  # It evaluates too: what it would ask must fit the target before anything is learnt
 
     @cached_property
     def tried(self) -> DraftModule:
-        """The recipe's module on a sketch of the target, both without values: shapes decide what a run stores.
-
-        Raises:
-            UserError: if the recipe does not fit the target.
-        """
+        """The recipe's module on a sketch of the target, both without values: shapes decide what a run stores. Raises
+        UserError if the recipe does not fit the target."""
         return dry_run(self.recipe, sketch_target(self.recipe.target))
 
     @cached_property
@@ -124,11 +103,7 @@ class Workspace:
     @cached_property
     def number_format(self) -> Any:
         """The target's number format. A measured one is kept in the run's folder: all its data are made in one format,
-        also when it is resumed.
-
-        Raises:
-            UserError: if that file is damaged.
-        """
+        also when it is resumed. Raises UserError if that file is damaged."""
         chosen = self.recipe.target.dtype
         if chosen != FASTEST:
             return chosen
@@ -136,11 +111,8 @@ class Workspace:
 
     @cached_property
     def distill_config(self) -> DistillConfig:
-        """The settings of the answers, with the number format of train prompts measured where that is asked for.
-
-        Raises:
-            UserError: as `number_format` does.
-        """
+        """The settings of the answers, with the number format of train prompts measured where that is asked for. Raises
+        UserError as `number_format` does."""
         config = self.recipe.distill
         if config.train_dtype != FASTEST:
             return config
@@ -164,17 +136,11 @@ class Workspace:
         return found, f"{work} was measured to be fastest in {found}"
 
     def _kept(self, name: Literal["dtype", "train_dtype", "states"], choose: Callable[[], tuple[str, str]]) -> Any:
-        """Setting that was measured or chosen for this machine once, kept in the run's folder under this name.
+        """Setting that was measured or chosen for this machine once, kept in the run's folder under this name; where it
+        is not, `choose` returns it and the reason. Raises UserError if the file is damaged, or several processes would
+        choose.
 
-        Where several processes answer, the first one that asks chooses, and the others wait until it has.
-
-        Args:
-            name: of the setting.
-            choose: returns it and the reason; called where the folder keeps none.
-
-        Raises:
-            UserError: if the file is damaged, or several processes would choose.
-        """
+        Where several processes answer, the first one that asks chooses, and the others wait until it has."""
         if (found := getattr(self._machine_record(), name)) is not None:
             return found
         if Processes.launched().world > 1:
@@ -204,21 +170,13 @@ class Workspace:
 
     @cached_property
     def batch(self) -> BatchConfig:
-        """The settings of the batches, with the origin of states chosen where the recipe leaves it open.
-
-        Raises:
-            UserError: as `choose_states` and `_kept` do.
-        """
+        """The settings of the batches, with the origin of states chosen where the recipe leaves it open. Raises
+        UserError as `choose_states` and `_kept` do."""
         config = self.recipe.batch
         if config.states != "auto":
             return config
         choose = partial(choose_states, self.recipe, self.tried, self.data)
         return replace(config, states=self._kept("states", choose))
-
-    @property
-    def batched(self) -> dict[str, Any]:
-        """The settings of the batches, the origin of states as it was chosen."""
-        return {**self.settings["batch"], "states": self.batch.states}
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -248,12 +206,8 @@ class Workspace:
         A limit of the batches that is not set decides nothing, nor does the place of the target's and the drafter's
         weights or the number of processes that answer or, as long as they read as many micro-batches together, train.
         Where a draft starts from the model in a folder or the head in the target's, or continues an artifact, these
-        decide: others may have been put there since.
-
-        Raises:
-            UserError: if the artifact to be continued or the head is missing, or this run's own would replace the
-                artifact.
-        """
+        decide: others may have been put there since. Raises UserError if the artifact or the head is missing, or this
+        run's own artifact would replace it."""
         target, answers, drafter, train, evaluate = (
             dict(self.settings[name]) for name in ("target", "distill", "drafter", "train", "evaluate"))
         readers = [section for section, reads in ((drafter, self.trains_head), (
@@ -277,7 +231,9 @@ class Workspace:
                 raise UserError(f"train.start is {start}, the artifact that this run would write; choose another --out")
             read_description(start)
             train["start"] = file_sha256(start / CONFIG)
-        batch = {name: value for name, value in self.batched.items() if value is not None}
+        # The origin of states as it was chosen.
+        batch = {name: value for name, value in self.settings["batch"].items() if value is not None}
+        batch["states"] = self.batch.states
         return {**self.settings, "target": target, "distill": answers, "drafter": drafter, "batch": batch,
                 "train": decisive_settings(train), "evaluate": evaluate}
 
@@ -297,11 +253,7 @@ class Workspace:
         return {} if found is None else raised_limits(found.recipe.get("distill", {}), asdict(self.recipe.distill))
 
     def manifest(self) -> Manifest:
-        """The manifest of finished data.
-
-        Raises:
-            UserError: if distillation has not been run to its end.
-        """
+        """The manifest of finished data. Raises UserError if distillation has not been run to its end."""
         if self.recipe.data is not None and not self.recipe.data.is_dir():
             raise UserError(f"data names {self.recipe.data}, which is no folder; give the data folder of a finished "
                             "run, or leave it out to distil")
@@ -310,18 +262,9 @@ class Workspace:
         return manifest
 
     def data_identity(self) -> str:
-        """Identity of data that another run distilled: its hash, and the target and template that read it.
-
-        Raises:
-            UserError: if the data is not complete.
-        """
+        """Identity of data that another run distilled: its hash, and the target and template that read it. Raises
+        UserError if the data is not complete."""
         return json.dumps([self.manifest().hash, self.decisive["target"], self.settings["template"]], sort_keys=True)
-
-    def require_same_origin(self) -> None:
-        """Refuse data of another target or another chat template. Raises UserError."""
-        if self.manifest().template_hash != self.template.hash:
-            raise UserError(f"the data in {self.data} was rendered with another chat template or other settings of it; "
-                            "set template as the run that distilled it did, or leave data out to distil anew")
 
     def check(self) -> None:
         """Try the recipe's devices, and the recipe on the target's shape, before any work. Raises UserError."""
@@ -347,11 +290,8 @@ class Workspace:
             require_context(prompt_sets(self.template, sets), self.recipe.evaluate, self.target.context_length)
 
     def wanted_states(self) -> tuple[WantedStates, ...]:
-        """The target's states that training reads from disk; none where it reads none, or has them computed.
-
-        Raises:
-            UserError: if the recipe does not fit the target.
-        """
+        """The target's states that training reads from disk; none where it reads none, or has them computed. Raises
+        UserError if the recipe does not fit the target."""
         module, batch = self.tried, self.batch
         # An engine gives them once the answers are complete.
         if batch.states == "computed" or not module.needs_states or self.recipe.distill.states_from is not None:

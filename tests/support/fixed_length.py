@@ -13,5 +13,5 @@ class FixedLength(StoppingRule):
 
     length: int
 
-    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor | None:
+    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor:
         return torch.full_like(peak_B, drafted.length >= self.length, dtype=torch.bool)

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...errors import UserError
+from ...files.atomic_files import files_digest
 from ...files.bounded_reading import without_marks
-from ...files.fingerprints import files_digest
 from ...files.json_records import read_object, record_of
 from ..attention.tree_attention import NAME, attend_by, register
 from ..devices.split_weights import whole

@@ -18,7 +18,7 @@ from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.modules.policies.static_tree import Chain, StaticTree
 from draftsmith.modules.token_tree import Topology
 from draftsmith.modules.verification.acceptance_rules import AcceptAll
-from draftsmith.recipes.stages.draft_writer import require_teacher
+from draftsmith.recipes.stages.answer_workers import require_teacher
 from draftsmith.trainers import MedusaModule, MedusaTrainConfig
 from support.drafters import ScriptedDrafter
 from support.prompt_files import contents, many, write_prompts

@@ -41,6 +41,8 @@ def test_missing_empty_and_undecodable_files(tmp_path: Path) -> None:
     ({"limit": 0}, "prompts.limit must be at least 1, got 0"),
     ({"most_skipped": 1.5}, "prompts.most_skipped must lie between 0 and 1, got 1.5"),
     ({"own_temperature": 0.0}, "own_temperature must lie between 0.001 and 1000"),
+    ({"own_kinds": ("poems",)}, "own_kinds must be one or more different names among"),
+    ({"own_openings": True}, r"own_openings is true, but prompts\.own_kinds is null, .* set prompts\.own_kinds: \[all"),
 ])
 def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -224,8 +226,8 @@ def test_a_limit_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # Written by the target -----------------------------------------------------------------------------------------------
 
 
-def own(target: Target, **fields: Any) -> OwnPrompts:
-    config = PromptConfig(own_max_tokens=200, **fields)
+def own(target: Target, own_max_tokens: int = 200, **fields: Any) -> OwnPrompts:
+    config = PromptConfig(own_max_tokens=own_max_tokens, **fields)
     return OwnPrompts(target, ChatTemplate(target.tokenizer), config, seed=0, slots=8)
 
 
@@ -261,16 +263,11 @@ def test_written_prompts_that_cannot_be_used_are_left_out(tiny_target_f64: Targe
 @pytest.mark.usefixtures("all_tokens")
 def test_kinds_depend_on_the_number_alone(tiny_target_f64: Target) -> None:
     fields = {"own_kinds": ("coding", "any", "summary"), "own_openings": True}
-    written = dict(short(tiny_target_f64, **fields).take(0, 32).prompts)
+    written = dict(own(tiny_target_f64, 100, **fields).take(0, 32).prompts)
     assert written
-    again = dict(short(tiny_target_f64, **fields).take(16, 16).prompts)
+    again = dict(own(tiny_target_f64, 100, **fields).take(16, 16).prompts)
     assert {number: prompt.key for number, prompt in again.items()} == {
         number: prompt.key for number, prompt in written.items() if number >= 16}
-
-
-def short(target: Target, **fields: Any) -> OwnPrompts:
-    config = PromptConfig(own_max_tokens=100, **fields)
-    return OwnPrompts(target, ChatTemplate(target.tokenizer), config, seed=0, slots=8)
 
 
 @pytest.mark.usefixtures("all_tokens")
@@ -284,7 +281,7 @@ def test_each_prompt_is_written_after_the_system_prompt_of_its_kind(
         return decode(target, requests, settings, **more)
 
     monkeypatch.setattr(self_prompting, "decode", watched)
-    written = short(tiny_target_f64, own_kinds=kinds).take(0, 12)
+    written = own(tiny_target_f64, 100, own_kinds=kinds).take(0, 12)
     assert len(asked) == 12
     for number, before in asked.items():
         kind, _ = drawn(kinds, 0, number)
@@ -307,7 +304,7 @@ def test_the_target_goes_on_from_the_opening_of_a_kind(tiny_target_f64: Target,
         return result
 
     monkeypatch.setattr(self_prompting, "decode", watched)
-    prompts = dict(short(tiny_target_f64, own_kinds=kinds, own_openings=True).take(0, 64).prompts)
+    prompts = dict(own(tiny_target_f64, 100, own_kinds=kinds, own_openings=True).take(0, 64).prompts)
     for number, (asked, text) in written.items():
         _, opening = drawn(kinds, 0, number)
         assert asked == f"<|im_start|>user\n{opening}", "no system prompt"
@@ -330,14 +327,14 @@ def test_a_template_that_cannot_show_kinds_is_refused(template: str | None, fiel
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=told):
-        short(Target(tiny_model(), tokenizer, name="tiny"), **fields)
+        own(Target(tiny_model(), tokenizer, name="tiny"), 100, **fields)
 
 
 @pytest.mark.parametrize("template", [NO_SYSTEM, SILENT])
 def test_openings_need_no_system_prompts(template: str) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    source = short(Target(tiny_model(), tokenizer, name="tiny"), own_kinds=("math",), own_openings=True)
+    source = own(Target(tiny_model(), tokenizer, name="tiny"), 100, own_kinds=("math",), own_openings=True)
     assert source.befores == {"math": source.around.before}
 
 
@@ -345,21 +342,12 @@ def test_a_target_without_a_template_goes_on_from_openings(tiny_target_f64: Targ
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     target = Target(tiny_target_f64.model, tokenizer, name="tiny")
-    prompts = short(target, own_kinds=("math", "writing"), own_openings=True).take(0, 8).prompts
+    prompts = own(target, 100, own_kinds=("math", "writing"), own_openings=True).take(0, 8).prompts
     assert prompts
     for number, prompt in prompts:
         _, opening = drawn(("math", "writing"), 0, number)
         assert prompt.question.startswith(opening)
         assert len(prompt.question) > len(opening)
-
-
-@pytest.mark.parametrize(("fields", "told"), [
-    ({"own_kinds": ("poems",)}, r"own_kinds must be one or more different names among"),
-    ({"own_openings": True}, r"own_openings is true, but prompts\.own_kinds is null, .* set prompts\.own_kinds: \[al"),
-])
-def test_wrong_kinds_are_refused(fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        PromptConfig(**fields)
 
 
 def test_a_limit_ends_the_writing(tiny_target: Target) -> None:

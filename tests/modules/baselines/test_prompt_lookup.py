@@ -30,28 +30,18 @@ def plain_copy(text: list[int], shortest: int, longest: int, count: int) -> list
     return []
 
 
-def test_the_longest_suffix_is_preferred_to_a_later_shorter_one() -> None:
-    assert copied([1, 2, 3, 10, 11, 12, 13, 9, 3, 20, 1, 2, 3]) == [10, 11, 12, 13]
-
-
-def test_of_equal_suffixes_the_latest_is_copied() -> None:
-    assert copied([7, 8, 1, 1, 1, 7, 8, 2, 3, 4, 5, 7, 8]) == [2, 3, 4, 5]
-
-
-def test_a_copy_that_reaches_the_end_of_the_text_continues_with_its_own_tokens() -> None:
-    assert copied([5, 6, 9, 5]) == [6, 9, 5, 6]
-    assert copied([5, 5]) == [5, 5, 5, 5]
-
-
-@pytest.mark.parametrize("text", [[5], [5, 6], [5, 6, 7, 8], [0, 1]])
-def test_without_an_earlier_match_the_tree_is_the_root_alone(text: list[int]) -> None:
-    assert copied(text) == []
-
-
-def test_a_suffix_below_the_shortest_is_not_copied() -> None:
-    text = [1, 2, 3, 4, 9, 2, 3, 4]
-    assert copied(text, shortest=3, longest=16) == [9, 2, 3, 4]
-    assert copied(text, shortest=4, longest=16) == []
+@pytest.mark.parametrize(("text", "sizes", "expected"), [
+    pytest.param([1, 2, 3, 10, 11, 12, 13, 9, 3, 20, 1, 2, 3], {}, [10, 11, 12, 13], id="longest before later"),
+    pytest.param([7, 8, 1, 1, 1, 7, 8, 2, 3, 4, 5, 7, 8], {}, [2, 3, 4, 5], id="latest of equal ones"),
+    # A copy that reaches the end of the text continues with its own tokens.
+    ([5, 6, 9, 5], {}, [6, 9, 5, 6]), ([5, 5], {}, [5, 5, 5, 5]),
+    *((text, {}, []) for text in ([5], [5, 6], [5, 6, 7, 8], [0, 1])),
+    # A suffix below the shortest is not copied.
+    ([1, 2, 3, 4, 9, 2, 3, 4], {"shortest": 3, "longest": 16}, [9, 2, 3, 4]),
+    ([1, 2, 3, 4, 9, 2, 3, 4], {"shortest": 4, "longest": 16}, []),
+])
+def test_what_is_copied(text: list[int], sizes: dict[str, int], expected: list[int]) -> None:
+    assert copied(text, **sizes) == expected
 
 
 def test_equals_the_plain_reference_on_random_texts() -> None:

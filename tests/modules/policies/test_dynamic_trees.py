@@ -33,7 +33,7 @@ from draftsmith.modules.policies.level_queries import sample
 from draftsmith.modules.target.kv_cache import RowCache
 from references.dynamic import best_sum, candidates
 from support.fixed_length import FixedLength
-from support.goodness_of_fit import chi2_bound, g_statistic
+from support.goodness_of_fit import chi2_bound, pass_statistic
 from support.policy_cases import EVERY, medusa
 from support.tables import CandidateDrafter, DepthDrafter, TableDrafter, draws_for, random_log_probs
 from support.tiers import some_long
@@ -171,25 +171,14 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def g_of(policy: Policy, family: str, rows: int = 60_000) -> tuple[float, int]:
+def g_of(policy: Policy, family: str) -> tuple[float, int]:
     """G of the first two tokens of one pass."""
-    size = 5
     drafter = {
-        "recurrent": lambda: TableDrafter(random_log_probs(size, size, seed=2)),
-        "one-shot": lambda: DepthDrafter(random_log_probs(2, size, seed=2)),
-        "candidates": lambda: CandidateDrafter(random_log_probs(size, 3, seed=2)),
+        "recurrent": lambda: TableDrafter(random_log_probs(5, 5, seed=2)),
+        "one-shot": lambda: DepthDrafter(random_log_probs(2, 5, seed=2)),
+        "candidates": lambda: CandidateDrafter(random_log_probs(5, 3, seed=2)),
     }[family]()
-    draws, p = draws_for(rows), random_log_probs(size, size, seed=1).double()
-    tree = grow(policy, drafter, [4] * rows, draws)
-    generator = torch.Generator().manual_seed(5)
-    choices = torch.rand(rows, tree.size, dtype=torch.float64, generator=generator)
-    accepted = exact_rule(tree).accept(
-        tree,
-        p[tree.tokens_BN],
-        Sampling(temperature_B=torch.ones(rows), sampling_rows=tuple(range(rows))),
-        Chances(choices_BN=choices, tests_BN=draws.tests(tree.size)),
-    )
-    return g_statistic(tree, accepted, p.exp(), generator)
+    return pass_statistic(policy, drafter, random_log_probs(5, 5, seed=1).double().exp(), 1.0, rows=60_000)
 
 
 @pytest.mark.parametrize("family", ["recurrent", "one-shot", "candidates"])

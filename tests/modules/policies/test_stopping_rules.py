@@ -6,22 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 from draftsmith.modules import (
-    Chances,
     EarlyExit,
     MaxProbability,
     PathProbability,
     RejectionRisk,
     SampledChain,
-    Sampling,
     SamplingSetting,
     StoppedChain,
     StoppingRule,
     UserError,
-    exact_rule,
 )
 from draftsmith.modules.policies.stopping_chains import JudgedPath, PaidGuesses
 from support.fixed_length import FixedLength
-from support.goodness_of_fit import chi2_bound, g_statistic
+from support.goodness_of_fit import chi2_bound, pass_statistic
 from support.tables import DepthDrafter, TableDrafter, draws_for, random_log_probs
 from torch import Tensor
 
@@ -136,30 +133,15 @@ class AnticipatingChain(SampledChain):
         return tree
 
 
-def g_of(policy: StoppedChain, rows: int = 60_000) -> tuple[float, int]:
-    drafter, p = StatedTable(random_log_probs(5, 5, seed=2)), random_log_probs(5, 5, seed=1).double()
-    draws = draws_for(rows)
-    tree = policy.grow(drafter, drafter.start(rows, 64), torch.full((rows,), 4), draws)
-    generator = torch.Generator().manual_seed(5)
-    choices = torch.rand(rows, tree.size, dtype=torch.float64, generator=generator)
-    accepted = exact_rule(tree).accept(
-        tree,
-        p[tree.tokens_BN],
-        Sampling(temperature_B=torch.ones(rows), sampling_rows=tuple(range(rows))),
-        Chances(choices_BN=choices, tests_BN=draws.tests(tree.size)),
-    )
-    return g_statistic(tree, accepted, p.exp(), generator)
+def g_of(policy: StoppedChain) -> tuple[float, int]:
+    drafter, p = StatedTable(random_log_probs(5, 5, seed=2)), random_log_probs(5, 5, seed=1).double().exp()
+    return pass_statistic(policy, drafter, p, 1.0, rows=60_000)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_stopped_samples_keep_the_targets_law(name: str) -> None:
     statistic, cells = g_of(SampledChain(2, RULES[name], check_every=0))
     assert statistic < chi2_bound(cells)
-
-
-def test_dropping_unlikely_samples_is_noticed() -> None:
-    statistic, cells = g_of(AnticipatingChain(2, FixedLength(2)))
-    assert statistic > chi2_bound(cells)
 
 
 class DroppingChain(SampledChain):
@@ -172,8 +154,9 @@ class DroppingChain(SampledChain):
         return tree
 
 
-def test_dropping_tokens_by_their_own_state_is_noticed() -> None:
-    statistic, cells = g_of(DroppingChain(2, FixedLength(2)))
+@pytest.mark.parametrize("wrong", [AnticipatingChain, DroppingChain])
+def test_dropping_tokens_by_their_own_chance_or_state_is_noticed(wrong: type[SampledChain]) -> None:
+    statistic, cells = g_of(wrong(2, FixedLength(2)))
     assert statistic > chi2_bound(cells)
 
 

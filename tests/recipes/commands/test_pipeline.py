@@ -325,7 +325,7 @@ def test_loops_are_left_out_by_default_and_reported(tiny_run: Path, tmp_path: Pa
     def last_five(shard: TokenShard) -> Iterator[tuple[int, int, int]]:
         return ((row, stop - 5, stop) for row, start, stop in answers(shard) if stop - start > 40)
 
-    for module in ("data.batches.learned_tokens", "data.batches.datamodule", "recipes.stages.left_out"):
+    for module in ("data.batches.learned_tokens", "data.batches.datamodule", "recipes.stages.training_folder"):
         monkeypatch.setattr(f"draftsmith.{module}.repetitions", last_five)
     learned: list[int] = []
     original = pipeline.ranked_text

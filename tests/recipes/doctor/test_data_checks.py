@@ -11,14 +11,14 @@ from draftsmith.data import ChatTemplate
 from draftsmith.data.answers.distill import TRUNCATED_SHARE
 from draftsmith.data.store.token_store import Manifest, Row
 from draftsmith.export import Artifact
-from draftsmith.modules import Drafter, Target
+from draftsmith.modules import Drafter, Target, Topology
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.recipes.doctor.case import Case, DataSample, Finding, findings_of, group, spread
-from draftsmith.recipes.doctor.diagnosis import lines
+from draftsmith.recipes.doctor.diagnosis import diagnose, lines
 from draftsmith.recipes.doctor.target_checks import TARGET_CHECKS, agreement
 from draftsmith.recipes.doctor.text_checks import TEXT_CHECKS, rendered
-from support.artifacts import TREE, heads
-from support.families import cases_of
+from support.artifacts import TREE, heads, tuning
+from support.families import cases_of, randomised
 from support.planted_faults import (
     Change,
     answer,
@@ -33,7 +33,8 @@ from support.planted_faults import (
     with_answer,
     with_opening,
 )
-from support.template_shapes import QWEN3
+from support.recurrent_models import recurrent_model
+from support.template_shapes import GEMMA, LLAMA3, QWEN3, shaped_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TENTH = pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.long), 0.1])
@@ -273,3 +274,29 @@ def test_surprise_is_that_of_the_formula(tiny_target: Target) -> None:
     assert found.argmax == pytest.approx(float((log_p_NV.argmax(-1) == tokens_N).double().mean()))
     assert not found.off
     assert agreement(tiny_target, states_ND, tokens_N, 0.0).off
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [GEMMA, LLAMA3], ids=["gemma", "llama3"])
+def test_a_hybrid_target_with_another_template(source: str) -> None:
+    """One that the doctor had not seen: recurrent layers, and a template with a start token and other headers."""
+    tokenizer = shaped_tokenizer(source)
+    target = Target(recurrent_model("Qwen3Next", vocab_size=len(tokenizer), max_position_embeddings=1024,
+                                    eos_token_id=tokenizer.eos_token_id), tokenizer, name="hybrid")
+    template, drafter = ChatTemplate(tokenizer, ends=target.eos_ids), randomised(heads(target))
+    artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(2), identity=target.identity,
+                        provenance={}, tuning=tuning())
+    rows = answered(target, template)
+    prompts = [template.prompt([{"role": "user", "content": f"{n} or {n * n}?"}]) for n in range(8)]
+    one = Case(artifact=artifact, target=target, template=template, data=sample_of(rows, target, template))
+    found = diagnose(one, prompts, Path("none"))
+    # A random target ends no answer.
+    assert [one.name for one in found.faults] == ["truncated answers"]
+    assert {one.name for one in found.findings if one.figure} >= {"mask", "on-policy", "decoding against training",
+                                                                 "positions and taps", "ceiling"}
+    # The mask of a tenth of the rows is a token late.
+    late = sample_of(planted(rows, 0.1, shifted), target, template)
+    wrong = {one.name: one for one in findings_of(TEXT_CHECKS, one, late) if one.remedy}
+    assert "4 of 40 rows" in wrong["mask"].verdict
+    assert set(wrong) == {"mask", "truncated answers"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.modules.files import fingerprints
+from draftsmith.modules.files import atomic_files
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.pipeline import COMMANDS, stages
 from draftsmith.recipes.stages.records import Stage, run_stages
@@ -91,11 +91,11 @@ def test_a_changed_folder_is_noticed(change: Callable[[Path], object], again: bo
 
 
 def test_large_files_count_by_size_and_time(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprints, "LARGE", 4)
+    monkeypatch.setattr(atomic_files, "LARGE", 4)
     file = tmp_path / "model.safetensors"
     file.write_text("weights")
     finished(out, [file])
-    monkeypatch.setattr(fingerprints, "file_sha256", lambda _: pytest.fail("gigabytes were read"))
+    monkeypatch.setattr(atomic_files, "file_sha256", lambda _: pytest.fail("gigabytes were read"))
     monkeypatch.setattr("draftsmith.recipes.stages.records.file_sha256",
                         lambda path: __import__("hashlib").sha256(path.read_bytes()).hexdigest())
     assert finished(out, [file]) == []
