@@ -43,14 +43,9 @@ class Features:
         return self.final_BLD is not None
 
     def labels(self, offset: int) -> tuple[Tensor, Tensor]:
-        """Return (labels_BL, valid_BL): the token `offset` places after each index, and whether it is a label.
-
-        It is one when it exists, lies in the same segment and was written by the assistant. Where it is not, the
-        label is 0 and must not be read.
-
-        Raises:
-            ValueError: if `offset` is below 1.
-        """
+        """Return (labels_BL, valid_BL): the token `offset` places after each index, at least 1 (ValueError), and
+        whether it is a label: it exists, lies in the same segment and was written by the assistant. Else the label is 0
+        and must not be read."""
         if offset < 1:
             raise ValueError(f"offset must be at least 1, got {offset}")
         # Where there is no label stands 0, which cross entropy can read; whoever asks drops its loss by `valid`.
@@ -68,11 +63,7 @@ class Features:
         return (self.segments_BL[:, :, None] == self.segments_BL[:, None, :]) & (order_L[:, None] >= order_L)
 
     def final(self) -> Tensor:
-        """The final states, [B, L, D].
-
-        Raises:
-            ValueError: if the batch has not been encoded by the target yet.
-        """
+        """The final states, [B, L, D]; ValueError if the batch has not been encoded by the target yet."""
         if self.final_BLD is None:
             raise ValueError("these features hold no target states; encode them with Target.encode first")
         return self.final_BLD

@@ -127,11 +127,8 @@ class Topology:
 
     @classmethod
     def from_paths(cls, paths: Iterable[tuple[int, ...]]) -> "Topology":
-        """Build from the rank paths of the nodes, parents first (the root's empty path may be left out).
-
-        Raises:
-            ValueError: if a path comes before the path that it extends.
-        """
+        """Build from the rank paths of the nodes, parents first (the root's empty path may be left out), or else
+        ValueError."""
         index: dict[tuple[int, ...], int] = {(): 0}
         parents, ranks = [-1], [0]
         for path in paths:
@@ -145,11 +142,8 @@ class Topology:
         return cls(tuple(parents), tuple(ranks))
 
     def prefix(self, size: int) -> "Topology":
-        """The first `size` nodes: of a best-first tree, the best tree of that size.
-
-        Raises:
-            ValueError: if `size` is not between 1 and the number of nodes.
-        """
+        """The first `size` nodes: of a best-first tree, the best tree of that size. ValueError if there are fewer, or
+        for none."""
         if not 1 <= size <= self.size:
             raise ValueError(f"size must be between 1 and {self.size}, got {size}")
         return Topology(self.parents[:size], self.ranks[:size])
@@ -231,11 +225,7 @@ class TokenTree:
         return (order_N >= self.size - self.virtual.anchors_BM.shape[1]).expand_as(self.tokens_BN)
 
     def of_first(self, rows: int) -> "TokenTree":
-        """The trees of the first rows.
-
-        Raises:
-            ValueError: if there are virtual nodes: what they enter with belongs to all rows.
-        """
+        """The trees of the first rows; ValueError for virtual nodes: what they enter with belongs to all rows."""
         if self.virtual is not None:
             raise ValueError("a tree with virtual nodes cannot be cut; cut it before they are added")
         return replace(
@@ -271,11 +261,8 @@ class TokenTree:
         return nothing_BMV.index_copy(2, self.drawn.token_ids_Q, log_q_BMQ)
 
     def equal_paths(self, other: "TokenTree") -> Tensor:
-        """True where the path to a real node has the tokens of the path to another tree's real node, [B, N, M].
-
-        Args:
-            other: M nodes; its roots may have other tokens.
-        """
+        """True where the path to a real node has the tokens of the path to a real node of another tree, whose roots may
+        have other tokens, [B, N, M]."""
         same_BNM = (self.tokens_BN[:, :, None] == other.tokens_BN[:, None]) & (
             self.depths_BN[:, :, None] == other.depths_BN[:, None]
         )
@@ -288,13 +275,9 @@ class TokenTree:
         return same_BNM
 
     def packed(self, size: int) -> "TokenTree":
-        """The first `size` real nodes of each row, in their order; padding fills what is left.
-
-        The order of nodes is kept and a parent precedes its children, so whatever is cut off, the rest is a tree.
-
-        Raises:
-            ValueError: if there are virtual nodes: they have a fixed place at the end.
-        """
+        """The first `size` real nodes of each row, in their order; padding fills what is left. A parent precedes its
+        children, so whatever is cut off, the rest is a tree. ValueError for virtual nodes: they have a fixed place at
+        the end."""
         if self.virtual is not None:
             raise ValueError("a tree with virtual nodes cannot be packed; pack it before they are added")
         # A stable sort moves padding to the end and leaves the order of real nodes, so parents still come first.
@@ -317,11 +300,8 @@ class TokenTree:
 
     @classmethod
     def from_parents(cls, tokens_BN: Tensor, parents_BN: Tensor, real_BN: Tensor | None = None) -> "TokenTree":
-        """Derive depths and ancestors of trees that differ from row to row.
-
-        Raises:
-            TreeError: if a real node's parent does not precede it; the row is named.
-        """
+        """Derive depths and ancestors of trees that differ from row to row; TreeError names rows in which a real node's
+        parent does not precede it."""
         batch, size = tokens_BN.shape
         real_BN = torch.ones_like(tokens_BN, dtype=torch.bool) if real_BN is None else real_BN
         columns = torch.arange(size, device=tokens_BN.device)
@@ -342,12 +322,8 @@ class TokenTree:
         cls, tokens_BN: Tensor, parents_BN: Tensor, real_BN: Tensor, *, max_depth: int, most_children: int,
         drawn: Drawn | None = None,
     ) -> "TokenTree":
-        """`from_parents` for trees that are right by construction: nothing is checked, nothing read on the host.
-
-        Args:
-            max_depth: a bound on the depth of the real nodes.
-            most_children: a bound on the children of a real node.
-        """
+        """`from_parents` for trees that are right by construction, of no more depth and children of a node than said:
+        nothing is checked, nothing read on the host."""
         size = tokens_BN.shape[1]
         itself_NN = torch.eye(size, dtype=torch.bool, device=tokens_BN.device)
         above_BNN = parents_BN.clamp(min=0)[..., None].expand(-1, -1, size)

@@ -340,11 +340,8 @@ class DraftModule(L.LightningModule):
         return None
 
     def verifier(self, rows: Sequence[Features]) -> tuple[Target, Sequence[Features]]:
-        """The target that verifies the drafts, and its own greedy answers with its states.
-
-        Args:
-            rows: held-out conversations with the original target's greedy answers and states.
-        """
+        """The target that verifies the drafts, and its own greedy answers with its states, for held-out conversations
+        with those of the original target."""
         return self.target, rows
 
     @contextmanager

@@ -28,8 +28,7 @@ Measure = Callable[[Drafter, Sequence[Features]], Acceptance]  # Counts what dec
 
 
 class EveryStep(L.Callback):
-    """Base of callbacks that act once after an optimizer step, however many micro-batches it has, with the clock
-    paused."""
+    """Base of callbacks that act once after an optimizer step of however many micro-batches, with the clock paused."""
 
     after_step: Callable[[L.Trainer, int], None]  # Act after an optimizer step, by its number counted from 1
 

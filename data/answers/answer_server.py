@@ -71,8 +71,7 @@ class AnswerServer:
 
     @cached_property
     def model(self) -> str:
-        """Name of the first model that an OpenAI-style server lists; UserError if it lists none, or cannot be
-        reached."""
+        """Name of the first model that an OpenAI-style server lists; UserError if it lists none, or is not reached."""
         listed = self.response(f"{self.address}/models", None)
         try:
             models = typed([entry["id"] for entry in listed["data"]], list[str], "data")
@@ -229,8 +228,7 @@ class ServerAnswerer(Answerer):
 
 
 def at_once(work: Callable[[Asked], Given], items: Sequence[Asked], width: int) -> Iterator[tuple[Asked, Given]]:
-    """Each item with what `work` gives for it, in the order in which they come, so many at work at once; raises what
-    `work` does."""
+    """Each item with what `work` gives for it, as they come, so many at work at once; raises what `work` does."""
     waiting, stopped = queue.SimpleQueue[Asked](), threading.Event()
     for item in items:
         waiting.put(item)

@@ -181,8 +181,7 @@ class DataFolder:
         self.manifest = manifest
 
     def list_skipped(self, found: Sequence[Skipped]) -> dict[str, int]:
-        """Add rows to the list of skipped ones; returns the counts of all by reason. Raises UserError if the disk is
-        full."""
+        """Add rows to the list of skipped ones; returns the counts of all by reason. UserError if the disk is full."""
         file, lines = self.out / SKIPPED, list[str]()
         # Before anything is held out, only a run that ended can have left a list.
         if self.manifest.held_out is None:
@@ -218,8 +217,7 @@ class DataFolder:
         return self.seconds_left <= 0
 
     def write_stats(self, amounts: Mapping[str, float] | None = None) -> None:
-        """Add this process's sums since it started to the measurements of the runs before it and next to it; None
-        writes the time alone."""
+        """Add this process's sums to the measurements of runs before it and next to it; None writes the time alone."""
         stored, amounts = read_stats(self.out), self._counted if amounts is None else amounts
         sums = {name: stored.get(name, 0.0) + amount - self._counted.get(name, 0.0)
                 for name, amount in amounts.items()}

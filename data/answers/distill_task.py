@@ -83,8 +83,7 @@ class DistillTask:
 
     @cached_property
     def unwritten(self) -> Counter[str]:
-        """Number of checks of rows of which the chat template leaves something out, by what: tools, tool calls,
-        thoughts."""
+        """Checks of rows of which the chat template leaves something out, by what: tools, tool calls, thoughts."""
         return Counter()
 
     def check(self, number: int, prompt: Prompt) -> None:

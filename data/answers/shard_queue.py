@@ -75,8 +75,7 @@ class ShardQueue:
         return self._finished
 
     def end(self) -> int | None:
-        """Number after the last shard, once it is known: that of the shard that reaches the budget or the end of the
-        source."""
+        """Number after the last shard, once known: that of the one that reaches the budget or the source's end."""
         finished, total, number = self.finished(), 0, self.first
         while self.budget is None or total < self.budget:
             if number not in finished:

@@ -174,8 +174,7 @@ class Split:
 
 
 class BatchPlan:
-    """The endless order of packed batches: every epoch a new order of the pieces, of which the tokens are given, packed
-    anew."""
+    """The endless order of packed batches: every epoch packs the pieces, of these lengths, anew in another order."""
 
     def __init__(self, lengths: list[int], config: BatchConfig) -> None:
         self.lengths, self.config = lengths, config
@@ -228,8 +227,7 @@ class HeldOutRows:
                 if bool(self.split.learned[row.shard][row.start : row.stop].any())]
 
     def whole(self, temperature: float = 0.0) -> ReadRows:
-        """Rows with whole answers, to be replayed: greedy ones, or those drawn at the temperature
-        SIZING_TEMPERATURE."""
+        """Rows with whole answers, to be replayed: greedy ones, or those drawn at the temperature of sizing."""
         return ReadRows(partial(_padded, self.split, row, True) for row in self.split.rows(temperature))
 
     def unread(self) -> ReadRows:

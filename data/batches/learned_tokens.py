@@ -74,8 +74,7 @@ def repetition_start(answer: Sequence[int]) -> int | None:
 
 
 def repetitions(shard: TokenShard) -> Iterator[tuple[int, int, int]]:
-    """(row, first repeated token, end of the answer) of every answer that repeats a phrase to its end, by place in the
-    shard."""
+    """(row, first repeated token, end of the answer) of every answer that repeats a phrase to its end, by place."""
     for row, start, stop in answers(shard):
         kept = repetition_start(shard.tokens_T[start:stop].tolist())
         if kept is not None:

@@ -103,8 +103,7 @@ class StateSlice:
 
 
 def unpacked(codes_ND: Tensor, channels_D: Tensor, tokens_N: Tensor) -> Tensor:
-    """States of codes and their scales, in the number format of the channels' scales, which may be those of each token,
-    [N, D]."""
+    """States [N, D] of codes and their scales, in the format of the channels' scales, which may be each token's own."""
     return (codes_ND.float() * tokens_N[:, None] * channels_D.float()).to(channels_D.dtype)
 
 
@@ -190,8 +189,7 @@ def state_names(taps: Sequence[int]) -> tuple[str, ...]:
 
 
 def open_features(folder: Path, records: Sequence[ShardRecord], taps: Sequence[int]) -> list[FeatureShard]:
-    """Open the states of shards after checking their hashes; UserError if some are missing, of other tokens, or
-    corrupted."""
+    """Open the states of shards after checking hashes; UserError if some are missing, of other tokens, or corrupted."""
     done = read_features(folder).get("files", {})
     for record in records:
         for name in state_names(taps):

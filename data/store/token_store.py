@@ -195,11 +195,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Manifest":
-        """Read `manifest.json`.
-
-        Raises:
-            UserError: if it is missing, is not a manifest, is of another format version, or was changed since.
-        """
+        """Read `manifest.json`; UserError if it is missing, no manifest, of another format version, or was changed."""
         file = Path(folder) / MANIFEST
         if not file.exists():
             raise UserError(f"{folder} holds no {MANIFEST}; make the data with draftsmith distill, or name its folder")

@@ -119,8 +119,7 @@ class Loop:
         self._drafting = DeviceTimer(target.device)
 
     def _round(self) -> tuple[list[list[int]], list[int], list[list[float]]]:
-        """(new tokens of each active row, their faults, their log-probabilities if asked for) of one round: draft,
-        verify, commit, observe."""
+        """(new tokens of each active row, faults, log-probabilities if asked for): draft, verify, commit, observe."""
         active = len(self.slots)
         if self.recorded is not None and self.recorded.refusal:
             self.graph_refusal, self.recorded = self.recorded.refusal, None
@@ -151,12 +150,9 @@ class Loop:
 
     @torch.no_grad()
     def run(self, deadline: float | None = None) -> Iterator[tuple[Generation, list[int], bool]]:
-        """Yield (generation, its new tokens, whether it is finished) after every pass, row by row.
-
-        Args:
-            deadline: value of `time.monotonic()` after which no waiting request is started, and answers end as if their
-                limit were reached, but those that lack of their request's `least` tokens.
-        """
+        """Yield (generation, its new tokens, whether it is finished) after every pass, row by row. After `deadline`, of
+        `time.monotonic()`, no waiting request is started, and answers end as if their limit were reached, but those
+        that lack of their request's `least` tokens."""
         for generation in self.refused:
             yield generation, [], True
         started_at = time.perf_counter()

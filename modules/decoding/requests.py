@@ -108,12 +108,8 @@ class DecodeSettings:
 
     @classmethod
     def as_generate(cls, defaults: GenerationDefaults, **others: Any) -> Self:
-        """The filters that transformers' `generate` applies unasked to a target's answers.
-
-        Args:
-            defaults: `Target.defaults`; its temperature belongs to the requests.
-            others: further settings.
-        """
+        """The filters that transformers' `generate` applies unasked to a target's answers (`Target.defaults`, whose
+        temperature belongs to the requests), with other settings."""
         return cls(top_k=defaults.top_k, top_p=defaults.top_p, min_p=defaults.min_p,
                    repetition_penalty=defaults.repetition_penalty, **others)
 

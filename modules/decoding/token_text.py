@@ -11,14 +11,9 @@ _CONTEXT = 8  # Tokens decoded ahead of those that may hold a stop text
 
 
 class TokenText:
-    """Splits the text of an answer among its tokens, as they come; the pieces together are the text.
-
-    A token that ends inside a character has an empty piece, and the token that completes the character has all of it.
-    Special tokens, such as the end of the text, are left out.
-
-    Args:
-        tokenizer: the target's.
-    """
+    """Splits the text of an answer among its tokens, as they come; the pieces together are the text. A token that ends
+    inside a character has an empty piece, and the token that completes the character has all of it. Special tokens,
+    such as the end of the text, are left out."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

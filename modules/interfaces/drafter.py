@@ -153,18 +153,11 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
     @classmethod
     @abstractmethod
     def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None, start: Self | None = None) -> Self:
-        """Make a new, initialised drafter for `target` and bind it.
+        """Make a new, initialised drafter for `target` and bind it, with the ids of a reduced draft vocabulary where
+        `config`, the family's own settings, asks for one. UserError if settings, target, ids and start do not agree.
 
-        Args:
-            config: the family's own settings.
-            target: the model it drafts for.
-            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
-            start: a drafter of this family, not bound, of which it takes over the shape of the layers and all weights;
-                what it has besides changes nothing of what they compute.
-
-        Raises:
-            UserError: if settings, target, ids and start do not agree.
-        """
+        `start` is a drafter of this family, not bound, of which it takes over the shape of the layers and all weights;
+        what it has besides changes nothing of what they compute."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -174,10 +167,7 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
     @abstractmethod
     def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> Self:
         """Make a drafter from the result of `describe()`; its weights are still to be loaded, the target to be bound.
-
-        Raises:
-            UserError: if the description does not fit the family.
-        """
+        UserError if the description does not fit the family."""
 
     @abstractmethod
     def bind(self, target: Target) -> None:
@@ -201,11 +191,8 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
         return self.token_ids
 
     def recompute_layers(self) -> bool:
-        """Let training compute the states inside of its layers again in the backward pass, in place of keeping them.
-
-        Returns:
-            False for a drafter without layers of which this would save any.
-        """
+        """Let training compute the states inside of its layers again in the backward pass, in place of keeping them;
+        False for a drafter without layers of which this would save any."""
         return False
 
     def train(self, mode: bool = True) -> Self:

@@ -69,11 +69,7 @@ class Scores:
         return cls(log_probs_BFHQ=log_probs_BFHQ, token_ids_Q=token_ids_Q, states_BFHD=states_BFHD)
 
     def best(self, width: int) -> "Proposals":
-        """The `width` most probable children of each node, best first.
-
-        Raises:
-            UserError: if the draft vocabulary is smaller than `width`.
-        """
+        """The `width` most probable children of each node, best first; UserError if the draft vocabulary is smaller."""
         entries = self.log_probs_BFHQ.shape[-1]
         if self.candidates_BFHQ is not None:
             top = self.log_probs_BFHQ.topk(min(width, entries), dim=-1)
@@ -267,8 +263,7 @@ class GuessesInPasses(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ChainLimits(CheckedSettings):
-    """Ends of a chain of drafted tokens (Kangaroo, arXiv:2404.18911, section 3.2); UserError if a limit is out of
-    range."""
+    """Ends of a chain of drafted tokens (Kangaroo, arXiv:2404.18911, section 3.2); UserError if one is out of range."""
 
     gamma: int = 6  # Most tokens
     eta: float = 0.6  # A token whose distribution peaks below this probability is the chain's last

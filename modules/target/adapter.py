@@ -52,12 +52,8 @@ class Adapter:
 
     @classmethod
     def rebuild(cls, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "Adapter":
-        """The adapter that `describe()` and `tensors()` came from.
-
-        Raises:
-            UserError: if a described weight is missing, or one is there that is not described.
-            MistypedError: if the description is of another kind.
-        """
+        """The adapter that `describe()` and `tensors()` came from. UserError if a described weight is missing, or one
+        is there that is not described; MistypedError if the description is of another kind."""
         known = typed_fields(description, {"layers": tuple[str, ...], "scale": float})
         names = [f"{PREFIX}{layer}.{part}" for layer in known["layers"] for part in ("a", "b")]
         if wrong := sorted(set(names) ^ set(tensors)):
@@ -69,13 +65,10 @@ class Adapter:
     @torch.no_grad()
     def merge_into(self, model: nn.Module) -> None:
         """Give each changed layer of `model` a weight of its own, W + scale · B A; the tensor W stays as it was.
+        UserError if the model lacks a layer, or has it in another shape.
 
         The product is formed in float32 or wider and rounded once, to the layer's number format. An output layer that
-        shared its weight with the embedding does so no longer.
-
-        Raises:
-            UserError: if the model lacks a layer, or has it in another shape.
-        """
+        shared its weight with the embedding does so no longer."""
         linears = self.require_fitting(model)
         for name, change in self.layers.items():
             weight = linears[name].weight

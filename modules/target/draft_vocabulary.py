@@ -17,16 +17,9 @@ from .model import Target
 
 
 def choose(counts_V: Tensor, size: int, *, always: Sequence[int] = ()) -> Tensor:
-    """The `size` most frequent token ids in ascending order, [Q] int64; equal counts go to the lower id.
-
-    Args:
-        counts_V: how often each token of the target's vocabulary is a label in the training data, counted or expected.
-        size: number of entries Q of the draft vocabulary.
-        always: ids that belong to it whatever their count, such as the end of a turn.
-
-    Raises:
-        UserError: if `size` does not lie between the number of distinct `always` ids (at least 1) and V.
-    """
+    """The `size` token ids that are labels most frequently, by counts or expected ones, in ascending order, [Q] int64;
+    equal counts go to the lower id. The ids `always`, such as the end of a turn, belong to it whatever their count.
+    UserError if `size` does not lie between the number of these (at least 1) and V."""
     least = max(1, len(set(always)))
     if not least <= size <= len(counts_V):
         raise UserError(

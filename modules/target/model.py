@@ -168,12 +168,9 @@ class Target:
         return self.defaults.biases
 
     def require_plain_layers(self, reader: str, *, apart: bool = True) -> None:
-        """Refuse what reads on after tokens that no commit keeps, or runs some layers apart from those before them.
-
-        Raises:
-            UserError: if layers are recurrent and have the state after the committed text alone, or for some that run
-                apart, if one reads the keys of an earlier one.
-        """
+        """Refuse what reads on after tokens that no commit keeps, or runs some layers apart from those before them:
+        UserError if layers are recurrent and have the state after the committed text alone, or for some that run
+        `apart`, if one reads the keys of an earlier one."""
         name, others = self.identity.architecture, "choose another family, such as medusa, hydra or eagle3"
         if self.recurrent:
             raise UserError(f"{reader} would need the states of {name}'s recurrent layers after every token, and they "
@@ -236,13 +233,9 @@ class Target:
     # Changed copies --------------------------------------------------------------------------------------------------
 
     def copy_model(self) -> Any:
-        """The model once more, as transformers made it, around the very same weights: only its modules are copies.
-
-        A layer of the copy can be replaced or given another weight without this target noticing.
-
-        Raises:
-            UserError: if its layers are not whole on one device.
-        """
+        """The model once more, as transformers made it, around the very same weights: only its modules are copies. A
+        layer of the copy can be replaced or given another weight without this target noticing. UserError if its layers
+        are not whole on one device."""
         if self.placement.spread:
             raise UserError(f"a changed copy of the target needs its layers whole on one device, and target.placement "
                             f"is {self.placement.name}; set target.placement: replicated")
@@ -250,14 +243,11 @@ class Target:
             return copy_modules(model)
 
     def adapted(self, adapter: Adapter) -> "Target":
-        """This target with an adapter merged into it: another target; this one stays as it is.
+        """This target with an adapter merged into it: another target; this one stays as it is. UserError if it does not
+        fit.
 
-        Memory: the adapted layers exist twice (and packed twice, where layers are packed); embeddings, norms and
-        all other layers are shared.
-
-        Raises:
-            UserError: if the adapter does not fit.
-        """
+        Memory: the adapted layers exist twice (and packed twice, where layers are packed); embeddings, norms and all
+        other layers are shared."""
         model = self.copy_model()
         adapter.merge_into(model)
         if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
@@ -319,15 +309,10 @@ class Target:
     # Passes ----------------------------------------------------------------------------------------------------------
 
     def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> TargetRows:
-        """Open an empty batch of rows.
-
-        Args:
-            rows: sequences of the batch.
-            capacity: most tokens of a sequence, the largest tree included.
-            taps: layers whose outputs the passes give.
-            prefix: tokens that every sequence starts with; they are read once and copied from row to row, as far as
-                they have a finite embedding: each row finds out by itself what ends it.
-        """
+        """Open an empty batch of rows, for sequences of `capacity` tokens at most, the largest tree included; the
+        passes give the outputs of the layers `taps`. The tokens `prefix`, with which every sequence starts, are read
+        once and copied from row to row, as far as they have a finite embedding: each row finds out by itself what ends
+        it."""
         if self.broken_V is not None:
             broken = [place for place, token in enumerate(prefix) if bool(self.broken_V[token])]
             prefix = prefix[: min(broken, default=len(prefix))]

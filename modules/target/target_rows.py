@@ -53,16 +53,8 @@ class TargetRows:
 
     @torch.no_grad()
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
-        """Send a tree through the target after the committed tokens of each row.
-
-        Args:
-            tree: one tree a row.
-            rows: which rows; the active ones by default.
-            select_BM: the nodes whose logits are wanted; all by default.
-
-        Raises:
-            ValueError: inside a block of `Target.native`.
-        """
+        """Send a tree a row through the target after the committed tokens of each of the `rows`, by default the active
+        ones, for the logits of the nodes `select_BM`, by default all. ValueError inside a block of `Target.native`."""
         target = self.target
         if target.is_native:
             raise ValueError("a tree was sent through the target inside its native() block, in which it knows none; "
@@ -103,10 +95,7 @@ class TargetRows:
 
     def early(self, num_layers: int) -> EarlyLayers:
         """The first layers for a drafter that runs them on the active rows; the next pass of these takes them over.
-
-        Raises:
-            ValueError: if a layer is tapped whose output they do not keep.
-        """
+        ValueError if a layer is tapped whose output they do not keep."""
         if any(layer < num_layers - 1 for layer in self.taps):
             raise ValueError(f"of the first {num_layers} layers only the last one's output is kept, got the taps "
                              f"{self.taps}")

@@ -179,8 +179,8 @@ class ChainRejection(Rule):
         return down_to(tree, deepest_B, draw(rest_BV, chances.choices_BN[rows_B, deepest_B]))
 
     def chances(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling) -> Tensor:
-        """The probability min(1, p(x) / q(x)) that each node below the root is accepted if those before it are,
-        [B, N - 1], float64."""
+        """The probability min(1, p(x) / q(x)) that each node below the root is accepted if those before it are, [B, N -
+        1], float64."""
         # Few distributions are held at a time.
         rows, size, entries = logits_BNV.shape
         ratios = [logits_BNV[:, :0, 0].double()]

@@ -48,12 +48,12 @@ def level_law(reject_siblings, p, q, width, sampled):
     lists, chances = siblings(q, width, sampled)
     marks = torch.full_like(lists, sampled, dtype=torch.bool)
     log_q = q.log().expand(len(lists), -1)
-    outcome = reject_siblings(p.expand(len(lists), -1), log_q, lists, torch.ones_like(marks), marks)
+    accept_BK, rest_BV = reject_siblings(p.expand(len(lists), -1), log_q, lists, torch.ones_like(marks), marks)
     accepted, reached = torch.zeros_like(p), chances
     for rank in range(width):
-        accepted.index_add_(0, lists[:, rank], reached * outcome.accept_BK[:, rank])
-        reached = reached * (1 - outcome.accept_BK[:, rank])
-    return accepted, (reached[:, None] * outcome.rest_BV / outcome.rest_BV.sum(-1, keepdim=True)).sum(0)
+        accepted.index_add_(0, lists[:, rank], reached * accept_BK[:, rank])
+        reached = reached * (1 - accept_BK[:, rank])
+    return accepted, (reached[:, None] * rest_BV / rest_BV.sum(-1, keepdim=True)).sum(0)
 
 
 def pair_law(reject_siblings, p_of, q_of, width, sampled):

@@ -134,8 +134,7 @@ def log_alpha(log_q_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
 
 @torch.no_grad()
 def accepted(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
-    """The acceptance sum_v min(p_v, q_v) of each row, [N]; ValueError if the mass inside the draft vocabulary is
-    unknown."""
+    """The acceptance sum_v min(p_v, q_v) of each row, [N]; ValueError if the draft vocabulary's mass is unknown."""
     if teacher_output.log_mass_N is None:
         raise ValueError("the acceptance over a reduced vocabulary needs the mass inside it; use Teacher(mass=True)")
     mass_N1 = teacher_output.log_mass_N.exp()[:, None]

@@ -165,8 +165,7 @@ def attend_masked(
 
 
 def chunk_of(module: Any) -> int | None:
-    """Tokens of a chunk of an attention module of transformers, which says so in its configuration alone; None for one
-    without chunks."""
+    """Tokens of a chunk of an attention module of transformers, by its configuration; None for one without chunks."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
     if CHUNKED not in kinds or kinds[module.layer_idx] != CHUNKED:
         return None

@@ -301,8 +301,7 @@ PLACEMENTS: tuple[type[Placement], ...] = (Placement, TensorParallel, FullyShard
 
 
 def placement_named(name: str, degree: int | None, *, offload: bool = False) -> Placement:
-    """The placement of this name. Raises UserError if there is none, it has no degree, the degree is below 1, or it
-    cannot offload."""
+    """The placement of this name; UserError if there is none, it has no degree or one below 1, or it cannot offload."""
     if offload and name != Zero3.name:
         raise UserError(f"target.offload keeps the target's weights in the machine's memory with target.placement zero3"
                         f" only, and the placement is {name}; set target.placement: zero3, or target.offload: false")

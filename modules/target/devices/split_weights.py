@@ -83,8 +83,7 @@ def zero3_settings(dtype: torch.dtype, *, offload: bool) -> dict[str, Any]:
 
 @contextmanager
 def read_divided(settings: dict[str, Any]) -> Iterator[None]:
-    """A block in which transformers divides the models that it reads: the first process reads every weight and sends
-    it, one at a time."""
+    """A block in which transformers divides what it reads: the first process reads and sends each weight in turn."""
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     prepare_deepspeed()

@@ -41,26 +41,13 @@ class TargetIdentity:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "TargetIdentity":
-        """Read what `to_dict` wrote.
-
-        Raises:
-            UserError: if a field is missing, unknown or of the wrong kind.
-        """
+        """Read what `to_dict` wrote; UserError if a field is missing, unknown or of the wrong kind."""
         return record_of(cls, fields, "the identity of a target", "make the file again, or copy it again")
 
     def require_same(self, other: "TargetIdentity", compared: Sequence[str] = (*SHAPE, "weights_hash"),
                      remedy: str = "load the target it was made for", what: str = "this") -> None:
-        """Refuse another target.
-
-        Args:
-            other: of the target here.
-            compared: names of fields.
-            remedy: end of the sentence.
-            what: was made for this one: the start of the sentence.
-
-        Raises:
-            UserError: naming the first of these fields that differs.
-        """
+        """Refuse another target by the first of the `compared` fields that differs: UserError, whose sentence begins
+        with what was made for this one and ends with the remedy."""
         for name in compared:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
