@@ -35,7 +35,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "data": (("prompts",), ("store",), ("answers", "batches"), ("state_engines",)),
     "trainers": (
-        ("losses",), ("steps",), ("train_config",), ("processes",), ("acceptance_head",), ("base",),
+        ("losses",), ("steps",), ("train_config",), ("zero_drafter",), ("acceptance_head",), ("base",),
         ("callbacks", "drafters", "families"), ("fitting",),
     ),
     "export": (("",), ("layouts.parts",), ("layouts",), ("engines", "evaluation"), ("report",)),

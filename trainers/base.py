@@ -32,11 +32,11 @@ from ..modules.target.model import Target
 from .losses.chunked_losses import VocabularyLoss
 from .losses.metrics import BatchLoss, describe, weighted_mean_loss
 from .losses.objectives import NEEDS_MASS, Teacher
-from .processes import SplitDrafter, ZeroDrafter, whole_state
 from .steps.checkpoints import KINDS, FinishedStep, StepGuard, require_same_settings
 from .steps.optimizers import optimizer_for, time_leads, warmup_cosine
 from .steps.training_clock import Clock, DataWait, TrainingCurve, peak_memory_bytes
 from .train_config import WARMUP_SHARE, ZERO_STAGES, Start, TrainConfig, continued, decisive_settings
+from .zero_drafter import SplitDrafter, ZeroDrafter, whole_state
 
 LEAST_STEPS = 4  # Optimizer steps of a run whatever its minutes: it ends with a draft that has learned something
 PATIENCE = 8  # Optimizer steps without a supervised token that end a run: long prompts may fill one, but not eight

@@ -22,9 +22,9 @@ from ..modules.processes import Processes, destroy_group_at_exit
 from ..modules.tuning.tree_search import MeasuredStep, held_out_acceptance
 from .base import DraftModule
 from .callbacks import BEST, LAST, DecodedAcceptance, LastCheckpoint, Progress, StopAtSignal
-from .processes import strategy_for
 from .steps.checkpoints import AtomicCheckpointIO, load_weights
 from .train_config import TrainConfig
+from .zero_drafter import strategy_for
 
 BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")  # x86 instructions by which bfloat16 matrices beat float32 ones
 

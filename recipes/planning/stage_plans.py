@@ -15,9 +15,9 @@ from ...modules.target.linear_forms import has_packed_product, linear_layers
 from ...modules.tuning.step_timing import timed_slots
 from ...modules.tuning.trials import MOST_ANSWERS
 from ...trainers import DraftModule
-from ...trainers.processes import BUCKET
 from ...trainers.steps.optimizers import Together
 from ...trainers.train_config import ZERO_STAGES
+from ...trainers.zero_drafter import BUCKET
 from ..recipe import Recipe
 from .dry_run import gpus_of, worker_count
 from .planned_work import PlannedWork, opening
