@@ -110,8 +110,8 @@ def both(target: Target, way: Way, records: Records, temperatures: Sequence[floa
     with pretended_device() as waits:
         records.waits = waits
         replayed = answers(on_device(target), graphs=True)
-    # Right answers alone would not show a draft that sees nothing new.
-    assert guessed[0].passes == guessed[1].passes
+        # Right answers alone would not show a draft that sees nothing new.
+        assert guessed[0].passes == guessed[1].passes
     return computed, replayed
 
 
