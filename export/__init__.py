@@ -10,7 +10,7 @@ from .evaluation.results import Evaluation, EvaluationRun, Lossless, Measures, T
 from .evaluation.target_drift import Drift, measure_drift, with_drift
 from .layouts.parts.export_format import ExportSettings, ImportSettings
 from .layouts.registry import EVERY_FORMAT, export_artifact, import_drafter
-from .report.markdown import terminal_table, write_report
+from .report.evaluation_page import terminal_table, write_report
 from .stored_drafter import FORMAT_VERSION, read_description
 from .tuning import Tuning, save_tuning
 

@@ -25,7 +25,7 @@ ALLOWED = {
     "recipes": {"data", "export", "modules", "trainers"},
 }
 EXTRAS = {"lightning", "datasets", "peft", "tensorboard", "deepspeed", "matplotlib", "pytorch_lightning"}
-SHIPPED = (".py", ".yaml", ".jsonl", ".typed", "keys.md")
+SHIPPED = (".py", ".yaml", ".jsonl", ".typed", "keys.md", ".jinja", ".css")
 
 
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -46,7 +46,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 """The boxes of each room from the ground up; a file imports its own box and lower floors. A box is a folder, "" the
 room itself, "target.*" a folder with those inside it, or a single file of the room."""
-MOST_LINES, MOST_FUNCTIONS, LEAST_COMMENTS = 42_853, 58, 0.02
+MOST_LINES, MOST_FUNCTIONS, LEAST_COMMENTS = 42_467, 58, 0.02
 """Lines of source in all rooms, functions in a thousand of them, and the share of comments."""
 MOST_FILES = 15
 """Python files of a folder, `__init__` apart."""
@@ -183,7 +183,7 @@ def test_no_folder_is_crowded(room: str) -> None:
     ("modules/drafters/parts/row_text.py", "from ..medusa import Medusa"),
     ("modules/decoding/loop.py", "from .. import Target"),
     ("modules/decoding/loop.py", "from ..target import Target"),
-    ("export/layouts/eagle.py", "from ..report.markdown import markdown"),
+    ("export/layouts/eagle.py", "from ..report.evaluation_page import write_report"),
 ])
 def test_the_import_test_can_fail(file: str, source: str) -> None:
     assert violations(ROOT / file, source)
@@ -193,7 +193,7 @@ def test_the_import_test_can_fail(file: str, source: str) -> None:
     ("modules/decoding/loop.py", "from ..target import model"),
     ("modules/drafters/medusa.py", "from .parts.row_text import Text"),
     ("export/layouts/eagle.py", "from ...modules import Eagle\nfrom ..artifact import Artifact"),
-    ("recipes/commands/pipeline.py", "from ...export.report.markdown import markdown"),
+    ("recipes/commands/pipeline.py", "from ...export.report.evaluation_page import write_report"),
 ])
 def test_the_import_test_can_pass(file: str, source: str) -> None:
     assert not violations(ROOT / file, source)

@@ -7,7 +7,8 @@ from typing import Any
 
 from ...modules.files.atomic_files import write_file
 from ...modules.files.bounded_reading import bounded_json, read_bounded_text
-from .markdown import JSON_NAME
+from ..page import Table, Text, as_markdown
+from .evaluation_page import JSON_NAME
 from .phrases import number, percent, times
 from .plots import standings as plot
 
@@ -89,15 +90,14 @@ def write_standings(out: Path, rows: Mapping[str, Path]) -> Path:
 def markdown(standings: Sequence[dict[str, Any]]) -> str:
     """The table in Markdown, with an explanation of its columns."""
     sets = list(dict.fromkeys(key.rpartition(", ")[0] for one in standings for key in one["accepted_length"]))
-    lines = [*pipes([cells(one, sets) for one in standings]), "", COLUMNS_NOTE]
-    for one in (standing for standing in standings if standing["changes_target"]):
-        lines += ["", f"{one['name']} changes the target: its answers are compared with the adapted target's, which "
-                      f"chooses {percent(one['drift_agreement'])} of the original's greedy tokens (KL divergence "
-                      f"{number(one['drift_kl'], 4)} nats a token)."]
+    notes = [COLUMNS_NOTE]
+    notes += [f"{one['name']} changes the target: its answers are compared with the adapted target's, which chooses "
+              f"{percent(one['drift_agreement'])} of the original's greedy tokens (KL divergence "
+              f"{number(one['drift_kl'], 4)} nats a token)." for one in standings if one["changes_target"]]
     if busy := ", ".join(one["name"] for one in standings if one["contended"]):
-        lines += ["", f"The machine was busy with something else while the speeds of {busy} were measured: they are "
-                      "not reliable."]
-    return "\n".join(lines) + "\n"
+        notes.append(f"The machine was busy with something else while the speeds of {busy} were measured: they are not "
+                     "reliable.")
+    return as_markdown([*Table.of([cells(one, sets) for one in standings]), *map(Text, notes)])
 
 
 def cells(one: dict[str, Any], sets: Sequence[str]) -> dict[str, str]:
@@ -122,12 +122,6 @@ def cells(one: dict[str, Any], sets: Sequence[str]) -> dict[str, str]:
         "identical": f"{one['identical']}/{one['answers']}" + (f" + {one['near_ties']} near-ties" if one["near_ties"]
                                                                else ""),
     }
-
-
-def pipes(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Lines of a table in Markdown of cells by the headings of their columns; none without rows."""
-    lines = [[*rows[0]], ["---", *["--:"] * (len(rows[0]) - 1)]] if rows else []
-    return [f"| {' | '.join(line)} |" for line in [*lines, *(row.values() for row in rows)]]
 
 
 def _key(prompt_set: str, temperature: float) -> str:

@@ -1,4 +1,4 @@
-"""Sentences and number formats that the terminal, Markdown and HTML share."""
+"""Sentences and number formats of a report; its headline says how much faster it was, and whether a word changed."""
 
 from collections.abc import Sequence
 
@@ -122,19 +122,14 @@ def where_measured(run: EvaluationRun) -> str:
     return f"{header['dtype']} on {where}; {versions}"
 
 
-INTERVALS_NOTE = (
-    "Ranges are 95 % bootstrap intervals over prompts; there is none where fewer than two prompts were timed."
-)
-"""Explanation of the ranges."""
 COLUMNS_NOTE = (
-    "Tokens per pass: tokens that one pass of the target adds to an answer; 1 without drafts. Tokens/s: passes per "
+    "Tokens/pass: tokens that one pass of the target adds to an answer; 1 without drafts. Tokens/s: passes per "
     "second, median over the timed prompts, times tokens per pass of all prompts; plain is this project's loop without "
     "drafts, generate is that of transformers, both medians over the timed prompts. Speed-up: over the faster of these "
-    "two. Identical: answers equal to the target's own, token by token, of those compared."
+    "two. Identical: answers equal to the target's own, token by token, of those compared. "
+    "Ranges are 95 % bootstrap intervals over prompts; there is none where fewer than two prompts were timed."
 )
-"""Explanation of the columns."""
-
-
+"""Explanation of the columns and the ranges."""
 PARTS_NOTE = ("Several drafters guess together. Of the guesses that the target accepted, the share of each; a guess "
               "that two of them make counts for the one named first.")
 """Explanation of the shares of drafters that guess together."""
@@ -195,6 +190,15 @@ def prediction_note(evaluation: Evaluation) -> str:
             f"{within(found.interval)}, measured: {measures.accepted_length:.2f}; speed-up "
             f"over this loop without drafts {times(found.speedup)}{within(found.speedup_interval)}, "
             f"measured: {measured}.{chosen}")
+
+
+def positions_note(evaluation: Evaluation) -> str:
+    """The shares of passes that accepted so many guesses."""
+    if evaluation.nodes == 1:
+        return "nothing was drafted"
+    found = evaluation.overall.acceptance_by_position
+    shares = [f"{percent(share)} at least {count}" for count, share in enumerate(found, 1)]
+    return f"guesses that a pass accepted: {', '.join(shares)}" if shares else "no pass accepted a guess"
 
 
 def verdicts(run: EvaluationRun) -> list[str]:
@@ -299,3 +303,70 @@ def contention_note(run: EvaluationRun) -> str:
     return (f"The machine was busy with something else: repeating one pass of the target took up to "
             f"{steadiness(run)} longer than its fastest. Do not rely on the speeds; measure again when the "
             "machine is quiet. Tokens per pass and the comparison of answers are not affected.")
+
+
+# The headline ---------------------------------------------------------------------------------------------------------
+
+FEWEST_PROMPTS, FEWEST_TIMED = 10, 4
+"""Fewest decoded and fewest timed prompts of a headline that claims something: with two prompts chance decides."""
+
+
+def headline(run: EvaluationRun) -> str:
+    """The sentence. Of several methods, the fastest at the first temperature and batch size is named; of fewer prompts
+    than `FEWEST_PROMPTS` nothing is claimed, and of fewer timed ones than `FEWEST_TIMED` no speed, but a fault is
+    reported from the first prompt on."""
+    decoded, timed = sum(run.header["prompt_sets"].values()), run.header["timed_prompts"]
+    fault = any(one.faulty for one in run.evaluations)
+    if decoded < FEWEST_PROMPTS and not fault:
+        note = partial_note(run) or f"{decoded} prompt{' was' if decoded == 1 else 's were'} decoded"
+        return (f"Too few prompts for a claim: {note}, and it takes at least {FEWEST_PROMPTS}; give more prompts, or "
+                "raise evaluate.limit or evaluate.budget_minutes. The figures below are of these few alone.")
+    few = (f"too few prompts for a claim about speed ({decoded}, it takes at least {FEWEST_PROMPTS})"
+           if decoded < FEWEST_PROMPTS else
+           f"too few timed prompts for a claim about speed ({timed}, it takes at least {FEWEST_TIMED})"
+           if 0 < timed < FEWEST_TIMED else "")
+    firsts = run.at(temperature=run.temperatures[0], batch_size=run.batch_sizes[0])
+    best = max(firsts, key=lambda one: one.overall.speedup or 0.0)
+    named = len(firsts) > 1 and best.overall.speedup is not None and not few
+    said = few or _speed(best)
+    # Not str.capitalize, which would also change the case of what follows.
+    first = f"{best.name}, the fastest of {len(firsts)} methods: {said}" if named else said[:1].upper() + said[1:]
+    # Without a speed a busy machine spoiled nothing that the sentence says.
+    spoiled = best.contended and best.overall.speedup is not None and not few
+    busy = "; but the machine was busy, so measure the speed again" if spoiled else ""
+    partial = f"; {note}" if (note := partial_note(run)) else ""
+    return f"{first}, {_words(run, best)}{partial}{busy}."
+
+
+def _speed(evaluation: Evaluation) -> str:
+    """The speed-up as words: a difference that its interval does not confirm is none."""
+    speedup, interval = evaluation.overall.speedup, evaluation.overall.speedup_interval
+    if evaluation.nodes == 1:
+        slower = speedup is not None and round(speedup, 2) < 1 and (interval is None or interval[1] < 1)
+        loop = f"; this loop ran at {speedup:.2f} times the speed of transformers' generate" if slower else ""
+        return f"nothing was drafted, {nothing_drafted(evaluation)}{loop}"
+    if speedup is None:
+        return f"{evaluation.overall.accepted_length:.1f} tokens per target pass instead of 1, speed not measured"
+    # Neither "1.00 times faster" nor an effect that other prompts could turn round.
+    if f"{speedup:.2f}" == "1.00" or (interval is not None and interval[0] <= 1 <= interval[1]):
+        return "about as fast as without drafts"
+    return f"{speedup:.{1 if speedup >= 1.1 else 2}f} times faster" if speedup > 1 else (
+        f"drafting does not pay here, at {speedup:.2f} times the speed without drafts (decode with the policy {NONE})")
+
+
+def _words(run: EvaluationRun, best: Evaluation) -> str:
+    """The result of the comparison over all evaluations, in words; of a best one with sampled drafts its own."""
+    found = Lossless.joined(evaluation.overall.lossless for evaluation in run.evaluations)
+    adapted = " of the adapted target" if "drift" in run.header else ""
+    if any(evaluation.biased for evaluation in run.evaluations):
+        return f"but sampled drafts changed the distribution of answers{adapted}, which is a fault"
+    if found.different:
+        return f"but drafting changed {found.different} of {found.prompts} answers{adapted}, which is a fault"
+    if found.wrong_references:
+        return "but answers without drafts are not the target's, which is a fault of the loop itself"
+    if best.overall.distribution is not None:
+        return f"with answers of the {'adapted target' if adapted else 'target'}'s distribution"
+    if found.near_tie_divergences:
+        return (f"{found.near_tie_divergences} of {found.prompts} answers{adapted} changed, only where rounding "
+                "decides between two words")
+    return f"not a word{adapted} changed"

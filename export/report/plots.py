@@ -1,7 +1,8 @@
-"""Plots of a report, each an SVG to put inside a page. matplotlib is imported only here."""
+"""Plots of a report, each an SVG to put inside a page: lines, bars, or a tree. matplotlib is imported only here."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -9,14 +10,12 @@ from ...modules import CostTable, MeasuredStep, Topology, UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ed"
-DRAFTED, PLAIN, GENERATE, ACCENT = "#0f766e", "#a9b4c0", "#d3dae1", "#c2410c"
+INK, MUTED, GRID, BRANCH = "#1f2933", "#6b7785", "#e4e8ed", "#b9c3cd"
+DRAFTED, ACCENT = "#0f766e", "#c2410c"
 SERIES = (DRAFTED, "#4f63b6", ACCENT, "#8a5a9e", "#7a8a2b", "#b0417a", "#2f87b7", "#8a6a3f")
-BASELINE_COLORS = {"this loop, no drafts": "#8794a2", "transformers generate": "#b9c3cd"}
+BASELINE_COLORS = {"this loop, no drafts": "#8794a2", "transformers generate": BRANCH}
 """Names and colours of the two baselines without drafts."""
-TREE_ALONE = "expected speed-up, tree alone (right)"
 Point = tuple[float, tuple[float, float] | None]
 """A value and its interval, where it has one."""
 _STYLE: Any = {
@@ -28,215 +27,199 @@ _STYLE: Any = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of a plot, or only its points."""
+
+    points: Sequence[tuple[float, float]]
+    color: str
+    label: str = ""
+    style: str = "o-"
+    size: int = 4
+    width: float = 1.5
+    right: bool = False
+    """Whether its values have the axis on the right."""
+
+
+def lines(name: str, drawn: Sequence[Line], *, height: float = 3.3, mark: tuple[float, str] | None = None,
+          right: Mapping[str, Any] | None = None, **axis: Any) -> str:
+    """A plot of lines; `mark` is the place and label of a vertical one, `right` and `axis` are settings of the axes."""
+    def draw(axes: "Axes") -> None:
+        sides = {False: axes, True: axes.twinx() if right else axes}
+        for one in drawn:
+            sides[one.right].plot(*zip(*one.points, strict=True), one.style, color=one.color, markersize=one.size,
+                                  label=one.label or None, linewidth=one.width)
+        if mark is not None:
+            axes.axvline(mark[0], color=ACCENT, linewidth=1, zorder=1, label=mark[1])
+        if right:
+            sides[True].set(**right)
+            sides[True].grid(visible=False)
+        axes.set(**axis)
+
+    return _svg(name, draw, 4.9, height, [*(one.label for one in drawn if one.label), *([mark[1]] if mark else [])])
+
+
+def bars(name: str, rows: Mapping[str, Mapping[str, Point]], axis: str, colors: Mapping[str, str], *, digits: int,
+         mark: tuple[float, str] | None = None, dots: Mapping[str, float] | None = None, width: float = 4.9) -> str:
+    """Horizontal bars: in each row one for each series, with its value and interval, in the series' colour or the
+    row's; `mark` draws a vertical line with a word at it, `dots` a speed-up over the bar of a row."""
+    known = [point for row in rows.values() for point in row.values()]
+    top = max((max((value, *(interval or ()))) for value, interval in known), default=1.0)
+    most = max(map(len, rows.values()), default=1)
+    labels = [*dict.fromkeys(series for row in rows.values() for series in row if series), *["speed-up"] * bool(dots)]
+
+    def draw(axes: "Axes") -> None:
+        for place, row in enumerate(rows):
+            for number, (series, (value, interval)) in enumerate(rows[row].items()):
+                step = 0.8 / len(rows[row])
+                middle = place + step * (number - (len(rows[row]) - 1) / 2)
+                axes.barh([middle], [value], color=colors.get(series) or colors[row], height=0.92 * step,
+                          label=series if place == 0 and series else None)
+                if interval is not None:
+                    axes.plot(interval, [middle] * 2, "-", color=INK, linewidth=1)
+                axes.text((interval or (0, value))[1] + 0.015 * top, middle, f"{value:.{digits}f}", va="center",
+                          fontsize=9)
+        shown = [(speedup, place) for place, row in enumerate(rows) if (speedup := (dots or {}).get(row)) is not None]
+        if shown:
+            axes.plot(*zip(*shown, strict=True), "o", color=ACCENT, markeredgecolor="white", markersize=8,
+                      label="speed-up")
+        if mark is not None:
+            axes.axvline(mark[0], color=ACCENT if mark[1] else INK, linewidth=1, zorder=0.5 if mark[1] else 2)
+            axes.text(mark[0], -0.55, mark[1], color=ACCENT, fontsize=9)
+        axes.set(xlabel=axis, yticks=range(len(rows)), yticklabels=list(rows), xlim=(0, 1.15 * top),
+                 ylim=(max(1, len(rows)) - 0.5, -0.5))
+        axes.grid(visible=False, axis="y")
+
+    return _svg(name, draw, width, 0.9 + 0.3 * max(2, len(rows) * (1 + 0.7 * (most - 1))) + 0.3 * bool(labels),
+                labels)
+
+
 def acceptance_by_position(curves: Mapping[str, Sequence[float]]) -> str:
     """Share of passes that accept at least 1, 2, 3 ... guesses; one line for each method or prompt set."""
-    with _Plot(4.9, 3.1) as (axes, plot):
-        longest = max((len(curve) for curve in curves.values()), default=1)
-        for (name, curve), color in zip(curves.items(), cycle(SERIES), strict=False):
-            axes.plot(range(1, len(curve) + 1), [100 * share for share in curve], "o-", color=color, label=name,
-                      markersize=4)
-        top = max((100 * share for curve in curves.values() for share in curve), default=100)
-        axes.set(xlabel="guesses accepted, at least", ylabel="share of passes, %",
-                 ylim=(0, min(100, 1.15 * top)), xticks=range(1, max(1, longest) + 1))
-        axes.legend()
-    return plot.svg("acceptance")
+    top = max((100 * share for curve in curves.values() for share in curve), default=100)
+    return lines("acceptance", [
+        Line(points=[(count, 100 * share) for count, share in enumerate(curve, 1)], color=color, label=name)
+        for (name, curve), color in zip(curves.items(), cycle(SERIES), strict=False) if curve
+    ], xlabel="guesses accepted, at least", ylabel="share of passes, %", ylim=(0, min(100, 1.15 * top)),
+        xticks=range(1, max([1, *map(len, curves.values())]) + 1))
 
 
-def accepted_length(lengths: Mapping[str, float], overall: float) -> str:
-    """Tokens per target pass of each group as bars, with the overall figure as a line."""
-    names = sorted(lengths, key=lambda name: lengths[name])
-    with _Plot(4.9, 0.9 + 0.29 * max(2, len(names))) as (axes, plot):
-        axes.barh(names, [lengths[name] for name in names], color=DRAFTED, height=0.62)
-        for row, name in enumerate(names):
-            axes.text(lengths[name] - 0.03, row, f"{lengths[name]:.2f}", va="center", ha="right", color="white",
-                      fontsize=9)
-        axes.axvline(overall, color=ACCENT, linewidth=1, zorder=0.5)
-        axes.text(overall, len(names) - 0.35, f" all {overall:.2f}", color=ACCENT, fontsize=9, va="bottom")
-        axes.set(xlabel="tokens per target pass", xlim=(0, 1.05 * max([1.0, *lengths.values()])))
-        axes.grid(visible=False, axis="y")
-    return plot.svg("length")
-
-
-def accepted_lengths(methods: Mapping[str, Mapping[str, float]]) -> str:
-    """Tokens per target pass of each group, a dot for each method, the groups in the order of the first one's."""
+def accepted_lengths(methods: Mapping[str, Mapping[str, float]], overall: float) -> str:
+    """Tokens per target pass of each group: bars for one method, with a line at its overall figure, else a dot for each
+    method, in the order of the first one's."""
     first = next(iter(methods.values()))
-    names = sorted(first, key=lambda name: first[name])
-    with _Plot(4.9, 1.2 + 0.29 * max(2, len(names))) as (axes, plot):
-        for (method, lengths), color in zip(methods.items(), cycle(SERIES), strict=False):
-            axes.plot([lengths[name] for name in names], range(len(names)), "o", color=color, label=method)
-        axes.set(xlabel="tokens per target pass", yticks=range(len(names)), yticklabels=names,
-                 xlim=(0.95, None), ylim=(-0.6, len(names) - 0.4))
-        plot.legend_above(len(methods))
-    return plot.svg("lengths")
+    names = sorted(first, key=lambda name: -first[name])
+    if len(methods) == 1:
+        return bars("length", {name: {"": (first[name], None)} for name in names}, "tokens per target pass",
+                    {"": DRAFTED}, digits=2, mark=(overall, f" all {overall:.2f}"))
+    return lines("lengths", [
+        Line(points=[(lengths[name], place) for place, name in enumerate(names)], color=color, label=method, style="o",
+             size=6) for (method, lengths), color in zip(methods.items(), cycle(SERIES), strict=False)
+    ], height=1.2 + 0.29 * max(2, len(names)), xlabel="tokens per target pass", yticks=range(len(names)),
+        yticklabels=names, xlim=(0.95, None), ylim=(len(names) - 0.4, -0.6))
 
 
-def with_ranges(lines: Mapping[str, Sequence[Point]], axis: str, places: Sequence[str], title: str, name: str, *,
-                least: float = 0.0) -> str:
+def with_ranges(name: str, methods: Mapping[str, Sequence[Point]], places: Sequence[str], **axis: Any) -> str:
     """One line for each method over a few conditions, such as batch sizes, with intervals; baselines are grey.
 
     Args:
-        lines: by method, (value, interval) at each condition.
-        axis: label of the conditions' axis.
-        places: the conditions.
-        title: label of the values' axis.
         name: name of the figure.
-        least: lower end of the values' axis.
+        methods: by method, (value, interval) at each condition.
+        places: the conditions.
+        axis: settings of the axes.
     """
-    with _Plot(4.9, 3.3) as (axes, plot):
-        for number, (method, points) in enumerate(lines.items()):
-            # Thin and grey, so that the eye goes to the methods and finds the baselines as a reference.
-            color = BASELINE_COLORS.get(method, SERIES[number % len(SERIES)])
-            width = 1.2 if method in BASELINE_COLORS else 1.8
-            # Side by side, so that ranges do not cover each other.
-            shift = 0.05 * (number - (len(lines) - 1) / 2)
-            axes.plot([place + shift for place in range(len(points))], [value for value, _ in points], "o-",
-                      color=color, label=method, linewidth=width, markersize=4)
-            for place, (_, interval) in enumerate(points):
-                if interval is not None:
-                    axes.plot([place + shift] * 2, interval, "-", color=color, linewidth=width, alpha=0.55)
-        axes.set(xlabel=axis, ylabel=title, xticks=range(len(places)), xticklabels=list(places), ylim=(least, None),
-                 xlim=(-0.4, len(places) - 0.6))
-        plot.legend_above(len(lines))
-    return plot.svg(name)
+    drawn = []
+    for number, (method, points) in enumerate(methods.items()):
+        # Thin and grey, so that the eye goes to the methods and finds the baselines as a reference.
+        color = BASELINE_COLORS.get(method, SERIES[number % len(SERIES)])
+        width = 1.2 if method in BASELINE_COLORS else 1.8
+        # Side by side, so that ranges do not cover each other.
+        shift = 0.05 * (number - (len(methods) - 1) / 2)
+        drawn.append(Line(points=[(place + shift, value) for place, (value, _) in enumerate(points)], color=color,
+                          label=method, width=width))
+        drawn += [Line(points=[(place + shift, end) for end in interval], color=color, width=width, style="-")
+                  for place, (_, interval) in enumerate(points) if interval is not None]
+    return lines(name, drawn, xticks=range(len(places)), xticklabels=list(places), xlim=(-0.4, len(places) - 0.6),
+                 **axis)
 
 
-def speeds(groups: Mapping[str, tuple[float, float, float]]) -> str:
-    """Bars of (drafted, plain, generate) tokens per second for each prompt set."""
-    with _Plot(4.9, 3.1) as (axes, plot):
-        bars = (("with drafts", DRAFTED), ("this loop, no drafts", PLAIN), ("transformers generate", GENERATE))
-        for bar, (label, color) in enumerate(bars):
-            heights = [figures[bar] for figures in groups.values()]
-            places = [place + 0.27 * (bar - 1) for place in range(len(groups))]
-            axes.bar(places, heights, width=0.25, color=color, label=label)
-            for place, height in zip(places, heights, strict=True):
-                axes.text(place, height, f"{height:.1f}", ha="center", va="bottom", fontsize=9)
-        top = max((max(figures) for figures in groups.values()), default=1.0)
-        axes.set(ylabel="tokens per second, median", xticks=range(len(groups)), xticklabels=list(groups),
-                 ylim=(0, 1.35 * top), xlim=(-0.6, len(groups) - 0.4))
-        axes.grid(visible=False, axis="x")
-        axes.legend(loc="upper left", fontsize=8.5, ncols=2)
-    return plot.svg("speed")
-
-
-def method_speeds(methods: Mapping[str, Point]) -> str:
-    """Tokens per second of each method as bars with intervals; the baselines are grey."""
-    names = sorted(methods, key=lambda name: methods[name][0])
-    colors = dict(zip(methods, cycle(SERIES), strict=False)) | BASELINE_COLORS
-    top = max(max(value, *(interval or ())) if interval else value for value, interval in methods.values())
-    with _Plot(4.9, 0.9 + 0.32 * max(2, len(names))) as (axes, plot):
-        for row, name in enumerate(names):
-            value, interval = methods[name]
-            axes.barh([row], [value], color=colors[name], height=0.6)
-            if interval is not None:
-                axes.plot(interval, [row] * 2, "-", color=INK, linewidth=1)
-            axes.text((interval or (0, value))[1] + 0.015 * top, row, f"{value:.1f}", va="center", fontsize=9)
-        axes.set(xlabel="tokens per second, median", yticks=range(len(names)), yticklabels=names,
-                 xlim=(0, 1.15 * top))
-        axes.grid(visible=False, axis="y")
-    return plot.svg("speeds")
+def speeds(rows: Mapping[str, Mapping[str, Point]], methods: Sequence[str]) -> str:
+    """Tokens per second as bars with intervals; methods have colours, the baselines are grey."""
+    return bars("speeds", rows, "tokens per second, median", dict(zip(methods, cycle(SERIES), strict=False))
+                | BASELINE_COLORS, digits=1)
 
 
 def cost_curve(cost: CostTable, tree_size: int, expected: Mapping[int, float]) -> str:
     """Milliseconds of a pass by the size of its tree and, if estimated, the expected speed-up of each size."""
     curve = cost.curve()
-    sizes = curve.sizes
-    with _Plot(4.9, 3.1) as (axes, plot):
-        axes.plot(sizes, [1000 * s for s in curve.pass_seconds], "o-", color=MUTED, markersize=3, label="target pass")
-        steps = map(sum, zip(curve.pass_seconds, curve.draft_seconds, strict=True))
-        axes.plot(sizes, [1000 * s for s in steps], "o-", color=DRAFTED, markersize=3,
-                  label="target pass and drafting")
-        axes.axvline(tree_size, color=ACCENT, linewidth=1)
-        axes.set(xlabel="nodes of the tree (tokens checked at once)", ylabel="milliseconds", ylim=(0, None))
-        handles, labels = axes.get_legend_handles_labels()
-        if expected:
-            right = axes.twinx()
-            known = sorted(expected)
-            gains = [cost.predict(expected[size], size) for size in known]
-            handles += right.plot(known, gains, "--", color=ACCENT, label=TREE_ALONE)
-            right.set(ylabel="expected speed-up, tree alone", ylim=(0, 1.2 * max(gains)))
-            right.grid(visible=False)
-            labels.append(TREE_ALONE)
-        axes.legend(handles, labels, loc="lower right", fontsize=8.5)
-    return plot.svg("cost")
+    both = map(sum, zip(curve.pass_seconds, curve.draft_seconds, strict=True))
+    drawn = [Line(points=[(size, 1000 * found) for size, found in zip(curve.sizes, seconds, strict=True)], color=color,
+                  label=label, size=3)
+             for label, seconds, color in (("target pass", curve.pass_seconds, MUTED),
+                                           ("target pass and drafting", both, DRAFTED))]
+    gains = [(size, cost.predict(expected[size], size)) for size in sorted(expected)]
+    right = None
+    if gains:
+        drawn.append(Line(points=gains, color=ACCENT, label="expected speed-up (right)", style="--", right=True))
+        right = {"ylabel": "expected speed-up, tree alone", "ylim": (0, 1.2 * max(gain for _, gain in gains))}
+    return lines("cost", drawn, mark=(tree_size, "size of the tree"), right=right, ylabel="milliseconds",
+                 xlabel="nodes of the tree (tokens checked at once)", ylim=(0, None))
 
 
 def training_lengths(curve: Sequence[MeasuredStep], best: int) -> str:
     """Tokens per pass of held-out text by training step, the best marked, and those expected on training text."""
-    held_out = [(one.step, one.accepted_length) for one in curve]
+    held_out = [(float(one.step), one.accepted_length) for one in curve]
     expected = [(one.step, one.expected_accepted_length) for one in curve if one.expected_accepted_length is not None]
-    with _Plot(4.9, 3.3) as (axes, plot):
-        axes.plot(*zip(*held_out, strict=True), "o-", color=DRAFTED, markersize=4, label="held-out text, decoded")
-        if expected:
-            axes.plot(*zip(*expected, strict=True), "o--", color=MUTED, markersize=3, label="training text, expected")
-        axes.axvline(best, color=ACCENT, linewidth=1, zorder=0.5)
-        # On the side of the line that has room.
-        shift, side = (-4, "right") if 2 * best >= curve[-1].step else (4, "left")
-        axes.annotate(f"best: {dict(held_out)[best]:.2f} at step {best:,}", (best, 1.0), xytext=(shift, 4), ha=side,
-                      textcoords="offset points", color=ACCENT, fontsize=9)
-        top = max(length for _, length in [*held_out, *expected])
-        axes.set(xlabel="optimizer step", ylabel="tokens per pass", xlim=(0, None), ylim=(1.0, 1.0 + 1.1 * (top - 1.0)))
-        plot.legend_above(2)
-    return plot.svg("training")
+    drawn = [Line(points=held_out, color=DRAFTED, label="held-out text, decoded")]
+    if expected:
+        drawn.append(Line(points=expected, color=MUTED, label="training text, expected", style="o--", size=3))
+    top = max(length for _, length in [*held_out, *expected])
+    return lines("training", drawn, mark=(best, f"best: {dict(held_out)[best]:.2f} at step {best:,}"), xlim=(0, None),
+                 xlabel="optimizer step", ylabel="tokens per pass", ylim=(1.0, 1.0 + 1.1 * (top - 1.0)))
 
 
 def training_losses(curve: Sequence[MeasuredStep]) -> str:
     """Loss and accuracy on training text by training step."""
-    with _Plot(4.9, 3.3) as (axes, plot):
-        right = axes.twinx()
-        for side, name, scale, color in ((axes, "loss", 1, INK), (right, "accuracy", 100, SERIES[1])):
-            known = {one.step: scale * value for one in curve if (value := getattr(one, name)) is not None}
-            side.plot(list(known), list(known.values()), "o-", color=color, markersize=4,
-                      label=f"{name} (right)" if side is right else name)
-            side.set(ylim=(0, 1.1 * max(known.values(), default=1.0)))
-        axes.set(xlabel="optimizer step", ylabel="loss", xlim=(0, None))
-        right.set(ylabel="first guesses that are right, %")
-        right.grid(visible=False)
-        plot.legend_above(2)
-    return plot.svg("losses")
+    losses = [(one.step, one.loss) for one in curve if one.loss is not None]
+    shares = [(one.step, 100 * one.accuracy) for one in curve if one.accuracy is not None]
+    drawn = [Line(points=losses, color=INK, label="loss")] if losses else []
+    drawn += [Line(points=shares, color=SERIES[1], label="accuracy (right)", right=True)] if shares else []
+    most, highest = (max((value for _, value in known), default=1.0) for known in (losses, shares))
+    return lines("losses", drawn, xlabel="optimizer step", ylabel="loss", xlim=(0, None), ylim=(0, 1.1 * most),
+                 right={"ylabel": "first guesses that are right, %", "ylim": (0, 1.1 * highest)})
+
+
+def standings(rows: Mapping[str, tuple[float, float | None]]) -> str:
+    """Tokens per pass of each draft as a bar and its speed-up as a dot on the same axis; 1 is the target alone."""
+    return bars("standings", {name: {"tokens per pass": (length, None)} for name, (length, _) in rows.items()}, "",
+                {"tokens per pass": DRAFTED}, digits=2, mark=(1.0, ""), width=6.4,
+                dots={name: speedup for name, (_, speedup) in rows.items() if speedup is not None})
 
 
 def tree(topology: Topology, used: int) -> str:
     """A static tree from left to right, coloured by rank of the guess; all but the first `used` nodes are faint."""
     height_of = _leaf_heights(topology)
-    with _Plot(10.2, max(1.8, 0.9 + 0.17 * (max(height_of) + 1))) as (axes, plot):
+    labels = [f"guess {rank + 1}" + (" and later" if rank == len(SERIES) - 1 else "")
+              for rank in range(min(topology.width, len(SERIES)))]
+
+    def draw(axes: "Axes") -> None:
         for node in range(topology.size - 1, 0, -1):
-            parent, shown = topology.parents[node], node < used
+            parent = topology.parents[node]
             axes.plot([topology.depths[parent], topology.depths[node]], [height_of[parent], height_of[node]], "-",
-                      color=GRID if not shown else "#b9c3cd", linewidth=1, zorder=1)
+                      color=BRANCH if node < used else GRID, linewidth=1, zorder=1)
         for node in range(topology.size):
             color = INK if node == 0 else SERIES[min(topology.ranks[node], len(SERIES) - 1)]
             axes.scatter([topology.depths[node]], [height_of[node]], s=26, color=color if node < used else GRID,
                          zorder=2)
+        for label, color in zip(labels, SERIES, strict=False):
+            axes.scatter([], [], s=26, color=color, label=label)
         axes.set(xlim=(-0.15, topology.depth + 0.15), xticks=range(topology.depth + 1), yticks=[],
-                 xticklabels=["root", *(f"+{depth}" for depth in range(1, topology.depth + 1))])
-        axes.set_ylim(max(height_of) + 0.8, -0.8)
+                 xticklabels=["root", *(f"+{depth}" for depth in range(1, topology.depth + 1))],
+                 ylim=(max(height_of) + 0.8, -0.8))
         axes.spines[:].set_visible(False)
         axes.grid(visible=False)
-        ranks = range(min(topology.width, len(SERIES)))
-        for rank in ranks:
-            label = f"guess {rank + 1}" + (" and later" if rank == len(SERIES) - 1 else "")
-            axes.scatter([], [], s=26, color=SERIES[rank], label=label)
-        if ranks:
-            axes.legend(loc="lower left", ncols=len(SERIES), bbox_to_anchor=(0.0, 1.0), handletextpad=0.2)
-    return plot.svg("tree")
 
-
-def standings(rows: Mapping[str, tuple[float, float | None]]) -> str:
-    """Tokens per pass of each draft as a bar and its speed-up as a dot on the same axis; 1 is the target alone."""
-    names = list(rows)[::-1]
-    with _Plot(6.4, 1.1 + 0.36 * max(2, len(names))) as (axes, plot):
-        axes.barh(names, [rows[name][0] for name in names], color=DRAFTED, height=0.6, label="tokens per pass")
-        for place, name in enumerate(names):
-            length, speedup = rows[name]
-            axes.text(length + 0.02, place, f"{length:.2f}", va="center", color=INK, fontsize=9)
-            if speedup is not None:
-                axes.plot(speedup, place, "o", color=ACCENT, markeredgecolor="white", markersize=8,
-                          label="speed-up" if place == len(names) - 1 else None)
-        axes.axvline(1.0, color=INK, linewidth=1)
-        axes.set(xlim=(0, 1.15 * max((length for length, _ in rows.values()), default=1.0)))
-        axes.grid(axis="y", visible=False)
-        plot.legend_above(2)
-    return plot.svg("standings")
+    return _svg("tree", draw, 10.2, max(1.8, 0.9 + 0.17 * (max(height_of) + 1)), labels)
 
 
 def _leaf_heights(topology: Topology) -> list[float]:
@@ -255,38 +238,23 @@ def _leaf_heights(topology: Topology) -> list[float]:
     return heights
 
 
-class _Plot:
-    """A figure of `width` by `height` inches with axes; drawing inside the block uses the style of the report."""
-
-    def __init__(self, width: float, height: float) -> None:
-        try:
-            import matplotlib
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise UserError("the HTML report needs matplotlib, which is not installed; pip install "
-                            "'draftsmith[report]'") from error
-        self._style = matplotlib.rc_context
-        self._figure, self._size = Figure, (width, height)
-
-    def __enter__(self) -> "tuple[Axes, _Plot]":
-        self._context = self._style(_STYLE)
-        self._context.__enter__()
-        self.figure: Figure = self._figure(figsize=self._size, layout="constrained")
-        return self.figure.add_subplot(), self
-
-    def __exit__(self, *_error: object) -> None:
-        self._context.__exit__(None, None, None)
-
-    def legend_above(self, entries: int) -> None:
-        """Put the legend in a line above the axes, where it covers nothing."""
-        self.figure.legend(loc="outside upper left", ncols=min(3, entries), fontsize=8.5, handletextpad=0.3,
-                           columnspacing=1.2)
-
-    def svg(self, name: str) -> str:
-        """SVG of the figure without its XML prologue; `name` keeps the ids of the figures on a page distinct."""
-        # The salt replaces random ids, so that equal runs give equal pages.
-        with self._style({**_STYLE, "svg.hashsalt": name}):
-            buffer = io.StringIO()
-            self.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-        text = buffer.getvalue()
-        return text[text.index("<svg") :]
+def _svg(name: str, draw: "Callable[[Axes], None]", width: float, height: float, labels: Sequence[str]) -> str:
+    """The figure that `draw` draws, of so many inches and without its XML prologue, with a legend of its labels above
+    it, where that covers nothing. The name keeps the ids of the figures on a page distinct."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("the HTML report needs matplotlib, which is not installed; pip install "
+                        "'draftsmith[report]'") from error
+    # The salt replaces random ids, so that equal runs give equal pages.
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure, buffer = Figure(figsize=(width, height), layout="constrained"), io.StringIO()
+        draw(figure.add_subplot())
+        if labels:
+            # About 14 letters of this size fit into an inch, and a handle takes five.
+            columns = max(1, min(len(labels), int(14 * width) // (5 + max(map(len, labels)))))
+            figure.legend(loc="outside upper left", ncols=columns, fontsize=8.5, handletextpad=0.3, columnspacing=1.2)
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg"):]

@@ -8,7 +8,7 @@ Q entries of the draft vocabulary or candidates of a node, R ranks used, M nodes
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -35,18 +35,6 @@ class FamilyCard:
     cost: str  # Cost of training or drafting, in one phrase
     papers: tuple[str, ...] = ()  # arXiv numbers, the method's own first
     needs_export: bool = True  # Whether there is an artifact to export; not for policies and drafting without training
-
-
-def method_table(cards: Iterable[tuple[FamilyCard, Sequence[str]]]) -> str:
-    """The cards, each with its export formats, as a Markdown table, in the given order."""
-    rows = ["| method | how it guesses | cost | exports to |", "|---|---|---|---|"]
-    for card, exports in cards:
-        papers = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in card.papers)
-        # An empty cell would leave open whether an artifact exists that no engine reads.
-        nothing = "no serving engine" if card.needs_export else "nothing to export"
-        formats = ", ".join(f"`{name}`" for name in exports) or nothing
-        rows.append(f"| {card.name} | {card.guesses}{f' ({papers})' if papers else ''} | {card.cost} | {formats} |")
-    return "\n".join(rows)
 
 
 @dataclass(frozen=True, kw_only=True)

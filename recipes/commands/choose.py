@@ -20,7 +20,7 @@ from ...export import Artifact, EvaluateConfig, Tuning, load_artifact
 from ...export.artifact_files import WEIGHTS
 from ...export.layouts.parts.export_format import Engine
 from ...export.layouts.registry import formats_of
-from ...export.report.family_comparison import pipes
+from ...export.page import Block, Table, Text, as_markdown
 from ...export.tuning import Prediction, figures
 from ...modules import (
     DEFAULT_NAME,
@@ -174,7 +174,8 @@ def choose_draft(parsed: Parsed[ChooseArguments]) -> None:
     else:
         doubt = "" if best.sure else " (the interval includes plain decoding: calibrate for more minutes first)"
         advice = f"{best.name}: predicted {best.score:.2f} times as fast as plain decoding{doubt}; start: {best.start}"
-    say("\n".join([advice, "", *pipes([cells(one) for one in found]), "", *notes, NOTE]))
+    page: list[Block] = [Text(advice), *Table.of([cells(one) for one in found]), *map(Text, [*notes, NOTE])]
+    say(as_markdown(page).rstrip())
     records = [{**vars(one), "score": one.score, "predictions": {
         name: None if each is None else figures(each) for name, each in one.predictions.items()}} for one in found]
     chosen = None if best is None or best.score <= 1 else best.name

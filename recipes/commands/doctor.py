@@ -12,6 +12,7 @@ from ...data import Manifest
 from ...data.store.token_store import MANIFEST
 from ...export import load_artifact, read_description
 from ...export.artifact_files import CONFIG
+from ...export.page import as_html
 from ...modules import Target, TargetConfig, TargetIdentity, UserError, load_target
 from ...modules.decoding.token_text import visible
 from ...modules.files.atomic_files import write_file
@@ -83,7 +84,7 @@ def doctor(parsed: Parsed[DoctorArguments]) -> None:
     if given.out is not None:
         title = f"{artifact.drafter.family.capitalize()} drafts for {target.identity.name}: doctor"
         write_file(given.out / "doctor.json", f"{text}\n")
-        write_file(given.out / "doctor.html", page(found, title))
+        write_file(given.out / "doctor.html", as_html(page(found, title)))
     if given.json:
         say(text)
         return

@@ -4,9 +4,10 @@ import sys
 from pathlib import Path
 
 from ...export.layouts.registry import EXPORT_FORMATS
+from ...export.page import Table, as_markdown
 from ...modules import BASELINES, DRAFTERS, Eagle2Tree, UserError
 from ...modules.files.atomic_files import write_file
-from ...modules.interfaces.drafter import FamilyCard, method_table
+from ...modules.interfaces.drafter import FamilyCard
 from ...trainers.families import VARIANTS, family_module
 
 MARKERS = ("<!-- families -->", "<!-- /families -->")
@@ -30,20 +31,20 @@ def cards() -> list[tuple[FamilyCard, tuple[str, ...]]]:
 
 
 def with_table(text: str) -> str:
-    """A README with the generated table between its markers.
-
-    Raises:
-        UserError: if a marker is missing.
-    """
-    return filled(text, MARKERS, method_table(cards()))
+    """A README with the generated table between its markers. Raises UserError if a marker is missing."""
+    rows = []
+    for card, exports in cards():
+        papers = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in card.papers)
+        # An empty cell would leave open whether an artifact exists that no engine reads.
+        nothing = "no serving engine" if card.needs_export else "nothing to export"
+        rows.append((card.name, card.guesses + (f" ({papers})" if papers else ""), card.cost,
+                     ", ".join(f"`{name}`" for name in exports) or nothing))
+    table = as_markdown([Table(("method", "how it guesses", "cost", "exports to"), rows, "words")])
+    return filled(text, MARKERS, table.rstrip())
 
 
 def filled(text: str, markers: tuple[str, str], content: str) -> str:
-    """A README with generated content between two lines.
-
-    Raises:
-        UserError: if a line is missing.
-    """
+    """A README with generated content between two lines. Raises UserError if one is missing."""
     before, first, rest = text.partition(markers[0])
     _, last, after = rest.partition(markers[1])
     if not (first and last):

@@ -10,14 +10,12 @@ from ...modules.decoding.token_text import TokenText, visible
 
 @dataclass(frozen=True, kw_only=True)
 class Marks:
-    """Texts written before and after each kind of token."""
+    """Texts before and after accepted and rejected guesses of the draft, and their explanation."""
 
     guessed: tuple[str, str]
-    """Around an accepted guess of the draft."""
     rejected: tuple[str, str] | None
-    """Around a rejected guess; None leaves these out."""
+    """None leaves these out."""
     legend: str
-    """Explanation of the marks."""
 
 
 RESET = "\x1b[0m"
@@ -34,45 +32,29 @@ BRACKETS = Marks(guessed=("[", "]"), rejected=("~", "~"),
 
 
 def marks_for(terminal: bool, environment: Mapping[str, str]) -> Marks:
-    """Colours on a terminal unless NO_COLOR is set, and anywhere where FORCE_COLOR is; brackets otherwise.
-
-    Args:
-        terminal: whether the output is one.
-        environment: the variables of the process; an empty one counts as not set.
-    """
-    if environment.get("NO_COLOR"):
-        return BRACKETS
-    if environment.get("FORCE_COLOR"):
-        return COLOURS
-    return COLOURS if terminal and environment.get("TERM") != "dumb" else BRACKETS
+    """Colours on a terminal unless NO_COLOR is set, and anywhere where FORCE_COLOR is; brackets otherwise. An empty
+    variable of the environment counts as not set."""
+    able = environment.get("FORCE_COLOR") or (terminal and environment.get("TERM") != "dumb")
+    return COLOURS if able and not environment.get("NO_COLOR") else BRACKETS
 
 
 @dataclass
 class MarkedAnswer:
-    """The answer to one prompt as marked text, and the counts of its tokens.
-
-    Args:
-        tokenizer: the target's.
-        marks: how guesses are set off.
-        recorder: the observer of the decoding loop.
-        index: the request's.
-    """
+    """The answer to one prompt as marked text, and the counts of its tokens."""
 
     tokenizer: Any
     marks: Marks
     recorder: PassRecorder
+    """The observer of the decoding loop."""
     index: int = 0
+    """The request's."""
     tokens: int = 0
     """Tokens so far."""
     guessed: int = 0
     """Accepted guesses among them."""
 
     def text(self, passes: Iterable[list[int]]) -> Iterator[str]:
-        """The marked text of each pass, as it comes.
-
-        Args:
-            passes: the tokens of each pass, the prompt's first.
-        """
+        """The marked text of each pass, as it comes; the prompt's pass is the first."""
         pieces = TokenText(self.tokenizer)
         for place, tokens in enumerate(passes):
             found = self.recorder.passes[self.index][place - 1] if place else PROMPT_PASS
@@ -90,10 +72,5 @@ class MarkedAnswer:
         # The guess is read before the token is taken.
         rejected = pieces.guess(written.rejected[0]) if written.rejected and self.marks.rejected else ""
         piece = visible(pieces.add(written.token))
-        before = _around(self.marks.rejected or ("", ""), visible(rejected, breaks=False))
-        return before + (_around(self.marks.guessed, piece) if written.guessed else piece)
-
-
-def _around(pair: tuple[str, str], text: str) -> str:
-    """The text between the two marks; nothing where there is no text."""
-    return f"{pair[0]}{text}{pair[1]}" if text else ""
+        before = visible(rejected, breaks=False).join(self.marks.rejected or ("", "")) if rejected else ""
+        return before + (piece.join(self.marks.guessed) if written.guessed and piece else piece)

@@ -15,12 +15,8 @@ LONGEST_SENTENCE = 500
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with each character that is not printable as its code: \\x1b, \\u202e, \\ud800.
-
-    Args:
-        text: of any origin.
-        keep: characters that stay as they are, such as line breaks.
-    """
+    """The text with each character that is not printable as its code: \\x1b, \\u202e, \\ud800; those of `keep`, such as
+    line breaks, stay."""
     if text.isprintable():
         return text
     shown = []

@@ -77,6 +77,6 @@ def test_a_wrong_prompt_file_is_refused_before_the_target_is_loaded(
 
 
 def test_a_category_that_is_broken_tex_is_plain_text_in_the_report(place: Place) -> None:
-    from draftsmith.export.report.plots import accepted_length
+    from draftsmith.export.report.plots import accepted_lengths
 
-    assert "\\frac{$" in accepted_length({"\\frac{$": 1.5, "$x$": 1.2, "$": 1.1}, 1.3)
+    assert "\\frac{$" in accepted_lengths({"a": {"\\frac{$": 1.5, "$x$": 1.2, "$": 1.1}}, 1.3)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..features import Features
-from ..interfaces.drafter import DrafterConfig, Drafts
-from ..interfaces.family_card import FamilyCard
+from ..interfaces.drafter import DrafterConfig, Drafts, FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
 from ..target.draft_vocabulary import OwnOutput
 from ..target.model import Target
