@@ -109,15 +109,15 @@ WEIGHTS = (FLOAT32, BFLOAT16)
 
 
 def export_dflash(drafter: BlockDraft, target: Target, folder: Path, settings: ExportSettings = PLAIN,
-                  config: dict[str, Any] | None = None, *notes: str) -> Contents:
+                  config: dict[str, Any] | None = None) -> Contents:
     """Write a drafter of blocks as vLLM and SGLang read it, or with the configuration of another layout of the same
-    tensors, and notes on that. Raises UserError for fewer bits than those of `WEIGHTS`."""
+    tensors. Raises UserError for fewer bits than those of `WEIGHTS`."""
     if (weights := settings.weights) not in WEIGHTS:
         raise UserError(f"drafters of blocks are written with weights {' or '.join(WEIGHTS)}, got {weights!r}")
     table = compressed_table(block_table(drafter, target), (), weights)
     write_layout(folder, DFLASH.file, compressed(block_tensors(drafter, target), (), weights), table,
                  (config or dflash_config(drafter, target)) | compressed_config(weights, ()))
-    return block_contents(drafter, table, *notes)
+    return Contents(title=f"{KINDS[drafter.config.correction].title} drafter", table=table)
 
 
 def _named(drafter: BlockDraft) -> dict[str, Tensor]:
@@ -187,21 +187,6 @@ def dflash_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
     return {**block_config(drafter, target), "architectures": [kind.architecture],
             "num_target_layers": target.num_layers, "draft_vocab_size": entries(drafter), **said,
             "dflash_config": nested}
-
-
-def block_contents(drafter: BlockDraft, table: Table, *notes: str) -> Contents:
-    """Title and paragraphs on a drafter of blocks."""
-    config = drafter.config
-    seen = "those before it" if config.causal else "the whole block"
-    kind = KINDS[config.correction]
-    slots = (f"Blocks of {config.block_size} slots draft {config.num_steps} tokens; a slot sees {seen}. " + (
-        f"{kind.engines[0]}, which alone has {kind.title}, drafts {config.block_size - 1}, without sampling, on a GPU "
-        "and in bfloat16." if kind.engines == ("SGLang",) else "An engine must be asked for as many, as below" + (
-            "." if config.causal else ": with fewer, slots see another block than in training.")))
-    reduced = () if drafter.token_ids_Q is None else (
-        "vLLM reads its reduced vocabulary; SGLang and the first projects' own code do not know one.",)
-    return Contents(title=f"{kind.title} drafter", table=table, paragraphs=(
-        slots, *reduced, *notes, "The artifact's tree is not part of it."))
 
 
 def refusal(drafter: BlockDraft, target: Target) -> str:

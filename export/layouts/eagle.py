@@ -30,7 +30,6 @@ from .parts.compressed_tensors import (
     as_compressed,
     compressed,
     compressed_config,
-    compressed_note,
     compressed_table,
 )
 from .parts.eagle_folder import (
@@ -43,7 +42,6 @@ from .parts.eagle_folder import (
     ROPE_BASE,
     TAPS,
     eagle_config,
-    eagle_contents,
     first_table,
     linear_names,
     sglang_command,
@@ -90,7 +88,12 @@ def export_eagle(drafter: Eagle | Eagle3, target: Target, folder: Path, settings
     table = compressed_table(table, linear, weights)
     write_layout(folder, EAGLE_FILE, compressed(tensors, linear, weights), table,
                  eagle_config(drafter, target) | compressed_config(weights, linear))
-    return eagle_contents(drafter, table, *compressed_note(weights, linear))
+    outputs = list(drafter.taps)
+    return Contents(title=f"EAGLE-{3 if isinstance(drafter, Eagle3) else 1} drafter", table=table, note=(
+        "" if isinstance(drafter, Eagle) or len(outputs) == 1 else
+        "TensorRT-LLM (PyTorch backend) takes its settings from a file: `speculative_config: {decoding_type: Eagle3, "
+        f"max_draft_len: 3, speculative_model: FOLDER, eagle3_layers_to_capture: {outputs}}}`, where FOLDER is this "
+        "folder."))
 
 
 def export_eagle_sglang(drafter: Eagle, target: Target, folder: Path, settings: ExportSettings) -> Contents:
@@ -100,9 +103,7 @@ def export_eagle_sglang(drafter: Eagle, target: Target, folder: Path, settings: 
     config = {**eagle_config(drafter, target), "architectures": ["LlamaForCausalLMEagle"]}
     table = first_table(drafter, sglang=True)
     write_layout(folder, EAGLE_FILE, tensors, table, config)
-    return Contents(title="EAGLE-1 drafter", table=table, paragraphs=(
-        "In the layout of SafeAILab/EAGLE with SGLang's name of it, for which it drafts a tree (EAGLE-2). The "
-        "artifact's tree is not part of it.",))
+    return Contents(title="EAGLE-1 drafter", table=table)
 
 
 def refusal(drafter: Eagle | Eagle3, target: Target) -> str:
@@ -224,6 +225,17 @@ def _passed_over(drafter: Eagle | Eagle3) -> tuple[str, ...]:
     return ("SGLang", "TensorRT-LLM") if isinstance(drafter, Eagle) or len(drafter.taps) == 1 else ()
 
 
+def _lost(drafter: Eagle | Eagle3) -> str:
+    """The part that engines leave out: a bias, the one layer that is read, or a norm."""
+    if isinstance(drafter, Eagle):
+        return LOST_BIAS if drafter.config.bias else ""
+    if len(drafter.taps) == 1:
+        return "SGLang and TensorRT-LLM pass over `fc` where one layer is read: serve it with vLLM."
+    return "" if not drafter.config.norm_before_residual else (
+        "SGLang and TensorRT-LLM do not know `norm_before_residual`, and accept less: serve it with vLLM, or train "
+        "without it.")
+
+
 EAGLE = ExportFormat[Eagle | Eagle3](
     name="eagle", content="EAGLE drafters",
     readers={"the official code": "", "vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, passed_over=_passed_over,
@@ -232,7 +244,7 @@ EAGLE = ExportFormat[Eagle | Eagle3](
     as_read=as_compressed, vllm=served_by_vllm,
     others=lambda drafter, places: {} if _passed_over(drafter) else {
         "SGLang": sglang_command("EAGLE3", places, num_steps=3, eagle_topk=1, num_draft_tokens=4)},
-    lost=lambda drafter: LOST_BIAS if isinstance(drafter, Eagle) and drafter.config.bias else "",
+    lost=_lost,
 )
 EAGLE_SGLANG = ExportFormat(
     name="eagle-sglang", content="EAGLE-1 drafters", readers={"SGLang": ""}, families=(Eagle,), refusal=refusal,

@@ -20,7 +20,6 @@ from .parts.compressed_tensors import (
     as_compressed,
     compressed,
     compressed_config,
-    compressed_note,
     compressed_table,
 )
 from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Places, Served
@@ -98,7 +97,10 @@ def export_huggingface(drafter: DraftLM, target: Target, folder: Path, settings:
     write_file(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if drafter.token_ids is not None:
         write_file(folder / TRAINED, json.dumps(drafter.token_ids.tolist()) + "\n")
-    return _contents(drafter, target, table, *compressed_note(weights, linear))
+    # Weights of eight bits transformers reads with another library alone.
+    example = ASSISTED.format(target=hub_name(target.identity.name) or Places.target)
+    return Contents(title="A draft language model", table=table,
+                    example=example if weights in (FLOAT32, BFLOAT16) else "")
 
 
 def read_huggingface(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[DraftLM, dict[str, Tensor]]:
@@ -136,23 +138,6 @@ def _table(folder: Path) -> Table:
             for name, tensor in model.state_dict().items() if name not in tied}
 
 
-def _contents(drafter: DraftLM, target: Target, table: Table, *notes: str) -> Contents:
-    depths, mask = drafter.config.depths, drafter.config.mask_token_id
-    paragraphs = [f"{drafter.num_layers} layers with the vocabulary and tokenizer of the target."]
-    if mask is not None:
-        paragraphs.append(f"It answers {depths} tokens in one pass through mask tokens, whose id is {mask} "
-                          "(`pard_token`), which vLLM calls `parallel_drafting`.")
-    elif depths > 1:
-        paragraphs.append("It was trained to answer several tokens in one pass through a mask token that has no id and "
-                          "is not in this folder: here it drafts one by one. Train with `mask_token_id` to export it.")
-    if drafter.token_ids is not None:
-        paragraphs.append(f"Its output layer was trained for the {len(drafter.token_ids)} tokens in {TRAINED} alone; "
-                          "the rows of all others are the mean of the trained ones, so that none is drafted.")
-    # Weights of eight bits transformers reads with another library alone.
-    example = "" if notes else ASSISTED.format(target=hub_name(target.identity.name) or Places.target)
-    return Contents(title="A draft language model", table=table, paragraphs=(*paragraphs, *notes), example=example)
-
-
 def _served(drafter: DraftLM) -> Served:
     masks = {"parallel_drafting": True} if drafter.config.mask_token_id is not None else {}
     return Served(method={"method": "draft_model", **masks}, loader={}, tokens=max(3, drafter.config.depths))
@@ -162,4 +147,7 @@ HUGGINGFACE = ExportFormat(
     name="huggingface", content="draft language models", families=(DraftLM,),
     readers={"transformers": "", "vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, write=export_huggingface,
     read=read_huggingface, opens=("depths",), file=WEIGHTS, weights=COMPRESSED, as_read=as_compressed, vllm=_served,
+    lost=lambda drafter: "" if drafter.config.depths == 1 or drafter.config.mask_token_id is not None else (
+        "It was trained to answer several tokens in one pass through a mask token that has no id and is not in this "
+        "folder: here it drafts one by one. Train with `mask_token_id` to export it."),
 )

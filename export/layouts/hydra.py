@@ -52,9 +52,8 @@ def export_hydra(drafter: Hydra, target: Target, folder: Path, settings: ExportS
     }
     table = _table(drafter)
     write_layout(folder, HYDRA_FILE, hydra_tensors(drafter, target), table, config)
-    return Contents(title="Hydra heads", table=table, paragraphs=(
-        f"{drafter.config.num_heads} heads in the layout of zankner/Hydra, which reads a pickle:",
-        as_pickle(HYDRA_FILE, "hydra_lm_head.pt"), "The tree of the artifact is not part of the layout."))
+    return Contents(title="Hydra heads", table=table,
+                    example=as_pickle("zankner/Hydra", HYDRA_FILE, "hydra_lm_head.pt"))
 
 
 def _refusal(drafter: Hydra, target: Target) -> str:

@@ -47,11 +47,11 @@ def export_kangaroo(drafter: Kangaroo, target: Target, folder: Path, settings: E
         _ETA: drafter.config.eta,
     }
     write_layout(folder, KANGAROO_FILE, stored(tensors), table, config)
-    return Contents(title="Kangaroo adapter", table=table, paragraphs=(
-        "The adapter in the layout of Equationliu/Kangaroo, which reads a pickle:",
-        as_pickle(KANGAROO_FILE, "pytorch_model.bin"),
-        f"Its options: `--exitlayer {drafter.exit_layer} --threshold {drafter.config.eta} --steps "
-        f"{drafter.config.gamma}`. The tree of the artifact is not part of the layout."))
+    return Contents(
+        title="Kangaroo adapter", table=table, example=as_pickle("Equationliu/Kangaroo", KANGAROO_FILE,
+                                                                 "pytorch_model.bin"),
+        note=f"The official code takes it with `--exitlayer {drafter.exit_layer} --threshold {drafter.config.eta} "
+             f"--steps {drafter.config.gamma}`.")
 
 
 def _refusal(drafter: Kangaroo, target: Target) -> str:

@@ -40,8 +40,6 @@ NEIGHBOURS = ("llama", EAGLE3)
 """Architectures whose rotary embedding rotates neighbouring numbers; they alone have factors for its frequencies."""
 MODELS = ("llama", "qwen2", "qwen3")
 """Architectures of draft language models, which transformers and llama.cpp call the same."""
-PRECISELY = ("Keys and values are kept in float32 (`-ctk f32 -ctv f32 -fa off`): in llama.cpp's default, float16, an "
-             "answer can differ with drafts where two tokens are almost equally likely.")
 _TARGET_LAYERS = 3
 """Tapped layers that llama.cpp reads."""
 _THIRD = {"fc.weight": "fc.weight", "d2t": "d2t", "input_norm.weight": "enc.output_norm.weight",
@@ -80,15 +78,9 @@ def export_gguf(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, folder: 
         else:
             title = dflash.KINDS[drafter.config.correction].title
             table = _write_blocks(file, drafter, target, tokens, weights)
-        return Contents(title=f"{title} drafter in GGUF", paragraphs=(
-            f"Its layers are numbered by the states before them: {[tap + 1 for tap in drafter.taps]}.", held, PRECISELY,
-            "The artifact's tree is not part of it."), table=table)
-    several = () if drafter.config.depths == 1 else (
-        "It was trained to answer several tokens in one pass through mask tokens, which llama.cpp does not do with a "
-        "draft model: here it drafts one by one.",)
-    return Contents(title="A draft language model in GGUF", paragraphs=(
-        f"{drafter.num_layers} layers with the vocabulary of the target.", held, PRECISELY, *several),
-        table=write_model(file, as_model(drafter), tokens, weights))
+        return Contents(title=f"{title} drafter in GGUF", note=held, table=table)
+    return Contents(title="A draft language model in GGUF", note=held,
+                    table=write_model(file, as_model(drafter), tokens, weights))
 
 
 def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
@@ -324,6 +316,9 @@ GGUF = ExportFormat[DraftLM | Eagle3 | BlockDraft](
     name="gguf", content="draft language models, EAGLE-3 drafters and drafters of blocks", readers={"llama.cpp": ""},
     families=(DraftLM, Eagle3, BlockDraft), refusal=_refusal, write=export_gguf, option="target_gguf", file=GGUF_FILE,
     weights=WEIGHTS, others=_command, chain=dflash.chain_tokens,
+    lost=lambda drafter: "" if not isinstance(drafter, DraftLM) or drafter.config.depths == 1 else (
+        "It was trained to answer several tokens in one pass through mask tokens, which llama.cpp does not do with a "
+        "draft model: there it drafts one by one."),
     # llama.cpp rounds the embedding like any matrix.
     as_read=lambda weight, weights, linear: rounded(weight, weights),
 )

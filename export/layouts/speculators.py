@@ -18,7 +18,7 @@ from ...modules import BlockDraft, Eagle3, Target
 from ..artifact import portable
 from . import dflash, eagle
 from .eagle import EAGLE, EAGLE_FILE, OPENS, borrows_output, read_eagle, third_tensors
-from .parts.compressed_tensors import OUTPUT, compressed, compressed_config, compressed_note, compressed_table
+from .parts.compressed_tensors import OUTPUT, compressed, compressed_config, compressed_table
 from .parts.eagle_folder import FIRST, MIDLAYER, NORMS, entries, layer_config, linear_names, tapped, third_table, twin
 from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Served
 from .parts.layout_folder import Contents, write_layout
@@ -35,14 +35,8 @@ def export_speculators(drafter: Eagle3 | BlockDraft, target: Target, folder: Pat
                        settings: ExportSettings) -> Contents:
     """Write EAGLE-3 or a drafter of blocks as vLLM and the speculators library read it; arguments as of
     `export_eagle`."""
-    name, width = portable(target.identity.name), drafter.block.hidden_size
-    other = "" if width == drafter.hidden_size else (
-        f" The library itself loads drafters of the target's width alone, this one is {width} wide.")
-    note = (f"In the layout of the speculators library {VERSION}. vLLM also serves the folder as a model of its own "
-            "and then takes the target from `speculators_config.verifier.name_or_path` in config.json, a name on the "
-            f"Hub or a folder: `{name}`.{other}")
     if isinstance(drafter, BlockDraft):
-        return dflash.export_dflash(drafter, target, folder, settings, _block_config(drafter, target), note)
+        return dflash.export_dflash(drafter, target, folder, settings, _block_config(drafter, target))
     weights = settings.weights
     # The official layout has a second name of some norms for other engines; the library takes the target's output.
     left_out = {twin(layer) for layer in range(1, drafter.num_layers)}
@@ -55,8 +49,7 @@ def export_speculators(drafter: Eagle3 | BlockDraft, target: Target, folder: Pat
     held = compressed_table(table, linear, weights)
     write_layout(folder, EAGLE_FILE, compressed(tensors, linear, weights), held,
                  _config(drafter, target) | compressed_config(weights, linear))
-    return Contents(title="EAGLE-3 drafter", table=held, paragraphs=(
-        note, *compressed_note(weights, linear), "The artifact's tree is not part of it."))
+    return Contents(title="EAGLE-3 drafter", table=held)
 
 
 def _config(drafter: Eagle3, target: Target) -> dict[str, Any]:
@@ -128,6 +121,8 @@ SPECULATORS = replace(
     families=(Eagle3, BlockDraft), readers={"vLLM": " as a model of its own", "the speculators library": ""},
     write=export_speculators, read=read_speculators, opens=(*OPENS, "aligned", "causal"),
     known={"is_causal": (None, False, True), "speculators_model_type": (None, "eagle3", "dflash", "dspark", "dflash2")},
-    others=lambda drafter, places: {}, refusal=_refusal,
+    # The library loads drafters of the target's width alone.
+    passed_over=lambda drafter: ["the speculators library"] * (drafter.block.hidden_size != drafter.hidden_size),
+    others=lambda drafter, places: {}, refusal=_refusal, lost=lambda drafter: "",
     vllm=_served_by_vllm,
 )

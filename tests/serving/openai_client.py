@@ -1,11 +1,9 @@
 """Questions to a server in the environment of vLLM: `python openai_client.py JOB.json RESULT.json`.
 
-The job has `address`, `prompts` (lists of token ids), `max_tokens` and `example` (Python that README.md prints). The
-result has the answers, the numbers of drafts, drafted and accepted tokens, and what the example printed.
+The job has `address`, `prompts` (lists of token ids) and `max_tokens`. The result has the answers, and the numbers of
+drafts, drafted and accepted tokens.
 """
 
-import contextlib
-import io
 import json
 import re
 import sys
@@ -31,10 +29,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     counts = {name: sum(int(float(value)) for value in re.findall(
         rf"^vllm:spec_decode_{counter}_total\{{.*\}} (\S+)$", metrics, flags=re.MULTILINE))
         for name, counter in COUNTERS.items()}
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(job["example"], {})
-    return {"answers": answers, "printed": printed.getvalue(), **counts}
+    return {"answers": answers, **counts}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from draftsmith.export.layouts.parts.export_format import VLLM_ON_CPU
 from safetensors.torch import load_file, save_file
 from serving.openai_client import SCRIPT
 from serving.overfitted import ANSWER_TOKENS, PROMPT_TOKENS, STEPS, Texts
-from serving.printed import blocks, command, environment, ran, server
+from serving.printed import command, environment, ran, server
 from serving.proof import Case
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -104,19 +104,15 @@ class Vllm:
         return self._run("target", {**asked, "model": str(folder), "num_speculative_tokens": STEPS}, prompts, loader)
 
     def printed(self, case: Case, folder: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """The same by the server that the folder's README.md prints, asked over HTTP by OpenAI's client as it prints
-        too."""
+        """The same by the server that the folder's README.md prints, asked over HTTP by OpenAI's client."""
         place = self.work / folder
         # No setting of the proof's own but the silence: the command must do without.
         variables = environment(self.python, {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
-        example, = blocks((place / "README.md").read_text(), "python")[-1:]
         process = EngineProcess(engine="OpenAI's client", python=self.python, script=SCRIPT, folder=place)
         with server(["bash", "-c", shlex.join(command(place, *VLLM_ON_CPU))], place, variables, f"{ADDRESS}/health"):
             found = process.run({"address": ADDRESS, "prompts": [list(prompt) for prompt in prompts],
-                                 "max_tokens": ANSWER_TOKENS, "example": example}, f"asking the server of {folder}")
+                                 "max_tokens": ANSWER_TOKENS}, f"asking the server of {folder}")
         version = ran(["python", "-c", "import vllm; print(vllm.__version__)"], place, self.python).split()[-1]
-        if not found["printed"]:
-            raise RuntimeError(f"the example in {place / 'README.md'} prints nothing")
         return {"engine": f"vLLM {version.split('+')[0]}", **found}
 
     def _run(self, model: str, speculative: dict[str, Any] | None, prompts: Sequence[Sequence[int]],

@@ -90,16 +90,6 @@ def _form(form: TensorForm, weights: str) -> TensorForm:
     return form if whole else TensorForm(form.shape, torch.bfloat16)
 
 
-def compressed_note(weights: str, linear: Collection[str]) -> list[str]:
-    """A paragraph on weights of fewer bits; none where there are none."""
-    if weights not in _ROUNDED:
-        return []
-    rounded, whole = ("linear layers and its output layer", "embedding is") if OUTPUT in linear else (
-        "linear layers", "embedding and the output layer are")
-    return [f"The matrices of its {rounded} are in {weights} with a scale for each row, in the layout of "
-            f"compressed-tensors; vLLM reads it. The {whole} in bfloat16."]
-
-
 def compressed_config(weights: str, linear: Collection[str]) -> dict[str, Any]:
     """The keys of config.json that name the number format; none where vLLM needs none.
 

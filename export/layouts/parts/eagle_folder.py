@@ -11,7 +11,6 @@ import torch
 from ....modules import BlockDraft, Eagle, Eagle3, Target
 from .compressed_tensors import OUTPUT
 from .export_format import Places
-from .layout_folder import Contents
 from .tensor_table import Table, TensorForm, layer_table
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -120,32 +119,6 @@ def tapped(drafter: Eagle3) -> dict[str, Any]:
     layers: dict[str, Any] = {LAYERS: [tap + 1 for tap in drafter.taps]}
     wide = drafter.hidden_size
     return layers if wide == drafter.block.hidden_size else {**layers, "target_hidden_size": wide}
-
-
-def eagle_contents(drafter: Eagle | Eagle3, table: Table, *notes: str) -> Contents:
-    """Title and paragraphs on a drafter in the official layout."""
-    end = "The artifact's tree is not part of it."
-    if isinstance(drafter, Eagle):
-        lost = (LOST_BIAS,) if drafter.config.bias else ()
-        return Contents(title="EAGLE-1 drafter", table=table, paragraphs=(
-            "In the layout of SafeAILab/EAGLE, which vLLM reads too. It drafts a chain.", *lost, *notes, end))
-    config, outputs = drafter.config, list(drafter.taps)
-    layout = "In the layout of SafeAILab/EAGLE."
-    if config.norm_before_fc or config.norm_before_residual:
-        layout = ("In the layout of SafeAILab/EAGLE with the norms of the speculators library; the official code does "
-                  "not know them.")
-    if drafter.num_layers > 1:
-        layout = (f"Its {drafter.num_layers} layers are named as the speculators library does; SafeAILab/EAGLE and "
-                  "llama.cpp know one layer.")
-    if config.norm_before_residual:
-        layout += " vLLM and llama.cpp know `norm_before_residual`; SGLang and TensorRT-LLM do not, and accept less."
-    if len(outputs) == 1:
-        layout += " SGLang and TensorRT-LLM pass over `fc` where one layer is read: serve it with vLLM."
-    else:
-        layout += (" TensorRT-LLM (PyTorch backend) takes its settings from a file: `speculative_config: "
-                   "{decoding_type: Eagle3, max_draft_len: 3, speculative_model: FOLDER, eagle3_layers_to_capture: "
-                   f"{outputs}}}`, where FOLDER is this folder.")
-    return Contents(title="EAGLE-3 drafter", table=table, paragraphs=(layout, *notes, end))
 
 
 def sglang_command(algorithm: str, places: Places, **drafts: int) -> str:

@@ -25,10 +25,10 @@ class Contents:
 
     title: str
     """Its title, without the target."""
-    paragraphs: tuple[str, ...]
-    """Its first paragraphs."""
+    note: str = ""
+    """A sentence that is true of this folder alone; what is true of an engine stands in the guide to it."""
     example: str = ""
-    """Python that decodes with it, with the sentence before it; empty where there is none."""
+    """Python that converts it or decodes with it, with the sentence before it; empty where there is none."""
     table: Table | None = None
     """Names, shapes and number formats of the tensors; None where they are those of transformers."""
 
@@ -59,7 +59,7 @@ def stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
 
 
-def as_pickle(file: str, pickle: str) -> str:
-    """The lines that convert a file of weights for code that reads a pickle."""
-    return ("```python\nimport torch\nfrom safetensors.torch import load_file\n\n"
+def as_pickle(project: str, file: str, pickle: str) -> str:
+    """The lines that convert a file of weights for a project whose code reads a pickle."""
+    return (f"{project} reads a pickle:\n\n```python\nimport torch\nfrom safetensors.torch import load_file\n\n"
             f'torch.save(load_file("{file}"), "{pickle}")\n```')

@@ -151,9 +151,9 @@ def test_what_an_engine_does_not_know_is_in_the_readme(
 ) -> None:
     folder = written(third(target, **settings), target, "eagle", tmp_path / "out")
     assert any(fault in found for found in contract(Folder.read(folder)))
-    said = "SGLang and TensorRT-LLM do not, and accept less" if "norm_before_residual" in settings else \
-        "SGLang and TensorRT-LLM pass over `fc`"
-    assert said in (folder / "README.md").read_text()
+    said = "do not know `norm_before_residual`, and accept less" if "taps" not in settings else (
+        "pass over `fc`")
+    assert f"SGLang and TensorRT-LLM {said}" in (folder / "README.md").read_text()
 
 
 def without(folder: Path, *names: str, **added: torch.Tensor) -> None:

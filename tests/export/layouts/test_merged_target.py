@@ -31,7 +31,7 @@ def test_the_command_writes_it_in_the_asked_number_format(tmp_path: Path, tiny_t
     words = ["export", "--artifact", str(tmp_path / "a"), "--format", "target", "--out", str(tmp_path / "out")]
     assert main([*words, "--target.dtype", "bfloat16"]) == 0
     assert load_target(TargetConfig(name=str(tmp_path / "out"), dtype="bfloat16")).dtype == torch.bfloat16
-    assert "in bfloat16 (`--target.dtype` chooses another)" in (tmp_path / "out" / "README.md").read_text()
+    assert "in bfloat16" in (tmp_path / "out" / "README.md").read_text()
     assert main(words) == 0
     # The draft is one for the folder too.
     again = load_target(TargetConfig(name=str(tmp_path / "out")))

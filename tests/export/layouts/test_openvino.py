@@ -51,7 +51,6 @@ def test_eagle_3_is_converted_with_its_layers(tmp_path: Path, target: Target) ->
     assert job["safe"] == "1"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         ".draftsmith.json", "README.md", "acceptance.json", "origin.json", "openvino_model.xml"}
-    assert "[1, 2, 4], counted from 0 by their outputs" in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("size", [None, len(IDS)])

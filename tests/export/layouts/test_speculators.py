@@ -55,7 +55,6 @@ def test_names_and_keys_are_those_of_the_library(tmp_path: Path, tiny_target: Ta
     assert inner["rope_parameters"]["rope_theta"] == inner["rope_theta"] == drafter.block.rope_base
     assert config["speculators_config"]["verifier"] == {"name_or_path": "tiny-random",
                                                         "architectures": tiny_target.config.architectures or []}
-    assert "vLLM also serves the folder as a model of its own" in (folder / "README.md").read_text()
 
 
 def test_the_output_layer_of_the_target_is_left_out(tmp_path: Path, tiny_target: Target) -> None:
