@@ -24,7 +24,7 @@ from ...export import Method, Tuning, busy_warning, evaluate, load_artifact, sav
 from ...export.acceptance_profile import chain_measurements, described, save_acceptance
 from ...export.artifact_files import CONFIG, HEADS
 from ...export.evaluation.target_drift import with_drift
-from ...export.report.markdown import terminal_table, write_report
+from ...export.report.evaluation_page import terminal_table, write_report
 from ...export.stored_drafter import read_description
 from ...modules import JOINED, STATIC, Features, Topology, UserError, answered_anew, measure_cost
 from ...modules.features import ReadRows
