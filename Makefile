@@ -9,7 +9,7 @@
 # make test-openvino OpenVINO GenAI, in an environment of its own, loads overfitted drafters
 # make gpu          measure everything on a CUDA device, part by part: runs/gpu/gpu.md; ARGS='--device cpu --small' tries it
 # make faults       set up, then kill, signal and damage every family's tiny run (an hour); STATE=FILE keeps finished cases
-# make architectures the table of targets in modules/README.md anew, after an update of transformers
+# make architectures the table of targets in recipes/guides/your-model-and-data.md anew, after an update of transformers
 # make check        set up, then run ruff and mypy --strict
 
 SHELL := /bin/bash

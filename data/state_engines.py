@@ -1,7 +1,7 @@
 """Engines that give the target's states at given tokens, in place of its own passes: token ids in, tapped and last
 states out; with a trial before any are stored, of those of a few rows next to the target's own.
 
-One takes its requests from a folder, the plain contract, which the guide to clusters tells. A request is NAME.asked, a
+One takes its requests from a folder, the contract in the guide to large targets. A request is NAME.asked, a
 safetensors file with `tokens` (int32 [T]: all rows, one after another), `starts` (int64: the first token of each row,
 and T) and `taps` (int64: layers). An engine renames it to NAME.taken and leaves NAME.states with `final` and `tap_I` of
 each layer I, [T, D] each.
@@ -164,7 +164,7 @@ class VllmEngine(StateEngine):
         layers = {name: last if name == FINAL else int(name.removeprefix("tap_")) + 1 for name in names}
         ids = sorted(set(layers.values()))
         start = ("start vLLM with the method extract_hidden_states and eagle_aux_hidden_state_layer_ids "
-                 f"{ids} as the guide to clusters shows")
+                 f"{ids} as recipes/guides/large-targets-and-clusters.md shows")
         answer = self.server.response(f"{self.server.address}/completions", {
             "model": self.server.model, "prompt": tokens_T.tolist(), "max_tokens": 1, "temperature": 0.0})
         file = ((answer if isinstance(answer, dict) else {}).get("kv_transfer_params") or {}).get("hidden_states_path")

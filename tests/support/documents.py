@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("README.md", "recipes/README.md", "recipes/clusters.md", "modules/README.md", "export/README.md",
-         "tests/README.md", "tests/benchmarks/README.md")
-DOCUMENTS = [name for name in NAMES if (ROOT / name).is_file()]
-"""The documents that exist."""
+ROOMS = ("export/README.md", "modules/README.md", "recipes/README.md", "tests/README.md")
+"""What lies where in a room, and why."""
+GUIDES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes/guides").glob("*.md"))
+"""One task a page."""
+_FIRST = ("README.md", "recipes/guides/first-draft.md", "recipes/guides/your-model-and-data.md")
+DOCUMENTS = [*_FIRST, *(name for name in (*GUIDES, *ROOMS, "tests/benchmarks/README.md") if name not in _FIRST)]
+"""All documents that people write, those that most of them read first; recipes/keys.md is made from the code."""
 MARKS = ("# needs a GPU", "# needs a network", "# needs an engine", "# needs a run of fastdraft")
 """First lines of blocks that are only parsed here."""
 SEPARATORS = ("|", "||", "&&", ";", "&", ">", ">>", "<")

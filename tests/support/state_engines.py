@@ -21,8 +21,8 @@ States = dict[str, Tensor]
 
 
 def guide() -> str:
-    """The engine that the guide to clusters shows."""
-    [block] = [one for one in blocks("recipes/clusters.md") if one.language == "python"]
+    """The engine that the guide to large targets shows."""
+    [block] = [one for one in blocks("recipes/guides/large-targets-and-clusters.md") if one.language == "python"]
     return block.text
 
 

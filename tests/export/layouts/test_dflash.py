@@ -508,13 +508,13 @@ def test_a_weight_that_no_setting_asks_for_is_not_written(tmp_path: Path, target
 
 
 @pytest.mark.parametrize("engine", ["vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"])
-def test_the_readme_names_the_same_engines(engine: str) -> None:
-    text = (Path(__file__).resolve().parents[3] / "export" / "README.md").read_text()
-    row = next(line for line in text.splitlines() if line.startswith("| DFlash") and "| `dflash` |" in line)
-    said = next(part for part in row.rstrip(" |").split("|")[-1].split(";") if part.strip().startswith(engine))
-    named = {kind.title for kind in KINDS.values() if re.search(rf"\b{kind.title}(?=,| and|$)", said.rstrip())}
-    able = {kind.title for kind in KINDS.values() if engine in kind.engines}
-    assert named == ({kind.title for kind in KINDS.values()} - able if "but for" in said else able)
+def test_the_guide_names_the_same_engines(engine: str) -> None:
+    text = (Path(__file__).resolve().parents[3] / "recipes/guides/block-drafters.md").read_text()
+    lines = text.partition("<!-- blocks -->\n")[2].partition("<!-- /blocks -->")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    named = {name for _, corrections, engines, _ in rows if engine in engines.split(", ")
+             for name in re.findall(r"`(\w+)`", corrections)}
+    assert named == {name for name, kind in KINDS.items() if engine in kind.engines}
 
 
 @pytest.mark.parametrize(("name", "method"), [("dflash reduced", "draft-dflash"), ("dspark", "draft-dspark"),

@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 from draftsmith.modules import UserError
-from serving.engine_table import README, engine_table, figures, product, with_tables
+from serving.engine_table import README, engine_table, figures, product, with_engines
 from serving.prove import ENGINES
 
 
-def test_the_readme_holds_the_generated_tables() -> None:
+def test_the_readme_holds_the_generated_table() -> None:
     text = README.read_text()
-    assert with_tables(text, figures()) == text, \
+    assert with_engines(text, figures()) == text, \
         "write them again with record(figures()) of serving.engine_table"
     with pytest.raises(UserError, match=r"need the lines <!-- engines --> and <!-- /engines -->; add them"):
-        with_tables("", figures())
+        with_engines("", figures())
 
 
 def test_every_case_is_recorded_and_holds() -> None:

@@ -265,7 +265,7 @@ def test_a_folder_that_names_a_target_on_the_hub_is_served_in_one_line(tmp_path:
 
 
 def test_the_guide_starts_vllm_as_the_folders_do() -> None:
-    found = [words for words in commands((ROOT / "export" / "README.md").read_text())
+    found = [words for words in commands((ROOT / "recipes/guides/serve-vllm.md").read_text())
              if served_by_vllm(words)]
     assert len(found) == 5
     for words in found:

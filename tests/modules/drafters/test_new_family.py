@@ -1,4 +1,4 @@
-"""A new family, added to a copy of the repository by the steps of modules/README.md, passes the tests that all pass."""
+"""A new family, added to a copy of the repository by the steps of the guide, passes the tests that all pass."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ OWN_FILES = {
     "own_tests.py": "tests/modules/drafters/test_bigram.py",
     "reference.py": "tests/references/bigram.py",
 }
-"""The family's own files: steps 1 to 5. Step 6 is left out, since no serving engine has a format for it."""
+"""The family's own files; it has no layout, since no serving engine has a format for it."""
 EDITS = {
     "modules/__init__.py": (
         ("from .baselines.ngrams import NgramConfig, Ngrams\n", "    from .drafters.bigram import Bigram\n"),
@@ -30,11 +30,10 @@ EDITS = {
     "recipes/families.yaml": (("rows: [prompt_lookup, ", "bigram, "),),
     "recipes/targets/eight_billion.yaml": (
         ("by_family:\n", "  bigram:\n    drafter: {width: 1024, vocabulary_size: null}\n    train: {lr: 1.0e-3}\n"),),
-    "modules/README.md": (("| `medusa` · ", "`bigram` · "),),
 }
-"""The edits of steps 3, 7 and 8: in each file, what is inserted after which place."""
+"""The edits of the guide: in each file, what is inserted after which place."""
 COMMANDS = (("draftsmith.recipes.commands.method_table", "README.md"), ("draftsmith.recipes.commands.key_reference",))
-"""The commands of step 8."""
+"""The commands of the guide."""
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +74,10 @@ def passed(output: str, *needed: str) -> None:
 
 
 def test_the_steps_are_those_of_the_guide() -> None:
-    guide = (ROOT / "modules" / "README.md").read_text(encoding="utf-8").partition("## Add a method")[2]
+    guide = (ROOT / "recipes/guides/add-a-method.md").read_text(encoding="utf-8")
     for file in (*OWN_FILES.values(), *EDITS):
         place = file.replace("bigram", "<family>") if file in OWN_FILES.values() else file
-        assert f"`{place}`" in guide or place == "modules/README.md", f"no step names {place}"
+        assert f"`{place}`" in guide, f"no step names {place}"
     for command in COMMANDS:
         assert f"`python -m {' '.join(command)}`" in guide
 

@@ -276,8 +276,8 @@ def test_an_import_is_measured_continued_and_exported(name: str, layout: str, tm
     assert {key: tensor.shape for key, tensor in first.items()} == {key: tensor.shape for key, tensor in second.items()}
 
 
-def test_the_table_of_the_readme_is_that_of_the_layouts() -> None:
-    text = (Path(__file__).parents[3] / "export" / "README.md").read_text()
+def test_the_table_of_the_guide_is_that_of_the_layouts() -> None:
+    text = (Path(__file__).parents[3] / "recipes/guides/continue-or-carry-over.md").read_text()
     rows = text.partition("<!-- imports -->\n")[2].partition("<!-- /imports -->")[0].splitlines()[2:]
     expected = [(f"`{one.name}`", one.content, f"`{one.file}`", ", ".join(f"`--{name}`" for name in one.opens))
                 for one in EXPORT_FORMATS if one.name in IMPORTED]

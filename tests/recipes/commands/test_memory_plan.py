@@ -47,7 +47,7 @@ FITTED = {"dspark": ["--drafter.taps", "[1,2,4,5,6]"], "dflash": ["--drafter.tap
 """Words with which a method fits a target of few layers, or is planned in seconds."""
 ZERO3 = ["--target.placement", "zero3", "--target.degree", "null", "--target.offload", "true", "--train.devices", "4",
          "--batch.rows_per_batch", "2", "--train.optimizer", "adamw", "--train.strategy", "deepspeed_stage_2"]
-"""Words with which four GPUs divide a target that they do not hold together, as in recipes/clusters.md."""
+"""Words with which four GPUs divide a target that they do not hold together, as in the guide to large targets."""
 
 
 @pytest.fixture(scope="module")
