@@ -153,7 +153,6 @@ def prepare_process() -> None:
     lines, tensors come from huge pages, waiting threads soon sleep, nothing is imported from the working folder."""
     # Tokenizers would warn once a process is forked.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     # Torch reads this when it allocates first. Pages of 4 KiB, instead of 2 MiB, the system would hand out one by one,
     # in every step again.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -1,13 +1,16 @@
-"""JSON files of this project: every field is compared with the type of its dataclass before anything uses it."""
+"""The one reader of settings and records: every value is compared with its annotated type before anything uses it."""
 
 import json
-import math
 import types
 import typing
-from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NotRequired, TypeVar, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict, is_typeddict
 
 from ..errors import UserError
 from .bounded_reading import SETTINGS_BYTES, bounded_json, read_bounded
@@ -17,10 +20,22 @@ MOST = 2**63 - 1
 """The largest whole number that a tensor can hold."""
 PLAIN_NAMES: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
                                   Path: "a path", type(None): "null", dict: "a mapping", Any: "any value"}
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+"""Pydantic's names of bounds, in words."""
+LOWER = "; lower it"
+APART = {"missing": "lacks", "extra_forbidden": "has the unknown", "unexpected_keyword_argument": "has the unknown"}
+"""Pydantic's names of what is wrong with the keys of a mapping, in words."""
+# A record is its fields and no others; its numbers are those of JSON, which has neither NaN nor infinity.
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class MistypedError(ValueError):
-    """A field that is missing, unknown or of the wrong kind; the message names it."""
+    """A field that is missing, unknown, of the wrong kind or out of its bounds; the message names it."""
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
+        """End of the sentence where the field is a setting; a damaged file has a remedy of its own."""
 
 
 def read_json(file: Path, remedy: str, most: int = SETTINGS_BYTES) -> Any:
@@ -89,49 +104,99 @@ def record_of(kind: type[T], value: Any, where: str, remedy: str) -> T:
 
 
 def typed(value: Any, kind: Any, name: str = "its content") -> Any:
-    """A value of JSON converted to an annotated type: mappings become dataclasses, lists become tuples.
+    """A value of JSON or YAML converted to an annotated type: mappings become dataclasses, lists tuples, text paths.
 
     Args:
         value: what JSON gave.
-        kind: a dataclass, int, float, bool, str, None, Any, Literal, a union, or a list, tuple or dict of such.
+        kind: a dataclass, int, float, bool, str, None, Path, Any, Literal, a union, or a list, tuple or dict of such;
+            `Annotated` with the bounds of pydantic's `Field`.
         name: of the field.
 
     Raises:
-        MistypedError: if it is of another kind.
+        MistypedError: if it is of another kind, or out of its bounds.
         ValueError: as the checks of a dataclass do.
     """
-    origin, inner = get_origin(kind) or kind, get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        for one in inner:
-            # A dataclass that refuses its own values has been recognised: its ValueError says more than "no kind fits".
-            try:
-                return typed(value, one, name)
-            except MistypedError:
-                continue
-    elif is_dataclass(origin):
-        # The name of the whole content would only lengthen those of its fields.
-        prefix, hints = "" if name == "its content" else f"{name}.", get_type_hints(kind)
-        check_names(value, name, {field.name: field.default is MISSING and field.default_factory is MISSING
-                                  for field in fields(kind)})
-        return kind(**{key: typed(entry, hints[key], f"{prefix}{key}") for key, entry in value.items()})
-    elif origin in (list, tuple) and isinstance(value, list | tuple):
-        found = [typed(entry, inner[0] if inner else Any, f"{name}[{place}]") for place, entry in enumerate(value)]
-        return found if origin is list else tuple(found)
-    elif origin is dict and isinstance(value, dict):
-        return {key: typed(entry, inner[1] if inner else Any, f"{name}.{key}") for key, entry in value.items()}
-    # Types of values without parts are compared exactly: for Python True is an int, and JSON's numbers have no bound.
-    elif origin is Literal:
-        if value in inner and type(value) in map(type, inner):
-            return value
-    elif origin in (int, float):
-        if type(value) is int and abs(value) <= MOST:
-            return origin(value)
-        # Python's JSON has NaN and Infinity, which no setting may be.
-        if origin is float and type(value) is float and math.isfinite(value):
-            return value
-    elif origin is Any or (origin in (bool, str, type(None)) and type(value) is origin):
-        return value
-    raise MistypedError(f"{name} must be {kind_in_words(kind)}, got {shortened(value)}")
+    check_numbers(value, name)
+    try:
+        # In a list: else pydantic takes only the settings that a dataclass has for itself.
+        return _reader(kind).validate_json(json.dumps([value], default=str))[0]
+    except ValidationError as error:
+        raise explained(error, value, kind, name) from None
+
+
+@lru_cache(maxsize=256)
+def _reader(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(tuple[kind], config=STRICT)
+
+
+def explained(error: ValidationError, value: Any, kind: Any, name: str) -> ValueError:
+    """What pydantic found, as one sentence of this project: key, kind or bound, and value."""
+    found = error.errors(include_url=False)
+    first, context = found[0], found[0].get("ctx", {})
+    if isinstance(context.get("error"), ValueError):
+        return context["error"]
+    if first["type"] == "json_invalid":
+        return MistypedError(f"{name} holds text that is not UTF-8")
+    loc = first["loc"][1:]
+    if first["type"] in APART:
+        names = [str(one["loc"][-1]) for one in found
+                 if one["type"] == first["type"] and one["loc"][:-1] == first["loc"][:-1]]
+        listed = ", ".join(names)
+        return MistypedError(f"{place(kind, loc[:-1], name)[0]} {APART[first['type']]} "
+                             f"{listed if len(listed) <= 200 else f'{listed[:197]}...'}")
+    where, kind, depth = place(kind, loc, name)
+    for part in loc[:depth]:
+        value = value[part]
+    # Of the kinds of a union the one counts to which the value belongs: it is out of that one's bounds.
+    for one in found:
+        bound = next((key for key in BOUNDS if key in one.get("ctx", {})), None)
+        if bound is not None and one["loc"][1:depth + 1] == loc[:depth]:
+            return MistypedError(f"{where} must be {BOUNDS[bound]} {in_digits(one['ctx'][bound])}, got "
+                                 f"{shortened(value)}", LOWER if bound in ("le", "lt") else "")
+    return MistypedError(f"{where} must be {kind_in_words(kind)}, got {shortened(value)}")
+
+
+def place(kind: Any, path: Sequence[int | str], name: str = "") -> tuple[str, Any, int]:
+    """The dotted name and the annotated type of what lies at a place inside a type, and how many steps lead there: a
+    union, whose kinds share the place, ends the way."""
+    for depth, part in enumerate(path):
+        inner = unannotated(kind)
+        if get_origin(inner) in (types.UnionType, typing.Union):
+            some = [one for one in get_args(inner) if one is not type(None)]
+            if len(some) > 1:
+                return name, kind, depth
+            inner = unannotated(some[0])
+        origin, parts = get_origin(inner) or inner, get_args(inner)
+        if is_dataclass(origin) or is_typeddict(origin):
+            # The name of the whole content would only lengthen those of its fields.
+            hints = get_type_hints(inner, include_extras=True)
+            if part not in hints:
+                return name, Any, depth
+            name, kind = str(part) if name in ("", "its content") else f"{name}.{part}", hints[str(part)]
+        elif origin in (list, tuple):
+            name, kind = f"{name}[{part}]", parts[0] if parts else Any
+        elif origin is dict:
+            name, kind = f"{name}.{part}", parts[1] if parts else Any
+        else:
+            return name, kind, depth
+    return name, kind, len(path)
+
+
+def unannotated(kind: Any) -> Any:
+    """A type without its bounds, and without the mark of a key that may be left out."""
+    while get_origin(kind) in (Annotated, NotRequired):
+        kind = get_args(kind)[0]
+    return kind
+
+
+def check_numbers(value: Any, name: str) -> None:
+    """Refuse whole numbers that no tensor can hold, wherever they stand. Raises MistypedError."""
+    if type(value) is int and abs(value) > MOST:
+        raise MistypedError(f"{name} must be at most {MOST:,}, got {shortened(value)}", LOWER)
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, part in parts:
+        inside = f"{name}[{key}]" if isinstance(value, list | tuple) else f"{name}.{key}"
+        check_numbers(part, str(key) if name == "its content" else inside)
 
 
 def typed_fields(value: Any, kinds: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -145,33 +210,40 @@ def typed_fields(value: Any, kinds: Mapping[str, Any], optional: Mapping[str, An
     Raises:
         MistypedError: if a field is missing, unknown or of another kind.
     """
-    known = {**kinds, **(optional or {})}
-    check_names(value, "its content", {name: name in kinds for name in known})
-    return {name: typed(entry, known[name], name) for name, entry in value.items()}
+    left_out = {name: NotRequired[kind] for name, kind in (optional or {}).items()}
+    found: dict[str, Any] = typed(value, TypedDict("Fields", {**kinds, **left_out}))  # type: ignore[operator]
+    return found
 
 
-def check_names(value: Any, name: str, known: Mapping[str, bool]) -> None:
-    """Compare the keys of a mapping with the known ones, each with whether it must be there. Raises MistypedError."""
-    if not isinstance(value, dict):
-        raise MistypedError(f"{name} must be a mapping, got {shortened(value)}")
-    if missing := [key for key, required in known.items() if required and key not in value]:
-        raise MistypedError(f"{name} lacks {', '.join(missing)}")
-    if unknown := sorted(value.keys() - known.keys()):
-        raise MistypedError(f"{name} has the unknown {shortened(', '.join(unknown))}")
+def shortened(value: Any, most: int = 60) -> str:
+    """A value as JSON writes it, text in single quotes, in at most so many characters."""
+    text = repr(value) if isinstance(value, str | float) else json.dumps(value, default=str)
+    return text if len(text) <= most else f"{text[:most - 3]}..."
 
 
-def shortened(value: Any) -> str:
-    """A value as JSON writes it, in at most 60 characters."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def in_digits(bound: float) -> str:
+    """A bound as a reader writes it: 65,536 or 0.001."""
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def kind_in_words(kind: Any) -> str:
-    """A type annotation in readable words: "a whole number", "one of hard, soft"."""
+    """A type annotation in readable words: "a whole number from 1 to 32", "one of hard, soft"."""
+    if get_origin(kind) is Annotated:
+        plain, *notes = get_args(kind)
+        marks = [mark for note in notes for mark in getattr(note, "metadata", [note])]
+        bounds = {key: in_digits(getattr(mark, key)) for key in BOUNDS for mark in marks if hasattr(mark, key)}
+        if bounds.keys() == {"ge", "le"}:
+            return f"{kind_in_words(plain)} from {bounds['ge']} to {bounds['le']}"
+        limits = " and ".join(f"{BOUNDS[key]} {bound}" for key, bound in bounds.items())
+        return f"{kind_in_words(plain)} {'of ' if limits.startswith('at') else ''}{limits}"
+    if get_origin(kind) is NotRequired:
+        return kind_in_words(get_args(kind)[0])
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) in (types.UnionType, typing.Union):
         return " or ".join(kind_in_words(one) for one in get_args(kind))
     if get_origin(kind) in (tuple, list):
         return f"a list, each {kind_in_words(get_args(kind)[0])}"
+    if is_dataclass(kind):
+        return PLAIN_NAMES[dict]
     return PLAIN_NAMES.get(get_origin(kind) or kind, getattr(kind, "__name__", str(kind)))

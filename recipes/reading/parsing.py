@@ -1,20 +1,17 @@
-"""From the command line and a recipe file to a command's arguments, by jsonargparse."""
+"""From the command line and a recipe file to a command's arguments, by the one reader of settings."""
 
-import json
-import math
-from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, get_type_hints
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+import yaml
 
 from ...modules import UserError
+from ...modules.files.json_records import MistypedError, place, typed, typed_fields
+from ..terminal.terminal_text import say
 from .command_line import TRUST, CommandLine
-from .key_checks import options
-
-if TYPE_CHECKING:
-    from ...trainers.families import FamilyConfigs
+from .recipe_files import flat, word_value
 
 T = TypeVar("T")
 LINE_ONLY = (TRUST, "target.trust_remote_code")
@@ -54,88 +51,85 @@ class Command(Generic[T]):
 
     def parsed(self, line: CommandLine) -> Parsed[T]:
         """The arguments in force of a call whose keys have been checked. Raises UserError."""
-        parser, config, configs = self.namespace(line)
-        names = [*(field.name for field in fields(self.arguments)),  # type: ignore[arg-type]
-                 *(() if configs is None else ("drafter",))]
-        settings = {name: plain(config.as_dict()[name]) for name in names}
-        for key in LINE_ONLY:
-            section, _, name = key.rpartition(".")
-            (settings.get(section, {}) if section else settings).pop(name, None)
-        return Parsed(values=self._values(parser, config, configs), settings=settings)
-
-    def namespace(self, line: CommandLine) -> "tuple[ArgumentParser, Namespace, FamilyConfigs | None]":
-        """The parser of a call, what it read, and the dataclasses of the call's family. Raises UserError."""
-        configs = None
+        kinds = get_type_hints(self.arguments, include_extras=True)
         if line.family is not None:
             # Commands that train nothing start a second sooner without what training imports.
             from ...trainers.families import family_configs
 
             configs = family_configs(line.family, trust=line.trusted)
-        parser = self._parser(line, configs)
-        return parser, read_words(parser, line), configs
-
-    def _parser(self, line: CommandLine, configs: "FamilyConfigs | None") -> ArgumentParser:
-        """The parser of the command: its arguments, --config, and the recipe sections that it passes over."""
-        set_parsing_settings(docstring_parse_attribute_docstrings=True)
-        # Without abbreviations: a misspelt key that is the start of another would be taken for it.
-        parser = ArgumentParser(prog=f"draftsmith {self.name}", exit_on_error=False, allow_abbrev=False)
-        parser.add_argument("--config", action="config")
-        parser.add_class_arguments(self.arguments, skip=None if configs is None else {"train"})
-        if configs is not None:
-            parser.add_class_arguments(configs.drafter, "drafter", instantiate=False)
-            parser.add_class_arguments(configs.train, "train", skip={"drafter"}, instantiate=False)
-        for section in line.checks.passed_over:
-            parser.add_argument(f"--{section}", type=str | dict[str, Any] | None, help=SUPPRESS)
-        return parser
-
-    def _values(self, parser: ArgumentParser, config: Namespace, configs: "FamilyConfigs | None") -> T:
-        """The command's arguments from the parsed ones. Raises UserError when a value is out of its bounds."""
+            kinds |= {"train": configs.train, "drafter": configs.drafter}
+        content = given_values(line, kinds)
+        for one in fields(self.arguments):  # type: ignore[arg-type]
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            if is_dataclass(default):
+                # A section's keys have their defaults in this command, which need not be those of its dataclass.
+                content[one.name] = {**plain(default), **content.get(one.name, {})}
+            elif default is not MISSING:
+                content.setdefault(one.name, plain(default))
+            elif one.name == "train":
+                content["train"] = {**content.get("train", {}), "drafter": content.setdefault("drafter", {})}
+            elif one.name not in content and line.prints:
+                kinds.pop(one.name)
+            elif one.name not in content:
+                raise UserError(f"{self.name} needs {one.name}; give --{one.name}, see draftsmith {self.name} --help")
         try:
-            ready = parser.instantiate(config)
-        except ValueError as error:
-            # A check that failed in one of the dataclasses gives its own sentence, unwrapped.
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, UserError):
-                cause = cause.__cause__
-            raise cause or error from None
-        given = {field.name: ready[field.name] for field in fields(self.arguments)  # type: ignore[arg-type]
-                 if configs is None or field.name != "train"}
-        if configs is not None:
-            drafter = configs.drafter(**vars(ready["drafter"]))
-            given["train"] = configs.train(**vars(ready["train"]), drafter=drafter)
-        return self.arguments(**given)
+            if drafter := kinds.pop("drafter", None):
+                # Before the section train, which holds it too, under a name that no user knows.
+                typed(content.pop("drafter"), drafter, "drafter")
+            ready = typed_fields(content, kinds)
+        except MistypedError as error:
+            raise UserError(f"{error}{error.remedy}") from error
+        settings = plain(ready)
+        if drafter:
+            settings["drafter"] = settings["train"].pop("drafter")
+        for key in LINE_ONLY:
+            section, _, name = key.rpartition(".")
+            (settings.get(section, {}) if section else settings).pop(name, None)
+        if line.prints:
+            say(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip())
+            raise SystemExit(0)
+        return Parsed(values=self.arguments(**ready), settings=settings)
 
 
-def read_words(parser: ArgumentParser, line: CommandLine) -> Namespace:
-    """The parsed recipe and words of a command line. Raises UserError."""
-    words = ["--config", json.dumps(line.content), *line.words] if line.content else line.words
-    try:
-        config: Namespace = parser.parse_args(words)
-    except ArgumentError as error:
-        sentence = line.checks.explain(str(error), line.content, line.words)
-        raise UserError(sentence or f"{error}; see draftsmith {line.known.command} --help") from error
-    for name in LINE_ONLY:
+def given_values(line: CommandLine, kinds: dict[str, Any]) -> dict[str, Any]:
+    """The recipe and the command line in one, without the sections that the command passes over.
+
+    Args:
+        line: the call.
+        kinds: annotated types of the command's keys and sections.
+
+    Raises:
+        UserError: if a recipe asks for what the command line alone can, or a word is too deep.
+    """
+    content = {key: value for key, value in line.content.items() if key in kinds}
+    for key, value in flat(content):
         # A recipe may come from anybody.
-        if config.get(name) and name not in options(line.words):
-            raise UserError(f"{name} lets code of others run, which no file may ask for; remove it from the recipe "
-                            f"and, if you trust that code, add --{name} true to the command line")
-    check_finite(config.as_dict())
-    return config
-
-
-def check_finite(value: Any, name: str = "") -> None:
-    """Refuse numbers that are infinite or none, wherever they stand. Raises UserError naming the key."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{name} must be a finite number, got {value}")
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    for key, part in parts:
-        check_finite(part, f"{name}.{key}" if name else str(key))
+        if key in LINE_ONLY and value and key not in dict(line.options):
+            raise UserError(f"{key} lets code of others run, which no file may ask for; remove it from the recipe "
+                            f"and, if you trust that code, add --{key} true to the command line")
+    for key, text in line.options:
+        first, *path = key.split(".")
+        if first not in kinds:
+            continue
+        found, kind, _ = place(kinds[first], path, first)
+        # What lies inside a value, such as a share of `answered_by`, is read with the whole value.
+        value = word_value(text or "", kind if found == key else Any)
+        inner = content
+        for part in (first, *path)[:-1]:
+            # A copy: the recipe's own stays as it is.
+            inner[part] = dict(inner[part]) if isinstance(inner.get(part), dict) else {}
+            inner = inner[part]
+        last = (first, *path)[-1]
+        inner[last] = {**inner.get(last, {}), **value} if is_dataclass(kind) and isinstance(value, dict) else value
+    return content
 
 
 def plain(value: Any) -> Any:
-    """A parsed configuration as JSON values: paths become text, tuples lists."""
+    """A parsed configuration as JSON values: dataclasses become mappings, paths text, tuples lists."""
+    if is_dataclass(value):
+        return plain(vars(value))
     if isinstance(value, dict):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    return str(value) if isinstance(value, Path) else value

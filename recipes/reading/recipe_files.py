@@ -1,6 +1,7 @@
 """Recipe files: found by path or shipped name, read with what they extend, and merged."""
 
-from collections.abc import Hashable
+import re
+from collections.abc import Hashable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import yaml
 
 from ...modules import UserError
 from ...modules.files.bounded_reading import read_bounded_text
+from ...modules.files.json_records import typed
 
 EXTENDS, FAMILY, DRAFTER, BY_FAMILY = "extends", "family", "drafter", "by_family"
 RECIPE_BYTES = 2**20
@@ -119,16 +121,34 @@ def check_plain(value: Any, where: str, level: int = 0) -> None:
         check_plain(part, f"{where}.{key}" if level < 3 else where, level + 1)
 
 
-def check_word(text: str) -> None:
-    """Refuse a value of the command line that would take the whole stack to read. Raises UserError."""
+def word_value(text: str, kind: Any) -> Any:
+    """The value that a word of the command line stands for: what it is as YAML, or the text itself where that is asked.
+
+    Args:
+        text: the word.
+        kind: annotated type of its key.
+
+    Raises:
+        UserError: if it would take the whole stack to read, or UTF-8 cannot hold it.
+    """
+    refused: Exception | None = None
     try:
         value = yaml.load(text, Loader=PlainLoader)
-    except TooDeepError as error:
-        raise UserError(f"{error.problem} in {text[:20]}...; shorten it") from error
-    except (yaml.YAMLError, ValueError):
-        # No YAML at all: plain text, or its key's own error.
-        return
-    check_plain(value, text[:20])
+        check_plain(value, text[:20])
+    except (yaml.YAMLError, ValueError) as error:
+        value, refused = text, error
+    # As it stands: YAML would take quotes and spaces off.
+    for one in (text if isinstance(value, str) else value, text):
+        try:
+            typed(one, kind)
+        except ValueError:
+            continue
+        return one
+    if isinstance(refused, TooDeepError):
+        raise UserError(f"{refused.problem} in {text[:20]}...; shorten it") from refused
+    if isinstance(refused, UserError):
+        raise refused
+    return value
 
 
 class TooDeepError(yaml.composer.ComposerError):
@@ -159,7 +179,7 @@ class PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# A date is text, as in JSON.
+# A date is text, as in JSON; 1e-3 is a number, as there.
 PlainLoader.yaml_implicit_resolvers = {
     sign: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:timestamp"]
     for sign, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -168,6 +188,18 @@ PlainLoader.yaml_constructors = {
     tag: function for tag, function in yaml.SafeLoader.yaml_constructors.items()
     if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
 }
+
+
+PlainLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789"))
+
+
+def flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in nested sections, the sections included, outer ones first."""
+    for key, value in content.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
 
 
 def merge(*given: dict[str, Any]) -> dict[str, Any]:

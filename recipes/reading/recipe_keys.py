@@ -36,7 +36,7 @@ def keys_of(config: type[Any], prefix: str = "", skip: tuple[str, ...] = ()) -> 
         skip: names of fields to leave out.
     """
     found: dict[str, Key] = {}
-    hints, meanings = get_type_hints(config), field_docstrings(config)
+    hints, meanings = get_type_hints(config, include_extras=True), field_docstrings(config)
     for field in fields(config):
         name, kind = f"{prefix}{field.name}", hints[field.name]
         if field.name in skip:

@@ -14,7 +14,7 @@ from ...modules.files.atomic_files import file_sha256, files_digest, write_file
 from ...modules.files.folder_locks import remove_leftovers
 from ...modules.files.json_records import read_json, record_of
 from ...modules.processes import ALONE, Processes
-from ..reading.key_checks import flat
+from ..reading.recipe_files import flat
 from ..terminal.terminal_text import say
 
 STAGES_FILE = "stages.json"

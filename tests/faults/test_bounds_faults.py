@@ -61,7 +61,7 @@ FAULTS = [
           written("r.yaml", "extends: tiny\n" + "#" * 2**20)),
     Fault("a deep value", PLAN, r"more than 50 levels in \[+\.\.\.; shorten it", given=("--distill.answered_by", DEEP)),
     Fault("a deep value after an equals sign", PLAN, r"more than 50 levels in \{+\.\.\.; shorten it",
-          given=(f"--evaluate.policies={'{' * 90_000}",)),
+          given=(f"--distill.temperatures={'{' * 90_000}",)),
     Fault("a thousand heads", PLAN + " --drafter.num_heads 1000", r"num_heads must be at most 256, got 1000; lower it"),
     Fault("a billion layers", PLAN + " --drafter.num_layers 1000000000", r"num_layers must be at most 256, got 10{9}"),
     Fault("a billion nodes", PLAN + " --tree.searched_nodes 1000000000", r"must lie between 2 .* and 1024, got 1"),

@@ -128,7 +128,7 @@ def test_a_trusted_class_is_imported_and_its_run_holds_no_trust(place: Place, mo
 
 def test_no_process_imports_from_the_working_folder(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
-    for name in ("json", "yaml", "torch", "lightning", "draftsmith", "importlib", "difflib", "jsonargparse"):
+    for name in ("json", "yaml", "torch", "lightning", "draftsmith", "importlib", "difflib", "pydantic"):
         place.write(f"{name}.py", MARK.format(str(place.folder / "ran")))
     monkeypatch.setattr(compare_families, "call", lambda words: started.append(words) or 0)
     compare_families.run_row("row", place.folder / "r.yaml", ["--trust=false"])

@@ -32,7 +32,7 @@ from draftsmith.recipes.commands import (
 from draftsmith.recipes.reading.command_line import SECTIONS, TRUST, CommandLine
 from draftsmith.recipes.reading.help_text import EXAMPLES, USES
 from draftsmith.recipes.reading.parsing import Command
-from draftsmith.recipes.reading.recipe_files import read_recipe
+from draftsmith.recipes.reading.recipe_files import flat, read_recipe
 from draftsmith.recipes.recipe import Recipe
 from draftsmith.recipes.stages import answer_workers
 from draftsmith.trainers.families import family_configs, family_names
@@ -49,11 +49,9 @@ FILES = {"pipeline": pipeline, "compare_families": compare_families, "memory_pla
 EVERY: dict[str, Command[Any]] = {name: command for file in FILES.values() for name, command in file.COMMANDS.items()}
 
 
-def parse(name: str, *words: str) -> Any:
-    """The namespace that a command makes of its words."""
-    line = CommandLine(name, words)
-    line.check()
-    return EVERY[name].namespace(line)[1]
+def parse(name: str, *words: str) -> dict[str, Any]:
+    """The settings that a command makes of its words, by dotted key."""
+    return dict(flat(EVERY[name].parse(words).settings))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -77,7 +75,7 @@ def test_help_lists_every_command() -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     program = ("import sys; from draftsmith.recipes.__main__ import main; main(['--help']);"
-               "assert not {'torch', 'transformers', 'lightning', 'jsonargparse'} & set(sys.modules)")
+               "assert not {'torch', 'transformers', 'lightning', 'numpy'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
@@ -90,7 +88,7 @@ def test_help_and_misspelt_keys_need_neither_torch_nor_the_files_of_a_command(wo
     program = ("import sys; from draftsmith.recipes.__main__ import main\n"
                "try: code = main(sys.argv[1:])\n"
                "except SystemExit as end: code = end.code\n"
-               "print(); print(code, sorted({'torch', 'transformers', 'jsonargparse', 'numpy'} & set(sys.modules)))")
+               "print(); print(code, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))")
     answer = subprocess.run([sys.executable, "-c", program, *words], check=True, capture_output=True, text=True)
     assert answer.stdout.splitlines()[-1] == f"{code} []"
 
@@ -124,11 +122,11 @@ def test_every_command_explains_itself_in_plain_words(
     assert shown.startswith(f"usage: draftsmith {name} [--config FILE]")
     assert re.findall(r"\bNone\b|Union|Optional|<class|typing|Path_fr|Literal|type: |NoneType", shown) == []
     assert max(map(len, shown.splitlines())) <= 120
-    keys = [key for key in CommandLine(name, []).checks.keys if asked == "--help=all" or "." not in key]
+    keys = [key for key in CommandLine(name, []).keys if asked == "--help=all" or "." not in key]
     missing = [key for key in keys if not re.search(rf"^  --{re.escape(key)} ", shown, re.MULTILINE)]
     assert missing == ([] if asked == "--help=all" or not EVERY[name].trains else
                        [key for key in keys if key not in EXAMPLES])
-    for section in {key.partition(".")[0] for key in CommandLine(name, []).checks.keys if "." in key}:
+    for section in {key.partition(".")[0] for key in CommandLine(name, []).keys if "." in key}:
         assert f"\n  --{section}." in helped(capsys, name, f"--help.{section}")
 
 
@@ -137,7 +135,9 @@ def test_the_keys_that_most_runs_set_come_first_with_an_example(key: str, capsys
     shown = helped(capsys, "run", "--help")
     assert f"\n  --{key} {EXAMPLES[key]}\n        " in shown
     assert len(shown.splitlines()) < 100
-    assert parse("run", "--config", str(TINY), f"--{key}={EXAMPLES[key]}")[key] not in (None, "")
+    # The origin and the path of prompts are given together.
+    both = [f"--{name}={EXAMPLES[name]}" for name in ("prompts.origin", "prompts.path") if key.startswith("prompts.")]
+    assert parse("run", "--config", str(TINY), *both, f"--{key}={EXAMPLES[key]}")[key] not in (None, "")
 
 
 @pytest.mark.parametrize("name", USES)
@@ -148,7 +148,7 @@ def test_commands_with_a_part_of_a_recipe_list_what_they_use(name: str, capsys: 
     listed = {key.partition(".")[0] for key in re.findall(r"^  --([\w.]+) ", shown, re.MULTILINE)} - {"config"}
     assert listed <= set(uses)
     home = EVERY[name].home
-    assert not [key for key in CommandLine(name, []).checks.keys
+    assert not [key for key in CommandLine(name, []).keys
                 if home is not None and key.startswith(f"{home}.") and f"\n  --{key} " not in shown]
 
 
@@ -186,7 +186,7 @@ def test_the_rows_of_the_comparison_are_shipped_recipes_and_baselines() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_commands_that_use_an_artifact_take_the_same_recipe(path: Path) -> None:
     given = parse("evaluate", "--config", str(path), "--artifact", "a", "--out", "b")
-    assert str(given.out) == "b"
+    assert given["out"] == "b"
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -208,9 +208,9 @@ def test_sections_are_the_fields_of_a_recipe() -> None:
     ("run", ["--drafter.num_heads", "2"], "drafter.num_heads", 2),
     ("distill", ["--budget-tokens", "500"], "distill.budget_tokens", 500),
     ("train", ["--max_steps", "5"], "train.max_steps", 5),
-    ("evaluate", ["--batch-sizes", "[1,4,8]", "--artifact", "a"], "evaluate.batch_sizes", (1, 4, 8)),
+    ("evaluate", ["--batch-sizes", "[1,4,8]", "--artifact", "a"], "evaluate.batch_sizes", [1, 4, 8]),
     ("evaluate", ["--batch-sizes", "8", "--artifact", "a"], "evaluate.batch_sizes", 8),
-    ("evaluate", ["--temperatures", "[0,1]", "--artifact", "a"], "evaluate.temperatures", (0.0, 1.0)),
+    ("evaluate", ["--temperatures", "[0,1]", "--artifact", "a"], "evaluate.temperatures", [0.0, 1.0]),
     ("evaluate", ["--temperatures=0.7", "--artifact", "a"], "evaluate.temperatures", 0.7),
     ("evaluate", ["--prompts", "mine.jsonl", "--artifact", "a"], "prompts", "mine.jsonl"),
     ("evaluate", ["--distill.top_k", "3", "--artifact", "a"], "evaluate.top_k", 0),
@@ -221,7 +221,7 @@ def test_keys_override_the_recipe(name: str, words: list[str], key: str, value: 
 
 def test_a_recipe_goes_by_its_shipped_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert parse("run", "--config", "tiny").target.name == "tiny-random"
+    assert parse("run", "--config", "tiny")["target.name"] == "tiny-random"
 
 
 # Mistakes ------------------------------------------------------------------------------------------------------------
