@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, ClassVar
 
+from pydantic import Field
 from torch import Tensor
 
 from ..data import DistillConfig, PromptConfig
@@ -10,6 +12,7 @@ from ..data.batches.datamodule import BatchConfig
 from ..export import EvaluateConfig
 from ..export.stored_drafter import load_drafter
 from ..modules import Target, TargetConfig, UserError
+from ..modules.config_checks import CheckedSettings, Whole
 from ..modules.policies.registry import MOST
 from ..trainers import DraftModule, TrainConfig
 from ..trainers.families import family_module
@@ -21,20 +24,20 @@ MOST_NODES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeConfig:
+class TreeConfig(CheckedSettings):
     """The static draft tree: searched on held-out text, cut to the size that pays on this machine."""
 
-    searched_nodes: int = 64
+    section: ClassVar[str] = "tree"
+
+    searched_nodes: Annotated[int, Field(ge=2, le=MOST)] = 64
     """Nodes of the tree that is searched and stored in the artifact, root included, best ones first."""
-    used_nodes: int | None = None
+    used_nodes: Whole | None = None
     """Number of these nodes that are drafted on this machine, root included, for greedy and for sampled rows; None
     measures the cost of a pass here and takes the best number for each, for sampled rows none where none pays."""
 
     def __post_init__(self) -> None:
-        if not 2 <= self.searched_nodes <= MOST:
-            raise UserError(f"tree.searched_nodes must lie between 2 (a root and one guess) and {MOST}, got "
-                            f"{self.searched_nodes}")
-        if self.used_nodes is not None and not 1 <= self.used_nodes <= self.searched_nodes:
+        super().__post_init__()
+        if self.used_nodes is not None and self.used_nodes > self.searched_nodes:
             raise UserError(f"tree.used_nodes must lie between 1 and tree.searched_nodes {self.searched_nodes}, got "
                             f"{self.used_nodes}")
 

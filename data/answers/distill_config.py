@@ -3,11 +3,23 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from ...modules import UserError
-from ...modules.config_checks import MOST_PROCESSES, MOST_ROWS, MOST_SEED, MOST_TOKENS, check_bounds
-from ...modules.verification.sampling import TEMPERATURES, is_temperature
+from ...modules.config_checks import (
+    MOST_TOKENS,
+    CheckedSettings,
+    Positive,
+    Processes,
+    Rows,
+    RowsOrNone,
+    Seed,
+    Share,
+    Whole,
+)
+from ...modules.verification.sampling import Temperatures
 from ..prompts.sources import PromptConfig, ReadPrompts
 from ..store.token_store import SOURCES, SourceName
 from .answer_server import check_address
@@ -19,37 +31,39 @@ TrainFormat = Literal["own", "fastest", "float32", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig:
+class DistillConfig(CheckedSettings):
     """Number, length and sampling of the answers, and their writers."""
 
-    shard_prompts: int = 128
+    section: ClassVar[str] = "distill"
+
+    shard_prompts: Rows = 128
     """Prompts of one shard, which a killed run makes again, and which the target writes before it answers the first:
     with prompts of its own, no more than slots. States that are to be stored are in memory until then."""
-    slots: int = 32
+    slots: Rows = 32
     """Answers generated at once; a finished one makes room for the next prompt of its shard."""
-    max_new_tokens: int = 192
+    max_new_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 192
     """Longest answer, in tokens; longer ones are cut and marked."""
-    temperatures: tuple[float, ...] = (0.0,)
+    temperatures: Temperatures = (0.0,)
     """Sampling temperatures of the answers, given to the prompts in turn; 0 is greedy."""
-    top_k: int = 0
+    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0
     """Sample among this many best tokens; 0 is all of them."""
-    top_p: float = 1.0
+    top_p: Share = 1.0
     """Sample within this share of the probability."""
-    budget_tokens: int | None = None
+    budget_tokens: Whole | None = None
     """Stop after the shard that reaches this many answer tokens; None stops when the prompts are used up. A larger
     number adds answers to a folder that is complete."""
-    budget_minutes: float | None = None
+    budget_minutes: Positive | None = None
     """End all answers after this many minutes, interrupted runs included; the first batch of train prompts and a few
     held-out ones still get the first 32 tokens of theirs. Not repeatable; tokens are."""
-    validation_prompts: int = 32
+    validation_prompts: RowsOrNone = 32
     """Prompts held out: answered greedily to choose checkpoints and the tree by, and once more at temperature 1, by
     which trees for sampled answers are sized. Where minutes are short 12 of them are answered, where none is left 4;
     more minutes answer the rest."""
-    test_prompts: int = 0
+    test_prompts: RowsOrNone = 0
     """Prompts held out for evaluation, written to test.jsonl."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the prompts that the target writes and of sampled answers."""
-    answered_by: Literal["target", "text", "draft"] | dict[str, float] = "target"
+    answered_by: SourceName | dict[SourceName, Share] = "target"
     """Writer of the training rows. target: the target answers; text: answers and plain documents of the prompts are
     taken as they are; draft: an artifact's draft answers, for objectives that learn from the target's distribution.
     A mapping gives several their shares of the train prompts, such as {target: 0.5, draft: 0.5}; they sum to 1.
@@ -70,7 +84,7 @@ class DistillConfig:
     """Engine that gives the target's states in place of its own passes, for a target beyond one machine: the address
     http://host:port/v1 of vLLM with `extract_hidden_states`, or a folder in which an engine takes requests, such as
     /dev/shm/states. They are compared with the target's own states at a few rows first. null: the target's own."""
-    workers: int | Literal["auto"] | None = None
+    workers: Processes | Literal["auto"] | None = None
     """Processes that are started here to answer train prompts together, each with one thread of the processor (all of
     them where one shard is all there is), or on a GPU of its own; no more than there are GPUs, or shards of prompts
     where their number is known. null: one process with all threads. auto: one for each GPU, or for each thread of torch
@@ -79,35 +93,13 @@ class DistillConfig:
     machine answers with one number of threads."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "distill.", shard_prompts=(1, MOST_ROWS), slots=(1, MOST_ROWS),
-                     max_new_tokens=(1, MOST_TOKENS), validation_prompts=(0, MOST_ROWS), test_prompts=(0, MOST_ROWS),
-                     top_k=(0, MOST_TOKENS), seed=(0, MOST_SEED))
-        if self.workers != AUTO:
-            check_bounds(self, "distill.", workers=(1, MOST_PROCESSES))
-        if not self.temperatures or not all(map(is_temperature, self.temperatures)):
-            raise UserError(f"distill.temperatures must be one or more numbers, each {TEMPERATURES}, got "
-                            f"{list(self.temperatures)}")
-        for name in ("budget_tokens", "budget_minutes"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise UserError(f"distill.{name} must be above 0, got {getattr(self, name)}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"distill.top_p must lie in (0, 1], got {self.top_p}")
-        if self.train_dtype not in get_args(TrainFormat):
-            raise UserError(f"distill.train_dtype must be one of {', '.join(get_args(TrainFormat))}, got "
-                            f"{self.train_dtype!r}")
+        super().__post_init__()
         # What shares leave open would all go to the last writer.
-        given = self.answered_by
-        if isinstance(given, str) and given not in SOURCES:
-            raise UserError(f"distill.answered_by must be one of {', '.join(SOURCES)}, or shares of them, got "
-                            f"{given!r}")
-        if isinstance(given, dict):
-            if unknown := sorted(set(given) - set(SOURCES)):
-                raise UserError(f"distill.answered_by knows {', '.join(SOURCES)}, got {', '.join(unknown)}")
+        if isinstance(given := self.answered_by, dict):
             total = sum(given.values())
-            if not all(0 < share <= 1 for share in given.values()) or not math.isclose(total, 1, abs_tol=1e-6):
+            if not math.isclose(total, 1, abs_tol=1e-6):
                 shown = ", ".join(f"{name}: {share}" for name, share in given.items())
-                raise UserError(f"the shares of distill.answered_by must be above 0 and sum to 1, got {total:g} "
-                                f"({shown})")
+                raise UserError(f"the shares of distill.answered_by must sum to 1, got {total:g} ({shown})")
         if ("draft" in self.shares) != (self.draft is not None):
             raise UserError(
                 f"distill.draft is {self.draft}, but a draft writes {self.shares.get('draft', 0.0):.0%} of the train "

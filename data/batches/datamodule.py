@@ -18,17 +18,18 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Lock
-from typing import Generic, Literal, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
 import lightning
 import torch
+from pydantic import Field
 
 from ...modules import Features, UserError
-from ...modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
+from ...modules.config_checks import MOST_TOKENS, CheckedSettings, Rows
 from ...modules.features import ReadRows
 from ..prompts.chat import Surroundings
 from ..store.collate import PackedBatch, Piece, packed, pad, plan_bins
-from ..store.feature_shards import FeatureShard, FormatName, format_named, open_features
+from ..store.feature_shards import FeatureShard, FormatName, open_features
 from ..store.token_store import Manifest, TokenShard
 from .learned_tokens import LearnedTokens, prompts_learnable, repetitions
 
@@ -92,12 +93,14 @@ ORDER_SEED = 0  # Seed of the order of the conversations: runs with other seeds 
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchConfig:
+class BatchConfig(CheckedSettings):
     """Shape and order of the training batches."""
 
-    row_length: int = 512
+    section: ClassVar[str] = "batch"
+
+    row_length: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = 512
     """Tokens of a packed row. A longer conversation becomes windows of stored states; without those its end is cut."""
-    rows_per_batch: int = 4
+    rows_per_batch: Rows = 4
     """Packed rows of one micro-batch on one device."""
     states: Literal["stored", "computed", "auto"] = "stored"
     """Origin of the target's states. stored: written to disk beforehand, kept while the target decodes answers and
@@ -109,12 +112,6 @@ class BatchConfig:
     own_prompts: bool = False
     """Learn the tokens of prompts too, where the target has written them (prompts.origin own), by itself or after given
     first words (prompts.own_openings). Other prompts are never learned."""
-
-    def __post_init__(self) -> None:
-        if self.states not in ("stored", "computed", "auto"):
-            raise UserError(f"batch.states must be stored, computed or auto, got {self.states!r}")
-        format_named(self.states_format, torch.float32)
-        check_bounds(self, "batch.", row_length=(2, MOST_TOKENS), rows_per_batch=(1, MOST_ROWS))
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from ...modules import UserError
+from ...modules.config_checks import CheckedSettings, Whole
 from ...modules.files.bounded_reading import require_ordinary
 from ...modules.verification.sampling import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
 from .prompt import Prompt
@@ -20,8 +23,10 @@ STREAM_BUFFER = 10_000  # Rows a streamed dataset is shuffled among; of one with
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptConfig:
+class PromptConfig(CheckedSettings):
     """Origin of the prompts, and which of them are read."""
+
+    section: ClassVar[str] = "prompts"
 
     origin: Literal["own", "file", "dataset"] = "own"
     """own: the target writes them (arXiv:2406.08464); file: JSON Lines, a JSON array or Parquet; dataset: one of
@@ -39,21 +44,21 @@ class PromptConfig:
     """Read the dataset while it downloads instead of downloading it first."""
     column: str | None = None
     """Column or key of the conversation or the prompt, where it is none of the known ones."""
-    limit: int | None = None
+    limit: Whole | None = None
     """Read this many rows and no more; None reads all."""
     shuffle: bool = False
     """Shuffle the prompts by the seed of the run (a streamed dataset: within a buffer of 10,000)."""
-    most_skipped: float = 0.1
+    most_skipped: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Largest share of rows that cannot be read, that the chat template refuses, or that leave no room for an answer:
     they are skipped, counted and listed in data/skipped.jsonl. With more of them nothing is answered. Where a budget
     may end the work, or a stream has no limit, the first 10,000 rows are looked at before, others in their turn. 0
     stops at the first such row."""
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: Whole | None = None
     """Leave out prompts longer than this, in tokens, all their turns together and no answers: they are listed, and do
     not count for `most_skipped`. None leaves out those without room for an answer."""
-    own_max_tokens: int = 64
+    own_max_tokens: Whole = 64
     """Longest prompt the target may write (origin own), in tokens; longer ones are dropped."""
-    own_temperature: float = 1.0
+    own_temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=GREATEST_TEMPERATURE)] = 1.0
     """Temperature at which the target writes prompts (origin own)."""
     own_kinds: tuple[str, ...] | None = None
     """Kinds of prompts that the target writes (origin own), drawn for each prompt with equal chance: a system prompt
@@ -64,6 +69,7 @@ class PromptConfig:
     place of a system prompt, which a small target hardly follows."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.origin == "own") != (not self.path):
             found = "null" if self.path is None else repr(self.path)
             raise UserError(f"prompts.origin is {self.origin} and prompts.path is {found}; give the path of a file or "
@@ -78,15 +84,6 @@ class PromptConfig:
         elif self.own_openings:
             raise UserError("prompts.own_openings is true, but prompts.own_kinds is null, and an opening is that of a "
                             "kind; set prompts.own_kinds: [all], or leave prompts.own_openings out")
-        for key in ("limit", "max_prompt_tokens", "own_max_tokens"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise UserError(f"prompts.{key} must be at least 1, got {value}")
-        if not 0 <= self.most_skipped <= 1:
-            raise UserError(f"prompts.most_skipped must lie between 0 and 1, got {self.most_skipped:g}; 0.1 is a tenth")
-        if not LEAST_TEMPERATURE <= self.own_temperature <= GREATEST_TEMPERATURE:
-            raise UserError(f"prompts.own_temperature must lie between {LEAST_TEMPERATURE:g} and "
-                            f"{GREATEST_TEMPERATURE:g}, got {self.own_temperature}; try 1.0")
 
 
 @dataclass(frozen=True, kw_only=True)

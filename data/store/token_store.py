@@ -17,6 +17,7 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from ...modules import TargetIdentity, UserError
+from ...modules.config_checks import Natural
 from ...modules.files.atomic_files import file_sha256, write_atomically
 from ...modules.files.bounded_reading import require_ordinary
 from ...modules.files.folder_locks import sole_writer
@@ -104,17 +105,17 @@ class ShardRecord:
     file: str  # Name inside the folder
     split: SplitName  # The part of the data that it belongs to
     sha256: str  # Hash of the file's bytes
-    candidates: int  # Prompts read or written for it, before filtering
-    prompts: int  # Number of prompts in it
-    rows: int  # Number of rows in it; a conversation takes several where the template rewrites earlier turns
-    by_target: int  # Number of these that the target answered
-    by_text: int  # Number of these that are given text
-    by_draft: int  # Number of these that a draft answered
-    tokens: int  # Tokens in all rows
-    supervised: int  # Tokens written by the assistant
-    answers: int  # Assistant turns
-    truncated: int  # Answers cut by the length limit
-    full: int  # Conversations that end early because the target's context does
+    candidates: Natural  # Prompts read or written for it, before filtering
+    prompts: Natural  # Number of prompts in it
+    rows: Natural  # Number of rows in it; a conversation takes several where the template rewrites earlier turns
+    by_target: Natural  # Number of these that the target answered
+    by_text: Natural  # Number of these that are given text
+    by_draft: Natural  # Number of these that a draft answered
+    tokens: Natural  # Tokens in all rows
+    supervised: Natural  # Tokens written by the assistant
+    answers: Natural  # Assistant turns
+    truncated: Natural  # Answers cut by the length limit
+    full: Natural  # Conversations that end early because the target's context does
 
     @property
     def number(self) -> int:
@@ -126,8 +127,6 @@ class ShardRecord:
         if re.fullmatch(rf"{self.split}-[0-9]{{5,18}}\.safetensors", self.file) is None:
             raise ValueError(f"file must be the name of a file in the folder, {self.split}-00000.safetensors or one "
                              f"with another number, got {self.file!r}")
-        if wrong := [name for name, value in vars(self).items() if isinstance(value, int) and value < 0]:
-            raise ValueError(f"{wrong[0]} of {self.file} must be at least 0, got {getattr(self, wrong[0])}")
 
 
 def shard_file(split: SplitName, number: int) -> str:
@@ -141,14 +140,12 @@ class HeldOut:
 
     file: str  # Name inside the folder; JSONL
     sha256: str  # Hash of the file's bytes
-    prompts: int  # Number of prompts in it
+    prompts: Natural  # Number of prompts in it
 
     def __post_init__(self) -> None:
         # States are written next to it under a name made of this one: it must lead to no other folder.
         if Path(self.file).name != self.file:
             raise ValueError(f"file must be the name of a file in the folder, got {self.file!r}")
-        if self.prompts < 0:
-            raise ValueError(f"prompts of {self.file} must be at least 0, got {self.prompts}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,9 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from ...modules import (
     BASELINES,
@@ -21,8 +24,8 @@ from ...modules import (
     parse_joined,
 )
 from ...modules.baselines.registry import NATIVE
-from ...modules.config_checks import MOST_ROWS, MOST_TOKENS, check_bounds
-from ...modules.verification.sampling import TEMPERATURES, is_temperature
+from ...modules.config_checks import MOST_TOKENS, CheckedSettings, Natural, Positive, Rows, RowsOrNone, Share, Whole
+from ...modules.verification.sampling import Temperature
 from ..artifact import Artifact
 from ..tuning import Prediction
 
@@ -33,27 +36,29 @@ Answered = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(CheckedSettings):
     """Settings of an evaluation."""
 
-    max_new_tokens: int = 128
+    section: ClassVar[str] = "evaluate"
+
+    max_new_tokens: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = 128
     """Longest answer, in tokens."""
-    batch_sizes: int | tuple[int, ...] = (1,)
+    batch_sizes: Rows | tuple[Rows, ...] = (1,)
     """Rows decoded at once where speed is measured: one number or several, [1,4,8]."""
-    temperatures: float | tuple[float, ...] = (0.0,)
+    temperatures: Temperature | tuple[Temperature, ...] = (0.0,)
     """One number or several, [0,1]. 0 is greedy; above it, identity is checked against this project's plain loop under
     the same random stream."""
-    top_k: int = 0
+    top_k: Natural = 0
     """Sample among this many best tokens; 0 is all of them."""
-    top_p: float = 1.0
+    top_p: Share = 1.0
     """Sample within this share of the probability."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Positive = 1.0
     """Divides the logits of tokens that occurred, as in transformers, in greedy answers too; 1 changes nothing."""
-    speed_prompts: int = 8
+    speed_prompts: RowsOrNone = 8
     """Prompts of each set whose decoding is timed (with every method, without drafts and by `generate`); 0 times none.
     The same prompts fill whole batches of every size, so their number is rounded down to a multiple of all batch sizes;
     where fewer are given it is the least such multiple."""
-    limit: int | None = None
+    limit: Whole | None = None
     """Use at most this many prompts of each set, spread over it; None uses all."""
     policies: tuple[str, ...] | str = (STATIC,)
     """Policies that artifacts draft with, one or several, each measured in turn: fastest (static or static+lookup, by
@@ -72,12 +77,12 @@ class EvaluateConfig:
     compile: bool = False
     """Compile the layers of target and drafts with torch.compile, in plain decoding too. The first passes take minutes,
     before anything is timed; the report says where it fails."""
-    budget_minutes: float | None = None
+    budget_minutes: Positive | None = None
     """Minutes for the evaluation: prompts that do not fit are left out, the sets decoded in turn and evenly over
     categories, and the report says how many; of each set one is decoded, and timed, in any case. None decodes all."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, max_new_tokens=(2, MOST_TOKENS), speed_prompts=(0, MOST_ROWS))
+        super().__post_init__()
         for name, given in (("batch_sizes", self.batches), ("temperatures", self.degrees),
                             ("policies", self.policy_names), ("baselines", self.baseline_names)):
             if not given and name != "baselines":
@@ -86,23 +91,12 @@ class EvaluateConfig:
             if len(set(given)) < len(given):
                 raise UserError(f"{name} must be different from each other, got {', '.join(map(str, given))}; leave "
                                 "out those that stand there twice")
-        if self.limit is not None and self.limit < 1:
-            raise UserError(f"limit must be at least 1, got {self.limit}; leave it out to use every prompt")
-        if self.budget_minutes is not None and not self.budget_minutes > 0:
-            raise UserError(f"budget_minutes must be above 0, got {self.budget_minutes}; leave it out to decode every "
-                            "prompt")
         for name in self.policy_names:
             if name != FASTEST:
                 parse_joined(name)
         for name in self.baseline_names:
             if name not in (*BASELINES, NATIVE):
                 raise UserError(f"there is no baseline {name!r}; choose from {', '.join((*BASELINES, NATIVE))}")
-        for temperature in self.degrees:
-            if not is_temperature(temperature):
-                raise UserError(f"a temperature must be {TEMPERATURES}, got {temperature}")
-        for batch_size in self.batches:
-            # The decoding loop checks its own settings.
-            self.settings(batch_size)
 
     @property
     def policy_names(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..config_checks import CheckedSettings, Whole
 from ..drafters.parts.row_text import Text
 from ..errors import UserError
 from ..interfaces.proposer import Frontier, Observation, Proposer, Remembers, Scores
@@ -15,18 +16,16 @@ from .token_recycling import required
 
 
 @dataclass(frozen=True, kw_only=True)
-class NgramConfig:
+class NgramConfig(CheckedSettings):
     """Size of the n-gram memory and of a lookup in it."""
 
-    longest: int = 4  # Largest number of tokens of a context that are compared
-    candidates: int = 4  # Most probable next tokens stored for a context, with their log-probabilities
-    averaged: int = 4  # Largest number of entries averaged: the latest ones with the longest match
-    memory: int = 4096  # Contexts stored, of all rows and requests together; the oldest is overwritten
+    longest: Whole = 4  # Largest number of tokens of a context that are compared
+    candidates: Whole = 4  # Most probable next tokens stored for a context, with their log-probabilities
+    averaged: Whole = 4  # Largest number of entries averaged: the latest ones with the longest match
+    memory: Whole = 4096  # Contexts stored, of all rows and requests together; the oldest is overwritten
 
     def __post_init__(self) -> None:
-        for name in ("longest", "candidates", "averaged", "memory"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        super().__post_init__()
         if self.averaged > self.memory:
             raise UserError(f"averaged must be at most memory ({self.memory}), got {self.averaged}")
 

@@ -8,24 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..config_checks import CheckedSettings, Whole
 from ..drafters.parts.row_text import Text
 from ..errors import UserError
 from ..interfaces.proposer import Frontier, Observation, Proposer, Scores
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptLookupConfig:
+class PromptLookupConfig(CheckedSettings):
     """Lengths of the suffix that is searched and of the copy."""
 
-    shortest: int = 1  # Smallest number of tokens of a suffix that must have occurred before
-    longest: int = 3  # Largest number of tokens of a suffix; the longest match is used, then the latest
-    copied: int = 7  # Number of tokens copied from after the occurrence
+    shortest: Whole = 1  # Smallest number of tokens of a suffix that must have occurred before
+    longest: Whole = 3  # Largest number of tokens of a suffix; the longest match is used, then the latest
+    copied: Whole = 7  # Number of tokens copied from after the occurrence
 
     def __post_init__(self) -> None:
-        if not 1 <= self.shortest <= self.longest:
+        super().__post_init__()
+        if self.shortest > self.longest:
             raise UserError(f"shortest must be between 1 and longest ({self.longest}), got {self.shortest}")
-        if self.copied < 1:
-            raise UserError(f"copied must be at least 1, got {self.copied}")
 
 
 class PromptLookup(Proposer[Text]):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..config_checks import CheckedSettings
+from ..config_checks import CheckedSettings, Parts
 from ..errors import UserError
 from .medusa import ResidualBlock
 
@@ -23,7 +23,7 @@ REJECTED, ACCEPTED = 0, 1
 class AcceptanceHeadConfig(CheckedSettings):
     """The shape of an acceptance head."""
 
-    num_layers: int = 3
+    num_layers: Parts = 3
     """Residual blocks; the official code applies one block as often, by mistake."""
 
 

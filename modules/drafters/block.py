@@ -19,6 +19,7 @@ from typing import Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
+from ..config_checks import Parts, Size
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafts, FamilyCard
@@ -63,9 +64,9 @@ class BlockDraftConfig(FeatureConfig):
     taps: tuple[int, ...] | None = None
     """Layers of the target, from 0, whose outputs are read, ascending; None takes a low, a middle and a high one, as
     for EAGLE-3. The papers have five, evenly spaced."""
-    num_layers: int = 2
+    num_layers: Parts = 2
     """Decoder layers of the backbone; the papers have 5, DSpark's ablation 2."""
-    block_size: int = 5
+    block_size: Parts = 5
     """Slots of a block, S, that of the root's token included."""
     aligned: Literal["next", "same"] = "next"
     """Token that a slot predicts: `next`, the one after its own position (DSpark), or `same`, the one at it (DFlash),
@@ -78,7 +79,7 @@ class BlockDraftConfig(FeatureConfig):
     all tokens before in the block, mixed place by place (XPress); `gru`: one by these tokens in a recurrent state
     (Domino); `state`: a gated layer that changes the slot's state before the output layer (DFly); `none`: each slot
     guesses alone (DFlash)."""
-    rank: int = 64
+    rank: Size = 64
     """Rank of the correction, 256 in the papers; of `gru` a quarter of the recurrent state; of `state` the width of its
     gated layer, in the paper the target's."""
     conv: bool = False
@@ -92,7 +93,7 @@ class BlockDraftConfig(FeatureConfig):
     mask_token_id: int | None = None
     """Token of the target that stands for a mask, whose embedding the slots after the first read; one that no text has.
     None trains a row of the drafter's own, which serving engines cannot hold."""
-    anchors: int | None = None
+    anchors: Size | None = None
     """Most places of a row after which a block is trained, drawn anew in each step; None trains one after every token.
     The papers draw 512."""
 

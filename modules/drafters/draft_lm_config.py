@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config_checks import Parts, Size
 from ..errors import UserError
 from ..interfaces.drafter import DrafterConfig
 from ..target.loading.hf_folder import read_config
@@ -23,16 +24,16 @@ class DraftLMConfig(DrafterConfig):
     """Layers of the target to copy, ascending; width, embedding and output layer are then the target's."""
     folder: str | None = None
     """A Hugging Face folder with the first weights, such as another run's export."""
-    num_layers: int | None = None
+    num_layers: Parts | None = None
     """Decoder layers of a new model; 2 by default. Few wide layers draft fastest at equal size."""
-    hidden_size: int | None = None
+    hidden_size: Size | None = None
     """Width of a new model; None takes the target's."""
-    num_heads: int | None = None
+    num_heads: Parts | None = None
     """Attention heads of a new model, with the target's proportion of key-value heads; None keeps the target's width of
     a head."""
     freeze_embedding: bool = False
     """Do not train the embedding. On a CPU its gradient costs more than that of all layers."""
-    depths: int = 1
+    depths: Parts = 1
     """Tokens guessed in one pass of the draft: above 1, a learned mask token replaces each one not yet known."""
     mask_token_id: int | None = None
     """A reserved token whose embedding holds the mask token's in exports; None exports without mask tokens."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..config_checks import NotNegative, Parts
 from ..interfaces.drafter import FamilyCard
 from ..target.model import Target
 from .eagle_base import EagleDrafter
@@ -27,10 +28,10 @@ class EagleConfig(FeatureConfig):
     training_only = frozenset({"steps", "noise"})
     bias: bool = True
     """Whether the layer that combines token and state has a bias."""
-    steps: int = 1
+    steps: Parts = 1
     """Draft steps trained at each position. 1 is EAGLE; more are HASS's harmonised passes (3 in the paper): each reads
     the states of the one before it, without a gradient through them."""
-    noise: float = 0.0
+    noise: NotNegative = 0.0
     """Uniform noise between -noise and noise on the target's states in training; the paper's is 0.1."""
     feature_sampling: bool = False
     """Whether an MLP gated by the token alone corrects the combined state before the layer reads it (FSPAD)."""

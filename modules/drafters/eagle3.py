@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..config_checks import Parts, Size
 from ..errors import UserError
 from ..interfaces.drafter import FamilyCard
 from ..target.draft_vocabulary import OwnOutput
@@ -37,12 +38,12 @@ class Eagle3Config(FeatureConfig):
     taps: tuple[int, ...] | None = None
     """Layers of the target, from 0, whose outputs are read, ascending; None takes a low, a middle and a high one as in
     the official code: 1, L/2 - 1 and L - 4 of L layers."""
-    steps: int = 7
+    steps: Parts = 7
     """Draft steps of the training-time test at each position."""
-    num_layers: int = 1
+    num_layers: Parts = 1
     """Decoder layers; the first reads token and state, the others are ordinary ones after it. The paper has 1; the
     official code and SGLang run no other number."""
-    hidden_size: int | None = None
+    hidden_size: Size | None = None
     """Width of its layers; None takes the target's. Neither the target's embedding nor its output layer fits another
     width: the drafter then trains its own."""
     fc_norm: bool = False

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..config_checks import Dropout, NotNegative, Parts
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafts, FamilyCard
@@ -46,14 +47,14 @@ class FalconConfig(FeatureConfig):
     """The shape of a Falcon drafter."""
 
     training_only = frozenset({"blocks", "noise", "dropout"})
-    block_size: int = 2
+    block_size: Parts = 2
     """Tokens drafted by one run of the decoder layer; the paper's best is 2 (its table of 2, 3 and 4)."""
-    blocks: int = 1
+    blocks: Parts = 1
     """Blocks trained at each position. 1 trains on the target's states alone; each further block reads the estimates of
     the one before it as while decoding, without a gradient through them (as HASS does for EAGLE)."""
-    noise: float = 0.0
+    noise: NotNegative = 0.0
     """Uniform noise between -noise and noise on the target's states in training; the paper's is 0.1."""
-    dropout: float = 0.0
+    dropout: Dropout = 0.0
     """Share of the components between the layers of the recurrent network that training drops; the official code's is
     0.1."""
 

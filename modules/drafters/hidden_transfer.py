@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ..config_checks import Size
 from ..errors import UserError
 from ..interfaces.drafter import FamilyCard
 from ..target.model import Target
@@ -22,7 +23,7 @@ from .parts.shared_embeddings import Sizes
 class HiddenTransferConfig(LookaheadConfig):
     """The shape of Hidden Transfer maps."""
 
-    layer: int | None = None
+    layer: Size | None = None
     """Index of the target's layer that the mapped states enter, at least 1; None takes the middle one. The paper gives
     each step a layer of its own."""
 

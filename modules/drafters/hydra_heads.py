@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..config_checks import Dropout, NotNegative, Parts
 from .medusa import ResidualBlock
 from .parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock, RMSNorm
 from .parts.heads import HeadConfig
@@ -21,16 +22,16 @@ class HydraConfig(HeadConfig):
     """The shape of Hydra heads. Hydra++ is `prefix`, with `num_layers` 4."""
 
     training_only = frozenset({"dropout", "noise"})
-    num_layers: int = 1
+    num_layers: Parts = 1
     """Blocks of each head: the first reads the state and the tokens guessed so far, the others read its output."""
     tie_blocks: bool = True
     """Whether the blocks after the first are one block applied repeatedly, as in the official code; its layout can hold
     nothing else."""
     prefix: bool = False
     """Whether the drafter's own decoder layer first reads the target's states of the whole text (Hydra++)."""
-    dropout: float = 0.0
+    dropout: Dropout = 0.0
     """Dropout of the inputs of blocks and output layers in training; the official Hydra++ has 0.2."""
-    noise: float = 0.0
+    noise: NotNegative = 0.0
     """Scale of uniform noise on the states and embeddings in training (NEFTune, arXiv:2310.05914, eq. 1)."""
 
     def carries(self, name: str, start: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ..config_checks import Chance, Parts, Positive
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import Drafts, FamilyCard
@@ -40,21 +41,17 @@ class KangarooConfig(FeatureConfig):
     """The shape of a Kangaroo drafter, and where its chains end."""
 
     training_only = frozenset({"gamma", "eta"})
-    rope_base: float | None = OFFICIAL_ROPE_BASE
+    rope_base: Positive | None = OFFICIAL_ROPE_BASE
     """Base of the rotary embedding; the official code's, which its layout assumes. None takes the target's, with its
     scaling."""
-    exit_layer: int | None = None
+    exit_layer: Parts | None = None
     """Number of the target's first layers that draft; None takes a sixteenth of all, at least 1: 2 of 32 as in the
     paper."""
-    gamma: int = 6
+    gamma: Parts = 6
     """Most tokens of a chain with the policy `early-exit`."""
-    eta: float = 0.6
+    eta: Chance = 0.6
     """Such a chain ends after the first token whose distribution peaks below this probability; the paper has 0.6 for
     chains and 0.4 for trees."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ChainLimits(gamma=self.gamma, eta=self.eta)
 
 
 class AttentionLayer(nn.Module):

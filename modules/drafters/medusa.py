@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..config_checks import Parts
 from ..features import Features
 from ..interfaces.drafter import Drafts, FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
@@ -30,7 +31,7 @@ class MedusaConfig(HeadConfig):
     head in each batch, whose expectation is the mean over all heads that is trained here.
     """
 
-    num_layers: int = 1
+    num_layers: Parts = 1
     """Residual blocks in each head."""
     tie_blocks: bool = False
     """Whether the blocks of a head are one block applied `num_layers` times, as in the official code."""

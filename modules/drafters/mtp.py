@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from ..config_checks import CheckedSettings, settings_of
+from ..config_checks import CheckedSettings, Parts, settings_of
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import DrafterConfig, FamilyCard
@@ -39,7 +39,7 @@ class MtpConfig(DrafterConfig):
     """The training of a target's own head, whose shape is that of its files."""
 
     training_only = frozenset({"steps"})
-    steps: int = 3
+    steps: Parts = 3
     """Draft steps trained at each position, each from the states of the one before it; FastMTP has 3."""
 
 

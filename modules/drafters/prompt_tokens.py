@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..config_checks import Size
 from ..interfaces.drafter import FamilyCard
 from ..target.model import Target
 from ..target.partial_passes import ReadText
@@ -29,7 +30,7 @@ _NOISE = 0.1
 class PromptTokensConfig(LookaheadConfig):
     """The shape of prompt tokens."""
 
-    copies: int = 1
+    copies: Size = 1
     """Embeddings of each prompt token, which do not see each other and whose states are averaged (the paper's ensemble
     prompt tokens). More cost as many times the nodes of a pass and gained little in the paper."""
 

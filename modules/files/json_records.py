@@ -4,7 +4,7 @@ import json
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypeVar, get_args, get_origin, get_type_hints
@@ -39,12 +39,7 @@ class MistypedError(ValueError):
 
 
 def read_json(file: Path, remedy: str, most: int = SETTINGS_BYTES) -> Any:
-    """The content of a JSON file.
-
-    Args:
-        file: its path.
-        remedy: what to do about a damaged one; ends the error's sentence.
-        most: its largest size in bytes.
+    """The content of a JSON file of at most so many bytes; `remedy` says what to do about a damaged one.
 
     Raises:
         UserError: if it cannot be read, is larger, or is not JSON.
@@ -85,13 +80,7 @@ def read_record(kind: type[T], file: Path, remedy: str) -> T:
 
 
 def record_of(kind: type[T], value: Any, where: str, remedy: str) -> T:
-    """A value of JSON as a dataclass or any other annotated type.
-
-    Args:
-        kind: the type.
-        value: what JSON gave.
-        where: its place, for the error's sentence.
-        remedy: ends the sentence.
+    """A value of JSON, from the place `where`, as a dataclass or any other annotated type.
 
     Raises:
         UserError: if a field is missing, unknown, of the wrong kind or out of its bounds.
@@ -106,22 +95,20 @@ def record_of(kind: type[T], value: Any, where: str, remedy: str) -> T:
 def typed(value: Any, kind: Any, name: str = "its content") -> Any:
     """A value of JSON or YAML converted to an annotated type: mappings become dataclasses, lists tuples, text paths.
 
-    Args:
-        value: what JSON gave.
-        kind: a dataclass, int, float, bool, str, None, Path, Any, Literal, a union, or a list, tuple or dict of such;
-            `Annotated` with the bounds of pydantic's `Field`.
-        name: of the field.
+    A kind is a dataclass, int, float, bool, str, None, Path, Any, Literal, a union, or a list, tuple or dict of such,
+    `Annotated` with the bounds of pydantic's `Field` or with `Such`.
 
     Raises:
         MistypedError: if it is of another kind, or out of its bounds.
         ValueError: as the checks of a dataclass do.
     """
     check_numbers(value, name)
+    # In a list: else pydantic takes only the settings that a dataclass has for itself.
+    text = json.dumps([value], default=str)
     try:
-        # In a list: else pydantic takes only the settings that a dataclass has for itself.
-        return _reader(kind).validate_json(json.dumps([value], default=str))[0]
+        return _reader(kind).validate_json(text)[0]
     except ValidationError as error:
-        raise explained(error, value, kind, name) from None
+        raise explained(error, json.loads(text)[0], kind, name) from None
 
 
 @lru_cache(maxsize=256)
@@ -130,7 +117,7 @@ def _reader(kind: Any) -> TypeAdapter[Any]:
 
 
 def explained(error: ValidationError, value: Any, kind: Any, name: str) -> ValueError:
-    """What pydantic found, as one sentence of this project: key, kind or bound, and value."""
+    """The sentence about what pydantic refused: key, kind or bound, and value."""
     found = error.errors(include_url=False)
     first, context = found[0], found[0].get("ctx", {})
     if isinstance(context.get("error"), ValueError):
@@ -138,12 +125,11 @@ def explained(error: ValidationError, value: Any, kind: Any, name: str) -> Value
     if first["type"] == "json_invalid":
         return MistypedError(f"{name} holds text that is not UTF-8")
     loc = first["loc"][1:]
-    if first["type"] in APART:
-        names = [str(one["loc"][-1]) for one in found
-                 if one["type"] == first["type"] and one["loc"][:-1] == first["loc"][:-1]]
-        listed = ", ".join(names)
-        return MistypedError(f"{place(kind, loc[:-1], name)[0]} {APART[first['type']]} "
-                             f"{listed if len(listed) <= 200 else f'{listed[:197]}...'}")
+    if (what := APART.get(first["type"])) is not None:
+        names = ", ".join(str(one["loc"][-1]) for one in found
+                          if one["type"] == first["type"] and one["loc"][:-1] == first["loc"][:-1])
+        return MistypedError(f"{place(kind, loc[:-1], name)[0]} {what} "
+                             f"{names if len(names) <= 200 else f'{names[:197]}...'}")
     where, kind, depth = place(kind, loc, name)
     for part in loc[:depth]:
         value = value[part]
@@ -199,17 +185,14 @@ def check_numbers(value: Any, name: str) -> None:
         check_numbers(part, str(key) if name == "its content" else inside)
 
 
+def kinds_of(config: type) -> dict[str, Any]:
+    """The annotated types of a dataclass's fields, bounds included."""
+    hints = get_type_hints(config, include_extras=True)
+    return {one.name: hints[one.name] for one in fields(config)}
+
+
 def typed_fields(value: Any, kinds: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A mapping of JSON with each field converted to its type, as `typed` does.
-
-    Args:
-        value: what JSON gave.
-        kinds: types of the fields that must be there.
-        optional: types of those that may be there.
-
-    Raises:
-        MistypedError: if a field is missing, unknown or of another kind.
-    """
+    """A mapping of JSON with each field converted to its type, as `typed` does, those that may be missing too."""
     left_out = {name: NotRequired[kind] for name, kind in (optional or {}).items()}
     found: dict[str, Any] = typed(value, TypedDict("Fields", {**kinds, **left_out}))  # type: ignore[operator]
     return found
@@ -230,8 +213,12 @@ def kind_in_words(kind: Any) -> str:
     """A type annotation in readable words: "a whole number from 1 to 32", "one of hard, soft"."""
     if get_origin(kind) is Annotated:
         plain, *notes = get_args(kind)
+        if said := [note.words for note in notes if hasattr(note, "words")]:
+            return str(said[0])
         marks = [mark for note in notes for mark in getattr(note, "metadata", [note])]
-        bounds = {key: in_digits(getattr(mark, key)) for key in BOUNDS for mark in marks if hasattr(mark, key)}
+        # Upper bounds far above any use are left out here.
+        bounds = {key: in_digits(bound) for key in BOUNDS for mark in marks
+                  if (bound := getattr(mark, key, None)) is not None and not (key == "le" and bound > 2**20)}
         if bounds.keys() == {"ge", "le"}:
             return f"{kind_in_words(plain)} from {bounds['ge']} to {bounds['le']}"
         limits = " and ".join(f"{BOUNDS[key]} {bound}" for key, bound in bounds.items())
@@ -242,6 +229,8 @@ def kind_in_words(kind: Any) -> str:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) in (types.UnionType, typing.Union):
         return " or ".join(kind_in_words(one) for one in get_args(kind))
+    if get_origin(kind) is dict and get_origin(keys := get_args(kind)[0]) is Literal:
+        return f"a mapping from {kind_in_words(keys)} to {kind_in_words(get_args(kind)[1])}"
     if get_origin(kind) in (tuple, list):
         return f"a list, each {kind_in_words(get_args(kind)[0])}"
     if is_dataclass(kind):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compiler import Compiler
-from ..config_checks import CheckedSettings
+from ..config_checks import CheckedSettings, Size
 from ..features import Features
 from ..target.devices.compiled_layers import Adapt, CompiledLayers
 from ..target.linear_forms import DecodingLinears
@@ -43,7 +43,7 @@ class DrafterConfig(CheckedSettings):
 
     training_only: ClassVar[frozenset[str]] = frozenset()
     """Settings that change neither weights nor the function that they compute: a continued draft may have others."""
-    vocabulary_size: int | None = None
+    vocabulary_size: Size | None = None
     """Entries of a reduced draft vocabulary, the most frequent tokens of the training data; None keeps them all."""
 
     def inherits(self, name: str, start: Any) -> bool:

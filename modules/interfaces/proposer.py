@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from ..compiler import Compiler
-from ..config_checks import CheckedSettings
+from ..config_checks import Chance, CheckedSettings, Parts
 from ..errors import UserError
 from ..number_formats import widened
 from ..row_buffers import RowBuffer
@@ -265,14 +265,10 @@ class GuessesInPasses(ABC):
 class ChainLimits(CheckedSettings):
     """Ends of a chain of drafted tokens (Kangaroo, arXiv:2404.18911, section 3.2); UserError if one is out of range."""
 
-    gamma: int = 6  # Most tokens
-    eta: float = 0.6  # A token whose distribution peaks below this probability is the chain's last
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # At 0 no chain ever ends early, at 1 every chain does: either bound would switch the rule off without a word.
-        if not 0 < self.eta < 1:
-            raise UserError(f"eta must be above 0 and below 1, got {self.eta}")
+    gamma: Parts = 6  # Most tokens
+    # A token whose distribution peaks below this probability is the chain's last. At 0 no chain would ever end early,
+    # at 1 every chain would: either bound would switch the rule off without a word.
+    eta: Chance = 0.6
 
 
 class LimitsChains:

@@ -8,10 +8,12 @@ Shapes: B rows, N nodes, M nodes of a pass, V target vocabulary, R sampled rows.
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from ..config_checks import Such
 from ..number_formats import widened
 
 LEAST_TEMPERATURE = 1e-3
@@ -36,6 +38,11 @@ _BLOCK = 128  # Entries of a block in which the largest logit, or the drawn toke
 def is_temperature(value: float) -> bool:
     """True for the temperatures of a request: 0 and those within the bounds."""
     return value == 0 or LEAST_TEMPERATURE <= value <= GREATEST_TEMPERATURE
+
+
+Temperature = Annotated[float, Such(is_temperature, TEMPERATURES)]
+Temperatures = Annotated[tuple[Temperature, ...], Such(len, f"one or more numbers, each {TEMPERATURES}")]
+"""A setting's sampling temperature, and several of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

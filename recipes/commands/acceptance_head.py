@@ -3,17 +3,19 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from ...data import Manifest
 from ...data.store.token_store import TokenShard
 from ...export import Artifact, load_artifact, save_head
 from ...export.acceptance_heads import check_rule
 from ...modules import AcceptanceHeadConfig, Examples, SamplingSetting, TargetConfig, UserError, rollouts
-from ...modules.config_checks import check_bounds, check_sizes
+from ...modules.config_checks import CheckedSettings, Size
 from ...modules.files.folder_locks import sole_writer
 from ...modules.policies.registry import MOST
-from ...modules.verification.sampling import TEMPERATURES, is_temperature
+from ...modules.verification.sampling import Temperatures
 from ...trainers.acceptance_head import HELD_OUT, HeadFitConfig, fit_head
 from ..chat_settings import artifact_target
 from ..reading.parsing import Command, Parsed
@@ -23,44 +25,40 @@ from .artifact_commands import own_target
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelConfig:
+class LabelConfig(CheckedSettings):
     """Examples of drafted tokens: whole drafts while the target answers the data's prompts.
 
     The prompts that the data hold out come first: a drafter knows the answers that it was trained on, its drafts for
     those are accepted more often than others, and a head fitted to them promises too much.
     """
 
-    temperatures: tuple[float, ...] = (0.0, 1.0)
+    temperatures: Temperatures = (0.0, 1.0)
     """A head is trained for each of these temperatures; it decides for answers at this one alone."""
-    length: int = 8
+    length: Annotated[int, Field(ge=1, le=MOST)] = 8
     """Tokens of a rolled-out draft, and most tokens of a draft that the heads end."""
-    examples: int = 24000
+    examples: Size = 24000
     """Drafted tokens for each head, held-out ones included; fewer where the data end before."""
-    max_new_tokens: int = 128
+    max_new_tokens: Size = 128
     """Longest answer that is drafted for, in tokens."""
 
     def __post_init__(self) -> None:
-        for name in ("length", "examples", "max_new_tokens"):
-            check_sizes(**{f"labels.{name}": getattr(self, name)})
-        check_bounds(self, "labels.", length=(1, MOST))
-        if not self.temperatures or not all(map(is_temperature, self.temperatures)):
-            raise UserError(f"labels.temperatures must each be {TEMPERATURES}, got {list(self.temperatures)}")
+        super().__post_init__()
         if len(set(self.temperatures)) < len(self.temperatures):
             raise UserError(f"labels.temperatures must be different from each other, got {list(self.temperatures)}; "
                             "leave out those that stand there twice")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuleConfig:
+class RuleConfig(CheckedSettings):
     """The stopping rule that a head decides; `specdec-0.5` in place of `specdec` takes another risk."""
 
     threshold: float = 0.7
     """Risk of a rejection above which a draft ends; larger ones make longer drafts."""
-    least: int = 2
+    least: Size = 2
     """Tokens that are drafted whatever the risk."""
 
     def __post_init__(self) -> None:
-        check_sizes(**{"rule.least": self.least})
+        super().__post_init__()
         check_rule(self.threshold, self.least, self.least)
 
 

@@ -23,9 +23,10 @@ from ...modules import (
     parse_joined,
     stream,
 )
+from ...modules.config_checks import CheckedSettings, Whole
 from ...modules.decoding.recorders import PassRecorder
 from ...modules.decoding.token_text import TokenText, visible
-from ...modules.verification.sampling import TEMPERATURES, is_temperature
+from ...modules.verification.sampling import Temperature
 from ..chat_settings import TemplateConfig, artifact_target
 from ..reading.parsing import Command, Parsed
 from ..reading.recipe_files import check_plain
@@ -41,14 +42,14 @@ MOST_CHARACTERS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerArguments:
+class AnswerArguments(CheckedSettings):
     """Arguments of the commands that answer."""
 
     artifact: Path
     """Folder of the artifact."""
-    max_new_tokens: int = 256
+    max_new_tokens: Whole = 256
     """Longest answer, in tokens."""
-    temperature: float = 0.0
+    temperature: Temperature = 0.0
     """0 is greedy."""
     top_k: int = 0
     """Sample among this many best tokens; 0 is all of them."""
@@ -79,10 +80,7 @@ class AnswerArguments:
     """Import the class that the artifact names where its family is none of this package's, which runs its code."""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not is_temperature(self.temperature):
-            raise UserError(f"temperature must be {TEMPERATURES}, got {self.temperature}")
+        super().__post_init__()
         if self.policy != FASTEST:
             parse_joined(self.policy)
         self.decode_settings()

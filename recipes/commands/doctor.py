@@ -14,11 +14,12 @@ from ...export import load_artifact, read_description
 from ...export.artifact_files import CONFIG
 from ...export.page import as_html
 from ...modules import Target, TargetConfig, TargetIdentity, UserError, load_target
+from ...modules.config_checks import CheckedSettings
 from ...modules.decoding.token_text import visible
 from ...modules.files.atomic_files import write_file
 from ...modules.target.loading.identity import SHAPE
 from ...modules.target.loading.loading import sketch_target
-from ...modules.verification.sampling import TEMPERATURES, is_temperature
+from ...modules.verification.sampling import Temperature
 from ..chat_settings import TemplateConfig, handwritten_prompts, named_target
 from ..doctor.case import Case, DataSample, Finding, unchecked
 from ..doctor.diagnosis import diagnose, lines
@@ -30,7 +31,7 @@ from .artifact_commands import own_target
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorArguments:
+class DoctorArguments(CheckedSettings):
     """Arguments of `draftsmith doctor`."""
 
     artifact: Path
@@ -41,7 +42,7 @@ class DoctorArguments:
     """The target as it is served; the one that the artifact names by default."""
     template: TemplateConfig = field(default_factory=TemplateConfig)
     """Settings of its chat template as it is served."""
-    temperature: float = 0.0
+    temperature: Temperature = 0.0
     """Temperature at which the draft is used; 0 is greedy."""
     out: Path | None = None
     """Folder for doctor.html, a page in the style of the report, and doctor.json; null writes none."""
@@ -49,10 +50,6 @@ class DoctorArguments:
     """Print the findings as JSON."""
     trust: bool = False
     """Import the class that an artifact names where its family is none of this package's, which runs its code."""
-
-    def __post_init__(self) -> None:
-        if not is_temperature(self.temperature):
-            raise UserError(f"temperature must be {TEMPERATURES}, got {self.temperature}")
 
 
 def doctor(parsed: Parsed[DoctorArguments]) -> None:

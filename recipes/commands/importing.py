@@ -10,7 +10,6 @@ from ...export import ImportSettings, import_drafter, load_artifact, save_artifa
 from ...export.artifact_files import ACCEPTANCE
 from ...export.layouts.registry import EXPORT_FORMATS, IMPORTED, format_named
 from ...modules import Drafter, StaticTree, TargetConfig, Topology, UserError, load_target
-from ...modules.config_checks import check_bounds
 from ...modules.policies.registry import MOST
 from ...modules.target.loading.hf_folder import own_folder
 from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, handwritten_prompts
@@ -60,7 +59,6 @@ class ImportArguments(ImportSettings, ImportFolders):
             if value is not None and name not in chosen.opens:
                 raise UserError(f"{name} {json.dumps(value)} is for the formats {' and '.join(takers)} alone; leave "
                                 "it out")
-        check_bounds(self, rope_base=(1, 1e9), depths=(2, MOST))
         if self.target.name == ARTIFACT_TARGET:
             raise UserError(f"import needs the model that {self.folder or 'the head'} was trained for; give it with "
                             "--target.name")

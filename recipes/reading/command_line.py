@@ -26,10 +26,6 @@ texts have a list to choose from, or may be empty."""
 class CommandLine:
     """One call of a command: its options, the recipe that they name, and the keys that it knows for its family.
 
-    Args:
-        name: of the command.
-        arguments: words of the command line after the command's name.
-
     Raises:
         UserError: if a recipe cannot be read, or the family is unknown.
     """

@@ -69,14 +69,7 @@ class HelpText:
     """The family whose keys are among them; None without one."""
 
     def text(self, asked: str) -> str:
-        """The help as lines.
-
-        Args:
-            asked: of `asked_help`.
-
-        Raises:
-            UserError: for a section that the command does not have.
-        """
+        """The help that `asked_help` found. Raises UserError for a section that the command does not have."""
         sections = list(dict.fromkeys(name.partition(".")[0] for name in self.known.keys if "." in name))
         top = [name for name in self.known.keys if "." not in name]
         lines = [f"usage: draftsmith {self.known.command} [--config FILE] [--KEY VALUE ...]", "",
@@ -151,4 +144,5 @@ class HelpText:
 
     def _entry(self, name: str, value: str, meaning: str) -> list[str]:
         inside = textwrap.wrap(meaning, WIDTH - 8, break_on_hyphens=False)
-        return [f"  --{name} {value}", *(f"        {line}" for line in inside)]
+        key = textwrap.wrap(f"--{name} {value}", WIDTH - 2, subsequent_indent="  ", break_on_hyphens=False)
+        return [f"  {line}" for line in key] + [f"        {line}" for line in inside]

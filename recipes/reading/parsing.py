@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, TypeVar
 
 import yaml
 
 from ...modules import UserError
-from ...modules.files.json_records import MistypedError, place, typed, typed_fields
+from ...modules.files.json_records import MistypedError, kinds_of, place, typed, typed_fields
 from ..terminal.terminal_text import say
 from .command_line import TRUST, CommandLine
 from .recipe_files import flat, word_value
@@ -51,7 +51,7 @@ class Command(Generic[T]):
 
     def parsed(self, line: CommandLine) -> Parsed[T]:
         """The arguments in force of a call whose keys have been checked. Raises UserError."""
-        kinds = get_type_hints(self.arguments, include_extras=True)
+        kinds = kinds_of(self.arguments)
         if line.family is not None:
             # Commands that train nothing start a second sooner without what training imports.
             from ...trainers.families import family_configs
@@ -93,10 +93,6 @@ class Command(Generic[T]):
 
 def given_values(line: CommandLine, kinds: dict[str, Any]) -> dict[str, Any]:
     """The recipe and the command line in one, without the sections that the command passes over.
-
-    Args:
-        line: the call.
-        kinds: annotated types of the command's keys and sections.
 
     Raises:
         UserError: if a recipe asks for what the command line alone can, or a word is too deep.

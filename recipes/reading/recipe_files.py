@@ -45,10 +45,6 @@ def read_recipe(path: str) -> dict[str, Any]:
 def layers(path: str, extended_by: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     """The sections of a recipe after those of the recipes that it extends, each for itself.
 
-    Args:
-        path: of the file.
-        extended_by: the files that led here, for finding circles.
-
     Raises:
         UserError: if the file cannot be read, is not a mapping, has a key twice, or extends itself.
     """
@@ -103,13 +99,7 @@ def load_yaml(file: Path) -> dict[str, Any]:
 
 
 def check_plain(value: Any, where: str, level: int = 0) -> None:
-    """Refuse text that UTF-8 cannot hold or no name of a file may, and a value that holds itself. Raises UserError.
-
-    Args:
-        value: of YAML or a command line.
-        where: its place, for the error's sentence.
-        level: how deep it lies.
-    """
+    """Refuse text that UTF-8 cannot hold or no name of a file may, and a value that holds itself. Raises UserError."""
     if level > MOST_LEVELS:
         raise UserError(f"{where} has more than {MOST_LEVELS} levels, or a value that holds itself; write it flat")
     if isinstance(value, str) and any(sign == "\0" or "\ud800" <= sign <= "\udfff" for sign in value):
@@ -123,10 +113,6 @@ def check_plain(value: Any, where: str, level: int = 0) -> None:
 
 def word_value(text: str, kind: Any) -> Any:
     """The value that a word of the command line stands for: what it is as YAML, or the text itself where that is asked.
-
-    Args:
-        text: the word.
-        kind: annotated type of its key.
 
     Raises:
         UserError: if it would take the whole stack to read, or UTF-8 cannot hold it.

@@ -8,9 +8,9 @@ import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import pairwise
-from typing import Any, get_type_hints
+from typing import Any
 
-from ...modules.files.json_records import kind_in_words
+from ...modules.files.json_records import kind_in_words, kinds_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +28,9 @@ class Key:
 
 
 def keys_of(config: type[Any], prefix: str = "", skip: tuple[str, ...] = ()) -> dict[str, Key]:
-    """Keys of a dataclass by name; fields that are dataclasses themselves become sections.
-
-    Args:
-        config: the dataclass.
-        prefix: the section's name with a dot.
-        skip: names of fields to leave out.
-    """
+    """Keys of a dataclass by name, some left out; fields that are dataclasses themselves become sections."""
     found: dict[str, Key] = {}
-    hints, meanings = get_type_hints(config, include_extras=True), field_docstrings(config)
+    hints, meanings = kinds_of(config), field_docstrings(config)
     for field in fields(config):
         name, kind = f"{prefix}{field.name}", hints[field.name]
         if field.name in skip:

@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict, fields
 from itertools import count
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from ...data import TokenShard
 from ...data.answers.data_folder import read_stats
@@ -13,7 +13,7 @@ from ...data.batches.learned_tokens import repetitions
 from ...export import TrainingRecord
 from ...modules import UserError
 from ...modules.files.atomic_files import write_file
-from ...modules.files.json_records import MistypedError, read_object, record_of, typed_fields
+from ...modules.files.json_records import MistypedError, kinds_of, read_object, record_of, typed_fields
 from ...modules.processes import Processes
 from ...trainers import FitResult
 from ...trainers.base import LEAST_STEPS
@@ -151,7 +151,7 @@ def read_result(folder: Path) -> FitResult:
     if apart := sorted({one.name for one in fields(FitResult)} ^ content.keys()):
         raise UserError(f"{folder} was left by another version of draftsmith (its results differ in "
                         f"{', '.join(apart)}); delete it to train anew, or choose another --out")
-    kinds = {**get_type_hints(FitResult), "checkpoint": str}
+    kinds = {**kinds_of(FitResult), "checkpoint": str}
     try:
         found = typed_fields(content, kinds)
     except MistypedError as error:

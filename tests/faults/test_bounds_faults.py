@@ -64,7 +64,7 @@ FAULTS = [
           given=(f"--distill.temperatures={'{' * 90_000}",)),
     Fault("a thousand heads", PLAN + " --drafter.num_heads 1000", r"num_heads must be at most 256, got 1000; lower it"),
     Fault("a billion layers", PLAN + " --drafter.num_layers 1000000000", r"num_layers must be at most 256, got 10{9}"),
-    Fault("a billion nodes", PLAN + " --tree.searched_nodes 1000000000", r"must lie between 2 .* and 1024, got 1"),
+    Fault("a billion nodes", PLAN + " --tree.searched_nodes 1000000000", r"must be at most 1,024, got 10{9}; lower"),
     *(Fault(f"too large a {name.split('.')[1]}", PLAN + f" --{name} {value}",
             rf"{name.split('.')[1]} must be at most .*lower it")
       for name, value in (("train.accumulate", "1000000000000"), ("train.devices", "2000"),
@@ -132,7 +132,7 @@ FAULTS = [
           raw("artifact/config.json", f'{{"format_version": {DIGITS}}}')),
     Fault("deep measurements", GENERATE, r"tuning\.json cannot be read as JSON .*delete it, it will be measured again",
           raw("artifact/tuning.json", DEEP)),
-    Fault("an artifact of a billion heads", GENERATE, r"num_heads must be at most 256, got 1000000000; lower it",
+    Fault("an artifact of a billion heads", GENERATE, r"num_heads must be at most 256, got 1000000000; copy or",
           edited(lambda content: content["drafter"].update(num_heads=10**9))),
     Fault("an artifact of more heads than weights", GENERATE,
           r"the tensor heads\.\S+ should be \[32.* and is absent; copy or train",
@@ -144,7 +144,7 @@ FAULTS = [
     # Escapes that a terminal would obey.
     Fault("an escape in the name of a recipe", "plan", rf"there is no recipe '{SHOWN}'; give",
           given=("--config", ESCAPE)),
-    Fault("an escape in a value", PLAN, rf"drafter\.num_heads must be a whole number, got '{SHOWN}'",
+    Fault("an escape in a value", PLAN, rf"drafter\.num_heads must be a whole number from 1 to 256, got '{SHOWN}'",
           given=("--drafter.num_heads", ESCAPE)),
     Fault("an escape in a command", ESCAPE, rf"unknown command '{SHOWN}'.*choose"),
     Fault("an escape in a key of a recipe", "plan --config r.yaml", r"unknown key .*\\u202e", written(

@@ -247,14 +247,14 @@ def test_unknown_command(words: list[str], message: str, capsys: pytest.CaptureF
     (["--trust", "--family", "pathlib.Path"], "pathlib.Path is not a subclass of .*DraftModule; choose"),
     (["--trust", "--family", "no.such.Module"], "family no.such.Module cannot be imported"),
     (["--family", "medsua"], "unknown family 'medsua': did you mean medusa"),
-    (["--train.lr", "fast"], "train.lr must be a number, got 'fast'$"),
+    (["--train.lr", "fast"], "train.lr must be a number above 0 and at most 100, got 'fast'$"),
     (["--train.lrr", "1"], "unknown key train.lrr: did you mean train.lr"),
     (["--lr", "1"], "unknown key lr: did you mean train.lr"),
     (["--train.objective", "hart"], "train.objective must be one of hard, argmax, .*, got 'hart'$"),
     (["--train.max_steps", "null"], "max_steps and max_minutes are both null, .*; set one of them"),
-    (["--drafter.num_layers", "many"], "drafter.num_layers must be a whole number, got 'many'$"),
-    (["--drafter.num_heads", "0"], "num_heads must be a whole number of at least 1, got 0"),
-    (["--tree.searched_nodes", "1"], "tree.searched_nodes must lie between 2"),
+    (["--drafter.num_layers", "many"], "drafter.num_layers must be a whole number from 1 to 256, got 'many'$"),
+    (["--drafter.num_heads", "0"], "drafter.num_heads must be at least 1, got 0"),
+    (["--tree.searched_nodes", "1"], "tree.searched_nodes must be at least 2, got 1"),
     (["--family", "medusa2"], "batch.states is 'stored', but Medusa2Module trains the target"),
     (["--tree.used_nodes", "99"], "tree.used_nodes must lie between 1 and tree.searched_nodes 16, got 99"),
     (["--prompts.origin", "file"], "prompts.origin is file and prompts.path is null; give the path of a file"),
@@ -297,8 +297,8 @@ def test_help_without_a_family_says_how_to_see_its_keys(capsys: pytest.CaptureFi
     ("family: medusa\ntrain:\n  lr: 1\n  lr: 2\n", r"the key 'lr' is given twice \(line 3\)"),
     ("family: medusa\ntrain: 3\n", "train is a section with the keys max_steps, .*, got 3"),
     ("family: eagle3\ntrain:\n  positions: 3\n", "train.positions is a section with the keys offset, got 3"),
-    ("family: medusa\ntrain:\n  lr: null\n", "train.lr must be a number, got null"),
-    ("family: medusa\ntrain:\n  lr: [1]\n", r"train.lr must be a number, got \[1\]"),
+    ("family: medusa\ntrain:\n  lr: null\n", "train.lr must be a number above 0 .*, got null"),
+    ("family: medusa\ntrain:\n  lr: [1]\n", r"train.lr must be a number above 0 .*, got \[1\]"),
     ("family: medusa\ndrafter:\n  num_head: 3\n", "unknown key drafter.num_head: did you mean drafter.num_heads"),
 ])
 def test_a_malformed_recipe_file(text: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -423,9 +423,9 @@ def test_a_malformed_line_in_evaluation(tiny_run: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--batch-sizes", "0"], "batch_size must be at least 1, got 0"),
+    (["--batch-sizes", "0"], "evaluate.batch_sizes must be at least 1, got 0"),
     (["--batch-sizes", "[1,many]"], "batch_sizes"),
-    (["--temperatures", "[0,-1]"], "a temperature must be 0 (greedy) or from 0.001 to 1000, got -1"),
+    (["--temperatures", "[0,-1]"], "evaluate.temperatures must be 0 (greedy) or from 0.001 to 1000 or a list, each 0 "),
     (["--baselines", "[lookup]"], "there is no baseline 'lookup'; choose from prompt_lookup"),
     (["--batch-sizes", "2"], "batches of 2 rows cannot be timed on the same prompts: the set 'mine' has 1"),
     (["--prompts", "EMPTY"], "holds no prompt; write one JSON object a line"),

@@ -12,7 +12,7 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from ...modules.errors import UserError
+from ...modules.config_checks import CheckedSettings, Size
 from ...modules.target.adapter import Adapter, LowRank, choose_layers
 from ...modules.target.model import Target
 
@@ -24,15 +24,11 @@ DROPOUT = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(CheckedSettings):
     """Size of the low-rank changes of the target's layers, all but the output layer (arXiv:2106.09685)."""
 
-    rank: int = 32
+    rank: Size = 32
     """Rank of the change of each layer."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise UserError(f"lora.rank must be at least 1, got {self.rank}")
 
 
 class LearningTarget(nn.Module):

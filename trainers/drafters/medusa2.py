@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
+from ...modules.config_checks import Positive
 from ...modules.errors import UserError
 from ...modules.features import Features
 from ...modules.interfaces.drafter import Drafts, FamilyCard
@@ -44,7 +45,7 @@ class Medusa2TrainConfig(MedusaTrainConfig):
 
     lr: float = 5e-4
     """Peak learning rate of the target's low-rank weights."""
-    heads_lr_factor: float = 4.0
+    heads_lr_factor: Positive = 4.0
     """Learning rate of the heads as a multiple of `lr`."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Size of the target's low-rank changes."""
@@ -57,10 +58,6 @@ class Medusa2TrainConfig(MedusaTrainConfig):
         if self.optimizer != "adamw":
             raise UserError(f"optimizer is {self.optimizer!r}, but the target's low-rank weights and the heads have "
                             "rates of their own; set optimizer to adamw")
-        if not self.heads_lr_factor > 0:
-            raise UserError(f"heads_lr_factor must be above 0, got {self.heads_lr_factor}")
-        if self.schedule not in HEADS_WEIGHT:
-            raise UserError(f"schedule must be 'two_stage' or 'sine', got {self.schedule!r}")
 
 
 class Medusa2Module(MedusaModule):

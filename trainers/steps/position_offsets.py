@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from ...modules.config_checks import CheckedSettings, Whole
 from ...modules.errors import UserError
 from ...modules.features import Features
 from ...modules.target.model import Target
@@ -18,20 +19,13 @@ _UNKNOWN = 1 << 30  # Context length of a target whose configuration has none
 
 
 @dataclass(frozen=True, kw_only=True)
-class PositionConfig:
+class PositionConfig(CheckedSettings):
     """Offsets of the position ids that the drafter gets in training."""
 
-    offset: Literal["max"] | int | None = None
+    offset: Literal["max"] | Whole | None = None
     """Largest offset of the position ids; each conversation of a micro-batch draws one uniformly from 0 up. `max` is
     the largest that fits the target's context, which no offset exceeds. None adds no offsets: a drafter then never
     learns positions beyond its rows."""
-
-    def __post_init__(self) -> None:
-        if self.offset not in (None, "max") and not (
-            isinstance(self.offset, int) and not isinstance(self.offset, bool) and self.offset >= 1
-        ):
-            raise UserError(f"positions.offset must be 'max' or a whole number of at least 1, got {self.offset!r}; "
-                            "leave it out for no offset")
 
     def limit(self, target: Target) -> int:
         """The largest offset for this target; UserError if it is larger than the context, or the context is unknown."""

@@ -8,11 +8,13 @@ import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
+from pydantic import Field
 from torch import Tensor
 
 from ....modules import Drafter, Target
+from ....modules.policies.registry import MOST
 from ...artifact import Artifact
 from .gguf_file import FLOAT32
 from .layout_folder import Contents
@@ -48,7 +50,7 @@ class ImportSettings:
 
     taps: tuple[int, ...] | None = None
     """With eagle, speculators and dflash, the layers of the target, from 0, whose outputs the drafter reads."""
-    rope_base: float | None = None
+    rope_base: Annotated[float, Field(ge=1, le=1e9)] | None = None
     """With eagle and speculators, the base of EAGLE's rotary embedding."""
     aligned: Literal["next", "same"] | None = None
     """With dflash and speculators, the token that a slot of a block predicts: the one after its own position (DSpark),
@@ -57,7 +59,7 @@ class ImportSettings:
     """With dflash and speculators, whether a slot sees those before it alone."""
     exit_layer: int | None = None
     """With kangaroo, the number of the target's layers before the adapter."""
-    depths: int | None = None
+    depths: Annotated[int, Field(ge=2, le=MOST)] | None = None
     """With huggingface, the tokens that a draft with mask tokens guesses in a pass."""
 
 

@@ -10,7 +10,7 @@ Shapes: B rows, N tokens of a pass, W keys they may see, D hidden size, H heads,
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ...config_checks import CheckedSettings
+from ...config_checks import CheckedSettings, Parts, Positive, Size
 from ...errors import UserError
 from ...features import Features
-from ...files.json_records import MistypedError, typed_fields
+from ...files.json_records import MistypedError, kinds_of, typed_fields
 from ...target.attention.segment_attention import Segments, Sight, attend_inside
 from ...target.kv_cache import RowCache
 from ...target.model import Target
@@ -36,19 +36,19 @@ OFFICIAL_ROPE_BASE = 10_000.0
 class BlockConfig(CheckedSettings):
     """The shape of a decoder block."""
 
-    hidden_size: int
+    hidden_size: Size
     """Width D of the residual stream."""
-    intermediate_size: int
+    intermediate_size: Size
     """Width of the gated MLP."""
-    num_heads: int
+    num_heads: Parts
     """Query heads."""
-    num_kv_heads: int
+    num_kv_heads: Parts
     """Key-value heads; a divisor of `num_heads`."""
-    head_dim: int
+    head_dim: Size
     """Width E of a head; even, since the rotary embedding rotates pairs."""
-    norm_eps: float = 1e-6
+    norm_eps: Positive = 1e-6
     """Added to the mean square inside RMSNorm."""
-    rope_base: float = OFFICIAL_ROPE_BASE
+    rope_base: Positive = OFFICIAL_ROPE_BASE
     """Base of the rotary embedding's frequencies."""
     rope_scaling: dict[str, Any] | None = None
     """Scaling of these frequencies as transformers writes it, see `carried_scaling`; None for none."""
@@ -59,8 +59,6 @@ class BlockConfig(CheckedSettings):
             raise UserError(f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}")
         if self.head_dim % 2:
             raise UserError(f"head_dim must be even for the rotary embedding, got {self.head_dim}")
-        if not (self.norm_eps > 0 and self.rope_base > 0):
-            raise UserError(f"norm_eps and rope_base must be above 0, got {self.norm_eps} and {self.rope_base}")
         if self.rope_scaling is not None and self.rope_scaling.get("rope_type") not in SCALINGS:
             raise UserError(f"rope_type of rope_scaling must be one of {', '.join(SCALINGS)}, got "
                             f"{self.rope_scaling.get('rope_type')!r}")
@@ -92,10 +90,8 @@ class BlockConfig(CheckedSettings):
     def from_dict(cls, description: dict[str, Any]) -> "BlockConfig":
         """The inverse of `dataclasses.asdict`. Raises UserError if a field is missing, unknown or of the wrong kind."""
         try:
-            kinds = get_type_hints(cls)
             # A description that says nothing about scaling is that of a block without it.
-            return cls(**typed_fields({"rope_scaling": None, **description},
-                                      {name: kinds[name] for name in sorted(kinds)}))
+            return cls(**typed_fields({"rope_scaling": None, **description}, kinds_of(cls)))
         except MistypedError as error:
             raise UserError(f"the description of a decoder block is damaged: {error}; copy or train the artifact "
                             "again") from error

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...config_checks import Positive
 from ...errors import UserError
 from ...features import Features
 from ...interfaces.drafter import DrafterConfig
@@ -33,7 +34,7 @@ _PROBE = 64
 class FeatureConfig(DrafterConfig):
     """Settings that all feature drafters share."""
 
-    rope_base: float | None = None
+    rope_base: Positive | None = None
     """Base of the rotary embedding, without scaling; None takes the target's, with its scaling (linear, dynamic, yarn,
     longrope, llama3). The official code's is always 10000."""
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from ...config_checks import Parts
 from ...interfaces.drafter import DrafterConfig, Drafts
 from ...interfaces.proposer import State
 from ...target.draft_vocabulary import OwnOutput
@@ -21,7 +22,7 @@ from .shared_embeddings import BorrowingDrafter, Sizes
 class HeadConfig(DrafterConfig):
     """Settings that all families of heads share."""
 
-    num_heads: int = 4
+    num_heads: Parts = 4
     """Tokens guessed beyond the target's own next one; head k (from 0) at position p guesses token p + 2 + k."""
     output: Literal["shared", "copy", "one_copy"] = "shared"
     """`shared` reads the target's output layer and adds no weights; `copy` trains a copy of it for each head,

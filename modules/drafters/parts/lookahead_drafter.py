@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...config_checks import Size
 from ...features import Features
 from ...interfaces.drafter import DrafterConfig, Drafts
 from ...interfaces.proposer import (
@@ -48,9 +49,9 @@ class LookaheadConfig(DrafterConfig):
     """Settings that the drafters with virtual nodes share."""
 
     training_only = frozenset({"insertions"})
-    num_tokens: int = 3
+    num_tokens: Size = 3
     """Tokens guessed beyond the target's own next one: steps of virtual nodes after a node."""
-    insertions: int = 64
+    insertions: Size = 64
     """Positions of a row after which virtual nodes are trained in one step, chosen at random among those that have
     labels."""
 

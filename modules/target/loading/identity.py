@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...config_checks import Whole
 from ...errors import UserError
 from ...files.json_records import record_of
 from ..devices.split_weights import whole
@@ -23,17 +24,12 @@ class TargetIdentity:
 
     name: str  # Origin of the target; for people, not compared
     architecture: str  # Class of the model
-    vocab_size: int  # Rows of the output layer
-    hidden_size: int  # Width of the hidden states
-    num_layers: int  # Number of decoder layers
+    vocab_size: Whole  # Rows of the output layer
+    hidden_size: Whole  # Width of the hidden states
+    num_layers: Whole  # Number of decoder layers
     weights_hash: str  # Hash of the weights, see `hash_weights`
     quantization: str = ""  # Of quantised weights, as files or `target.quantization` name it, or empty. Not compared
     tokens_hash: str = ""  # Of tokens and ids, empty without a tokenizer. Compared where a draft changes its target
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} of a target must be at least 1, got {getattr(self, name)}")
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, ready for JSON."""

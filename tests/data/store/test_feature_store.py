@@ -43,7 +43,7 @@ def test_a_target_that_learns_has_no_states_to_store(tmp_path: Path) -> None:
 
 
 def test_an_unknown_origin_of_states_is_refused() -> None:
-    with pytest.raises(UserError, match=r"batch.states must be stored, computed or auto, got 'both'"):
+    with pytest.raises(UserError, match=r"batch.states must be one of stored, computed, auto, got 'both'"):
         BatchConfig(states="both")  # type: ignore[arg-type]
 
 

@@ -91,10 +91,10 @@ def test_drafters_without_states_and_data_of_others_are_refused(
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (("--length", "0"), "labels.length must be a whole number of at least 1, got 0"),
+    (("--length", "0"), "labels.length must be at least 1, got 0"),
     (("--length", "1025"), "labels.length must be at most 1,024, got 1025; lower it"),
-    (("--temperatures", "[-1]"), r"labels.temperatures must each be 0 \(greedy\) or from"),
-    (("--rule.least", "0"), "rule.least must be a whole number of at least 1, got 0"),
+    (("--temperatures", "[-1]"), r"labels.temperatures\[0\] must be 0 \(greedy\) or from"),
+    (("--rule.least", "0"), "rule.least must be at least 1, got 0"),
     (("--rule.least", "4"), "rule.least must be at most labels.length 3, got 4: .*; lower it, or raise labels.length"),
     (("--rule.threshold", "1"), "threshold must be above 0 and below 1, got 1.0; choose a risk such as 0.7"),
 ])

@@ -6,6 +6,7 @@ Shapes: B rows, L positions, D hidden size, F frontier nodes, Q entries of the d
 from dataclasses import dataclass
 
 import torch
+from draftsmith.modules.config_checks import Size
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,7 +22,7 @@ from .parts.shared_embeddings import BorrowingDrafter, Sizes
 class BigramConfig(DrafterConfig):
     """The shape of a bigram drafter."""
 
-    width: int = 64
+    width: Size = 64
     """Width of its hidden layer."""
     own_output: bool = False
     """Train an output layer of its own, one for all steps, which starts as the target's."""

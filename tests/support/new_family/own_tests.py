@@ -34,5 +34,5 @@ def test_no_format_holds_it(name: str, tiny_target_f64: Target, tmp_path: object
 
 
 def test_a_width_of_nothing_is_refused() -> None:
-    with pytest.raises(UserError, match="width must be a whole number of at least 1, got 0"):
+    with pytest.raises(UserError, match="width must be at least 1, got 0"):
         BigramConfig(width=0)

@@ -238,10 +238,10 @@ def test_a_block_next_to_experts_or_latent_attention_is_an_ordinary_one(
 
 
 @pytest.mark.parametrize(("change", "told"), [
-    ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
+    ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
     ({"num_kv_heads": 3}, r"num_kv_heads must divide num_heads \(4\), got 3"),
     ({"head_dim": 5}, "head_dim must be even .* got 5"),
-    ({"rope_base": 0.0}, "must be above 0, got 1e-06 and 0.0"),
+    ({"rope_base": 0.0}, "rope_base must be above 0, got 0.0"),
 ])
 def test_impossible_blocks_are_refused(change: dict[str, float], told: str) -> None:
     with pytest.raises(UserError, match=told):
@@ -249,5 +249,5 @@ def test_impossible_blocks_are_refused(change: dict[str, float], told: str) -> N
 
 
 def test_a_foreign_description_is_refused() -> None:
-    with pytest.raises(UserError, match=r"a decoder block is damaged: its content lacks head_dim, .*; copy or train"):
+    with pytest.raises(UserError, match=r"a decoder block is damaged: its content lacks hidden_size, .*; copy or"):
         BlockConfig.from_dict({"heads": 3})
