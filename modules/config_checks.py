@@ -14,16 +14,19 @@ from .files.json_records import MistypedError, kinds_of, typed
 
 MOST_ROWS, MOST_TOKENS, MOST_STEPS = 2**16, 2**20, 2**40
 """Largest numbers of rows, of tokens in a row and of steps that a setting may ask for."""
-Parts, Size = Annotated[int, Field(ge=1, le=256)], Annotated[int, Field(ge=1, le=2**26)]
-"""A number of layers, heads or draft steps, each a module or a pass of its own; any other size of a model."""
-Rows, Steps = Annotated[int, Field(ge=1, le=MOST_ROWS)], Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Parts = Annotated[int, Field(ge=1, le=256)]  # Layers, heads or draft steps: each is a module, or a pass, of its own
+Size = Annotated[int, Field(ge=1, le=2**26)]  # Any other size of a model
+Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
 RowsOrNone = Annotated[int, Field(ge=0, le=MOST_ROWS)]
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Processes = Annotated[int, Field(ge=1, le=2**10)]
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-"""NumPy's generators take 32 bits."""
-Whole, Natural = Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]
-Positive, NotNegative = Annotated[float, Field(gt=0)], Annotated[float, Field(ge=0)]
-Share, Chance = Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # NumPy's generators take 32 bits
+Whole = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Chance = Annotated[float, Field(gt=0, lt=1)]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -31,10 +34,8 @@ Dropout = Annotated[float, Field(ge=0, lt=1)]
 class Such:
     """A condition on a field of a type that no bound can say: `Annotated[float, Such(is_temperature, "0 or ...")]`."""
 
-    holds: Callable[[Any], bool]
-    """Whether a value meets it."""
-    words: str
-    """What the value must be."""
+    holds: Callable[[Any], bool]  # Whether a value meets it
+    words: str  # What the value must be
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Called by pydantic for the type of a field."""
@@ -55,11 +56,10 @@ class CheckedSettings:
         UserError: naming the setting, its value and the bound.
     """
 
-    section: ClassVar[str] = "its content"
-    """Their section of a recipe, for the sentence."""
+    section: ClassVar[str] = "its content"  # Their section of a recipe, for the sentence
 
     def __post_init__(self) -> None:
-        kinds = _own_kinds(type(self))
+        kinds = _own_kinds(type(self))  # type: ignore[arg-type]
         try:
             typed({name: getattr(self, name) for name in kinds.__annotations__}, kinds, self.section)
         except MistypedError as error:
@@ -70,7 +70,7 @@ class CheckedSettings:
 def _own_kinds(config: type) -> type:
     """The types of the fields of settings, those left out that check themselves."""
     own = {name: kind for name, kind in kinds_of(config).items() if not is_dataclass(kind)}
-    kinds: type = TypedDict("Fields", own)  # type: ignore[operator]
+    kinds: type = TypedDict("Fields", own)  # type: ignore[misc]
     return kinds
 
 

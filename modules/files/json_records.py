@@ -120,8 +120,8 @@ def explained(error: ValidationError, value: Any, kind: Any, name: str) -> Value
     """The sentence about what pydantic refused: key, kind or bound, and value."""
     found = error.errors(include_url=False)
     first, context = found[0], found[0].get("ctx", {})
-    if isinstance(context.get("error"), ValueError):
-        return context["error"]
+    if isinstance(own := context.get("error"), ValueError):
+        return own
     if first["type"] == "json_invalid":
         return MistypedError(f"{name} holds text that is not UTF-8")
     loc = first["loc"][1:]
