@@ -17,6 +17,7 @@ from ..modules.target.adapter import Adapter
 from .losses.objectives import ObjectiveName
 from .steps.optimizers import OptimizerName
 
+Rate = Annotated[float, Field(gt=0, le=100)]  # Beyond it no optimizer here learns, and float32 overflows
 Precision = Literal["auto", "32-true", "bf16-mixed"]  # Lightning's names of precisions, and `auto`
 UNDECISIVE = ("activation_checkpointing",)  # Decide no weight but by rounding: a run may be resumed with others
 DIVISION = ("accumulate", "devices", "num_nodes")  # Their product, the micro-batches of a step, alone decides
@@ -39,8 +40,7 @@ class TrainConfig(CheckedSettings):
     optimizer: OptimizerName = "adamw"
     """`adamw`, or `muon` for the matrices inside the layers, at ten times the learning rate, and AdamW for output
     layers, embeddings and vectors."""
-    # Beyond it no optimizer here learns, and float32 overflows.
-    lr: Annotated[float, Field(gt=0, le=100)] = 2e-3
+    lr: Rate = 2e-3
     """Peak learning rate of AdamW."""
     warmup_steps: Natural = 20
     """Optimizer steps over which the learning rate rises from zero; it falls along a cosine afterwards."""

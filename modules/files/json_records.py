@@ -138,7 +138,7 @@ def explained(error: ValidationError, value: Any, kind: Any, name: str) -> Value
         bound = next((key for key in BOUNDS if key in one.get("ctx", {})), None)
         if bound is not None and one["loc"][1:depth + 1] == loc[:depth]:
             return MistypedError(f"{where} must be {BOUNDS[bound]} {in_digits(one['ctx'][bound])}, got "
-                                 f"{shortened(value)}", LOWER if bound in ("le", "lt") else "")
+                                 f"{shortened(one['input'])}", LOWER if bound in ("le", "lt") else "")
     return MistypedError(f"{where} must be {kind_in_words(kind)}, got {shortened(value)}")
 
 

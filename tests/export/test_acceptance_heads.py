@@ -122,7 +122,7 @@ def rewritten(artifact: Path, change: Callable[[dict[str, Any], dict[str, Tensor
     ({"width": 10**9}, "its tensors are not those of the head that it describes for temperature 0"),
     ({"config": {"num_layers": 5}}, "its tensors are not those of the head that it describes for temperature 0"),
     ({"config": {"num_layers": 1}}, "no head has its tensor 0/blocks.1.linear.bias"),
-    ({"config": {"num_layers": "2"}}, "num_layers must be a whole number, got '2'"),
+    ({"config": {"num_layers": "2"}}, "num_layers must be a whole number from 1 to 256, got '2'"),
     ({"config": {"num_layers": 10**9}}, "num_layers must be at most 256, got 10000000"),
     ({"most": 1025}, r"is damaged \(most must be at most 1,024 tokens of a draft, got 1025; lower it\)"),
     ({"another": 1}, "another"),

@@ -48,6 +48,7 @@ FAULTS += [Fault(f"{words.split()[0]} on the device {device}", f"{words} --targe
 FAULTS += [
     Fault("no command of that name", "generat --prompt hi", "unknown command 'generat': did you mean generate"),
     Fault("a prompt is missing", GENERATE, "prompt.*see draftsmith generate --help"),
+    Fault("a word of no option", f"{ASKED} more", "'more' belongs to no option; see draftsmith generate --help"),
     Fault("an option without a value", f"{GENERATE} --prompt", "prompt.*see draftsmith generate --help"),
     *(Fault(f"an empty value: {words} {given}", words, rf"error: {name} is empty; give it a value$", given=tuple(given))
       for words, name, *given in (

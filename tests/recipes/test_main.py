@@ -214,9 +214,23 @@ def test_sections_are_the_fields_of_a_recipe() -> None:
     ("evaluate", ["--temperatures=0.7", "--artifact", "a"], "evaluate.temperatures", 0.7),
     ("evaluate", ["--prompts", "mine.jsonl", "--artifact", "a"], "prompts", "mine.jsonl"),
     ("evaluate", ["--distill.top_k", "3", "--artifact", "a"], "evaluate.top_k", 0),
+    ("run", ["--train.lr=1e-3"], "train.lr", 0.001),
+    # Text is taken as it stands, and null is none where there may be none.
+    *(("run", ["--template.system", text], "template.system", text) for text in ('"a"', "12", "a: b", "[a", "-x")),
+    ("run", ["--template.system", "a", "--template.system", "null"], "template.system", None),
+    ("run", ["--distill.answered_by.target=.75", "--distill.answered_by.text=.25"], "distill.answered_by.text", .25),
+    ("train", ["--family", "eagle3", "--train.positions", "{offset: 3}"], "train.positions.offset", 3),
 ])
 def test_keys_override_the_recipe(name: str, words: list[str], key: str, value: object) -> None:
     assert parse(name, "--config", str(TINY), *words)[key] == value
+
+
+def test_the_printed_configuration_is_a_recipe_of_the_same_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(TINY), "--family", "eagle3", "--distill.temperatures", "[0,0.7]", "--train.clip=1e-9"]
+    (tmp_path / "mine.yaml").write_text(helped(capsys, "run", *words, "--print_config"))
+    assert parse("run", "--config", str(tmp_path / "mine.yaml")) == parse("run", *words)
 
 
 def test_a_recipe_goes_by_its_shipped_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -391,10 +391,10 @@ def test_a_reduced_vocabulary_needs_counts(target: Target) -> None:
 @pytest.mark.parametrize(("settings", "told"), [
     ({"max_steps": 0}, "max_steps must be at least 1, got 0"), ({"accumulate": 0}, "accumulate"),
     ({"validate_every": 0}, "validate_every"), ({"validation_nodes": 1}, "validation_nodes must be at least 2"),
-    ({"clip": -1.0}, "clip must not be negative, got -1.0"),
+    ({"clip": -1.0}, "clip must be at least 0, got -1.0"),
     ({"lr": 0.0}, "lr must be above 0"),
     ({"objective": "firm"}, "objective must be one of hard, argmax, .* got 'firm'"),
-    ({"feature_weight": -1.0}, "feature_weight must not be negative, got -1.0"),
+    ({"feature_weight": -1.0}, "feature_weight must be at least 0, got -1.0"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):

@@ -204,7 +204,7 @@ def test_a_vocabulary_of_the_same_size_keeps_the_starts_tokens(tiny_target: Targ
     ("medusa", MedusaConfig(tie_blocks=True, num_layers=2), {"num_layers": 3, "tie_blocks": True},
      r"drafter\.num_layers is 3, and the drafter of train\.start has 2"),
     ("medusa", MEDUSA, {"output": "copy"},
-     r'drafter\.output is "copy", .* has "shared", whose .* set drafter\.output to "shared"'),
+     r"drafter\.output is 'copy', .* has 'shared', whose .* set drafter\.output to 'shared'"),
     ("hydra", replace(HYDRA, num_layers=2), {"num_layers": 3}, r"drafter\.num_layers is 3, .* has 2"),
     ("hydra", HYDRA, {"prefix": True}, r"drafter\.prefix is true, .* has false"),
     ("eagle", EagleConfig(), {"partial_alignment": True}, r"drafter\.partial_alignment is true, .* has false"),
@@ -215,13 +215,13 @@ def test_a_vocabulary_of_the_same_size_keeps_the_starts_tokens(tiny_target: Targ
     ("eagle3", EAGLE3, {"norm_output": True}, r"drafter\.norm_output is true, .* has false"),
     ("block", DSPARK, {"rank": 5}, r"drafter\.rank is 5, .* has 6"),
     ("block", replace(DSPARK, correction="rnn"), {"rank": 9}, r"drafter\.rank is 9, .* has 6"),
-    ("block", DSPARK, {"correction": "state"}, r'drafter\.correction is "state", .* has "markov"'),
+    ("block", DSPARK, {"correction": "state"}, r"drafter\.correction is 'state', .* has 'markov'"),
     ("block", DSPARK, {"residual": True}, r"drafter\.residual is true, .* has false"),
     ("block", replace(DSPARK, taps=(0, 1)), {"taps": (1,)}, r"drafter\.taps is \[1\], .* has \[0, 1\]"),
     ("kangaroo", KangarooConfig(), {"rope_base": None}, r"drafter\.rope_base is null, .* has 10000\.0"),
     ("prompt_tokens", PromptTokensConfig(num_tokens=2), {"num_tokens": 4}, r"drafter\.num_tokens is 4, .* has 2"),
     ("draft_lm", DraftLMConfig(num_layers=1), {"num_layers": 3}, r"drafter\.num_layers is 3, .* has 1"),
-    ("draft_lm", DraftLMConfig(num_layers=1), {"folder": "x"}, r'drafter\.folder is "x", .* has null'),
+    ("draft_lm", DraftLMConfig(num_layers=1), {"folder": "x"}, r"drafter\.folder is 'x', .* has null"),
 ])
 def test_what_is_not_carried_over_is_refused_with_both_values(
     family: str, config: Any, settings: dict[str, Any], message: str, tiny_target: Target, tmp_path: Path

@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
+from ...modules.config_checks import Natural, NotNegative
 from ...modules.drafters.draft_lm import DraftLM
 from ...modules.drafters.draft_lm_config import DraftLMConfig, planned
 from ...modules.interfaces.drafter import Drafter
 from ...modules.target.loading.hf_folder import folder_digest
 from ...modules.target.model import Target
 from ..base import DraftModule
-from ..train_config import TrainConfig
+from ..train_config import Rate, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +26,11 @@ class DraftLMTrainConfig(TrainConfig):
 
     drafter: DraftLMConfig = field(default_factory=DraftLMConfig)
     """The model."""
-    lr: float = 6e-4
+    lr: Rate = 6e-4
     """Peak learning rate of AdamW; 1e-3 suits a new model, about half of it an initialised one."""
-    warmup_steps: int = 40
+    warmup_steps: Natural = 40
     """Optimizer steps over which the learning rate rises from zero; it falls along a cosine afterwards."""
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     """Decoupled weight decay of AdamW; biases and other vectors are exempt."""
 
 

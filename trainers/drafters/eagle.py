@@ -3,6 +3,7 @@ harmonised passes (arXiv:2408.15766) or with FSPAD's two states (arXiv:2408.1556
 
 from dataclasses import dataclass, field
 
+from ...modules.config_checks import NotNegative
 from ...modules.drafters.eagle import Eagle, EagleConfig
 from ...modules.errors import UserError
 from .eagle_base import FeatureModule, FeatureTrainConfig
@@ -12,7 +13,7 @@ from .eagle_base import FeatureModule, FeatureTrainConfig
 class EagleTrainConfig(FeatureTrainConfig):
     """Shape and training of an EAGLE-1 drafter."""
 
-    feature_weight: float = 10.0
+    feature_weight: NotNegative = 10.0
     """As for all families; the paper's weights are 1.0 for states and 0.1 for the objective."""
     drafter: EagleConfig = field(default_factory=EagleConfig)
     """The drafter."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from ...modules.config_checks import NotNegative
 from ...modules.drafters.falcon import Falcon, FalconConfig
 from ..losses.objectives import ObjectiveName
 from .eagle_base import FeatureModule, FeatureTrainConfig
@@ -13,7 +14,7 @@ class FalconTrainConfig(FeatureTrainConfig):
 
     objective: ObjectiveName = "soft"
     """As for all families. The official code has 0.9 of it, with the target at temperature 0.95, and 0.1 `hard`."""
-    feature_weight: float = 10.0
+    feature_weight: NotNegative = 10.0
     """As for all families; the paper's weights are 1.0 for states and 0.1 for the objective."""
     drafter: FalconConfig = field(default_factory=FalconConfig)
     """The drafter."""

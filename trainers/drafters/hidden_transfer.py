@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from ...modules.drafters.hidden_transfer import HiddenTransfer, HiddenTransferConfig
+from ..train_config import Rate
 from .lookahead_base import LookaheadModule, LookaheadTrainConfig
 
 
@@ -10,7 +11,7 @@ from .lookahead_base import LookaheadModule, LookaheadTrainConfig
 class HiddenTransferTrainConfig(LookaheadTrainConfig):
     """Shape and training of Hidden Transfer maps."""
 
-    lr: float = 1e-3
+    lr: Rate = 1e-3
     """Peak learning rate of AdamW."""
     drafter: HiddenTransferConfig = field(default_factory=HiddenTransferConfig)
     """The maps."""

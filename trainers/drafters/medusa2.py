@@ -29,7 +29,7 @@ from ..losses.metrics import COLUMNS, BatchLoss, weighted_mean_loss
 from ..losses.metrics import describe as describe_steps
 from ..losses.objectives import Teacher
 from ..steps.optimizers import BETAS, stage_factor
-from ..train_config import Start
+from ..train_config import Rate, Start
 from .lora import LearningTarget, LoraConfig
 from .medusa import MedusaModule, MedusaTrainConfig
 
@@ -43,7 +43,7 @@ ALONE_UNTIL = {"two_stage": 0.5, "sine": 0.0}
 class Medusa2TrainConfig(MedusaTrainConfig):
     """Joint training of Medusa heads and low-rank changes of the target."""
 
-    lr: float = 5e-4
+    lr: Rate = 5e-4
     """Peak learning rate of the target's low-rank weights."""
     heads_lr_factor: Positive = 4.0
     """Learning rate of the heads as a multiple of `lr`."""

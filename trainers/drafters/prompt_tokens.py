@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from ...modules.drafters.prompt_tokens import PromptTokens, PromptTokensConfig
+from ..train_config import Rate
 from .lookahead_base import LookaheadModule, LookaheadTrainConfig
 
 
@@ -10,7 +11,7 @@ from .lookahead_base import LookaheadModule, LookaheadTrainConfig
 class PromptTokensTrainConfig(LookaheadTrainConfig):
     """Shape and training of prompt tokens."""
 
-    lr: float = 1e-2
+    lr: Rate = 1e-2
     """Peak learning rate of AdamW; the official code's, for the few weights there are."""
     drafter: PromptTokensConfig = field(default_factory=PromptTokensConfig)
     """The prompt tokens."""

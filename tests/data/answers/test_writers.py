@@ -75,12 +75,12 @@ def test_shares_are_kept_and_hang_on_the_prompt_alone() -> None:
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"answered_by": {"target": 0.5, "text": 0.3}}, r"sum to 1, got 0.8 \(target: 0.5, text: 0.3\)"),
-    ({"answered_by": {"target": 1.5, "text": -0.5}}, "must be above 0 and sum to 1"),
-    ({"answered_by": {"target": 0.5, "books": 0.5}}, "distill.answered_by knows target, text, draft, got books"),
+    ({"answered_by": {"target": 1.5, "text": -0.5}}, "distill.answered_by must be at most 1, got 1.5; lower it"),
+    ({"answered_by": {"target": 0.5, "books": 0.5}}, "answered_by must be one of target, text, draft or a mapping"),
     ({"answered_by": "draft"}, "distill.draft is None, but a draft writes 100% of the train rows; name an artifact"),
     ({"answered_by": {"target": 0.8, "draft": 0.2}}, "distill.draft is None, but a draft writes 20%"),
     ({"draft": "a"}, "distill.draft is a, but a draft writes 0% of the train rows"),
-    ({"answered_by": "books"}, "answered_by must be one of target, text, draft, or shares of them, got 'books'"),
+    ({"answered_by": "books"}, "answered_by must be one of target, text, draft or a mapping .*, got 'books'"),
 ])
 def test_impossible_sources_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):

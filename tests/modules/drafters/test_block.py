@@ -278,16 +278,16 @@ def test_a_mask_token_reads_the_targets_row(tiny_target: Target, monkeypatch: py
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"block_size": 0}, "block_size must be a whole number of at least 1, got 0"),
+    ({"block_size": 0}, "block_size must be at least 1, got 0"),
     ({"block_size": 1, "aligned": "same"}, "block_size is 1 and aligned 'same', and the only slot would predict the "
      "token that it reads; set block_size to at least 2"),
-    ({"aligned": "after"}, "aligned must be 'next' or 'same', got 'after'"),
+    ({"aligned": "after"}, "aligned must be one of next, same, got 'after'"),
     ({"taps": (2, 1)}, "taps must be ascending numbers of layers, at least one, got [2, 1]"),
     ({"taps": (0, 9)}, "tap 9 is not a layer of tiny-random; choose from 0 to"),
-    ({"anchors": 0}, "anchors must be a whole number of at least 1, got 0"),
+    ({"anchors": 0}, "anchors must be at least 1, got 0"),
     ({"mask_token_id": 40}, "mask_token_id 40 is"),
     ({"mask_token_id": -1}, "mask_token_id must lie between 0 and"),
-    ({"rope_base": 0.0}, "rope_base must be above 0, got 1e-06 and 0.0"),
+    ({"rope_base": 0.0}, "rope_base must be above 0, got 0.0"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str, tiny_target: Target) -> None:
     with pytest.raises(UserError, match=re.escape(message)):

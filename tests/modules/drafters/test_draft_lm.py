@@ -391,7 +391,7 @@ def test_a_checkpoint_of_another_model_in_the_folder_is_refused(tiny_target: Tar
 
 
 @pytest.mark.parametrize(("settings", "told"), [
-    ({"num_layers": 0}, "num_layers must be a whole number of at least 1, got 0"),
+    ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
     ({"depths": 0}, "depths"), ({"vocabulary_size": 1.5}, "got 1.5"),
     ({"layers": (0,), "folder": "x"}, "set `layers` or `folder`, not both"),
     ({"layers": (0,), "hidden_size": 16}, "hidden_size is set by layers"),

@@ -552,10 +552,10 @@ def test_a_tap_must_be_a_layer(config: Eagle3Config, told: str, tiny_target: Tar
 @pytest.mark.parametrize(("settings", "told"), [
     ({"taps": ()}, r"taps must be ascending numbers of layers, at least one, got \[\]"),
     ({"taps": (2, 1)}, r"taps must be ascending .* got \[2, 1\]"),
-    ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
-    ({"hidden_size": 0}, "hidden_size must be a whole number of at least 1, got 0"),
-    ({"num_layers": 0}, "num_layers must be a whole number of at least 1, got 0"),
-    ({"output": "own"}, "output must be 'shared' or 'copy', got 'own'"),
+    ({"steps": 0}, "steps must be at least 1, got 0"),
+    ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+    ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+    ({"output": "own"}, "output must be one of shared, copy, got 'own'"),
 ])
 def test_impossible_eagle3_settings_are_refused(settings: dict[str, object], told: str) -> None:
     with pytest.raises(UserError, match=told):
@@ -577,9 +577,9 @@ def test_states_without_taps_and_a_feature_loss_are_refused(tiny_target: Target)
 
 
 @pytest.mark.parametrize(("settings", "told"), [
-    ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
-    ({"vocabulary_size": 1.5}, "vocabulary_size must be a whole number of at least 1, got 1.5"),
-    ({"noise": -1.0}, "noise must not be negative, got -1.0"),
+    ({"steps": 0}, "steps must be at least 1, got 0"),
+    ({"vocabulary_size": 1.5}, "vocabulary_size must be a whole number of at least 1 or null, got 1.5"),
+    ({"noise": -1.0}, "noise must be at least 0, got -1.0"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, object], told: str) -> None:
     with pytest.raises(UserError, match=told):

@@ -276,11 +276,11 @@ def test_noise_is_added_in_training_alone(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize(("settings", "estimates_so"), [
-    ({"block_size": 0}, "block_size must be a whole number of at least 1, got 0"),
-    ({"block_size": 1.5}, "block_size must be a whole number of at least 1, got 1.5"),
-    ({"blocks": -1}, "blocks must be a whole number of at least 1, got -1"),
-    ({"vocabulary_size": 0}, "vocabulary_size must be a whole number of at least 1, got 0"),
-    ({"noise": -0.5}, "noise must not be negative, got -0.5"),
+    ({"block_size": 0}, "block_size must be at least 1, got 0"),
+    ({"block_size": 1.5}, "block_size must be a whole number from 1 to 256, got 1.5"),
+    ({"blocks": -1}, "blocks must be at least 1, got -1"),
+    ({"vocabulary_size": 0}, "vocabulary_size must be at least 1, got 0"),
+    ({"noise": -0.5}, "noise must be at least 0, got -0.5"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, int], estimates_so: str) -> None:
     with pytest.raises(UserError, match=re.escape(estimates_so)):

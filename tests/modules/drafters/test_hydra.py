@@ -416,12 +416,12 @@ def test_another_target_and_another_description_are_refused(tiny_target: Target)
 
 
 @pytest.mark.parametrize(("settings", "told"), [
-    ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
+    ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
     ({"num_layers": 0}, "num_layers"), ({"vocabulary_size": 0}, "vocabulary_size"), ({"num_heads": 1.5}, "got 1.5"),
-    ({"output": "own"}, "output must be 'shared', 'copy' or 'one_copy', got 'own'"),
-    ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
-    ({"dropout": -0.1}, "dropout must be at least 0 and below 1, got -0.1"),
-    ({"noise": -1.0}, "noise must not be negative, got -1.0"),
+    ({"output": "own"}, "output must be one of shared, copy, one_copy, got 'own'"),
+    ({"dropout": 1.0}, "dropout must be below 1, got 1.0"),
+    ({"dropout": -0.1}, "dropout must be at least 0, got -0.1"),
+    ({"noise": -1.0}, "noise must be at least 0, got -1.0"),
 ])
 def test_impossible_shapes_are_refused(settings: dict[str, object], told: str) -> None:
     with pytest.raises(UserError, match=told):

@@ -205,8 +205,8 @@ def test_virtual_nodes_that_overflow_change_no_answer(name: str, value: float, t
 
 @pytest.mark.parametrize(("settings", "words"), [
     ({"layer": 2}, "layer must be below the 2 layers of .*, got 2; the mapped states must pass at least one"),
-    ({"layer": 0}, "layer must be a whole number of at least 1, got 0"),
-    ({"num_tokens": 0}, "num_tokens must be a whole number of at least 1, got 0"),
+    ({"layer": 0}, "layer must be at least 1, got 0"),
+    ({"num_tokens": 0}, "num_tokens must be at least 1, got 0"),
 ])
 def test_maps_that_do_not_fit_are_refused(settings: dict[str, int], words: str, tiny_target: Target) -> None:
     with pytest.raises(UserError, match=words):

@@ -186,9 +186,9 @@ def test_another_target_is_refused(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize(("settings", "told"), [
-    ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
+    ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
     ({"num_layers": 0}, "num_layers"), ({"vocabulary_size": 0}, "vocabulary_size"), ({"num_heads": 1.5}, "got 1.5"),
-    ({"output": "own"}, "output must be 'shared', 'copy' or 'one_copy', got 'own'"),
+    ({"output": "own"}, "output must be one of shared, copy, one_copy, got 'own'"),
 ])
 def test_impossible_shapes_are_refused(settings: dict[str, object], told: str) -> None:
     with pytest.raises(UserError, match=told):

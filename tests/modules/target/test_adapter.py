@@ -127,7 +127,7 @@ def test_layers_that_the_target_lacks_are_refused(tiny_target: Target) -> None:
         tiny_target.adapted(wide)
 
 
-@pytest.mark.parametrize(("settings", "message"), [({"rank": 0}, "lora.rank must be at least 1, got 0")])
+@pytest.mark.parametrize(("settings", "message"), [({"rank": 0}, "rank must be at least 1, got 0")])
 def test_impossible_adapters_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         LoraConfig(**settings)

@@ -255,7 +255,7 @@ def test_the_heads_learn_and_the_target_stays_itself(target: Target, tmp_path: P
 
 @pytest.mark.parametrize(("settings", "told"), [
     ({"heads_lr_factor": 0.0}, "heads_lr_factor must be above 0, got 0.0"),
-    ({"schedule": "cosine"}, "schedule must be 'two_stage' or 'sine', got 'cosine'"),
+    ({"schedule": "cosine"}, "schedule must be one of two_stage, sine, got 'cosine'"),
     ({"lr": 0.0}, "lr must be above 0"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:

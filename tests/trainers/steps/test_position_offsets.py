@@ -168,8 +168,8 @@ def test_a_resumed_run_repeats_its_offsets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("settings", "told"), [
-    ({"offset": 0}, "positions.offset must be 'max' or a whole number of at least 1, got 0; leave it out"),
-    ({"offset": "most"}, "positions.offset must be 'max' or a whole number of at least 1, got 'most'"),
+    ({"offset": 0}, "offset must be at least 1, got 0"),
+    ({"offset": "most"}, "offset must be one of max or a whole number of at least 1 or null, got 'most'"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
