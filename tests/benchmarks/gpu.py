@@ -1,4 +1,4 @@
-"""Every figure of this project on one accelerator: tests, decoding, passes, training, distillation, overhead.
+"""Every figure of this project on one accelerator: tests, decoding, passes, training, distillation.
 
     python tests/benchmarks/gpu.py [--device cuda|cpu] [--small] [--out DIR] [--part NAME ...] [--artifacts DIR]
         [--minutes N]

@@ -1,12 +1,11 @@
-"""Seconds and peak memory of a training step against tokens, row length, vocabulary, draft steps and processes.
+"""Seconds and peak memory of a training step against tokens, row length, vocabulary and draft steps.
 
     python tests/benchmarks/scaling.py [--family NAME] [--width N] [--longest N] [--vocabulary N]
         [--steps N] [--anchors N] [--only TABLE ...]
 
-Every case runs in processes of its own, since a peak of resident memory never falls: a random target of two layers, one
+Every case runs in a process of its own, since a peak of resident memory never falls: a random target of two layers, one
 step on a short row, then one step whose memory is counted beyond what the process had before. Seconds are CPU seconds
-of one thread, the target's pass included. Cases of several processes sum their gradients over gloo; memory and seconds
-are those of the first. `step` is what forward, loss and gradients have alive at once on given
+of one thread, the target's pass included. `step` is what forward, loss and gradients have alive at once on given
 states of the target; `loss`, what of it the loss over the vocabulary has beyond states and gradients, which grow with
 the tokens. Padding and the wait for data are those of the batches of a training: conversations of log-normal
 length, packed in the order of an epoch. Kangaroo has one draft step in every case.
@@ -15,7 +14,6 @@ length, packed in the order of an epoch. Kangaroo has one draft step in every ca
 import argparse
 import json
 import resource
-import socket
 import subprocess
 import sys
 import time
@@ -27,8 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 FAMILIES = ("eagle3", "medusa", "hydra", "kangaroo", "dflash", "dspark")
-TABLES = ("tokens", "length", "packed", "vocabulary", "steps", "processes")
-"""What the tables vary: rows, rows of one conversation, rows of several, vocabulary, draft steps, processes."""
+TABLES = ("tokens", "length", "vocabulary", "steps")
+"""What the tables vary: rows, rows of one conversation, vocabulary, draft steps."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,6 @@ class Case:
     vocabulary: int = 8192
     steps: int = 3
     """Draft steps."""
-    processes: int = 1
     width: int = 64
     anchors: int | None = None
     """Places of a row after which a drafter of blocks is trained; None for every token."""
@@ -55,29 +52,25 @@ def cases(base: Case, longest: int) -> dict[str, list[Case]]:
     return {
         "tokens": [replace(base, rows=rows) for rows in (1, 2, 4, 8)],
         "length": [replace(base, length=length, segment=length) for length in lengths],
-        "packed": [replace(base, length=length) for length in lengths],
         "vocabulary": [replace(base, vocabulary=size) for size in (2048, 8192, 32768, 131072)],
         "steps": [replace(base, steps=steps) for steps in (1, 2, 4, 7)],
-        "processes": [replace(base, processes=count) for count in (1, 2)],
     }
 
 
 # One process ----------------------------------------------------------------------------------------------------------
 
 
-def measure(case: Case, rank: int, port: int) -> dict[str, float]:
+def measure(case: Case) -> dict[str, float]:
     """Seconds and MiB of one case, in this process."""
     import torch
     from draftsmith.recipes.planning.counted_work import CountedStorages
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if case.processes > 1:
-        torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=case.processes)
     module = made(case)
-    step(module, batch(replace(case, rows=1, length=64, segment=64)), case)
+    step(module, batch(replace(case, rows=1, length=64, segment=64)))
     before, started = peak(), time.process_time()
-    step(module, batch(case), case)
+    step(module, batch(case))
     seconds, grown = time.process_time() - started, peak() - before
     features = module.encoded(batch(case))
     drafts = module.drafter(features)
@@ -94,7 +87,7 @@ def measure(case: Case, rank: int, port: int) -> dict[str, float]:
 
 
 def made(case: Case) -> Any:
-    """The training module of a case, with equal weights in every process."""
+    """The training module of a case."""
     import torch
     from draftsmith.modules import BlockDraftConfig, Eagle3Config, HydraConfig, KangarooConfig, MedusaConfig, Target
     from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
@@ -129,16 +122,10 @@ def batch(case: Case) -> Any:
     return packed([[piece] * (case.length // size)] * case.rows).to("cpu")
 
 
-def step(module: Any, features: Any, case: Case) -> None:
-    """Loss and gradients of a micro-batch, summed over the processes."""
-    import torch
-
+def step(module: Any, features: Any) -> None:
+    """Loss and gradients of a micro-batch."""
     module.zero_grad()
     module.loss(features).total.backward()
-    if case.processes > 1:
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                torch.distributed.all_reduce(parameter.grad)
 
 
 def peak() -> float:
@@ -180,17 +167,10 @@ def conversations(count: int, longest: int) -> list[int]:
 
 
 def run(case: Case) -> dict[str, float]:
-    """The figures of the first process of a case."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, __file__, "--case", json.dumps(asdict(case)), "--port", str(port)]
-    started = [subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True)
-               for rank in range(case.processes)]
-    answers = [process.communicate()[0] for process in started]
-    if any(process.returncode for process in started):
-        raise SystemExit(f"{case} failed")
-    found: dict[str, float] = json.loads(answers[0].splitlines()[-1])
+    """The figures of a case."""
+    command = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found: dict[str, float] = json.loads(answer.splitlines()[-1])
     return found
 
 
@@ -205,24 +185,22 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--anchors", type=int, help="places of a row after which blocks are trained; all without it")
     parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES, help="tables to be printed")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.case:
-        print(json.dumps(measure(Case(**json.loads(options.case)), options.rank, options.port)))
+        print(json.dumps(measure(Case(**json.loads(options.case)))))
         return
     base = Case(family=options.family, width=options.width, vocabulary=options.vocabulary, steps=options.steps,
                 anchors=options.anchors)
-    print("| varied | rows | row length | conversation | vocabulary | draft steps | processes | s | MiB | KiB a token "
-          "| step MiB | loss MiB |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
+    print("| varied | rows | row length | conversation | vocabulary | draft steps | s | MiB | KiB a token | step MiB "
+          "| loss MiB |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     cost = 0.0
     for name, several in cases(base, options.longest).items():
         for case in several if name in options.only else []:
             found, tokens = run(case), case.rows * case.length
             cost = cost or found["seconds"] / tokens
             print(f"| {name} | {case.rows} | {case.length} | {case.segment} | {case.vocabulary} | {case.steps} | "
-                  f"{case.processes} | {found['seconds']:.2f} | {found['MiB']:.0f} | {1024 * found['MiB'] / tokens:.1f}"
-                  f" | {found['step MiB']:.1f} | {found['loss MiB']:.1f} |", flush=True)
+                  f"{found['seconds']:.2f} | {found['MiB']:.0f} | {1024 * found['MiB'] / tokens:.1f} | "
+                  f"{found['step MiB']:.1f} | {found['loss MiB']:.1f} |", flush=True)
     print("\n| row length | rows | padding | seconds to make a batch | share of the step |\n|--:|--:|--:|--:|--:|")
     for row_length, rows in ((2048, 4), (8192, 1), (32768, 1)):
         waste, seconds = batches(conversations(4000, row_length), row_length, rows)

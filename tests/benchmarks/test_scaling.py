@@ -12,7 +12,7 @@ SMALL = Case(length=64, segment=32, vocabulary=128, steps=2, width=16)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_of_every_family_is_measured(family: str) -> None:
-    found = measure(replace(SMALL, family=family), 0, 0)
+    found = measure(replace(SMALL, family=family))
     assert found["seconds"] > 0
     assert found["loss MiB"] > 0
 
@@ -20,17 +20,17 @@ def test_a_step_of_every_family_is_measured(family: str) -> None:
 def test_memory_of_the_loss_ends_with_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """More tokens than a chunk has come one chunk after the other; in one chunk four times as many take four times."""
     monkeypatch.setitem(chunked_losses.CHUNK_ELEMENTS, "cpu", 16 * SMALL.vocabulary)
-    one, four = (measure(replace(SMALL, rows=rows, length=512), 0, 0) for rows in (1, 4))
+    one, four = (measure(replace(SMALL, rows=rows, length=512)) for rows in (1, 4))
     assert four["loss MiB"] < 2 * one["loss MiB"]
 
 
 @pytest.mark.long
 def test_memory_of_blocks_grows_with_anchors_or_tokens_alone() -> None:
     """Four times as many blocks take four times as much; scores of all slots with all slots would take sixteen."""
-    few, many = (measure(replace(SMALL, family="dspark", length=2048, segment=2048, anchors=anchors), 0, 0)["step MiB"]
+    few, many = (measure(replace(SMALL, family="dspark", length=2048, segment=2048, anchors=anchors))["step MiB"]
                  for anchors in (128, 512))
     assert many < 4 * few
-    short, long = (measure(replace(SMALL, family="dspark", length=length, segment=length), 0, 0)["step MiB"]
+    short, long = (measure(replace(SMALL, family="dspark", length=length, segment=length))["step MiB"]
                    for length in (512, 2048))
     assert 3.5 < long / short < 4.5
 

@@ -3,7 +3,6 @@
 All targets have random weights of a stated shape (`tests/support/model_shapes.py`), but for the embedded model.
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -11,16 +10,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks import decode_overhead, decode_speed, distillation, pass_cost, training_step
+from benchmarks import decode_speed, distillation, pass_cost, training_step
 from benchmarks.against_transformers import chat_prompts
 from draftsmith.data import DistillConfig, PromptConfig
 from draftsmith.export import load_artifact
-from draftsmith.export.evaluation.contention import ContentionProbe
 from draftsmith.modules import Chain, StaticTree, Target, TargetConfig, baseline, load_target
 from draftsmith.modules.target.loading.loading import find_default_gguf
 from support.model_shapes import shaped_target
@@ -220,28 +218,6 @@ def answering(settings: Settings) -> Measured:
     return Measured(found, {f"Writing training data, {shape}, {slots} rows, {new_tokens} tokens": lines})
 
 
-def overhead(settings: Settings) -> Measured:
-    """Share of a pass outside target and drafter, and the pass over a bare forward of the same model."""
-    figures, tables = {}, {}
-    for shape in dict.fromkeys(settings.shape(name) for name in (LARGE, MEDIUM)):
-        if time.monotonic() > settings.deadline:
-            break
-        target = shaped_target(shape, settings.device)
-        options = argparse.Namespace(context=32 if settings.small else 256, passes=2 if settings.small else 25,
-                                     batch_size=1)
-        rows = decode_overhead.measure(target, options, ContentionProbe(target))
-        lines = ["| drafts | target ms | draft ms | neither ms | neither, % | pass without draft over a bare one |",
-                 "|---|--:|--:|--:|--:|--:|"]
-        for row in rows:
-            outside = sum(row.parts[part] for part in ("accept", "commit", "rest"))
-            share = outside / sum(row.parts.values())
-            lines.append(f"| {row.name} | {1000 * row.parts['target']:.2f} | {1000 * row.parts['draft']:.2f} | "
-                         f"{1000 * outside:.2f} | {100 * share:.1f} | {row.over('untouched'):.2f} |")
-        figures[shape] = [asdict(row) for row in rows]
-        tables[f"Share of a pass outside target and drafter, {shape}, one row"] = lines
-    return Measured(figures, tables)
-
-
 PARTS: dict[str, Callable[[Settings], Measured]] = {
     "tests": tests,
     "decode-8b": decoding(LARGE),
@@ -250,6 +226,5 @@ PARTS: dict[str, Callable[[Settings], Measured]] = {
     "passes": passes,
     "training": training,
     "distillation": answering,
-    "overhead": overhead,
 }
 """The parts by name, in their order."""
