@@ -49,6 +49,5 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))
-def test_a_wrong_artifact_is_refused_in_one_sentence(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
-                                                     capfd: pytest.CaptureFixture[str]) -> None:
-    check(fault, place, monkeypatch, capfd)
+def test_a_wrong_artifact_is_refused_in_one_sentence(fault: Fault, place: Place) -> None:
+    check(fault, place)

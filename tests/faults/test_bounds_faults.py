@@ -165,23 +165,20 @@ def _small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", some_long(FAULTS, 3), ids=ids(FAULTS))
-def test_what_asks_for_too_much_is_refused_before_work(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
-                                                       capfd: pytest.CaptureFixture[str]) -> None:
-    check(fault, place, monkeypatch, capfd)
+def test_what_asks_for_too_much_is_refused_before_work(fault: Fault, place: Place) -> None:
+    check(fault, place)
 
 
-def test_prompts_may_come_from_a_pipe(place: Place, monkeypatch: pytest.MonkeyPatch,
-                                      capfd: pytest.CaptureFixture[str]) -> None:
+def test_prompts_may_come_from_a_pipe(place: Place) -> None:
     reading, writing = os.pipe()
     os.write(writing, b'{"prompt": "hi"}\n')
     os.close(writing)
-    monkeypatch.chdir(place.folder)
     words = [*EVALUATE.format(artifact=place.artifact).split(), "--max_new_tokens", "4", "--speed_prompts", "0"]
-    assert main([*words, "--prompts", f"/dev/fd/{reading}"]) == 0, capfd.readouterr().err
+    assert main([*words, "--prompts", f"/dev/fd/{reading}"]) == 0, place.capfd.readouterr().err
     os.close(reading)
     assert (Path("e") / "evaluation.json").is_file()
 
 
-def test_text_that_looks_deep_is_still_a_prompt(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+def test_text_that_looks_deep_is_still_a_prompt(place: Place) -> None:
     assert main(["generate", "--artifact", str(place.artifact), "--max_new_tokens", "4", "--prompt", "[" * 100]) == 0
-    assert "tokens per pass" in capfd.readouterr().err
+    assert "tokens per pass" in place.capfd.readouterr().err

@@ -104,12 +104,10 @@ FAULTS += [
 
 
 @pytest.mark.parametrize("fault", some_long(FAULTS, 3), ids=ids(FAULTS))
-def test_wrong_words_are_refused_in_one_sentence(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
-                                                 capfd: pytest.CaptureFixture[str]) -> None:
-    check(fault, place, monkeypatch, capfd)
+def test_wrong_words_are_refused_in_one_sentence(fault: Fault, place: Place) -> None:
+    check(fault, place)
 
 
 def test_a_closed_output_costs_no_traceback(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place.folder)
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["generate", "--artifact", str(place.artifact), "--prompt", "hi", "--max_new_tokens", "4"]) == 0

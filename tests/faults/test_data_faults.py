@@ -59,9 +59,8 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))
-def test_changed_files_are_noticed_before_they_are_used(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
-                                                        capfd: pytest.CaptureFixture[str]) -> None:
-    check(fault, place, monkeypatch, capfd)
+def test_changed_files_are_noticed_before_they_are_used(fault: Fault, place: Place) -> None:
+    check(fault, place)
 
 
 def test_what_a_killed_run_left_half_written_is_removed(place: Place) -> None:

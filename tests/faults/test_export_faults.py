@@ -48,9 +48,8 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))
-def test_an_export_replaces_nothing_but_its_own(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
-                                                capfd: pytest.CaptureFixture[str]) -> None:
-    check(fault, place, monkeypatch, capfd)
+def test_an_export_replaces_nothing_but_its_own(fault: Fault, place: Place) -> None:
+    check(fault, place)
 
 
 def test_an_earlier_export_is_replaced_with_what_a_killed_one_left(place: Place) -> None:

@@ -43,15 +43,13 @@ def answered(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
 @seed(1)
 @EXAMPLES
 @given(data=st.data())
-def test_flipped_bytes_of_an_artifact(file: str, place: Place, monkeypatch: pytest.MonkeyPatch,
-                                      capfd: pytest.CaptureFixture[str], data: Any) -> None:
+def test_flipped_bytes_of_an_artifact(file: str, place: Place, data: Any) -> None:
     whole = (place.tiny_run / file).read_bytes()
     at = data.draw(st.integers(0, len(whole) - 1))
     bytes_ = data.draw(st.binary(max_size=6))
     cut = data.draw(st.booleans())
-    monkeypatch.chdir(place.folder)
     (place.run / file).write_bytes(whole[:at] + bytes_ + (b"" if cut else whole[at + len(bytes_):]))
-    answered(WORDS[FILES[file]], capfd)
+    answered(WORDS[FILES[file]], place.capfd)
 
 
 def replaced(content: Any, path: list[Any], value: Any) -> Any:
@@ -73,20 +71,18 @@ def paths(content: Any) -> list[list[Any]]:
 @seed(2)
 @EXAMPLES
 @given(data=st.data())
-def test_random_fields_of_json_files(file: str, place: Place, monkeypatch: pytest.MonkeyPatch,
-                                     capfd: pytest.CaptureFixture[str], data: Any) -> None:
+def test_random_fields_of_json_files(file: str, place: Place, monkeypatch: pytest.MonkeyPatch, data: Any) -> None:
     content = json.loads((place.tiny_run / file).read_text())
     places = [path for path in paths(content) if "provenance" not in path]
     # Widths of the drafter and of trees decide how much memory is taken: their bounds have cases of their own.
     path = data.draw(st.sampled_from([path for path in places if path[:1] != ["drafter"]]))
-    monkeypatch.chdir(place.folder)
     if not (place.folder / "run").exists():
         assert place.run.is_dir()
     (place.folder / "run" / file).write_text(json.dumps(replaced(content, path, data.draw(VALUES))))
     if FILES[file] == "train":
         # Nothing is trained: only what is read before is of interest.
         monkeypatch.setattr("draftsmith.recipes.stages.records.perform", lambda *_: {"inputs": {}, "files": {}})
-    answered(WORDS[FILES[file]], capfd)
+    answered(WORDS[FILES[file]], place.capfd)
 
 
 @pytest.mark.long

@@ -146,11 +146,10 @@ OTHERS = [*FIRST, *[fault for fault in FAULTS + WHOLE_FAULTS if fault not in FIR
 
 
 @pytest.mark.parametrize("fault", others_long(OTHERS, FIRST), ids=ids(OTHERS))
-def test_a_damaged_json_file_is_refused_in_one_sentence(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
-                                                        capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_json_file_is_refused_in_one_sentence(fault: Fault, place: Place) -> None:
     if not (place.folder / "run").exists():
         assert place.run.is_dir()
-    check(fault, place, monkeypatch, capfd)
+    check(fault, place)
 
 
 RESULT = {"checkpoint": str, "accepted_length": float, "by_position": list, "parameters": int, "step": int}

@@ -50,27 +50,23 @@ def limited(kind: int, most: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kib", some_long([64, 16], 9))
-def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kib: int
-) -> None:
-    monkeypatch.chdir(place.folder)
+def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(place: Place, kib: int) -> None:
     words = ["distill", "--config", TINY, "--out", "o", "--distill.budget_tokens", "100"]
     with limited(resource.RLIMIT_FSIZE, kib * 1024):
         assert main(words) == 2
-    said = capfd.readouterr().err
+    said = place.capfd.readouterr().err
     lines = [line for line in said.splitlines() if line.startswith(ERROR)]
     assert len(lines) == 1, said[-2000:]
     assert re.search("cannot write o/.*make room or choose another folder", lines[0])
     assert not [path for path in place.folder.rglob("*") if ".partial" in path.name]
 
 
-def test_too_few_open_files_are_one_sentence(place: Place, monkeypatch: pytest.MonkeyPatch,
-                                             capfd: pytest.CaptureFixture[str]) -> None:
+def test_too_few_open_files_are_one_sentence(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = Fault("open files", "generate --artifact {artifact} --prompt hi", "Too many open files.*(raise|copy)")
     find = Place.fingerprints
     # What the command imports is imported before.
     main(["generate", "--artifact", str(place.run / "gone"), "--prompt", "hi"])
-    capfd.readouterr()
+    place.capfd.readouterr()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def fingerprints(here: Place) -> dict[str, str]:
@@ -81,7 +77,7 @@ def test_too_few_open_files_are_one_sentence(place: Place, monkeypatch: pytest.M
 
     monkeypatch.setattr(Place, "fingerprints", fingerprints)
     try:
-        check(fault, place, monkeypatch, capfd)
+        check(fault, place)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
@@ -107,15 +103,6 @@ LOCKED = [
     Fault("an artifact that may not be read", "generate --artifact {artifact} --prompt hi", "cannot read .*config.json",
           lambda place: (place.artifact / "config.json").chmod(0)),
 ]
-
-
-@RIGHTS
-@pytest.mark.parametrize("fault", LOCKED, ids=ids(LOCKED))
-def test_missing_rights_are_one_sentence(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
-                                         capfd: pytest.CaptureFixture[str]) -> None:
-    check(fault, place, monkeypatch, capfd)
-
-
 IN_THE_WAY = [
     Fault("an out folder below a file", "run --config {tiny} --out f/o", "cannot write .*(choose|make)|check the path",
           lambda place: place.write("f", "mine")),
@@ -133,17 +120,16 @@ IN_THE_WAY = [
 ]
 
 
-@pytest.mark.parametrize("fault", IN_THE_WAY, ids=ids(IN_THE_WAY))
-def test_what_stands_in_the_way_is_named(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
-                                         capfd: pytest.CaptureFixture[str]) -> None:
-    check(fault, place, monkeypatch, capfd)
+@pytest.mark.parametrize("fault", [*IN_THE_WAY, *(pytest.param(fault, marks=RIGHTS) for fault in LOCKED)],
+                         ids=ids([*IN_THE_WAY, *LOCKED]))
+def test_what_stands_in_the_way_is_named(fault: Fault, place: Place) -> None:
+    check(fault, place)
 
 
 @pytest.mark.parametrize("seconds", [-10**9, 10**9])
 def test_a_clock_that_moved_changes_no_byte(place: Place, monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + seconds)
-    monkeypatch.chdir(place.folder)
     manifest = (place.run / "data" / "manifest.json").read_bytes()
     os.utime(place.run / "data" / "manifest.json", (max(0.0, now() + seconds),) * 2)
     assert main(["distill", "--config", TINY, "--out", str(place.run)]) == 0

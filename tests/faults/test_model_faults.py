@@ -76,7 +76,5 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", some_long(FAULTS, 2), ids=ids(FAULTS))
-def test_a_target_that_cannot_be_used_is_refused_in_one_sentence(
-    fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    check(fault, place, monkeypatch, capfd)
+def test_a_target_that_cannot_be_used_is_refused_in_one_sentence(fault: Fault, place: Place) -> None:
+    check(fault, place)

@@ -18,12 +18,7 @@ FAULTS += [Fault(f"{words.split()[0]} with the policies {value}", words, says, g
                                ("[[static]]", "there is no policy"))]
 
 
+@pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))
-def test_a_wrong_policy_is_refused_before_the_target_is_loaded(
-    fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def loaded(*_: object) -> None:
-        raise AssertionError("the target was loaded first")
-
-    monkeypatch.setattr("draftsmith.recipes.commands.artifact_commands.artifact_target", loaded)
-    check(fault, place, monkeypatch, capfd)
+def test_a_wrong_policy_is_refused_before_the_target_is_loaded(fault: Fault, place: Place) -> None:
+    check(fault, place)

@@ -64,16 +64,10 @@ FAULTS += [
 ]
 
 
+@pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize("fault", some_long(FAULTS, 3), ids=ids(FAULTS))
-def test_a_wrong_prompt_file_is_refused_before_the_target_is_loaded(
-    fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def loaded(*_: object) -> None:
-        raise AssertionError("the target was loaded first")
-
-    monkeypatch.setattr("draftsmith.recipes.commands.artifact_commands.artifact_target", loaded)
-    monkeypatch.setattr("draftsmith.recipes.stages.workspace.load_target", loaded)
-    check(fault, place, monkeypatch, capfd)
+def test_a_wrong_prompt_file_is_refused_before_the_target_is_loaded(fault: Fault, place: Place) -> None:
+    check(fault, place)
 
 
 def test_a_category_that_is_broken_tex_is_plain_text_in_the_report(place: Place) -> None:

@@ -150,6 +150,5 @@ FAULTS += [Fault(f"a row whose section train is {train}", "families --config f.y
 
 
 @pytest.mark.parametrize("fault", some_long(FAULTS, 3), ids=ids(FAULTS))
-def test_a_wrong_recipe_is_refused_in_one_sentence(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
-                                                   capfd: pytest.CaptureFixture[str]) -> None:
-    check(fault, place, monkeypatch, capfd)
+def test_a_wrong_recipe_is_refused_in_one_sentence(fault: Fault, place: Place) -> None:
+    check(fault, place)

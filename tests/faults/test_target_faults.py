@@ -127,19 +127,17 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", some_long(FAULTS, 3), ids=ids(FAULTS))
 def test_a_wrong_target_is_refused_before_it_runs_or_takes_memory(
-    fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on the terminal"))
-    check(fault, place, monkeypatch, capfd)
+    check(fault, place)
     assert not (place.folder / "ran").exists()
 
 
-def test_code_beside_a_known_architecture_is_left_alone(place: Place, monkeypatch: pytest.MonkeyPatch,
-                                                        capfd: pytest.CaptureFixture[str]) -> None:
+def test_code_beside_a_known_architecture_is_left_alone(place: Place) -> None:
     with_code()(place)
-    monkeypatch.chdir(place.folder)
     assert main([*PLAN.format(tiny="tiny").split()]) == 0
-    assert "24,992 parameters" in capfd.readouterr().out
+    assert "24,992 parameters" in place.capfd.readouterr().out
     assert not (place.folder / "ran").exists()
 
 
@@ -147,16 +145,12 @@ def test_code_runs_for_who_asks_on_the_command_line(place: Place, monkeypatch: p
                                                     tmp_path: Path) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     with_code(model_type="own")(place)
-    monkeypatch.chdir(place.folder)
     assert main([*PLAN.format(tiny="tiny").split(), "--target.trust_remote_code", "true"]) == 0
     assert (place.folder / "ran").exists()
 
 
-def test_an_artifact_of_a_folder_decodes_with_the_folder_that_the_user_names(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_artifact_of_a_folder_decodes_with_the_folder_that_the_user_names(place: Place) -> None:
     targets("./model")(place)  # type: ignore[operator]
-    monkeypatch.chdir(place.folder)
     words = ["generate", "--artifact", str(place.artifact), "--prompt", "hi", "--max_new_tokens", "4"]
     assert main([*words, "--target.name", "./model"]) == 0
-    assert "tokens per pass" in capfd.readouterr().err
+    assert "tokens per pass" in place.capfd.readouterr().err

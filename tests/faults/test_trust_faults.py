@@ -104,22 +104,19 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=ids(FAULTS))
-def test_no_file_makes_a_command_run_code(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch,
-                                          capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_file_makes_a_command_run_code(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     # As if the user worked on that code: only trust stands between the name and its import.
     monkeypatch.syspath_prepend(str(place.folder))
-    check(fault, place, monkeypatch, capfd)
+    check(fault, place)
     assert not (place.folder / "ran").exists()
     assert "hostile" not in sys.modules
 
 
-def test_a_trusted_class_is_imported_and_its_run_holds_no_trust(place: Place, monkeypatch: pytest.MonkeyPatch,
-                                                                capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_trusted_class_is_imported_and_its_run_holds_no_trust(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.write("friendly.py", "from draftsmith.trainers import MedusaModule\n\n\nclass Own(MedusaModule):\n    pass\n")
     monkeypatch.syspath_prepend(str(place.folder))
-    monkeypatch.chdir(place.folder)
     assert main(["plan", "--config", "tiny", "--family", "friendly.Own", "--trust"]) == 0
-    assert "trained parameters" in capfd.readouterr().out
+    assert "trained parameters" in place.capfd.readouterr().out
     parsed = compare_families.PIPELINE["run"].parse(["--config", "tiny", "--trust", "--target.trust_remote_code=true"])
     assert parsed.values.trust
     assert parsed.values.target.trust_remote_code

@@ -20,10 +20,11 @@ REMEDIES = ("add", "allow", "ask", "call", "change", "check", "choose", "close",
 
 @dataclass
 class Place:
-    """The folder of one case, in which the command is called."""
+    """The folder of one case, in which the command is called, and what it prints."""
 
     folder: Path
     tiny_run: Path
+    capfd: pytest.CaptureFixture[str]
 
     @property
     def run(self) -> Path:
@@ -98,7 +99,7 @@ def ids(faults: list[Fault]) -> list[str]:
     return names
 
 
-def check(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def check(fault: Fault, place: Place) -> None:
     """Call the command: exit code, one sentence with value and remedy, no traceback, no file lost or half-written."""
     fault.prepare(place)
     recipe = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
@@ -109,10 +110,9 @@ def check(fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch, capfd: py
     words = [word.format(**places) for word in fault.words.split()] + [
         word.format(**places) if "{" in word and "}" in word and any(f"{{{name}}}" in word for name in places) else word
         for word in fault.given]
-    monkeypatch.chdir(place.folder)
     before = place.fingerprints()
     code = main(words)
-    shown = capfd.readouterr()
+    shown = place.capfd.readouterr()
     lines = [line for line in re.split(r"[\r\n]", shown.err) if line.startswith(ERROR)]
     assert code == fault.code, f"exit code {code}, and on stderr: {shown.err[-2000:]}"
     assert "Traceback" not in shown.err + shown.out
