@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from benchmarks.pass_cost import busy_programs
 from support.forked_command import Disturbance, call
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
@@ -21,13 +22,8 @@ WORDS = ("run", "--config", "tiny", "--out", "run", "--distill.workers", "auto",
 @pytest.fixture(scope="module", autouse=True)
 def busy() -> Iterator[None]:
     """Four other programs that take the cores."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(OTHERS)]
-    try:
+    with busy_programs(OTHERS):
         yield
-    finally:
-        for one in others:
-            one.kill()
-            one.wait()
 
 
 def check(out: Path) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from support.campaign_drafters import (
 )
 from support.campaign_outcome import Outcome
 from support.campaign_targets import ARCHITECTURES, RECURRENT_TARGETS, TRAIT_TARGETS, target_of
-from support.native_answers import native_greedy, requests_for
+from support.native_answers import greedy_answers, requests_for, texts_of
 
 REQUESTS, TOKENS = 10, 56
 """Requests of a cell on a tiny target, and tokens of the shortest answer."""
@@ -58,14 +58,14 @@ def references(architecture: str, changed_for: str | None) -> tuple[Target, list
     if changed_for is not None:
         target = verifier(changed_for, target)
     requests = requests_for(target, REQUESTS, TOKENS)
-    return target, requests, [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
+    return target, requests, greedy_answers(target, requests)
 
 
 def tiny(architecture: str, drafter: str, policy: str) -> Outcome:
     """Decode the requests with a batch size and a chunk size that the names decide."""
     target, requests, expected = references(architecture, drafter if changes_target(drafter) else None)
     chance = random.Random(zlib.crc32(f"{architecture} {drafter} {policy}".encode()))
-    texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
+    texts = texts_of(requests, expected)
     proposer, growth = make(drafter, target), POLICIES[policy]
     helped = Helped(proposer, texts) if chance.random() < 0.75 else proposer
     batch_size, chunk = chance.choices(list(BATCHES), list(BATCHES.values()))[0], chance.choice((1, 3, 8, 512))

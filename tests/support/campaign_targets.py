@@ -4,23 +4,17 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
-import transformers
 from draftsmith.modules import Target
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
-from support.architectures import random_trait
+from support.architectures import random_model, random_trait
 from support.recurrent_models import recurrent_model
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "Qwen3": {"head_dim": 16},
     "Mistral": {"sliding_window": 4},
-    "Gemma3": {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+    "Gemma3": {"sliding_window": 4, "query_pre_attn_scalar": 8},
     "Phi": {},
     "Phi3": {"sliding_window": None},
     "GPTNeoX": {"rotary_pct": 0.5},
@@ -42,21 +36,14 @@ VOCABULARY = 8
 
 def build(name: str, **changes: Any) -> Target:
     """A random target of an architecture."""
-    if name in RECURRENT_TARGETS:
-        with torch.random.fork_rng(devices=[]):
-            return Target(recurrent_model(name, max_position_embeddings=256), tiny_tokenizer(), name=name)
-    if name in TRAIT_TARGETS:
-        with torch.random.fork_rng(devices=[]):
-            return Target(random_trait(name, torch.float64, max_position_embeddings=256), tiny_tokenizer(), name=name)
-    config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
-    fields = _COMMON | ARCHITECTURES[name] | changes
-    if name == "GPTNeoX":
-        del fields["num_key_value_heads"]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = getattr(transformers,
-                        f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(config_class(**fields))
-    return Target(model.double(), tiny_tokenizer(), name=name)
+        if name in RECURRENT_TARGETS:
+            model = recurrent_model(name, max_position_embeddings=256)
+        elif name in TRAIT_TARGETS:
+            model = random_trait(name, torch.float64, max_position_embeddings=256)
+        else:
+            model = random_model(name, max_position_embeddings=256, **ARCHITECTURES[name] | changes).double()
+    return Target(model, tiny_tokenizer(), name=name)
 
 
 @cache

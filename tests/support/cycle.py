@@ -1,9 +1,11 @@
 """Endless deterministic training text: a walk along one fixed cycle of token ids."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from draftsmith.modules import Features, Target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
@@ -57,3 +59,23 @@ class CycleData(L.LightningDataModule):
 
     def validation_features(self) -> list[Features]:
         return [cycle_rows(10_000 + number, rows=1) for number in range(self.held_out)]
+
+
+class Power(Exception):
+    """An interruption of the run."""
+
+
+@contextmanager
+def interrupted(kind: Any, at: int) -> Iterator[None]:
+    """The training of this kind of module that the block starts is interrupted in one micro-batch."""
+    step = kind.training_step
+
+    def training_step(self: Any, batch: Features, batch_idx: int) -> torch.Tensor:
+        if batch_idx == at:
+            raise Power
+        return step(self, batch, batch_idx)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "training_step", training_step)
+        with pytest.raises(Power):
+            yield

@@ -1,12 +1,19 @@
-"""Processes forked from the test's own that work on one folder, and can be killed."""
+"""Work that is killed: in processes forked from the test's own, which share a folder, and in a block of the test."""
 
+import itertools
 import os
 import signal
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
+from draftsmith.modules.files.folder_locks import FolderLocks, sole_writer
 
 
 def start(work: Callable[[], object], *, killed_at: int = 0) -> int:
@@ -49,3 +56,64 @@ def _die_at(last: int) -> None:
         return replacing(self, to)
 
     Path.replace = replaced  # type: ignore[method-assign,assignment]
+
+
+def holding(locks: Path, number: int) -> int:
+    """Start a process that holds a lock of a folder and does nothing else; returns its id once it has it."""
+    return _kept(lambda: (held := FolderLocks(locks)).take(number) and held)
+
+
+def working(folder: Path) -> int:
+    """The same for the one command that works in a folder."""
+
+    def begun() -> object:
+        block = sole_writer(folder / "stages.json")
+        block.__enter__()
+        return block
+
+    return _kept(begun)
+
+
+def _kept(take: Callable[[], object]) -> int:
+    taken, told = os.pipe()
+
+    def keep() -> None:
+        kept = take()
+        assert kept
+        os.write(told, b"!")
+        time.sleep(600)
+
+    process = start(keep)
+    os.close(told)
+    assert os.read(taken, 1), "the lock is held by another"
+    os.close(taken)
+    return process
+
+
+class Killed(BaseException):
+    """Stands for a process that ends here: nothing cleans up."""
+
+
+@contextmanager
+def killed_after(writes: int | None) -> Iterator[None]:
+    """A block that ends before this write of a file, counted from 0; None lets it finish."""
+    left, replacing = itertools.count(), Path.replace
+
+    def stop(self: Path, to: Path) -> Path:
+        if next(left) == writes:
+            raise Killed
+        return replacing(self, to)
+
+    with patch.object(Path, "replace", stop):
+        yield
+
+
+def die(*_given: Any, **_more: Any) -> Any:
+    raise Killed
+
+
+@contextmanager
+def killed_in(owner: Any, name: str) -> Iterator[None]:
+    """A block that ends where this function of a class or module is called first."""
+    with patch.object(owner, name, die), pytest.raises(Killed):
+        yield

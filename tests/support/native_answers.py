@@ -22,6 +22,15 @@ def native_greedy(target: Target, prompt: tuple[int, ...], count: int, *, eos: b
     return kept[asked][:count]
 
 
+def greedy_answers(target: Target, requests: list[Request], penalty: float = 1.0) -> list[list[int]]:
+    return [native_greedy(target, one.tokens, one.max_new_tokens, penalty=penalty) for one in requests]
+
+
+def texts_of(requests: list[Request], answers: list[list[int]]) -> list[list[int]]:
+    """Prompts with their answers."""
+    return [[*request.tokens, *answer] for request, answer in zip(requests, answers, strict=True)]
+
+
 def _generated(target: Target, prompt: tuple[int, ...], count: int, *, eos: bool, penalty: float) -> list[int]:
     with target.native() as model:
         out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, repetition_penalty=penalty,

@@ -170,6 +170,14 @@ def place(above: int = 1) -> str:
     return "elsewhere"
 
 
+def files(places: Counter[str]) -> Counter[str]:
+    """The counts by file."""
+    counts: Counter[str] = Counter()
+    for where, count in places.items():
+        counts[where.rpartition(":")[0]] += count
+    return counts
+
+
 def _held(value: Any, given: list[Tensor]) -> Any:
     """The argument with the tensors that pretended ones hold; all tensors in it are added to the list."""
     if isinstance(value, Tensor):

@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data import Manifest, Message, PromptConfig, TokenShard
+import pytest
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, Message, PromptConfig, TokenShard, distill
+from draftsmith.data.answers.answering import Answerer
+from draftsmith.modules import Target
 
 WORDS = ("tell me of the sea", "how far?", "Why", "a b c", "write it down", "and then", "ok", "12 apples or 13 pears")
 
@@ -27,6 +30,20 @@ def many(count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"{WORDS[number % len(WORDS)]} {number}"} for number in range(count)]
 
 
+def answered(count: int) -> list[dict[str, Any]]:
+    """Rows with an answer of their own."""
+    return [{"messages": spoken(f"what is {number}?", f"it is {number} indeed")} for number in range(count)]
+
+
+def conversations(folder: Path, target: Target, count: int = 15, **settings: Any) -> Path:
+    """A data folder of so many conversations of unlike lengths, three of which are held out."""
+    prompts = write_prompts(folder, [{"prompt": "abcdefghijklmno"[: number + 1] * 2} for number in range(count)])
+    usual = {"shard_prompts": 5, "slots": 4, "max_new_tokens": 12, "validation_prompts": 3}
+    config = DistillConfig(**usual | settings)
+    distill(target, prompts, config, ChatTemplate(target.tokenizer), folder / "out", progress=False)
+    return folder / "out"
+
+
 def shards(out: Path, split: str = "train") -> list[TokenShard]:
     return [TokenShard.read(out / record.file, record.sha256) for record in Manifest.load(out).split(split)]
 
@@ -38,6 +55,18 @@ def rows(out: Path, split: str = "train") -> Iterator[tuple[list[int], list[bool
             start, stop = shard.span(row)
             yield (shard.tokens_T[start:stop].tolist(), shard.supervised_T[start:stop].tolist(),
                    int(shard.prompts_R[row]), float(shard.temperatures_R[row]))
+
+
+def asked_prompts(patch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the prompts that are asked from now on, in order."""
+    asked, answer = list[int](), Answerer.answer
+
+    def noted(self: Answerer, numbered: Any, *rest: Any, **more: Any) -> Any:
+        asked.extend(number for number, _ in numbered)
+        return answer(self, numbered, *rest, **more)
+
+    patch.setattr(Answerer, "answer", noted)
+    return asked
 
 
 def contents(out: Path) -> dict[str, bytes]:

@@ -1,10 +1,25 @@
 """Reads, uploads and operations of the decoding loop's passes on a pretended device, once all rows are decoding."""
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
-from draftsmith.modules import DecodeSettings, Drafter, Loop, Policy, Proposer, Request, Target
+from draftsmith.modules import (
+    Chain,
+    DecodeSettings,
+    Drafter,
+    Ensemble,
+    Loop,
+    Policy,
+    Proposer,
+    Request,
+    Target,
+    Topology,
+    Union,
+    baseline,
+)
+from support.families import CASES, randomised
 from support.pretended_device import DEVICE, Waits, pretended_device
 
 Way = Callable[[Target, Target], tuple[Proposer | None, Policy | None]]
@@ -12,6 +27,8 @@ Way = Callable[[Target, Target], tuple[Proposer | None, Policy | None]]
 GREEDY = (0.0, 0.0, 0.0)
 MIXED = (0.0, 1.0, 0.7)
 """Temperatures of the rows of a batch."""
+WIDE = Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0))
+"""Two tokens deep, which every family answers."""
 _BEFORE, _COUNTED = 3, 2
 """Passes before the count, in which policies make what they keep for later passes; passes that are counted."""
 _LENGTH = 64
@@ -23,6 +40,32 @@ def moved(drafter: Drafter, target: Target) -> Drafter:
     drafter.to(target.device)
     drafter.bind(target)
     return drafter
+
+
+def drafted(name: str, policy: Policy) -> Way:
+    """A drafter of a family with random weights."""
+    return lambda origin, there: (moved(randomised(CASES[name].make(origin)), there), deepcopy(policy))
+
+
+def without_training(name: str, policy: Policy | None = None) -> Way:
+    """A drafter of a baseline."""
+    return lambda _origin, there: (baseline(name, there)[0], policy or baseline(name, there)[1])
+
+
+def plain(_origin: Target, _there: Target) -> tuple[None, None]:
+    return None, None
+
+
+def together(first: str, own: Policy) -> Way:
+    """Medusa's heads with a drafter before them, which has no rows of the target to share and runs what it needs in
+    its own."""
+
+    def way(origin: Target, there: Target) -> tuple[Proposer, Policy]:
+        other = drafted(first, Chain(2)) if first in CASES else without_training(first, Chain(2))
+        parts = [other(origin, there), drafted("medusa", own)(origin, there)]
+        return Ensemble([part for part, _ in parts if part is not None]), Union([Chain(2), own], 2 + own.max_size)
+
+    return way
 
 
 def on_device(target: Target) -> Target:

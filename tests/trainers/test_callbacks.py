@@ -14,7 +14,7 @@ from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit, fitting
 from draftsmith.trainers.steps.checkpoints import load_weights, save_weights
 from safetensors.torch import load_file
-from support.cycle import CycleData, cycle_target
+from support.cycle import CycleData, cycle_target, interrupted
 
 SETTINGS = MedusaTrainConfig(max_steps=7, lr=1e-2, warmup_steps=1, validate_every=2, validation_nodes=4,
                              checkpoint_every=3, drafter=MedusaConfig(num_heads=2), precision="32-true",
@@ -66,15 +66,8 @@ def test_the_greatest_accepted_length_wins_and_a_tie_goes_to_the_earlier(
 def test_the_best_so_far_survives_an_interruption(target: Target, tmp_path: Path,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, [1.0, 1.1, 1.4, 1.3])
-
-    class Stops(MedusaModule):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 6:
-                raise KeyError("power")
-            return super().training_step(batch, batch_idx)
-
-    with pytest.raises(KeyError):
-        fit(Stops(target, SETTINGS), CycleData(), tmp_path, progress=False)
+    with interrupted(MedusaModule, 6):
+        fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=False)
     seen = scripted(monkeypatch, [1.4, 1.3, 1.2])
     result = fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=False)
     # The checkpoint of step 6 has the measurements of 2, 4 and 6; only the last step is left.
@@ -92,16 +85,8 @@ def test_a_run_interrupted_three_times_has_the_curve_of_one_that_was_not(target:
     assert whole.accepted_length == max(one.accepted_length for one in whole.curve[1:])
     assert all(0 <= one.accuracy <= 1 <= one.expected_accepted_length for one in whole.curve[1:])
     for last in (4, 5, 6):
-        class Stops(MedusaModule):
-            fatal = last
-
-            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-                if batch_idx == self.fatal:
-                    raise KeyError("power")
-                return super().training_step(batch, batch_idx)
-
-        with pytest.raises(KeyError):
-            fit(Stops(target, SETTINGS), CycleData(), tmp_path / "parts", progress=False)
+        with interrupted(MedusaModule, last):
+            fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path / "parts", progress=False)
     assert fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path / "parts", progress=False).curve == whole.curve
 
 

@@ -1,7 +1,6 @@
 """A training step waits for its device as often as its family must, and reads figures every few steps: the rest is
 enqueued."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from draftsmith.modules import Target
 from draftsmith.trainers.losses.metrics import weighted_mean_loss
 from draftsmith.trainers.steps.checkpoints import READ_EVERY, FinishedStep, StepGuard
 from support.families import CASES, randomised
-from support.pretended_device import DEVICE, Waits, pretended_device
+from support.pretended_device import DEVICE, Waits, files, pretended_device
 from support.steady_waits import moved, on_device
 from support.tiers import others_long
 
@@ -45,13 +44,6 @@ def waits_of(name: str, target: Target, **settings: Any) -> Waits:
             with torch.no_grad():
                 module.loss(given)
         return waits.copy()
-
-
-def files(places: Counter[str]) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for place, count in places.items():
-        counts[place.rpartition(":")[0]] += count
-    return counts
 
 
 @pytest.mark.parametrize("name", others_long(CASES))

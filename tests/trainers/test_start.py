@@ -16,7 +16,6 @@ from draftsmith.modules import (
     DraftLMConfig,
     Eagle3Config,
     EagleConfig,
-    Features,
     HydraConfig,
     KangarooConfig,
     MedusaConfig,
@@ -33,7 +32,7 @@ from draftsmith.trainers.families import family_module
 from draftsmith.trainers.train_config import Start
 from safetensors.torch import load_file
 from support.cases import asked_for
-from support.cycle import CYCLE, CycleData, cycle_rows
+from support.cycle import CycleData, cycle_rows, interrupted
 from support.families import CASES, randomised
 from support.tiers import others_long
 
@@ -276,21 +275,6 @@ def test_the_warm_up_is_a_quarter(tiny_target: Target, tmp_path: Path) -> None:
     assert rates == pytest.approx([2 / 20, 2 / 5])
 
 
-class InterruptionError(Exception):
-    """An interruption of the run."""
-
-
-class Interrupted(MedusaModule):
-    """A module that is interrupted in one micro-batch."""
-
-    at = -1
-
-    def training_step(self, batch: Features, batch_idx: int) -> torch.Tensor:
-        if batch_idx == self.at:
-            raise InterruptionError
-        return super().training_step(batch, batch_idx)
-
-
 def test_an_interrupted_run_ends_in_the_same_bits_and_a_changed_start_is_refused(
     tiny_target: Target, tmp_path: Path
 ) -> None:
@@ -299,20 +283,19 @@ def test_an_interrupted_run_ends_in_the_same_bits_and_a_changed_start_is_refused
     config = replace(defaults, max_steps=6, validate_every=3, checkpoint_every=2, validation_nodes=4, lr=1e-3,
                      precision="32-true", accelerator="cpu", start="anywhere")
 
-    def run(out: str, at: int, first: Start = start, **more: Any) -> Any:
-        module = Interrupted(tiny_target, replace(config, **more))
+    def run(out: str, first: Start = start, **more: Any) -> Any:
+        module = MedusaModule(tiny_target, replace(config, **more))
         module.continue_from(first)
-        module.at = at
         return fit(module, CycleData(), tmp_path / out, progress=False)
 
-    whole = run("whole", -1)
-    with pytest.raises(InterruptionError):
-        run("parts", 5)
+    whole = run("whole")
+    with interrupted(MedusaModule, 5):
+        run("parts")
     other = replace(start, weights_sha256="0" * 64)
     with pytest.raises(UserError, match=r"config\.start is '0000.*', was '"):
-        run("parts", -1, other)
+        run("parts", other)
     # The folder of the start may have moved.
-    parts = run("parts", -1, start="elsewhere")
+    parts = run("parts", start="elsewhere")
     assert whole.curve == parts.curve
     assert load_file(whole.checkpoint).keys() == load_file(parts.checkpoint).keys()
     assert whole.checkpoint.read_bytes() == parts.checkpoint.read_bytes()
@@ -328,4 +311,3 @@ def test_a_training_that_helps_nothing_keeps_the_start(tiny_target: Target, tmp_
     assert result.step == 0
     assert result.accepted_length == result.curve[0].accepted_length
     assert all(torch.equal(weight, before.state_dict()[name]) for name, weight in load_file(result.checkpoint).items())
-    assert len(CYCLE) > 1

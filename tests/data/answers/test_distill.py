@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,9 @@ from draftsmith.modules.decoding.loop import Loop
 from draftsmith.modules.files.folder_locks import FolderLocks
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_model, tiny_tokenizer
 from support.chats import THINKING
-from support.prompt_files import WORDS, contents, many, rows, shards, spoken, write_prompts
+from support.forked_workers import Killed, die, killed_after, killed_in
+from support.prompt_files import WORDS, asked_prompts, contents, many, rows, shards, spoken, write_prompts
+from support.targets import templated_target
 from support.tiers import others_long
 
 SMALL = DistillConfig(shard_prompts=4, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2,
@@ -50,19 +52,6 @@ def run(target: Target, prompts: PromptConfig, config: DistillConfig, out: Path,
 def task_of(target: Target, config: DistillConfig = SMALL, **settings: Any) -> DistillTask:
     return DistillTask(target=target, train_target=target, prompts=PromptConfig(limit=9, origin="file", path="p"),
                        config=config, template=ChatTemplate(target.tokenizer, **settings), writer=None)
-
-
-def with_template(source: str) -> Target:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = source
-    return Target(tiny_model(), tokenizer, name="tiny")
-
-
-def base_target() -> Target:
-    """The tiny target without a chat template."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    return Target(tiny_model(), tokenizer, name="base")
 
 
 # What is written -----------------------------------------------------------------------------------------------------
@@ -200,7 +189,7 @@ def test_a_conversation_ends_where_the_context_does(tiny_target: Target) -> None
 
 
 def test_a_base_model_continues_plain_text(tmp_path: Path) -> None:
-    target = base_target()
+    target = templated_target(None)
     config = replace(SMALL, budget_tokens=30)
     manifest = run(target, PromptConfig(), config, tmp_path / "own")
     assert manifest.complete
@@ -214,15 +203,7 @@ def test_a_base_model_continues_plain_text(tmp_path: Path) -> None:
 
 
 def answered(count: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": f"ask {number}"},
-                {"role": "assistant", "content": f"answer {number}"},
-            ]
-        }
-        for number in range(count)
-    ]
+    return [{"messages": list(spoken(f"ask {number}", f"answer {number}"))} for number in range(count)]
 
 
 def test_given_answers_are_used_as_they_are_and_marked(tmp_path: Path, tiny_target: Target) -> None:
@@ -234,9 +215,8 @@ def test_given_answers_are_used_as_they_are_and_marked(tmp_path: Path, tiny_targ
                for row in rows(tmp_path / "out")]
     assert decoded == [f"answer {number}<|im_end|>" for number in range(3, 7)]
     tokens, supervised, *_ = next(rows(tmp_path / "out", "validation"))
-    assert tiny_target.tokenizer.decode(tokens[supervised.index(True) :]) != "answer 0<|im_end|>", (
-        "validation is on-policy"
-    )
+    answer = tiny_target.tokenizer.decode(tokens[supervised.index(True) :])
+    assert answer != "answer 0<|im_end|>", "validation is on-policy"
 
 
 def test_rows_that_differ_in_given_answers_are_no_duplicates_and_held_out_prompts_train_with_none(
@@ -258,7 +238,7 @@ def test_rows_that_differ_in_given_answers_are_no_duplicates_and_held_out_prompt
 
 
 def test_equal_keys_are_those_of_rows_that_reach_the_model_as_the_same() -> None:
-    target = with_template("{% if tools %}T{{ tools | length }}{% endif %}{% if enable_thinking is defined and not "
+    target = templated_target("{% if tools %}T{{ tools | length }}{% endif %}{% if enable_thinking is defined and not "
                            "enable_thinking %}no{% endif %}" + CHATML)
     task, plain, tools = task_of(target, system="s"), Prompt(messages=spoken("a"), id="1"), ({"name": "f"},)
     same = [Prompt(messages=spoken("a", "b"), id="2", category="c"), replace(plain, thinking=True),
@@ -303,7 +283,7 @@ def test_what_would_be_refused_later_is_skipped_before_the_first_answer(
 ) -> None:
     config, whole = replace(SMALL, answered_by=writer), {"messages": spoken("a", "b")}
     prompts = replace(write_prompts(tmp_path, [*answered(6), row, *answered(9)[6:], whole]), most_skipped=0.2)
-    manifest = run(with_template(source), prompts, config, tmp_path / "out")
+    manifest = run(templated_target(source), prompts, config, tmp_path / "out")
     assert (sum(manifest.skipped.values()), manifest.total("train", "prompts")) == (1, 7)
 
 
@@ -318,13 +298,13 @@ def test_short_rows_are_checked_without_their_tokens(tiny_target: Target, monkey
 
 
 def test_an_answer_without_a_word_does_not_end_a_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = with_template(WORDY)
+    target = templated_target(WORDY)
     monkeypatch.setattr(ChatTemplate, "said", lambda self, *_: self.own({"role": "assistant", "content": ""}))
     prompts = write_prompts(tmp_path, [{"turns": [f"a{number}", "b"]} for number in range(9)])
     manifest = run(target, prompts, SMALL, tmp_path / "out")
     assert (manifest.total("train", "answers"), manifest.skipped) == (12, {})
     for source, words in ((WORDY, "…"), (CHATML, "")):
-        shown = ChatTemplate(with_template(source).tokenizer).rendered(spoken("a", "", "b"))
+        shown = ChatTemplate(templated_target(source).tokenizer).rendered(spoken("a", "", "b"))
         assert f"<|im_start|>assistant\n{words}<|im_end|>" in shown
 
 
@@ -340,10 +320,8 @@ def test_given_answers_are_cut_and_must_be_exact(tiny_target: Target) -> None:
     [one] = take_given([(0, long)], ChatTemplate(tiny_target.tokenizer), 100)
     assert (len(one.rows[0].tokens), one.full) == (100, True)
     tokenizer = tiny_tokenizer()
-    broken = (
-        "{% for m in messages %}{{ 'X' if messages[-1]['content'] == 'bad' else 'Y' }}{{ m['content'] }}{% endfor %}"
-    )
-    tokenizer.chat_template = broken
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'X' if messages[-1]['content'] == 'bad' else 'Y' }}{{ m['content'] }}{% endfor %}")
     bad, good = (Prompt(messages=spoken("a", text), id=text) for text in ("bad", "good"))
     assert [one.full for one in take_given([(1, good)], ChatTemplate(tokenizer), 100)] == [False]
     with pytest.raises(UserError, match="writes a prompt otherwise than without one"):
@@ -416,15 +394,11 @@ def test_the_list_of_skipped_rows_is_that_of_the_corrected_file(tmp_path: Path, 
 # Interrupted runs ----------------------------------------------------------------------------------------------------
 
 
-class Killed(BaseException):
-    """Stands for a process that ends here."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("source", others_long(["file", "own", "kinds"], kept=("file",)))
 def test_a_run_killed_at_any_write_ends_in_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                           source: str) -> None:
-    target = base_target() if source == "own" else Target(tiny_model(), tiny_tokenizer(), name="tiny-random")
+    target = templated_target(None) if source == "own" else Target(tiny_model(), tiny_tokenizer(), name="tiny-random")
     monkeypatch.setattr(self_prompting, "TOP_P", 1.0)
     kinds = PromptConfig(own_kinds=("math", "any"), own_max_tokens=100)
     rows = [*many(2), {"prompt": 3}, *many(12)]
@@ -433,24 +407,12 @@ def test_a_run_killed_at_any_write_ends_in_the_same_bytes(tmp_path: Path, monkey
     run(target, prompts, config, tmp_path / "whole")
     expected = contents(tmp_path / "whole")
     assert ("skipped.jsonl" in expected) == (source == "file")
-    replacing = Path.replace
     # Prompts of kinds take the longest, and are written by the same code: every third write of theirs.
     for last in itertools.count(step=3 if source == "kinds" else 1):
-        calls = itertools.count()
-
-        def stop(self: Path, to: Path, calls: Iterator[int] = calls, last: int = last) -> Path:
-            if next(calls) == last:
-                raise Killed
-            return replacing(self, to)
-
         out = tmp_path / f"killed-{last}"
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "replace", stop)
-            try:
-                run(target, prompts, config, out)
-                break
-            except Killed:
-                pass
+        with suppress(Killed), killed_after(last):
+            run(target, prompts, config, out)
+            break
         run(target, prompts, config, out)
         assert contents(out) == expected, f"killed before write {last}"
     assert last >= 6
@@ -464,14 +426,7 @@ def test_a_resumed_run_redoes_no_finished_shard(tmp_path: Path, tiny_target: Tar
     manifest = Manifest.load(out)
     replace(manifest, shards=manifest.shards[:-1], candidates=11, complete=False).save(out)
     before = {file.name: file.stat().st_mtime_ns for file in out.glob("*.safetensors")}
-    asked: list[int] = []
-    answer = Answerer.answer
-
-    def count(self: Answerer, numbered: Any, *rest: Any, **more: Any) -> Any:
-        asked.extend(number for number, _ in numbered)
-        return answer(self, numbered, *rest, **more)
-
-    monkeypatch.setattr(Answerer, "answer", count)
+    asked = asked_prompts(monkeypatch)
     assert run(tiny_target, prompts, SMALL, out) == manifest
     assert asked == [11]
     after = {file.name: file.stat().st_mtime_ns for file in out.glob("*.safetensors")}
@@ -532,22 +487,15 @@ def test_data_that_may_not_grow_stay_complete(tmp_path: Path, tiny_target: Targe
     assert run(tiny_target, prompts, config, out).complete
 
 
-def test_growing_data_are_finished_by_the_higher_limit_alone(tmp_path: Path, tiny_target: Target,
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_data_are_finished_by_the_higher_limit_alone(tmp_path: Path, tiny_target: Target) -> None:
     prompts, out = write_prompts(tmp_path, many(24)), tmp_path / "out"
     higher = replace(SMALL, budget_tokens=60)
     run(tiny_target, prompts, replace(SMALL, budget_tokens=20), out)
     run(tiny_target, prompts, higher, out)
     expected, few = contents(out), tmp_path / "few"
     run(tiny_target, prompts, replace(SMALL, budget_tokens=20), few)
-
-    def die(self: Answerer, *given: Any, **more: Any) -> Any:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Answerer, "answer", die)
-        with pytest.raises(Killed):
-            run(tiny_target, prompts, higher, few)
+    with killed_in(Answerer, "answer"):
+        run(tiny_target, prompts, higher, few)
     run(tiny_target, prompts, higher, few)
     assert contents(few) == expected
 
@@ -645,12 +593,6 @@ def test_a_full_disk_keeps_finished_work_and_leaves_nothing_half(
 # Budgets, counts and warnings ----------------------------------------------------------------------------------------
 
 
-def test_a_token_budget_ends_the_run(tmp_path: Path, tiny_target: Target) -> None:
-    manifest = run(tiny_target, write_prompts(tmp_path, many(60)), replace(SMALL, budget_tokens=70), tmp_path / "out")
-    assert 70 <= manifest.total("train", "supervised") < 70 + SMALL.shard_prompts * SMALL.max_new_tokens
-    assert manifest.candidates < 60
-
-
 def slowed(patch: pytest.MonkeyPatch, seconds: float) -> None:
     """Each pass over answers or prompts takes so many seconds by the clock."""
     now, spent, taken = time.monotonic, [0.0], Loop._pass
@@ -673,7 +615,7 @@ def test_minutes_that_are_over_at_once_leave_a_least_share(tmp_path: Path, origi
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """The first batch of train prompts, and four of validation, get the first tokens of their answers."""
     monkeypatch.setattr(answering, "LEAST_TOKENS", 3)
-    target = base_target()
+    target = templated_target(None)
     prompts = write_prompts(tmp_path, many(40)) if origin == "file" else PromptConfig(own_max_tokens=12)
     config = replace(SMALL, validation_prompts=6, shard_prompts=8, budget_tokens=60, budget_minutes=1e-9)
     out = tmp_path / "out"
@@ -739,15 +681,9 @@ def test_shards_that_the_minutes_cut_are_answered_anew_by_a_killed_run_with_more
 ) -> None:
     prompts, out = write_prompts(tmp_path, many(60)), tmp_path / "out"
     config = replace(SMALL, shard_prompts=99, max_new_tokens=24, budget_minutes=80.0)
-
-    def die(*given: Any) -> Any:
-        raise Killed
-
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, killed_in(ShardAnswering, "_merge"):
         slowed(patch, 100.0)
-        patch.setattr(ShardAnswering, "_merge", die)
-        with pytest.raises(Killed):
-            run(tiny_target, prompts, config, out)
+        run(tiny_target, prompts, config, out)
     assert '"cut": true' in (out / "queue" / "train-00000.json").read_text()
     shutil.copytree(out, tmp_path / "same")
     (tmp_path / "same" / "stats.json").unlink()
@@ -793,21 +729,13 @@ def test_the_time_that_is_spent_is_written_while_a_shard_is_answered(
     assert stats[0]["answers_seconds"] == 0
 
 
-def test_a_folder_whose_minutes_ran_out_while_it_was_killed_goes_on(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_whose_minutes_ran_out_while_it_was_killed_goes_on(tmp_path: Path, tiny_target: Target) -> None:
     """Before the first answer, after the first shard, and before validation is answered."""
     prompts, config = write_prompts(tmp_path, many(30)), replace(SMALL, budget_minutes=99.0)
     for place, name in enumerate(("conversations", "answer_validation", "_merge")):
-        out, owner = tmp_path / name, (RowWriters, shard_answering, ShardAnswering)[place]
-
-        def die(*given: Any) -> Any:
-            raise Killed
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, die)
-            with pytest.raises(Killed):
-                run(tiny_target, prompts, config, out)
+        out = tmp_path / name
+        with killed_in((RowWriters, shard_answering, ShardAnswering)[place], name):
+            run(tiny_target, prompts, config, out)
         stats = json.loads((out / "stats.json").read_text())
         (out / "stats.json").write_text(json.dumps({**stats, "seconds": 6000.0}))
         late = run(tiny_target, prompts, config, out)
@@ -958,7 +886,7 @@ def test_rows_of_an_endless_stream_are_skipped_and_counted_when_it_is_their_turn
     # Killed after the list was written, and before the manifest.
     save = DataFolder.save
     with monkeypatch.context() as patch:
-        patch.setattr(DataFolder, "save", lambda self, found: kill() if found.complete else save(self, found))
+        patch.setattr(DataFolder, "save", lambda self, found: die() if found.complete else save(self, found))
         with pytest.raises(Killed):
             run(tiny_target, prompts, SMALL, tmp_path / "killed")
     assert skipped(tmp_path / "killed") == listed
@@ -976,18 +904,11 @@ def test_rows_of_an_endless_stream_are_skipped_and_counted_when_it_is_their_turn
         run(tiny_target, replace(prompts, most_skipped=0.0), SMALL, tmp_path / "strict")
 
 
-def kill() -> None:
-    raise Killed
-
-
 @pytest.mark.parametrize(("prompts", "config", "message"), [
     (PromptConfig(), SMALL, "prompts of the target have no limit; set distill.budget_tokens"),
     (PromptConfig(limit=9), replace(SMALL, answered_by="text"), "no ready-made answers"),
-    (
-        PromptConfig(limit=9),
-        replace(SMALL, max_new_tokens=512),
-        "leaves no room for a prompt in the target's context of 512",
-    ),
+    (PromptConfig(limit=9), replace(SMALL, max_new_tokens=512),
+     "leaves no room for a prompt in the target's context of 512"),
     (PromptConfig(limit=9), replace(SMALL, max_new_tokens=505), "leaves no room for an answer, got .* holds 7;"),
     (PromptConfig(limit=9, max_prompt_tokens=505), SMALL, "exceed the target's context of 512 tokens; lower one"),
     (PromptConfig(limit=2), SMALL, "usable prompts among the first 2, but 3 are to be held out"),

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, ShardRecord, WantedStates, distill
 from draftsmith.data.answers import data_folder
-from draftsmith.data.answers.answering import Answerer
 from draftsmith.data.answers.data_folder import DataFolder, Progress
 from draftsmith.data.answers.distill import BARREN_CANDIDATES, ShardAnswering
 from draftsmith.data.answers.distill_task import DistillTask
@@ -41,10 +40,10 @@ from draftsmith.data.store.feature_shards import state_file
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.files.folder_locks import FolderLocks, has_locks, remove_leftovers, sole_writer
 from draftsmith.modules.processes import Processes
-from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.recipes.stages.answer_workers import leading
-from support.forked_workers import ended, kill, start
-from support.prompt_files import contents, many, rows, shards, spoken, write_prompts
+from support.forked_workers import ended, holding, kill, start
+from support.prompt_files import asked_prompts, contents, many, write_prompts
+from support.targets import templated_target
 from support.tiers import others_long, some_long
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,10 +63,7 @@ def make_from(request: pytest.FixtureRequest, tmp_path: Path, tiny_target: Targe
     """Data from repeated prompts of a file, from the target's own, and from those of a file up to a token budget."""
     if request.param == "own":
         # Without a chat template every text of a few tokens is a prompt.
-        tokenizer = tiny_tokenizer()
-        tokenizer.chat_template = None
-        target = Target(tiny_model(), tokenizer, name="base")
-        return partial(make, target, PromptConfig(), replace(SMALL, budget_tokens=150))
+        return partial(make, templated_target(None), PromptConfig(), replace(SMALL, budget_tokens=150))
     file = write_prompts(tmp_path, many(24) + many(30))
     return partial(make, tiny_target, file, replace(SMALL, budget_tokens=150) if request.param == "budget" else SMALL)
 
@@ -145,14 +141,7 @@ def test_when_all_are_killed_the_next_one_makes_the_open_shards_alone(
     assert together(make_data, out, 20) == [-9]
     finished = sorted(file.stem for file in (out / "queue").glob("train-*.json"))
     assert finished
-    asked: list[int] = []
-    answer = Answerer.answer
-
-    def noted(self: Answerer, numbered: Any, *rest: Any, **more: Any) -> Any:
-        asked.extend(number for number, _ in numbered)
-        return answer(self, numbered, *rest, **more)
-
-    monkeypatch.setattr(Answerer, "answer", noted)
+    asked = asked_prompts(monkeypatch)
     make_data(out)
     first = SMALL.validation_prompts + SMALL.test_prompts
     assert asked == list(range(first + 4 * len(finished), 25)), "nothing that was finished is asked again"
@@ -167,36 +156,19 @@ def test_a_free_process_takes_over_while_another_holds_its_shard(tmp_path: Path,
     make_data: Make = partial(make, tiny_target, write_prompts(tmp_path, many(25)), SMALL)
     make_data(tmp_path / "calm")
     out = tmp_path / "out"
-
-    def hold() -> None:
-        locks = FolderLocks(out / LOCKS)
-        assert locks.take(answers_lock(1))
-        time.sleep(600)
-
-    holding = start(hold)
+    held = holding(out / LOCKS, answers_lock(1))
     waiting = start(partial(make_data, out))
     while len(list((out / "queue").glob("train-*.json"))) < 5:
         time.sleep(0.05)
     # 20 prompts for training are five shards and an empty one; all but the one that is held are finished.
     assert not (out / "queue" / "train-00001.json").exists()
     assert not Manifest.load(out).complete
-    kill(holding)
+    kill(held)
     assert ended(waiting) == 0
     assert contents(out) == contents(tmp_path / "calm")
 
 
 # What belongs to the data --------------------------------------------------------------------------------------------
-
-
-def test_a_prompt_trains_once_and_a_held_out_one_never(tmp_path: Path, tiny_target: Target) -> None:
-    repeated = many(9) + [{"messages": spoken(row["prompt"], "An answer.")} for row in many(9)] + many(14)
-    manifest = make(tiny_target, write_prompts(tmp_path, repeated), SMALL, tmp_path / "out")
-    assert manifest.candidates == len(repeated)
-    assert [number for _, _, number, _ in rows(tmp_path / "out")] == [5, 6, 7, 8, *range(27, 32)]
-    held = {key for shard in shards(tmp_path / "out", "validation") for key in shard.keys_P.tolist()}
-    trained = [key for shard in shards(tmp_path / "out") for key in shard.keys_P.tolist()]
-    assert not held & set(trained)
-    assert len(trained) == len(set(trained)) == 9
 
 
 def test_the_files_are_those_of_a_process_with_all_threads(tmp_path: Path, tiny_target: Target) -> None:
@@ -224,9 +196,7 @@ def test_data_grown_by_a_higher_budget_have_the_bytes_of_data_made_at_once(
 ) -> None:
     target, prompts = tiny_target, write_prompts(tmp_path, many(60))
     if origin == "own":
-        tokenizer = tiny_tokenizer()
-        tokenizer.chat_template = None
-        target, prompts = Target(tiny_model(), tokenizer, name="base"), PromptConfig()
+        target, prompts = templated_target(None), PromptConfig()
     higher = partial(make, target, prompts, replace(SMALL, budget_tokens=200))
     whole = higher(tmp_path / "whole")
     out = tmp_path / "grown"
@@ -283,7 +253,7 @@ def test_a_process_does_not_complete_data_whose_limits_another_has_raised(
 def test_a_queue_is_cleared_when_its_data_are_complete_and_no_process_is_there(
     tmp_path: Path, tiny_target: Target
 ) -> None:
-    prompts, out, held = write_prompts(tmp_path, many(60)), tmp_path / "out", tmp_path / "held"
+    prompts, out = write_prompts(tmp_path, many(60)), tmp_path / "out"
     higher = partial(make, tiny_target, prompts, replace(SMALL, budget_tokens=200))
     make(tiny_target, prompts, replace(SMALL, budget_tokens=60), out)
     locks_file = (out / LOCKS).stat().st_ino
@@ -294,21 +264,11 @@ def test_a_queue_is_cleared_when_its_data_are_complete_and_no_process_is_there(
     assert sorted((out / QUEUE).glob("train-*.json")) == finished, "the data grow"
     higher(out)
     (out / QUEUE).mkdir()
-
-    def hold(number: int) -> None:
-        locks = FolderLocks(out / LOCKS)
-        assert locks.take(number)
-        held.touch()
-        time.sleep(600)
-
     for number in (MERGE, HELD_OUT, VALIDATION, FIRST, answers_lock(7)):
-        held.unlink(missing_ok=True)
-        holding = start(partial(hold, number))
-        while not held.exists():
-            time.sleep(0.01)
+        held = holding(out / LOCKS, number)
         clear_queue(out)
         assert (out / QUEUE).exists(), f"lock {number} is held"
-        kill(holding)
+        kill(held)
     clear_queue(out)
     assert not (out / QUEUE).exists()
     assert (out / LOCKS).stat().st_ino == locks_file, "processes that opened it before would lock another file"
@@ -385,17 +345,24 @@ def test_all_processes_store_the_states_that_the_first_was_asked_for(tmp_path: P
 # Time, and what is refused -------------------------------------------------------------------------------------------
 
 
-def test_time_ends_the_queue(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, config = write_prompts(tmp_path, many(40)), replace(SMALL, budget_minutes=1.0)
-    now, spent = time.monotonic, [0.0]
-    monkeypatch.setattr(data_folder.time, "monotonic", lambda: now() + spent[0])
-    publish = ShardQueue.publish
+def late_after(patch: pytest.MonkeyPatch, last: int, *processes: int) -> None:
+    """Once this shard is answered, a hundred minutes have passed, and these processes end."""
+    now, spent, publish = time.monotonic, [0.0], ShardQueue.publish
 
     def late(self: ShardQueue, number: int, shard: FinishedShard) -> None:
         publish(self, number, shard)
-        spent[0] += 60.0 * (number == 2)
+        if number == last:
+            spent[0] = 6000.0
+            for process in processes:
+                kill(process)
 
-    monkeypatch.setattr(ShardQueue, "publish", late)
+    patch.setattr(data_folder.time, "monotonic", lambda: now() + spent[0])
+    patch.setattr(ShardQueue, "publish", late)
+
+
+def test_time_ends_the_queue(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, config = write_prompts(tmp_path, many(40)), replace(SMALL, budget_minutes=1.0)
+    late_after(monkeypatch, 2)
     manifest = make(tiny_target, prompts, config, tmp_path / "out")
     assert len(manifest.split("train")) == 3
     assert manifest.candidates == 5 + 3 * 4
@@ -407,33 +374,12 @@ def test_data_whose_time_was_up_grow_to_the_bytes_of_data_made_at_once(
 ) -> None:
     # A shard without answers, its prompts being repeated, is the first or the second.
     repeated = many(9) + many(4) + many(40)[9:] if held is None else many(60)
-    prompts, out, ready = write_prompts(tmp_path, repeated), tmp_path / "out", tmp_path / "held"
+    prompts, out = write_prompts(tmp_path, repeated), tmp_path / "out"
     few, more = (partial(make, tiny_target, prompts, replace(SMALL, budget_minutes=limit)) for limit in (100.0, 200.0))
     whole = more(tmp_path / "whole")
-    holding: list[int] = []
-
-    def hold() -> None:
-        locks = FolderLocks(out / LOCKS)
-        assert locks.take(answers_lock(1))
-        ready.touch()
-        time.sleep(600)
-
-    if held is not None:
-        holding.append(start(hold))
-        while not ready.exists():
-            time.sleep(0.01)
-    now, spent, publish = time.monotonic, [0.0], ShardQueue.publish
-
-    def late(self: ShardQueue, number: int, shard: FinishedShard) -> None:
-        publish(self, number, shard)
-        if number == (1 if held is None else 3):
-            spent[0] = 6000.0
-            for process in holding:
-                kill(process)
-
+    others = [] if held is None else [holding(out / LOCKS, answers_lock(1))]
     with monkeypatch.context() as patch:
-        patch.setattr(data_folder.time, "monotonic", lambda: now() + spent[0])
-        patch.setattr(ShardQueue, "publish", late)
+        late_after(patch, 1 if held is None else 3, *others)
         assert few(out).split("train") == whole.split("train")[:1]
     assert not (out / "train-00003.safetensors").exists()
     more(out)
@@ -479,17 +425,7 @@ def test_more_workers_than_any_machine_has_are_refused() -> None:
 
 
 def test_a_lock_is_one_processs_and_goes_with_it(tmp_path: Path) -> None:
-    locks, other = FolderLocks(tmp_path / "locks"), tmp_path / "taken"
-
-    def hold() -> None:
-        mine = FolderLocks(tmp_path / "locks")
-        assert mine.take(FIRST + 3)
-        other.touch()
-        time.sleep(600)
-
-    process = start(hold)
-    while not other.exists():
-        time.sleep(0.01)
+    locks, process = FolderLocks(tmp_path / "locks"), holding(tmp_path / "locks", FIRST + 3)
     assert locks.take(FIRST)
     assert not locks.take(FIRST + 3)
     assert not locks.take(FIRST, 0), "all from the first on: one of them is held"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, Writer, distill
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, Writer, distill
 from draftsmith.data.answers import distill_task
 from draftsmith.data.answers.answering import source_of
 from draftsmith.data.answers.shard_queue import FinishedShard, ShardQueue
@@ -20,8 +20,10 @@ from draftsmith.modules.token_tree import Topology
 from draftsmith.modules.verification.acceptance_rules import AcceptAll
 from draftsmith.recipes.stages.answer_workers import require_teacher
 from draftsmith.trainers import MedusaModule, MedusaTrainConfig
+from support import prompt_files
 from support.drafters import ScriptedDrafter
-from support.prompt_files import contents, many, write_prompts
+from support.forked_workers import Killed
+from support.prompt_files import answered, contents, many, shards, write_prompts
 
 SMALL = DistillConfig(shard_prompts=6, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2)
 MIX: dict[str, float] = {"target": 0.5, "text": 0.25, "draft": 0.25}
@@ -44,19 +46,8 @@ def make(target: Target, prompts: PromptConfig, config: DistillConfig, out: Path
 
 def rows(out: Path) -> list[tuple[list[int], list[bool], int, str]]:
     """(tokens, supervised, prompt, source) of the train rows."""
-    found = []
-    for record in Manifest.load(out).split("train"):
-        shard = TokenShard.read(out / record.file, record.sha256)
-        for row in range(shard.num_rows):
-            start, stop = shard.span(row)
-            found.append((shard.tokens_T[start:stop].tolist(), shard.supervised_T[start:stop].tolist(),
-                          int(shard.prompts_R[row]), SOURCES[int(shard.sources_R[row])]))
-    return found
-
-
-def answered(count: int) -> list[dict[str, Any]]:
-    return [{"messages": [{"role": "user", "content": f"what is {number}?"},
-                          {"role": "assistant", "content": f"it is {number} indeed"}]} for number in range(count)]
+    sources = [SOURCES[number] for shard in shards(out) for number in shard.sources_R.tolist()]
+    return [(*row[:3], source) for row, source in zip(prompt_files.rows(out), sources, strict=True)]
 
 
 # Shares ---------------------------------------------------------------------------------------------------------------
@@ -167,10 +158,7 @@ def test_documents_are_learnt_whole_in_pieces(tmp_path: Path, tiny_target: Targe
 def test_of_a_held_out_document_the_target_continues_the_beginning(tmp_path: Path, tiny_target: Target) -> None:
     prompts = write_prompts(tmp_path, [{"text": SEA + str(number)} for number in range(5)])
     make(tiny_target, prompts, replace(SMALL, answered_by="text"), tmp_path / "out")
-    [record] = Manifest.load(tmp_path / "out").split("validation")
-    shard = TokenShard.read(tmp_path / "out" / record.file)
-    start, stop = shard.span(0)
-    tokens, flags = shard.tokens_T[start:stop].tolist(), shard.supervised_T[start:stop].tolist()
+    tokens, flags, *_ = next(prompt_files.rows(tmp_path / "out", "validation"))
     opening = flags.index(True)
     assert tokens[:opening] == tiny_target.tokenizer(SEA + "0")["input_ids"][:32]
     greedy = decode(tiny_target, [Request(tuple(tokens[:opening]), 0, 8)], DecodeSettings()).generations[0].tokens
@@ -191,10 +179,6 @@ def test_prompts_that_do_not_fit_the_source(lines: list[dict[str, Any]], setting
 
 
 # Mixes ----------------------------------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """As SIGKILL: nothing cleans up."""
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

@@ -1,6 +1,5 @@
 """Micro-batch n depends on the seed, n, the rank and the world size alone, and every token is seen once an epoch."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +9,11 @@ import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, distill
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
-from draftsmith.data.batches.learned_tokens import LearnedTokens, count_labels, prompts_learnable
+from draftsmith.data.batches.learned_tokens import prompts_learnable
 from draftsmith.data.store.collate import pad
 from draftsmith.data.store.token_store import Row, ShardRecord, hash_file
 from draftsmith.modules import Features, Target, UserError
+from support.prompt_files import conversations
 from support.stored_states import encode
 
 lightning = pytest.importorskip("lightning")
@@ -23,14 +23,9 @@ CONFIG = BatchConfig(row_length=96, rows_per_batch=2)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
     """Twelve train and three validation conversations of 41 to 63 tokens, with states."""
-    base = tmp_path_factory.mktemp("data")
-    texts = ["abcdefghijklmno"[: n + 1] * 2 for n in range(15)]
-    (base / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    config = DistillConfig(shard_prompts=5, slots=4, max_new_tokens=12, validation_prompts=3)
-    source = PromptConfig(origin="file", path=str(base / "prompts.jsonl"))
-    distill(tiny_target, source, config, ChatTemplate(tiny_target.tokenizer), base / "out", progress=False)
-    encode(tiny_target, base / "out", (0,))
-    return base / "out"
+    out = conversations(tmp_path_factory.mktemp("data"), tiny_target)
+    encode(tiny_target, out, (0,))
+    return out
 
 
 def same(left: Features, right: Features) -> bool:
@@ -131,16 +126,6 @@ def test_validation_rows_are_whole_and_the_same_every_time(folder: Path, tiny_ta
     assert [one.tokens_BL.tolist() for one in drawn] != [one.tokens_BL.tolist() for one in features]
     assert not data.held_out.whole(0.5)
     assert same(features[1], data.held_out.whole()[1])
-
-
-def test_supervised_train_tokens_are_counted(folder: Path, tiny_target: Target) -> None:
-    counts = count_labels(folder, LearnedTokens())
-    assert counts.shape == (tiny_target.vocab_size,)
-    data, expected = DraftDataModule(folder, CONFIG), Counter[int]()
-    for window in data.windows:
-        piece = data.train.piece(window)
-        expected.update(piece.tokens_N[piece.supervised_N].tolist())
-    assert {token: int(count) for token, count in enumerate(counts) if count} == dict(expected)
 
 
 @pytest.fixture(scope="module")

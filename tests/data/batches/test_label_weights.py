@@ -1,26 +1,20 @@
 """Labels of the training text are counted exactly, and the coverage of a draft vocabulary is that of held-out text."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, distill
+from draftsmith.data import Manifest, TokenShard
 from draftsmith.data.batches.learned_tokens import LearnedTokens, count_labels, coverage
 from draftsmith.modules import Target
+from support.prompt_files import conversations
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
     """Twelve train and three validation conversations without states."""
-    base = tmp_path_factory.mktemp("data")
-    texts = ["abcdefghijklmno"[: n + 1] * 2 for n in range(15)]
-    (base / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    config = DistillConfig(shard_prompts=5, slots=4, max_new_tokens=12, validation_prompts=3, temperatures=(0.0, 1.0))
-    source = PromptConfig(origin="file", path=str(base / "prompts.jsonl"))
-    distill(tiny_target, source, config, ChatTemplate(tiny_target.tokenizer), base / "out", progress=False)
-    return base / "out"
+    return conversations(tmp_path_factory.mktemp("data"), tiny_target, temperatures=(0.0, 1.0))
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """Batches that are made ahead: the same in the same order, with errors where they are due, and no thread left."""
 
-import json
 import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill
+from draftsmith.data import Manifest
 from draftsmith.data.batches import datamodule
 from draftsmith.data.batches.datamodule import THREAD, BatchConfig, DraftDataModule, Prefetched
 from draftsmith.data.store.feature_shards import FINAL, state_file
@@ -22,6 +22,7 @@ from draftsmith.modules import Features, MedusaConfig, Target, UserError, progre
 from draftsmith.recipes.__main__ import main
 from draftsmith.trainers import fit
 from draftsmith.trainers.drafters.medusa import MedusaModule, MedusaTrainConfig
+from support.prompt_files import conversations
 from support.stored_states import encode
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -88,36 +89,40 @@ def test_an_error_comes_where_its_batch_is_due() -> None:
         next(batches)
 
 
-def test_a_signal_ends_the_wait_for_a_batch() -> None:
-    class Asked(BaseException):
-        pass
+class Asked(BaseException):
+    """Raised by a request to end."""
 
-    ended = threading.Event()
 
+@contextmanager
+def asked_to_end(told: Callable[[], object] = bool) -> Iterator[None]:
+    """A block that a signal ends; first it calls this."""
     def stop(_number: int, _frame: object) -> None:
-        # The thread is waited for on the way out.
-        ended.set()
+        told()
         raise Asked
+
+    former = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(Asked):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def test_a_signal_ends_the_wait_for_a_batch() -> None:
+    ended = threading.Event()
 
     def make(number: int) -> None:
         if number:
             ended.wait()
 
-    former = signal.signal(signal.SIGTERM, stop)
     batches = iter(Prefetched(make, 0, 2))
     next(batches)
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
-
-    def wait() -> None:
+    # The thread is waited for on the way out.
+    with asked_to_end(ended.set):
         timer.start()
         next(batches)
-
-    try:
-        with pytest.raises(Asked):
-            wait()
-    finally:
-        signal.signal(signal.SIGTERM, former)
-        timer.join()
+    timer.join()
 
 
 @pytest.fixture
@@ -151,14 +156,9 @@ def test_the_threads_of_torch_stay_those_of_the_training() -> None:
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
     """Three validation and twelve train conversations with final states in int8."""
-    base = tmp_path_factory.mktemp("data")
-    texts = ["abcdefghijklmno"[: n + 1] * 2 for n in range(15)]
-    (base / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    config = DistillConfig(shard_prompts=5, slots=4, max_new_tokens=12, validation_prompts=3)
-    source = PromptConfig(origin="file", path=str(base / "prompts.jsonl"))
-    distill(tiny_target, source, config, ChatTemplate(tiny_target.tokenizer), base / "out", progress=False)
-    encode(tiny_target, base / "out", form="int8")
-    return base / "out"
+    out = conversations(tmp_path_factory.mktemp("data"), tiny_target)
+    encode(tiny_target, out, form="int8")
+    return out
 
 
 @pytest.fixture
@@ -219,19 +219,8 @@ def test_a_request_to_end_leaves_no_thread_and_the_run_goes_on(stored: Path, tmp
     whole = fit(MedusaModule(tiny_target, TRAIN), data(stored), tmp_path / "whole", progress=True)
     assert ", data wait % " in capfd.readouterr().err
     assert 0 < whole.data_wait < 1
-
-    class Asked(BaseException):
-        pass
-
-    def stop(_number: int, _frame: object) -> None:
-        raise Asked
-
-    former = signal.signal(signal.SIGTERM, stop)
-    try:
-        with pytest.raises(Asked):
-            fit(Terminated(tiny_target, TRAIN), data(stored), tmp_path / "parts", progress=False)
-    finally:
-        signal.signal(signal.SIGTERM, former)
+    with asked_to_end():
+        fit(Terminated(tiny_target, TRAIN), data(stored), tmp_path / "parts", progress=False)
     assert threads() == []
     fit(MedusaModule(tiny_target, TRAIN), data(stored), tmp_path / "parts", progress=False)
     assert (tmp_path / "parts/best.safetensors").read_bytes() == (tmp_path / "whole/best.safetensors").read_bytes()

@@ -1,12 +1,11 @@
 """States that are stored after the answers, and what is refused without them."""
 
-import json
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, distill
+from draftsmith.data import Manifest
 from draftsmith.data.answers.shard_queue import LOCKS, clear_queue
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
 from draftsmith.data.store import token_store
@@ -17,6 +16,7 @@ from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.recipes.planning.dry_run import dry_run
 from support.forked_workers import ended, start
+from support.prompt_files import conversations
 from support.stored_states import encode
 
 TAPS = (0,)
@@ -26,12 +26,7 @@ STORED = BatchConfig(row_length=128, rows_per_batch=2)
 @pytest.fixture
 def tokens(tmp_path: Path, tiny_target: Target) -> Path:
     """Two validation and twelve train conversations in five shards, without states."""
-    texts = ["abcdefghijklmno"[: n + 1] * 2 for n in range(14)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    config = DistillConfig(shard_prompts=3, slots=4, max_new_tokens=12, validation_prompts=2)
-    source = PromptConfig(origin="file", path=str(tmp_path / "prompts.jsonl"))
-    distill(tiny_target, source, config, ChatTemplate(tiny_target.tokenizer), tmp_path / "out", progress=False)
-    return tmp_path / "out"
+    return conversations(tmp_path, tiny_target, 14, shard_prompts=3, validation_prompts=2)
 
 
 def test_a_target_that_learns_has_no_states_to_store(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 import itertools
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from draftsmith.modules import DecodeSettings, Target, UserError
 from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.chats import THINKING
-from support.prompt_files import WORDS, contents, many, write_prompts
+from support.forked_workers import Killed, killed_after
+from support.prompt_files import WORDS, answered, contents, many, write_prompts
 
 SMALL = DistillConfig(shard_prompts=4, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2,
                       test_prompts=1)
@@ -136,20 +138,14 @@ def test_states_of_other_tokens_are_never_taken(tiny_target: Target) -> None:
         assert states_of([one]) == [None]
 
 
-def mixed_prompts(folder: Path, count: int = 16) -> PromptConfig:
-    return write_prompts(folder, [
-        {"messages": [{"role": "user", "content": f"what is {number}?"},
-                      {"role": "assistant", "content": f"it is {number} indeed"}]} for number in range(count)])
-
-
 @pytest.mark.parametrize("taps", [(), (0,)])
 def test_rows_of_a_mix_are_read_where_they_were_not_recorded(taps: tuple[int, ...], tmp_path: Path,
                                                              tiny_target_f64: Target, read: list[int]) -> None:
     """Medusa taps no layer: where one is wanted, the rows that it wrote are read once more, as given text always is."""
     config = replace(SMALL, shard_prompts=8, answered_by={"target": 0.5, "text": 0.25, "draft": 0.25},
                      draft="some/folder")
-    manifest = run(tiny_target_f64, mixed_prompts(tmp_path), config, tmp_path / "out", [WantedStates(taps=taps)],
-                   draft(tiny_target_f64))
+    manifest = run(tiny_target_f64, write_prompts(tmp_path, answered(16)), config, tmp_path / "out",
+                   [WantedStates(taps=taps)], draft(tiny_target_f64))
     assert manifest.total("train", "by_draft") > 0 < manifest.total("train", "by_text")
     assert sum(read) == manifest.total("train", "by_text") + (manifest.total("train", "by_draft") if taps else 0)
     assert gap(tiny_target_f64, tmp_path / "out", taps) < 1e-9
@@ -161,15 +157,10 @@ def test_nothing_is_kept_that_nobody_wants(tmp_path: Path, tiny_target: Target) 
     assert not (tmp_path / "none" / "features.json").exists()
 
 
-class Killed(BaseException):
-    """Stands for a process that ends here."""
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("source", ["mix", "target"])
-def test_a_run_killed_at_any_write_ends_in_the_same_bytes(source: str, tmp_path: Path,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    target, prompts = Target(tiny_model(), tiny_tokenizer(), name="tiny-random"), mixed_prompts(tmp_path, 9)
+def test_a_run_killed_at_any_write_ends_in_the_same_bytes(source: str, tmp_path: Path) -> None:
+    target, prompts = Target(tiny_model(), tiny_tokenizer(), name="tiny-random"), write_prompts(tmp_path, answered(9))
     config, writer = replace(SMALL, shard_prompts=3, max_new_tokens=4), None
     if source == "mix":
         shares = {"target": 0.5, "draft": 0.5}
@@ -177,23 +168,11 @@ def test_a_run_killed_at_any_write_ends_in_the_same_bytes(source: str, tmp_path:
         writer = draft(target)
     run(target, prompts, config, tmp_path / "whole", writer=writer)
     expected = contents(tmp_path / "whole")
-    replacing = Path.replace
     for last in itertools.count():
-        calls = itertools.count()
-
-        def stop(self: Path, to: Path, calls: Iterator[int] = calls, last: int = last) -> Path:
-            if next(calls) == last:
-                raise Killed
-            return replacing(self, to)
-
         out = tmp_path / f"killed-{last}"
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "replace", stop)
-            try:
-                run(target, prompts, config, out, writer=writer)
-                break
-            except Killed:
-                pass
+        with suppress(Killed), killed_after(last):
+            run(target, prompts, config, out, writer=writer)
+            break
         if (out / "manifest.json").is_file():
             records = Manifest.load(out).shards
             assert len(open_features(out, records, (0, 1))) == len(records), "states come before the manifest"

@@ -1,13 +1,12 @@
 """States in eight bits: the size of their errors, of their files, and of the change of the loss."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill
+from draftsmith.data import Manifest, WantedStates
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
 from draftsmith.data.store.feature_shards import (
     CHANNELS,
@@ -27,6 +26,7 @@ from draftsmith.recipes.commands.memory_plan import plan_recipe
 from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
 from safetensors.torch import load_file
+from support.prompt_files import conversations
 from support.stored_states import encode
 from torch import Tensor
 
@@ -101,13 +101,7 @@ def test_a_state_that_is_not_finite_is_not_hidden(name: str, wrong: float) -> No
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
     """Two validation and twelve train conversations, without states."""
-    base = tmp_path_factory.mktemp("data")
-    texts = ["abcdefghijklmno"[: n + 1] * 2 for n in range(14)]
-    (base / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    config = DistillConfig(shard_prompts=4, slots=4, max_new_tokens=12, validation_prompts=2)
-    source = PromptConfig(origin="file", path=str(base / "prompts.jsonl"))
-    distill(tiny_target, source, config, ChatTemplate(tiny_target.tokenizer), base / "out", progress=False)
-    return base / "out"
+    return conversations(tmp_path_factory.mktemp("data"), tiny_target, 14, shard_prompts=4, validation_prompts=2)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, TokenShard, distill
+from draftsmith.data import Manifest, TokenShard
 from draftsmith.data.batches.datamodule import BatchConfig, Split
 from draftsmith.data.batches.learned_tokens import LearnedTokens
 from draftsmith.data.store.collate import pad
@@ -25,6 +25,7 @@ from draftsmith.data.store.token_store import (
 )
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from support.prompt_files import conversations
 from support.stored_states import encode
 
 ROWS = [
@@ -56,12 +57,7 @@ def test_a_shard_of_another_name_is_refused_where_the_manifest_is_read(distilled
 @pytest.fixture
 def distilled(tmp_path: Path, tiny_target: Target) -> Path:
     """Two train shards and one of validation."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": "ask " + "abcdefgh"[n] * (n + 1)}) + "\n" for n in range(8)))
-    config = DistillConfig(shard_prompts=3, slots=2, max_new_tokens=6, validation_prompts=2)
-    source = PromptConfig(origin="file", path=str(prompts))
-    distill(tiny_target, source, config, ChatTemplate(tiny_target.tokenizer), tmp_path / "data", progress=False)
-    return tmp_path / "data"
+    return conversations(tmp_path, tiny_target, 8, shard_prompts=3, slots=2, max_new_tokens=6, validation_prompts=2)
 
 
 def test_a_shard_is_read_back_row_by_row(tmp_path: Path) -> None:

@@ -27,9 +27,10 @@ from draftsmith.modules import (
     Topology,
     decode,
 )
-from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from scipy.stats import chisquare
 from support.tables import TableDrafter
+from support.targets import with_broken
 from support.tiers import some_long
 from support.tree_shapes import branching
 from support.wrapped_drafter import Wrapped
@@ -99,16 +100,6 @@ def test_sampled_answers_keep_their_distribution_when_the_draft_likes_such_a_tok
     assert chisquare(counts[:BROKEN], len(requests) * chances[:BROKEN] / chances[:BROKEN].sum()).pvalue > 1e-3
 
 
-def with_broken(*tokens: int, eos: int | None = None) -> Target:
-    """The tiny target with NaN embeddings."""
-    model = tiny_model(dtype=torch.float64)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[list(tokens)] = NAN
-    if eos is not None:
-        model.generation_config.eos_token_id = eos
-    return Target(model, tiny_tokenizer(), name="broken")
-
-
 def outcomes(target: Target, requests: list[Request], drafter: Proposer | None = None,
              policy: Policy | None = None) -> list[Generation]:
     """All generations, failed ones included."""
@@ -140,9 +131,11 @@ def test_an_accepted_one_inside_an_answer_ends_it_as_without_a_draft(eos: int | 
     scores_VV = torch.full((target.vocab_size, target.vocab_size), -9.0)
     scores_VV[:, 60] = 0.0
     requests = [Request((5, 20 + index % 40, 7), index, 60, 1.3) for index in range(60)]
-    plain, drafted = outcomes(target, requests), outcomes(target, requests, TableDrafter(scores_VV), Chain(2))
-    assert [(one.finish, one.tokens, one.error) for one in drafted] == [
-        (one.finish, one.tokens, one.error) for one in plain]
+    plain = outcomes(target, requests)
+    for policy in (Chain(2), StaticTree(Topology((-1, 0, 0, 1), (0, 0, 1, 0)))):
+        drafted = outcomes(target, requests, TableDrafter(scores_VV), policy)
+        assert [(one.finish, one.tokens, one.error) for one in drafted] == [
+            (one.finish, one.tokens, one.error) for one in plain]
     assert Counter(one.finish for one in plain)["error"] > 0
 
 

@@ -1,6 +1,5 @@
 """A pass reads from its device once, and copies nothing to it, whatever drafts and however the rows sample."""
 
-from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 from draftsmith.modules import (
     Chain,
     EarlyExit,
-    Ensemble,
     MaxProbability,
     Medusa,
     MedusaConfig,
@@ -25,18 +23,15 @@ from draftsmith.modules import (
     StoppedChain,
     StoppingRule,
     Target,
-    Topology,
     Typical,
-    Union,
-    baseline,
 )
 from draftsmith.modules.baselines.registry import BASELINES
 from draftsmith.modules.interfaces.proposer import DraftState, Observation
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_trees
-from support.families import CASES, randomised
+from support.families import CASES
 from support.policy_cases import EVERY
-from support.pretended_device import DEVICE, Waits, pretended_device
-from support.steady_waits import GREEDY, MIXED, Way, moved, steady
+from support.pretended_device import DEVICE, Waits, files, pretended_device
+from support.steady_waits import GREEDY, MIXED, WIDE, drafted, moved, plain, steady, together, without_training
 from support.tiers import DRAFTING, others_long, some_long
 from torch import Tensor
 
@@ -46,30 +41,6 @@ BETWEEN = "modules/policies/stopping_chains.py"
 """The read of a chain that asks after a token whether any row goes on: only the host can leave out a draft step. At
 most one for each token after the first."""
 FILTERED = {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
-WIDE = Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0))
-"""Two tokens deep, which every family answers."""
-
-
-def drafted(name: str, policy: Policy) -> Way:
-    """A drafter of a family with random weights."""
-    return lambda origin, target: (moved(randomised(CASES[name].make(origin)), target), policy)
-
-
-def without_training(name: str, policy: Policy | None = None) -> Way:
-    """A drafter of a baseline."""
-    return lambda _origin, target: (baseline(name, target)[0], policy or baseline(name, target)[1])
-
-
-def plain(_origin: Target, _target: Target) -> tuple[None, None]:
-    return None, None
-
-
-def files(places: Counter[str]) -> Counter[str]:
-    """The counts by file."""
-    counts: Counter[str] = Counter()
-    for place, count in places.items():
-        counts[place.rpartition(":")[0]] += count
-    return counts
 
 
 def check(waits: Waits, looks: int = 0) -> None:
@@ -146,18 +117,6 @@ def test_a_chain_that_stops_waits_between_its_steps_alone(tiny_target: Target, s
 def test_an_acceptance_head_waits_between_its_steps_alone(tiny_target: Target) -> None:
     stop = RejectionRisk(lambda state_BD: 1e-3 * state_BD[:, 0].sigmoid().log(), SamplingSetting(temperature=0.7))
     check(steady(tiny_target, drafted("eagle", SampledChain(3, stop)), (0.7, 0.7)), looks=2)
-
-
-def together(first: str, own: Policy) -> Way:
-    """Medusa's heads with a drafter before them, which has no rows of the target to share and runs what it needs in
-    its own."""
-
-    def way(origin: Target, target: Target) -> tuple[Proposer, Policy]:
-        other = drafted(first, Chain(2)) if first in CASES else without_training(first, Chain(2))
-        parts = [other(origin, target), drafted("medusa", own)(origin, target)]
-        return Ensemble([part for part, _ in parts if part is not None]), Union([Chain(2), own], 2 + own.max_size)
-
-    return way
 
 
 @pytest.mark.parametrize("first", ["prompt_lookup", "recycling", "ngrams", "hidden-transfer", "kangaroo"])

@@ -41,7 +41,7 @@ from scipy.stats import chi2
 from support.architectures import random_model
 from support.drafters import ScriptedDrafter, TargetDrafter
 from support.fixed_length import FixedLength
-from support.native_answers import native_greedy, requests_for
+from support.native_answers import greedy_answers, native_greedy, requests_for, texts_of
 from support.tables import DepthDrafter, TableDrafter, random_log_probs
 from support.tiers import others_long, some_long
 from support.tree_shapes import branching
@@ -65,8 +65,8 @@ def random_topology(rng: random.Random, size: int) -> Topology:
 def test_greedy_output_is_the_targets_own_in_float64(tiny_target_f64: Target, mode: str) -> None:
     target, rng = tiny_target_f64, random.Random(7)
     requests = requests_for(target, 12, 60)
-    expected = [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
-    texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
+    expected = greedy_answers(target, requests)
+    texts = texts_of(requests, expected)
     for size in (2, 5, 9, 17):
         drafter = ScriptedDrafter(target.vocab_size, texts, mode)
         result = decode(target, requests, DecodeSettings(batch_size=rng.choice([1, 3, 5]), ignore_eos=True),
@@ -80,10 +80,9 @@ def test_greedy_output_is_the_targets_own_in_float64(tiny_target_f64: Target, mo
 def test_repetition_penalty_is_that_of_generate(tiny_target_f64: Target, penalty: float) -> None:
     target, rng = tiny_target_f64, random.Random(9)
     requests = requests_for(target, 7, 50)
-    expected = [native_greedy(target, r.tokens, r.max_new_tokens, penalty=penalty) for r in requests]
-    free = [native_greedy(target, r.tokens, r.max_new_tokens) for r in requests]
-    assert expected != free
-    texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
+    expected = greedy_answers(target, requests, penalty)
+    assert expected != greedy_answers(target, requests)
+    texts = texts_of(requests, expected)
     settings = DecodeSettings(batch_size=3, ignore_eos=True, repetition_penalty=penalty, prefill_chunk=4)
     assert [g.tokens for g in decode(target, requests, settings).generations] == expected
     for policy in (StaticTree(random_topology(rng, 9)), Eagle2Tree(9, 3, 3)):
@@ -140,8 +139,8 @@ def test_min_p_is_that_of_generate(tiny_target_f64: Target) -> None:
 def test_every_policy_is_lossless_when_greedy(tiny_target_f64: Target, name: str, family: str) -> None:
     target = tiny_target_f64
     requests = requests_for(target, 6, 40)
-    expected = [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
-    texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
+    expected = greedy_answers(target, requests)
+    texts = texts_of(requests, expected)
     policy: Policy = {
         "eagle2": lambda: Eagle2Tree(10, 4, 3),
         "dyspec": lambda: DySpecTree(10, 4, 3),
@@ -203,20 +202,6 @@ def test_lossy_verification_says_so(tiny_target_f64: Target) -> None:
     assert lossy.accepted_length > exact.accepted_length
 
 
-@pytest.mark.long
-def test_thousands_of_tokens_through_random_trees(tiny_target_f64: Target) -> None:
-    target, rng = tiny_target_f64, random.Random(3)
-    requests = requests_for(target, 24, 120)
-    expected = [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
-    texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
-    assert sum(map(len, expected)) > 2500
-    result = decode(target, requests, DecodeSettings(batch_size=8, ignore_eos=True),
-                    drafter=ScriptedDrafter(target.vocab_size, texts, "mixed"),
-                    policy=StaticTree(random_topology(rng, 12)))
-    assert [generation.tokens for generation in result.generations] == expected
-    assert 1.0 < result.accepted_length < 4.0
-
-
 def test_oracle_chain_is_accepted_whole(tiny_target_f64: Target) -> None:
     target, request = tiny_target_f64, requests_for(tiny_target_f64, 1, 60)[0]
     answer = native_greedy(target, request.tokens, 61)
@@ -234,7 +219,7 @@ def test_batches_equal_rows_alone_and_share_passes(tiny_target_f64: Target, size
     target = tiny_target_f64
     requests = requests_for(target, 8, 30)
     alone = [decode(target, [request], DecodeSettings(ignore_eos=True)).generations[0].tokens for request in requests]
-    texts = [[*request.tokens, *answer] for request, answer in zip(requests, alone, strict=True)]
+    texts = texts_of(requests, alone)
     result = decode(target, requests, DecodeSettings(batch_size=size, ignore_eos=True),
                     drafter=ScriptedDrafter(target.vocab_size, texts, "mixed"), policy=Chain(3))
     assert [generation.tokens for generation in result.generations] == alone
@@ -284,7 +269,7 @@ def test_sampled_output_does_not_depend_on_drafter_or_batch(tiny_target_f64: Tar
     requests = requests_for(target, 6, 40, temperature)
     settings = DecodeSettings(top_k=top_k, top_p=top_p, ignore_eos=True, seed=11)
     plain = [generation.tokens for generation in decode(target, requests, settings).generations]
-    texts = [[*request.tokens, *answer] for request, answer in zip(requests, plain, strict=True)]
+    texts = texts_of(requests, plain)
     for mode, batch_size in (("random", 1), ("mixed", 4), ("oracle", 6)):
         batched = DecodeSettings(top_k=top_k, top_p=top_p, ignore_eos=True, seed=11, batch_size=batch_size)
         result = decode(target, requests, batched, drafter=ScriptedDrafter(target.vocab_size, texts, mode),
@@ -379,8 +364,8 @@ def test_long_prompts_and_windows_narrower_than_a_tree_keep_the_answers(window: 
     target = Target(random_model("Mistral", sliding_window=window).double(), None, name="windowed")
     requests = [Request(tuple((7 * row + 5 * place + place * place) % 90 + 4 for place in range(length)), row, 12)
                 for row, length in enumerate((100, 9, 70))]
-    expected = [native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
-    texts = [[*request.tokens, *answer] for request, answer in zip(requests, expected, strict=True)]
+    expected = greedy_answers(target, requests)
+    texts = texts_of(requests, expected)
     # A chain of seven with siblings in between, so that slots run ahead of positions.
     tree = StaticTree(Topology.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1), *((0,) * depth
                                                                                        for depth in range(4, 8))]))

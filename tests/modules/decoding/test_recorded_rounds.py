@@ -34,7 +34,6 @@ from draftsmith.modules import (
     StoppedChain,
     StoppingRule,
     Target,
-    Topology,
     Union,
     baseline,
     compiler,
@@ -53,14 +52,12 @@ from support.oracle import Oracle
 from support.policy_cases import EVERY
 from support.pretended_device import place, pretended_device
 from support.recorded_operations import Records
-from support.steady_waits import GREEDY, MIXED, Way, moved, on_device
+from support.steady_waits import GREEDY, MIXED, WIDE, Way, drafted, moved, on_device, plain, together, without_training
 from support.targets import random_target
 from support.tiers import DRAFTING, FIRST_CASES, others_long, some_long
 from support.wrapped_drafter import Wrapped, WrappedState
 from torch.utils._python_dispatch import TorchDispatchMode
 
-WIDE = Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0))
-"""Two tokens deep, which every family answers."""
 LENGTHS = (26, 9, 17, 12, 14)
 """Tokens of the answers: four rows end one after another, and one more request takes the place of the first that ends.
 Three rows are padded to four."""
@@ -72,20 +69,6 @@ def records(monkeypatch: pytest.MonkeyPatch) -> Records:
     made = Records()
     monkeypatch.setattr(rounds, "recorder_for", lambda _device: made)
     return made
-
-
-def drafted(name: str, policy: Policy) -> Way:
-    """A drafter of a family with random weights."""
-    return lambda origin, there: (moved(randomised(CASES[name].make(origin)), there), deepcopy(policy))
-
-
-def without_training(name: str) -> Way:
-    """A drafter of a baseline, with its own policy."""
-    return lambda _origin, there: baseline(name, there)
-
-
-def plain(_origin: Target, _there: Target) -> tuple[None, None]:
-    return None, None
 
 
 def requests(temperatures: Sequence[float], lengths: Sequence[int]) -> list[Request]:
@@ -261,22 +244,11 @@ def test_a_draft_that_is_always_right_is_read_as_far_as_it_was_accepted(
     assert found[1].accepted_length > length
 
 
-def together(first: str) -> Way:
-    """Medusa's heads with a drafter before them."""
-
-    def way(origin: Target, there: Target) -> tuple[Proposer, Policy]:
-        other = drafted(first, Chain(2)) if first in CASES else without_training(first)
-        parts = [other(origin, there)[0], drafted("medusa", StaticTree(WIDE))(origin, there)[0]]
-        return Ensemble([part for part in parts if part is not None]), Union([Chain(2), StaticTree(WIDE)], 7)
-
-    return way
-
-
 @pytest.mark.parametrize("first", some_long(["prompt_lookup", "recycling", "hidden-transfer", "kangaroo"], 9, 1))
 def test_replayed_rounds_decode_the_same_with_several_drafters(tiny_target_f64: Target, first: str,
                                                                records: Records) -> None:
     """Those with rows of their own in the target too."""
-    check(both(tiny_target_f64, together(first), records), records)
+    check(both(tiny_target_f64, together(first, StaticTree(WIDE)), records), records)
 
 
 # Places ---------------------------------------------------------------------------------------------------------------

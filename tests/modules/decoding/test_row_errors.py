@@ -30,16 +30,18 @@ from draftsmith.modules import (
     decode,
     stream,
 )
-from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.drafters import ScriptedDrafter
 from support.fixed_length import FixedLength
 from support.tables import TableDrafter, random_log_probs
+from support.targets import with_broken
 from support.tree_shapes import branching
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
 SETTINGS = DecodeSettings(batch_size=3, ignore_eos=True)
+BROKEN = 61
+"""A token without a finite embedding."""
 
 
 def some_requests(count: int = 7, temperature: float = 0.0) -> list[Request]:
@@ -76,7 +78,7 @@ def check_others(target: Target, found: list[Generation], bad: set[int], tempera
     (Request((1,), 102, 5, 1e39), "prompt 102: temperature must be 0 (greedy) or from 0.001 to 1000, got 1e+39"),
     (Request((1, 10**6), 102, 5), "prompt 102 has token 1000000; the target's ids are 0 to"),
     (Request((1, -1), 102, 5), "prompt 102 has token -1; the target's ids are 0 to"),
-    (Request((1,) * 510, 102, 5), "prompt 102 has 510 tokens and asks for 5 more, but the target's context holds"),
+    (Request((1,) * 510, 102, 3), "prompt 102 has 510 tokens and asks for 3 more, but the target's context holds"),
 ])
 def test_a_wrong_request_is_named_and_others_are_answered(tiny_target: Target, wrong: Request, message: str) -> None:
     requests, reported = some_requests(), []
@@ -290,42 +292,9 @@ def test_a_q_that_is_nan_ends_its_row(tiny_target_f64: Target) -> None:
     assert any(generation.finish == "length" for generation in error.result.generations)
 
 
-def broken_target() -> tuple[Target, int]:
-    """(a target with an embedding of NaN, its token)."""
-    model = tiny_model(dtype=torch.float64)
-    token = 61
-    with torch.no_grad():
-        model.model.embed_tokens.weight[token] = torch.nan
-    return Target(model, tiny_tokenizer(), name="broken"), token
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_drafted_token_without_an_embedding_is_a_guess_like_any_other(temperature: float) -> None:
-    """Rejected guesses change nothing; a row ends where the target says the token itself, as without a draft."""
-    target, broken = broken_target()
-    requests = [Request((5, 20 + index, 7), index, 24, temperature) for index in range(12)]
-
-    def answers(**drafted: Any) -> list[Generation]:
-        try:
-            return decode(target, requests, SETTINGS, **drafted).generations
-        except DecodeError as error:
-            return error.result.generations
-
-    plain = answers()
-    failed = [generation.request.index for generation in plain if generation.finish == "error"]
-    assert len(failed) < len(plain)
-    scores = torch.full((target.vocab_size, target.vocab_size), -9.0)
-    scores[:, broken] = 0.0
-    for policy in (Chain(2), StaticTree(Topology((-1, 0, 0, 1), (0, 0, 1, 0)))):
-        drafted = answers(drafter=TableDrafter(scores), policy=policy)
-        for alone, here in zip(plain, drafted, strict=True):
-            assert (here.finish, here.tokens) == (alone.finish, alone.tokens[: len(here.tokens)])
-            assert alone.finish == "error" or here.tokens == alone.tokens
-
-
 def test_a_prompt_with_a_token_without_an_embedding_fails_alone() -> None:
-    target, broken = broken_target()
-    requests = [Request((5, 20, 7), 0, 6), Request((5, broken, 7, 8, 9, 10), 1, 6)]
+    target = with_broken(BROKEN)
+    requests = [Request((5, 20, 7), 0, 6), Request((5, BROKEN, 7, 8, 9, 10), 1, 6)]
     for chunk in (2, 512):
         settings = replace(SETTINGS, prefill_chunk=chunk)
         error = failing(lambda settings=settings: decode(target, requests, settings))
@@ -333,8 +302,8 @@ def test_a_prompt_with_a_token_without_an_embedding_fails_alone() -> None:
 
 
 def test_a_token_without_an_embedding_in_a_common_start_fails_every_row_that_has_it() -> None:
-    target, broken = broken_target()
-    start = (5, 8, 9, broken, 7, 8, 9, 10, 11, 12, 13, 14)
+    target = with_broken(BROKEN)
+    start = (5, 8, 9, BROKEN, 7, 8, 9, 10, 11, 12, 13, 14)
     error = failing(lambda: decode(target, [Request((*start, 20), 0, 6), Request((*start, 21), 1, 6)], SETTINGS))
     assert [generation.finish for generation in error.result.generations] == ["error", "error"]
 
@@ -354,7 +323,7 @@ def test_two_requests_of_one_index_are_refused(tiny_target: Target) -> None:
 
 def test_a_stream_gives_all_tokens_that_decode_keeps_before_a_fault() -> None:
     """Right guesses before the fault are tokens of the same pass."""
-    target, _ = broken_target()
+    target = with_broken(BROKEN)
     faults = 0
     for request in (Request((5, 20 + index, 7), index, 24) for index in range(12)):
         try:

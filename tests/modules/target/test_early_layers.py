@@ -12,6 +12,7 @@ import torch
 from draftsmith.modules import PassOutput, Target, TargetRows, TokenTree
 from draftsmith.modules.target.partial_passes import EarlyLayers
 from support.campaign_targets import ARCHITECTURES, target_of
+from support.tree_shapes import commit_path
 from support.virtual_nodes import unplaced
 from torch import Tensor
 
@@ -112,12 +113,9 @@ def test_a_pass_after_drafting_equals_a_pass_without(name: str, num_layers: int)
         torch.testing.assert_close(states_BMD, plain.run(grown).taps[num_layers - 1], atol=1e-9, rtol=0)
         tree = verified_tree(tokens_BM, chance)
         equal_at(rows.run(tree), plain.run(tree), tree.real_BN)
-        # Row r keeps the path to its r-th node: the rows stay ragged, and the next round reads their keys.
-        paths = [tree.ancestors_BNN[row, row + 2].nonzero()[:, 0].tolist() for row in range(len(TEXTS))]
-        counts = [len(path) for path in paths]
-        path_BK = torch.tensor([path + list(range(len(path), max(counts))) for path in paths])
+        # Each row keeps a path of its own: the rows stay ragged, and the next round reads their keys.
         for one in (rows, plain):
-            one.commit(path_BK, torch.tensor(counts), counts)
+            commit_path(one, tree, [2, 3, 4])
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -11,6 +11,7 @@ from draftsmith.modules.target import kv_cache
 from draftsmith.modules.target.kv_cache import RowCache
 from draftsmith.recipes.planning.counted_work import CountedStorages
 from support.families import CASES, randomised
+from support.tree_shapes import commit_path, random_trees
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -20,19 +21,11 @@ def test_commits_moves_and_clears_leave_a_fresh_prefill(tiny_target_f64: Target)
     rows = tiny_target_f64.start(3, 64)
     texts: list[list[int]] = [[], [], []]
     for step in range(6):
-        size = 7
-        parents = torch.stack([torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator))
-                                                    for n in range(1, size)]) for _ in range(3)])
-        tree = TokenTree.from_parents(torch.randint(3, 100, (3, size), generator=generator), parents)
+        tree = random_trees(3, 7, generator)
         rows.run(tree)
-        leaves = torch.randint(0, size, (3,), generator=generator)
-        paths = [tree.ancestors_BNN[row, leaves[row]].nonzero()[:, 0].tolist() for row in range(3)]
-        longest = max(map(len, paths))
-        counts = [len(path) for path in paths]
-        rows.commit(torch.tensor([path + list(range(len(path), longest)) for path in paths]), torch.tensor(counts),
-                    counts)
-        for row, path in enumerate(paths):
-            texts[row] += tree.tokens_BN[row, path].tolist()
+        ends = torch.randint(0, 7, (3,), generator=generator).tolist()
+        for text, taken in zip(texts, commit_path(rows, tree, ends), strict=True):
+            text += taken
         if step == 2:
             rows.cache.forget(1)
             texts[1] = []

@@ -21,6 +21,7 @@ from references import sampling as plain
 from references.walk import walk
 from support.pretended_device import DEVICE, pretended_device
 from support.tiers import others_long
+from support.tree_shapes import random_parents
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import LogitsProcessorList
@@ -38,8 +39,7 @@ def test_follow_equals_the_plain_walk_on_random_trees() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         size, batch = int(torch.randint(1, 12, (), generator=generator)), 3
-        parents = torch.stack([torch.tensor([-1] + [int(torch.randint(0, n, (), generator=generator))
-                                                    for n in range(1, size)]) for _ in range(batch)])
+        parents = random_parents(batch, size, generator)
         tokens = torch.randint(0, 3, (batch, size), generator=generator)
         real = torch.rand(batch, size, generator=generator) > 0.1
         real[:, 0] = True

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,14 +38,13 @@ from draftsmith.modules import (
     load_target,
     stream,
 )
-from draftsmith.modules.files.folder_locks import sole_writer
 from draftsmith.modules.target.linear_forms import can_pack
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import compare_families, pipeline
 from draftsmith.recipes.stages.workspace import Workspace
 from safetensors.torch import load_file
 from support.artifacts import costs, trial, tuning
-from support.forked_workers import kill, start
+from support.forked_workers import kill, working
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "recipes" / "tiny.yaml"
@@ -494,53 +492,51 @@ def test_generate_compiles_where_it_can_and_says_so(tiny_run: Path, capsys: pyte
     assert re.search(r"layers compiled in \d+\.\d s\n", answers[2].err)
 
 
+@pytest.fixture
+def policies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The policies of the answers that commands stream."""
+    found = list[Any]()
+
+    def watched(*given: Any, policy: Any, **more: Any) -> Any:
+        found.append(policy)
+        return stream(*given, policy=policy, **more)
+
+    monkeypatch.setattr("draftsmith.recipes.commands.answer_commands.stream", watched)
+    return found
+
+
 def test_generate_copies_beside_the_tree_in_the_sizes_tuned_here(
-    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    copied_run: Path, policies: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(tiny_run / "artifact", tmp_path / "artifact")
-    file = tmp_path / "artifact" / "tuning.json"
+    file = copied_run / "artifact" / "tuning.json"
     tuning = json.loads(file.read_text())
     names = [f"static-{tuning['used_nodes']}{copied}" for copied in ("", "+lookup-7")]
     assert [one["policy"] for one in tuning["greedy"]] == [one["policy"] for one in tuning["sampled"]] == names
     counted = {"accepted_length": 900.0, "nodes": 4.0}
     file.write_text(json.dumps(tuning | {"used_nodes": None, "greedy": [
         {"policy": name, "chosen": counted} for name in ("static-4", "static-2+lookup-5")]}))
-    unions, answers = [], []
-
-    def watched(*given: Any, policy: Any, **more: Any) -> Any:
-        unions.append(policy)
-        return stream(*given, policy=policy, **more)
-
-    monkeypatch.setattr("draftsmith.recipes.commands.answer_commands.stream", watched)
+    answers = []
     for policy in ("static", "static+lookup"):
-        assert main(["generate", "--artifact", str(tmp_path / "artifact"), "--prompt", "la la la la la la",
+        assert main(["generate", "--artifact", str(copied_run / "artifact"), "--prompt", "la la la la la la",
                      "--max-new-tokens", "20", "--policy", policy]) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
-    assert [one.max_size for one in unions] == [4, 2 + 5]
-    assert unions[1].policies[0].max_size == 1 + 5
+    assert [one.max_size for one in policies] == [4, 2 + 5]
+    assert policies[1].policies[0].max_size == 1 + 5
 
 
-def test_a_sampled_answer_is_drafted_by_the_tree_for_it(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_a_sampled_answer_is_drafted_by_the_tree_for_it(copied_run: Path, policies: list[Any],
                                                         capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(tiny_run / "artifact", tmp_path / "artifact")
-    file = tmp_path / "artifact" / "tuning.json"
+    file = copied_run / "artifact" / "tuning.json"
     # Nothing is accepted of a sampling target: it is not drafted for at all.
     tuning = json.loads(file.read_text())
     nothing, much = ([{"policy": "static-4", "chosen": {"accepted_length": length, "nodes": 4.0}}]
                      for length in (1.0, 900.0))
     file.write_text(json.dumps(tuning | {"used_nodes": None, "greedy": much, "sampled": nothing}))
-    sizes = []
-
-    def watched(*given: Any, policy: Any, **more: Any) -> Any:
-        sizes.append(policy.max_size)
-        return stream(*given, policy=policy, **more)
-
-    monkeypatch.setattr("draftsmith.recipes.commands.answer_commands.stream", watched)
     for degree in ("0", "0.8"):
-        assert main(["generate", "--artifact", str(tmp_path / "artifact"), "--prompt", "hello", "--max-new-tokens", "5",
-                     "--temperature", degree]) == 0
-    assert sizes == [4, 1]
+        assert main(["generate", "--artifact", str(copied_run / "artifact"), "--prompt", "hello", "--max-new-tokens",
+                     "5", "--temperature", degree]) == 0
+    assert [one.max_size for one in policies] == [4, 1]
     said = capsys.readouterr().err
     assert said.count("nothing was drafted") == 1
     assert "because on this machine no tree makes decoding faster at temperature 0.8; --policy static-16" in said
@@ -565,15 +561,7 @@ def test_of_two_evaluations_into_one_folder_one_is_refused(tiny_run: Path, tmp_p
     out = tmp_path / "report"
     words = ["evaluate", "--artifact", str(tiny_run / "artifact"), "--out", str(out), "--limit", "1",
              "--max-new-tokens", "4", "--speed-prompts", "0"]
-
-    def first() -> None:
-        with sole_writer(out / "stages.json"):
-            (tmp_path / "started").touch()
-            time.sleep(600)
-
-    process = start(first)
-    while not (tmp_path / "started").exists():
-        time.sleep(0.01)
+    process = working(out)
     assert main(words) == 2
     kill(process)
     assert re.search(r"another command works in \S+; start again when it has ended, or choose another",
@@ -627,12 +615,6 @@ def test_baselines_are_evaluated_without_an_artifact(tmp_path: Path) -> None:
                  str(tmp_path), "--prompts", str(tmp_path / "mine.jsonl"), "--max-new-tokens", "8"]) == 0
     content = json.loads((tmp_path / "evaluation.json").read_text())
     assert (content["method"], content["lossless"]["identical"]) == ("recycling", 1)
-
-
-def test_export_writes_the_medusa_layout(tiny_run: Path, tmp_path: Path) -> None:
-    assert main(["export", "--artifact", str(tiny_run / "artifact"), "--format", "medusa", "--out",
-                 str(tmp_path / "medusa")]) == 0
-    assert list((tmp_path / "medusa").glob("*.safetensors"))
 
 
 def test_the_example_of_the_readme_runs(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

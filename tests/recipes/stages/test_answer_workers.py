@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from draftsmith.data import Manifest
-from draftsmith.modules.files.folder_locks import FolderLocks, sole_writer
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import compare_families, pipeline
 from draftsmith.recipes.commands.pipeline import COMMANDS
@@ -22,7 +21,7 @@ from draftsmith.recipes.planning import dry_run
 from draftsmith.recipes.stages import answer_workers
 from draftsmith.recipes.stages.answer_workers import HELPS, LOCK, RANK, answers, helper_words, helpers, on_own_device
 from draftsmith.recipes.stages.workspace import Workspace
-from support.forked_workers import ended, kill, start
+from support.forked_workers import ended, holding, kill, start, working
 from support.prompt_files import contents
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,23 +36,6 @@ def call(out: Path, workers: int, *words: str, **variables: str) -> None:
     """The command in a process with more variables of the environment."""
     os.environ.update(variables)
     assert main([*TINY, str(workers), "--out", str(out), *words]) == 0
-
-
-def hold_lead(out: Path) -> int:
-    """A process that leads a run and does nothing else."""
-    held = out / "held"
-
-    def lead() -> None:
-        locks = FolderLocks(out / LOCK)
-        assert locks.take(0)
-        held.touch()
-        time.sleep(600)
-
-    leading = start(lead)
-    while not held.exists():
-        time.sleep(0.01)
-    held.unlink()
-    return leading
 
 
 def workspace(*words: str) -> Workspace:
@@ -118,7 +100,7 @@ def test_a_lower_and_a_higher_budget_are_never_mixed(tmp_path: Path, alone: dict
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert ended(start(partial(call, out, 1), killed_at=14)) == -9
-    leading = hold_lead(out)
+    leading = holding(out / LOCK, 0)
     assert main([*TINY, "1", "--out", str(out), *HIGHER]) == 2
     assert "distill.budget_tokens was 250 and is now 600; choose another --out" in capsys.readouterr().err
     kill(leading)
@@ -135,7 +117,7 @@ def test_data_grow_by_the_command_that_leads_alone(
     out, performed = tmp_path / "alone", list[list[str]]()
     monkeypatch.setattr(pipeline, "_perform", lambda _, names, __: performed.append(names))
     words = ["run", *TINY[1:], "1", "--out", str(out)]
-    leading = hold_lead(out)
+    leading = holding(out / LOCK, 0)
     assert main([*words, *HIGHER]) == 0
     assert "another process leads this run, and its answers are complete" in capsys.readouterr().out
     assert not performed
@@ -149,17 +131,8 @@ def test_data_grow_by_the_command_that_leads_alone(
 @pytest.mark.long
 def test_a_second_command_helps_the_one_that_leads(tmp_path: Path, alone: dict[str, bytes],
                                                    capsys: pytest.CaptureFixture[str]) -> None:
-    out, held = tmp_path / "out", tmp_path / "held"
-
-    def lead() -> None:
-        locks = FolderLocks(out / LOCK)
-        assert locks.take(0)
-        held.touch()
-        time.sleep(600)
-
-    leading = start(lead)
-    while not held.exists():
-        time.sleep(0.01)
+    out = tmp_path / "out"
+    leading = holding(out / LOCK, 0)
     call(out, 1)
     said = capsys.readouterr().out
     assert "another process leads this run; this one helps to answer its prompts" in said
@@ -190,26 +163,23 @@ class Started:
         return 0
 
 
-@pytest.mark.long
-def test_a_command_starts_the_others_with_its_recipe_and_ends_them(
-    tmp_path: Path, alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(answer_workers, "subprocess", SimpleNamespace(Popen=Started, DEVNULL=subprocess.DEVNULL))
-    Started.all.clear()
-    call(tmp_path / "out", 3)
-    assert [one.options["env"][RANK] for one in Started.all] == ["1", "2"]
-    assert all(one.killed and one.options["env"][HELPS] for one in Started.all)
-    settings = COMMANDS["distill"].parse([*TINY[1:], "3", "--out", str(tmp_path / "out")]).settings
-    assert all(one.parsed.settings == settings for one in Started.all)
-    assert contents(tmp_path / "out" / "data") == alone
-
-
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
     """The helpers that a command starts, none of which really runs."""
     monkeypatch.setattr(answer_workers, "subprocess", SimpleNamespace(Popen=Started, DEVNULL=subprocess.DEVNULL))
     Started.all.clear()
     return Started.all
+
+
+@pytest.mark.long
+def test_a_command_starts_the_others_with_its_recipe_and_ends_them(tmp_path: Path, alone: dict[str, bytes],
+                                                                   started: list[Started]) -> None:
+    call(tmp_path / "out", 3)
+    assert [one.options["env"][RANK] for one in started] == ["1", "2"]
+    assert all(one.killed and one.options["env"][HELPS] for one in started)
+    settings = COMMANDS["distill"].parse([*TINY[1:], "3", "--out", str(tmp_path / "out")]).settings
+    assert all(one.parsed.settings == settings for one in started)
+    assert contents(tmp_path / "out" / "data") == alone
 
 
 def helped(*words: str) -> int:
@@ -358,22 +328,13 @@ def test_processes_that_measure_otherwise_take_the_choice_of_the_first(
 def test_one_command_works_in_a_folder_at_a_time(copied_run: Path, words: list[str], capsys: pytest.CaptureFixture[str],
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "_perform", lambda *_: pytest.fail("two work in one folder"))
-    held = copied_run / "held"
-
-    def work() -> None:
-        with sole_writer(copied_run / "stages.json"):
-            held.touch()
-            time.sleep(600)
-
-    working = start(work)
-    while not held.exists():
-        time.sleep(0.01)
+    other = working(copied_run)
     place = ["--artifact", str(copied_run / "artifact")] if words == ["specdec"] else ["--out", str(copied_run)]
     assert main([*words, *place]) == 2
     assert (f"another command works in {copied_run}; start again when it has ended, or choose another folder"
             in capsys.readouterr().err)
     assert not (copied_run / "tiny").exists(), "a refused comparison leaves the rows as they are"
-    kill(working)
+    kill(other)
 
 
 def test_a_process_that_helped_a_comparison_trains_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

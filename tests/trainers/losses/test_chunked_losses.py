@@ -1,4 +1,4 @@
-"""The chunked loss against its plain twin, and its independence of padding, packing, accumulation and chunk size."""
+"""The chunked loss against its plain twin, whatever the size of a chunk."""
 
 import dataclasses
 from collections.abc import Callable
@@ -231,51 +231,6 @@ def test_supervision_equals_the_token_by_token_twin(data: st.DataObject) -> None
                      if label >= 0}
     outside = [step for (_, _, step), label in zip(asked, entry, strict=True) if label < 0]
     assert found.missed_PK.sum(0).tolist() == [outside.count(step) for step in range(len(offsets))]
-
-
-def padded(features: Features, left: int, right: int) -> Features:
-    """The same rows between padding with arbitrary states."""
-    def widen(tensor: Tensor, value: float) -> Tensor:
-        shape = list(tensor.shape)
-        pad = [torch.full([shape[0], width, *shape[2:]], value, dtype=tensor.dtype) for width in (left, right)]
-        return torch.cat([pad[0], tensor, pad[1]], dim=1)
-
-    return Features(tokens_BL=widen(features.tokens_BL, 7), supervised_BL=widen(features.supervised_BL, True),
-                    segments_BL=widen(features.segments_BL, -1), positions_BL=widen(features.positions_BL, 0),
-                    final_BLD=widen(features.final(), 1e3))
-
-
-def packed(features: Features) -> Features:
-    """All rows concatenated to one."""
-    real = features.segments_BL >= 0
-    rows = torch.arange(real.shape[0])[:, None].expand_as(real)
-    return Features(tokens_BL=features.tokens_BL[real][None], supervised_BL=features.supervised_BL[real][None],
-                    segments_BL=rows[real][None], positions_BL=features.positions_BL[real][None],
-                    final_BLD=features.final()[real][None])
-
-
-def rows_of(features: Features, rows: slice) -> Features:
-    return Features(tokens_BL=features.tokens_BL[rows], supervised_BL=features.supervised_BL[rows],
-                    segments_BL=features.segments_BL[rows], positions_BL=features.positions_BL[rows],
-                    final_BLD=features.final()[rows])
-
-
-@settings(max_examples=25, suppress_health_check=SHARED)
-@given(lengths=st.lists(st.integers(1, 14), min_size=2, max_size=4), left=st.integers(0, 3), right=st.integers(0, 3),
-       cut=st.integers(1, 3), name=st.sampled_from(NAMES), seed=st.integers(0, 999))
-def test_padding_packing_and_accumulation_change_nothing(tiny_target_f64: Target, lengths: list[int], left: int,
-                                                         right: int, cut: int, name: str, seed: int) -> None:
-    torch.manual_seed(seed)
-    target = tiny_target_f64
-    features, drafter = ragged(target, tuple(lengths)), heads(target)
-    whole = run(drafter, target, features, name, 200)
-    others = [run(drafter, target, other, name, 300) for other in (padded(features, left, right), packed(features))]
-    parts = [run(drafter, target, rows_of(features, rows), name) for rows in (slice(0, cut), slice(cut, None))
-             if len(features.tokens_BL[rows])]
-    accumulated = [sum(part[0] for part in parts), sum(part[1] for part in parts),
-                   [sum(gradients) for gradients in zip(*(part[2] for part in parts), strict=True)]]
-    for other in (*others, accumulated):
-        torch.testing.assert_close(list(other), list(whole), atol=1e-9, rtol=1e-9)
 
 
 def test_a_batch_without_labels_gives_zero_and_still_reaches_every_weight(tiny_target: Target) -> None:

@@ -14,7 +14,7 @@ from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
 from draftsmith.trainers.drafters.falcon import FalconModule, FalconTrainConfig
 from draftsmith.trainers.steps import position_offsets
 from draftsmith.trainers.steps.position_offsets import PositionConfig, with_offsets
-from support.cycle import CycleData, cycle_target
+from support.cycle import CycleData, cycle_target, interrupted
 from torch import Tensor
 
 SMALL = Eagle3TrainConfig(max_steps=6, lr=1e-2, warmup_steps=2, validate_every=3, validation_nodes=4,
@@ -137,31 +137,15 @@ def test_the_last_position_of_the_last_block_lies_inside_the_context(tiny_target
     assert tiny_target.context_length - 12 < highest + 3 < tiny_target.context_length
 
 
-class Power(Exception):
-    """An interruption of the run."""
-
-
-class Interrupted(Eagle3Module):
-    at = -1
-
-    def training_step(self, batch: Features, batch_idx: int) -> Tensor:
-        if batch_idx == self.at:
-            raise Power
-        return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.filterwarnings("ignore:validation decodes only")
 def test_a_resumed_run_repeats_its_offsets(tmp_path: Path) -> None:
     def trained(name: str, config: Eagle3TrainConfig = SMALL) -> dict[str, Tensor]:
-        fit(Interrupted(cycle_target(), config), CycleData(), tmp_path / name, progress=False)
+        fit(Eagle3Module(cycle_target(), config), CycleData(), tmp_path / name, progress=False)
         return torch.load(tmp_path / name / "last.ckpt", weights_only=True)["state_dict"]
 
-    Interrupted.at = -1
     whole, near = trained("whole"), trained("near", dataclasses.replace(SMALL, positions=PositionConfig()))
-    Interrupted.at = 7
-    with pytest.raises(Power):
+    with interrupted(Eagle3Module, 7):
         trained("parts")
-    Interrupted.at = -1
     parts = trained("parts")
     assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
     assert not all(torch.equal(near[name], tensor) for name, tensor in whole.items())

@@ -14,7 +14,7 @@ from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.trainers import FitResult, MedusaModule, MedusaTrainConfig, fit, fitting
 from draftsmith.trainers.base import LEAST_STEPS
 from draftsmith.trainers.steps import training_clock as clock
-from support.cycle import CycleData, cycle_target
+from support.cycle import CycleData, cycle_target, interrupted
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only")
@@ -25,10 +25,6 @@ TIMED = MedusaTrainConfig(max_steps=1000, max_minutes=10 / 60, lr=1e-2, warmup_s
 
 def train(out: Path, kind: type[MedusaModule], **changes: Any) -> FitResult:
     return fit(kind(cycle_target(), dataclasses.replace(TIMED, **changes)), CycleData(), out, progress=False)
-
-
-class Power(Exception):
-    """An interruption of the run."""
 
 
 class Ticking:
@@ -103,15 +99,9 @@ def test_a_run_makes_its_first_steps_whatever_the_time_and_goes_on_with_more_min
 
 @pytest.mark.usefixtures("ticking")
 def test_a_run_killed_before_its_least_share_makes_it_up(tmp_path: Path) -> None:
-    class Stops(Timed):
-        def training_step(self, batch: Features, batch_idx: int) -> Tensor:
-            if batch_idx == 2:
-                raise Power
-            return super().training_step(batch, batch_idx)
-
     short = {"max_minutes": 1e-3, "checkpoint_every": 1}
-    with pytest.raises(Power):
-        train(tmp_path, Stops, **short)
+    with interrupted(Timed, 2):
+        train(tmp_path, Timed, **short)
     assert train(tmp_path, Timed, **short).steps == LEAST_STEPS
 
 
@@ -129,14 +119,8 @@ def test_the_line_of_a_run_that_ends_by_time_shows_the_time_left(
 
 @pytest.mark.usefixtures("ticking")
 def test_a_resumed_run_has_the_remaining_time(tmp_path: Path) -> None:
-    class Stops(Timed):
-        def training_step(self, batch: Features, batch_idx: int) -> Tensor:
-            if batch_idx == 6:
-                raise Power
-            return super().training_step(batch, batch_idx)
-
-    with pytest.raises(Power):
-        train(tmp_path, Stops)
+    with interrupted(Timed, 6):
+        train(tmp_path, Timed)
     Timed.time.now = 5000.0
     result = train(tmp_path, Timed)
     assert (result.steps, result.seconds) == (10, 10.0), "4 seconds were spent at the checkpoint of step 4"

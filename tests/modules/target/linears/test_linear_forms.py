@@ -25,6 +25,7 @@ from draftsmith.modules.target import linear_forms
 from draftsmith.modules.target.linear_forms import TOKENS, LinearTimes, Packing, has_packed_product
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.families import CASES, randomised
+from support.forked_workers import Killed, killed_after
 from support.prompt_files import contents, many, write_prompts
 from support.stored_states import encode
 from support.tiers import some_long
@@ -99,25 +100,6 @@ def made(targets: list[Target], folder: Path) -> dict[str, bytes]:
     # Layer 1 by a second pass.
     encode(targets[-1], folder / "data", (0, 1))
     return contents(folder / "data")
-
-
-class Killed(BaseException):
-    """Stands for a process that ends here."""
-
-
-@contextmanager
-def killed_after(writes: int | None) -> Iterator[None]:
-    """A block that ends before this write of a file; None lets it finish."""
-    left, replacing = itertools.count(), Path.replace
-
-    def stop(self: Path, to: Path) -> Path:
-        if next(left) == writes:
-            raise Killed
-        return replacing(self, to)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "replace", stop)
-        yield
 
 
 @pytest.mark.long

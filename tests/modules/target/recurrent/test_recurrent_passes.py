@@ -14,6 +14,7 @@ from draftsmith.modules.target.submodel import chosen, smaller
 from draftsmith.modules.target.target_rows import TargetRows
 from support.campaign_drafters import make
 from support.recurrent_models import KINDS, RECURRENT, recurrent_model
+from support.tree_shapes import commit_path, random_trees
 
 FAMILIES = [pytest.param(family, marks=[] if place < KINDS else [pytest.mark.long])
             for place, family in enumerate(RECURRENT)]
@@ -42,21 +43,6 @@ def own_logits(target: Target, prompt: list[int], answer: list[int]) -> torch.Te
                            position_ids=torch.tensor([[place]]))
             logits.append(output.logits[0])
     return torch.cat(logits)
-
-
-def random_trees(rows: int, size: int, generator: torch.Generator) -> TokenTree:
-    parents = [[-1] + [int(torch.randint(0, node, (), generator=generator)) for node in range(1, size)]
-               for _ in range(rows)]
-    return TokenTree.from_parents(torch.randint(3, 100, (rows, size), generator=generator), torch.tensor(parents))
-
-
-def commit_path(rows: TargetRows, tree: TokenTree, ends: list[int]) -> list[list[int]]:
-    """Commit the path to one node of each row; returns its tokens."""
-    paths = [tree.ancestors_BNN[row, end].nonzero()[:, 0].tolist() for row, end in enumerate(ends)]
-    counts, longest = [len(path) for path in paths], max(map(len, paths))
-    padded = torch.tensor([path + list(range(len(path), longest)) for path in paths])
-    rows.commit(padded, torch.tensor(counts), counts)
-    return [tree.tokens_BN[row, path].tolist() for row, path in enumerate(paths)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,17 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import TokenTree, Topology
+from draftsmith.modules import Topology
 from draftsmith.modules.target.recurrent.scans import delta_rule, linear_attention, mamba1, mamba2
+from support.tree_shapes import random_trees
 from torch import Tensor
 
 ROWS, NODES = 2, 12
-
-
-def random_tree(generator: torch.Generator) -> TokenTree:
-    parents = [[-1] + [int(torch.randint(0, node, (), generator=generator)) for node in range(1, NODES)]
-               for _ in range(ROWS)]
-    return TokenTree.from_parents(torch.zeros(ROWS, NODES, dtype=torch.int64), torch.tensor(parents))
 
 
 def along(given: dict[str, Any], row: int, path: list[int], state: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -72,7 +67,7 @@ def test_every_node_follows_its_path(kind: str, strong: bool) -> None:
     nodes = {"mamba1": mamba1, "mamba2": mamba2}.get(kind, delta_rule)
     state: Tensor | None = None
     for _ in range(2):
-        tree, given = random_tree(generator), random_inputs(kind, generator)
+        tree, given = random_trees(ROWS, NODES, generator), random_inputs(kind, generator)
         if strong:
             # Decays that differ by factors no number format holds: what is not above a node must not reach it.
             for name in ("g", "A"):
