@@ -62,24 +62,17 @@ class Drafting(NamedTuple):
 class Artifact:
     """A drafter with the target that verifies its drafts, ready to decode."""
 
-    drafter: Drafter
-    """The drafter, bound to `target`."""
+    drafter: Drafter  # The drafter, bound to `target`
     target: Target
     """The verifying target: the one it was loaded for, or a copy of it with `adapter` merged into its weights."""
-    topology: Topology
-    """The static tree in best-first order: any prefix of it is the best smaller tree."""
-    identity: TargetIdentity
-    """Identity of the target it was trained for."""
-    provenance: dict[str, Any]
-    """Recipe, hash of the data manifest, measured acceptance, versions."""
-    tuning: Tuning | None = None
-    """Measurements of this machine; None if there are none."""
-    adapter: Adapter | None = None
-    """Changes of the target's weights; None if the artifact leaves the target unchanged."""
+    topology: Topology  # The static tree in best-first order: any prefix of it is the best smaller tree
+    identity: TargetIdentity  # Identity of the target it was trained for
+    provenance: dict[str, Any]  # Recipe, hash of the data manifest, measured acceptance, versions
+    tuning: Tuning | None = None  # Measurements of this machine; None if there are none
+    adapter: Adapter | None = None  # Changes of the target's weights; None if the artifact leaves the target unchanged
     heads: Mapping[float, StoredHead] = field(default_factory=dict)
     """Acceptance heads by the temperature that they are calibrated for."""
-    acceptance: Mapping[str, Any] = field(default_factory=dict)
-    """acceptance.json; empty where nothing was written."""
+    acceptance: Mapping[str, Any] = field(default_factory=dict)  # acceptance.json; empty where nothing was written
     weights_sha256: str = ""
     """Hash of the file of weights, by which exports and evaluations name it; empty for one that no folder holds."""
 

@@ -4,14 +4,10 @@ import json
 from typing import Any
 
 CONFIG, WEIGHTS, CARD, TUNING = "config.json", "model.safetensors", "README.md", "tuning.json"
-ACCEPTANCE = "acceptance.json"
-"""The file with what the target accepts, by position."""
-HEADS = "acceptance_heads.safetensors"
-"""The file of the acceptance heads."""
-CHANGING = frozenset({TUNING, ACCEPTANCE, HEADS})
-"""Files of an artifact that are written later than the others."""
-AGAIN = "copy or train the artifact again"
-"""Remedy for a damaged artifact."""
+ACCEPTANCE = "acceptance.json"  # The file with what the target accepts, by position
+HEADS = "acceptance_heads.safetensors"  # The file of the acceptance heads
+CHANGING = frozenset({TUNING, ACCEPTANCE, HEADS})  # Files of an artifact that are written later than the others
+AGAIN = "copy or train the artifact again"  # Remedy for a damaged artifact
 
 
 def as_json(value: Any) -> str:

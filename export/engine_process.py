@@ -10,26 +10,19 @@ from typing import Any
 
 from ..modules import UserError
 
-_SHOWN = 25
-"""Last lines of a failed process that are shown."""
-GIVE = "give the bin/python of an environment with {}"
-"""Remedy for a wrong interpreter."""
-_PATIENCE = 60
-"""Seconds in which an interpreter must answer: the first start from a slow disk takes some."""
+_SHOWN = 25  # Last lines of a failed process that are shown
+GIVE = "give the bin/python of an environment with {}"  # Remedy for a wrong interpreter
+_PATIENCE = 60  # Seconds in which an interpreter must answer: the first start from a slow disk takes some
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineProcess:
     """A script that reads a job and writes a result, started anew for each job: engines give no memory back."""
 
-    engine: str
-    """Name of the engine, for people."""
-    python: Path
-    """Interpreter of the environment."""
-    script: Path
-    """The script, called with the files of the job and of the result."""
-    folder: Path
-    """Current folder of the process: files of a job are named from here."""
+    engine: str  # Name of the engine, for people
+    python: Path  # Interpreter of the environment
+    script: Path  # The script, called with the files of the job and of the result
+    folder: Path  # Current folder of the process: files of a job are named from here
 
     def run(self, job: dict[str, Any], asked: str) -> dict[str, Any]:
         """The result of a job.

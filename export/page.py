@@ -10,8 +10,7 @@ from textwrap import wrap
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-WIDTH = 100
-"""Columns of a terminal."""
+WIDTH = 100  # Columns of a terminal
 _COLOUR = re.compile(r"#([0-9a-f]{6})\b")
 _TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
                          trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
@@ -30,12 +29,9 @@ class Text:
     """A paragraph; in Markdown it stands as it is, so that it may be a block of code."""
 
     text: str
-    kind: str = ""
-    """headline, muted or lead, or a box: good or warn."""
-    lead: str = ""
-    """Bold words before it."""
-    items: tuple[str, ...] = ()
-    """A list after it."""
+    kind: str = ""  # headline, muted or lead, or a box: good or warn
+    lead: str = ""  # Bold words before it
+    items: tuple[str, ...] = ()  # A list after it
 
 
 @dataclass(frozen=True)
@@ -71,8 +67,7 @@ class Table:
 class Figure:
     """A plot, which is drawn only for HTML."""
 
-    draw: Callable[[], str]
-    """Draws it as an SVG."""
+    draw: Callable[[], str]  # Draws it as an SVG
     caption: str
 
 

@@ -18,8 +18,7 @@ from ..modules.target.loading.identity import SHAPE
 from .artifact_files import AGAIN, CONFIG, WEIGHTS
 from .weight_checks import check_shapes, require_weights
 
-FORMAT_VERSION = 1
-"""Raised when a reader of the previous version could not read the new files."""
+FORMAT_VERSION = 1  # Raised when a reader of the previous version could not read the new files
 FIELDS: dict[str, Any] = {
     "format": str, "format_version": int, "family": str, "class": str, "drafter": dict[str, Any],
     "target": TargetIdentity, "tree": dict[str, Any], "weights_sha256": str, "provenance": dict[str, Any],
@@ -39,12 +38,9 @@ them. Family -> key of the section `drafter` -> value."""
 class StoredDrafter(NamedTuple):
     """A drafter in the number format of its file, not bound to a target."""
 
-    drafter: Drafter
-    """The drafter; without values for a sketch of its target."""
-    adapter: Adapter | None
-    """Changes of the target's weights; None if there are none, and for a sketch."""
-    config: dict[str, Any]
-    """config.json."""
+    drafter: Drafter  # The drafter; without values for a sketch of its target
+    adapter: Adapter | None  # Changes of the target's weights; None if there are none, and for a sketch
+    config: dict[str, Any]  # config.json
 
 
 def read_description(folder: Path) -> dict[str, Any]:

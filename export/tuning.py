@@ -18,10 +18,8 @@ from .artifact_files import TUNING, as_json
 class Prediction:
     """Figures that are predicted of decoding on this machine, by held-out answers and measured seconds."""
 
-    speedup: float
-    """Speed-up over this loop without drafts."""
-    accepted_length: float
-    """Tokens per pass after that over the prompt, the bonus included."""
+    speedup: float  # Speed-up over this loop without drafts
+    accepted_length: float  # Tokens per pass after that over the prompt, the bonus included
     interval: tuple[float, float] | None = None
     """90 % interval of the tokens per pass by the answers; None where there are too few that did not choose."""
 
@@ -41,20 +39,16 @@ def figures(found: Prediction | None, prefix: str = "") -> dict[str, Any]:
     return {prefix + name: found and getattr(found, part) for name, part in parts.items()}
 
 
-PLAIN = Prediction(speedup=1.0, accepted_length=1.0)
-"""Decoding without drafts."""
+PLAIN = Prediction(speedup=1.0, accepted_length=1.0)  # Decoding without drafts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
     """Measurements of one machine; may be absent, and another machine makes its own."""
 
-    device: str
-    """Device the passes ran on, as text: "cpu, 2 threads"."""
-    dtype: str
-    """Number format of the target, such as float32."""
-    cost: CostTable
-    """Seconds of target passes and of drafting."""
+    device: str  # Device the passes ran on, as text: "cpu, 2 threads"
+    dtype: str  # Number format of the target, such as float32
+    cost: CostTable  # Seconds of target passes and of drafting
     greedy: tuple[Trial, ...] = ()
     """Ways of drafting that were tried on greedy answers; empty where there were none, and the whole tree is used."""
     sampled: tuple[Trial, ...] = ()

@@ -32,8 +32,7 @@ COMMANDS = {
 }
 """Each command: the file of `commands` whose COMMANDS defines it, and its line in `draftsmith --help`."""
 
-TOGETHER = ("run", "train")
-"""Commands that several processes of torchrun may run; each says what it needs."""
+TOGETHER = ("run", "train")  # Commands that several processes of torchrun may run; each says what it needs
 USER_MISTAKE = 2
 REMEDIES = {
     errno.ENOSPC: "free some space or choose another --out",
@@ -58,10 +57,8 @@ REMEDIES = {
     errno.ETXTBSY: "choose another --out",
     errno.ESTALE: "check the disk",
 }
-SPINS = "30000"
-"""Turns of a waiting thread's loop before it sleeps, some 0.3 ms."""
-ELSEWHERE = "check the path and the disk"
-"""Remedy for any other error of the system."""
+SPINS = "30000"  # Turns of a waiting thread's loop before it sleeps, some 0.3 ms
+ELSEWHERE = "check the path and the disk"  # Remedy for any other error of the system
 NO_MEMORY = ("can't allocate memory", "out of memory", "storage size calculation overflowed", "can't start new thread")
 """Parts of torch's messages about memory, in lower case: it has no exception of its own for them."""
 

@@ -63,8 +63,7 @@ class Prompt:
         results in the source: those would answer a call that nobody has made."""
         if self.document is not None:
             raise UserError(
-                "a plain document is not answered; train on it with distill.answered_by: text, or give messages"
-            )
+                "a plain document is not answered; train on it with distill.answered_by: text, or give messages")
         asked, messages = self.asked, list[Message]()
         given, answered = dict(zip(asked, answers, strict=False)), len(answers)
         # One place after the last message: the conversation may end with the answer to it.

@@ -16,8 +16,7 @@ from urllib.request import Request, urlopen
 SCRIPT = Path(__file__)
 PACKAGE = "xllamacpp"
 """The Python package with llama.cpp's server, whose version ends with the number of llama.cpp's build."""
-COUNTERS = {"draft_n": "drafted", "draft_n_accepted": "accepted"}
-"""Counters of a reply, by the server's names."""
+COUNTERS = {"draft_n": "drafted", "draft_n_accepted": "accepted"}  # Counters of a reply, by the server's names
 
 
 def settings(job: dict[str, Any]) -> Any:

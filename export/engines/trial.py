@@ -19,13 +19,11 @@ from ..layouts.parts.gguf_file import FLOAT32
 from ..layouts.registry import format_named, formats_of
 
 SCRIPT = Path(__file__).with_name("vllm_run.py")
-TOLERANCE = 0.1
-"""Largest difference of the accepted lengths, as a share of this project's."""
+TOLERANCE = 0.1  # Largest difference of the accepted lengths, as a share of this project's
 NEAR_TIES = 1
 """Most answers of a run in float32 that may differ with drafts: rounding decides between two tokens in one of some
 10,000, and a run has some hundred."""
-BATCH_SIZES = (1, 8)
-"""Requests at once."""
+BATCH_SIZES = (1, 8)  # Requests at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,29 +43,21 @@ class TrialSettings:
 class BatchTrial:
     """The same prompts with and without the draft, so many at once."""
 
-    dtype: str
-    """Number format of vLLM's passes."""
+    dtype: str  # Number format of vLLM's passes
     batch_size: int
-    plain_speed: float
-    """Tokens per second without the draft."""
-    draft_speed: float
-    """Tokens per second with it."""
-    equal: int
-    """Answers that are those without the draft."""
-    accepted_length: float
-    """Tokens of a target pass, the target's own included."""
+    plain_speed: float  # Tokens per second without the draft
+    draft_speed: float  # Tokens per second with it
+    equal: int  # Answers that are those without the draft
+    accepted_length: float  # Tokens of a target pass, the target's own included
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """An exported draft in vLLM."""
 
-    engine: str
-    """Name and version."""
-    answers: int
-    """Number of prompts."""
-    own_length: float
-    """Accepted length of this project's own chain of as many tokens, on the same prompts."""
+    engine: str  # Name and version
+    answers: int  # Number of prompts
+    own_length: float  # Accepted length of this project's own chain of as many tokens, on the same prompts
     batches: tuple[BatchTrial, ...]
 
     @property
@@ -105,12 +95,9 @@ class Trial:
 class VllmProcess:
     """vLLM as it is started for each folder."""
 
-    python: Path
-    """Interpreter of the environment."""
-    folder: Path
-    """Current folder of the process: folders of models are named from here."""
-    context: int
-    """Largest context, in tokens."""
+    python: Path  # Interpreter of the environment
+    folder: Path  # Current folder of the process: folders of models are named from here
+    context: int  # Largest context, in tokens
 
     def run(self, model: str, speculative: dict[str, Any] | None, prompts: Sequence[Sequence[int]], *,
             max_tokens: int, batch_sizes: Sequence[int] = (8,), loader: dict[str, Any] | None = None,

@@ -13,14 +13,10 @@ import torch
 
 from ...modules import Target, TokenTree, Topology
 
-CONTENTION_BOUND = 0.15
-"""Share by which a repeated pass may exceed its fastest time before the machine counts as busy."""
-PROBED_SIZES = (1, 8)
-"""Tokens of the passes that are repeated throughout."""
-REPEATS = 5
-"""Passes of each size a sample; their median counts."""
-PROBE_CONTEXT = 32
-"""Tokens that the probed row has read."""
+CONTENTION_BOUND = 0.15  # Share by which a repeated pass may exceed its fastest time before the machine counts as busy
+PROBED_SIZES = (1, 8)  # Tokens of the passes that are repeated throughout
+REPEATS = 5  # Passes of each size a sample; their median counts
+PROBE_CONTEXT = 32  # Tokens that the probed row has read
 START_SAMPLES, START_SECONDS = 6, 3.0
 """Samples before anything is timed: at most so many, and after two of them none once so many seconds have passed."""
 PROCESSOR_TIMES = Path("/proc/stat")

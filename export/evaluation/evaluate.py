@@ -141,13 +141,10 @@ def _evaluation(record: MethodRecord, target: Target, contended: bool, config: E
                                     [timing for timing in timings if getattr(timing, key, None) == name])
                 for name in names if len(names) >= least}
 
-    return Evaluation(
-        name=method.name, family=method.family, target=target.identity.name,
-        batch_size=batch_size, temperature=temperature, nodes=method.nodes(batch_size, temperature),
-        tree_nodes=method.own_nodes(batch_size, temperature), partners=method.parts[:-1],
-        contended=contended, target_calls=record.records.target_calls,
-        prediction=method.predicted(batch_size, config.sampling(temperature)),
-        overall=measures(answers, timings),
-        by_prompt_set=by("prompt_set"), by_category=by("category"), by_turn=by("turn", 2), by_mode=by("mode", 2),
-        acceptance=tuple(acceptance_of(record, config)),
-    )
+    return Evaluation(name=method.name, family=method.family, target=target.identity.name, batch_size=batch_size,
+                      temperature=temperature, nodes=method.nodes(batch_size, temperature),
+                      tree_nodes=method.own_nodes(batch_size, temperature), partners=method.parts[:-1],
+                      contended=contended, target_calls=record.records.target_calls,
+                      prediction=method.predicted(batch_size, config.sampling(temperature)),
+                      overall=measures(answers, timings), by_prompt_set=by("prompt_set"), by_category=by("category"),
+                      by_turn=by("turn", 2), by_mode=by("mode", 2), acceptance=tuple(acceptance_of(record, config)))

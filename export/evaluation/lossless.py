@@ -40,20 +40,13 @@ from .results import Comparison
 SAFETY = 1.5
 """Allowed change of the difference of two logits, in measured ones: the pass that decodes and the one that judges may
 err in opposite directions."""
-LEAST_STEPS = 1.0
-"""Least measured change, in rounding steps of the distance between the best logit and the mean one."""
-LIKELY = 8
-"""Likeliest tokens of a place among which the change is measured; rounding chooses no other."""
-GREATEST_MOVE = 600.0
-"""Largest move of a logit divided by the temperature."""
-PLACES = 64
-"""Tokens of an answer whose whole distributions are formed at once."""
-PLAIN_SETTINGS = DecodeSettings()
-"""No filter and no penalty."""
-IMPOSSIBLE = 2.0
-"""Position of a token to which the target gives no probability."""
-_POSITIONS = 0xD157
-"""Separates these uniform numbers from all that decoding uses."""
+LEAST_STEPS = 1.0  # Least measured change, in rounding steps of the distance between the best logit and the mean one
+LIKELY = 8  # Likeliest tokens of a place among which the change is measured; rounding chooses no other
+GREATEST_MOVE = 600.0  # Largest move of a logit divided by the temperature
+PLACES = 64  # Tokens of an answer whose whole distributions are formed at once
+PLAIN_SETTINGS = DecodeSettings()  # No filter and no penalty
+IMPOSSIBLE = 2.0  # Position of a token to which the target gives no probability
+_POSITIONS = 0xD157  # Separates these uniform numbers from all that decoding uses
 
 
 @contextmanager

@@ -29,10 +29,8 @@ from ...modules.verification.sampling import Temperature
 from ..artifact import Artifact
 from ..tuning import Prediction
 
-SEED = 0
-"""Seed of the random streams of the answers, and of the resampling for the intervals."""
-Answered = Sequence[Sequence[int]]
-"""The target's answers to the turns before, as tokens."""
+SEED = 0  # Seed of the random streams of the answers, and of the resampling for the intervals
+Answered = Sequence[Sequence[int]]  # The target's answers to the turns before, as tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,14 +142,10 @@ class Question:
 
     prompt: Callable[[Answered], Sequence[int]]
     """Maps the target's answers so far to the tokens of the next turn's prompt, which contains them."""
-    turns: int = 1
-    """Number of answers."""
-    category: str = ""
-    """Its category; "" for none."""
-    mode: str = ""
-    """Mode of the chat template, such as thinking; "" for none."""
-    text: str = ""
-    """Its first turn as it was written, for the report; "" where only the tokens are known."""
+    turns: int = 1  # Number of answers
+    category: str = ""  # Its category; "" for none
+    mode: str = ""  # Mode of the chat template, such as thinking; "" for none
+    text: str = ""  # Its first turn as it was written, for the report; "" where only the tokens are known
 
     @classmethod
     def single(cls, tokens: Sequence[int], category: str = "") -> "Question":
@@ -159,27 +153,22 @@ class Question:
         return cls(prompt=lambda _: tokens, category=category)
 
 
-PromptSets = Mapping[str, Sequence[Question]]
-"""Questions by the name of their set."""
+PromptSets = Mapping[str, Sequence[Question]]  # Questions by the name of their set
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A drafter and its policy, measured in an evaluation next to others."""
 
-    name: str
-    """Its name in the report; names must differ."""
-    family: str
-    """Its family, such as medusa."""
-    drafter: Proposer | None
-    """The drafter, one for all batch sizes; None decodes with the target alone."""
+    name: str  # Its name in the report; names must differ
+    family: str  # Its family, such as medusa
+    drafter: Proposer | None  # The drafter, one for all batch sizes; None decodes with the target alone
     policy_for: Callable[[int, float], Policy] | None
     """Maps the number of rows decoded at once and their temperature to the policy that grows their trees; None for the
     target alone. Batch sizes with the same `shape` have the same policy."""
     prediction: Callable[[int, float], Prediction | None] | None = None
     """Prediction on this machine for a number of rows and their temperature; None where nothing was measured."""
-    weights_sha256: str = ""
-    """Hash of the artifact's weights; empty for one that is not trained."""
+    weights_sha256: str = ""  # Hash of the artifact's weights; empty for one that is not trained
 
     @classmethod
     def of(cls, artifact: Artifact, *, name: str | None = None, policy: str = STATIC,

@@ -10,10 +10,8 @@ from ..acceptance_profile import Pass
 from ..tuning import Prediction, figures
 from .uniformity import Distribution
 
-OWN = "own"
-"""The prompt set of held-out prompts like those of the training."""
-Interval = tuple[float, float]
-"""Lower and upper end of a 95 % bootstrap interval."""
+OWN = "own"  # The prompt set of held-out prompts like those of the training
+Interval = tuple[float, float]  # Lower and upper end of a 95 % bootstrap interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,32 +35,22 @@ class Comparison:
 class Answer:
     """One turn of a question answered by one method."""
 
-    question: int
-    """Number of the question: the intervals resample questions, each with all its turns."""
-    turn: int
-    """Its turn, from 1."""
-    prompt_set: str
-    """Set of the question."""
-    category: str
-    """Its category; "" for none."""
-    tokens: tuple[int, ...]
-    """The answer."""
-    emitted: tuple[int, ...]
-    """Tokens emitted by each target pass after the prompt's."""
-    truncated: bool
-    """Whether it reached the length limit before an end token."""
+    question: int  # Number of the question: the intervals resample questions, each with all its turns
+    turn: int  # Its turn, from 1
+    prompt_set: str  # Set of the question
+    category: str  # Its category; "" for none
+    tokens: tuple[int, ...]  # The answer
+    emitted: tuple[int, ...]  # Tokens emitted by each target pass after the prompt's
+    truncated: bool  # Whether it reached the length limit before an end token
     comparison: Comparison | None
     """Comparison with the reference; None where drafts were sampled and only the distribution is the reference's."""
     wrong_reference: bool = False
     """Whether, where drafts were sampled, the answer without drafts is no draw of the target."""
-    mode: str = ""
-    """Mode of the chat template; "" for none."""
-    positions: tuple[float, ...] = ()
-    """Positions of its tokens in the target's distribution, where drafts were sampled."""
+    mode: str = ""  # Mode of the chat template; "" for none
+    positions: tuple[float, ...] = ()  # Positions of its tokens in the target's distribution, where drafts were sampled
     guessed_by: dict[str, int] = field(default_factory=dict)
     """Accepted guesses by the family of the drafter, where several guess together."""
-    prompt_tokens: int = 0
-    """Tokens of its prompt."""
+    prompt_tokens: int = 0  # Tokens of its prompt
 
     @property
     def passes(self) -> list[Pass]:
@@ -75,36 +63,24 @@ class Answer:
 class Timing:
     """Speeds of one group of questions (a single one at batch size 1) with all their turns."""
 
-    prompt_set: str
-    """Set of the questions."""
-    category: str | None
-    """Their category; None when they have several."""
-    drafted: float
-    """Tokens per second with drafts."""
-    plain: float
-    """Tokens per second of this project's loop without drafts."""
-    generate: float
-    """Tokens per second of transformers' `generate`."""
-    efficiency: float
-    """Tokens per target pass of the drafted run, the prompts' passes included."""
-    seconds: float
-    """Seconds of the drafted run."""
-    draft_seconds: float
-    """Seconds of them spent on drafting."""
-    mode: str | None = None
-    """Mode of the chat template; None when they have several."""
+    prompt_set: str  # Set of the questions
+    category: str | None  # Their category; None when they have several
+    drafted: float  # Tokens per second with drafts
+    plain: float  # Tokens per second of this project's loop without drafts
+    generate: float  # Tokens per second of transformers' `generate`
+    efficiency: float  # Tokens per target pass of the drafted run, the prompts' passes included
+    seconds: float  # Seconds of the drafted run
+    draft_seconds: float  # Seconds of them spent on drafting
+    mode: str | None = None  # Mode of the chat template; None when they have several
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lossless:
     """Counts of drafted answers that equal and differ from their references."""
 
-    prompts: int
-    """Answers compared; none where drafts were sampled, which keeps the distribution, not the tokens."""
-    identical: int
-    """Answers equal token by token."""
-    near_tie_divergences: int
-    """Answers that differ only where the target itself is undecided."""
+    prompts: int  # Answers compared; none where drafts were sampled, which keeps the distribution, not the tokens
+    identical: int  # Answers equal token by token
+    near_tie_divergences: int  # Answers that differ only where the target itself is undecided
     max_logit_gap: float | None
     """Largest distance of a token below the target's best logit, from the first difference of an answer on; None when
     nothing differs."""
@@ -135,18 +111,12 @@ class Lossless:
 class Measures:
     """Measurements on a group of prompts: all of them, a set, or a category."""
 
-    prompts: int
-    """Answers decoded: one for each turn of each question."""
-    new_tokens: int
-    """Tokens of the answers."""
-    target_passes: int
-    """Target passes after the prompts', summed over answers."""
-    accepted_length: float
-    """Tokens emitted per target pass, the bonus included: a ratio of sums."""
-    accepted_length_interval: Interval | None
-    """95 % bootstrap interval over questions; None with fewer than two."""
-    block_efficiency: float
-    """Tokens of whole answers per target pass, the prompts' passes included, one each."""
+    prompts: int  # Answers decoded: one for each turn of each question
+    new_tokens: int  # Tokens of the answers
+    target_passes: int  # Target passes after the prompts', summed over answers
+    accepted_length: float  # Tokens emitted per target pass, the bonus included: a ratio of sums
+    accepted_length_interval: Interval | None  # 95 % bootstrap interval over questions; None with fewer than two
+    block_efficiency: float  # Tokens of whole answers per target pass, the prompts' passes included, one each
     acceptance_by_position: tuple[float, ...]
     """Share of passes whose k-th drafted token was accepted (with all before it); accepted_length is 1 + their sum."""
     tokens_per_second: float | None
@@ -155,24 +125,16 @@ class Measures:
     timed ones are enough. None when none was timed."""
     tokens_per_second_interval: Interval | None
     """95 % bootstrap interval over timed groups and questions; None with fewer than two timed groups."""
-    plain_tokens_per_second: float | None
-    """This project's loop without drafts."""
-    generate_tokens_per_second: float | None
-    """transformers' `generate`."""
-    speedup: float | None
-    """tokens_per_second over the faster of the two baselines."""
+    plain_tokens_per_second: float | None  # This project's loop without drafts
+    generate_tokens_per_second: float | None  # transformers' `generate`
+    speedup: float | None  # tokens_per_second over the faster of the two baselines
     speedup_interval: Interval | None
     """95 % bootstrap interval over timed groups, whose three speeds are drawn together, and questions."""
-    draft_time_share: float | None
-    """Share of the drafted run's seconds spent on drafting."""
-    repetition_rate: float
-    """Share of answers in which over 30 % of the 4-grams occurred before."""
-    truncation_rate: float
-    """Share of answers cut by the length limit."""
-    lossless: Lossless
-    """Identity with the reference."""
-    distribution: Distribution | None
-    """Check of the answers' distribution, where drafts were sampled; None elsewhere."""
+    draft_time_share: float | None  # Share of the drafted run's seconds spent on drafting
+    repetition_rate: float  # Share of answers in which over 30 % of the 4-grams occurred before
+    truncation_rate: float  # Share of answers cut by the length limit
+    lossless: Lossless  # Identity with the reference
+    distribution: Distribution | None  # Check of the answers' distribution, where drafts were sampled; None elsewhere
     guessed_by: dict[str, int] = field(default_factory=dict)
     """Accepted guesses by the family of the drafter, where several guess together; a guess that two make counts for the
     one that stands first. Empty with a single drafter."""
@@ -182,39 +144,27 @@ class Measures:
 class Evaluation:
     """Results of one method on all questions, at one temperature and batch size."""
 
-    name: str
-    """The method's name."""
-    family: str
-    """Its family."""
-    target: str
-    """Name of the target."""
-    batch_size: int
-    """Rows decoded at once where speed was measured."""
-    temperature: float
-    """0 is greedy."""
+    name: str  # The method's name
+    family: str  # Its family
+    target: str  # Name of the target
+    batch_size: int  # Rows decoded at once where speed was measured
+    temperature: float  # 0 is greedy
     nodes: int
     """Most nodes of a row that a pass verifies at this batch size, the root included; 1 when nothing is drafted."""
     tree_nodes: int
     """Nodes of them of the method's own tree or chain, the root included; fewer where partners guess next to it."""
     partners: tuple[str, ...]
     """Drafters without training that guess next to it, such as lookup, which copies; empty where none does."""
-    contended: bool
-    """True when the machine was busy with other programs: speeds are then not reliable."""
-    target_calls: int
-    """Forward calls of the target after the prompts': with a batch, fewer than the passes of its rows."""
+    contended: bool  # True when the machine was busy with other programs: speeds are then not reliable
+    target_calls: int  # Forward calls of the target after the prompts': with a batch, fewer than the passes of its rows
     prediction: Prediction | None
     """Prediction on this machine for the method as it decodes, partners included, and prompts like the
     training's; None where nothing is."""
-    overall: Measures
-    """All questions."""
-    by_prompt_set: dict[str, Measures]
-    """Each prompt set."""
-    by_category: dict[str, Measures]
-    """Each category that occurs."""
-    by_turn: dict[str, Measures]
-    """Each turn, from "1", where questions have several."""
-    by_mode: dict[str, Measures]
-    """Each mode of the chat template, where there are several."""
+    overall: Measures  # All questions
+    by_prompt_set: dict[str, Measures]  # Each prompt set
+    by_category: dict[str, Measures]  # Each category that occurs
+    by_turn: dict[str, Measures]  # Each turn, from "1", where questions have several
+    by_mode: dict[str, Measures]  # Each mode of the chat template, where there are several
     acceptance: tuple[dict[str, Any], ...] = ()
     """Acceptance by position, kind of prompt and length of the context, as in acceptance.json."""
 
@@ -267,28 +217,20 @@ class Evaluation:
 class SampleToken:
     """One token of an answer and its author."""
 
-    text: str
-    """Its text; empty for a special token, and for one that ends inside a character."""
-    guessed: bool
-    """True for an accepted guess of the draft, False for a token that the target chose itself."""
-    rejected: tuple[str, ...] = ()
-    """Texts of the guesses that the target rejected for the same place."""
+    text: str  # Its text; empty for a special token, and for one that ends inside a character
+    guessed: bool  # True for an accepted guess of the draft, False for a token that the target chose itself
+    rejected: tuple[str, ...] = ()  # Texts of the guesses that the target rejected for the same place
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAnswer:
     """One answer with the author of each token."""
 
-    rank: str
-    """Its place among all answers by tokens per target pass: best, median or worst."""
-    prompt_set: str
-    """Set of its question."""
-    prompt: str
-    """Text of the question."""
-    accepted_length: float
-    """Tokens added per target pass."""
-    tokens: tuple[SampleToken, ...]
-    """The answer; the texts of its tokens together are its text."""
+    rank: str  # Its place among all answers by tokens per target pass: best, median or worst
+    prompt_set: str  # Set of its question
+    prompt: str  # Text of the question
+    accepted_length: float  # Tokens added per target pass
+    tokens: tuple[SampleToken, ...]  # The answer; the texts of its tokens together are its text
 
     @property
     def guessed(self) -> int:
@@ -300,30 +242,23 @@ class SampleAnswer:
 class TrainingRecord:
     """The training of the draft, by the run that has trained it."""
 
-    time: str
-    """Sentence on its seconds and steps."""
-    outcome: str
-    """Sentence on what its curve shows, and on what would help."""
-    best_step: int
-    """The step whose weights the artifact has."""
-    curve: tuple[MeasuredStep, ...]
-    """Its measured steps."""
+    time: str  # Sentence on its seconds and steps
+    outcome: str  # Sentence on what its curve shows, and on what would help
+    best_step: int  # The step whose weights the artifact has
+    curve: tuple[MeasuredStep, ...]  # Its measured steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRun:
     """Results of all methods measured in one process, which share its baselines."""
 
-    header: dict[str, Any]
-    """Machine, dtype, threads, versions, settings, contention."""
+    header: dict[str, Any]  # Machine, dtype, threads, versions, settings, contention
     evaluations: tuple[Evaluation, ...]
     """One for each temperature, batch size and method, in the orders given, the methods changing fastest."""
-    samples: tuple[SampleAnswer, ...] = ()
-    """Three answers of the first evaluation, with the author of each token."""
+    samples: tuple[SampleAnswer, ...] = ()  # Three answers of the first evaluation, with the author of each token
     left_out: tuple[str, ...] = ()
     """Planned work that did not fit into the given minutes, a sentence each; empty where nothing was left out."""
-    training: TrainingRecord | None = None
-    """The draft's training; None where the run that evaluates did not train."""
+    training: TrainingRecord | None = None  # The draft's training; None where the run that evaluates did not train
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON: "header", at the top level the first method at its first temperature and batch size as the main

@@ -16,42 +16,30 @@ from .schedule import CLOSING_SHARE, UNTIMED_ROWS, Budget, Entry, Schedule, by_p
 from .summary import sample_answers
 from .timed_decoding import Exchange, Records, TimedDecoder, untimed_batches
 
-WARM_UP_TOKENS = 8
-"""Length of the answers decoded before anything is timed."""
-PLAIN, GENERATE = "plain", "generate"
-"""Baselines without drafts: this project's loop, and transformers'."""
+WARM_UP_TOKENS = 8  # Length of the answers decoded before anything is timed
+PLAIN, GENERATE = "plain", "generate"  # Baselines without drafts: this project's loop, and transformers'
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodRecord:
     """Everything recorded of one method at one temperature and batch size."""
 
-    method: Method
-    """The method."""
-    batch_size: int
-    """Rows decoded at once where it was timed."""
-    temperature: float
-    """Sampling temperature; 0 is greedy."""
-    answers: list[Answer]
-    """Its answers, compared with the target's own."""
-    records: Records
-    """Its timed groups and counts."""
-    samples: tuple[SampleAnswer, ...]
-    """Three of its answers, of the first record."""
+    method: Method  # The method
+    batch_size: int  # Rows decoded at once where it was timed
+    temperature: float  # Sampling temperature; 0 is greedy
+    answers: list[Answer]  # Its answers, compared with the target's own
+    records: Records  # Its timed groups and counts
+    samples: tuple[SampleAnswer, ...]  # Three of its answers, of the first record
 
 
 @dataclass(kw_only=True)
 class Decoded:
     """Everything that was decoded at one temperature so far."""
 
-    temperature: float
-    """Sampling temperature; 0 is greedy."""
-    exchanges: list[Exchange]
-    """Turns with the target's own answers."""
-    timed: dict[int, list[Records]]
-    """Records of the timed questions, of each method, by batch size."""
-    untimed: dict[tuple[str, tuple[int, ...]], Records]
-    """Records of the others, by method and shape of its trees."""
+    temperature: float  # Sampling temperature; 0 is greedy
+    exchanges: list[Exchange]  # Turns with the target's own answers
+    timed: dict[int, list[Records]]  # Records of the timed questions, of each method, by batch size
+    untimed: dict[tuple[str, tuple[int, ...]], Records]  # Records of the others, by method and shape of its trees
 
 
 class Runner:
@@ -62,8 +50,7 @@ class Runner:
         self.target, self.schedule, self.references, self.probe = target, schedule, references, probe
         self.decoder = TimedDecoder(target, schedule.config)
         self.judge = Judge(target, schedule.config.settings(1))
-        self.taken: list[Entry] = []
-        """The questions that were decoded."""
+        self.taken: list[Entry] = []  # The questions that were decoded
         self._warm: set[tuple[int, float]] = set()
 
     def run(self, budget: Budget) -> list[MethodRecord]:
@@ -218,10 +205,9 @@ class Runner:
         for name, record in zip(methods, records, strict=True):
             record.timings.append(Timing(
                 prompt_set=group[0].prompt_set, category=min(categories) if len(categories) == 1 else None,
-                mode=min(modes) if len(modes) == 1 else None,
-                drafted=speeds[name], plain=speeds[PLAIN], generate=speeds[GENERATE],
-                efficiency=tokens[name] / passes[name], seconds=seconds[name], draft_seconds=draft_seconds[name],
-            ))
+                mode=min(modes) if len(modes) == 1 else None, drafted=speeds[name], plain=speeds[PLAIN],
+                generate=speeds[GENERATE], efficiency=tokens[name] / passes[name], seconds=seconds[name],
+                draft_seconds=draft_seconds[name]))
         return exchanges
 
     def _untimed(self, exchanges: Sequence[Exchange], found: Decoded, budget: Budget) -> None:
@@ -268,14 +254,12 @@ class Runner:
                                        exchange.reference, again=again)
             answers.append(Answer(
                 question=entry.number, turn=exchange.turn, prompt_set=entry.prompt_set,
-                category=entry.question.category, mode=entry.question.mode,
-                prompt_tokens=len(exchange.prompt), tokens=tuple(generation.tokens), emitted=tuple(generation.emitted),
-                truncated=generation.finish == "length",
-                comparison=found if compared else None,
+                category=entry.question.category, mode=entry.question.mode, prompt_tokens=len(exchange.prompt),
+                tokens=tuple(generation.tokens), emitted=tuple(generation.emitted),
+                truncated=generation.finish == "length", comparison=found if compared else None,
                 wrong_reference=not compared and found.divergence is not None,
                 positions=() if compared else positions(self.target, generation.request, generation.tokens, settings),
-                guessed_by=dict(zip(method.parts, records.parts.get(exchange.index, ()), strict=False)),
-            ))
+                guessed_by=dict(zip(method.parts, records.parts.get(exchange.index, ()), strict=False))))
         return MethodRecord(
             method=method, batch_size=batch_size, temperature=temperature, answers=answers, records=records,
             samples=() if records.recorder is None else sample_answers(

@@ -13,16 +13,14 @@ from .methods import EvaluateConfig, Method, PromptSets, Question
 T = TypeVar("T")
 UNTIMED_ROWS = 8
 """Rows decoded at once for prompts that are not timed; their number changes neither acceptance nor identity."""
-CLOSING_SHARE = 0.1
-"""Share of the minutes that is kept for what follows decoding: comparisons and the report."""
+CLOSING_SHARE = 0.1  # Share of the minutes that is kept for what follows decoding: comparisons and the report
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """A question with its number, from which its random streams follow."""
 
-    number: int
-    """Position among the questions of all prompt sets, whether or not a limit leaves some out."""
+    number: int  # Position among the questions of all prompt sets, whether or not a limit leaves some out
     prompt_set: str
     question: Question
 
@@ -31,12 +29,9 @@ class Entry:
 class Schedule:
     """All that an evaluation decodes; checked before the first answer."""
 
-    methods: tuple[Method, ...]
-    """The methods to measure, in the order of the report."""
-    config: EvaluateConfig
-    """Settings of the evaluation."""
-    entries: tuple[Entry, ...]
-    """The questions to decode: of each prompt set as many as `limit` allows, spread over it."""
+    methods: tuple[Method, ...]  # The methods to measure, in the order of the report
+    config: EvaluateConfig  # Settings of the evaluation
+    entries: tuple[Entry, ...]  # The questions to decode: of each prompt set as many as `limit` allows, spread over it
     timed: frozenset[int]
     """Numbers of the timed questions, the same at every batch size: of each set they fill whole batches."""
 
@@ -176,11 +171,9 @@ class Budget:
     """
 
     def __init__(self, minutes: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limit = math.inf if minutes is None else 60 * minutes
-        """Seconds of the whole evaluation."""
+        self.limit = math.inf if minutes is None else 60 * minutes  # Seconds of the whole evaluation
         self.clock, self.started = clock, clock()
-        self.line = ProgressLine("evaluate", None, "answer", shown=False)
-        """Counts answers."""
+        self.line = ProgressLine("evaluate", None, "answer", shown=False)  # Counts answers
 
     @property
     def elapsed(self) -> float:

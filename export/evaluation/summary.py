@@ -22,8 +22,7 @@ from .uniformity import distribution_of
 Counts = NDArray[np.int_]
 Floats = NDArray[np.float64]
 CONFIDENCE = 0.95
-SHORTEST = 16
-"""Answers with fewer tokens are not shown while there are three longer ones."""
+SHORTEST = 16  # Answers with fewer tokens are not shown while there are three longer ones
 BEST, MEDIAN, WORST = "best", "median", "worst"
 
 
@@ -56,14 +55,12 @@ def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, seed: int
         draft_time_share=sum(timing.draft_seconds for timing in timings) / seconds if seconds else None,
         repetition_rate=sum(repeats_itself(answer.tokens) for answer in answers) / max(1, len(answers)),
         truncation_rate=sum(answer.truncated for answer in answers) / max(1, len(answers)),
-        lossless=Lossless(
-            prompts=len(comparisons),
-            identical=sum(comparison.divergence is None for comparison in comparisons),
-            near_tie_divergences=sum(comparison.near_tie for comparison in comparisons),
-            max_logit_gap=max((one.gap for one in comparisons if one.gap is not None), default=None),
-            rounding=max((one.slack for one in comparisons if one.slack is not None), default=None),
-            wrong_references=sum(answer.wrong_reference for answer in answers),
-        ),
+        lossless=Lossless(prompts=len(comparisons),
+                          identical=sum(comparison.divergence is None for comparison in comparisons),
+                          near_tie_divergences=sum(comparison.near_tie for comparison in comparisons),
+                          max_logit_gap=max((one.gap for one in comparisons if one.gap is not None), default=None),
+                          rounding=max((one.slack for one in comparisons if one.slack is not None), default=None),
+                          wrong_references=sum(answer.wrong_reference for answer in answers)),
         distribution=distribution_of([position for answer in answers for position in answer.positions], rounding),
         guessed_by={name: sum(answer.guessed_by.get(name, 0) for answer in answers)
                     for name in dict.fromkeys(name for answer in answers for name in answer.guessed_by)},

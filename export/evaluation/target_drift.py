@@ -12,22 +12,17 @@ from ...modules import DecodeSettings, Features, Request, Target, UserError, dec
 from .methods import PromptSets
 from .results import EvaluationRun
 
-CHUNK = 128
-"""Positions whose whole distributions are formed at once."""
+CHUNK = 128  # Positions whose whole distributions are formed at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
     """Difference between the adapted and the original target, on the original's greedy answers to held-out prompts."""
 
-    prompts: int
-    """Answers compared."""
-    tokens: int
-    """Their tokens, at each of which the distributions of both targets are compared."""
-    kl: float
-    """Mean KL(original || adapted) of the next token's distributions, in nats."""
-    agreement: float
-    """Share of the tokens that the adapted target would also choose after the same text."""
+    prompts: int  # Answers compared
+    tokens: int  # Their tokens, at each of which the distributions of both targets are compared
+    kl: float  # Mean KL(original || adapted) of the next token's distributions, in nats
+    agreement: float  # Share of the tokens that the adapted target would also choose after the same text
 
 
 @torch.no_grad()

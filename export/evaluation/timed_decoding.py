@@ -3,15 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ...modules import (
-    Accepted,
-    DecodeResult,
-    Generation,
-    Request,
-    Target,
-    TokenTree,
-    decode,
-)
+from ...modules import Accepted, DecodeResult, Generation, Request, Target, TokenTree, decode
 from ...modules.decoding.recorders import PartCounter, PassRecorder
 from .contention import clock
 from .lossless import generate, native_model
@@ -19,24 +11,18 @@ from .methods import EvaluateConfig, Method
 from .results import Timing
 from .schedule import UNTIMED_ROWS, Entry
 
-TURN_STREAMS = 1 << 32
-"""Distance between the random streams of a question's turns: more than there are questions."""
+TURN_STREAMS = 1 << 32  # Distance between the random streams of a question's turns: more than there are questions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """One turn of a question: its prompt, the same for all methods, and the target's own answer."""
 
-    entry: Entry
-    """The question."""
-    turn: int
-    """Its turn, from 1."""
-    temperature: float
-    """Sampling temperature; 0 is greedy."""
-    prompt: tuple[int, ...]
-    """Tokens of the conversation up to this turn's answer."""
-    reference: tuple[int, ...] = ()
-    """The answer of the target alone."""
+    entry: Entry  # The question
+    turn: int  # Its turn, from 1
+    temperature: float  # Sampling temperature; 0 is greedy
+    prompt: tuple[int, ...]  # Tokens of the conversation up to this turn's answer
+    reference: tuple[int, ...] = ()  # The answer of the target alone
 
     @property
     def index(self) -> int:
@@ -48,18 +34,13 @@ class Exchange:
 class Records:
     """Answers, timings and target calls of one method."""
 
-    generations: dict[int, Generation] = field(default_factory=dict)
-    """Answers by `Exchange.index`."""
-    timings: list[Timing] = field(default_factory=list)
-    """One for each timed group."""
-    target_calls: int = 0
-    """Forward calls of the target after the prompts'."""
-    recorder: PassRecorder | None = None
-    """The guesses of all passes, of the method whose answers are shown."""
+    generations: dict[int, Generation] = field(default_factory=dict)  # Answers by `Exchange.index`
+    timings: list[Timing] = field(default_factory=list)  # One for each timed group
+    target_calls: int = 0  # Forward calls of the target after the prompts'
+    recorder: PassRecorder | None = None  # The guesses of all passes, of the method whose answers are shown
     parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Accepted guesses of each drafter of an ensemble, by `Exchange.index`; empty with a single drafter."""
-    graph_refusal: str = ""
-    """Why some work was not replayed as CUDA graphs; empty where all was, or none was to be."""
+    graph_refusal: str = ""  # Why some work was not replayed as CUDA graphs; empty where all was, or none was to be
 
     def with_untimed(self, untimed: "Records") -> "Records":
         """These timed records and those of the questions that were not timed."""

@@ -17,34 +17,28 @@ import torch
 
 IMPOSSIBLE_PER_TOKEN = 1 / 10_000
 """More impossible tokens than this, and than one, are a fault: at the edge of a filter rounding may let one in."""
-_UNLIKELY_DISTANCE = 1.9495
-"""Scaled distance of the p-value 0.001, below which sampled answers are in doubt."""
-_TERMS = 100
-"""Terms of the limit distribution's series."""
+_UNLIKELY_DISTANCE = 1.9495  # Scaled distance of the p-value 0.001, below which sampled answers are in doubt
+_TERMS = 100  # Terms of the limit distribution's series
 
 ROUNDING = 2e-3
 """Distance by which half precision may move the positions at temperature 1; divided by the temperature below it. In
 bfloat16 the positions of exact answers were about a third of it apart at temperatures from 0.03 to 0.1."""
-GREATEST_ROUNDING = 0.03
-"""Its bound: what a token's rank can lose to rounding does not grow for ever."""
+GREATEST_ROUNDING = 0.03  # Its bound: what a token's rank can lose to rounding does not grow for ever
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
     """The check of sampled tokens against the target's distribution, by a Kolmogorov-Smirnov test."""
 
-    tokens: int
-    """Sampled tokens."""
+    tokens: int  # Sampled tokens
     distance: float
     """Largest difference between the share of tokens up to some likelihood and the probability that the target gives
     them."""
-    p_value: float
-    """Probability of a distance as large by chance."""
+    p_value: float  # Probability of a distance as large by chance
     visible: float
     """The distance that would have been taken for a fault: its p-value is 0.001 or less, and rounding does not explain
     it."""
-    impossible: int
-    """Tokens to which the target, with these filters, gives no probability."""
+    impossible: int  # Tokens to which the target, with these filters, gives no probability
 
     @property
     def differs(self) -> bool:

@@ -43,8 +43,7 @@ JSON_NAME, MARKDOWN_NAME, HTML_NAME = "evaluation.json", "report.md", "report.ht
 FIGURES = ("answers", "tokens/pass", "tokens/s", "plain", "generate", "speed-up", "identical")
 """Columns of every group of prompts."""
 PREDICTED = ("predicted tokens/pass", "predicted speed-up")
-DRAWN_NODES = 24
-"""Nodes of a tree that are drawn even if fewer are in use."""
+DRAWN_NODES = 24  # Nodes of a tree that are drawn even if fewer are in use
 LONGEST_PROMPT, MOST_GUESSES = 400, 4
 """Characters of a question that are shown, and rejected guesses that are listed for one token."""
 
@@ -234,15 +233,11 @@ def speeds(drafted: Mapping[str, Measures]) -> dict[str, plots.Point]:
 
 def figures(measures: Measures) -> tuple[Cell, ...]:
     """The cells of a row under `FIGURES`."""
-    return (
-        Cell(f"{measures.prompts}"),
-        Cell(f"{measures.accepted_length:.2f}", span(measures.accepted_length_interval, 2)),
-        Cell(number(measures.tokens_per_second, 1), span(measures.tokens_per_second_interval, 1)),
-        Cell(number(measures.plain_tokens_per_second, 1)),
-        Cell(number(measures.generate_tokens_per_second, 1)),
-        Cell(times(measures.speedup), span(measures.speedup_interval, 2)),
-        Cell(identical(measures)),
-    )
+    return (Cell(f"{measures.prompts}"),
+            Cell(f"{measures.accepted_length:.2f}", span(measures.accepted_length_interval, 2)),
+            Cell(number(measures.tokens_per_second, 1), span(measures.tokens_per_second_interval, 1)),
+            Cell(number(measures.plain_tokens_per_second, 1)), Cell(number(measures.generate_tokens_per_second, 1)),
+            Cell(times(measures.speedup), span(measures.speedup_interval, 2)), Cell(identical(measures)))
 
 
 def side_by_side(run: EvaluationRun) -> Table:

@@ -13,16 +13,13 @@ from .phrases import number, percent, times
 from .plots import standings as plot
 
 STANDINGS_JSON, STANDINGS_MARKDOWN, STANDINGS_PLOT = "families.json", "families.md", "families.svg"
-TRAINING = ("result.json", "stats.json")
-"""Files that training writes next to its checkpoints."""
-GREEDY, SAMPLED = 0.0, 1.0
-"""Temperatures of the table."""
+TRAINING = ("result.json", "stats.json")  # Files that training writes next to its checkpoints
+GREEDY, SAMPLED = 0.0, 1.0  # Temperatures of the table
 COLUMNS_NOTE = (
     "Tokens/pass: tokens that one pass of the target adds to an answer, 1 without drafts; untrained: the same drafter "
     "before its first training step. Nodes: tokens that one pass checks, the last one of the text included. Speed-up: "
     "over the faster of this project's loop without drafts and transformers' generate. Identical: answers equal to the "
-    "target's own, token by token, of those compared; at a near-tie the target itself is undecided within rounding."
-)
+    "target's own, token by token, of those compared; at a near-tie the target itself is undecided within rounding.")
 """Explanation of the columns."""
 
 

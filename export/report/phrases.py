@@ -102,8 +102,7 @@ def partial_note(run: EvaluationRun) -> str:
             f"{run.header['minutes']['budget']:g} minutes")
 
 
-LEFT_OUT = "What was left out"
-"""Heading of what the stages left out: what did not fit into their minutes, and loops."""
+LEFT_OUT = "What was left out"  # Heading of what the stages left out: what did not fit into their minutes, and loops
 
 
 def threads(run: EvaluationRun) -> str:
@@ -127,8 +126,7 @@ COLUMNS_NOTE = (
     "second, median over the timed prompts, times tokens per pass of all prompts; plain is this project's loop without "
     "drafts, generate is that of transformers, both medians over the timed prompts. Speed-up: over the faster of these "
     "two. Identical: answers equal to the target's own, token by token, of those compared. "
-    "Ranges are 95 % bootstrap intervals over prompts; there is none where fewer than two prompts were timed."
-)
+    "Ranges are 95 % bootstrap intervals over prompts; there is none where fewer than two prompts were timed.")
 """Explanation of the columns and the ranges."""
 PARTS_NOTE = ("Several drafters guess together. Of the guesses that the target accepted, the share of each; a guess "
               "that two of them make counts for the one named first.")
@@ -136,11 +134,9 @@ PARTS_NOTE = ("Several drafters guess together. Of the guesses that the target a
 HALF_NOTE = (
     "The target runs in {dtype}, and the answers are compared with its own in {dtype}, not with those in float32. In "
     "half precision two tokens more often have the same logit within rounding; which of them is chosen then depends on "
-    "the number of tokens in the pass. Such near-ties are counted above, and only other differences would be a fault."
-)
+    "the number of tokens in the pass. Such near-ties are counted above, and only other differences would be a fault.")
 """The meaning of identical in half precision."""
-HALF_FORMATS = ("bfloat16", "float16")
-"""Number formats of half precision."""
+HALF_FORMATS = ("bfloat16", "float16")  # Number formats of half precision
 SHARED_NOTE = ("Answers that are not timed are decoded once for each tree size and count at every batch size that uses "
                "it.")
 """Note for reports in which batch sizes share answers."""

@@ -16,8 +16,7 @@ DRAFTED, ACCENT = "#0f766e", "#c2410c"
 SERIES = (DRAFTED, "#4f63b6", ACCENT, "#8a5a9e", "#7a8a2b", "#b0417a", "#2f87b7", "#8a6a3f")
 BASELINE_COLORS = {"this loop, no drafts": "#8794a2", "transformers generate": BRANCH}
 """Names and colours of the two baselines without drafts."""
-Point = tuple[float, tuple[float, float] | None]
-"""A value and its interval, where it has one."""
+Point = tuple[float, tuple[float, float] | None]  # A value and its interval, where it has one
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: it takes the page's font, can be searched, and keeps the file small
     "text.parse_math": False,  # names come from files: a dollar sign in one starts no formula
@@ -37,8 +36,7 @@ class Line:
     style: str = "o-"
     size: int = 4
     width: float = 1.5
-    right: bool = False
-    """Whether its values have the axis on the right."""
+    right: bool = False  # Whether its values have the axis on the right
 
 
 def lines(name: str, drawn: Sequence[Line], *, height: float = 3.3, mark: tuple[float, str] | None = None,

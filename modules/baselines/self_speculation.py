@@ -35,8 +35,7 @@ class LayerDraft(CausalDraft):
         if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= target.num_layers:
             raise UserError(
                 f"the layers kept must be ascending numbers from 0 to {target.num_layers - 1}, at least one; "
-                f"got {tuple(kept)}"
-            )
+                f"got {tuple(kept)}")
         self.target, self.kept, self.num_layers = target, tuple(kept), target.num_layers
         self.cache_groups = target.cache_groups
 

@@ -16,12 +16,10 @@ from ..errors import UserError
 from .bounded_reading import SETTINGS_BYTES, bounded_json, read_bounded
 
 T = TypeVar("T")
-MOST = 2**63 - 1
-"""The largest whole number that a tensor can hold."""
+MOST = 2**63 - 1  # The largest whole number that a tensor can hold
 PLAIN_NAMES: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
                                   Path: "a path", type(None): "null", dict: "a mapping", Any: "any value"}
-BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-"""Pydantic's names of bounds, in words."""
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # Pydantic's names of bounds, in words
 LOWER = "; lower it"
 APART = {"missing": "lacks", "extra_forbidden": "has the unknown", "unexpected_keyword_argument": "has the unknown"}
 """Pydantic's names of what is wrong with the keys of a mapping, in words."""
@@ -34,8 +32,7 @@ class MistypedError(ValueError):
 
     def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message)
-        self.remedy = remedy
-        """End of the sentence where the field is a setting; a damaged file has a remedy of its own."""
+        self.remedy = remedy  # End of the sentence where the field is a setting; a damaged file has a remedy of its own
 
 
 def read_json(file: Path, remedy: str, most: int = SETTINGS_BYTES) -> Any:

@@ -69,8 +69,7 @@ class Eagle2Tree(Policy):
     card: ClassVar[FamilyCard] = FamilyCard(
         name="EAGLE-2", papers=("2406.16858",), needs_export=False,
         guesses="a tree that grows where the drafter is confident, for any family: `--policy eagle2-32`",
-        cost="no training; more drafting than a static tree of the same size",
-    )
+        cost="no training; more drafting than a static tree of the same size")
 
     def __init__(self, nodes: int = 60, depth: int = 6, width: int = 10) -> None:
         for name, value, bound in (("nodes", nodes, 2), ("depth", depth, 1), ("width", width, 1)):

@@ -159,8 +159,7 @@ class Union(Policy):
         if not isinstance(drafter, Ensemble) or len(drafter.parts) != len(self.policies):
             raise UserError(
                 f"this union joins an Ensemble of {len(self.policies)} drafters, got {drafter.family}; give as many "
-                "drafters as policies"
-            )
+                "drafters as policies")
         return drafter.parts
 
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
@@ -208,18 +207,15 @@ def joined(tree: TokenTree, joining: TokenTree) -> TokenTree:
     new_BMS = (joining.ancestors_BNN.float() @ there_BMS.float()) > 0
     # A path that is already known has its nodes elsewhere; its padding here sees itself, as every node does.
     new_BMS[:, torch.arange(joining.size, device=own_M.device), own_M] = True
-    return TokenTree(
-        tokens_BN=torch.cat([tree.tokens_BN, joining.tokens_BN], dim=1),
-        parents_BN=torch.cat([tree.parents_BN, parents_BM], dim=1),
-        depths_BN=torch.cat([tree.depths_BN, joining.depths_BN], dim=1),
-        ancestors_BNN=torch.cat([pad(tree.ancestors_BNN, (0, joining.size)), new_BMS], dim=1),
-        real_BN=torch.cat([tree.real_BN, joining.real_BN & ~known_BM], dim=1),
-        max_depth=max(tree.max_depth, joining.max_depth),
-        drawn=None if joining.drawn is None else _drawn(tree, joining.drawn, equal_BMN),
-        most_children=(tree.most_children or 0) + (joining.most_children or 0) if counted else None,
-        lookahead=_lookahead(tree, joining, equal_BMN),
-        parts_BN=parts_BS,
-    )
+    return TokenTree(tokens_BN=torch.cat([tree.tokens_BN, joining.tokens_BN], dim=1),
+                     parents_BN=torch.cat([tree.parents_BN, parents_BM], dim=1),
+                     depths_BN=torch.cat([tree.depths_BN, joining.depths_BN], dim=1),
+                     ancestors_BNN=torch.cat([pad(tree.ancestors_BNN, (0, joining.size)), new_BMS], dim=1),
+                     real_BN=torch.cat([tree.real_BN, joining.real_BN & ~known_BM], dim=1),
+                     max_depth=max(tree.max_depth, joining.max_depth),
+                     drawn=None if joining.drawn is None else _drawn(tree, joining.drawn, equal_BMN),
+                     most_children=(tree.most_children or 0) + (joining.most_children or 0) if counted else None,
+                     lookahead=_lookahead(tree, joining, equal_BMN), parts_BN=parts_BS)
 
 
 def _lookahead(tree: TokenTree, joining: TokenTree, equal_BMN: Tensor) -> Lookahead | None:
@@ -231,9 +227,8 @@ def _lookahead(tree: TokenTree, joining: TokenTree, equal_BMN: Tensor) -> Lookah
     first_BN = torch.zeros_like(tree.tokens_BN) if tree.lookahead is None else tree.lookahead.counts_BN
     second_BM = torch.zeros_like(joining.tokens_BN) if joining.lookahead is None else joining.lookahead.counts_BN
     shared_BN = second_BM.gather(1, equal_BMN.long().argmax(1)) * equal_BMN.any(1)
-    return Lookahead(
-        counts_BN=torch.cat([torch.maximum(first_BN, shared_BN), second_BM * ~equal_BMN.any(-1)], dim=1),
-        most=sum(wish.most for wish in wishes), nodes=sum(wish.nodes for wish in wishes))
+    return Lookahead(counts_BN=torch.cat([torch.maximum(first_BN, shared_BN), second_BM * ~equal_BMN.any(-1)], dim=1),
+                     most=sum(wish.most for wish in wishes), nodes=sum(wish.nodes for wish in wishes))
 
 
 def _drawn(tree: TokenTree, drawn: Drawn, equal_BMN: Tensor) -> Drawn:

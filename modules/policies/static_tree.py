@@ -170,8 +170,7 @@ class SampledTree(StaticTree):
         planted = topology.plant(tokens_BN)
         if not log_q:
             return planted
-        drawn = Drawn(
-            log_q_BIQ=torch.cat(log_q, dim=1), inner_BN=inner_BN,
-            sampled_BN=draws.sampling_B[:, None].expand_as(real_BN), token_ids_Q=queries.token_ids_Q,
-            candidates_BIQ=torch.cat(candidates, dim=1) if candidates else None)
+        drawn = Drawn(log_q_BIQ=torch.cat(log_q, dim=1), inner_BN=inner_BN,
+                      sampled_BN=draws.sampling_B[:, None].expand_as(real_BN), token_ids_Q=queries.token_ids_Q,
+                      candidates_BIQ=torch.cat(candidates, dim=1) if candidates else None)
         return replace(planted, real_BN=real_BN, drawn=drawn)

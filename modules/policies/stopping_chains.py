@@ -254,10 +254,9 @@ class StoppedChain(Policy):
         if draws is not None and log_q:
             # The last node has no child: any q will do for it.
             inner_N = torch.arange(len(tokens), device=roots_B.device).clamp(max=len(log_q) - 1)
-            drawn = Drawn(
-                log_q_BIQ=torch.stack(log_q, dim=1), inner_BN=inner_N.expand(len(roots_B), -1),
-                sampled_BN=draws.sampling_B[:, None].expand(-1, len(tokens)), token_ids_Q=queries.token_ids_Q,
-                candidates_BIQ=torch.cat(candidates[: len(log_q)], dim=1) if candidates else None)
+            drawn = Drawn(log_q_BIQ=torch.stack(log_q, dim=1), inner_BN=inner_N.expand(len(roots_B), -1),
+                          sampled_BN=draws.sampling_B[:, None].expand(-1, len(tokens)), token_ids_Q=queries.token_ids_Q,
+                          candidates_BIQ=torch.cat(candidates[: len(log_q)], dim=1) if candidates else None)
         tokens_BN = torch.stack(tokens, dim=1)
         parents_BN = (torch.arange(len(tokens), device=roots_B.device) - 1).expand_as(tokens_BN)
         # A chain's real nodes are the first ones, so that a plain count of them is their depth.

@@ -31,8 +31,7 @@ CHANCES = ChainRejection()
 class Rollouts:
     """Chains that were drafted to their full length, and the acceptance of each token given those before it."""
 
-    states_CTD: Tensor
-    """The drafter's state at each token, float32."""
+    states_CTD: Tensor  # The drafter's state at each token, float32
     chances_CT: Tensor
     """min(1, p / q) for a sampled token, p for the likeliest one (greedy: 1 if it is the target's), float32."""
 
@@ -45,10 +44,8 @@ class Rollouts:
 class Examples:
     """Drafted tokens without their order."""
 
-    states_ED: Tensor
-    """The drafter's states, float32."""
-    chances_E: Tensor
-    """Probability of acceptance, float32."""
+    states_ED: Tensor  # The drafter's states, float32
+    chances_E: Tensor  # Probability of acceptance, float32
 
 
 class _Recorder(StoppingRule, Rule):
@@ -79,10 +76,8 @@ class _Recorder(StoppingRule, Rule):
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
         if self.drafted is not None and self.drafted.length == self.length and tree.size == self.length + 2:
             whole_B = tree.real_BN.all(-1)
-            found = Rollouts(
-                states_CTD=torch.stack(self.states, dim=1),
-                chances_CT=CHANCES.chances(tree, logits_BNV, sampling)[:, : self.length].float(),
-            )
+            found = Rollouts(states_CTD=torch.stack(self.states, dim=1),
+                             chances_CT=CHANCES.chances(tree, logits_BNV, sampling)[:, : self.length].float())
             self.passes.append(Rollouts(**{name: value[whole_B].cpu() for name, value in vars(found).items()}))
         return exact_rule(tree).accept(tree, logits_BNV, sampling, chances)
 

@@ -14,12 +14,10 @@ from ..features import Features
 from ..interfaces.drafter import Drafter
 from ..interfaces.proposer import JudgesGuesses
 
-BINS = 10
-"""Equal bins of chances between 0 and 1."""
+BINS = 10  # Equal bins of chances between 0 and 1
 TEMPERATURES = tuple(2.0 ** (quarter / 4) for quarter in range(-8, 13))
 """Temperatures among which a drafter's judgement of its guesses is calibrated: from 1/4 to 8."""
-_CHUNK = 512
-"""Positions whose logits are computed at once."""
+_CHUNK = 512  # Positions whose logits are computed at once
 
 
 def calibration_error(log_chances_N: Tensor, right_N: Tensor) -> float:

@@ -20,12 +20,9 @@ from ..features import Features
 from ..interfaces.drafter import Drafter, Drafts
 from ..token_tree import Topology
 
-MAX_RANK = 10
-"""Number of proposals of one node that a tree may use."""
-UNROLLED = 8
-"""Depth of the tree for a drafter that has no deepest step."""
-_CHUNK = 512
-"""Number of positions for which logits are computed at once."""
+MAX_RANK = 10  # Number of proposals of one node that a tree may use
+UNROLLED = 8  # Depth of the tree for a drafter that has no deepest step
+_CHUNK = 512  # Number of positions for which logits are computed at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +36,9 @@ class RankedText:
     ranks_PK: Tensor
     """Rank of the text's own token among each step's proposals, int64; their largest number where it is none of them,
     or after the end of the answer."""
-    labelled_PK: Tensor
-    """False after the end of the answer."""
-    rows_P: Tensor
-    """Row of each place, counted over all features, int64."""
-    roots_P: Tensor
-    """Position in that row of the last token before the draft, int64."""
+    labelled_PK: Tensor  # False after the end of the answer
+    rows_P: Tensor  # Row of each place, counted over all features, int64
+    roots_P: Tensor  # Position in that row of the last token before the draft, int64
     left_P: Tensor
     """Tokens of the answer after it, int64; 0 where it is none of the answer's, so that no pass starts there."""
 

@@ -149,11 +149,9 @@ class ReplayRows:
             choices_BM = choices_BM.gather(1, select_BM)
         # Greedy rows read only where the largest logit is.
         logits_BMV = torch.zeros(*choices_BM.shape, vocab_size, device=choices_BM.device)
-        return PassOutput(
-            logits_BMV=logits_BMV.scatter_(2, choices_BM[..., None], 1.0),
-            final_BND=torch.stack(finals).float(),
-            taps={layer: torch.stack(states).float() for layer, states in taps.items()},
-        )
+        return PassOutput(logits_BMV=logits_BMV.scatter_(2, choices_BM[..., None], 1.0),
+                          final_BND=torch.stack(finals).float(),
+                          taps={layer: torch.stack(states).float() for layer, states in taps.items()})
 
     def early(self, num_layers: int) -> None:
         """No layer runs: a drafter of the first layers runs them itself."""

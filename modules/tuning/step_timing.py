@@ -33,8 +33,7 @@ BATCHES, SLOTS, CONTEXT = (1, 2, 4, 8, 16), 64, 192
 """Rows that are timed at once, with trees of at most so many nodes in all rows together, after so many tokens."""
 MOST_EXCESS = 0.15
 """Share above which the excess of timed steps speaks of other programs: a quiet machine repeats a step within it."""
-MOST_SECONDS = 86_400.0
-"""Longest step that a table may hold: beyond it a speed-up could overflow."""
+MOST_SECONDS = 86_400.0  # Longest step that a table may hold: beyond it a speed-up could overflow
 _JOINED = PolicyName(own=STATIC, partner=LOOKUP, size=COPIED)
 
 
@@ -42,10 +41,8 @@ _JOINED = PolicyName(own=STATIC, partner=LOOKUP, size=COPIED)
 class CostCurve:
     """Seconds of one step of so many rows, by nodes of its tree."""
 
-    batch: int
-    """Rows."""
-    sizes: tuple[int, ...]
-    """Numbers of nodes, ascending from 1."""
+    batch: int  # Rows
+    sizes: tuple[int, ...]  # Numbers of nodes, ascending from 1
     pass_seconds: tuple[float, ...]
     """Seconds of a verifying pass of so many nodes, commit included; first those of plain decoding, a token a pass."""
     draft_seconds: tuple[float, ...]
@@ -69,10 +66,8 @@ class CostCurve:
 class CostTable:
     """Seconds of steps of one row, and of several."""
 
-    curves: tuple[CostCurve, ...]
-    """By rows, ascending; those of the next larger number hold for others."""
-    copy_seconds: float = 0.0
-    """Seconds that copying from the text adds to the drafting of a step."""
+    curves: tuple[CostCurve, ...]  # By rows, ascending; those of the next larger number hold for others
+    copy_seconds: float = 0.0  # Seconds that copying from the text adds to the drafting of a step
     excess: float = 0.0
     """Share by which half of the timed steps took longer than the shortest of their kind; the median over the kinds."""
 
@@ -215,11 +210,9 @@ class _Bench:
         states_BND = torch.zeros(*shape, target.hidden_size, dtype=target.dtype, device=target.device)
         last_B1 = torch.full_like(self.roots_B, self.context - 1)[:, None]
         answers = Verified(
-            tokens_BM=tokens_BN[:, -1:],
-            real_BM=torch.ones_like(last_B1, dtype=torch.bool),
+            tokens_BM=tokens_BN[:, -1:], real_BM=torch.ones_like(last_B1, dtype=torch.bool),
             logits_BMV=torch.zeros(self.batch, 1, target.vocab_size, dtype=target.dtype, device=target.device),
-            places_BM=last_B1,
-        )
+            places_BM=last_B1)
         ahead = None
         if count := virtual_nodes(self.drafter):
             states_BSD = states_BND[:, :1].expand(-1, count, -1)
@@ -228,17 +221,10 @@ class _Bench:
         self.drafter.observe(
             self.state,
             self.rows_B,
-            Observation(
-                tokens_BN=tokens_BN,
-                counts_B=last_B1[:, 0] + 1,
-                final_BND=states_BND,
-                taps=dict.fromkeys(self.drafter.taps, states_BND),
-                roots_B=self.roots_B,
-                verified=answers if self.drafter.reads_logits else None,
-                ahead=ahead,
-                host_rows=list(range(self.batch)),
-                host_counts=[self.context] * self.batch,
-            ),
+            Observation(tokens_BN=tokens_BN, counts_B=last_B1[:, 0] + 1, final_BND=states_BND,
+                        taps=dict.fromkeys(self.drafter.taps, states_BND), roots_B=self.roots_B,
+                        verified=answers if self.drafter.reads_logits else None, ahead=ahead,
+                        host_rows=list(range(self.batch)), host_counts=[self.context] * self.batch),
         )
 
     def step(self, size: int) -> tuple[float, float]:

@@ -22,8 +22,7 @@ from ..token_tree import Topology
 from .ranked_text import MAX_RANK, ranked_text
 from .replayed_answers import answer_requests
 
-_SHRINKAGE = 20.0
-"""Weight of the independent estimate of a path, as a number of observations."""
+_SHRINKAGE = 20.0  # Weight of the independent estimate of a path, as a number of observations
 
 
 class PathEstimate:
@@ -91,30 +90,22 @@ def search_tree(table_PK: Tensor, max_nodes: int, max_rank: int = MAX_RANK) -> t
 class Acceptance:
     """Acceptance measured by decoding held-out text."""
 
-    accepted_length: float
-    """Tokens emitted per pass, the bonus included."""
-    by_position: tuple[float, ...]
-    """Share of passes that accepted at least 1, 2, … drafted tokens."""
-    tokens: int
-    """Number of tokens decoded."""
-    passes: int
-    """Number of passes."""
+    accepted_length: float  # Tokens emitted per pass, the bonus included
+    by_position: tuple[float, ...]  # Share of passes that accepted at least 1, 2, … drafted tokens
+    tokens: int  # Number of tokens decoded
+    passes: int  # Number of passes
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
     """An optimizer step after which held-out text was decoded, and the training text since the measurement before."""
 
-    step: int
-    """Number of the step; 0 is the untrained drafter."""
-    accepted_length: float
-    """Tokens per pass of held-out text, decoded, the bonus included."""
-    labels: int
-    """Labels that training has read up to here, repeated ones again."""
+    step: int  # Number of the step; 0 is the untrained drafter
+    accepted_length: float  # Tokens per pass of held-out text, decoded, the bonus included
+    labels: int  # Labels that training has read up to here, repeated ones again
     loss: float | None = None
     """Mean loss of the optimizer steps since the measurement before; None where there was none."""
-    accuracy: float | None = None
-    """Share of their labels that the first draft step guessed."""
+    accuracy: float | None = None  # Share of their labels that the first draft step guessed
     expected_accepted_length: float | None = None
     """Teacher-forced estimate of their tokens per pass, for a chain; None where draft steps form none."""
 
@@ -124,12 +115,8 @@ def acceptance_of(emitted: Sequence[int], depth: int) -> Acceptance:
     passes = len(emitted)
     reached = tuple(sum(count > least for count in emitted) / passes if passes else 0.0
                     for least in range(1, depth + 1))
-    return Acceptance(
-        accepted_length=sum(emitted) / passes if passes else 1.0,
-        by_position=reached,
-        tokens=sum(emitted),
-        passes=passes,
-    )
+    return Acceptance(accepted_length=sum(emitted) / passes if passes else 1.0, by_position=reached,
+                      tokens=sum(emitted), passes=passes)
 
 
 def held_out_acceptance(drafter: Drafter, features: Sequence[Features], nodes: int,

@@ -33,18 +33,15 @@ from .ranked_text import ranked_text
 from .replayed_answers import Replay
 from .step_timing import CostTable
 
-SIZES = (2, 4, 8, 16, 32)
-"""Nodes of the static trees that are tried."""
+SIZES = (2, 4, 8, 16, 32)  # Nodes of the static trees that are tried
 MOST_ANSWERS, ROWS, MOST_SECONDS = 32, 8, 5.0
 """Most answers that a way of drafting decodes, how many at once, and most seconds unless the first ROWS take more."""
 SIZING_TEMPERATURE = 1.0
 """Temperature of the drawn answers by which drafts for sampled rows are chosen; at lower ones more is accepted."""
 MOST_BEYOND = 2
 """Nodes of a pass as a multiple of the most that were timed up to which the last slope of their seconds is trusted."""
-SURE_LENGTH = 1.2
-"""Tokens of a pass from which a draft stays in use where other programs disturbed the timing."""
-DRAWS = 1000
-"""Draws of the bootstrap."""
+SURE_LENGTH = 1.2  # Tokens of a pass from which a draft stays in use where other programs disturbed the timing
+DRAWS = 1000  # Draws of the bootstrap
 Drawn = NDArray[np.intp]
 
 
@@ -75,10 +72,8 @@ def draws(count: int, seed: int) -> Drawn:
 class Counted:
     """Figures of decoding some answers."""
 
-    accepted_length: float
-    """Tokens of a pass after that over the prompt, the bonus included."""
-    nodes: float
-    """Mean nodes of a pass with one row, the root included."""
+    accepted_length: float  # Tokens of a pass after that over the prompt, the bonus included
+    nodes: float  # Mean nodes of a pass with one row, the root included
     interval: tuple[float, float] | None = None
     """90 % interval of the tokens of a pass by a bootstrap over answers; None of fewer than two."""
 
@@ -108,12 +103,9 @@ class Trial:
 
     policy: str
     """Its name, with the nodes of the draft's tree and the tokens copied: static-8, static-8+lookup-7, sparse-16."""
-    chosen: Counted
-    """On the answers by which it is compared with others."""
-    reported: Counted | None = None
-    """On answers that chose nothing; None where there were too few."""
-    virtual: int = 0
-    """Virtual nodes after each node of a timed tree, where the policy's number counts them too."""
+    chosen: Counted  # On the answers by which it is compared with others
+    reported: Counted | None = None  # On answers that chose nothing; None where there were too few
+    virtual: int = 0  # Virtual nodes after each node of a timed tree, where the policy's number counts them too
 
     def __post_init__(self) -> None:
         if parse_policy(self.name.own)[1] is None or (self.copied == 0) != (self.name.partner is None):

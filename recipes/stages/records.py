@@ -24,12 +24,9 @@ STAGES_FILE = "stages.json"
 class Stage:
     """A step of a run whose output is kept."""
 
-    name: str
-    """Its name in the list of finished stages."""
-    title: str
-    """Its progress line."""
-    sections: tuple[str, ...]
-    """Recipe sections that decide its output, besides the stages before it."""
+    name: str  # Its name in the list of finished stages
+    title: str  # Its progress line
+    sections: tuple[str, ...]  # Recipe sections that decide its output, besides the stages before it
     work: Callable[[], Sequence[Path]]
     """Does it, resuming what an interrupted run left; returns the files that stand for its whole output."""
     reads: Mapping[str, Sequence[Path]] = field(default_factory=dict)
@@ -42,16 +39,13 @@ class Stage:
 class StageRecord:
     """A finished stage as stages.json keeps it."""
 
-    inputs: dict[str, str]
-    """Everything that decided its output: settings, hashes of what it read, the stages before it."""
-    files: dict[str, str]
-    """Hash of each file that it wrote, by path from the run's folder."""
+    inputs: dict[str, str]  # Everything that decided its output: settings, hashes of what it read, the stages before it
+    files: dict[str, str]  # Hash of each file that it wrote, by path from the run's folder
 
 
 def run_stages(
     out: Path, settings: Mapping[str, Any], stages: Sequence[Stage], chosen: Sequence[str], before: str = "",
-    processes: Processes = ALONE,
-    shared: Path | None = None,
+    processes: Processes = ALONE, shared: Path | None = None,
 ) -> None:
     """Run the chosen stages in order, skipping those whose output is complete.
 

@@ -13,8 +13,7 @@ class Marks:
     """Texts before and after accepted and rejected guesses of the draft, and their explanation."""
 
     guessed: tuple[str, str]
-    rejected: tuple[str, str] | None
-    """None leaves these out."""
+    rejected: tuple[str, str] | None  # None leaves these out
     legend: str
 
 
@@ -44,14 +43,10 @@ class MarkedAnswer:
 
     tokenizer: Any
     marks: Marks
-    recorder: PassRecorder
-    """The observer of the decoding loop."""
-    index: int = 0
-    """The request's."""
-    tokens: int = 0
-    """Tokens so far."""
-    guessed: int = 0
-    """Accepted guesses among them."""
+    recorder: PassRecorder  # The observer of the decoding loop
+    index: int = 0  # The request's
+    tokens: int = 0  # Tokens so far
+    guessed: int = 0  # Accepted guesses among them
 
     def text(self, passes: Iterable[list[int]]) -> Iterator[str]:
         """The marked text of each pass, as it comes; the prompt's pass is the first."""

@@ -14,10 +14,8 @@ ENDING = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "a request to end (SIGTERM)",
           signal.SIGHUP: "the end of its terminal (SIGHUP)",
           signal.SIGUSR1: "the announced end of its job (SIGUSR1)"}
 """The signals, in words."""
-RESUMED = frozenset({"run", "distill", "train", "families"})
-"""Commands that go on where they were stopped."""
-AGAIN_SECONDS = 0.05
-"""Seconds after which a signal is repeated that reached the process where no exception can leave."""
+RESUMED = frozenset({"run", "distill", "train", "families"})  # Commands that go on where they were stopped
+AGAIN_SECONDS = 0.05  # Seconds after which a signal is repeated that reached the process where no exception can leave
 
 
 class Stopped(BaseException):
@@ -26,8 +24,7 @@ class Stopped(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = signal.Signals(number)
-        self.code = 128 + number
-        """The exit code by the convention of shells: 130, 143, 129 or 138."""
+        self.code = 128 + number  # The exit code by the convention of shells: 130, 143, 129 or 138
 
     def sentence(self, command: str) -> str:
         """The signal that ended the command, and the remedy."""

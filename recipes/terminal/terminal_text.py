@@ -8,10 +8,8 @@ import re
 import sys
 from typing import TextIO
 
-LONGEST = 200
-"""Characters of a word that a sentence shows; of a longer one, its ends."""
-LONGEST_SENTENCE = 500
-"""Characters of a sentence; of a longer one the middle is left out, since its end is a remedy."""
+LONGEST = 200  # Characters of a word that a sentence shows; of a longer one, its ends
+LONGEST_SENTENCE = 500  # Characters of a sentence; of a longer one the middle is left out, since its end is a remedy
 
 
 def printable(text: str, keep: str = "") -> str:
