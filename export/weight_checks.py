@@ -12,6 +12,9 @@ from ..modules import DRAFTERS, Drafter, TargetIdentity, UserError
 from ..modules.target.adapter import PREFIX
 from ..modules.target.loading.stored_weights import all_finite
 
+_NAMED = 5
+"""Number of wrong tensors that an error names."""
+
 
 def check_shapes(family: type[Drafter], description: dict[str, Any], identity: TargetIdentity, weights: Path) -> None:
     """Refuse a description of other tensors than the weights hold.
@@ -29,10 +32,7 @@ def check_shapes(family: type[Drafter], description: dict[str, Any], identity: T
     """
     if family not in DRAFTERS or not weights.is_file():
         return
-    # On the meta device nothing is allocated: config.json could claim any size.
-    with torch.device("meta"):
-        described = {name: list(tensor.shape) for name, tensor in family.rebuild(description, identity)
-                     .state_dict().items()}
+    described = _described(family, description, identity)
     try:
         with safe_open(weights, framework="pt") as opened:
             names: list[str] = opened.keys()
@@ -45,6 +45,23 @@ def check_shapes(family: type[Drafter], description: dict[str, Any], identity: T
             raise UserError(f"{weights} does not fit the drafter that config.json describes: the tensor {name} should "
                             f"be {described.get(name, 'absent')} and is {held.get(name, 'absent')}; copy or train the "
                             "artifact again")
+
+
+def require_described(drafter: Drafter, identity: TargetIdentity) -> None:
+    """Refuse a drafter with other tensors than its own description asks for: an engine passes over an unknown one and
+    leaves a missing one at random. Raises ValueError."""
+    if type(drafter) in DRAFTERS:
+        described = _described(type(drafter), drafter.describe(), identity)
+        held = {name: list(tensor.shape) for name, tensor in drafter.state_dict().items()}
+        if wrong := sorted(name for name in described | held if described.get(name) != held.get(name)):
+            raise ValueError(f"the export would hold wrong tensors: {', '.join(wrong[:_NAMED])}")
+
+
+def _described(family: type[Drafter], description: dict[str, Any], identity: TargetIdentity) -> dict[str, list[int]]:
+    """Shapes of the tensors that a description asks for."""
+    # On the meta device nothing is allocated: config.json could claim any size.
+    with torch.device("meta"):
+        return {name: list(tensor.shape) for name, tensor in family.rebuild(description, identity).state_dict().items()}
 
 
 def require_weights(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:

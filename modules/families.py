@@ -1,19 +1,20 @@
 """The drafter families, each with a file of its name in `drafters`."""
 
-from .drafters.block import BlockDraft
-from .drafters.draft_lm import DraftLM
-from .drafters.eagle import Eagle
-from .drafters.eagle3 import Eagle3
-from .drafters.falcon import Falcon
-from .drafters.hidden_transfer import HiddenTransfer
-from .drafters.hydra import Hydra
-from .drafters.kangaroo import Kangaroo
-from .drafters.medusa import Medusa
-from .drafters.mtp import Mtp
-from .drafters.prompt_tokens import PromptTokens
+from importlib import import_module
+
 from .interfaces.drafter import Drafter
 
-DRAFTERS: tuple[type[Drafter], ...] = (
-    Medusa, Hydra, Eagle, Eagle3, BlockDraft, Falcon, Kangaroo, PromptTokens, HiddenTransfer, DraftLM, Mtp
-)
+FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "block", "falcon", "kangaroo", "prompt_tokens", "hidden_transfer",
+            "draft_lm", "mtp")
+"""Their names; a new one is one more here."""
+
+
+def _drafter(name: str) -> type[Drafter]:
+    """The class of a family, which says so itself."""
+    file = import_module(f".drafters.{name}", __package__)
+    return next(one for one in vars(file).values() if isinstance(one, type) and issubclass(one, Drafter)
+                and vars(one).get("family") == name)
+
+
+DRAFTERS: tuple[type[Drafter], ...] = tuple(map(_drafter, FAMILIES))
 """Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""

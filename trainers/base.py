@@ -34,8 +34,9 @@ from .losses.metrics import BatchLoss, describe, weighted_mean_loss
 from .losses.objectives import NEEDS_MASS, Teacher
 from .steps.checkpoints import KINDS, FinishedStep, StepGuard, require_same_settings
 from .steps.optimizers import optimizer_for, time_leads, warmup_cosine
+from .steps.position_offsets import with_offsets
 from .steps.training_clock import Clock, DataWait, TrainingCurve, peak_memory_bytes
-from .train_config import WARMUP_SHARE, ZERO_STAGES, Start, TrainConfig, continued, decisive_settings
+from .train_config import WARMUP_SHARE, ZERO_STAGES, Start, TrainConfig, continued, decisive_settings, train_config
 from .zero_drafter import SplitDrafter, ZeroDrafter, whole_state
 
 LEAST_STEPS = 4  # Optimizer steps of a run whatever its minutes: it ends with a draft that has learned something
@@ -45,10 +46,9 @@ PATIENCE = 8  # Optimizer steps without a supervised token that end a run: long 
 class DraftModule(L.LightningModule):
     """Training of a drafter for a frozen target, which stays outside the module tree.
 
-    A family's module sets `drafter_class` and has a config, a TrainConfig with the family's defaults and its drafter's
-    settings. It may override `weights` (they may depend on `progress_at`) and `configure_optimizers`. The drafter
-    defines the rest in `Drafts`, `output_parameters` and `reads_states`, without which a training step runs no target
-    pass.
+    A family's module sets `drafter_class`, as `families.draft_module` does. The drafter defines the rest in
+    `trained_as`, `Drafts`, `output_parameters` and `reads_states`, without which a training step runs no target pass. A
+    family with settings of its own annotates `config` with a subclass of TrainConfig.
 
     Args:
         target: the frozen model.
@@ -57,17 +57,14 @@ class DraftModule(L.LightningModule):
             most frequent ones.
 
     Raises:
-        UserError: if a reduced vocabulary is requested without counts or with a size that does not fit.
+        UserError: if a reduced vocabulary is requested without counts or with a size that does not fit, settings do
+            not fit the target, or positions would leave its context.
     """
 
     drafter_class: ClassVar[type[Drafter]]  # The family's drafter
     card: ClassVar[FamilyCard | None] = None  # Of a training variant that its drafter's own card does not describe
     drafter: Drafter
-    decay: ClassVar[float] = 0.8  # Weight of draft step k in the loss is decay ** k (arXiv:2401.10774, section 2.2.1)
     changes_target: ClassVar[bool] = False  # Whether the target is trained too; its states then cannot be stored before
-    needs_whole_target: ClassVar[bool] = False
-    """Whether training reads the target's layers other than by `Target.encode`: with gradients, or as copies. They must
-    then be whole on one device of each process."""
     validation_rows: int | None = None  # Held-out conversations that are measured; None for all
     chunk_elements: int | None = None  # Logits of the loss in memory at once; None for the device's own number
     start: Start | None = None  # The drafter that the training continues; None for a new one
@@ -76,10 +73,9 @@ class DraftModule(L.LightningModule):
         self, target: Target, config: TrainConfig | None = None, *, token_counts: Tensor | None = None
     ) -> None:
         super().__init__()
-        # A family's annotation of `config` is the one place that names its settings, as in `families.family_configs`.
-        self.config: TrainConfig = get_type_hints(type(self))["config"]() if config is None else config
-        config = self.config
-        if self.needs_whole_target and target.placement.spread:
+        self.config: TrainConfig = self.settings()() if config is None else config
+        config, training = self.config, self.drafter_class.trained_as
+        if (self.changes_target or training.through_target) and target.placement.spread:
             raise UserError(f"{type(self).__name__} trains through the target's layers, which target.placement "
                             f"{target.placement.name} does not keep whole on one device; set target.placement: "
                             "replicated, or choose another family")
@@ -106,6 +102,16 @@ class DraftModule(L.LightningModule):
                 raise UserError(f"vocabulary_size is {size}, but the tokens of the training data were not counted; "
                                 "pass token_counts, or leave vocabulary_size out")
             self.draft_ids_Q = choose(token_counts, size, always=target.eos_ids)
+        # Before the target answers anything, which the drafter's making comes after.
+        self.drafter_class.fitted(config.drafter, target)
+        self._largest_offset = config.positions.limit(target)
+        self.sources: dict[str, str] = {}
+        """Hashes of files that decided the first weights."""
+
+    @classmethod
+    def settings(cls) -> type[TrainConfig]:
+        """The class of its settings: what `config` is annotated with, or the family's own."""
+        return get_type_hints(cls).get("config") or train_config(cls.drafter_class)
 
     def continue_from(self, start: Start) -> None:
         """Let the drafter, which is still to be built, start as a trained one. Raises UserError if that cannot be."""
@@ -120,6 +126,8 @@ class DraftModule(L.LightningModule):
 
     def build_drafter(self) -> Drafter:
         """A new drafter, or one that starts as a trained one, bound to the target."""
+        # Before they are read: a checkpoint of another model in the same folder is refused.
+        self.sources = self.drafter_class.sources(self.config.drafter)
         start = {} if self.start is None else {"start": self.start.drafter}
         return self.drafter_class.create(self.config.drafter, self.target, self.draft_ids_Q, **start)
 
@@ -164,8 +172,9 @@ class DraftModule(L.LightningModule):
         """Weight of each draft step in the loss; called once per optimizer step, so that its micro-batches agree."""
         given = self.config.step_weights
         # Weights of each place take the place of those of each step.
-        decay = self.decay if given is None else 1.0 if isinstance(given, str) else given
-        return tuple(decay**step for step in range(steps))
+        decay = self.drafter_class.trained_as.decay if given is None else 1.0 if isinstance(given, str) else given
+        powers = tuple(decay**step for step in range(steps))
+        return self.config.drafter.weighed(powers, self.progress_at(self.global_step))
 
     @property
     def needs_states(self) -> bool:
@@ -221,6 +230,10 @@ class DraftModule(L.LightningModule):
         """Back-propagate the sum of the losses of one micro-batch.
 
         Lightning divides by the number of micro-batches, DDP and ZeRO by that of ranks; both are undone here."""
+        if self._largest_offset:
+            # The target reads its true positions. The last step of the last position has the highest position id.
+            highest = self.target.context_length - self.drafter.trained_steps
+            batch = with_offsets(self.encoded(batch), limit=self._largest_offset, highest=highest)
         # Without states: tokens say which row it was, and states would be kept for a whole step.
         self.guard.batches.append((batch_idx, Features(**{kind: getattr(batch, kind) for kind in KINDS})))
         learned, before = self.loss(batch), self._pending
@@ -377,7 +390,7 @@ class DraftModule(L.LightningModule):
         config.pop("max_minutes")
         return {"config": decisive_settings(config), "family": self.drafter.family,
                 "drafter": self.drafter.describe(), "draft_vocabulary": chosen,
-                "target": self.target.identity.to_dict()}
+                "target": self.target.identity.to_dict(), **self.sources}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the settings that identify the run, and its counters."""

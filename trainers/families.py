@@ -1,20 +1,19 @@
-"""Families by name: the LightningModule of each, and the dataclasses of its settings.
-
-The rule of the house: a family has one file of the same name in each room, so `trainers/<family>.py` holds its module.
-"""
+"""Families by name: the LightningModule of each, and the dataclasses of its settings."""
 
 import difflib
 import inspect
 from dataclasses import dataclass, is_dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any, TypeGuard, get_type_hints
 
-from ..modules import DRAFTERS
+from ..modules import DRAFTERS, Drafter
 from ..modules.errors import UserError
 from .base import DraftModule
+from .medusa2 import Medusa2Module
 from .train_config import TrainConfig
 
-VARIANTS = ("medusa2",)
+VARIANTS: dict[str, type[DraftModule]] = {"medusa2": Medusa2Module}
 """Other ways to train a drafter of `DRAFTERS`, each with a module of its own."""
 
 
@@ -26,6 +25,12 @@ class FamilyConfigs:
     """Shape of the drafter."""
     train: type[TrainConfig]
     """Training; its field `drafter` holds the shape."""
+
+
+@cache
+def draft_module(drafter: type[Drafter]) -> type[DraftModule]:
+    """The LightningModule of a drafter that is trained as most are."""
+    return type(f"{drafter.__name__}Module", (DraftModule,), {"drafter_class": drafter, "__doc__": drafter.__doc__})
 
 
 def family_names() -> tuple[str, ...]:
@@ -43,13 +48,10 @@ def family_module(name: str, *, trust: bool = False) -> type[DraftModule]:
     Raises:
         UserError: if there is no such family or class, the class is no DraftModule, or it is not trusted.
     """
+    if name in VARIANTS:
+        return VARIANTS[name]
     if name in family_names():
-        file = import_module(f".drafters.{name}", __package__)
-        own = [value for public, value in vars(file).items() if _is_module(value)
-               and value.__module__ == file.__name__ and not public.startswith("_")]
-        if len(own) != 1:
-            raise TypeError(f"{file.__name__} must define exactly one public DraftModule, got {len(own)}")
-        return own[0]
+        return draft_module(next(drafter for drafter in DRAFTERS if drafter.family == name))
     dotted = "." in name and all(part.isidentifier() for part in name.split("."))
     if dotted and not trust:
         raise UserError(f"family {name} is a class outside the package, whose file would be imported and run; if you "
@@ -73,20 +75,21 @@ def family_module(name: str, *, trust: bool = False) -> type[DraftModule]:
 
 
 def family_configs(name: str, *, trust: bool = False) -> FamilyConfigs:
-    """The dataclasses of a family's settings, by the annotation `config` of its module.
+    """The dataclasses of a family's settings.
 
     Args:
         name: as in `family_module`.
         trust: as there.
 
     Raises:
-        UserError: as `family_module` does, or if the annotation is no TrainConfig with a field `drafter`.
+        UserError: as `family_module` does, or if its module names neither a drafter nor a TrainConfig with one.
     """
-    train = get_type_hints(family_module(name, trust=trust)).get("config")
+    module = family_module(name, trust=trust)
+    train = module.settings() if hasattr(module, "drafter_class") else None
     drafter = get_type_hints(train).get("drafter") if inspect.isclass(train) else None
     if not inspect.isclass(train) or not issubclass(train, TrainConfig) or not is_dataclass(drafter):
-        raise UserError(f"family {name} must annotate `config` with a subclass of TrainConfig whose field `drafter` "
-                        f"is a dataclass, got {train}")
+        raise UserError(f"family {name} must set `drafter_class` to its drafter, and may annotate `config` with a "
+                        f"subclass of TrainConfig whose field `drafter` is a dataclass, got {train}")
     return FamilyConfigs(drafter=drafter if inspect.isclass(drafter) else type(drafter), train=train)
 
 

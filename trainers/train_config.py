@@ -2,8 +2,9 @@
 
 import math
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import torch
 from pydantic import Field
@@ -16,6 +17,7 @@ from ..modules.interfaces.drafter import Drafter, DrafterConfig
 from ..modules.target.adapter import Adapter
 from .losses.objectives import ObjectiveName
 from .steps.optimizers import OptimizerName
+from .steps.position_offsets import PositionConfig
 
 Rate = Annotated[float, Field(gt=0, le=100)]  # Beyond it no optimizer here learns, and float32 overflows
 Precision = Literal["auto", "32-true", "bf16-mixed"]  # Lightning's names of precisions, and `auto`
@@ -27,9 +29,11 @@ ZERO_STAGES = {f"deepspeed_stage_{stage}": stage for stage in (1, 2, 3)}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(CheckedSettings):
-    """Training settings of every family."""
+    """Training settings of every family, with the defaults of most; `train_config` has those of each."""
 
     section: ClassVar[str] = "train"
+    family: ClassVar[type[Drafter] | None] = None
+    """The drafter whose settings these are; None where they are those of no one family."""
 
     max_steps: Steps | None = 300
     """Optimizer steps of the whole run, unless `max_minutes` ends it before; None for no limit but that."""
@@ -88,6 +92,8 @@ class TrainConfig(CheckedSettings):
     gradients too, then the weights too. Wherever the target is."""
     seed: Seed = 0
     """Seed of all random numbers of training."""
+    positions: PositionConfig = field(default_factory=PositionConfig)
+    """Offsets of the position ids in training, for families with attention of their own; none by default."""
     start: str | None = None
     """Folder of an artifact of this family and target (with `retarget` of another target) whose drafter is trained
     further: it has the start's weights, and the start's settings where the recipe leaves the family's default. The
@@ -99,6 +105,10 @@ class TrainConfig(CheckedSettings):
         super().__post_init__()
         if self.max_steps is None and self.max_minutes is None:
             raise UserError("max_steps and max_minutes are both null, and training would never end; set one of them")
+        if self.positions.offset is not None and self.family is not None and not self.family.trained_as.offsets:
+            raise UserError(f"positions.offset is {self.positions.offset}, and the family {self.family.family} reads "
+                            "positions as they are; leave positions.offset out")
+        self.drafter.check_training(self)
 
     @property
     def world(self) -> int:
@@ -108,6 +118,18 @@ class TrainConfig(CheckedSettings):
     def share_of_steps(self, step: int) -> float:
         """Share of `max_steps` that is done after `step` optimizer steps; 0 without a limit."""
         return 0.0 if self.max_steps is None else step / self.max_steps
+
+
+@cache
+def train_config(drafter: type[Drafter]) -> type[TrainConfig]:
+    """The settings of a family that is trained as most are: its own defaults, and the shape of its drafter."""
+    hints, training = get_type_hints(TrainConfig, include_extras=True), drafter.trained_as
+    chosen = [(one.name, hints[one.name], value) for one in fields(TrainConfig)
+              if (value := getattr(training, one.name, None)) is not None]
+    return make_dataclass(
+        f"{drafter.__name__}TrainConfig", [*chosen, ("drafter", drafter.config_class, field(
+            default_factory=drafter.config_class))], bases=(TrainConfig,), frozen=True, kw_only=True,
+        namespace={"family": drafter, "__module__": __name__})
 
 
 def decisive_settings(settings: dict[str, Any]) -> dict[str, Any]:

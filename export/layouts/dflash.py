@@ -1,11 +1,7 @@
 """Drafters of blocks in the layouts of DFlash (z-lab, SpecForge) and its corrections, written and read back.
 
-DFlash: `fc`, `hidden_norm`, `layers.{i}` of Qwen3, `norm`; the embedding, with the row of the mask token, and the
-output layer are the target's. DSpark adds `markov_head.markov_w1`, `markov_head.markov_w2` and, by its form,
-`gate_proj` or `joint_proj`, and `confidence_head.proj`, the chance of a guess, by which engines draft less. DFlash 2
-adds `layers.{i}.attention_conv`, `mlp_conv` and `candidate_selector`, whose two codebooks are parameters without
-`.weight`, Domino `prefix_gru` and `embed_proj`. A reduced draft vocabulary, which vLLM
-reads and the first projects do not know, adds its rows of the target's output layer, `d2t` and `t2d`.
+A reduced draft vocabulary, which vLLM reads and the first projects do not know, adds its rows of the target's output
+layer, `d2t` and `t2d`. By the confidence of DSpark, the chance of a guess, engines draft less.
 
 Readers differ in what they take for granted: vLLM reads `is_causal`, then `dflash_config.causal`, and otherwise takes
 layers with a window for causal and others not; SGLang reads `is_causal` alone; llama.cpp's conversion both, for all
@@ -18,7 +14,7 @@ Shapes: V target vocabulary, Q entries of the draft vocabulary.
 import json
 import warnings
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,77 +24,24 @@ from ...modules.drafters.block import CORRECTIONS
 from ...modules.drafters.corrections.correction import CorrectionName
 from ...modules.drafters.corrections.gru import WIDER
 from ...modules.drafters.corrections.markov import Markov
-from ...modules.drafters.corrections.selector import CANDIDATES, Selector
+from ...modules.drafters.corrections.selector import Selector
 from ...modules.drafters.corrections.slot_block import GROUP, TAPS
 from ...modules.drafters.parts.feature_drafter import chosen_taps
 from ...modules.files.json_records import typed
+from ...modules.interfaces.layout import here, there
+from ...modules.layouts.block import FIXED, FORMS, KINDS, NAMES, READ
 from ...modules.target.loading.stored_weights import check_parameters
-from .parts.compressed_tensors import OUTPUT, as_compressed, compressed, compressed_config, compressed_table
+from .parts.compressed_tensors import OUTPUT, as_compressed, compressed, compressed_config
 from .parts.eagle_folder import EMBEDDING, entries, layer_config, sglang_command
 from .parts.export_format import PLAIN, Engine, ExportFormat, ExportSettings, ImportSettings, Served
 from .parts.gguf_file import BFLOAT16, FLOAT32
 from .parts.head_blocks import output_bias
 from .parts.layout_folder import Contents, stored, write_layout
-from .parts.read_shapes import block_of, check_joined, renamed, take_vocabulary, vocabulary_marks
+from .parts.read_shapes import block_of, check_joined, take_vocabulary, vocabulary_marks
 from .parts.safetensors_reader import Checkpoint, check_borrowed, check_embedding
-from .parts.tensor_table import Table, TensorForm, forms_of
 
-KNOWN: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",), "attention_bias": (None, False), "mlp_bias": (None, False),
-    **dict.fromkeys(("is_causal", "causal", "causal_head", "sample_from_anchor", "shift_label",
-                     "sliding_window_non_causal"), (None, False, True)),
-    "partial_rotary_factor": (None, 1), "speculators_model_type": (None, "dflash", "dspark", "dflash2"),
-    "conv_kernel_size": (None, TAPS), "conv_group_size": (None, GROUP), "selector_top_k": (None, CANDIDATES),
-    "lilicorr_enabled": (None, False),
-    "markov_head_type": (None, "vanilla", "gated", "rnn"),
-    "input_embedding_scale": (None, 1), "output_multiplier": (None, 1), "final_logit_softcapping": (None,),
-}
-"""Settings that are fixed in this implementation, with the values that a configuration may give them."""
 OPENS = ("taps", "aligned", "causal")
 """Values that a checkpoint may leave open."""
-FORMS: dict[CorrectionName, str] = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
-"""Corrections by their names in `markov_head_type`."""
-_OURS = "correction."
-"""Start of the names of a correction's tensors here."""
-_BARE = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook",
-         "prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0")
-"""Parameters of DFlash 2 and of Domino that have no layer of their own there, and therefore no `.weight`."""
-
-
-class Kind(NamedTuple):
-    """A method with a name and a layout of its own."""
-
-    title: str
-    architecture: str
-    head: str
-    """Start of the names of its correction's tensors; empty where they have none in common."""
-    mark: str
-    """A layer of its correction, with as many columns as the rank, by which it is known; empty for none."""
-    engines: tuple[Engine, ...]
-    """Engines that load it in one of the layouts here."""
-    library: str | None = None
-    """The speculators library's name; None where it has none."""
-    method: str = "dflash"
-    """vLLM's and llama.cpp's name."""
-
-
-_DSPARK = Kind("DSpark", "Qwen3DSparkModel", "markov_head.", "markov_w1", ("vLLM", "SGLang", "TensorRT-LLM"), "dspark",
-               "dspark")
-KINDS: dict[CorrectionName, Kind] = {
-    "none": Kind("DFlash", "DFlashDraftModel", "", "", (*_DSPARK.engines, "llama.cpp", "OpenVINO GenAI"), "dflash"),
-    "markov": _DSPARK._replace(engines=(*_DSPARK.engines, "llama.cpp")), "gated": _DSPARK, "rnn": _DSPARK,
-    "selector": Kind("DFlash 2", "DFlash2DraftModel", "candidate_selector.", "predecessor_codebook",
-                     ("vLLM", "SGLang", "llama.cpp"), "dflash2"),
-    "refiner": Kind("XPress", "Qwen3XPressModel", "xpress_head.", "w1", ("vLLM",)),
-    "gru": Kind("Domino", "DFlashDraftModel", "", "embed_proj.2", ("SGLang",)),
-}
-"""Methods by their correction."""
-_CONFIDENCE, _JUDGE = "confidence_head.proj.", "confidence."
-"""Starts of the names of a head that says how sure a guess is, there and here."""
-_STARTS = (*((kind.head, _OURS) for kind in KINDS.values() if kind.head), (_CONFIDENCE, _JUDGE),
-           ("confidence_proj.", _JUDGE), *((start, _OURS + start) for start in (
-               "markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.", "prefix_gru.", "embed_proj.")))
-"""Starts of names, there and here; the last ones are those of Domino, and in files of ModelOpt those of DSpark."""
 TEMPERATURES, _SCALES = "draftsmith_confidence_temperatures", "judge_temperatures_K"
 """By what each step's confidence is divided: a key that engines do not read, and the tensor here."""
 WEIGHTS = (FLOAT32, BFLOAT16)
@@ -114,37 +57,18 @@ def export_dflash(drafter: BlockDraft, target: Target, folder: Path, settings: E
     tensors. Raises UserError for fewer bits than those of `WEIGHTS`."""
     if (weights := settings.weights) not in WEIGHTS:
         raise UserError(f"drafters of blocks are written with weights {' or '.join(WEIGHTS)}, got {weights!r}")
-    table = compressed_table(block_table(drafter, target), (), weights)
-    write_layout(folder, DFLASH.file, compressed(block_tensors(drafter, target), (), weights), table,
-                 (config or dflash_config(drafter, target)) | compressed_config(weights, ()))
+    table = write_layout(folder, DFLASH.file, compressed(block_tensors(drafter, target), (), weights),
+                         (config or dflash_config(drafter, target)) | compressed_config(weights, ()))
     return Contents(title=f"{KINDS[drafter.config.correction].title} drafter", table=table)
-
-
-def _named(drafter: BlockDraft) -> dict[str, Tensor]:
-    """The weights under their names in DFlash and DSpark."""
-    head = KINDS[drafter.config.correction].head
-    named = {renamed(renamed(name, _OURS, head), _JUDGE, _CONFIDENCE): tensor
-             for name, tensor in drafter.state_dict().items() if name not in ("token_ids", _SCALES)}
-    return {bare if (bare := name.removesuffix(".weight")) in _BARE else name: tensor for name, tensor in named.items()}
 
 
 def block_tensors(drafter: BlockDraft, target: Target) -> dict[str, Tensor]:
     """The tensors of the layout, in float32 on the CPU."""
-    ids_Q, tensors = drafter.token_ids_Q, _named(drafter)
+    ids_Q = drafter.token_ids_Q
+    tensors = {there(name, NAMES) or name: tensor for name, tensor in drafter.state_dict().items() if name != _SCALES}
     if ids_Q is None:
         return stored(tensors)
     return stored({**tensors, OUTPUT: target.output_weight()[ids_Q]}) | vocabulary_marks(ids_Q, target)
-
-
-def block_table(drafter: BlockDraft, target: Target) -> Table:
-    """The tensors of the layout by the drafter's settings."""
-    with torch.device("meta"):
-        table = forms_of(_named(BlockDraft(drafter.config, target, drafter.block)))
-    tokens = entries(drafter)
-    if drafter.token_ids_Q is not None:
-        table |= {OUTPUT: TensorForm((tokens, drafter.block.hidden_size)), "d2t": TensorForm((tokens,), torch.int64),
-                  "t2d": TensorForm((drafter.vocab_size,), torch.bool)}
-    return table
 
 
 def block_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
@@ -250,7 +174,7 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     if reduced is not None and CORRECTIONS[correction].chooses:
         raise UserError(f"{folder} holds a draft vocabulary of {reduced} tokens (d2t), and its {correction} has a row "
                         "for every token of the target; choose a checkpoint without d2t")
-    judge_1X, block = tensors.get(f"{_JUDGE}weight"), block_of(given, target, None)
+    judge_1X, block = tensors.get("confidence.weight"), block_of(given, target, None)
     conv = any(".attention_conv." in name for name in tensors)
     # What the configuration says and no file holds would be left out of every guess, unseen.
     held = {"markov_rank": correction in FORMS, "selector_rank": correction == "selector",
@@ -280,14 +204,14 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     check_parameters(sketch, sum(file.stat().st_size for file in given.files), str(folder))
     drafter = BlockDraft(config, target, block)
     if config.confidence:
-        tensors.setdefault(f"{_JUDGE}bias", torch.zeros(1))
+        tensors.setdefault("confidence.bias", torch.zeros(1))
         tensors[_SCALES] = torch.tensor(said.get(TEMPERATURES) or [1.0] * config.num_steps)
         if not bool((tensors[_SCALES] > 0).all()):
             raise UserError(f"{given.config} says {TEMPERATURES}: {json.dumps(said[TEMPERATURES])}; all of them divide "
                             "a confidence and must be above 0, copy it again")
     if unknown := sorted(tensors.keys() - drafter.state_dict().keys()):
-        named = renamed(unknown[0], _OURS, KINDS[correction].head)
-        raise UserError(f"{folder} holds {named}, a part that this reader knows of no method; choose a checkpoint "
+        raise UserError(f"{folder} holds {there(unknown[0], NAMES) or unknown[0]}, a part that this reader knows of no "
+                        "method; choose a checkpoint "
                         f"of {', '.join(dict.fromkeys(kind.title for kind in KINDS.values()))}")
     return drafter, tensors
 
@@ -303,10 +227,7 @@ def _own_tensors(given: Checkpoint, target: Target) -> tuple[dict[str, Tensor], 
                    "output layer", target, folder)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        own = name + ".weight" if name in _BARE else name
-        for there, here in _STARTS:
-            own = renamed(own, there, here)
-        if own in found:
+        if (own := here(name, READ) or name) in found:
             raise UserError(f"{folder} holds {name} twice, under two names; choose a checkpoint with one of them")
         found[own] = tensor
     return found, reduced
@@ -317,16 +238,16 @@ def _correction(given: Checkpoint, said: dict[str, Any], tensors: dict[str, Tens
     """(the correction whose layers are among the tensors, its rank). Raises UserError where the configuration says
     another one, or the target scales the logits to which it is added."""
     correction, rank = next(((name, tensors[mark].shape[1]) for name, kind in KINDS.items()
-                             if (mark := f"{_OURS}{kind.mark}.weight") in tensors), ("none", BlockDraftConfig.rank))
+                             if (mark := f"correction.{kind.mark}.weight") in tensors), ("none", BlockDraftConfig.rank))
     if correction == "markov":
-        correction = {there: here for here, there in FORMS.items()}.get(said.get("markov_head_type") or "", correction)
+        correction = {form: name for name, form in FORMS.items()}.get(said.get("markov_head_type") or "", correction)
     domino = said.get("projector_type") == "domino"
     if domino != (correction == "gru"):
         raise UserError(f"{given.config} says projector_type: {json.dumps(said.get('projector_type'))}, and "
                         f"{given.folder} holds {'no' if domino else 'an'} embed_proj.2.weight of domino; copy both "
                         "again")
     if domino:
-        given.require({**KNOWN, "pure_draft_prefix_len": (1,), "gru_hidden_dim": (WIDER * rank,)}, target)
+        given.require({**FIXED, "pure_draft_prefix_len": (1,), "gru_hidden_dim": (WIDER * rank,)}, target)
     if correction != "none" and (reason := _scaled_logits(target)):
         raise UserError(reason)
     return correction, rank
@@ -412,7 +333,7 @@ def chain_tokens(drafter: object) -> int:
 DFLASH = ExportFormat[BlockDraft](
     name="dflash", content="drafters of blocks", families=(BlockDraft,), refusal=refusal,
     readers={"vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, passed_over=_passed_over,
-    write=export_dflash, read=read_blocks, opens=OPENS, known=KNOWN, weights=WEIGHTS, as_read=as_compressed,
+    write=export_dflash, read=read_blocks, opens=OPENS, known=FIXED, weights=WEIGHTS, as_read=as_compressed,
     vllm=served_by_vllm, others=lambda drafter, places: {} if served_by_vllm(drafter) else {
         "SGLang": sglang_command("DFLASH", places, num_draft_tokens=drafter.config.block_size)},
     chain=chain_tokens)

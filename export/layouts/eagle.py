@@ -7,9 +7,7 @@ position p all predict token p + 2.
 
 EAGLE-3 stores no embedding, as its official checkpoints: readers take the target's. EAGLE-1 does, since its official
 code asks for it. A drafter of another width than the target's has the key `target_hidden_size` and an `embed_tokens` of
-its own. With several layers the first is `layers.0` instead of `midlayer`, the others `layers.1` and so on, ordinary
-Llama layers: the names of the speculators library. Of these vLLM reads `input_layernorm` as the norm before the
-attention, SGLang and TensorRT-LLM `hidden_norm`: both are written. The official code reads one layer.
+its own. The official code reads one layer.
 
 Shapes: V target vocabulary, Q entries of the draft vocabulary.
 """
@@ -24,43 +22,33 @@ from torch import Tensor
 from ...modules import Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.drafters.parts.feature_drafter import chosen_taps
+from ...modules.interfaces.layout import here, there
+from ...modules.layouts.eagle3 import FIXED, LAYERS, NORM, NORMS, TWIN
 from .parts.compressed_tensors import (
     COMPRESSED,
     OUTPUT,
     as_compressed,
     compressed,
     compressed_config,
-    compressed_table,
 )
 from .parts.eagle_folder import (
     EMBEDDING,
-    FIRST,
-    LAYERS,
+    LAYER_IDS,
     LOST_BIAS,
-    MIDLAYER,
-    NORMS,
     ROPE_BASE,
     TAPS,
     eagle_config,
-    first_table,
     linear_names,
     sglang_command,
-    third_table,
-    twin,
 )
 from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Served
 from .parts.head_blocks import output_bias
 from .parts.layout_folder import Contents, stored, write_layout
-from .parts.read_shapes import block_of, check_joined, named_base, renamed, take_vocabulary, vocabulary_marks
+from .parts.read_shapes import block_of, check_joined, named_base, take_vocabulary, vocabulary_marks
 from .parts.safetensors_reader import Checkpoint, check_embedding
 
 EAGLE_FILE = "model.safetensors"
 """Official checkpoints hold the same tensors in pytorch_model.bin or here."""
-KNOWN: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",), "attention_bias": (None, False), "mlp_bias": (None, False),
-    "speculators_model_type": (None, "eagle3"), "dflash_config": (None,), "dspark_config": (None,),
-}
-"""Settings that are fixed in this implementation, with the values that a configuration may give them."""
 OPENS = ("taps", "rope_base")
 """Values that a checkpoint may leave open."""
 
@@ -79,15 +67,13 @@ def export_eagle(drafter: Eagle | Eagle3, target: Target, folder: Path, settings
     """
     weights = settings.weights
     if isinstance(drafter, Eagle):
-        tensors, table = first_tensors(drafter), first_table(drafter)
         # EAGLE-1's official code loads its own embedding; EAGLE-3's readers take the target's.
-        tensors |= stored({EMBEDDING: target.model.get_input_embeddings().weight})
+        tensors = stored({**drafter.state_dict(), EMBEDDING: target.model.get_input_embeddings().weight})
     else:
-        tensors, table = third_tensors(drafter, target), third_table(drafter)
-    linear = linear_names(table, drafter)
-    table = compressed_table(table, linear, weights)
-    write_layout(folder, EAGLE_FILE, compressed(tensors, linear, weights), table,
-                 eagle_config(drafter, target) | compressed_config(weights, linear))
+        tensors = third_tensors(drafter, target)
+    linear = linear_names(tensors, drafter)
+    table = write_layout(folder, EAGLE_FILE, compressed(tensors, linear, weights),
+                         eagle_config(drafter, target) | compressed_config(weights, linear))
     outputs = list(drafter.taps)
     return Contents(title=f"EAGLE-{3 if isinstance(drafter, Eagle3) else 1} drafter", table=table, note=(
         "" if isinstance(drafter, Eagle) or len(outputs) == 1 else
@@ -99,10 +85,9 @@ def export_eagle(drafter: Eagle | Eagle3, target: Target, folder: Path, settings
 def export_eagle_sglang(drafter: Eagle, target: Target, folder: Path, settings: ExportSettings) -> Contents:
     """Write an EAGLE-1 drafter as SGLang reads it, with a bias of zeros where it has none: SGLang would take random
     numbers."""
-    tensors = {"fc.bias": torch.zeros(drafter.block.hidden_size), **first_tensors(drafter)}
+    tensors = {"fc.bias": torch.zeros(drafter.block.hidden_size), **stored(drafter.state_dict())}
     config = {**eagle_config(drafter, target), "architectures": ["LlamaForCausalLMEagle"]}
-    table = first_table(drafter, sglang=True)
-    write_layout(folder, EAGLE_FILE, tensors, table, config)
+    table = write_layout(folder, EAGLE_FILE, tensors, config)
     return Contents(title="EAGLE-1 drafter", table=table)
 
 
@@ -118,11 +103,6 @@ def refusal(drafter: Eagle | Eagle3, target: Target) -> str:
                         "it to export")
 
 
-def first_tensors(drafter: Eagle) -> dict[str, Tensor]:
-    """EAGLE-1's own weights under their official names, in float32 on the CPU, each with memory of its own."""
-    return stored({name: tensor for name, tensor in drafter.state_dict().items() if name != "token_ids"})
-
-
 def third_tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
     """EAGLE-3's weights under their official names, in float32 on the CPU, each with memory of its own."""
     tensors, own, weight_VD = drafter.state_dict(), drafter.output_parameters(0), target.output_weight()
@@ -131,10 +111,9 @@ def third_tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
     if ids_Q is not None:
         marks = vocabulary_marks(ids_Q, target)
     if drafter.num_layers > 1:
-        tensors = {renamed(name, MIDLAYER, FIRST): tensor for name, tensor in tensors.items()}
+        tensors = {there(name, LAYERS) or name: tensor for name, tensor in tensors.items()}
         # vLLM reads one name of this norm, SGLang and TensorRT-LLM the other.
-        tensors |= {twin(layer): tensors[f"layers.{layer}.input_layernorm.weight"]
-                    for layer in range(1, drafter.num_layers)}
+        tensors |= {TWIN.format(layer): tensors[NORM.format(layer)] for layer in range(1, drafter.num_layers)}
     return stored(tensors) | marks
 
 
@@ -158,8 +137,8 @@ def read_eagle(given: Checkpoint, target: Target, settings: ImportSettings) -> t
     # EAGLE-1 has no norm before the output layer; not every configuration names the generation.
     if "norm.weight" in tensors:
         for layer in range(1, depth):
-            tensors.pop(twin(layer), None)
-        tensors = {renamed(name, FIRST, MIDLAYER): tensor for name, tensor in tensors.items()}
+            tensors.pop(TWIN.format(layer), None)
+        tensors = {here(name, LAYERS) or name: tensor for name, tensor in tensors.items()}
         return _third(tensors, given, block, target, settings.taps), tensors
     if depth != 1:
         raise UserError(f"{given.config} says num_hidden_layers: {depth}; EAGLE-1 has 1, choose such a checkpoint")
@@ -188,9 +167,9 @@ def _taps(given: Checkpoint, target: Target) -> tuple[int, ...]:
     """The layers whose outputs are read. Published lists start with 2 and mean inputs, or with 1 and mean outputs."""
     if TAPS in given.said:
         return tuple(given.said[TAPS])
-    if LAYERS in given.said:
-        return tuple(layer - 1 for layer in given.said[LAYERS])
-    ids, usual = (given.said.get("eagle_config") or {}).get(LAYERS), json.dumps(chosen_taps(None, target))
+    if LAYER_IDS in given.said:
+        return tuple(layer - 1 for layer in given.said[LAYER_IDS])
+    ids, usual = (given.said.get("eagle_config") or {}).get(LAYER_IDS), json.dumps(chosen_taps(None, target))
     if ids is None:
         raise UserError(f"{given.config} does not say which layers' outputs EAGLE-3 reads; give them, from 0, with "
                         f"--taps: '{usual}' in the official code and in vLLM for the {target.num_layers} layers of "
@@ -239,7 +218,7 @@ def _lost(drafter: Eagle | Eagle3) -> str:
 EAGLE = ExportFormat[Eagle | Eagle3](
     name="eagle", content="EAGLE drafters",
     readers={"the official code": "", "vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, passed_over=_passed_over,
-    families=(Eagle, Eagle3), refusal=refusal, write=export_eagle, read=read_eagle, opens=OPENS, known=KNOWN,
+    families=(Eagle, Eagle3), refusal=refusal, write=export_eagle, read=read_eagle, opens=OPENS, known=FIXED,
     file=EAGLE_FILE, weights=COMPRESSED,
     as_read=as_compressed, vllm=served_by_vllm,
     others=lambda drafter, places: {} if _passed_over(drafter) else {

@@ -3,13 +3,11 @@
 import copy
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...modules import DraftLM, DraftLMConfig, Target, UserError
 from ...modules.drafters.draft_lm import as_model
@@ -20,14 +18,12 @@ from .parts.compressed_tensors import (
     as_compressed,
     compressed,
     compressed_config,
-    compressed_table,
 )
 from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Places, Served
 from .parts.folder_readme import hub_name
 from .parts.gguf_file import BFLOAT16, FLOAT32
-from .parts.layout_folder import Contents
+from .parts.layout_folder import Contents, Table, TensorForm
 from .parts.safetensors_reader import Checkpoint
-from .parts.tensor_table import Table, TensorForm, require_forms
 
 WEIGHTS = "model.safetensors"
 """The file of weights, by the name that transformers gives it."""
@@ -83,17 +79,15 @@ def export_huggingface(drafter: DraftLM, target: Target, folder: Path, settings:
     embedding = model.get_input_embeddings().weight
     linear = {f"{name}.weight" for name, module in model.named_modules()
               if isinstance(module, nn.Linear) and module.weight is not embedding}
-    table = compressed_table(_table(folder), linear, weights)
+    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
+    # Of tied ones the embedding alone is written.
+    if wrong := ({*model.state_dict()} - tied) ^ _forms(folder).keys():
+        raise ValueError(f"the export would hold wrong tensors: {', '.join(sorted(wrong))}")
     if weights != FLOAT32:
         held = compressed(load_file(folder / WEIGHTS), linear, weights)
         save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
         config |= {**compressed_config(weights, linear), "dtype": BFLOAT16}
-    # The header alone: the tensors are not read again.
-    with safe_open(folder / WEIGHTS, "pt") as opened:
-        slices = {name: opened.get_slice(name) for name in [*opened.keys()]}
-        forms = {name: TensorForm(tuple(one.get_shape()), FORMATS[one.get_dtype()])
-                 for name, one in slices.items()}
-    require_forms(forms, table)
+    table = _forms(folder)
     write_file(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if drafter.token_ids is not None:
         write_file(folder / TRAINED, json.dumps(drafter.token_ids.tolist()) + "\n")
@@ -128,14 +122,12 @@ def read_huggingface(given: Checkpoint, target: Target, settings: ImportSettings
     return drafter, drafter.state_dict()
 
 
-def _table(folder: Path) -> Table:
-    """The tensors that transformers asks of the folder by its config.json; of tied ones the embedding alone."""
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
-    return {name: TensorForm(tuple(tensor.shape), config.dtype or torch.float32)
-            for name, tensor in model.state_dict().items() if name not in tied}
+def _forms(folder: Path) -> Table:
+    """The tensors of the folder."""
+    # The header alone: the tensors are not read again.
+    with safe_open(folder / WEIGHTS, "pt") as opened:
+        slices = {name: opened.get_slice(name) for name in [*opened.keys()]}
+        return {name: TensorForm(tuple(one.get_shape()), FORMATS[one.get_dtype()]) for name, one in slices.items()}
 
 
 def _served(drafter: DraftLM) -> Served:

@@ -1,39 +1,26 @@
 """Hydra heads in the layout of the official code (zankner/Hydra), written and read back.
 
-Block l of head h is `hydra_mlp.{h}.{l}`, its output layer `hydra_lm_head.{h}`. With a prefix layer (Hydra++) dropout
-modules take every second slot: `hydra_mlp.{h}.{2 l + 1}` and `hydra_lm_head.{h}.1`, and `prefix_embeding_layer` (sic)
-is added. The blocks after the first are copies of one block. Head h at position p predicts token p + 2 + h.
-
 Shapes: D hidden size, V target vocabulary, E head dimension.
 """
 
-import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...modules import Hydra, HydraConfig, Target, UserError
 from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from ...modules.interfaces.layout import there
+from ...modules.layouts.hydra import BLOCK, DROPOUT, EMBEDDING, FIRST, FIXED, PLAIN, UNUSED
 from ...modules.target.draft_vocabulary import over_all_tokens
 from ..artifact import portable
 from .parts.export_format import ExportFormat, ExportSettings, ImportSettings
-from .parts.head_blocks import head_width, tied
+from .parts.head_blocks import head_width, own_names, repeated, tied
 from .parts.layout_folder import Contents, as_pickle, stored, write_layout
 from .parts.safetensors_reader import Checkpoint, check_embedding
-from .parts.tensor_table import Table, TensorForm, layer_table
 
 HYDRA_FILE = "hydra_lm_head.safetensors"
 """The official code reads the same tensors from hydra_lm_head.pt."""
-_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.((?:linear|res_connection)\.(?:weight|bias))")
-_OUTPUT = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)")
-_PREFIX = "prefix_embeding_layer"
-_EMBEDDING = "input_embed_fn.weight"
-_UNUSED = (f"{_PREFIX}.embed_tokens.weight", f"{_PREFIX}.layers.0.self_attn.rotary_emb.inv_freq")
-"""Stored by the official code, and not read by it."""
-_KNOWN: dict[str, tuple[Any, ...]] = {"hidden_state_offset": (0,), "grounded_heads": (True,)}
-"""Heads that read the final state and the true tokens: the weights do not show which ones they were trained on."""
 
 
 def export_hydra(drafter: Hydra, target: Target, folder: Path, settings: ExportSettings) -> Contents:
@@ -50,8 +37,7 @@ def export_hydra(drafter: Hydra, target: Target, folder: Path, settings: ExportS
         "hydra_num_heads": drafter.config.num_heads,
         "hydra_num_layers": drafter.config.num_layers,
     }
-    table = _table(drafter)
-    write_layout(folder, HYDRA_FILE, hydra_tensors(drafter, target), table, config)
+    table = write_layout(folder, HYDRA_FILE, hydra_tensors(drafter, target), config)
     return Contents(title="Hydra heads", table=table,
                     example=as_pickle("zankner/Hydra", HYDRA_FILE, "hydra_lm_head.pt"))
 
@@ -68,55 +54,25 @@ def _refusal(drafter: Hydra, target: Target) -> str:
 
 def hydra_tensors(drafter: Hydra, target: Target) -> dict[str, Tensor]:
     """The heads under their official names, in float32 on the CPU, each tensor with memory of its own."""
-    embedding_VD = target.model.get_input_embeddings().weight
-    tensors: dict[str, Tensor] = {_EMBEDDING: embedding_VD}
-    for step, head in drafter.steps():
-        for layer in range(drafter.config.num_layers):
-            block = head.first if layer == 0 else head.blocks[0]
-            for name, tensor in block.state_dict().items():
-                tensors[f"hydra_mlp.{step}.{_slot(drafter.config, layer)}.{name}"] = tensor
-        slot = f"hydra_lm_head.{step}.{'1.' if drafter.config.prefix else ''}"
+    state, config = drafter.state_dict(), drafter.config
+    tensors = {name: tensor for name, tensor in state.items() if not name.startswith("outputs.")}
+    if config.tie_blocks:
+        tensors = repeated(tensors, BLOCK, FIRST, config.num_layers - 1)
+    for step in range(config.num_heads):
         # A borrowed output layer is the target's, which may have no bias: the official one always has.
         weight_VD, bias_V = target.output_weight(), target.head.bias
         output = (weight_VD, bias_V if isinstance(bias_V, Tensor) else weight_VD.new_zeros(len(weight_VD)))
         if own := drafter.output_parameters(step):
             output = (over_all_tokens(own[0], drafter.token_ids_Q, drafter.vocab_size),
                       over_all_tokens(own[1], drafter.token_ids_Q, drafter.vocab_size))
-        tensors[f"{slot}weight"], tensors[f"{slot}bias"] = output
-    if drafter.prefix is not None and drafter.block is not None:
-        for name, tensor in drafter.prefix.state_dict().items():
-            tensors[f"{_PREFIX}.{name.replace('block.', 'layers.0.', 1)}"] = tensor
-        half = torch.arange(drafter.block.head_dim // 2, dtype=torch.float32)
-        tensors |= dict(zip(_UNUSED, (embedding_VD, OFFICIAL_ROPE_BASE ** (-2 * half / drafter.block.head_dim)),
-                            strict=True))
-    return stored(tensors)
-
-
-def _table(drafter: Hydra) -> Table:
-    """The tensors of the heads."""
-    width, tokens, config = drafter.hidden_size, drafter.vocab_size, drafter.config
-    table = {_EMBEDDING: TensorForm((tokens, width))}
-    for head in range(config.num_heads):
-        first = f"hydra_mlp.{head}.{_slot(config, 0)}"
-        forms = {"weight": (width, width * (head + 2)), "bias": (width,)}
-        table |= {f"{first}.{layer}.{part}": TensorForm(form) for layer in ("linear", "res_connection")
-                  for part, form in forms.items()}
-        for layer in range(1, config.num_layers):
-            block = f"hydra_mlp.{head}.{_slot(config, layer)}.linear"
-            table |= {f"{block}.weight": TensorForm((width, width)), f"{block}.bias": TensorForm((width,))}
-        output = f"hydra_lm_head.{head}{'.1' if config.prefix else ''}"
-        table |= {f"{output}.weight": TensorForm((tokens, width)), f"{output}.bias": TensorForm((tokens,))}
+        tensors[f"outputs.{step}.weight"], tensors[f"outputs.{step}.bias"] = output
+    pairs, embedding_VD = DROPOUT if config.prefix else PLAIN, target.model.get_input_embeddings().weight
+    named = {there(name, pairs) or name: tensor for name, tensor in tensors.items()} | {EMBEDDING: embedding_VD}
     if drafter.block is not None:
-        table |= layer_table(f"{_PREFIX}.layers.0.", drafter.block,
-                             norms=("input_layernorm", "post_attention_layernorm"))
-        table |= {f"{_PREFIX}.norm.weight": TensorForm((width,)), _UNUSED[0]: TensorForm((tokens, width)),
-                  _UNUSED[1]: TensorForm((drafter.block.head_dim // 2,))}
-    return table
-
-
-def _slot(config: HydraConfig, layer: int) -> int:
-    # Dropout modules before each layer take a number, too.
-    return 2 * layer + 1 if config.prefix else layer
+        half = torch.arange(drafter.block.head_dim // 2, dtype=torch.float32)
+        named |= dict(zip(UNUSED, (embedding_VD, OFFICIAL_ROPE_BASE ** (-2 * half / drafter.block.head_dim)),
+                          strict=True))
+    return stored(named)
 
 
 def read_hydra(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Hydra, dict[str, Tensor]]:
@@ -127,43 +83,23 @@ def read_hydra(given: Checkpoint, target: Target, settings: ImportSettings) -> t
     Raises:
         UserError: if a tensor is unknown, or the embedding stored with the heads is not the target's.
     """
-    tensors, folder = given.tensors(), given.folder
-    check_embedding(tensors.pop(_EMBEDDING, None), target, folder)
-    for name in _UNUSED:
+    tensors = given.tensors()
+    check_embedding(tensors.pop(EMBEDDING, None), target, given.folder)
+    for name in UNUSED:
         tensors.pop(name, None)
-    outputs, prefix, blocks = _own_names(tensors, folder)
-    depth = 1 + max(layer for _, layer, _ in blocks)
-    shared = depth < 3 or tied(blocks, first=1)
-    state = {f"heads.{head}.first.{part}" if layer == 0 else f"heads.{head}.blocks.{layer - 1}.{part}": tensor
-             for (head, layer, part), tensor in blocks.items() if layer < 2 or not shared}
-    config = HydraConfig(num_heads=1 + max(head for head, _, _ in blocks), num_layers=depth, tie_blocks=shared,
-                         prefix=bool(prefix), output="copy" if outputs else "shared")
-    return Hydra(config, target, _block(prefix, target) if prefix else None), outputs | state | prefix
-
-
-def _own_names(
-    tensors: dict[str, Tensor], folder: Path
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[tuple[int, int, str], Tensor]]:
-    """(output layers and prefix layer by their names in `Hydra`; blocks by head, layer and name within the block)."""
-    outputs: dict[str, Tensor] = {}
-    prefix: dict[str, Tensor] = {}
-    slots: dict[tuple[int, int, str], Tensor] = {}
-    for name, tensor in tensors.items():
-        if match := _BLOCK.fullmatch(name):
-            slots[int(match[1]), int(match[2]), match[3]] = tensor
-        elif match := _OUTPUT.fullmatch(name):
-            outputs[f"outputs.{match[1]}.{match[2]}"] = tensor
-        elif name.startswith(f"{_PREFIX}."):
-            prefix[name.replace(_PREFIX, "prefix", 1).replace("layers.0.", "block.", 1)] = tensor
-        else:
-            raise UserError(f"{folder} holds {name!r}, no tensor of Hydra heads; give a folder with only the "
-                            "heads, or choose another --format")
-    if not slots:
-        raise UserError(f"{folder} holds no tensor hydra_mlp.*; give a folder with Hydra heads")
-    # Dropout modules take slots, too: the layers are counted by the slots that hold tensors.
-    used = {head: sorted({slot for other, slot, _ in slots if other == head}) for head, _, _ in slots}
-    blocks = {(head, used[head].index(slot), part): tensor for (head, slot, part), tensor in slots.items()}
-    return outputs, prefix, blocks
+    if not any(name.startswith("hydra_mlp.") for name in tensors):
+        raise UserError(f"{given.folder} holds no tensor hydra_mlp.*; give a folder with Hydra heads")
+    plain = any(name.startswith("hydra_mlp.0.0.") for name in tensors)
+    state = own_names(tensors, PLAIN if plain else DROPOUT, given, "Hydra heads")
+    heads = [name.split(".") for name in state if name.startswith("heads.")]
+    depth = 1 + max((1 + int(parts[3]) for parts in heads if parts[2] == "blocks"), default=0)
+    shared = tied(state, BLOCK, FIRST)
+    prefix = {name: tensor for name, tensor in state.items() if name.startswith("prefix.")}
+    config = HydraConfig(num_heads=1 + max(int(parts[1]) for parts in heads), num_layers=depth,
+                         tie_blocks=depth < 3 or shared is not None, prefix=bool(prefix),
+                         output="copy" if any(name.startswith("outputs.") for name in state) else "shared")
+    return (Hydra(config, target, _block(prefix, target) if prefix else None),
+            shared if config.tie_blocks and shared is not None else state)
 
 
 def _block(prefix: dict[str, Tensor], target: Target) -> BlockConfig:
@@ -180,4 +116,4 @@ def _block(prefix: dict[str, Tensor], target: Target) -> BlockConfig:
 
 
 HYDRA = ExportFormat(name="hydra", content="Hydra heads", readers={"the official code": ""}, families=(Hydra,),
-                     refusal=_refusal, write=export_hydra, read=read_hydra, known=_KNOWN, file=HYDRA_FILE, bare=True)
+                     refusal=_refusal, write=export_hydra, read=read_hydra, known=FIXED, file=HYDRA_FILE, bare=True)

@@ -15,20 +15,15 @@ from .parts.export_format import ExportFormat, ExportSettings, ImportSettings
 from .parts.head_blocks import head_width, output_bias
 from .parts.layout_folder import Contents, as_pickle, stored, write_layout
 from .parts.safetensors_reader import Checkpoint
-from .parts.tensor_table import TensorForm, attention_table
 
 KANGAROO_FILE = "model.safetensors"
 """The official code reads the same tensors from pytorch_model.bin."""
 _EXIT, _GAMMA, _ETA = "draftsmith_exit_layer", "draftsmith_gamma", "draftsmith_eta"
-_IDS = "token_ids"
 
 
 def export_kangaroo(drafter: Kangaroo, target: Target, folder: Path, settings: ExportSettings) -> Contents:
     """Write a Kangaroo adapter as the official code reads it; a reduced draft vocabulary becomes the whole one."""
     block = drafter.block
-    tensors = {name: tensor for name, tensor in drafter.state_dict().items() if name != _IDS}
-    table = {**attention_table("layers.0.", block, norms=("input_layernorm",)),
-             "norm.weight": TensorForm((block.hidden_size,))}
     config = {
         "model_type": "llama",
         "hidden_size": block.hidden_size,
@@ -46,7 +41,7 @@ def export_kangaroo(drafter: Kangaroo, target: Target, folder: Path, settings: E
         _GAMMA: drafter.config.gamma,
         _ETA: drafter.config.eta,
     }
-    write_layout(folder, KANGAROO_FILE, stored(tensors), table, config)
+    table = write_layout(folder, KANGAROO_FILE, stored(drafter.state_dict()), config)
     return Contents(
         title="Kangaroo adapter", table=table, example=as_pickle("Equationliu/Kangaroo", KANGAROO_FILE,
                                                                  "pytorch_model.bin"),

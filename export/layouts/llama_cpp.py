@@ -8,7 +8,6 @@ rotary embedding is transformers' own, too.
 Shapes: Q entries of the draft vocabulary.
 """
 
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,18 @@ from ...modules import BlockDraft, DraftLM, Eagle3, Target, UserError
 from ...modules.drafters.corrections.selector import Selector
 from ...modules.drafters.draft_lm import as_model
 from ...modules.drafters.parts.rotary import frequencies
+from ...modules.interfaces.layout import Pairs, there
+from ...modules.layouts import block as blocks
+from ...modules.layouts import eagle3
 from ...modules.target.submodel import config_of, fields_of
 from . import dflash
 from .eagle import borrows_output, third_tensors
 from .parts.compressed_tensors import OUTPUT
-from .parts.eagle_folder import MIDLAYER, third_table
 from .parts.export_format import ExportFormat, ExportSettings, Places
-from .parts.gguf_file import FLOAT32, WEIGHTS, gguf_forms, held, require_tokens, rounded, write_gguf
+from .parts.gguf_file import FLOAT32, WEIGHTS, gguf_forms, require_tokens, rounded, write_gguf
 from .parts.gguf_rope import BY_FACTORS, BY_KEYS, GgufRope, by_factors, by_keys, unsettled
 from .parts.head_blocks import output_bias
-from .parts.layout_folder import Contents, stored
-from .parts.tensor_table import Table, TensorForm, forms_of, require_forms
+from .parts.layout_folder import Contents, Table, stored
 
 GGUF_FILE = "draft.gguf"
 """The one file with settings, tokenizer and weights."""
@@ -42,18 +42,6 @@ MODELS = ("llama", "qwen2", "qwen3")
 """Architectures of draft language models, which transformers and llama.cpp call the same."""
 _TARGET_LAYERS = 3
 """Tapped layers that llama.cpp reads."""
-_THIRD = {"fc.weight": "fc.weight", "d2t": "d2t", "input_norm.weight": "enc.output_norm.weight",
-          "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight"}
-"""Names of EAGLE-3's tensors that a Llama has not."""
-_BLOCK = {"fc.weight": "fc.weight", "d2t": "d2t", "hidden_norm.weight": "enc.output_norm.weight",
-          "confidence_head.proj.weight": "conf_proj.weight", "confidence_head.proj.bias": "conf_proj.bias",
-          "markov_head.markov_w1.weight": "markov_w1.weight", "markov_head.markov_w2.weight": "markov_w2.weight",
-          "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
-          "candidate_selector.successor_codebook": "selector_successor.weight",
-          "candidate_selector.hidden_projection.weight": "selector_hidden.weight"}
-"""Names of tensors of DFlash, DFlash 2 and DSpark that a Qwen 3 has not."""
-_CONV = re.compile(r"layers\.(\d+)\.(attention|mlp)_conv\.(base|kernel_proj)")
-"""Names of DFlash 2's convolutions, which stand in each layer."""
 
 
 def export_gguf(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, folder: Path,
@@ -73,11 +61,8 @@ def export_gguf(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, folder: 
     tokens = require_tokens(settings.target_gguf, target.vocab_size, target.identity.name)
     held = f"`{Places.gguf}` stands for the target's GGUF file, {tokens.name}, from which the tokenizer was copied."
     if not isinstance(drafter, DraftLM):
-        if isinstance(drafter, Eagle3):
-            title, table = "EAGLE-3", _write_third(file, drafter, target, tokens, weights)
-        else:
-            title = dflash.KINDS[drafter.config.correction].title
-            table = _write_blocks(file, drafter, target, tokens, weights)
+        title = "EAGLE-3" if isinstance(drafter, Eagle3) else blocks.KINDS[drafter.config.correction].title
+        table = _write_states(file, drafter, target, tokens, weights)
         return Contents(title=f"{title} drafter in GGUF", note=held, table=table)
     return Contents(title="A draft language model in GGUF", note=held,
                     table=write_model(file, as_model(drafter), tokens, weights))
@@ -145,28 +130,16 @@ def write_model(file: Path, model: Any, vocabulary: Path, weights: str = FLOAT32
     tensors = {name: tensor for name, tensor in model.state_dict().items()
                if not (config.tie_word_embeddings and name == "lm_head.weight")}
     kind, heads = config.model_type, (config.num_attention_heads, config.num_key_value_heads)
-    named = {_model_name(name, config): _in_order(name, tensor, kind, heads)
+    named = {_named(name, kind, config.num_hidden_layers): _in_order(name, tensor, kind, heads)
              for name, tensor in stored(tensors).items()}
-    return _written(file, kind, shape, named, _model_table(config), rope, vocabulary, weights)
+    return _written(file, kind, shape, named, rope, vocabulary, weights)
 
 
-def _written(file: Path, kind: str, settings: dict[str, Any], tensors: dict[str, Tensor], table: Table, rope: GgufRope,
+def _written(file: Path, kind: str, settings: dict[str, Any], tensors: dict[str, Tensor], rope: GgufRope,
              vocabulary: Path, weights: str, mask: int | None = None) -> Table:
-    """Write a file; returns the table of what it holds. Raises ValueError where these are not the tensors of `table`
-    and of the rotary embedding."""
+    """Write a file; returns the table of what it holds."""
     write_gguf(file, kind, settings | rope.settings, tensors | rope.tensors, vocabulary, weights, mask=mask)
-    whole = held({**table, **forms_of(rope.tensors)}, weights)
-    require_forms(gguf_forms(file), whole)
-    return whole
-
-
-def _drafter_settings(drafter: Eagle3 | BlockDraft, target: Target) -> dict[str, Any]:
-    """Shape and tapped layers of a drafter over the target's states under llama.cpp's keys."""
-    block = drafter.block
-    return {**_settings(hidden=block.hidden_size, inner=block.intermediate_size, layers=drafter.num_layers,
-                        heads=block.num_heads, kv_heads=block.num_kv_heads, head=block.head_dim, eps=block.norm_eps,
-                        base=block.rope_base, vocab=drafter.vocab_size, context=target.context_length),
-            "target_layers": [tap + 1 for tap in drafter.taps]}
+    return gguf_forms(file)
 
 
 def _model_refusal(config: Any) -> str:
@@ -200,25 +173,13 @@ def _settings(*, hidden: int, inner: int, layers: int, heads: int, kv_heads: int
             "rope.freq_base": float(base)}
 
 
-def _model_name(name: str, config: Any) -> str:
-    """llama.cpp's name of a tensor of transformers."""
+def _named(name: str, kind: str, layers: int, pairs: Pairs = ()) -> str:
+    """llama.cpp's name of a tensor: what an architecture of its own adds, and what the model that it is made of has."""
     import gguf
 
-    kind = {gguf.MODEL_ARCH_NAMES[one]: one for one in gguf.MODEL_ARCH}[config.model_type]
-    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-    # A tensor that llama.cpp has no name for fails the comparison with the table.
-    return names.get_name(name, try_suffixes=(".weight", ".bias")) or name
-
-
-def _model_table(config: Any) -> Table:
-    """The tensors that transformers asks of a model, under llama.cpp's names."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    return {_model_name(name, config): TensorForm(tuple(tensor.shape))
-            for name, tensor in model.state_dict().items() if name not in tied}
+    names = gguf.get_tensor_name_map({gguf.MODEL_ARCH_NAMES[one]: one for one in gguf.MODEL_ARCH}[kind], layers)
+    found = (names.get_name(one, try_suffixes=(".weight", ".bias")) for one in (name, f"model.{name}"))
+    return there(name, pairs) or next(filter(None, found), name)
 
 
 def _in_order(name: str, tensor: Tensor, kind: str, heads: tuple[int, int]) -> Tensor:
@@ -241,75 +202,51 @@ def _in_order(name: str, tensor: Tensor, kind: str, heads: tuple[int, int]) -> T
 def _command(drafter: DraftLM | Eagle3 | BlockDraft, places: Places) -> dict[str, str]:
     kind = "draft-simple" if isinstance(drafter, DraftLM) else "draft-eagle3"
     if isinstance(drafter, BlockDraft):
-        kind = f"draft-{dflash.KINDS[drafter.config.correction].method}"
+        kind = f"draft-{blocks.KINDS[drafter.config.correction].method}"
     return {"llama.cpp": shlex.join([
         "llama-server", "-m", places.gguf, "-md", f"{places.folder}/{GGUF_FILE}", "--spec-type", kind,
         "--spec-draft-n-max", str(dflash.chain_tokens(drafter)), "-ctk", "f32", "-ctv", "f32", "-fa", "off"])}
 
 
-# EAGLE-3 -------------------------------------------------------------------------------------------------------------
+# Drafters over the target's states ------------------------------------------------------------------------------------
 
 
-def _write_third(file: Path, drafter: Eagle3, target: Target, vocabulary: Path, weights: str) -> Table:
-    """Write EAGLE-3; returns the table of its tensors."""
-    block, config = drafter.block, drafter.config
-    heads = (block.num_heads, block.num_kv_heads)
-    # llama.cpp does not read `t2d`, and takes a whole output layer from the target.
-    left_out = ("t2d", OUTPUT) if borrows_output(drafter) else ("t2d",)
-    named = {_third_name(name): _in_order(name, tensor, EAGLE3, heads)
-             for name, tensor in third_tensors(drafter, target).items() if name not in left_out}
+def _write_states(file: Path, drafter: Eagle3 | BlockDraft, target: Target, vocabulary: Path, weights: str) -> Table:
+    """Write EAGLE-3 or a drafter of blocks; returns the table of its tensors."""
+    block = drafter.block
+    settings = {**_settings(hidden=block.hidden_size, inner=block.intermediate_size, layers=drafter.num_layers,
+                            heads=block.num_heads, kv_heads=block.num_kv_heads, head=block.head_dim,
+                            eps=block.norm_eps, base=block.rope_base, vocab=drafter.vocab_size,
+                            context=target.context_length),
+                "target_layers": [tap + 1 for tap in drafter.taps]}
+    scaled, length = frequencies(block.rope_base, block.head_dim, block.rope_scaling, torch.device("cpu"))
+    if isinstance(drafter, Eagle3):
+        kind, like, pairs, mask = EAGLE3, "llama", eagle3.GGUF, None
+        tensors = {there(name, eagle3.LAYERS) or name: tensor
+                   for name, tensor in third_tensors(drafter, target).items()}
+        # llama.cpp takes a whole output layer from the target.
+        if borrows_output(drafter):
+            del tensors[OUTPUT]
+        rope = by_factors(scaled, length, block.rope_base)
+        settings |= {"target_hidden_size": drafter.hidden_size,
+                     "norm_before_residual": drafter.config.norm_before_residual,
+                     "norm_before_fc": drafter.config.norm_before_fc}
+    else:
+        kind, like, pairs, mask = DFLASH, "qwen3", blocks.GGUF, drafter.config.mask_token_id
+        tensors = dflash.block_tensors(drafter, target)
+        rope = by_keys({"rope_type": "default", "original_max_position_embeddings": target.context_length,
+                        **(block.rope_scaling or {})}, length)
+        settings |= {
+            "block_size": drafter.block_size, "sample_from_anchor": drafter.config.aligned == "next",
+            "attention.causal": drafter.config.causal, "has_confidence_head": drafter.config.confidence,
+            **{key: value for key, value in dflash.slot_config(drafter).items()
+               if key.startswith(("conv_", "selector_"))}}
+    named = {_named(name, like, drafter.num_layers, pairs): _in_order(
+        name, tensor, kind, (block.num_heads, block.num_kv_heads)) for name, tensor in tensors.items() if name != "t2d"}
     if drafter.token_ids_Q is not None:
         # The tokens themselves, where the official layout has offsets.
         named["d2t"] = drafter.token_ids_Q.cpu().long()
-    scaled, length = frequencies(block.rope_base, block.head_dim, block.rope_scaling, torch.device("cpu"))
-    rope = by_factors(scaled, length, block.rope_base)
-    settings = {
-        **_drafter_settings(drafter, target), "target_hidden_size": drafter.hidden_size,
-        "norm_before_residual": config.norm_before_residual, "norm_before_fc": config.norm_before_fc}
-    table = {_third_name(name): form for name, form in third_table(drafter).items() if name not in left_out}
-    return _written(file, EAGLE3, settings, named, table, rope, vocabulary, weights)
-
-
-def _third_name(name: str) -> str:
-    import gguf
-
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
-    as_llama = name.replace(MIDLAYER, "model.layers.0.")
-    return _THIRD.get(name) or names.get_name(as_llama, try_suffixes=(".weight",)) or name
-
-
-# DFlash and DSpark ---------------------------------------------------------------------------------------------------
-
-
-def _write_blocks(file: Path, drafter: BlockDraft, target: Target, vocabulary: Path, weights: str) -> Table:
-    """Write a drafter of blocks; returns the table of its tensors."""
-    import gguf
-
-    block, config = drafter.block, drafter.config
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, drafter.num_layers)
-
-    def named(name: str) -> str:
-        if (conv := _CONV.match(name)) is not None:
-            layer, sublayer, part = conv.groups()
-            place = f"blk.{layer}.{'attn' if sublayer == 'attention' else 'ffn'}_conv_"
-            return f"{place}base" if part == "base" else f"{place}proj.weight"
-        as_model = name if name.startswith("lm_head.") else f"model.{name}"
-        return _BLOCK.get(name) or names.get_name(as_model, try_suffixes=(".weight",)) or name
-
-    tensors = {named(name): tensor for name, tensor in dflash.block_tensors(drafter, target).items() if name != "t2d"}
-    if drafter.token_ids_Q is not None:
-        # The tokens themselves, as of EAGLE-3.
-        tensors["d2t"] = drafter.token_ids_Q.cpu().long()
-    _, length = frequencies(block.rope_base, block.head_dim, block.rope_scaling, torch.device("cpu"))
-    rope = by_keys({"rope_type": "default", "original_max_position_embeddings": target.context_length,
-                    **(block.rope_scaling or {})}, length)
-    settings = {
-        **_drafter_settings(drafter, target), "block_size": config.block_size,
-        "sample_from_anchor": config.aligned == "next", "attention.causal": config.causal,
-        "has_confidence_head": config.confidence,
-        **{key: value for key, value in dflash.slot_config(drafter).items() if key.startswith(("conv_", "selector_"))}}
-    table = {named(name): form for name, form in dflash.block_table(drafter, target).items() if name != "t2d"}
-    return _written(file, DFLASH, settings, tensors, table, rope, vocabulary, weights, mask=config.mask_token_id)
+    return _written(file, kind, settings, named, rope, vocabulary, weights, mask=mask)
 
 
 GGUF = ExportFormat[DraftLM | Eagle3 | BlockDraft](

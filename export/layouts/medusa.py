@@ -1,13 +1,8 @@
 """Medusa heads in the layout of FasterDecoding/Medusa, which TGI and vLLM up to 0.32 load.
 
-Residual block l of head h is `{h}.{l}.linear.weight` [D, D] and `{h}.{l}.linear.bias` [D], its output layer
-`{h}.{L}.weight` [V, D] with L blocks. Head h at position p predicts token p + 2 + h from the target's final state after
-the last norm.
-
-Shapes: D hidden size, V target vocabulary, Q entries of the draft vocabulary.
+Shapes: D hidden size, Q entries of the draft vocabulary.
 """
 
-import re
 import shlex
 from pathlib import Path
 from typing import Literal
@@ -15,20 +10,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...modules import Medusa, MedusaConfig, Target, UserError
+from ...modules import Medusa, MedusaConfig, Target
+from ...modules.interfaces.layout import there
+from ...modules.layouts.medusa import BLOCK, FIRST, OFFICIAL, READ
 from ...modules.target.draft_vocabulary import over_all_tokens
 from ..artifact import portable
-from .medusa_vllm import BLOCK, OUTPUT_OF_HEAD, take_output
+from .medusa_vllm import blocks_of, take_output
 from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Served
-from .parts.head_blocks import medusa_blocks, output_bias, tied
+from .parts.head_blocks import output_bias, own_names, tied
 from .parts.layout_folder import Contents, stored, write_layout
 from .parts.safetensors_reader import Checkpoint
-from .parts.tensor_table import TensorForm
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 """The name that TGI requires; vLLM takes any."""
-_BLOCK = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
-_OUTPUT = re.compile(r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight")
 
 
 def export_medusa(drafter: Medusa, target: Target, folder: Path, settings: ExportSettings) -> Contents:
@@ -38,34 +32,28 @@ def export_medusa(drafter: Medusa, target: Target, folder: Path, settings: Expor
     reduced draft vocabulary becomes the whole one. With a shared layer these are the same heads over more rows; own
     layers get rows for the other tokens that never win (`over_all_tokens`).
     """
-    width, layers = drafter.hidden_size, drafter.config.num_layers
-    table: dict[str, TensorForm] = {}
-    for head in range(drafter.config.num_heads):
-        for layer in range(layers):
-            table[f"{head}.{layer}.linear.weight"] = TensorForm((width, width))
-            table[f"{head}.{layer}.linear.bias"] = TensorForm((width,))
-        table[f"{head}.{layers}.weight"] = TensorForm((drafter.vocab_size, width))
     # TGI recognises Medusa by the absence of "architectures". Without medusa_fc_bias vLLM drops the biases silently.
     config = {
         "base_model_name_or_path": portable(target.identity.name),
-        "hidden_size": width,
+        "hidden_size": drafter.hidden_size,
         "medusa_fc_bias": True,
         "medusa_num_heads": drafter.config.num_heads,
-        "medusa_num_layers": layers,
+        "medusa_num_layers": drafter.config.num_layers,
         "vocab_size": drafter.vocab_size,
     }
-    write_layout(folder, MEDUSA_FILE, medusa_tensors(drafter, target), table, config)
+    table = write_layout(folder, MEDUSA_FILE, medusa_tensors(drafter, target), config)
     return Contents(title="Medusa heads", table=table)
 
 
 def medusa_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
     """The heads under their FasterDecoding names, in float32 on the CPU, each tensor with memory of its own."""
-    tensors = {f"{head}.{layer}.{part}": tensor for (head, layer, part), tensor in medusa_blocks(drafter).items()}
+    layers = drafter.config.num_layers
+    tensors = blocks_of(drafter)
     for head in range(drafter.config.num_heads):
         own = drafter.output_parameters(head)
-        tensors[f"{head}.{drafter.config.num_layers}.weight"] = (
+        tensors[f"outputs.{head}.weight"] = (
             over_all_tokens(own[0], drafter.token_ids_Q, drafter.vocab_size) if own else target.output_weight())
-    return stored(tensors)
+    return stored({str(there(name, OFFICIAL, layers=layers)): tensor for name, tensor in tensors.items()})
 
 
 def read_medusa(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Medusa, dict[str, Tensor]]:
@@ -78,36 +66,27 @@ def read_medusa(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     Raises:
         UserError: if a tensor is unknown, or the draft vocabulary is not one of the target's.
     """
-    tensors, folder = given.tensors(), given.folder
-    one_QD, ids_Q = take_output(tensors, target, folder)
-    blocks: dict[tuple[int, int, str], Tensor] = {}
-    outputs: dict[int, Tensor] = {}
-    for name, tensor in tensors.items():
-        if match := _BLOCK.fullmatch(name) or BLOCK.fullmatch(name):
-            blocks[int(match[1]), int(match[2]), f"linear.{match[3]}"] = tensor
-        elif match := _OUTPUT.fullmatch(name) or OUTPUT_OF_HEAD.fullmatch(name):
-            outputs[int(match[1])] = tensor
-        else:
-            raise UserError(f"{folder} holds {name!r}, no tensor of Medusa heads; give a folder with only the "
-                            "heads, or choose another --format")
-    output: Literal["shared", "copy", "one_copy"] = "copy" if outputs else "shared"
-    heads = 1 + max([*outputs, *(head for head, _, _ in blocks)], default=-1)
+    tensors = given.tensors()
+    one_QD, ids_Q = take_output(tensors, target, given.folder)
+    state = own_names(tensors, READ, given, "Medusa heads")
+    blocks = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
+    outputs = {name: tensor for name, tensor in state.items() if name not in blocks}
+    heads, layers = (1 + max((int(name.split(".")[place]) for name in names), default=-1)
+                     for place, names in ((1, state), (2, blocks)))
     # Heads trained apart never have equal layers [Q, D]: equal ones are one layer, written once for each head.
-    first_QD, others = outputs.get(0), [tensor for head, tensor in outputs.items() if head]
-    if one_QD is None and first_QD is not None and others and all(torch.equal(first_QD, other) for other in others):
+    first_QD = outputs.get("outputs.0.weight")
+    if one_QD is None and first_QD is not None and len(outputs) > 1 and all(
+            torch.equal(first_QD, other) for other in outputs.values()):
         one_QD = first_QD
+    output: Literal["shared", "copy", "one_copy"] = "copy" if outputs else "shared"
     if one_QD is not None:
-        output, outputs = "one_copy", {0: one_QD}
-    layers = 1 + max((layer for _, layer, _ in blocks), default=-1)
+        output, outputs = "one_copy", {"outputs.0.weight": one_QD}
     # The official code applied one block repeatedly and stored it as often.
-    shared = layers > 1 and tied(blocks, first=0)
-    config = MedusaConfig(num_heads=heads, num_layers=layers, tie_blocks=shared, output=output,
+    shared = tied(blocks, BLOCK, FIRST) if layers > 1 else None
+    config = MedusaConfig(num_heads=heads, num_layers=layers, tie_blocks=shared is not None, output=output,
                           vocabulary_size=None if ids_Q is None else len(ids_Q))
-    state = {} if ids_Q is None else {"token_ids": ids_Q}
-    state |= {f"outputs.{head}.weight": tensor for head, tensor in outputs.items()}
-    state |= {f"heads.{head}.{layer}.{part}": tensor for (head, layer, part), tensor in blocks.items()
-              if layer == 0 or not shared}
-    return Medusa.create(config, target, ids_Q), state
+    ids = {} if ids_Q is None else {"token_ids": ids_Q}
+    return Medusa.create(config, target, ids_Q), {**ids, **outputs, **(blocks if shared is None else shared)}
 
 
 MEDUSA_HEADS = ExportFormat(

@@ -1,49 +1,37 @@
 """Medusa heads with one output layer for all of them, whole or over a reduced vocabulary, in vLLM's own layout.
 
-As `vllm/model_executor/models/medusa.py` and `vllm/transformers_utils/configs/medusa.py` of vLLM 0.32.0 read them:
-residual block l of head h is `blocks.{h}.layers.{l}.weight` [D, D] and `.bias` [D], the output layer of all heads
-`lm_head.weight` [Q, D], and its row i scores the token `token_map[i]`. vLLM 0.33 has no Medusa.
+vLLM 0.33 has no Medusa.
 
-Shapes: D hidden size, V target vocabulary, Q entries of the draft vocabulary.
+Shapes: D hidden size, Q entries of the draft vocabulary.
 """
 
-import re
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ...modules import Medusa, Target, UserError
+from ...modules.interfaces.layout import there
+from ...modules.layouts.medusa import BLOCK, FIRST, OUTPUT, TOKENS, VLLM
 from ..artifact import portable
 from .parts.export_format import ExportFormat, ExportSettings, Served
-from .parts.head_blocks import medusa_blocks, output_bias
+from .parts.head_blocks import output_bias, repeated
 from .parts.layout_folder import Contents, stored, write_layout
-from .parts.tensor_table import TensorForm
 
 VLLM_FILE = "model.safetensors"
 """vLLM takes any name."""
-BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
-OUTPUT_OF_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
-_OUTPUT, _TOKENS = "lm_head.weight", "token_map"
 
 
 def export_medusa_vllm(drafter: Medusa, target: Target, folder: Path, settings: ExportSettings) -> Contents:
     """Write Medusa heads with one output layer as vLLM up to 0.32 loads them, in a small file: a row for each entry of
     the draft vocabulary, once."""
-    width, reduced = drafter.hidden_size, drafter.config.vocabulary_size
-    table = {_OUTPUT: TensorForm((reduced or drafter.vocab_size, width))}
-    if reduced is not None:
-        table[_TOKENS] = TensorForm((reduced,), torch.int64)
-    for head in range(drafter.config.num_heads):
-        for layer in range(drafter.config.num_layers):
-            table[f"blocks.{head}.layers.{layer}.weight"] = TensorForm((width, width))
-            table[f"blocks.{head}.layers.{layer}.bias"] = TensorForm((width,))
+    reduced = drafter.config.vocabulary_size
     # The keys of vLLM's class, not those of FasterDecoding: by `medusa_num_heads` Text Generation Inference would take
     # the folder for one that it can load. Without medusa_fc_bias vLLM drops the biases silently.
     config = {
         "architectures": ["MedusaModel"],
         "base_model_name_or_path": portable(target.identity.name),
-        "hidden_size": width,
+        "hidden_size": drafter.hidden_size,
         "medusa_fc_bias": True,
         "model_type": "medusa",
         "num_heads": drafter.config.num_heads,
@@ -53,7 +41,7 @@ def export_medusa_vllm(drafter: Medusa, target: Target, folder: Path, settings: 
         "vocab_size": drafter.vocab_size,
         **({} if reduced is None else {"truncated_vocab_size": reduced}),
     }
-    write_layout(folder, VLLM_FILE, vllm_tensors(drafter, target), table, config)
+    table = write_layout(folder, VLLM_FILE, vllm_tensors(drafter, target), config)
     return Contents(title="Medusa heads", table=table)
 
 
@@ -66,15 +54,20 @@ def _refusal(drafter: Medusa, target: Target) -> str:
 
 def vllm_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
     """The heads under vLLM's names, in float32 on the CPU, with the draft vocabulary in ascending order."""
-    blocks = {f"blocks.{head}.layers.{layer}.{part.removeprefix('linear.')}": tensor
-              for (head, layer, part), tensor in medusa_blocks(drafter).items()}
+    blocks = {str(there(name, VLLM)): tensor for name, tensor in blocks_of(drafter).items()}
     ids_Q, own = drafter.token_ids_Q, drafter.output_parameters(0)
     if ids_Q is None:
-        return stored(blocks | {_OUTPUT: own[0] if own else target.output_weight()})
+        return stored(blocks | {OUTPUT: own[0] if own else target.output_weight()})
     # vLLM passes over a map of the whole vocabulary: in ascending order that changes nothing.
     sorted_Q, order_Q = ids_Q.sort()
     weight_QD = own[0][order_Q] if own else target.output_weight()[sorted_Q]
-    return stored(blocks | {_OUTPUT: weight_QD}) | {_TOKENS: sorted_Q.cpu().clone()}
+    return stored(blocks | {OUTPUT: weight_QD}) | {TOKENS: sorted_Q.cpu().clone()}
+
+
+def blocks_of(drafter: Medusa) -> dict[str, Tensor]:
+    """The residual blocks, a tied one as often as it is applied: the layouts know no other form."""
+    blocks = drafter.heads.state_dict(prefix="heads.")
+    return repeated(blocks, BLOCK, FIRST, drafter.config.num_layers) if drafter.config.tie_blocks else blocks
 
 
 def take_output(tensors: dict[str, Tensor], target: Target, folder: Path) -> tuple[Tensor | None, Tensor | None]:
@@ -85,14 +78,14 @@ def take_output(tensors: dict[str, Tensor], target: Target, folder: Path) -> tup
     Raises:
         UserError: if there is a map without a layer, or it names no tokens of the target.
     """
-    weight_QD, ids_Q = tensors.pop(_OUTPUT, None), tensors.pop(_TOKENS, None)
+    weight_QD, ids_Q = tensors.pop(OUTPUT, None), tensors.pop(TOKENS, None)
     if ids_Q is None:
         return weight_QD, None
     if weight_QD is None:
-        raise UserError(f"{folder} holds {_TOKENS} without {_OUTPUT}; a reduced vocabulary needs one output layer of "
+        raise UserError(f"{folder} holds {TOKENS} without {OUTPUT}; a reduced vocabulary needs one output layer of "
                         "all heads: copy the folder again")
     if ids_Q.is_floating_point() or not bool(((ids_Q >= 0) & (ids_Q < target.vocab_size)).all()):
-        raise UserError(f"{_TOKENS} in {folder} must hold tokens from 0 to {target.vocab_size - 1}, those of "
+        raise UserError(f"{TOKENS} in {folder} must hold tokens from 0 to {target.vocab_size - 1}, those of "
                         f"{target.identity.name}; choose a checkpoint made for this target")
     # Of a layer over the whole vocabulary the map picks the rows, as in vLLM.
     ids_Q = ids_Q.to(torch.int64)

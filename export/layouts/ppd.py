@@ -13,7 +13,6 @@ from ..artifact import portable
 from .parts.export_format import ExportFormat, ExportSettings, ImportSettings
 from .parts.layout_folder import Contents, stored, write_layout
 from .parts.safetensors_reader import Checkpoint
-from .parts.tensor_table import TensorForm
 
 PPD_FILE, PPD_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PROMPTS = "prompt_embeddings"
@@ -24,7 +23,6 @@ _PLAIN = {"vt_attention_type": "ensemble", "aggregation_type": "mean", "num_exit
 
 def export_ppd(drafter: PromptTokens, target: Target, folder: Path, settings: ExportSettings) -> Contents:
     """Write prompt tokens as the official code reads them; a reduced draft vocabulary becomes the whole one."""
-    table = {_PROMPTS: TensorForm((drafter.virtual_nodes, drafter.hidden_size))}
     config = {
         "peft_type": "PROMPT_TUNING",
         "task_type": "CAUSAL_LM",
@@ -36,7 +34,7 @@ def export_ppd(drafter: PromptTokens, target: Target, folder: Path, settings: Ex
         "token_dim": drafter.hidden_size,
         **_PLAIN,
     }
-    write_layout(folder, PPD_FILE, stored({_PROMPTS: drafter.prompts}), table, config, config_file=PPD_CONFIG)
+    table = write_layout(folder, PPD_FILE, stored({_PROMPTS: drafter.prompts}), config, config_file=PPD_CONFIG)
     return Contents(title="Prompt tokens", table=table)
 
 

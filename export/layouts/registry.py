@@ -11,6 +11,7 @@ from ...modules.files.owned_folders import whole_folder
 from ..acceptance_profile import profile
 from ..artifact import Artifact, portable
 from ..artifact_files import ACCEPTANCE, as_json
+from ..weight_checks import require_described
 from .dflash import DFLASH
 from .eagle import EAGLE, EAGLE_SGLANG
 from .huggingface import HUGGINGFACE
@@ -135,7 +136,12 @@ def writer_of(chosen: ExportFormat[Any], artifact: Artifact, target: Target,
                         + (f"choose --format {fitting}" if fitting else "decode it with draftsmith"))
     if reason := chosen.refusal(drafter, target):
         raise UserError(f"{reason}, or choose --format {fitting}" if fitting else reason)
-    return lambda folder: write(drafter, target, folder, settings)
+
+    def checked(folder: Path) -> Contents:
+        require_described(drafter, artifact.identity)
+        return write(drafter, target, folder, settings)
+
+    return checked
 
 
 def require_number_format(chosen: ExportFormat[Any], weights: str) -> None:

@@ -15,14 +15,16 @@ from typing import Any, cast
 from torch import Tensor
 
 from ...modules import BlockDraft, Eagle3, Target
+from ...modules.interfaces.layout import there
+from ...modules.layouts import block
+from ...modules.layouts.eagle3 import LAYERS, NORMS, TWIN
 from ..artifact import portable
 from . import dflash, eagle
 from .eagle import EAGLE, EAGLE_FILE, OPENS, borrows_output, read_eagle, third_tensors
-from .parts.compressed_tensors import OUTPUT, compressed, compressed_config, compressed_table
-from .parts.eagle_folder import FIRST, MIDLAYER, NORMS, entries, layer_config, linear_names, tapped, third_table, twin
+from .parts.compressed_tensors import OUTPUT, compressed, compressed_config
+from .parts.eagle_folder import entries, layer_config, linear_names, tapped
 from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Served
 from .parts.layout_folder import Contents, write_layout
-from .parts.read_shapes import renamed
 from .parts.safetensors_reader import Checkpoint
 
 VERSION = "0.9.0"
@@ -39,17 +41,14 @@ def export_speculators(drafter: Eagle3 | BlockDraft, target: Target, folder: Pat
         return dflash.export_dflash(drafter, target, folder, settings, _block_config(drafter, target))
     weights = settings.weights
     # The official layout has a second name of some norms for other engines; the library takes the target's output.
-    left_out = {twin(layer) for layer in range(1, drafter.num_layers)}
+    left_out = {TWIN.format(layer) for layer in range(1, drafter.num_layers)}
     left_out |= {OUTPUT} if borrows_output(drafter) else set()
-    tensors = {renamed(name, MIDLAYER, FIRST): tensor for name, tensor in third_tensors(drafter, target).items()
+    tensors = {there(name, LAYERS) or name: tensor for name, tensor in third_tensors(drafter, target).items()
                if name not in left_out}
-    table = {renamed(name, MIDLAYER, FIRST): form for name, form in third_table(drafter).items()
-             if name not in left_out}
-    linear = linear_names(table, drafter)
-    held = compressed_table(table, linear, weights)
-    write_layout(folder, EAGLE_FILE, compressed(tensors, linear, weights), held,
-                 _config(drafter, target) | compressed_config(weights, linear))
-    return Contents(title="EAGLE-3 drafter", table=held)
+    linear = linear_names(tensors, drafter)
+    table = write_layout(folder, EAGLE_FILE, compressed(tensors, linear, weights),
+                         _config(drafter, target) | compressed_config(weights, linear))
+    return Contents(title="EAGLE-3 drafter", table=table)
 
 
 def _config(drafter: Eagle3, target: Target) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def _config(drafter: Eagle3, target: Target) -> dict[str, Any]:
 
 
 def _block_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
-    kind, layers = dflash.KINDS[drafter.config.correction], dflash.block_config(drafter, target)
+    kind, layers = block.KINDS[drafter.config.correction], dflash.block_config(drafter, target)
     rope = {"rope_type": "default", **(drafter.block.rope_scaling or {}), "rope_theta": drafter.block.rope_base}
     return {
         # Of DSpark the library has a name of its own.
@@ -99,15 +98,15 @@ def _refusal(drafter: Eagle3 | BlockDraft, target: Target) -> str:
     """The refusal of a drafter that the library does not know, or no engine; empty for any other."""
     if not isinstance(drafter, BlockDraft):
         return eagle.refusal(drafter, target)
-    kind = dflash.KINDS.get(drafter.config.correction)
+    kind = block.KINDS.get(drafter.config.correction)
     return dflash.refusal(drafter, target) or ("" if kind is None or kind.library else (
         f"the speculators library has no {kind.title}; train another"))
 
 
 def read_speculators(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Any, dict[str, Tensor]]:
     """The drafter of a checkpoint of the library, by its kind. Raises UserError as the readers of the kinds do."""
-    blocks = given.said.get("speculators_model_type") in {kind.library for kind in dflash.KINDS.values()}
-    given.require(dflash.KNOWN if blocks else EAGLE.known, target)
+    blocks = given.said.get("speculators_model_type") in {kind.library for kind in block.KINDS.values()}
+    given.require(block.FIXED if blocks else EAGLE.known, target)
     return (dflash.read_blocks if blocks else read_eagle)(given, target, settings)
 
 

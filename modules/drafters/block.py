@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..config_checks import Parts, Size
 from ..errors import UserError
 from ..features import Features
-from ..interfaces.drafter import Drafts, FamilyCard
+from ..interfaces.drafter import Drafts, FamilyCard, Training
 from ..interfaces.proposer import DraftState, Frontier, JudgesGuesses, Observation, Scores
 from ..row_buffers import RowBuffer
 from ..target.draft_vocabulary import OwnOutput, carry_rows
@@ -118,6 +118,21 @@ class BlockDraftConfig(FeatureConfig):
             raise UserError(f"confidence reads the table of a Markov head, and correction is {self.correction!r}; set "
                             "confidence to false, or correction to markov")
 
+    def check_training(self, train: Any) -> None:
+        """A distribution for confidence to learn from, and no loss of states. Raises UserError."""
+        if self.confidence and (train.objective == "hard" or isinstance(train.step_weights, str)):
+            raise UserError("confidence learns the acceptance from the target's distribution, with fixed weights of the"
+                            f" steps, got objective {train.objective!r} and step_weights {train.step_weights!r}; set "
+                            "objective to soft or hard_tvd and step_weights to a number, or confidence to false")
+        if train.feature_weight:
+            raise UserError(f"feature_weight is {train.feature_weight}, but slots estimate no state of the target; set "
+                            "feature_weight to 0")
+
+    def weighed(self, weights: tuple[float, ...], progress: float) -> tuple[float, ...]:
+        """Weight of each draft step; with a correction that the slots learn to guess without, first those with it."""
+        own = weights[: self.num_steps]
+        return own if len(own) == len(weights) else CORRECTIONS[self.correction].weighed(own, progress)
+
     @property
     def num_steps(self) -> int:
         """Tokens that a block drafts."""
@@ -192,6 +207,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
     )
     config: BlockDraftConfig
     config_class = BlockDraftConfig
+    trained_as = Training(objective="soft", offsets=True)
     mask_id: Tensor
 
     def __init__(self, config: BlockDraftConfig, sizes: Sizes, block: BlockConfig) -> None:

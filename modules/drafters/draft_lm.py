@@ -20,7 +20,7 @@ from torch.nn import functional
 from ..config_checks import settings_of
 from ..errors import UserError
 from ..features import Features
-from ..interfaces.drafter import Drafter, Drafts, FamilyCard
+from ..interfaces.drafter import Drafter, Drafts, FamilyCard, Training
 from ..interfaces.proposer import Scores
 from ..target.attention.segment_attention import Sight, mask_arguments, visible_text
 from ..target.attention.tree_attention import place_arguments
@@ -28,7 +28,7 @@ from ..target.devices.compiled_layers import of_transformers
 from ..target.draft_vocabulary import carry_rows, over_all_tokens, require_ids
 from ..target.kv_cache import RowCache
 from ..target.linear_forms import LinearForms
-from ..target.loading.hf_folder import read_model, require_vocabulary
+from ..target.loading.hf_folder import folder_digest, read_model, require_vocabulary
 from ..target.loading.identity import TargetIdentity
 from ..target.loading.model_parts import decoder_of, layer_list
 from ..target.model import Target, post_process
@@ -62,6 +62,10 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
         cost="needs no target states in training; one model run for each level of the tree",
     )
     config: DraftLMConfig
+    config_class = DraftLMConfig
+    # Cross entropy on the target's answers at several temperatures, at all depths alike (FastDraft, section 3); 1e-3
+    # suits a new model, about half of it an initialised one.
+    trained_as = Training(lr=6e-4, warmup_steps=40, weight_decay=0.01, decay=1.0)
     mask_embedding: nn.Parameter | None
     reads_states = False
     compiled_form = staticmethod(of_transformers)
@@ -107,6 +111,17 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
         return self._embedding().weight.device
 
     # Making one ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def fitted(cls, config: DraftLMConfig, target: Target) -> tuple[DraftLMConfig, None]:
+        """(settings, None). Raises UserError if the model does not fit this target."""
+        planned(config, target)
+        return config, None
+
+    @classmethod
+    def sources(cls, config: DraftLMConfig) -> dict[str, str]:
+        """The hash of the model in the folder."""
+        return {} if config.folder is None else {"model_in_folder": folder_digest(Path(config.folder))}
 
     @classmethod
     def create(cls, config: DraftLMConfig, target: Target, token_ids_Q: Tensor | None = None,

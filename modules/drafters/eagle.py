@@ -6,14 +6,15 @@ Shapes: B rows, N positions, D hidden size.
 """
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ..config_checks import NotNegative, Parts
-from ..interfaces.drafter import FamilyCard
+from ..errors import UserError
+from ..interfaces.drafter import FamilyCard, Training
 from ..target.model import Target
 from .eagle_base import EagleDrafter
 from .parts.decoder_block import Attention, AttentionContext, BlockConfig, GatedMLP, ResidualLayer, RMSNorm
@@ -38,6 +39,13 @@ class EagleConfig(FeatureConfig):
     partial_alignment: bool = False
     """Whether the layer has two output states: one for the output layer, which no loss compares with the target's, and
     one that estimates the target's state and is fed back (FSPAD)."""
+
+    def check_training(self, train: Any) -> None:
+        """A loss for each state. Raises UserError."""
+        if self.partial_alignment and not train.feature_weight:
+            raise UserError("partial_alignment has a state that only feature_weight trains, got feature_weight "
+                            f"{train.feature_weight}; set it above 0 (the paper's weights make it 10), or "
+                            "partial_alignment to false")
 
 
 class FeatureSampling(nn.Module):
@@ -105,6 +113,8 @@ class Eagle(EagleDrafter):
     )
     config: EagleConfig
     config_class = EagleConfig
+    # HASS weights its passes equally; the paper's weights are 1.0 for states and 0.1 for the objective.
+    trained_as = Training(objective="soft", feature_weight=10.0, decay=1.0, offsets=True)
 
     def __init__(self, config: EagleConfig, sizes: Sizes, block: BlockConfig) -> None:
         super().__init__(config, sizes, block)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..config_checks import Parts, Size
 from ..errors import UserError
-from ..interfaces.drafter import FamilyCard
+from ..interfaces.drafter import FamilyCard, Training
 from ..target.draft_vocabulary import OwnOutput
 from ..target.model import Target
 from .eagle_base import EagleDrafter
@@ -123,6 +123,9 @@ class Eagle3(EagleDrafter):
     )
     config: Eagle3Config
     config_class = Eagle3Config
+    # Tokens are always the true ones: a drafter trained on its own guesses learns less. A position is learned where the
+    # next token of the text lies in the draft vocabulary; the official code asks it of the target's likeliest token.
+    trained_as = Training(objective="soft", offsets=True)
     estimates_states = False
     former_settings = ("target_hidden_size",)  # The identity has it.
 

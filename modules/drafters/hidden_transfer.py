@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..config_checks import Size
 from ..errors import UserError
-from ..interfaces.drafter import FamilyCard
+from ..interfaces.drafter import FamilyCard, Training
 from ..target.model import Target
 from ..target.partial_passes import ReadText
 from ..token_tree import Injection
@@ -45,6 +45,7 @@ class HiddenTransfer(LookaheadDrafter):
                       "itself")
     config: HiddenTransferConfig
     config_class = HiddenTransferConfig
+    trained_as = Training(objective="soft", lr=1e-3, through_target=True)
 
     def __init__(self, config: HiddenTransferConfig, sizes: Sizes) -> None:
         super().__init__(config, sizes)

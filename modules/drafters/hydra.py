@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..errors import UserError
 from ..features import Features
-from ..interfaces.drafter import Drafts, FamilyCard
+from ..interfaces.drafter import Drafts, FamilyCard, Training
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
 from ..row_buffers import RowBuffer
 from ..target.model import Target
@@ -75,6 +75,8 @@ class Hydra(HeadDrafter[HydraState]):
 
     config: HydraConfig
     config_class = HydraConfig
+    # The official code weights all heads equally; the paper's objective is `soft` for Hydra++.
+    trained_as = Training(decay=1.0)
     has_block = True
     compiled_kinds = (ConditionedBlock, ResidualBlock, DecoderBlock)
     output_bias = True  # As in the official code.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..config_checks import Chance, Parts, Positive
 from ..errors import UserError
 from ..features import Features
-from ..interfaces.drafter import Drafts, FamilyCard
+from ..interfaces.drafter import Drafts, FamilyCard, Training
 from ..interfaces.proposer import (
     ChainLimits,
     DraftState,
@@ -113,6 +113,9 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows, LimitsChains):
     )
     config: KangarooConfig
     config_class = KangarooConfig
+    # Positions and labels are those of the text. In the official code the states move one position to the left and the
+    # mask of labels does not: the first token is never read there, and the first two of each answer are no labels.
+    trained_as = Training(objective="soft", offsets=True)
     compiled_kinds = (AttentionLayer,)
     unrolls = 0
 

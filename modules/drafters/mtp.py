@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache
 from ..config_checks import CheckedSettings, Parts, settings_of
 from ..errors import UserError
 from ..features import Features
-from ..interfaces.drafter import DrafterConfig, FamilyCard
+from ..interfaces.drafter import DrafterConfig, FamilyCard, Training
 from ..target.attention.segment_attention import mask_arguments, visible_text
 from ..target.attention.tree_attention import place_arguments
 from ..target.loading.hf_folder import NativeHead
@@ -99,6 +99,7 @@ class Mtp(EagleDrafter):
     )
     config: MtpConfig  # type: ignore[assignment]
     config_class = MtpConfig
+    trained_as = Training(decay=0.6)  # FastMTP's (arXiv:2509.18362)
     block: HeadShape  # type: ignore[assignment]
     block_class = HeadShape
     compiled_kinds = ()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config_checks import Size
-from ..interfaces.drafter import FamilyCard
+from ..interfaces.drafter import FamilyCard, Training
 from ..target.model import Target
 from ..target.partial_passes import ReadText
 from ..token_tree import Injection
@@ -51,6 +51,8 @@ class PromptTokens(LookaheadDrafter):
     )
     config: PromptTokensConfig
     config_class = PromptTokensConfig
+    # The official code's rate, for the few weights there are.
+    trained_as = Training(objective="soft", lr=1e-2, through_target=True)
     reads_states = False  # The target reads the text anew, for its keys and values.
 
     def __init__(self, config: PromptTokensConfig, sizes: Sizes) -> None:

@@ -38,6 +38,25 @@ class FamilyCard:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Training:
+    """The training of a family: defaults of settings that a recipe may have otherwise, None for those of all families,
+    and what no recipe changes."""
+
+    objective: str | None = None
+    lr: float | None = None
+    warmup_steps: int | None = None
+    weight_decay: float | None = None
+    feature_weight: float | None = None
+    decay: float = 0.8
+    """Weight of draft step k in the loss is decay ** k (arXiv:2401.10774, section 2.2.1)."""
+    offsets: bool = False
+    """Whether a recipe may offset the position ids that the drafter reads."""
+    through_target: bool = False
+    """Whether training reads the target's layers other than by `Target.encode`: with gradients, or as copies. They must
+    then be whole on one device of each process."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DrafterConfig(CheckedSettings):
     """Settings that the shape of every drafter has; each family adds its own."""
 
@@ -54,6 +73,14 @@ class DrafterConfig(CheckedSettings):
         """True if a drafter of these settings takes over the weights of one of the settings `start`, which differ in
         this setting."""
         return name == "vocabulary_size"
+
+    def check_training(self, train: Any) -> None:
+        """Refuse settings of training (`TrainConfig`) that do not go with these. Raises UserError."""
+
+    def weighed(self, weights: tuple[float, ...], progress: float) -> tuple[float, ...]:
+        """Weight of each draft step in the loss at this progress of the training, from 0 to 1; `weights` has the powers
+        of the decay."""
+        return weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +142,8 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
     """
 
     card: ClassVar[FamilyCard]  # The family's row in the table of methods
+    config_class: ClassVar[type[DrafterConfig]]  # The family's own settings
+    trained_as: ClassVar[Training] = Training()
     export_refusal: ClassVar[str | None] = None  # Why no export format can hold the family, as a sentence; or None
     reads_states: ClassVar[bool] = True  # True if `forward` reads the target's states; False for a draft language model
     compiled_kinds: tuple[type[nn.Module], ...] = ()
@@ -137,6 +166,16 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
         self.register_buffer("token_ids", ids)
         self.packing = DecodingLinears()  # The linear layers as they run while decoding
         self._forms: CompiledLayers | None = None
+
+    @classmethod
+    def fitted(cls, config: Any, target: Target) -> tuple[Any, Any]:
+        """(settings for this target, shape of the decoder layers). Raises UserError when they do not fit it."""
+        return config, None
+
+    @classmethod
+    def sources(cls, config: Any) -> dict[str, str]:
+        """Hashes by name of files that decide the first weights: a training goes on with equal ones alone."""
+        return {}
 
     @classmethod
     @abstractmethod

@@ -14,10 +14,11 @@ import pytest
 import torch
 from draftsmith.data.answers.shard_queue import ShardQueue
 from draftsmith.data.store import feature_store
+from draftsmith.modules import Medusa
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import answer_commands, pipeline
 from draftsmith.recipes.terminal.interruption import Stopped, call, stopped_by_signals
-from draftsmith.trainers import MedusaModule
+from draftsmith.trainers import draft_module
 from safetensors.torch import load_file
 from support.tiers import others_long
 from support.torchrun import HANGING
@@ -74,8 +75,8 @@ def left_by(run: Path, *gone: str) -> None:
 @pytest.mark.parametrize(("number", "owner", "name", "at", "gone"), [
     (signal.SIGTERM, ShardQueue, "publish", 1, ("data", "train", "artifact")),
     (signal.SIGINT, feature_store, "write_tensors", 2, ("data", "train", "artifact")),
-    (signal.SIGTERM, MedusaModule, "training_step", 13, ("train", "artifact")),
-    (signal.SIGUSR1, MedusaModule, "training_step", 9, ("train", "artifact")),
+    (signal.SIGTERM, draft_module(Medusa), "training_step", 13, ("train", "artifact")),
+    (signal.SIGUSR1, draft_module(Medusa), "training_step", 9, ("train", "artifact")),
     (signal.SIGTERM, pipeline, "measure_cost", 1, ("artifact",)),
     (signal.SIGHUP, pipeline, "write_report", 1, ("report.html",)),
 ], ids=["distillation", "states", "training", "training-slurm", "artifact",
@@ -128,7 +129,7 @@ def test_states_made_again_after_a_signal_are_those_of_an_undisturbed_second_pas
 def test_a_second_signal_does_not_wait_for_the_step(copied_run: Path, monkeypatch: pytest.MonkeyPatch,
                                                     unhandled: list[int]) -> None:
     left_by(copied_run, "train", "artifact")
-    original = MedusaModule.training_step
+    original = draft_module(Medusa).training_step
     ended = []
 
     def signalled(*args: Any) -> Any:
@@ -137,7 +138,7 @@ def test_a_second_signal_does_not_wait_for_the_step(copied_run: Path, monkeypatc
         ended.append(1)
         return original(*args)
 
-    monkeypatch.setattr(MedusaModule, "training_step", signalled)
+    monkeypatch.setattr(draft_module(Medusa), "training_step", signalled)
     assert main(["train", "--config", str(TINY), "--out", str(copied_run)]) == 130
     assert not ended
     assert not unhandled

@@ -61,8 +61,8 @@ FAULTS = [
           recipe(f"{NAMED}family: hostile.Module\n")),
     Fault("a function of the system", "plan --config {tiny} --family os.system", rf"family os\.system {FLAG}"),
     Fault("a class of the package by its path",
-          "plan --config {tiny} --family draftsmith.trainers.drafters.medusa.MedusaModule",
-          rf"family draftsmith\.trainers\.drafters\.medusa\.MedusaModule {FLAG}"),
+          "plan --config {tiny} --family draftsmith.trainers.medusa2.Medusa2Module",
+          rf"family draftsmith\.trainers\.medusa2\.Medusa2Module {FLAG}"),
     Fault("a dotted path of no names", "plan --config {tiny} --family ..os.system --trust",
           r"unknown family '\.\.os\.system': choose one of"),
     Fault("a trusted function", "plan --config {tiny} --family os.system --trust",
@@ -113,7 +113,8 @@ def test_no_file_makes_a_command_run_code(fault: Fault, place: Place, monkeypatc
 
 
 def test_a_trusted_class_is_imported_and_its_run_holds_no_trust(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.write("friendly.py", "from draftsmith.trainers import MedusaModule\n\n\nclass Own(MedusaModule):\n    pass\n")
+    place.write("friendly.py", "from draftsmith.modules import Medusa\nfrom draftsmith.trainers import DraftModule\n\n"
+                "\nclass Own(DraftModule):\n    drafter_class = Medusa\n")
     monkeypatch.syspath_prepend(str(place.folder))
     assert main(["plan", "--config", "tiny", "--family", "friendly.Own", "--trust"]) == 0
     assert "trained parameters" in place.capfd.readouterr().out

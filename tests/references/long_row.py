@@ -9,18 +9,18 @@ import sys
 from pathlib import Path
 
 import torch
+from draftsmith.modules import Eagle3, Kangaroo
+from draftsmith.trainers import draft_module, train_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from draftsmith.data.store.collate import Piece, packed
 from draftsmith.modules import Eagle3Config, KangarooConfig, Target
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
-from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
-from draftsmith.trainers.drafters.kangaroo import KangarooModule, KangarooTrainConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
-WAYS = {"eagle3": lambda target: Eagle3Module(target, Eagle3TrainConfig(drafter=Eagle3Config(steps=2))),
-        "kangaroo": lambda target: KangarooModule(target, KangarooTrainConfig(drafter=KangarooConfig()))}
+WAYS = {"eagle3": lambda target: draft_module(Eagle3)(target, train_config(Eagle3)(drafter=Eagle3Config(steps=2))),
+        "kangaroo": lambda target: draft_module(Kangaroo)(target, train_config(Kangaroo)(drafter=KangarooConfig()))}
 
 
 def peak() -> float:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftsmith.modules import Eagle3
+from draftsmith.trainers import DraftModule, draft_module, train_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -18,7 +20,6 @@ from draftsmith.modules import DecodeSettings, Features, Request, StaticTree, Ta
 from draftsmith.modules.drafters.eagle3 import Eagle3Config
 from draftsmith.modules.target.loading.loading import TargetConfig, load_target
 from draftsmith.trainers import FitResult, fit
-from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
 from support.cycle import CYCLE, CycleData, cycle_rows
 
 TAPS = (0, 2, 5)
@@ -51,14 +52,14 @@ def batch(number: int) -> Features:
                        for name in ("tokens_BL", "supervised_BL", "segments_BL", "positions_BL")})
 
 
-def module_for(target: Target, *, world: int, strategy: str = "auto") -> Eagle3Module:
+def module_for(target: Target, *, world: int, strategy: str = "auto") -> DraftModule:
     """A drafter in training, whose step reads the same rows whatever the number of processes."""
-    config = Eagle3TrainConfig(
+    config = train_config(Eagle3)(
         max_steps=4, lr=1e-2, warmup_steps=1, validate_every=2, validation_nodes=4, checkpoint_every=4,
         accumulate=BATCHES // world, devices=world, strategy=strategy, accelerator="cpu",
         precision="32-true", objective="soft", drafter=Eagle3Config(steps=2, taps=TAPS),
     )
-    module = Eagle3Module(target, config)
+    module = draft_module(Eagle3)(target, config)
     module.configure_model()
     return module
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from draftsmith.modules import Adapter, Drafter, Target
 from draftsmith.modules.interfaces.drafter import DrafterConfig
-from draftsmith.trainers import DraftModule
+from draftsmith.trainers import DraftModule, draft_module
 from support.cycle import cycle_target
 
 D = TypeVar("D", bound=Drafter)
@@ -44,16 +44,18 @@ class Case:
         return target if adapter is None else target.adapted(adapter)
 
 
-def case(module: type[DraftModule], train_config: Callable[..., Any], config: Any, ids: torch.Tensor | None = None,
-         **settings: Any) -> Case:
-    """A drafter of this shape, trained by this module."""
+def case(drafter: type[Drafter], config: Any, ids: torch.Tensor | None = None, *,
+         module: type[DraftModule] | None = None, **settings: Any) -> Case:
+    """A drafter of this shape, trained as its family is, or by this module."""
+    kind = module or draft_module(drafter)
+
     def made(target: Target, **given: Any) -> DraftModule:
         counts = torch.zeros(target.vocab_size)
         if ids is not None:
             counts[ids] = 1.0
-        return module(target, train_config(drafter=config, **settings | given), token_counts=counts)
+        return kind(target, kind.settings()(drafter=config, **settings | given), token_counts=counts)
 
-    return Case(make=lambda target: module.drafter_class.create(config, target, ids), module=made)
+    return Case(make=lambda target: drafter.create(config, target, ids), module=made)
 
 
 def randomised(drafter: D) -> D:

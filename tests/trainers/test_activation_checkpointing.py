@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from draftsmith.modules import DraftLM, Eagle3Config, Features, Target, UserError
+from draftsmith.modules import DraftLM, Eagle3, Eagle3Config, Features, Target, UserError
 from draftsmith.modules.drafters.parts.decoder_block import GatedMLP
 from draftsmith.recipes.planning.counted_work import CountedStorages
-from draftsmith.trainers import DraftModule
-from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
+from draftsmith.trainers import DraftModule, draft_module, train_config
 from support.families import CASES
 from support.tiers import others_long
 from torch import Tensor
@@ -56,6 +55,6 @@ def test_gradients_are_the_same_or_the_family_is_refused(name: str, tiny_target:
 def test_a_step_takes_less_memory(tiny_target: Target) -> None:
     rows, peaks = batch(tiny_target, 400), []
     for again in (False, True):
-        config = Eagle3TrainConfig(drafter=Eagle3Config(steps=6), objective="hard", activation_checkpointing=again)
-        peaks.append(gradients(Eagle3Module(tiny_target, config), rows)[1])
+        config = train_config(Eagle3)(drafter=Eagle3Config(steps=6), objective="hard", activation_checkpointing=again)
+        peaks.append(gradients(draft_module(Eagle3)(tiny_target, config), rows)[1])
     assert peaks[1] < 0.8 * peaks[0]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.data.store.collate import Piece, packed, pad
-from draftsmith.modules import Features, Target, UserError
-from draftsmith.trainers import DraftModule, MedusaModule, MedusaTrainConfig
+from draftsmith.modules import Features, Medusa, Target, UserError
+from draftsmith.trainers import DraftModule, draft_module, train_config
 from support.families import CASES
 from support.summed_gradients import gradients, module_of
 from support.tiers import others_long
@@ -60,8 +60,9 @@ def test_random_numbers_of_a_micro_batch_do_not_depend_on_the_processes() -> Non
 def test_a_run_is_resumed_by_any_processes_that_read_as_many_micro_batches(tiny_target: Target) -> None:
     """With as many the steps hold the same conversations, and the next micro-batch is counted as these processes read
     them; with others they would not."""
-    def module(devices: int, accumulate: int, strategy: str = "ddp") -> MedusaModule:
-        made = MedusaModule(tiny_target, MedusaTrainConfig(devices=devices, strategy=strategy, accumulate=accumulate))
+    def module(devices: int, accumulate: int, strategy: str = "ddp") -> DraftModule:
+        made = draft_module(Medusa)(tiny_target, train_config(Medusa)(
+            devices=devices, strategy=strategy, accumulate=accumulate))
         made.configure_model()
         return made
 

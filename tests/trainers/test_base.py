@@ -9,26 +9,28 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from draftsmith.modules import Features, Target, UserError
-from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules import Features, Medusa, Target, UserError
+from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.interfaces.drafter import Drafts
 from draftsmith.modules.target.loading.identity import hash_weights
-from draftsmith.trainers import FitResult, MedusaModule, MedusaTrainConfig, fit
+from draftsmith.trainers import DraftModule, FitResult, TrainConfig, draft_module, fit, train_config
 from draftsmith.trainers.losses.metrics import weighted_mean_loss
 from support.cycle import CYCLE, CycleData, cycle_rows, cycle_target, interrupted
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only")
-SMALL = MedusaTrainConfig(max_steps=8, lr=1e-2, warmup_steps=2, validate_every=3, validation_nodes=4,
+SMALL = train_config(Medusa)(max_steps=8, lr=1e-2, warmup_steps=2, validate_every=3, validation_nodes=4,
                           checkpoint_every=2, drafter=MedusaConfig(num_heads=2), precision="32-true", accelerator="cpu")
 
+PLAIN = draft_module(Medusa)
 
-def config(**changes: Any) -> MedusaTrainConfig:
+
+def config(**changes: Any) -> TrainConfig:
     return dataclasses.replace(SMALL, **changes)
 
 
-def train(target: Target, out: Path, settings: MedusaTrainConfig = SMALL, data: CycleData | None = None,
-          kind: type[MedusaModule] = MedusaModule) -> tuple[MedusaModule, FitResult]:
+def train(target: Target, out: Path, settings: TrainConfig = SMALL, data: CycleData | None = None,
+          kind: type[DraftModule] = PLAIN) -> tuple[DraftModule, FitResult]:
     counts = torch.zeros(target.vocab_size, dtype=torch.long)
     counts[list(CYCLE)] = 5
     module = kind(target, settings, token_counts=counts)
@@ -49,7 +51,7 @@ def test_a_run_is_not_resumed_with_another_draft_vocabulary(target: Target, tmp_
     settings = config(drafter=MedusaConfig(num_heads=2, vocabulary_size=30))
     train(target, tmp_path, settings)
     counts = torch.arange(target.vocab_size)
-    module = MedusaModule(target, settings, token_counts=counts)
+    module = PLAIN(target, settings, token_counts=counts)
     with pytest.raises(UserError, match=r"started with other settings \(draft_vocabulary is '[0-9a-f]+', was '"):
         fit(module, CycleData(), tmp_path, progress=False)
 
@@ -62,7 +64,7 @@ def test_an_interrupted_run_ends_in_the_same_bits(objective: Any, shape: dict[st
     _, whole = train(target, tmp_path / "whole", settings)
     # Micro-batch 1: before any checkpoint, amid an accumulation. 13: after the one of step 4, whose interval ends at 6.
     for at in (1, 13, 20):
-        with interrupted(MedusaModule, at):
+        with interrupted(PLAIN, at):
             train(target, tmp_path / "parts", settings)
     module, parts = train(target, tmp_path / "parts", settings)
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
@@ -84,7 +86,7 @@ def test_resuming_at_another_place_would_show(target: Target, tmp_path: Path) ->
 def test_a_finished_run_is_not_trained_again(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, first = train(target, tmp_path)
     before = (tmp_path / "last.ckpt").read_bytes()
-    monkeypatch.setattr(MedusaModule, "training_step", lambda self, batch, batch_idx: pytest.fail("it was trained"))
+    monkeypatch.setattr(PLAIN, "training_step", lambda self, batch, batch_idx: pytest.fail("it was trained"))
     module, second = train(target, tmp_path)
     assert second == first
     assert (tmp_path / "last.ckpt").read_bytes() == before
@@ -96,7 +98,7 @@ def test_signals_are_given_back_after_a_training_and_after_an_error(target: Targ
     before = [signal.getsignal(number) for number in numbers]
     train(target, tmp_path / "whole", config(max_steps=2))
     assert [signal.getsignal(number) for number in numbers] == before
-    with interrupted(MedusaModule, 1):
+    with interrupted(PLAIN, 1):
         train(target, tmp_path / "parts")
     assert [signal.getsignal(number) for number in numbers] == before
 
@@ -114,7 +116,9 @@ def test_accumulated_micro_batches_equal_one_batch(target: Target, tmp_path: Pat
 def test_the_gradient_is_that_of_the_weighted_mean(target: Target, tmp_path: Path) -> None:
     seen: list[Tensor] = []
 
-    class Watched(MedusaModule):
+    class Watched(DraftModule):
+        drafter_class = Medusa
+
         def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
             seen.append(self.drafter.heads[1][0].linear.weight.grad.clone())
             super().configure_gradient_clipping(*args, **kwargs)
@@ -134,8 +138,10 @@ def test_the_gradient_is_that_of_the_weighted_mean(target: Target, tmp_path: Pat
     torch.testing.assert_close(seen[0], drafter.heads[1][0].linear.weight.grad, atol=1e-6, rtol=1e-4)
 
 
-class OffByOne(MedusaModule):
+class OffByOne(DraftModule):
     """A module that learns the token one position too far ahead."""
+
+    drafter_class = Medusa
 
     def build_drafter(self) -> Medusa:
         drafter = super().build_drafter()
@@ -144,7 +150,7 @@ class OffByOne(MedusaModule):
         return drafter
 
 
-def first_head_accuracy(target: Target, module: MedusaModule) -> float:
+def first_head_accuracy(target: Target, module: DraftModule) -> float:
     features = target.encode(cycle_rows(77, rows=20))
     labels, valid = features.labels(2)
     states = module.drafter._states(features.final())[:, :, 0][valid]
@@ -164,7 +170,9 @@ def test_a_deterministic_text_is_learned_unless_labels_are_off_by_one(target: Ta
 def test_a_drafter_built_before_fit_borrows_from_where_the_target_is(target: Target, tmp_path: Path) -> None:
     bound: list[Target] = []
 
-    class Watched(MedusaModule):
+    class Watched(DraftModule):
+        drafter_class = Medusa
+
         def build_drafter(self) -> Medusa:
             drafter = super().build_drafter()
             bind = drafter.bind
@@ -179,8 +187,10 @@ def test_a_drafter_built_before_fit_borrows_from_where_the_target_is(target: Tar
     assert bound[0] is target
 
 
-class Scheduled(MedusaModule):
+class Scheduled(DraftModule):
     """A module in which the weight of the second head grows with progress."""
+
+    drafter_class = Medusa
 
     def weights(self, steps: int) -> tuple[float, ...]:
         self.asked.append(self.progress_at(self.global_step))
@@ -220,7 +230,9 @@ def test_weights_may_follow_progress_and_are_constant_within_a_step(target: Targ
 def test_every_objective_lowers_its_loss(objective: Any, target: Target, tmp_path: Path) -> None:
     losses: list[float] = []
 
-    class Watched(MedusaModule):
+    class Watched(DraftModule):
+        drafter_class = Medusa
+
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             super().on_before_optimizer_step(optimizer)
             losses.append(self.figures["loss"])
@@ -241,7 +253,9 @@ class Blind(Medusa):
         return super().forward(dataclasses.replace(features, final_BLD=final_BLD))
 
 
-class BlindModule(MedusaModule):
+class BlindModule(DraftModule):
+    drafter_class = Medusa
+
     def build_drafter(self) -> Medusa:
         drafter = super().build_drafter()
         drafter.__class__ = Blind
@@ -306,7 +320,7 @@ def test_a_run_without_supervision_stops(target: Target, tmp_path: Path) -> None
 
 def test_a_vocabulary_without_the_texts_tokens_stops(target: Target, tmp_path: Path) -> None:
     settings = config(drafter=MedusaConfig(vocabulary_size=4))
-    module = MedusaModule(target, settings, token_counts=torch.arange(target.vocab_size) < 10)
+    module = PLAIN(target, settings, token_counts=torch.arange(target.vocab_size) < 10)
     with pytest.raises(UserError, match=r"all \d+ labels lie outside the reduced vocabulary; raise vocabulary_size"):
         fit(module, CycleData(), tmp_path, progress=False)
 
@@ -358,7 +372,7 @@ def test_a_folder_that_cannot_be_made_is_refused(target: Target, tmp_path: Path)
 
 def test_a_reduced_vocabulary_needs_counts(target: Target) -> None:
     with pytest.raises(UserError, match="vocabulary_size is 20, but the tokens of the training data were not counted"):
-        MedusaModule(target, config(drafter=MedusaConfig(vocabulary_size=20)))
+        PLAIN(target, config(drafter=MedusaConfig(vocabulary_size=20)))
 
 
 @pytest.mark.parametrize(("settings", "told"), [
@@ -387,7 +401,9 @@ def test_the_machine_chooses_the_arithmetic(instructions: dict[str, bool], accel
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
     seen = []
 
-    class Watched(MedusaModule):
+    class Watched(DraftModule):
+        drafter_class = Medusa
+
         def training_step(self, batch: Features, batch_idx: int) -> Tensor:
             seen.append(torch.is_autocast_enabled("cpu"))
             return super().training_step(batch, batch_idx)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Target, UserError
+from draftsmith.modules import Medusa, Target, UserError
 from draftsmith.modules.drafters.medusa import MedusaConfig
-from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit, fitting
+from draftsmith.trainers import draft_module, fit, fitting, train_config
 from draftsmith.trainers.steps.checkpoints import load_weights, save_weights
 from safetensors.torch import load_file
 from support.cycle import CycleData, cycle_target, interrupted
 
-SETTINGS = MedusaTrainConfig(max_steps=7, lr=1e-2, warmup_steps=1, validate_every=2, validation_nodes=4,
+SETTINGS = train_config(Medusa)(max_steps=7, lr=1e-2, warmup_steps=1, validate_every=2, validation_nodes=4,
                              checkpoint_every=3, drafter=MedusaConfig(num_heads=2), precision="32-true",
                              accelerator="cpu")
 
@@ -51,12 +51,12 @@ def test_the_greatest_accepted_length_wins_and_a_tie_goes_to_the_earlier(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = scripted(monkeypatch, [1.0, 1.1, 1.4, 1.4, 1.2])
-    module = MedusaModule(target, SETTINGS)
+    module = draft_module(Medusa)(target, SETTINGS)
     result = fit(module, CycleData(), tmp_path, progress=False)
     assert len(seen) == 5, "before the first step, after steps 2, 4, 6, and after the last one"
     assert (result.step, result.accepted_length, result.steps) == (4, 1.4, 7)
     assert result.curve[0].accepted_length == 1.0
-    assert all(torch.equal(tensor, MedusaModule(target, SETTINGS).build_drafter().state_dict()[name])
+    assert all(torch.equal(tensor, draft_module(Medusa)(target, SETTINGS).build_drafter().state_dict()[name])
                for name, tensor in seen[0].items())
     for found in (load_file(result.checkpoint), module.drafter.state_dict()):
         assert all(torch.equal(found[name], tensor) for name, tensor in seen[2].items())
@@ -66,10 +66,10 @@ def test_the_greatest_accepted_length_wins_and_a_tie_goes_to_the_earlier(
 def test_the_best_so_far_survives_an_interruption(target: Target, tmp_path: Path,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, [1.0, 1.1, 1.4, 1.3])
-    with interrupted(MedusaModule, 6):
-        fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=False)
+    with interrupted(draft_module(Medusa), 6):
+        fit(draft_module(Medusa)(target, SETTINGS), CycleData(), tmp_path, progress=False)
     seen = scripted(monkeypatch, [1.4, 1.3, 1.2])
-    result = fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=False)
+    result = fit(draft_module(Medusa)(target, SETTINGS), CycleData(), tmp_path, progress=False)
     # The checkpoint of step 6 has the measurements of 2, 4 and 6; only the last step is left.
     assert len(seen) == 1
     assert (result.step, result.accepted_length) == (4, 1.4)
@@ -77,7 +77,7 @@ def test_the_best_so_far_survives_an_interruption(target: Target, tmp_path: Path
 
 def test_a_run_interrupted_three_times_has_the_curve_of_one_that_was_not(target: Target, tmp_path: Path) -> None:
     """Killed after a measurement that no checkpoint holds, and between two measurements: no step counts twice."""
-    whole = fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path / "whole", progress=False)
+    whole = fit(draft_module(Medusa)(target, SETTINGS), CycleData(), tmp_path / "whole", progress=False)
     assert [one.step for one in whole.curve] == [0, 2, 4, 6, 7]
     assert whole.curve[0].loss is None
     labels = [one.labels for one in whole.curve]
@@ -85,15 +85,16 @@ def test_a_run_interrupted_three_times_has_the_curve_of_one_that_was_not(target:
     assert whole.accepted_length == max(one.accepted_length for one in whole.curve[1:])
     assert all(0 <= one.accuracy <= 1 <= one.expected_accepted_length for one in whole.curve[1:])
     for last in (4, 5, 6):
-        with interrupted(MedusaModule, last):
-            fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path / "parts", progress=False)
-    assert fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path / "parts", progress=False).curve == whole.curve
+        with interrupted(draft_module(Medusa), last):
+            fit(draft_module(Medusa)(target, SETTINGS), CycleData(), tmp_path / "parts", progress=False)
+    parts = fit(draft_module(Medusa)(target, SETTINGS), CycleData(), tmp_path / "parts", progress=False)
+    assert parts.curve == whole.curve
 
 
 def test_few_held_out_tokens_give_one_warning(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, [1.0, 1.1, 1.2, 1.3, 1.4], tokens=999)
     with pytest.warns(UserWarning, match="decodes only 999 tokens") as told:
-        fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=False)
+        fit(draft_module(Medusa)(target, SETTINGS), CycleData(), tmp_path, progress=False)
     assert len([one for one in told if "decodes only" in str(one.message)]) == 1
 
 
@@ -104,7 +105,7 @@ def test_a_run_shows_one_tidy_line(target: Target, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("COLUMNS", "200")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=True)
+        fit(draft_module(Medusa)(target, SETTINGS), CycleData(), tmp_path, progress=True)
     out, line = capfd.readouterr()
     assert out == ""
     assert line.count("\n") == 1
@@ -116,7 +117,7 @@ def test_tensorboard_gets_the_figures(target: Target, tmp_path: Path, monkeypatc
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     scripted(monkeypatch, [1.0, 1.1, 1.4, 1.4, 1.2])
-    fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=False)
+    fit(draft_module(Medusa)(target, SETTINGS), CycleData(), tmp_path, progress=False)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     measured = [(event.step, round(event.value, 3)) for event in events.Scalars("accepted_length")]

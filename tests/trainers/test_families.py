@@ -1,4 +1,4 @@
-"""Families by name: one file of the same name, one module in it, its settings by annotation."""
+"""Families by name: the module of each, and its settings."""
 
 import sys
 from dataclasses import dataclass, field
@@ -6,16 +6,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from draftsmith.modules import DRAFTERS, MedusaConfig, UserError
-from draftsmith.trainers import DraftModule, MedusaModule, TrainConfig
+from draftsmith.modules import DRAFTERS, Medusa, MedusaConfig, UserError
+from draftsmith.trainers import DraftModule, TrainConfig, draft_module
 from draftsmith.trainers.families import VARIANTS, family_configs, family_module, family_names
 
 
 @pytest.mark.parametrize("name", family_names())
-def test_every_family_has_its_module_in_the_file_of_its_name(name: str) -> None:
+def test_every_family_has_its_module_and_its_settings(name: str) -> None:
     module = family_module(name)
     assert issubclass(module, DraftModule)
-    assert module.__module__ == f"draftsmith.trainers.drafters.{name}"
     configs = family_configs(name)
     assert issubclass(configs.train, TrainConfig)
     assert isinstance(configs.train().drafter, configs.drafter)  # type: ignore[attr-defined]
@@ -23,7 +22,7 @@ def test_every_family_has_its_module_in_the_file_of_its_name(name: str) -> None:
 
 def test_the_names_are_those_of_the_drafters_and_their_variants() -> None:
     assert family_names() == (*(drafter.family for drafter in DRAFTERS), *VARIANTS)
-    assert family_module("medusa") is MedusaModule
+    assert family_module("medusa") is draft_module(Medusa)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +33,10 @@ class OutsideConfig(TrainConfig):
     """The heads."""
 
 
-class OutsideModule(MedusaModule):
+class OutsideModule(DraftModule):
     """A family outside the package."""
 
+    drafter_class = Medusa
     config: OutsideConfig  # type: ignore[assignment]
 
 
@@ -52,7 +52,7 @@ def test_a_family_outside_the_package_goes_by_its_dotted_class(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "somewhere_outside", outside)
     assert family_module("somewhere_outside.Outside", trust=True) is OutsideModule
     assert family_configs("somewhere_outside.Outside", trust=True).train is OutsideConfig
-    with pytest.raises(UserError, match=r"Unsettled must annotate `config` with a subclass of TrainConfig"):
+    with pytest.raises(UserError, match=r"Unsettled must set `drafter_class` .* subclass of TrainConfig"):
         family_configs("somewhere_outside.Unsettled", trust=True)
     with pytest.raises(UserError, match=r"somewhere_outside.called is not a subclass of .*DraftModule"):
         family_module("somewhere_outside.called", trust=True)

@@ -18,6 +18,7 @@ from draftsmith.modules import (
     EagleConfig,
     HydraConfig,
     KangarooConfig,
+    Medusa,
     MedusaConfig,
     PromptTokensConfig,
     Target,
@@ -26,9 +27,9 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.target.draft_vocabulary import OwnOutput
 from draftsmith.modules.tuning.tree_search import held_out_acceptance
-from draftsmith.trainers import DraftModule, MedusaModule, fit
-from draftsmith.trainers.drafters.lora import LoraConfig
+from draftsmith.trainers import DraftModule, draft_module, fit
 from draftsmith.trainers.families import family_module
+from draftsmith.trainers.lora import LoraConfig
 from draftsmith.trainers.train_config import Start
 from safetensors.torch import load_file
 from support.cases import asked_for
@@ -243,11 +244,11 @@ def test_a_draft_model_has_no_rows_for_further_tokens(tiny_target: Target, tmp_p
 def test_another_family_and_changes_of_the_target_are_refused(tiny_target: Target, tmp_path: Path) -> None:
     start = stored(tmp_path / "a", tiny_target, CASES["hydra"].make(tiny_target))
     with pytest.raises(UserError, match=r"train\.start holds a drafter of the family hydra, and this recipe"):
-        MedusaModule(tiny_target).continue_from(start)
+        draft_module(Medusa)(tiny_target).continue_from(start)
     both = CASES["medusa-2"]
     start = stored(tmp_path / "b", tiny_target, both.make(tiny_target), both.change(tiny_target))
     with pytest.raises(UserError, match="for a changed target, whose changes only medusa2 trains; set family to medu"):
-        MedusaModule(tiny_target).continue_from(start)
+        draft_module(Medusa)(tiny_target).continue_from(start)
     module = both.module(tiny_target, lora=LoraConfig(rank=8))
     with pytest.raises(UserError, match=r"train\.lora\.rank is 8, and the changes of the target in .* have rank 4"):
         module.continue_from(start)
@@ -268,7 +269,7 @@ def test_heads_alone_continue_with_the_target(tiny_target: Target, tmp_path: Pat
 def test_the_warm_up_is_a_quarter(tiny_target: Target, tmp_path: Path) -> None:
     start = stored(tmp_path, tiny_target, CASES["medusa"].make(tiny_target))
     rates = []
-    for module in (MedusaModule(tiny_target), continuing(MedusaModule(tiny_target), start)):
+    for module in (draft_module(Medusa)(tiny_target), continuing(draft_module(Medusa)(tiny_target), start)):
         module.configure_model()
         made = module.configure_optimizers()
         rates.append(made["lr_scheduler"]["scheduler"].lr_lambdas[0](1))  # type: ignore[index, typeddict-item]
@@ -279,17 +280,17 @@ def test_an_interrupted_run_ends_in_the_same_bits_and_a_changed_start_is_refused
     tiny_target: Target, tmp_path: Path
 ) -> None:
     start = stored(tmp_path / "start", tiny_target, randomised(CASES["medusa"].make(tiny_target)))
-    defaults = MedusaModule(tiny_target).config
+    defaults = draft_module(Medusa)(tiny_target).config
     config = replace(defaults, max_steps=6, validate_every=3, checkpoint_every=2, validation_nodes=4, lr=1e-3,
                      precision="32-true", accelerator="cpu", start="anywhere")
 
     def run(out: str, first: Start = start, **more: Any) -> Any:
-        module = MedusaModule(tiny_target, replace(config, **more))
+        module = draft_module(Medusa)(tiny_target, replace(config, **more))
         module.continue_from(first)
         return fit(module, CycleData(), tmp_path / out, progress=False)
 
     whole = run("whole")
-    with interrupted(MedusaModule, 5):
+    with interrupted(draft_module(Medusa), 5):
         run("parts")
     other = replace(start, weights_sha256="0" * 64)
     with pytest.raises(UserError, match=r"config\.start is '0000.*', was '"):
@@ -303,9 +304,9 @@ def test_an_interrupted_run_ends_in_the_same_bits_and_a_changed_start_is_refused
 
 def test_a_training_that_helps_nothing_keeps_the_start(tiny_target: Target, tmp_path: Path) -> None:
     before = randomised(CASES["medusa"].make(tiny_target))
-    start, defaults = stored(tmp_path / "start", tiny_target, before), MedusaModule(tiny_target).config
+    start, defaults = stored(tmp_path / "start", tiny_target, before), draft_module(Medusa)(tiny_target).config
     config = replace(defaults, max_steps=1, lr=1e-9, precision="32-true", accelerator="cpu", validation_nodes=4)
-    module = MedusaModule(tiny_target, config)
+    module = draft_module(Medusa)(tiny_target, config)
     module.continue_from(start)
     result = fit(module, CycleData(), tmp_path / "out", progress=False)
     assert result.step == 0

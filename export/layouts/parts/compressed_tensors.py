@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .gguf_file import BFLOAT16, FLOAT32, INT8
-from .tensor_table import Table, TensorForm
 
 FLOAT8 = "float8"
 OUTPUT = "lm_head.weight"
@@ -68,26 +67,9 @@ def compressed(tensors: Mapping[str, Tensor], linear: Collection[str], weights: 
         if name in linear and weights in _ROUNDED:
             found[name], found[name + _SCALE] = rounded_rows(tensor, weights)
         else:
-            found[name] = tensor.to(_form(TensorForm(tuple(tensor.shape), tensor.dtype), weights).dtype)
+            whole = weights == FLOAT32 or tensor.ndim < 2 or not tensor.is_floating_point()
+            found[name] = tensor if whole else tensor.bfloat16()
     return found
-
-
-def compressed_table(table: Table, linear: Collection[str], weights: str) -> Table:
-    """The table of the same tensors."""
-    found: dict[str, TensorForm] = {}
-    for name, form in table.items():
-        if name in linear and weights in _ROUNDED:
-            found[name] = TensorForm(form.shape, _ROUNDED[weights][0])
-            found[name + _SCALE] = TensorForm((form.shape[0], 1))
-        else:
-            found[name] = _form(form, weights)
-    return found
-
-
-def _form(form: TensorForm, weights: str) -> TensorForm:
-    """The form of a tensor that is not rounded: matrices in bfloat16 where fewer bits are asked for."""
-    whole = weights == FLOAT32 or len(form.shape) < 2 or not form.dtype.is_floating_point
-    return form if whole else TensorForm(form.shape, torch.bfloat16)
 
 
 def compressed_config(weights: str, linear: Collection[str]) -> dict[str, Any]:

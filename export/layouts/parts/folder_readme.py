@@ -11,8 +11,7 @@ from ...acceptance_profile import acceptance_lines
 from ...artifact import Artifact, portable
 from ...page import Block, Heading, Text, as_markdown
 from .export_format import ON_CPU, WRONG_SAMPLES, ExportFormat, Places
-from .layout_folder import Contents
-from .tensor_table import table_text
+from .layout_folder import Contents, table_text
 
 REMOTE = "transformers_modules."
 """Start of the names of modules that transformers has read next to a model."""

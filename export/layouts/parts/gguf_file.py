@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....modules import UserError
-from .tensor_table import Table, TensorForm
+from .layout_folder import Table, TensorForm
 
 FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
 WEIGHTS = (FLOAT32, BFLOAT16, INT8)
@@ -59,7 +59,7 @@ def write_gguf(file: Path, architecture: str, settings: Mapping[str, Any], tenso
     if mask is not None:
         writer.add_key_value(_MASK, mask, kinds.UINT32)
     for name, tensor in tensors.items():
-        form = gguf.GGMLQuantizationType[_held_as(TensorForm(tuple(tensor.shape), tensor.dtype), weights)]
+        form = gguf.GGMLQuantizationType[_held_as(tensor, weights)]
         values = tensor.contiguous().numpy()
         writer.add_tensor(name, gguf.quants.quantize(values, form) if tensor.is_floating_point() else values,
                           raw_dtype=form)
@@ -69,20 +69,15 @@ def write_gguf(file: Path, architecture: str, settings: Mapping[str, Any], tenso
     writer.close()
 
 
-def _held_as(form: TensorForm, weights: str) -> str:
+def _held_as(tensor: Tensor, weights: str) -> str:
     """GGUF's name of the number format that a tensor is held in."""
-    if form.dtype == torch.int64:
+    if tensor.dtype == torch.int64:
         return "I64"
     # llama.cpp's own conversion keeps norms and other vectors so, and the kernels of convolutions.
-    if len(form.shape) != 2:
+    if tensor.ndim != 2:
         return _NAMES[FLOAT32]
     # A block of Q8_0 does not go on in the next row.
-    return _NAMES[BFLOAT16 if weights == INT8 and form.shape[-1] % _BLOCK else weights]
-
-
-def held(table: Table, weights: str) -> Table:
-    """A table of weights in float32 with the number formats of such a file; int8 stands for Q8_0."""
-    return {name: TensorForm(form.shape, _FORMATS[_held_as(form, weights)]) for name, form in table.items()}
+    return _NAMES[BFLOAT16 if weights == INT8 and tensor.shape[-1] % _BLOCK else weights]
 
 
 def rounded(tensor: Tensor, weights: str) -> Tensor:
@@ -91,7 +86,7 @@ def rounded(tensor: Tensor, weights: str) -> Tensor:
 
     if not tensor.is_floating_point():
         return tensor
-    form = gguf.GGMLQuantizationType[_held_as(TensorForm(tuple(tensor.shape)), weights)]
+    form = gguf.GGMLQuantizationType[_held_as(tensor, weights)]
     values = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values, form), form).copy())
 

@@ -1,16 +1,14 @@
-"""Blocks and output layers of heads, as the layouts of Medusa and Hydra store them.
-"""
+"""Blocks and output layers of heads, as the layouts of Medusa and Hydra store them."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from ....modules import Medusa, Target
+from ....modules import Target, UserError
 from ....modules.drafters.parts.decoder_block import BlockConfig
-
-Blocks = Mapping[tuple[int, int, str], Tensor]
-"""Tensors by head, block and name within the block."""
+from ....modules.interfaces.layout import Pairs, here
+from .safetensors_reader import Checkpoint
 
 
 def output_bias(target: Target) -> str:
@@ -29,17 +27,27 @@ def head_width(block: BlockConfig) -> str:
         f"{block.head_dim}; decode it with draftsmith")
 
 
-def medusa_blocks(drafter: Medusa) -> Blocks:
-    """The residual blocks of Medusa heads, a tied block as often as it is applied: the layouts know no other form."""
-    config = drafter.config
-    return {(head, layer, part): tensor
-            for head, blocks in enumerate(drafter.heads) for layer in range(config.num_layers)
-            for part, tensor in [*blocks.children()][0 if config.tie_blocks else layer].state_dict().items()}
+def repeated(state: Mapping[str, Tensor], later: str, first: str, count: int) -> dict[str, Tensor]:
+    """The tensors of heads with a tied block, whose names start with `first`, as often as it is applied, which layouts
+    call `later`."""
+    return {again: tensor for name, tensor in state.items() for layer in range(max(1, count))
+            if (again := here(name, ((first, later),), l=layer) or name)}
 
 
-def tied(blocks: Blocks, first: int) -> bool:
-    """True if in every head all blocks after block `first` equal it."""
+def tied(state: Mapping[str, Tensor], later: str, first: str) -> dict[str, Tensor] | None:
+    """The same the other way around: without the blocks that equal the first one; None where one of them does not."""
     # Independent training never leaves two blocks equal, so that equal ones were one.
-    pairs = [(blocks.get((head, first, part)), tensor) for (head, block, part), tensor in blocks.items()
-             if block > first]
-    return all(shared is not None and torch.equal(shared, tensor) for shared, tensor in pairs)
+    firsts = {name: here(name, ((later, first),)) or name for name in state}
+    equal = all(one in state and torch.equal(state[one], state[name]) for name, one in firsts.items())
+    return {name: state[name] for name in firsts.values()} if equal else None
+
+
+def own_names(tensors: Mapping[str, Tensor], pairs: Pairs, given: Checkpoint, content: str) -> dict[str, Tensor]:
+    """A checkpoint's tensors by their names here. Raises UserError for one of another name."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if (own := here(name, pairs)) is None:
+            raise UserError(f"{given.folder} holds {name!r}, no tensor of {content}; give a folder with only the "
+                            "heads, or choose another --format")
+        found[own] = tensor
+    return found

@@ -15,11 +15,6 @@ from ....modules.drafters.parts.rotary import SCALINGS, carried_scaling, frequen
 from .safetensors_reader import Checkpoint
 
 
-def renamed(name: str, former: str, prefix: str) -> str:
-    """The name with `prefix` in place of `former`, where it starts so."""
-    return prefix + name.removeprefix(former) if name.startswith(former) else name
-
-
 def take_vocabulary(tensors: dict[str, Tensor], target: Target, folder: Path) -> int | None:
     """Replace `d2t` and `t2d` among the tensors by the ids of the reduced draft vocabulary; returns its size, None for
     the whole one. Entry i is token i + d2t[i], and t2d marks these tokens.

@@ -90,6 +90,12 @@ class Correction(nn.Module):
         """(a few tokens, their logits), [..., any] each, of a correction that chooses. Raises ValueError for others."""
         raise ValueError("this correction scores all tokens; it has no candidates")
 
+    @staticmethod
+    def weighed(weights: tuple[float, ...], progress: float) -> tuple[float, ...]:
+        """Weights in the loss of the steps with it, then of those of the slots alone, from those of the block's steps;
+        at this progress of the training, from 0 to 1."""
+        return weights * 2
+
     def initialise(self, table_VD: Tensor) -> None:
         """Set first weights that correct nothing, from the target's embeddings; called without gradients."""
 

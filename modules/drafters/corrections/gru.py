@@ -12,6 +12,8 @@ from .correction import Correction, Embed, Shape
 
 WIDER = 4
 """Width of the recurrent state in ranks: the papers have 1,024 and 256."""
+ALONE_UNTIL = 0.5
+"""Share of a training in which the weight goes from the slots' own guesses to those with the bias."""
 
 
 class RecurrentBias(Correction):
@@ -39,6 +41,12 @@ class RecurrentBias(Correction):
         if step == 0:
             return path, nn.functional.pad(slot, (0, self.rank))
         return path, torch.cat([slot, self.embed_proj[:2](torch.cat([slot, path], dim=-1))], dim=-1)
+
+    @staticmethod
+    def weighed(weights: tuple[float, ...], progress: float) -> tuple[float, ...]:
+        """The slots learn to guess first."""
+        alone = max(0.0, 1 - progress / ALONE_UNTIL)
+        return tuple(share * weight for share in (1 - alone, alone) for weight in weights)
 
     def initialise(self, table_VD: Tensor) -> None:
         """No bias yet, where the paper starts with a random one."""

@@ -10,6 +10,9 @@ from ...target.draft_vocabulary import OwnOutput
 from ..parts.decoder_block import GatedMLP
 from .correction import Correction, Embed, Shape, table
 
+SLOTS_WEIGHT = 0.6
+"""Weight of the slots' own guesses next to the refined ones."""
+
 
 class Refiner(Correction):
     """A bias W2 x of the token after slot k, with x = y + MLP(y), y = a_k + sum_{j <= k} L[:, k, j] a_j and
@@ -45,6 +48,11 @@ class Refiner(Correction):
                                torch.zeros_like(known))
         path = torch.cat([*kept, path[..., len(kept) * self.rank :]], dim=-1)
         return path, torch.cat([state, mixed + self.mlp(mixed)], dim=-1)
+
+    @staticmethod
+    def weighed(weights: tuple[float, ...], progress: float) -> tuple[float, ...]:
+        """The slots' own guesses count less."""
+        return weights + tuple(SLOTS_WEIGHT * weight for weight in weights)
 
     def initialise(self, table_VD: Tensor) -> None:
         """No bias yet, where the paper starts with a random one."""

@@ -40,8 +40,6 @@ class BorrowingDrafter(Drafter[State]):
         UserError: if the draft vocabulary is larger than the target's.
     """
 
-    config_class: ClassVar[type[DrafterConfig]]
-    """The family's own settings."""
     has_block: ClassVar[bool] = False
     """Whether drafters of the family may have decoder layers, whose shape an artifact then describes."""
     block_class: ClassVar[Any] = BlockConfig
@@ -99,11 +97,6 @@ class BorrowingDrafter(Drafter[State]):
                 if start is not None:
                     drafter.take_over(start)
         return drafter
-
-    @classmethod
-    def fitted(cls, config: Any, target: Target) -> tuple[Any, Any]:
-        """(settings for this target, shape of the decoder layers). Raises UserError when they do not fit it."""
-        return config, None
 
     @abstractmethod
     def initialise(self, target: Target) -> None:

@@ -13,13 +13,13 @@ from draftsmith.data.answers.answering import source_of
 from draftsmith.data.answers.shard_queue import FinishedShard, ShardQueue
 from draftsmith.data.prompts.given_answers import GivenAnswers
 from draftsmith.data.store.token_store import SOURCES
-from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
-from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules import DecodeSettings, Medusa, Request, Target, UserError, decode
+from draftsmith.modules.drafters.medusa import MedusaConfig
 from draftsmith.modules.policies.static_tree import Chain, StaticTree
 from draftsmith.modules.token_tree import Topology
 from draftsmith.modules.verification.acceptance_rules import AcceptAll
 from draftsmith.recipes.stages.answer_workers import require_teacher
-from draftsmith.trainers import MedusaModule, MedusaTrainConfig
+from draftsmith.trainers import draft_module, train_config
 from support import prompt_files
 from support.drafters import ScriptedDrafter
 from support.forked_workers import Killed
@@ -129,8 +129,8 @@ def test_the_chain_is_no_longer_than_the_family_reaches(tiny_target: Target) -> 
 
 def test_a_hard_objective_is_refused_on_a_drafts_words(tiny_target: Target) -> None:
     with pytest.raises(UserError, match=r"a draft writes train rows, .* objective is hard .*; choose another"):
-        require_teacher(MedusaModule(tiny_target, MedusaTrainConfig(objective="hard")))
-    require_teacher(MedusaModule(tiny_target, MedusaTrainConfig(objective="lk_hybrid")))
+        require_teacher(draft_module(Medusa)(tiny_target, train_config(Medusa)(objective="hard")))
+    require_teacher(draft_module(Medusa)(tiny_target, train_config(Medusa)(objective="lk_hybrid")))
 
 
 # Given text -----------------------------------------------------------------------------------------------------------

@@ -18,16 +18,15 @@ from draftsmith.data import Manifest
 from draftsmith.data.batches import datamodule
 from draftsmith.data.batches.datamodule import THREAD, BatchConfig, DraftDataModule, Prefetched
 from draftsmith.data.store.feature_shards import FINAL, state_file
-from draftsmith.modules import Features, MedusaConfig, Target, UserError, progress
+from draftsmith.modules import Features, Medusa, MedusaConfig, Target, UserError, progress
 from draftsmith.recipes.__main__ import main
-from draftsmith.trainers import fit
-from draftsmith.trainers.drafters.medusa import MedusaModule, MedusaTrainConfig
+from draftsmith.trainers import DraftModule, draft_module, fit, train_config
 from support.prompt_files import conversations
 from support.stored_states import encode
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CONFIG = BatchConfig(row_length=96, rows_per_batch=2)
-TRAIN = MedusaTrainConfig(drafter=MedusaConfig(num_heads=1), max_steps=5, warmup_steps=1, checkpoint_every=2,
+TRAIN = train_config(Medusa)(drafter=MedusaConfig(num_heads=1), max_steps=5, warmup_steps=1, checkpoint_every=2,
                           validate_every=5, accumulate=2, accelerator="cpu", precision="32-true")
 
 
@@ -174,9 +173,13 @@ def data(folder: Path, **changes: Any) -> DraftDataModule:
 class Power(Exception):
     """An interruption of the run."""
 
+PLAIN = draft_module(Medusa)
 
-class Interrupted(MedusaModule):
+
+class Interrupted(DraftModule):
     """A module whose training ends amid an epoch and amid an optimizer step."""
+
+    drafter_class = Medusa
 
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -185,8 +188,10 @@ class Interrupted(MedusaModule):
             raise Power
 
 
-class Terminated(MedusaModule):
+class Terminated(DraftModule):
     """A module whose training is asked to end in its second step."""
+
+    drafter_class = Medusa
 
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -198,7 +203,7 @@ class Terminated(MedusaModule):
 def test_a_run_ends_in_the_same_bits_with_prefetching_without_and_resumed(
     states: Any, stored: Path, tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trained(ahead: int, out: Path, kind: type[MedusaModule] = MedusaModule) -> bytes:
+    def trained(ahead: int, out: Path, kind: type[DraftModule] = PLAIN) -> bytes:
         monkeypatch.setattr(datamodule, "AHEAD", ahead)
         fit(kind(tiny_target, TRAIN), data(stored, states=states), out, progress=False)
         return (out / "best.safetensors").read_bytes()
@@ -216,13 +221,13 @@ def test_a_request_to_end_leaves_no_thread_and_the_run_goes_on(stored: Path, tmp
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     # A short training has no line in a log.
     monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
-    whole = fit(MedusaModule(tiny_target, TRAIN), data(stored), tmp_path / "whole", progress=True)
+    whole = fit(draft_module(Medusa)(tiny_target, TRAIN), data(stored), tmp_path / "whole", progress=True)
     assert ", data wait % " in capfd.readouterr().err
     assert 0 < whole.data_wait < 1
     with asked_to_end():
         fit(Terminated(tiny_target, TRAIN), data(stored), tmp_path / "parts", progress=False)
     assert threads() == []
-    fit(MedusaModule(tiny_target, TRAIN), data(stored), tmp_path / "parts", progress=False)
+    fit(draft_module(Medusa)(tiny_target, TRAIN), data(stored), tmp_path / "parts", progress=False)
     assert (tmp_path / "parts/best.safetensors").read_bytes() == (tmp_path / "whole/best.safetensors").read_bytes()
 
 
@@ -238,7 +243,7 @@ def test_states_that_are_altered_while_they_are_read_end_the_training(
         content[-1] ^= 1
         file.write_bytes(content)
     with pytest.raises(UserError, match=r"final-train-\S+ was altered while training reads it; run draftsmith distill"):
-        fit(MedusaModule(tiny_target, TRAIN), batches, tmp_path / "out", progress=False)
+        fit(draft_module(Medusa)(tiny_target, TRAIN), batches, tmp_path / "out", progress=False)
     for file in files:
         file.unlink()
     with pytest.raises(UserError, match=r"final-train-\S+ is gone while training reads it \(No such file"):

@@ -20,11 +20,11 @@ from draftsmith.data.store.feature_shards import (
     unpacked,
 )
 from draftsmith.data.store.feature_store import Encoding, ShardStates
-from draftsmith.modules import Eagle3Config, Target, UserError
+from draftsmith.modules import Eagle3, Eagle3Config, Target, UserError
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.memory_plan import plan_recipe
 from draftsmith.recipes.commands.pipeline import COMMANDS
-from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
+from draftsmith.trainers import draft_module, train_config
 from safetensors.torch import load_file
 from support.prompt_files import conversations
 from support.stored_states import encode
@@ -143,7 +143,8 @@ def test_the_loss_on_stored_states_is_that_on_computed_ones(name: str | None, bo
     config = BatchConfig(row_length=96, rows_per_batch=2)
     stored = DraftDataModule(folder, replace(config, states_format=name), TAPS)
     computed = DraftDataModule(folder, replace(config, states="computed"), TAPS)
-    module = Eagle3Module(tiny_target, Eagle3TrainConfig(objective="soft", drafter=Eagle3Config(steps=2, taps=TAPS)))
+    module = draft_module(Eagle3)(tiny_target, train_config(Eagle3)(
+        objective="soft", drafter=Eagle3Config(steps=2, taps=TAPS)))
     module.configure_model()
     assert all(torch.equal(stored.packed_batch(number).text.tokens_BL, computed.packed_batch(number).text.tokens_BL)
                for number in range(3))

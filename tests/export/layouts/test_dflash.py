@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.export import Artifact, ExportSettings, ImportSettings, import_drafter, read_description
-from draftsmith.export.layouts.dflash import KINDS, TEMPERATURES
+from draftsmith.export.layouts.dflash import TEMPERATURES
 from draftsmith.export.layouts.parts.export_format import Places
 from draftsmith.export.layouts.parts.read_shapes import vocabulary_marks
 from draftsmith.export.layouts.registry import formats_of
 from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target, UserError
+from draftsmith.modules.layouts.block import KINDS
 from draftsmith.recipes.__main__ import main
 from draftsmith.trainers.train_config import continued_settings
 from gguf import GGUFReader

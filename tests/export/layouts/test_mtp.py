@@ -13,8 +13,7 @@ from draftsmith.export.stored_drafter import load_drafter
 from draftsmith.modules import Mtp, MtpConfig, Target, Topology, UserError
 from draftsmith.modules.files.atomic_files import file_sha256
 from draftsmith.recipes.__main__ import main
-from draftsmith.trainers import fit
-from draftsmith.trainers.drafters.mtp import MtpModule, MtpTrainConfig
+from draftsmith.trainers import draft_module, fit, train_config
 from draftsmith.trainers.train_config import Start
 from safetensors.torch import load_file, save_file
 from support.cycle import CycleData
@@ -55,7 +54,8 @@ def test_import_continue_export(line: str, tmp_path: Path) -> None:
     assert """--speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'""" in text
     assert "--speculative-algorithm NEXTN" in text
     # Continued it changes the head alone.
-    module = MtpModule(target, MtpTrainConfig(drafter=MtpConfig(steps=2), max_steps=3, lr=1e-2, checkpoint_every=3,
+    module = draft_module(Mtp)(target, train_config(Mtp)(
+        drafter=MtpConfig(steps=2), max_steps=3, lr=1e-2, checkpoint_every=3,
                                               validate_every=3, precision="32-true"))
     stored = load_drafter(tmp_path / "artifact", target)
     module.continue_from(Start(drafter=stored.drafter, weights_sha256=stored.config["weights_sha256"]))

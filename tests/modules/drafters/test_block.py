@@ -23,7 +23,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.drafters.block import BlockState
 from draftsmith.modules.token_tree import TokenTree
-from draftsmith.trainers import BlockModule, BlockTrainConfig
+from draftsmith.trainers import draft_module, train_config
 from references.block import plain_slots
 from support.families import randomised
 from support.wrapped_drafter import Wrapped
@@ -230,7 +230,7 @@ def test_slots_learn_the_tokens_of_their_alignment(aligned: Any, shift: int, tin
     """Rotary positions tell the slots apart: on a cycle, whose token is the state, each learns the one its own distance
     ahead; labels one place off do not make it a useful drafter."""
     config = BlockDraftConfig(block_size=3, aligned=aligned, num_layers=1)
-    module = BlockModule(tiny_target, BlockTrainConfig(drafter=config, objective="hard"))
+    module = draft_module(BlockDraft)(tiny_target, train_config(BlockDraft)(drafter=config, objective="hard"))
     torch.manual_seed(0)
     module.configure_model()
     drafter = module.drafter.train()
@@ -297,7 +297,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], message: str,
 def test_a_loss_that_slots_do_not_have_is_refused() -> None:
     """Before a target answers, not in the first step of a training."""
     with pytest.raises(UserError, match=r"feature_weight is 0.5, but slots estimate no state of the target; set"):
-        BlockTrainConfig(feature_weight=0.5)
+        train_config(BlockDraft)(feature_weight=0.5)
 
 
 def test_rows_too_short_for_a_block_are_refused(tiny_target: Target) -> None:

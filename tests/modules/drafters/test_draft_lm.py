@@ -33,7 +33,7 @@ from draftsmith.modules.target.loading.hf_folder import folder_digest
 from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.modules.tuning.step_timing import BATCHES
-from draftsmith.trainers import DraftLMModule, DraftLMTrainConfig
+from draftsmith.trainers import draft_module, train_config
 from references.mask_tokens import state_behind
 from support.campaign_targets import build
 from support.families import randomised
@@ -374,10 +374,10 @@ def test_a_checkpoint_of_another_model_in_the_folder_is_refused(tiny_target: Tar
     """Same settings and same folder with another model in it."""
     config, none = DraftLMConfig(num_layers=1, hidden_size=16), {"total": {"ready": 0}, "current": {"ready": 0}}
     checkpoint: dict[str, Any] = {"global_step": 0, "loops": {"fit_loop": {"epoch_loop.batch_progress": none}}}
-    settings = DraftLMTrainConfig(drafter=DraftLMConfig(folder=str(tmp_path / "draft")))
+    settings = train_config(DraftLM)(drafter=DraftLMConfig(folder=str(tmp_path / "draft")))
     for model in (made(config, tiny_target), DraftLM.create(config, tiny_target)):
         exported(model, tiny_target, tmp_path / "draft")
-        module = DraftLMModule(tiny_target, settings)
+        module = draft_module(DraftLM)(tiny_target, settings)
         module.configure_model()
         if "draftsmith" in checkpoint:
             with pytest.raises(UserError, match=r"other settings \(model_in_folder is '\w{64}', was '\w{64}'\)"):
@@ -413,7 +413,7 @@ def test_settings_that_do_not_fit_the_target_are_refused(
     settings: dict[str, Any], told: str, tiny_target: Target
 ) -> None:
     with pytest.raises(UserError, match=told):
-        DraftLMModule(tiny_target, DraftLMTrainConfig(drafter=DraftLMConfig(**settings)))
+        draft_module(DraftLM)(tiny_target, train_config(DraftLM)(drafter=DraftLMConfig(**settings)))
 
 
 def foreign(folder: Path, vocab_size: int) -> Path:
@@ -426,7 +426,7 @@ def foreign(folder: Path, vocab_size: int) -> Path:
 def test_another_vocabulary_is_refused(tiny_target: Target, tmp_path: Path) -> None:
     config = DraftLMConfig(folder=str(foreign(tmp_path, 90)))
     with pytest.raises(UserError, match=r"vocabulary of 90 tokens, tiny-random one of 100; .*leave folder out"):
-        DraftLMModule(tiny_target, DraftLMTrainConfig(drafter=config))
+        draft_module(DraftLM)(tiny_target, train_config(DraftLM)(drafter=config))
     other = made(DraftLMConfig(num_layers=1), tiny_target)
     with pytest.raises(UserError, match="vocabulary of 100 tokens, odd one of 90"):
         other.bind(Target(AutoModelForCausalLM.from_pretrained(tmp_path), tiny_tokenizer(), name="odd"))
@@ -473,7 +473,7 @@ def test_ids_descriptions_and_training_settings_must_fit(tiny_target: Target) ->
     with pytest.raises(UserError, match="vocabulary_size is 7 but 6 token ids were given"):
         DraftLM.create(DraftLMConfig(vocabulary_size=7), tiny_target, IDS)
     with pytest.raises(UserError, match="were not counted"):
-        DraftLMModule(tiny_target, DraftLMTrainConfig(drafter=DraftLMConfig(vocabulary_size=7)))
+        draft_module(DraftLM)(tiny_target, train_config(DraftLM)(drafter=DraftLMConfig(vocabulary_size=7)))
     with pytest.raises(UserError, match="is described by"):
         DraftLM.rebuild({"layers": 2}, tiny_target.identity)
 

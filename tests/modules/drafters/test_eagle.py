@@ -4,6 +4,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,9 @@ from draftsmith.modules.drafters.parts.decoder_block import AttentionContext
 from draftsmith.modules.drafters.parts.feature_drafter import chosen_taps
 from draftsmith.modules.drafters.parts.training_time_test import Rollout
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from draftsmith.trainers.drafters.eagle import EagleModule, EagleTrainConfig
-from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
+from draftsmith.trainers import DraftModule, draft_module, train_config
 from references.eagle import PlainRollout, fspad, harmonised
+from support.cycle import cycle_rows, cycle_target
 from support.families import randomised
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -229,14 +230,14 @@ def test_a_new_drafter_passes_the_targets_state_on(tiny_target: Target) -> None:
 
 
 def test_each_step_is_compared_with_the_state_it_estimates(tiny_target: Target) -> None:
-    config = EagleTrainConfig(drafter=EagleConfig(steps=2), feature_weight=10.0)
-    module = EagleModule(tiny_target, config)
+    config = train_config(Eagle)(drafter=EagleConfig(steps=2), feature_weight=10.0)
+    module = draft_module(Eagle)(tiny_target, config)
     drafter = module.drafter = Eagle.create(config.drafter, tiny_target)
     randomised(drafter).train()
     features = packed(tiny_target, drafter)
     with torch.no_grad():
         told = module.loss(features)
-        plain = EagleModule(tiny_target, dataclasses.replace(config, feature_weight=0.0))
+        plain = draft_module(Eagle)(tiny_target, dataclasses.replace(config, feature_weight=0.0))
         plain.drafter = drafter
         expected, states = 0.0, drafter.rollout(features, 2, Rollout(features))
         for step, offset in ((0, 2), (1, 3)):
@@ -278,7 +279,7 @@ def test_noise_is_added_in_training_alone(tiny_target: Target) -> None:
 
 def test_training_learns_the_targets_states_and_tokens(tiny_target: Target) -> None:
     """With the paper's own objective, on the target's own states and distributions."""
-    module = EagleModule(tiny_target, EagleTrainConfig())
+    module = draft_module(Eagle)(tiny_target, train_config(Eagle)())
     drafter = module.drafter = Eagle.create(EagleConfig(), tiny_target)
     features = packed(tiny_target, drafter)
     optimizer = torch.optim.AdamW(drafter.train().parameters(), lr=3e-3)
@@ -304,9 +305,9 @@ def test_the_rotary_base_is_the_targets_unless_given(tiny_target: Target) -> Non
 # FSPAD ----------------------------------------------------------------------------------------------------------------
 
 
-def halved(target: Target) -> tuple[EagleModule, Features]:
+def halved(target: Target) -> tuple[DraftModule, Features]:
     """A drafter with both changes in training, and a batch."""
-    module = EagleModule(target, EagleTrainConfig(drafter=FSPAD))
+    module = draft_module(Eagle)(target, train_config(Eagle)(drafter=FSPAD))
     drafter = module.drafter = Eagle.create(FSPAD, target)
     randomised(drafter).train()
     return module, packed(target, drafter)
@@ -366,7 +367,7 @@ def test_each_loss_trains_its_own_state_only(
 
 
 def test_both_states_start_as_the_targets_and_all_weights_get_gradients(tiny_target: Target) -> None:
-    module = EagleModule(tiny_target, EagleTrainConfig(drafter=FSPAD))
+    module = draft_module(Eagle)(tiny_target, train_config(Eagle)(drafter=FSPAD))
     drafter = module.drafter = Eagle.create(FSPAD, tiny_target)
     features = text(tiny_target, drafter, list(range(20, 30)))
     plain = Eagle.create(EagleConfig(steps=2), tiny_target)
@@ -405,8 +406,8 @@ def test_fspad_adds_the_expected_number_of_weights(sampling: bool, partial: bool
 def test_a_state_without_a_loss_is_refused() -> None:
     with pytest.raises(UserError, match=r"partial_alignment has a state that only feature_weight trains, got "
                                         r"feature_weight 0.0; set it above 0 .*, or partial_alignment to false"):
-        EagleTrainConfig(drafter=EagleConfig(partial_alignment=True), feature_weight=0.0)
-    EagleTrainConfig(drafter=EagleConfig(feature_sampling=True), feature_weight=0.0)
+        train_config(Eagle)(drafter=EagleConfig(partial_alignment=True), feature_weight=0.0)
+    train_config(Eagle)(drafter=EagleConfig(feature_sampling=True), feature_weight=0.0)
 
 
 # EAGLE-3 --------------------------------------------------------------------------------------------------------------
@@ -533,7 +534,7 @@ def test_widths_that_do_not_go_together_are_refused(config: Eagle3Config, told: 
     with pytest.raises(UserError, match=told):
         Eagle3.create(config, tiny_target)
     with pytest.raises(UserError, match=told):
-        Eagle3Module(tiny_target, Eagle3TrainConfig(drafter=config))
+        draft_module(Eagle3)(tiny_target, train_config(Eagle3)(drafter=config))
 
 
 @pytest.mark.parametrize(("config", "told"), [
@@ -546,7 +547,7 @@ def test_a_tap_must_be_a_layer(config: Eagle3Config, told: str, tiny_target: Tar
     with pytest.raises(UserError, match=told):
         Eagle3.create(config, tiny_target)
     with pytest.raises(UserError, match=told):
-        Eagle3Module(tiny_target, Eagle3TrainConfig(drafter=config))
+        draft_module(Eagle3)(tiny_target, train_config(Eagle3)(drafter=config))
 
 
 @pytest.mark.parametrize(("settings", "told"), [
@@ -567,7 +568,7 @@ def test_states_without_taps_and_a_feature_loss_are_refused(tiny_target: Target)
     features = text(tiny_target, drafter, list(range(20, 30)))
     with pytest.raises(ValueError, match=r"outputs of the target's layers \[0\] are missing; encode with drafter.taps"):
         drafter(dataclasses.replace(features, taps={1: features.taps[1]}))
-    module = Eagle3Module(tiny_target, Eagle3TrainConfig(feature_weight=1.0))
+    module = draft_module(Eagle3)(tiny_target, train_config(Eagle3)(feature_weight=1.0))
     module.drafter = drafter
     with pytest.raises(UserError, match="estimate none of the target's; set feature_weight to 0"):
         module.loss(features)
@@ -597,3 +598,16 @@ def test_what_does_not_fit_the_target_is_refused(tiny_target: Target) -> None:
     other = Eagle(EagleConfig(), SimpleNamespace(hidden_size=drafter.hidden_size, vocab_size=99), drafter.block)
     with pytest.raises(UserError, match=r"belongs to a target of width 32 and 99 tokens, but tiny-random has .* 100"):
         other.bind(tiny_target)
+
+
+@pytest.mark.parametrize(("family", "weights"), [(Eagle3, (1.0, 0.8, 0.8**2)), (Eagle, (1.0, 1.0, 1.0))])
+def test_each_step_has_its_weight(family: Any, weights: tuple[float, ...]) -> None:
+    target = cycle_target()
+    module = draft_module(family)(target, train_config(family)(drafter=family.config_class(steps=3)))
+    module.configure_model()
+    module.train()
+    learned = module.loss(target.encode(cycle_rows(3), module.drafter.taps))
+    assert learned.weights == weights
+    parts = [float(row[2]) for row in learned.sums_KC]
+    expected = sum(part * weight for part, weight in zip(parts, weights, strict=True))
+    assert float(learned.total.detach()) == pytest.approx(expected)

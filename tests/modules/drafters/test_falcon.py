@@ -23,7 +23,7 @@ from draftsmith.modules import (
 from draftsmith.modules.drafters.falcon import FalconState
 from draftsmith.modules.drafters.parts.lstm import LSTM
 from draftsmith.modules.drafters.parts.segment_steps import SegmentSteps
-from draftsmith.trainers import FalconModule, FalconTrainConfig
+from draftsmith.trainers import draft_module, train_config
 from references.falcon import told, torch_lstm
 from support.families import randomised
 
@@ -251,7 +251,7 @@ def test_ranks_cover_whole_blocks(tiny_target: Target) -> None:
 
 def test_training_learns_the_targets_states_and_tokens(tiny_target: Target) -> None:
     """With the default objective, on the target's own states and distributions."""
-    module = FalconModule(tiny_target, FalconTrainConfig())
+    module = draft_module(Falcon)(tiny_target, train_config(Falcon)())
     drafter, features = Falcon.create(FalconConfig(), tiny_target), packed(tiny_target)
     module.drafter = drafter.train()
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
@@ -314,3 +314,22 @@ def test_it_states_its_export_refusal(format_name: str, tiny_target: Target, tmp
     with pytest.raises(UserError, match="no serving engine runs a Falcon drafter"):
         export_artifact(load_artifact(tmp_path / "artifact", tiny_target), tiny_target, format_name, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_dropout_is_between_the_recurrent_layers_in_training(tiny_target_f64: Target) -> None:
+    made = draft_module(Falcon)(tiny_target_f64, train_config(Falcon)(drafter=FalconConfig(dropout=0.5)))
+    made.configure_model()
+    made.drafter.to(tiny_target_f64.dtype)
+    made.train()
+    # A new drafter's last recurrent layer gives zeros, dropped or not.
+    lstm, batch = randomised(made.drafter).train().lstm, packed(tiny_target_f64)
+    read = torch.randn(3, 18, 2 * tiny_target_f64.hidden_size, dtype=torch.float64)
+    first, second = (lstm(read, lstm.zero_memory(3))[0] for _ in range(2))
+    assert torch.equal(first[0], second[0]), "the input of the first layer is whole"
+    assert not torch.equal(first[1], second[1])
+    made.eval()
+    first, second = (lstm(read, lstm.zero_memory(3))[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert bool(torch.isfinite(made.loss(batch).total))
+    with pytest.raises(UserError, match=r"dropout must be below 1, got 1\.0; lower it"):
+        FalconConfig(dropout=1.0)

@@ -26,7 +26,7 @@ from draftsmith.modules import (
 from draftsmith.modules.drafters.parts.lookahead_drafter import LookaheadState, with_virtual_nodes
 from draftsmith.modules.interfaces.proposer import DraftState, Frontier, Observation
 from draftsmith.modules.token_tree import Lookahead
-from draftsmith.trainers.drafters.prompt_tokens import PromptTokensModule, PromptTokensTrainConfig
+from draftsmith.trainers import draft_module, train_config
 from references.lookahead import states_after
 from support.encoded_answers import encoded_answers
 from support.families import randomised
@@ -156,8 +156,8 @@ def test_virtual_nodes_follow_the_nodes_that_want_them() -> None:
 
 
 def test_gradients_reach_the_prompts_alone_and_insertions_lie_before_labels(tiny_target: Target) -> None:
-    config = PromptTokensTrainConfig(drafter=PromptTokensConfig(num_tokens=2, insertions=3))
-    module = PromptTokensModule(tiny_target, config)
+    config = train_config(PromptTokens)(drafter=PromptTokensConfig(num_tokens=2, insertions=3))
+    module = draft_module(PromptTokens)(tiny_target, config)
     module.configure_model()
     module.train()
     features = packed_rows()

@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "tests" / "support" / "new_family"
 OWN_FILES = {
     "drafter.py": "modules/drafters/bigram.py",
-    "module.py": "trainers/drafters/bigram.py",
     "recipe.yaml": "recipes/bigram.yaml",
     "cases.py": "tests/support/families/bigram.py",
     "own_tests.py": "tests/modules/drafters/test_bigram.py",
@@ -20,13 +19,7 @@ OWN_FILES = {
 }
 """The family's own files; it has no layout, since no serving engine has a format for it."""
 EDITS = {
-    "modules/__init__.py": (
-        ("from .baselines.ngrams import NgramConfig, Ngrams\n", "    from .drafters.bigram import Bigram\n"),
-    ),
-    "modules/families.py": (
-        ("from .drafters.block import BlockDraft\n", "from .drafters.bigram import Bigram\n"),
-        ("DRAFTERS: tuple[type[Drafter], ...] = (", "Bigram, "),
-    ),
+    "modules/families.py": (('FAMILIES = ("medusa", ', '"bigram", '),),
     "recipes/families.yaml": (("rows: [prompt_lookup, ", "bigram, "),),
     "recipes/targets/eight_billion.yaml": (
         ("by_family:\n", "  bigram:\n    drafter: {width: 1024, vocabulary_size: null}\n    train: {lr: 1.0e-3}\n"),),
@@ -97,7 +90,7 @@ def test_a_new_family_passes_the_tests_that_all_pass(copy: Path) -> None:
     # Its objective is the target's distribution, and one case has an output layer of its own: neither is named there.
     passed(output, "learns_a_deterministic_text[bigram]", "never_loaded_are_nan[bigram-own]", "generate", "artifact",
            "train_equals_decode", "plain_twin", "stages[bigram eight_billion]",
-           "module_in_the_file_of_its_name[bigram]", "table_of_the_families", "keys_of_the_code", "test_readme.py",
+           "module_and_its_settings[bigram]", "table_of_the_families", "keys_of_the_code", "test_readme.py",
            "star_and_the_floors[modules]")
 
 

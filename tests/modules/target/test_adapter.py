@@ -9,8 +9,8 @@ from draftsmith.modules import Adapter, DecodeSettings, Features, Request, Targe
 from draftsmith.modules.target.adapter import LowRank, choose_layers
 from draftsmith.modules.target.loading.identity import hash_weights
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from draftsmith.trainers.drafters import lora
-from draftsmith.trainers.drafters.lora import LearningTarget, LoraConfig
+from draftsmith.trainers import lora
+from draftsmith.trainers.lora import LearningTarget, LoraConfig
 from support.targets import random_adapter, tied_target
 
 TOKENS = torch.tensor([[5, 9, 30, 31, 60, 7, 8, 44]])

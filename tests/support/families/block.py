@@ -3,14 +3,13 @@
 from dataclasses import replace
 
 import torch
-from draftsmith.modules import BlockDraftConfig
-from draftsmith.trainers.drafters.block import BlockModule, BlockTrainConfig
+from draftsmith.modules import BlockDraft, BlockDraftConfig
 from support.cases import IDS, Case, case
 
 
 def _block(config: BlockDraftConfig, ids: torch.Tensor | None = None) -> Case:
     # The cycle is not the target's own text: its distributions do not help. Slots start from masks and learn slowly.
-    return replace(case(BlockModule, BlockTrainConfig, config, ids, objective="hard"), steps=160)
+    return replace(case(BlockDraft, config, ids, objective="hard"), steps=160)
 
 
 CASES = {

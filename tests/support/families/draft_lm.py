@@ -1,13 +1,12 @@
 """Draft language models: token by token, over few tokens, with mask tokens."""
 
-from draftsmith.modules import DraftLMConfig
-from draftsmith.trainers.drafters.draft_lm import DraftLMModule, DraftLMTrainConfig
+from draftsmith.modules import DraftLM, DraftLMConfig
 from support.cases import IDS, case
 
 CASES = {
-    "draft-lm": case(DraftLMModule, DraftLMTrainConfig, DraftLMConfig(num_layers=2, hidden_size=24)),
-    "draft-lm-reduced": case(DraftLMModule, DraftLMTrainConfig, DraftLMConfig(
+    "draft-lm": case(DraftLM, DraftLMConfig(num_layers=2, hidden_size=24)),
+    "draft-lm-reduced": case(DraftLM, DraftLMConfig(
         layers=(0, 1), vocabulary_size=len(IDS), freeze_embedding=True), IDS),
-    "draft-lm-depths": case(DraftLMModule, DraftLMTrainConfig, DraftLMConfig(
+    "draft-lm-depths": case(DraftLM, DraftLMConfig(
         num_layers=2, hidden_size=32, depths=3)),
 }

@@ -1,8 +1,7 @@
 """EAGLE-1, also trained by HASS and with FSPAD's changes."""
 
 import torch
-from draftsmith.modules import EagleConfig
-from draftsmith.trainers.drafters.eagle import EagleModule, EagleTrainConfig
+from draftsmith.modules import Eagle, EagleConfig
 from support.cases import IDS, Case, case
 
 
@@ -10,7 +9,7 @@ def _eagle(config: EagleConfig, ids: torch.Tensor | None = None) -> Case:
     # The cycle is not the target's own text: its distributions and states do not help. A state that only the feature
     # loss trains needs it all the same.
     weight = float(config.partial_alignment)
-    return case(EagleModule, EagleTrainConfig, config, ids, objective="hard", feature_weight=weight)
+    return case(Eagle, config, ids, objective="hard", feature_weight=weight)
 
 
 CASES = {

@@ -1,13 +1,12 @@
 """EAGLE-3 and EAGLE-3.1, also with more layers or another width."""
 
 import torch
-from draftsmith.modules import Eagle3Config
-from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
+from draftsmith.modules import Eagle3, Eagle3Config
 from support.cases import IDS, Case, case
 
 
 def _eagle3(config: Eagle3Config, ids: torch.Tensor | None = None) -> Case:
-    return case(Eagle3Module, Eagle3TrainConfig, config, ids, objective="hard")
+    return case(Eagle3, config, ids, objective="hard")
 
 
 CASES = {

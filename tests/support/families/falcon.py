@@ -1,14 +1,13 @@
 """Falcon with blocks of several sizes."""
 
 import torch
-from draftsmith.modules import FalconConfig
-from draftsmith.trainers.drafters.falcon import FalconModule, FalconTrainConfig
+from draftsmith.modules import Falcon, FalconConfig
 from support.cases import IDS, Case, case
 
 
 def _falcon(config: FalconConfig, ids: torch.Tensor | None = None) -> Case:
     # The cycle is not the target's own text: its distributions and states do not help.
-    return case(FalconModule, FalconTrainConfig, config, ids, objective="hard", feature_weight=0.0)
+    return case(Falcon, config, ids, objective="hard", feature_weight=0.0)
 
 
 CASES = {

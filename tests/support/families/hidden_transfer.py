@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-from draftsmith.modules import HiddenTransferConfig
-from draftsmith.trainers.drafters.hidden_transfer import HiddenTransferModule, HiddenTransferTrainConfig
+from draftsmith.modules import HiddenTransfer, HiddenTransferConfig
 from support.cases import case
 
 CASES = {
     # The cycle is not the target's own text: its distributions do not help.
-    "hidden-transfer": replace(case(HiddenTransferModule, HiddenTransferTrainConfig, HiddenTransferConfig(),
+    "hidden-transfer": replace(case(HiddenTransfer, HiddenTransferConfig(),
                                     objective="hard"), steps=180),
 }

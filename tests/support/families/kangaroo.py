@@ -3,14 +3,13 @@
 from dataclasses import replace
 
 import torch
-from draftsmith.modules import KangarooConfig
-from draftsmith.trainers.drafters.kangaroo import KangarooModule, KangarooTrainConfig
+from draftsmith.modules import Kangaroo, KangarooConfig
 from support.cases import IDS, Case, case
 
 
 def _kangaroo(config: KangarooConfig, ids: torch.Tensor | None = None) -> Case:
     # The cycle is not the target's own text: its distributions do not help. The adapter has no MLP and learns slowly.
-    return replace(case(KangarooModule, KangarooTrainConfig, config, ids, objective="hard"), steps=280)
+    return replace(case(Kangaroo, config, ids, objective="hard"), steps=280)
 
 
 CASES = {

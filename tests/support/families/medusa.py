@@ -1,17 +1,16 @@
 """Medusa heads alone, and trained with the target (Medusa-2)."""
 
 import torch
-from draftsmith.modules import Adapter, MedusaConfig, Target
+from draftsmith.modules import Adapter, Medusa, MedusaConfig, Target
 from draftsmith.modules.target.adapter import LowRank, choose_layers
-from draftsmith.trainers.drafters.lora import ALPHA, LoraConfig
-from draftsmith.trainers.drafters.medusa import MedusaModule, MedusaTrainConfig
-from draftsmith.trainers.drafters.medusa2 import Medusa2Module, Medusa2TrainConfig
+from draftsmith.trainers.lora import ALPHA, LoraConfig
+from draftsmith.trainers.medusa2 import Medusa2Module
 from support.cases import IDS, Case, case
 
 
 def _with_target(config: MedusaConfig, rank: int) -> Case:
     """Medusa-2, decoding with a target that has changed."""
-    heads = case(Medusa2Module, Medusa2TrainConfig, config, lora=LoraConfig(rank=rank))
+    heads = case(Medusa, config, module=Medusa2Module, lora=LoraConfig(rank=rank))
 
     def change(target: Target) -> Adapter:
         generator = torch.Generator().manual_seed(4)
@@ -27,11 +26,11 @@ def _with_target(config: MedusaConfig, rank: int) -> Case:
 
 
 CASES = {
-    "medusa": case(MedusaModule, MedusaTrainConfig, MedusaConfig(num_heads=3, num_layers=3)),
-    "medusa-copy": case(MedusaModule, MedusaTrainConfig, MedusaConfig(num_heads=2, output="copy")),
-    "medusa-copy-reduced": case(MedusaModule, MedusaTrainConfig, MedusaConfig(
+    "medusa": case(Medusa, MedusaConfig(num_heads=3, num_layers=3)),
+    "medusa-copy": case(Medusa, MedusaConfig(num_heads=2, output="copy")),
+    "medusa-copy-reduced": case(Medusa, MedusaConfig(
         num_heads=2, num_layers=2, output="copy", vocabulary_size=len(IDS)), IDS),
-    "medusa-one-copy": case(MedusaModule, MedusaTrainConfig, MedusaConfig(
+    "medusa-one-copy": case(Medusa, MedusaConfig(
         num_heads=3, output="one_copy", vocabulary_size=len(IDS)), IDS),
     "medusa-2": _with_target(MedusaConfig(num_heads=3), rank=4),
     "medusa-2-copy": _with_target(MedusaConfig(num_heads=2, output="copy"), rank=2),

@@ -6,7 +6,7 @@ import torch
 from draftsmith.modules import Mtp, MtpConfig, Target
 from draftsmith.modules.drafters.mtp import HeadShape
 from draftsmith.modules.target.submodel import fields_of, one_layer
-from draftsmith.trainers.drafters.mtp import MtpModule, MtpTrainConfig
+from draftsmith.trainers import DraftModule, draft_module, train_config
 from draftsmith.trainers.train_config import Start
 from support.cases import IDS, Case
 
@@ -20,11 +20,11 @@ def head(target: Target, *, state_first: bool = False) -> Mtp:
 
 
 def _case(config: MtpConfig, ids: torch.Tensor | None = None, *, state_first: bool = False) -> Case:
-    def made(target: Target, **given: Any) -> MtpModule:
+    def made(target: Target, **given: Any) -> DraftModule:
         counts = torch.zeros(target.vocab_size)
         if ids is not None:
             counts[ids] = 1.0
-        module = MtpModule(target, MtpTrainConfig(drafter=config, **given), token_counts=counts)
+        module = draft_module(Mtp)(target, train_config(Mtp)(drafter=config, **given), token_counts=counts)
         module.continue_from(Start(drafter=head(target, state_first=state_first), weights_sha256=""))
         return module
 

@@ -5,9 +5,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from draftsmith.modules import PromptTokensConfig, Target
+from draftsmith.modules import PromptTokens, PromptTokensConfig, Target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from draftsmith.trainers.drafters.prompt_tokens import PromptTokensModule, PromptTokensTrainConfig
+from draftsmith.trainers import draft_module, train_config
 from support.cases import IDS, Case, case
 from support.cycle import cycle_rows, cycle_target
 
@@ -19,7 +19,7 @@ def _guessing_weights() -> dict[str, Any]:
     A few embeddings cannot make a random model guess: a real one has seen text from which it can.
     """
     target = cycle_target()
-    module = PromptTokensModule(target, PromptTokensTrainConfig(objective="hard", seed=1))
+    module = draft_module(PromptTokens)(target, train_config(PromptTokens)(objective="hard", seed=1))
     module.configure_model()
     start_SD = module.drafter.prompts.data
     start_SD += 0.15 * torch.randn(start_SD.shape, generator=torch.Generator().manual_seed(9))
@@ -46,7 +46,7 @@ def guessing_target() -> Target:
 
 def _prompts(config: PromptTokensConfig, ids: torch.Tensor | None = None) -> Case:
     # The cycle is not the target's own text: its distributions do not help.
-    made = case(PromptTokensModule, PromptTokensTrainConfig, config, ids, objective="hard")
+    made = case(PromptTokens, config, ids, objective="hard")
     return replace(made, steps=200, lr=2e-2, teacher=guessing_target)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..features import Features
-from ..interfaces.drafter import DrafterConfig, Drafts, FamilyCard
+from ..interfaces.drafter import DrafterConfig, Drafts, FamilyCard, Training
 from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
 from ..target.draft_vocabulary import OwnOutput
 from ..target.model import Target
@@ -41,6 +41,7 @@ class Bigram(BorrowingDrafter[DraftState]):
 
     config: BigramConfig
     config_class = BigramConfig
+    trained_as = Training(objective="soft")
     reads_states = False
     unrolls = 0  # Its only step, applied repeatedly.
 

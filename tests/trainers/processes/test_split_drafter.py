@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Target, UserError, processes
-from draftsmith.trainers import Medusa2Module, Medusa2TrainConfig, MedusaTrainConfig
+from draftsmith.modules import Medusa, Target, UserError, processes
+from draftsmith.trainers import Medusa2Module, Medusa2TrainConfig, train_config
 from draftsmith.trainers.fitting import require_devices
 from draftsmith.trainers.train_config import ZERO_STAGES
 from safetensors.torch import load_file
@@ -163,18 +163,18 @@ def test_a_changed_target_is_not_split(strategy: str, tiny_target: Target) -> No
 def test_zero_does_not_step_pieces_of_a_matrix_with_muon(stage: int) -> None:
     with pytest.raises(UserError, match=rf"muon orthogonalises whole matrices, and train\.strategy deepspeed_stage_"
                                         rf"{stage} steps pieces .* train\.optimizer: adamw, or train\.strategy: ddp"):
-        require_devices(MedusaTrainConfig(strategy=f"deepspeed_stage_{stage}", optimizer="muon", accelerator="cpu"))
+        require_devices(train_config(Medusa)(strategy=f"deepspeed_stage_{stage}", optimizer="muon", accelerator="cpu"))
 
 
 def test_zero_without_deepspeed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"train\.strategy deepspeed_stage_2 needs DeepSpeed, which is not installed; "
                                         r"run pip install 'draftsmith\[deepspeed\]', or set train\.strategy: ddp"):
-        require_devices(MedusaTrainConfig(strategy="deepspeed_stage_2", accelerator="cpu"))
+        require_devices(train_config(Medusa)(strategy="deepspeed_stage_2", accelerator="cpu"))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp", "fsdp_cpu_offload", "deepspeed_stage_2_offload", "deepspeed",
                                       "ddp_spawn", "ddp_find_unused_parameters_true", "single_device", ""])
 def test_strategies_that_would_learn_something_else_are_refused(strategy: str) -> None:
     with pytest.raises(UserError, match=r"train\.strategy must be one of auto, ddp, deepspeed_stage_1, .*got '"):
-        require_devices(MedusaTrainConfig(strategy=strategy, accelerator="cpu"))
+        require_devices(train_config(Medusa)(strategy=strategy, accelerator="cpu"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.processes import Processes
-from draftsmith.trainers.drafters.medusa2 import Medusa2TrainConfig
+from draftsmith.trainers.medusa2 import Medusa2TrainConfig
 from draftsmith.trainers.steps import optimizers
 from draftsmith.trainers.steps.optimizers import MUON_RATE, Muon, Together, optimizer_for, products_for
 from references.muon import plain_muon

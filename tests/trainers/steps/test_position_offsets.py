@@ -6,18 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Eagle3Config, Features, Target, UserError
+from draftsmith.modules import Eagle, Eagle3, Eagle3Config, Falcon, Features, Target, UserError
 from draftsmith.modules.drafters.falcon import FalconConfig
-from draftsmith.trainers import fit
-from draftsmith.trainers.drafters.eagle import EagleModule, EagleTrainConfig
-from draftsmith.trainers.drafters.eagle3 import Eagle3Module, Eagle3TrainConfig
-from draftsmith.trainers.drafters.falcon import FalconModule, FalconTrainConfig
+from draftsmith.trainers import DraftModule, TrainConfig, draft_module, fit, train_config
 from draftsmith.trainers.steps import position_offsets
 from draftsmith.trainers.steps.position_offsets import PositionConfig, with_offsets
 from support.cycle import CycleData, cycle_target, interrupted
 from torch import Tensor
 
-SMALL = Eagle3TrainConfig(max_steps=6, lr=1e-2, warmup_steps=2, validate_every=3, validation_nodes=4,
+SMALL = train_config(Eagle3)(max_steps=6, lr=1e-2, warmup_steps=2, validate_every=3, validation_nodes=4,
                           checkpoint_every=2, accumulate=2, objective="hard", drafter=Eagle3Config(steps=3),
                           precision="32-true", accelerator="cpu", positions=PositionConfig(offset="max"))
 
@@ -40,8 +37,10 @@ class Seen(Exception):
     """Raised when a step reaches its loss."""
 
 
-class Watched(Eagle3Module):
+class Watched(DraftModule):
     """A module that stops at its loss and exposes the batch."""
+
+    drafter_class = Eagle3
 
     def loss(self, features: Features) -> Any:
         self.seen = features
@@ -53,7 +52,7 @@ def training_batch(target: Target, batch: Features, positions: PositionConfig) -
     module.configure_model()
     with pytest.raises(Seen):
         module.training_step(batch, 0)
-    return module.seen
+    return module.encoded(module.seen)
 
 
 def offsets(features: Features, **settings: int) -> Tensor:
@@ -95,16 +94,16 @@ def test_only_positions_change_and_the_target_reads_its_own(tiny_target: Target)
     assert all(torch.equal(far.taps[layer], states) for layer, states in plain.taps.items())
 
 
-@pytest.mark.parametrize(("kind", "config"), [(EagleModule, EagleTrainConfig), (FalconModule, FalconTrainConfig)])
-def test_every_feature_drafter_gets_the_same_offsets(kind: Any, config: Any, tiny_target: Target,
+@pytest.mark.parametrize("family", [Eagle, Falcon])
+def test_every_feature_drafter_gets_the_same_offsets(family: Any, tiny_target: Target,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(self: Any, features: Features) -> Any:
         seen.append(features)
         raise Seen
 
     seen: list[Features] = []
-    monkeypatch.setattr(kind, "loss", loss)
-    module = kind(tiny_target, config(positions=PositionConfig(offset=300)))
+    monkeypatch.setattr(draft_module(family), "loss", loss)
+    module = draft_module(family)(tiny_target, train_config(family)(positions=PositionConfig(offset=300)))
     module.configure_model()
     with pytest.raises(Seen):
         module.training_step(rows(), 0)
@@ -121,9 +120,11 @@ def test_the_highest_position_of_the_last_step_lies_inside_the_context(tiny_targ
 def test_the_last_position_of_the_last_block_lies_inside_the_context(tiny_target: Target) -> None:
     """A Falcon drafter of two blocks of two reads its own estimates three positions after a position."""
     highest = 0
-    config = FalconTrainConfig(positions=PositionConfig(offset="max"), drafter=FalconConfig(block_size=2, blocks=2))
+    config = train_config(Falcon)(positions=PositionConfig(offset="max"), drafter=FalconConfig(block_size=2, blocks=2))
 
-    class Far(FalconModule):
+    class Far(DraftModule):
+        drafter_class = Falcon
+
         def loss(self, features: Features) -> Any:
             nonlocal highest
             highest = max(highest, int(features.positions_BL.max()))
@@ -139,12 +140,12 @@ def test_the_last_position_of_the_last_block_lies_inside_the_context(tiny_target
 
 @pytest.mark.filterwarnings("ignore:validation decodes only")
 def test_a_resumed_run_repeats_its_offsets(tmp_path: Path) -> None:
-    def trained(name: str, config: Eagle3TrainConfig = SMALL) -> dict[str, Tensor]:
-        fit(Eagle3Module(cycle_target(), config), CycleData(), tmp_path / name, progress=False)
+    def trained(name: str, config: TrainConfig = SMALL) -> dict[str, Tensor]:
+        fit(draft_module(Eagle3)(cycle_target(), config), CycleData(), tmp_path / name, progress=False)
         return torch.load(tmp_path / name / "last.ckpt", weights_only=True)["state_dict"]
 
     whole, near = trained("whole"), trained("near", dataclasses.replace(SMALL, positions=PositionConfig()))
-    with interrupted(Eagle3Module, 7):
+    with interrupted(draft_module(Eagle3), 7):
         trained("parts")
     parts = trained("parts")
     assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
@@ -161,13 +162,13 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) ->
 
 
 def test_an_offset_beyond_the_context_is_refused(tiny_target: Target) -> None:
-    config = Eagle3TrainConfig(positions=PositionConfig(offset=512))
+    config = train_config(Eagle3)(positions=PositionConfig(offset=512))
     with pytest.raises(UserError, match="offset is 512, but the context of tiny-random ends at 512 tokens; lower it"):
-        Eagle3Module(tiny_target, config)
+        draft_module(Eagle3)(tiny_target, config)
 
 
 def test_an_unknown_context_length_is_refused(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Target, "context_length", 1 << 30)
     with pytest.raises(UserError, match="configuration of tiny-random does not say how long its context is"):
-        Eagle3Module(tiny_target, SMALL)
-    Eagle3Module(tiny_target, dataclasses.replace(SMALL, positions=PositionConfig(offset=30_000)))
+        draft_module(Eagle3)(tiny_target, SMALL)
+    draft_module(Eagle3)(tiny_target, dataclasses.replace(SMALL, positions=PositionConfig(offset=30_000)))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
-from draftsmith.modules import Features, MedusaConfig, Target, UserError
-from draftsmith.trainers import MedusaModule, MedusaTrainConfig, fit
+from draftsmith.modules import Features, Medusa, MedusaConfig, Target, UserError
+from draftsmith.trainers import DraftModule, draft_module, fit, train_config
 from draftsmith.trainers.steps.checkpoints import READ_EVERY, StepGuard
 from lightning.pytorch.loggers import TensorBoardLogger
 from safetensors.torch import load_file
@@ -16,7 +16,7 @@ from support.cycle import CycleData, cycle_rows, cycle_target
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only")
-SETTINGS = MedusaTrainConfig(max_steps=16, lr=1e-2, warmup_steps=1, validate_every=100, validation_nodes=4,
+SETTINGS = train_config(Medusa)(max_steps=16, lr=1e-2, warmup_steps=1, validate_every=100, validation_nodes=4,
                              checkpoint_every=6, accumulate=2, drafter=MedusaConfig(num_heads=2), precision="32-true",
                              accelerator="cpu")
 
@@ -26,8 +26,10 @@ def target() -> Target:
     return cycle_target()
 
 
-class Broken(MedusaModule):
+class Broken(DraftModule):
     """A module whose loss is not a number in one micro-batch."""
+
+    drafter_class = Medusa
 
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
         if batch_idx == 28:
@@ -74,7 +76,7 @@ def test_figures_that_are_read_later_are_all_logged(target: Target, tmp_path: Pa
     for name in logged:
         monkeypatch.setattr(TensorBoardLogger, "log_metrics", lambda _self, metrics, step=None, name=name: (
             logged[name].append((step, metrics["loss"])) if "loss" in metrics else None))
-        fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path / name, progress=False)
+        fit(draft_module(Medusa)(target, SETTINGS), CycleData(), tmp_path / name, progress=False)
         request.getfixturevalue("read_later")
     assert [step for step, _ in logged["now"]] == list(range(1, 17))
     assert logged["later"] == logged["now"]
@@ -98,7 +100,9 @@ def test_the_rows_of_distilled_data_have_names(tiny_run: Path) -> None:
 
 
 def test_a_run_names_the_rows_of_a_wrong_step(copied_run: Path, target: Target) -> None:
-    class Fourth(MedusaModule):
+    class Fourth(DraftModule):
+        drafter_class = Medusa
+
         def training_step(self, batch: Features, batch_idx: int) -> Tensor:
             if batch_idx == 3:
                 self.drafter.heads[0][0].linear.bias.data.fill_(float("nan"))
@@ -112,15 +116,15 @@ def test_a_run_names_the_rows_of_a_wrong_step(copied_run: Path, target: Target) 
 
 
 def test_a_run_is_not_resumed_with_another_number_of_steps_between_checkpoints(target: Target, tmp_path: Path) -> None:
-    fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path, progress=False)
+    fit(draft_module(Medusa)(target, SETTINGS), CycleData(), tmp_path, progress=False)
     with pytest.raises(UserError, match=r"config.checkpoint_every is 7, was 6"):
-        fit(MedusaModule(target, dataclasses.replace(SETTINGS, checkpoint_every=7)), CycleData(), tmp_path,
+        fit(draft_module(Medusa)(target, dataclasses.replace(SETTINGS, checkpoint_every=7)), CycleData(), tmp_path,
             progress=False)
 
 
 def test_a_full_disk_ends_a_training_that_then_resumes_exactly(target: Target, tmp_path: Path,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    fit(MedusaModule(target, SETTINGS), CycleData(), tmp_path / "calm", progress=False)
+    fit(draft_module(Medusa)(target, SETTINGS), CycleData(), tmp_path / "calm", progress=False)
     out, writing = tmp_path / "out", Path.write_bytes
 
     def full(self: Path, content: Any) -> int:
@@ -133,7 +137,7 @@ def test_a_full_disk_ends_a_training_that_then_resumes_exactly(target: Target, t
         patch.setattr(Path, "write_bytes", full)
         with pytest.raises(UserError, match=r"cannot write \S+last.ckpt: No space left on device; make room .*"
                            r"then start again: finished work is kept"):
-            fit(MedusaModule(target, SETTINGS), CycleData(), out, progress=False)
+            fit(draft_module(Medusa)(target, SETTINGS), CycleData(), out, progress=False)
     assert not list(out.rglob("*.partial"))
-    assert fit(MedusaModule(target, SETTINGS), CycleData(), out, progress=False).steps == 16
+    assert fit(draft_module(Medusa)(target, SETTINGS), CycleData(), out, progress=False).steps == 16
     assert all(torch.equal(tensor, trained(tmp_path / "calm")[name]) for name, tensor in trained(out).items())

@@ -9,21 +9,21 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from draftsmith.modules import Features, progress
+from draftsmith.modules import Features, Medusa, progress
 from draftsmith.modules.drafters.medusa import MedusaConfig
-from draftsmith.trainers import FitResult, MedusaModule, MedusaTrainConfig, fit, fitting
+from draftsmith.trainers import DraftModule, FitResult, draft_module, fit, fitting, train_config
 from draftsmith.trainers.base import LEAST_STEPS
 from draftsmith.trainers.steps import training_clock as clock
 from support.cycle import CycleData, cycle_target, interrupted
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only")
-TIMED = MedusaTrainConfig(max_steps=1000, max_minutes=10 / 60, lr=1e-2, warmup_steps=2, validate_every=3,
+TIMED = train_config(Medusa)(max_steps=1000, max_minutes=10 / 60, lr=1e-2, warmup_steps=2, validate_every=3,
                           validation_nodes=4, checkpoint_every=4, drafter=MedusaConfig(num_heads=2),
                           precision="32-true", accelerator="cpu")
 
 
-def train(out: Path, kind: type[MedusaModule], **changes: Any) -> FitResult:
+def train(out: Path, kind: type[DraftModule], **changes: Any) -> FitResult:
     return fit(kind(cycle_target(), dataclasses.replace(TIMED, **changes)), CycleData(), out, progress=False)
 
 
@@ -37,8 +37,10 @@ class Ticking:
         return self.now
 
 
-class Timed(MedusaModule):
+class Timed(DraftModule):
     """A module that trains with the simulated clock."""
+
+    drafter_class = Medusa
 
     time = Ticking()
     rates: ClassVar[list[float]] = []
@@ -144,5 +146,5 @@ def test_a_pause_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_time_is_measured_without_a_limit_too(tmp_path: Path) -> None:
-    result = train(tmp_path, MedusaModule, max_steps=2, max_minutes=None)
+    result = train(tmp_path, draft_module(Medusa), max_steps=2, max_minutes=None)
     assert result.seconds > 0

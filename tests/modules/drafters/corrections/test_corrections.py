@@ -27,7 +27,7 @@ from draftsmith.modules.drafters.corrections.correction import Shape
 from draftsmith.modules.drafters.corrections.markov import Markov
 from draftsmith.modules.tuning.confidence_calibration import TEMPERATURES, calibrate_judgement
 from draftsmith.modules.verification.acceptance_rules import reject_siblings
-from draftsmith.trainers import BlockModule, BlockTrainConfig
+from draftsmith.trainers import DraftModule, draft_module, train_config
 from references.block import plain_state
 from references.rejection import level_law
 from support.families import randomised
@@ -83,8 +83,8 @@ def test_the_token_after_an_unknown_one_needs_the_correction(name: Any, tiny_tar
     rows = torch.stack([firsts, firsts + 30], dim=2).flatten(1).tolist()
     shares = {}
     for correction in ("none", name):
-        module = BlockModule(tiny_target, BlockTrainConfig(objective="hard", drafter=BlockDraftConfig(
-            block_size=2, num_layers=1, correction=correction, rank=16)))
+        module = draft_module(BlockDraft)(tiny_target, train_config(BlockDraft)(
+            objective="hard", drafter=BlockDraftConfig(block_size=2, num_layers=1, correction=correction, rank=16)))
         module.configure_model()
         drafter = module.drafter.train()
         features, fresh = (tiny_target.encode(Features.from_rows([(row, [True] * 24) for row in some]), drafter.taps)
@@ -271,10 +271,11 @@ def test_impossible_settings_are_refused(name: Any, settings: dict[str, Any], me
 # Judgement ------------------------------------------------------------------------------------------------------------
 
 
-def judging(target: Target, **settings: Any) -> BlockModule:
+def judging(target: Target, **settings: Any) -> DraftModule:
     torch.manual_seed(2)
-    module = BlockModule(target, BlockTrainConfig(objective="hard_tvd", step_weights=0.5, drafter=BlockDraftConfig(
-        block_size=3, num_layers=1, correction="markov", rank=4, confidence=True, **settings)))
+    module = draft_module(BlockDraft)(target, train_config(BlockDraft)(
+        objective="hard_tvd", step_weights=0.5, drafter=BlockDraftConfig(
+            block_size=3, num_layers=1, correction="markov", rank=4, confidence=True, **settings)))
     module.configure_model()
     randomised(module.drafter.double())
     return module
@@ -364,6 +365,6 @@ def test_drafts_end_before_a_guess_that_is_judged_unlikely(tiny_target: Target) 
 ])
 def test_a_judgement_without_an_acceptance_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        BlockTrainConfig(drafter=BlockDraftConfig(correction="markov", confidence=True), **change)
+        train_config(BlockDraft)(drafter=BlockDraftConfig(correction="markov", confidence=True), **change)
     with pytest.raises(UserError, match="confidence reads the table of a Markov head, and correction is 'none'; set"):
         BlockDraftConfig(confidence=True)

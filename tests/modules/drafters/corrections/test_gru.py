@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target
-from draftsmith.trainers import BlockModule, BlockTrainConfig, fit
+from draftsmith.trainers import draft_module, fit, train_config
 from references.block import plain_gru, plain_slots
 from support.cycle import CYCLE, CycleData, cycle_target
 from support.families import randomised
@@ -68,7 +68,8 @@ def test_the_loss_goes_from_the_slots_own_guesses_to_the_corrected_ones(
     tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, progress: float, alone: float
 ) -> None:
     """(1 - l) of the corrected guesses and l of the slots alone, with l from 1 to 0 in the first half."""
-    module = BlockModule(tiny_target_f64, BlockTrainConfig(objective="hard", step_weights=0.5, drafter=CONFIG))
+    module = draft_module(BlockDraft)(tiny_target_f64, train_config(BlockDraft)(
+        objective="hard", step_weights=0.5, drafter=CONFIG))
     module.configure_model()
     module.drafter = drafter = made(tiny_target_f64).train()
     monkeypatch.setattr(module, "progress_at", lambda step: progress)
@@ -95,7 +96,7 @@ def test_both_alignments_propose_the_same(tmp_path: Path) -> None:
     """After a training on a text that goes round a cycle."""
     proposed = []
     for number, settings in enumerate(ALIGNED):
-        module = BlockModule(cycle_target(), BlockTrainConfig(
+        module = draft_module(BlockDraft)(cycle_target(), train_config(BlockDraft)(
             objective="hard", drafter=replace(CONFIG, **settings), max_steps=200, lr=1.5e-2, warmup_steps=2,
             validate_every=200, checkpoint_every=200, validation_nodes=4, accelerator="cpu"))
         fit(module, CycleData(), tmp_path / str(number), progress=False)

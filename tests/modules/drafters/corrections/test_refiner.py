@@ -5,7 +5,7 @@ loss."""
 import pytest
 import torch
 from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target
-from draftsmith.trainers import BlockModule, BlockTrainConfig
+from draftsmith.trainers import draft_module, train_config
 from references.block import plain_refiner, plain_slots
 from support.families import randomised
 from torch import Tensor
@@ -78,7 +78,8 @@ def test_rounds_over_a_whole_block_reach_the_guesses_made_one_by_one(tiny_target
 
 def test_slots_learn_to_guess_alone_too(tiny_target_f64: Target) -> None:
     """With six tenths of the weight; a new refiner adds nothing."""
-    module = BlockModule(tiny_target_f64, BlockTrainConfig(objective="hard", step_weights=0.5, drafter=CONFIG))
+    module = draft_module(BlockDraft)(tiny_target_f64, train_config(BlockDraft)(
+        objective="hard", step_weights=0.5, drafter=CONFIG))
     module.configure_model()
     drafter = module.drafter.double().train()
     features = features_of(tiny_target_f64, drafter)

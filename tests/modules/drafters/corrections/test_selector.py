@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import BlockDraft, BlockDraftConfig, Target, UserError
-from draftsmith.trainers import BlockModule, BlockTrainConfig
+from draftsmith.trainers import draft_module, train_config
 from draftsmith.trainers.losses.metrics import weighted_mean_loss
 from support.families import randomised
 
@@ -57,7 +57,8 @@ def test_the_choice_is_that_of_the_formula(tiny_target_f64: Target) -> None:
 def test_a_label_that_is_no_candidate_teaches_the_choice_nothing(tiny_target_f64: Target) -> None:
     """In training: cross entropy of the slots alone, and of the choice where the label is offered, whose mean counts as
     much as that of all slots, however few these labels are."""
-    module = BlockModule(tiny_target_f64, BlockTrainConfig(objective="hard", step_weights=0.5, drafter=CONFIG))
+    module = draft_module(BlockDraft)(tiny_target_f64, train_config(BlockDraft)(
+        objective="hard", step_weights=0.5, drafter=CONFIG))
     module.configure_model()
     drafter = randomised(module.drafter.double()).train()
     drafter.correction.most = 30

@@ -16,22 +16,23 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
-from ...modules.config_checks import Positive
-from ...modules.errors import UserError
-from ...modules.features import Features
-from ...modules.interfaces.drafter import Drafts, FamilyCard
-from ...modules.target.adapter import PREFIX, Adapter
-from ...modules.target.draft_vocabulary import draft_index
-from ...modules.target.model import Target
-from ...modules.tuning.tree_search import answered_anew
-from ..losses.chunked_losses import VocabularyLoss
-from ..losses.metrics import COLUMNS, BatchLoss, weighted_mean_loss
-from ..losses.metrics import describe as describe_steps
-from ..losses.objectives import Teacher
-from ..steps.optimizers import BETAS, stage_factor
-from ..train_config import Rate, Start
+from ..modules.config_checks import Positive
+from ..modules.drafters.medusa import Medusa, MedusaConfig
+from ..modules.errors import UserError
+from ..modules.features import Features
+from ..modules.interfaces.drafter import Drafts, FamilyCard
+from ..modules.target.adapter import PREFIX, Adapter
+from ..modules.target.draft_vocabulary import draft_index
+from ..modules.target.model import Target
+from ..modules.tuning.tree_search import answered_anew
+from .base import DraftModule
 from .lora import LearningTarget, LoraConfig
-from .medusa import MedusaModule, MedusaTrainConfig
+from .losses.chunked_losses import VocabularyLoss
+from .losses.metrics import COLUMNS, BatchLoss, weighted_mean_loss
+from .losses.metrics import describe as describe_steps
+from .losses.objectives import Teacher
+from .steps.optimizers import BETAS, stage_factor
+from .train_config import Rate, Start, TrainConfig
 
 HEADS_WEIGHT = {"two_stage": 0.2, "sine": 0.01}
 """The paper's lambda_0 of each schedule: the peak weight of the heads' loss relative to the target's own."""
@@ -40,9 +41,12 @@ ALONE_UNTIL = {"two_stage": 0.5, "sine": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Medusa2TrainConfig(MedusaTrainConfig):
+class Medusa2TrainConfig(TrainConfig):
     """Joint training of Medusa heads and low-rank changes of the target."""
 
+    family = Medusa
+    drafter: MedusaConfig = field(default_factory=MedusaConfig)
+    """The heads."""
     lr: Rate = 5e-4
     """Peak learning rate of the target's low-rank weights."""
     heads_lr_factor: Positive = 4.0
@@ -60,7 +64,7 @@ class Medusa2TrainConfig(MedusaTrainConfig):
                             "rates of their own; set optimizer to adamw")
 
 
-class Medusa2Module(MedusaModule):
+class Medusa2Module(DraftModule):
     """Medusa heads and a copy of their target in training; the original target is not changed.
 
     Memory: the copy shares all weights but the low-rank ones; only these and the heads have gradients and moments. In
@@ -73,9 +77,9 @@ class Medusa2Module(MedusaModule):
         guesses="Medusa's heads and low-rank changes of the target, which KL keeps near the original",
         cost="changes the target: lossless with respect to the changed one; steps take four times as long as Medusa's",
     )
+    drafter_class = Medusa
     config: Medusa2TrainConfig
     changes_target: ClassVar[bool] = True
-    needs_whole_target: ClassVar[bool] = True
     validation_rows = 16  # the changed target rewrites them for each measurement
 
     def continue_from(self, start: Start) -> None:

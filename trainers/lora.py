@@ -12,9 +12,9 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from ...modules.config_checks import CheckedSettings, Size
-from ...modules.target.adapter import Adapter, LowRank, choose_layers
-from ...modules.target.model import Target
+from ..modules.config_checks import CheckedSettings, Size
+from ..modules.target.adapter import Adapter, LowRank, choose_layers
+from ..modules.target.model import Target
 
 _NAME = "default"
 ALPHA = 16.0

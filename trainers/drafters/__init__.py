@@ -1,1 +1,0 @@
-"""The training module and the settings of each drafter family."""
