@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from .decoding.requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, repeats_itself
     from .decoding.token_text import TokenText
     from .decoding.verifier import DecodeError
-    from .drafters.acceptance_head import AcceptanceHead, AcceptanceHeadConfig
-    from .drafters.block import BlockDraft, BlockDraftConfig
-    from .drafters.draft_lm import DraftLM
-    from .drafters.draft_lm_config import DraftLMConfig
-    from .drafters.eagle import Eagle, EagleConfig
-    from .drafters.eagle3 import Eagle3, Eagle3Config
-    from .drafters.falcon import Falcon, FalconConfig
-    from .drafters.hidden_transfer import HiddenTransfer, HiddenTransferConfig
-    from .drafters.hydra import Hydra
-    from .drafters.hydra_heads import HydraConfig
-    from .drafters.kangaroo import Kangaroo, KangarooConfig
-    from .drafters.medusa import Medusa, MedusaConfig
-    from .drafters.mtp import Mtp, MtpConfig
-    from .drafters.prompt_tokens import PromptTokens, PromptTokensConfig
     from .errors import TreeError, UserError
-    from .families import DRAFTERS
+    from .families.acceptance_head import AcceptanceHead, AcceptanceHeadConfig
+    from .families.block.drafter import BlockDraft, BlockDraftConfig
+    from .families.draft_lm.drafter import DraftLM
+    from .families.draft_lm.settings import DraftLMConfig
+    from .families.eagle.drafter import Eagle, EagleConfig
+    from .families.eagle3.drafter import Eagle3, Eagle3Config
+    from .families.falcon.drafter import Falcon, FalconConfig
+    from .families.hidden_transfer.drafter import HiddenTransfer, HiddenTransferConfig
+    from .families.hydra.drafter import Hydra
+    from .families.hydra.heads import HydraConfig
+    from .families.kangaroo.drafter import Kangaroo, KangarooConfig
+    from .families.medusa.drafter import Medusa, MedusaConfig
+    from .families.mtp.drafter import Mtp, MtpConfig
+    from .families.prompt_tokens.drafter import PromptTokens, PromptTokensConfig
+    from .families.registry import DRAFTERS
     from .features import Features
     from .interfaces.drafter import Drafter, Drafts
     from .interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores, Verified

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..modules.drafters.acceptance_head import AcceptanceHead, AcceptanceHeadConfig, log_accepted, log_rejected
 from ..modules.errors import UserError
+from ..modules.families.acceptance_head import AcceptanceHead, AcceptanceHeadConfig, log_accepted, log_rejected
 from ..modules.tuning.acceptance_examples import Examples
 from .steps.optimizers import warmup_cosine
 

@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
 from ..modules.config_checks import Positive
-from ..modules.drafters.medusa import Medusa, MedusaConfig
 from ..modules.errors import UserError
+from ..modules.families.medusa.drafter import Medusa, MedusaConfig
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafts, FamilyCard
 from ..modules.target.adapter import PREFIX, Adapter

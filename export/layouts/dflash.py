@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from ...modules import BlockDraft, BlockDraftConfig, Target, UserError
-from ...modules.drafters.block import CORRECTIONS
-from ...modules.drafters.corrections.correction import CorrectionName
-from ...modules.drafters.corrections.gru import WIDER
-from ...modules.drafters.corrections.markov import Markov
-from ...modules.drafters.corrections.selector import Selector
-from ...modules.drafters.corrections.slot_block import GROUP, TAPS
-from ...modules.drafters.parts.feature_drafter import chosen_taps
+from ...modules.families.block.corrections.correction import CorrectionName
+from ...modules.families.block.corrections.gru import WIDER
+from ...modules.families.block.corrections.markov import Markov
+from ...modules.families.block.corrections.selector import Selector
+from ...modules.families.block.corrections.slot_block import GROUP, TAPS
+from ...modules.families.block.drafter import CORRECTIONS
+from ...modules.families.block.layout import FIXED, FORMS, KINDS, NAMES, READ
 from ...modules.files.json_records import typed
 from ...modules.interfaces.layout import here, there
-from ...modules.layouts.block import FIXED, FORMS, KINDS, NAMES, READ
+from ...modules.parts.feature_drafter import chosen_taps
 from ...modules.target.loading.stored_weights import check_parameters
 from .parts.compressed_tensors import OUTPUT, as_compressed, compressed, compressed_config
 from .parts.eagle_folder import EMBEDDING, entries, layer_config, sglang_command

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from ...modules import Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
-from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
-from ...modules.drafters.parts.feature_drafter import chosen_taps
+from ...modules.families.eagle3.layout import FIXED, LAYERS, NORM, NORMS, TWIN
 from ...modules.interfaces.layout import here, there
-from ...modules.layouts.eagle3 import FIXED, LAYERS, NORM, NORMS, TWIN
+from ...modules.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from ...modules.parts.feature_drafter import chosen_taps
 from .parts.compressed_tensors import (
     COMPRESSED,
     OUTPUT,

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ...modules import DraftLM, DraftLMConfig, Target, UserError
-from ...modules.drafters.draft_lm import as_model
+from ...modules.families.draft_lm.drafter import as_model
 from ...modules.files.atomic_files import write_file
 from ...modules.files.json_records import read_json, record_of
 from .parts.compressed_tensors import (

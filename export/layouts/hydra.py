@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...modules import Hydra, HydraConfig, Target, UserError
-from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from ...modules.families.hydra.layout import BLOCK, DROPOUT, EMBEDDING, FIRST, FIXED, PLAIN, UNUSED
 from ...modules.interfaces.layout import there
-from ...modules.layouts.hydra import BLOCK, DROPOUT, EMBEDDING, FIRST, FIXED, PLAIN, UNUSED
+from ...modules.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.target.draft_vocabulary import over_all_tokens
 from ..artifact import portable
 from .parts.export_format import ExportFormat, ExportSettings, ImportSettings

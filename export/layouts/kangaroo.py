@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...modules import Kangaroo, KangarooConfig, Target, UserError
-from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from ...modules.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from .parts.export_format import ExportFormat, ExportSettings, ImportSettings
 from .parts.head_blocks import head_width, output_bias
 from .parts.layout_folder import Contents, as_pickle, stored, write_layout

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...modules import Medusa, MedusaConfig, Target
+from ...modules.families.medusa.layout import BLOCK, FIRST, OFFICIAL, READ
 from ...modules.interfaces.layout import there
-from ...modules.layouts.medusa import BLOCK, FIRST, OFFICIAL, READ
 from ...modules.target.draft_vocabulary import over_all_tokens
 from ..artifact import portable
 from .medusa_vllm import blocks_of, take_output

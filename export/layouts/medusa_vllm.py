@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...modules import Medusa, Target, UserError
+from ...modules.families.medusa.layout import BLOCK, FIRST, OUTPUT, TOKENS, VLLM
 from ...modules.interfaces.layout import there
-from ...modules.layouts.medusa import BLOCK, FIRST, OUTPUT, TOKENS, VLLM
 from ..artifact import portable
 from .parts.export_format import ExportFormat, ExportSettings, Served
 from .parts.head_blocks import output_bias, repeated

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...modules import Mtp, MtpConfig, Target, UserError
-from ...modules.drafters.mtp import HeadShape
+from ...modules.families.mtp.drafter import HeadShape
 from ...modules.target.loading.hf_folder import NativeHead
 from ...modules.target.submodel import config_of, fields_of, one_layer
 from .huggingface import FORMATS

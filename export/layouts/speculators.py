@@ -15,9 +15,9 @@ from typing import Any, cast
 from torch import Tensor
 
 from ...modules import BlockDraft, Eagle3, Target
+from ...modules.families.block import layout as block
+from ...modules.families.eagle3.layout import LAYERS, NORMS, TWIN
 from ...modules.interfaces.layout import there
-from ...modules.layouts import block
-from ...modules.layouts.eagle3 import LAYERS, NORMS, TWIN
 from ..artifact import portable
 from . import dflash, eagle
 from .eagle import EAGLE, EAGLE_FILE, OPENS, borrows_output, read_eagle, third_tensors

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..config_checks import CheckedSettings, Whole
-from ..drafters.parts.row_text import Text
 from ..errors import UserError
 from ..interfaces.proposer import Frontier, Observation, Proposer, Remembers, Scores
+from ..parts.row_text import Text
 from .token_recycling import required
 
 

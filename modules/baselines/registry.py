@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..drafters.mtp import Mtp, MtpConfig
 from ..errors import UserError
+from ..families.mtp.drafter import Mtp, MtpConfig
 from ..interfaces.proposer import Proposer
 from ..policies.base import Policy
 from ..policies.ensemble import Ensemble, Union, whole_size

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..drafters.parts.causal_drafter import CausalDraft
-from ..drafters.parts.decoder_block import AttentionContext
 from ..errors import UserError
 from ..interfaces.proposer import Scores
+from ..parts.causal_drafter import CausalDraft
+from ..parts.decoder_block import AttentionContext
 from ..target.attention.segment_attention import mask_arguments
 from ..target.attention.tree_attention import place_arguments
 from ..target.model import Target

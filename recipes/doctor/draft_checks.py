@@ -14,9 +14,9 @@ from ...data.store.feature_shards import FINAL, tap
 from ...data.store.token_store import TokenShard
 from ...modules import DecodeSettings, Features, Request, StaticTree, Topology, answered_anew, decode
 from ...modules.decoding.recorders import StateRecorder
-from ...modules.drafters.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
-from ...modules.drafters.parts.feature_drafter import FeatureDrafter, block_like
 from ...modules.interfaces.proposer import SharesTargetRows
+from ...modules.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from ...modules.parts.feature_drafter import FeatureDrafter, block_like
 from ...modules.tuning.ranked_text import UNROLLED, ranked_text
 from ...modules.tuning.tree_search import Acceptance, acceptance_of, held_out_acceptance
 from .case import Case, DataSample, Finding, judged, spread, unchecked

@@ -19,8 +19,8 @@ from draftsmith.modules import (
     decode,
 )
 from draftsmith.modules.baselines.token_recycling import recycling_tree
-from draftsmith.modules.drafters.parts.block_cache import BlockRows
-from draftsmith.modules.drafters.parts.decoder_block import AttentionContext
+from draftsmith.modules.parts.block_cache import BlockRows
+from draftsmith.modules.parts.decoder_block import AttentionContext
 from support.model_shapes import STRIDE, shaped_prompt, shaped_target
 from support.oracle import RANKS, Oracle
 

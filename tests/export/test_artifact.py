@@ -36,7 +36,7 @@ from draftsmith.modules import (
     UserError,
     decode,
 )
-from draftsmith.modules.drafters.medusa import Medusa
+from draftsmith.modules.families.medusa.drafter import Medusa
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees
 from draftsmith.modules.policies.stopping_chains import JudgedPath, PaidGuesses
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
@@ -187,7 +187,7 @@ def test_no_pickle_is_read(tmp_path: Path, tiny_target: Target, monkeypatch: pyt
 def test_a_foreign_class_runs_only_when_trusted(tmp_path: Path, tiny_target: Target,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "somebodys_module.py").write_text(
-        "from draftsmith.modules.drafters.medusa import Medusa\n\n\n"
+        "from draftsmith.modules.families.medusa.drafter import Medusa\n\n\n"
         "class Mine(Medusa):\n    family = 'mine'\n\nWORD = 'none'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     folder = save(tmp_path / "a", tiny_target)

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from draftsmith.modules.drafters.parts.decoder_block import DecoderBlock
+from draftsmith.modules.parts.decoder_block import DecoderBlock
 from torch import Tensor
 
 

@@ -17,7 +17,7 @@ from draftsmith.trainers import DraftModule, draft_module, train_config
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from draftsmith.modules import Features
-from draftsmith.modules.drafters.medusa import MedusaConfig
+from draftsmith.modules.families.medusa.drafter import MedusaConfig
 from draftsmith.trainers import fit
 from support.cycle import CycleData, cycle_target
 from torch import Tensor

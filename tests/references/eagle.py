@@ -3,8 +3,8 @@ changes at one index."""
 
 import torch
 from draftsmith.modules import Eagle, Features
-from draftsmith.modules.drafters.parts.decoder_block import AttentionContext
-from draftsmith.modules.drafters.parts.rotary import rotate, rotation
+from draftsmith.modules.parts.decoder_block import AttentionContext
+from draftsmith.modules.parts.rotary import rotate, rotation
 from torch import Tensor
 
 

@@ -3,8 +3,8 @@ softmax over all of its states."""
 
 import torch
 from draftsmith.modules import Falcon
-from draftsmith.modules.drafters.parts.decoder_block import AttentionContext
-from draftsmith.modules.drafters.parts.lstm import LSTM
+from draftsmith.modules.families.falcon.lstm import LSTM
+from draftsmith.modules.parts.decoder_block import AttentionContext
 from torch import Tensor, nn
 
 

@@ -17,7 +17,7 @@ from draftsmith.trainers import DraftModule, draft_module, train_config
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from draftsmith.modules import DecodeSettings, Features, Request, StaticTree, Target, Topology, decode
-from draftsmith.modules.drafters.eagle3 import Eagle3Config
+from draftsmith.modules.families.eagle3.drafter import Eagle3Config
 from draftsmith.modules.target.loading.loading import TargetConfig, load_target
 from draftsmith.trainers import FitResult, fit
 from support.cycle import CYCLE, CycleData, cycle_rows

@@ -28,7 +28,7 @@ from draftsmith.modules import (
     Target,
     Topology,
 )
-from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.families.medusa.drafter import Medusa, MedusaConfig
 from draftsmith.modules.files.atomic_files import write_atomically
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from filelock import FileLock

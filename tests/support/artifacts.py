@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from draftsmith.export import Tuning
 from draftsmith.modules import CostCurve, CostTable, Counted, Target, Topology, Trial
-from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.families.medusa.drafter import Medusa, MedusaConfig
 
 TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (0, 1), (0, 0, 0), (1, 0)])
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from draftsmith.modules import Features, Medusa, Target, UserError
-from draftsmith.modules.drafters.medusa import MedusaConfig
+from draftsmith.modules.families.medusa.drafter import MedusaConfig
 from draftsmith.modules.interfaces.drafter import Drafts
 from draftsmith.modules.target.loading.identity import hash_weights
 from draftsmith.trainers import DraftModule, FitResult, TrainConfig, draft_module, fit, train_config

@@ -11,7 +11,7 @@ import torch
 import yaml
 from draftsmith.export.report.family_comparison import markdown, read_standing
 from draftsmith.modules import Features, Target, UserError, ranked_text
-from draftsmith.modules.drafters.medusa import MedusaConfig
+from draftsmith.modules.families.medusa.drafter import MedusaConfig
 from draftsmith.modules.target.adapter import choose_layers
 from draftsmith.modules.target.loading.identity import hash_weights
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ....modules import BlockDraft, Eagle, Eagle3, Target
-from ....modules.layouts.eagle3 import NORMS
+from ....modules.families.eagle3.layout import NORMS
 from .compressed_tensors import OUTPUT
 from .export_format import Places
 

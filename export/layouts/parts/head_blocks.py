@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ....modules import Target, UserError
-from ....modules.drafters.parts.decoder_block import BlockConfig
 from ....modules.interfaces.layout import Pairs, here
+from ....modules.parts.decoder_block import BlockConfig
 from .safetensors_reader import Checkpoint
 
 

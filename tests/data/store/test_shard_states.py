@@ -28,7 +28,7 @@ from draftsmith.data.store import feature_store
 from draftsmith.data.store.feature_shards import open_features
 from draftsmith.data.store.feature_store import Encoding
 from draftsmith.modules import DecodeSettings, Target, UserError
-from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.families.medusa.drafter import Medusa, MedusaConfig
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.chats import THINKING
 from support.forked_workers import Killed, killed_after

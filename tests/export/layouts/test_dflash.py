@@ -18,7 +18,7 @@ from draftsmith.export.layouts.parts.export_format import Places
 from draftsmith.export.layouts.parts.read_shapes import vocabulary_marks
 from draftsmith.export.layouts.registry import formats_of
 from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target, UserError
-from draftsmith.modules.layouts.block import KINDS
+from draftsmith.modules.families.block.layout import KINDS
 from draftsmith.recipes.__main__ import main
 from draftsmith.trainers.train_config import continued_settings
 from gguf import GGUFReader

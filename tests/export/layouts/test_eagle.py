@@ -23,10 +23,10 @@ from draftsmith.modules import (
     Topology,
     UserError,
 )
-from draftsmith.modules.drafters.eagle3 import WideBlock
-from draftsmith.modules.drafters.eagle_base import EagleDrafter
-from draftsmith.modules.drafters.parts.decoder_block import BlockConfig
-from draftsmith.modules.drafters.parts.training_time_test import Rollout
+from draftsmith.modules.families.eagle3.drafter import WideBlock
+from draftsmith.modules.parts.decoder_block import BlockConfig
+from draftsmith.modules.parts.eagle_base import EagleDrafter
+from draftsmith.modules.parts.training_time_test import Rollout
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

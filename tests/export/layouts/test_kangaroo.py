@@ -8,9 +8,9 @@ import pytest
 import torch
 from draftsmith.export import Artifact, ImportSettings, export_artifact, import_drafter
 from draftsmith.modules import Drafter, Features, Kangaroo, KangarooConfig, MedusaConfig, Target, Topology, UserError
-from draftsmith.modules.drafters.medusa import Medusa
-from draftsmith.modules.drafters.parts.block_cache import BlockRows
+from draftsmith.modules.families.medusa.drafter import Medusa
 from draftsmith.modules.interfaces.proposer import Frontier
+from draftsmith.modules.parts.block_cache import BlockRows
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

@@ -7,7 +7,7 @@ import pytest
 import torch
 from draftsmith.export import EVERY_FORMAT, Artifact, export_artifact, import_drafter
 from draftsmith.modules import Features, Target, UserError
-from draftsmith.modules.drafters.medusa import Medusa
+from draftsmith.modules.families.medusa.drafter import Medusa
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

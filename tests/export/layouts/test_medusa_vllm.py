@@ -7,7 +7,7 @@ import pytest
 import torch
 from draftsmith.export import export_artifact, import_drafter
 from draftsmith.modules import MedusaConfig, Target, UserError
-from draftsmith.modules.drafters.medusa import Medusa
+from draftsmith.modules.families.medusa.drafter import Medusa
 from safetensors.torch import load_file, save_file
 from support.artifacts import heads
 from torch.nn import functional

@@ -17,7 +17,7 @@ from draftsmith.modules import (
     Topology,
     UserError,
 )
-from draftsmith.modules.drafters.medusa import Medusa
+from draftsmith.modules.families.medusa.drafter import Medusa
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

@@ -16,9 +16,9 @@ from draftsmith.modules import (
     decode,
 )
 from draftsmith.modules.baselines.token_recycling import recycling_tree
-from draftsmith.modules.drafters.parts.feature_drafter import FeatureDrafter
-from draftsmith.modules.drafters.parts.lookahead_drafter import LookaheadDrafter
 from draftsmith.modules.interfaces.proposer import virtual_nodes
+from draftsmith.modules.parts.feature_drafter import FeatureDrafter
+from draftsmith.modules.parts.lookahead_drafter import LookaheadDrafter
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.recipes.planning.counted_work import CountedStorages
 from support.families import CASES

@@ -21,7 +21,7 @@ from draftsmith.modules import (
     UserError,
     decode,
 )
-from draftsmith.modules.drafters.block import BlockState
+from draftsmith.modules.families.block.drafter import BlockState
 from draftsmith.modules.token_tree import TokenTree
 from draftsmith.trainers import draft_module, train_config
 from references.block import plain_slots

@@ -27,8 +27,8 @@ from draftsmith.modules import (
     measure_cost,
     ranked_text,
 )
-from draftsmith.modules.drafters.draft_lm_config import planned
-from draftsmith.modules.drafters.parts.mask_tokens import conditional_drop, pack, useful, visible
+from draftsmith.modules.families.draft_lm.settings import planned
+from draftsmith.modules.parts.mask_tokens import conditional_drop, pack, useful, visible
 from draftsmith.modules.target.loading.hf_folder import folder_digest
 from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer

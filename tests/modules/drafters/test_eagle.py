@@ -19,10 +19,10 @@ from draftsmith.modules import (
     Target,
     UserError,
 )
-from draftsmith.modules.drafters.eagle_base import EagleDrafter, EagleState
-from draftsmith.modules.drafters.parts.decoder_block import AttentionContext
-from draftsmith.modules.drafters.parts.feature_drafter import chosen_taps
-from draftsmith.modules.drafters.parts.training_time_test import Rollout
+from draftsmith.modules.parts.decoder_block import AttentionContext
+from draftsmith.modules.parts.eagle_base import EagleDrafter, EagleState
+from draftsmith.modules.parts.feature_drafter import chosen_taps
+from draftsmith.modules.parts.training_time_test import Rollout
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.trainers import DraftModule, draft_module, train_config
 from references.eagle import PlainRollout, fspad, harmonised

@@ -20,9 +20,9 @@ from draftsmith.modules import (
     UserError,
     ranked_text,
 )
-from draftsmith.modules.drafters.falcon import FalconState
-from draftsmith.modules.drafters.parts.lstm import LSTM
-from draftsmith.modules.drafters.parts.segment_steps import SegmentSteps
+from draftsmith.modules.families.falcon.drafter import FalconState
+from draftsmith.modules.families.falcon.lstm import LSTM
+from draftsmith.modules.families.falcon.segment_steps import SegmentSteps
 from draftsmith.trainers import draft_module, train_config
 from references.falcon import told, torch_lstm
 from support.families import randomised

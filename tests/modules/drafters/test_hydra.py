@@ -26,8 +26,8 @@ from draftsmith.modules import (
     UserError,
     decode,
 )
-from draftsmith.modules.drafters.hydra import Hydra, HydraState
-from draftsmith.modules.drafters.hydra_heads import HydraConfig, PrefixLayer
+from draftsmith.modules.families.hydra.drafter import Hydra, HydraState
+from draftsmith.modules.families.hydra.heads import HydraConfig, PrefixLayer
 from references.hydra import hydra_state
 from support.tiers import some_long
 from torch import Tensor

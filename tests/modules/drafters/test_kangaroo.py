@@ -31,7 +31,7 @@ from draftsmith.modules import (
     decode,
     policy_named,
 )
-from draftsmith.modules.drafters.kangaroo import KangarooState
+from draftsmith.modules.families.kangaroo.drafter import KangarooState
 from draftsmith.modules.interfaces.proposer import DraftState
 from draftsmith.modules.verification.acceptance_rules import Accepted
 from references.kangaroo import adapter, chain, draft_logits

@@ -23,8 +23,8 @@ from draftsmith.modules import (
     UserError,
     decode,
 )
-from draftsmith.modules.drafters.parts.lookahead_drafter import LookaheadState, with_virtual_nodes
 from draftsmith.modules.interfaces.proposer import DraftState, Frontier, Observation
+from draftsmith.modules.parts.lookahead_drafter import LookaheadState, with_virtual_nodes
 from draftsmith.modules.token_tree import Lookahead
 from draftsmith.trainers import draft_module, train_config
 from references.lookahead import states_after

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from draftsmith.modules import Features, Target, UserError
-from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.families.medusa.drafter import Medusa, MedusaConfig
 from draftsmith.modules.interfaces.proposer import Frontier, Observation
 from draftsmith.modules.target.draft_vocabulary import OutputRows
 from safetensors import safe_open

@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "tests" / "support" / "new_family"
 OWN_FILES = {
-    "drafter.py": "modules/drafters/bigram.py",
+    "package.py": "modules/families/bigram/__init__.py",
+    "drafter.py": "modules/families/bigram/drafter.py",
     "recipe.yaml": "recipes/bigram.yaml",
     "cases.py": "tests/support/families/bigram.py",
     "own_tests.py": "tests/modules/drafters/test_bigram.py",
@@ -19,7 +20,8 @@ OWN_FILES = {
 }
 """The family's own files; it has no layout, since no serving engine has a format for it."""
 EDITS = {
-    "modules/families.py": (('FAMILIES = ("medusa", ', '"bigram", '),),
+    "pyproject.toml": (('"draftsmith.modules.families",\n', '    "draftsmith.modules.families.bigram",\n'),),
+    "modules/families/registry.py": (('FAMILIES = ("medusa", ', '"bigram", '),),
     "recipes/families.yaml": (("rows: [prompt_lookup, ", "bigram, "),),
     "recipes/targets/eight_billion.yaml": (
         ("by_family:\n", "  bigram:\n    drafter: {width: 1024, vocabulary_size: null}\n    train: {lr: 1.0e-3}\n"),),
@@ -40,6 +42,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / file, copy)
     (copy / "draftsmith").symlink_to(".", target_is_directory=True)
     for source, destination in OWN_FILES.items():
+        (copy / destination).parent.mkdir(exist_ok=True)
         shutil.copy(EXAMPLE / source, copy / destination)
     for file, edits in EDITS.items():
         text = (copy / file).read_text(encoding="utf-8")

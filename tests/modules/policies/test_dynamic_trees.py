@@ -28,7 +28,7 @@ from draftsmith.modules import (
     exact_rule,
 )
 from draftsmith.modules.decoding.verifier import examine, pruned
-from draftsmith.modules.drafters.hydra import HydraState
+from draftsmith.modules.families.hydra.drafter import HydraState
 from draftsmith.modules.policies.level_queries import sample
 from draftsmith.modules.target.kv_cache import RowCache
 from references.dynamic import best_sum, candidates

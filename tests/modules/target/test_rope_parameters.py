@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from draftsmith.modules import Target
-from draftsmith.modules.drafters.parts.feature_drafter import block_like
+from draftsmith.modules.parts.feature_drafter import block_like
 from draftsmith.modules.target.loading.model_parts import rope_by_kind
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from support.architectures import random_model

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from draftsmith.modules import Mtp, MtpConfig, Target
-from draftsmith.modules.drafters.mtp import HeadShape
+from draftsmith.modules.families.mtp.drafter import HeadShape
 from draftsmith.modules.target.submodel import fields_of, one_layer
 from draftsmith.trainers import DraftModule, draft_module, train_config
 from draftsmith.trainers.train_config import Start

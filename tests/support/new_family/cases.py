@@ -1,6 +1,6 @@
 """Bigram drafters."""
 
-from draftsmith.modules.drafters.bigram import Bigram, BigramConfig
+from draftsmith.modules.families.bigram.drafter import Bigram, BigramConfig
 from support.cases import IDS, case
 
 CASES = {

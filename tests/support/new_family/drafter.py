@@ -10,12 +10,12 @@ from draftsmith.modules.config_checks import Size
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..features import Features
-from ..interfaces.drafter import DrafterConfig, Drafts, FamilyCard, Training
-from ..interfaces.proposer import DraftState, Frontier, Observation, Scores
-from ..target.draft_vocabulary import OwnOutput
-from ..target.model import Target
-from .parts.shared_embeddings import BorrowingDrafter, Sizes
+from ...features import Features
+from ...interfaces.drafter import DrafterConfig, Drafts, FamilyCard, Training
+from ...interfaces.proposer import DraftState, Frontier, Observation, Scores
+from ...parts.shared_embeddings import BorrowingDrafter, Sizes
+from ...target.draft_vocabulary import OwnOutput
+from ...target.model import Target
 
 
 @dataclass(frozen=True, kw_only=True)

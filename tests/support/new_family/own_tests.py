@@ -5,7 +5,7 @@ import torch
 from draftsmith.export import EVERY_FORMAT, export_artifact
 from draftsmith.export.artifact import Artifact
 from draftsmith.modules import Frontier, Target, Topology, UserError
-from draftsmith.modules.drafters.bigram import Bigram, BigramConfig
+from draftsmith.modules.families.bigram.drafter import Bigram, BigramConfig
 from references.bigram import scores_after
 from support.families import randomised
 

@@ -1,7 +1,7 @@
 """Plain twin of a bigram drafter: one token at a time."""
 
 import torch
-from draftsmith.modules.drafters.bigram import Bigram
+from draftsmith.modules.families.bigram.drafter import Bigram
 from torch import Tensor
 
 

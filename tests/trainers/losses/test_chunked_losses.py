@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import Features, Target, UserError
-from draftsmith.modules.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.modules.families.medusa.drafter import Medusa, MedusaConfig
 from draftsmith.modules.interfaces.drafter import Drafts
 from draftsmith.modules.target.draft_vocabulary import draft_index
 from draftsmith.trainers.losses.chunked_losses import VocabularyLoss, supervise

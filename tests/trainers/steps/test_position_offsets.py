@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import Eagle, Eagle3, Eagle3Config, Falcon, Features, Target, UserError
-from draftsmith.modules.drafters.falcon import FalconConfig
+from draftsmith.modules.families.falcon.drafter import FalconConfig
 from draftsmith.trainers import DraftModule, TrainConfig, draft_module, fit, train_config
 from draftsmith.trainers.steps import position_offsets
 from draftsmith.trainers.steps.position_offsets import PositionConfig, with_offsets

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from draftsmith.modules import Features, Medusa, progress
-from draftsmith.modules.drafters.medusa import MedusaConfig
+from draftsmith.modules.families.medusa.drafter import MedusaConfig
 from draftsmith.trainers import DraftModule, FitResult, draft_module, fit, fitting, train_config
 from draftsmith.trainers.base import LEAST_STEPS
 from draftsmith.trainers.steps import training_clock as clock

@@ -22,9 +22,9 @@ from draftsmith.modules import (
     decode,
     policy_named,
 )
-from draftsmith.modules.drafters.block import BlockState
-from draftsmith.modules.drafters.corrections.correction import Shape
-from draftsmith.modules.drafters.corrections.markov import Markov
+from draftsmith.modules.families.block.corrections.correction import Shape
+from draftsmith.modules.families.block.corrections.markov import Markov
+from draftsmith.modules.families.block.drafter import BlockState
 from draftsmith.modules.tuning.confidence_calibration import TEMPERATURES, calibrate_judgement
 from draftsmith.modules.verification.acceptance_rules import reject_siblings
 from draftsmith.trainers import DraftModule, draft_module, train_config

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from draftsmith.modules import Features
-from draftsmith.modules.drafters.parts.fused_segments import attend_segments, visible_rows
+from draftsmith.modules.parts.fused_segments import attend_segments, visible_rows
 from draftsmith.modules.target.attention.segment_attention import Segments
 from torch import Tensor
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from draftsmith.modules import Features
-from draftsmith.modules.drafters.parts.decoder_block import AttentionContext
-from draftsmith.modules.drafters.parts.training_time_test import SlotAttention
+from draftsmith.modules.parts.decoder_block import AttentionContext
+from draftsmith.modules.parts.training_time_test import SlotAttention
 
 SLOTS, HEADS, GROUPS, SIZE = 3, 4, 2, 8
 SEGMENTS = torch.tensor([[0] * 5 + [1] * 6, [0] * 9 + [-1] * 2])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from draftsmith.export.layouts.llama_cpp import write_model
 from draftsmith.modules import DraftLM, DraftLMConfig, Target, TargetConfig, UserError, load_target
-from draftsmith.modules.drafters.draft_lm import as_model
+from draftsmith.modules.families.draft_lm.drafter import as_model
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from support.architectures import MUST_LOAD, random_model, random_trait

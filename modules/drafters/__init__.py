@@ -1,1 +1,0 @@
-"""The trained drafter families, one file each."""

@@ -1,1 +1,0 @@
-"""Layers, caches and states that several drafter families share."""

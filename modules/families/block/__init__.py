@@ -1,0 +1,1 @@
+"""Drafters of blocks: DFlash, DSpark, Domino and others."""

@@ -1,0 +1,1 @@
+"""EAGLE-1, HASS and FSPAD."""

@@ -1,0 +1,1 @@
+"""The target's own head (MTP)."""

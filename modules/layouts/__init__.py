@@ -1,1 +1,0 @@
-"""Names of tensors and fixed settings of each family in the layouts of other projects."""

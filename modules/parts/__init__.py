@@ -1,0 +1,1 @@
+"""Mechanisms that families share."""
