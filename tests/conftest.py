@@ -20,10 +20,8 @@ from draftsmith.recipes.__main__ import main
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
-USUAL_SECONDS = 8
-"""Processor seconds above which a test without a mark is listed at the end."""
-LATER = 2
-"""Cases of a test function that `make test-long` runs; the others run in `make test-full`."""
+USUAL_SECONDS = 8  # Processor seconds above which a test without a mark is listed at the end
+LATER = 2  # Cases of a test function that `make test-long` runs; the others run in `make test-full`
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 

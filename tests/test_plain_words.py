@@ -12,8 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS_IN_PLAIN_WORDS = ("data", "export", "modules", "recipes", "tests", "trainers", "README.md")
 """Folders and files that are held to plain words; a folder includes everything in it."""
-ALLOWED: frozenset[tuple[str, str]] = frozenset()
-"""(file, text) of the places where a word stays."""
+ALLOWED: frozenset[tuple[str, str]] = frozenset()  # (file, text) of the places where a word stays
 NO_DEFINITION = re.compile(r"(What|Where|Whose|How|Who|Whether|Which|When|Why)\b")
 """First words of a docstring that does not say what the thing is."""
 PRIVATE = re.compile(r"\b(behind|beside|begun|(?:is|are|was|were|be|been) told)\b", flags=re.IGNORECASE)

@@ -105,8 +105,7 @@ class DraftModule(L.LightningModule):
         # Before the target answers anything, which the drafter's making comes after.
         self.drafter_class.fitted(config.drafter, target)
         self._largest_offset = config.positions.limit(target)
-        self.sources: dict[str, str] = {}
-        """Hashes of files that decided the first weights."""
+        self.sources: dict[str, str] = {}  # Hashes of files that decided the first weights
 
     @classmethod
     def settings(cls) -> type[TrainConfig]:

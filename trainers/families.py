@@ -21,10 +21,8 @@ VARIANTS: dict[str, type[DraftModule]] = {"medusa2": Medusa2Module}
 class FamilyConfigs:
     """The two dataclasses of a family's settings."""
 
-    drafter: type[Any]
-    """Shape of the drafter."""
-    train: type[TrainConfig]
-    """Training; its field `drafter` holds the shape."""
+    drafter: type[Any]  # Shape of the drafter
+    train: type[TrainConfig]  # Training; its field `drafter` holds the shape
 
 
 @cache

@@ -17,10 +17,8 @@ from ..modules.target.adapter import Adapter, LowRank, choose_layers
 from ..modules.target.model import Target
 
 _NAME = "default"
-ALPHA = 16.0
-"""The changes are scaled by ALPHA / rank."""
-DROPOUT = 0.05
-"""Dropout of the inputs of the low-rank changes in training."""
+ALPHA = 16.0  # The changes are scaled by ALPHA / rank
+DROPOUT = 0.05  # Dropout of the inputs of the low-rank changes in training
 
 
 @dataclass(frozen=True, kw_only=True)

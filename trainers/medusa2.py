@@ -75,8 +75,7 @@ class Medusa2Module(DraftModule):
     card = FamilyCard(
         name="Medusa-2", papers=("2401.10774",),
         guesses="Medusa's heads and low-rank changes of the target, which KL keeps near the original",
-        cost="changes the target: lossless with respect to the changed one; steps take four times as long as Medusa's",
-    )
+        cost="changes the target: lossless with respect to the changed one; steps take four times as long as Medusa's")
     drafter_class = Medusa
     config: Medusa2TrainConfig
     changes_target: ClassVar[bool] = True

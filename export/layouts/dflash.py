@@ -40,12 +40,10 @@ from .parts.layout_folder import Contents, stored, write_layout
 from .parts.read_shapes import block_of, check_joined, take_vocabulary, vocabulary_marks
 from .parts.safetensors_reader import Checkpoint, check_borrowed, check_embedding
 
-OPENS = ("taps", "aligned", "causal")
-"""Values that a checkpoint may leave open."""
+OPENS = ("taps", "aligned", "causal")  # Values that a checkpoint may leave open
 TEMPERATURES, _SCALES = "draftsmith_confidence_temperatures", "judge_temperatures_K"
 """By what each step's confidence is divided: a key that engines do not read, and the tensor here."""
-WEIGHTS = (FLOAT32, BFLOAT16)
-"""Number formats of matrices."""
+WEIGHTS = (FLOAT32, BFLOAT16)  # Number formats of matrices
 
 
 # Writing -------------------------------------------------------------------------------------------------------------

@@ -24,13 +24,7 @@ from ...modules.families.eagle3.layout import FIXED, LAYERS, NORM, NORMS, TWIN
 from ...modules.interfaces.layout import here, there
 from ...modules.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.parts.feature_drafter import chosen_taps
-from .parts.compressed_tensors import (
-    COMPRESSED,
-    OUTPUT,
-    as_compressed,
-    compressed,
-    compressed_config,
-)
+from .parts.compressed_tensors import COMPRESSED, OUTPUT, as_compressed, compressed, compressed_config
 from .parts.eagle_folder import (
     EMBEDDING,
     LAYER_IDS,
@@ -47,10 +41,8 @@ from .parts.layout_folder import Contents, stored, write_layout
 from .parts.read_shapes import block_of, check_joined, named_base, take_vocabulary, vocabulary_marks
 from .parts.safetensors_reader import Checkpoint, check_embedding
 
-EAGLE_FILE = "model.safetensors"
-"""Official checkpoints hold the same tensors in pytorch_model.bin or here."""
-OPENS = ("taps", "rope_base")
-"""Values that a checkpoint may leave open."""
+EAGLE_FILE = "model.safetensors"  # Official checkpoints hold the same tensors in pytorch_model.bin or here
+OPENS = ("taps", "rope_base")  # Values that a checkpoint may leave open
 
 
 def export_eagle(drafter: Eagle | Eagle3, target: Target, folder: Path, settings: ExportSettings = PLAIN) -> Contents:

@@ -13,22 +13,15 @@ from ...modules import DraftLM, DraftLMConfig, Target, UserError
 from ...modules.families.draft_lm.drafter import as_model
 from ...modules.files.atomic_files import write_file
 from ...modules.files.json_records import read_json, record_of
-from .parts.compressed_tensors import (
-    COMPRESSED,
-    as_compressed,
-    compressed,
-    compressed_config,
-)
+from .parts.compressed_tensors import COMPRESSED, as_compressed, compressed, compressed_config
 from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Places, Served
 from .parts.folder_readme import hub_name
 from .parts.gguf_file import BFLOAT16, FLOAT32
 from .parts.layout_folder import Contents, Table, TensorForm
 from .parts.safetensors_reader import Checkpoint
 
-WEIGHTS = "model.safetensors"
-"""The file of weights, by the name that transformers gives it."""
-TRAINED = "draft_token_ids.json"
-"""The ids of a reduced vocabulary, ascending."""
+WEIGHTS = "model.safetensors"  # The file of weights, by the name that transformers gives it
+TRAINED = "draft_token_ids.json"  # The ids of a reduced vocabulary, ascending
 _MASK, _DEPTHS = "pard_token", "draftsmith_depths"
 """Keys of the mask token, as engines read it, and of the number of tokens that are guessed in a pass, which they ask
 for."""

@@ -19,8 +19,7 @@ from .parts.head_blocks import head_width, own_names, repeated, tied
 from .parts.layout_folder import Contents, as_pickle, stored, write_layout
 from .parts.safetensors_reader import Checkpoint, check_embedding
 
-HYDRA_FILE = "hydra_lm_head.safetensors"
-"""The official code reads the same tensors from hydra_lm_head.pt."""
+HYDRA_FILE = "hydra_lm_head.safetensors"  # The official code reads the same tensors from hydra_lm_head.pt
 
 
 def export_hydra(drafter: Hydra, target: Target, folder: Path, settings: ExportSettings) -> Contents:

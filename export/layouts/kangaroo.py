@@ -16,8 +16,7 @@ from .parts.head_blocks import head_width, output_bias
 from .parts.layout_folder import Contents, as_pickle, stored, write_layout
 from .parts.safetensors_reader import Checkpoint
 
-KANGAROO_FILE = "model.safetensors"
-"""The official code reads the same tensors from pytorch_model.bin."""
+KANGAROO_FILE = "model.safetensors"  # The official code reads the same tensors from pytorch_model.bin
 _EXIT, _GAMMA, _ETA = "draftsmith_exit_layer", "draftsmith_gamma", "draftsmith_eta"
 
 
@@ -71,11 +70,9 @@ def read_kangaroo(given: Checkpoint, target: Target, settings: ImportSettings) -
         raise UserError(f"{given.config} does not say after which layer of the target the adapter comes; give it with "
                         "--exit_layer (the official checkpoints have 2 for 7B and 3 for 13B targets)")
     heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
-    block = BlockConfig(
-        hidden_size=width, intermediate_size=int(config["intermediate_size"]), num_heads=heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or heads), head_dim=width // heads,
-        norm_eps=float(config["rms_norm_eps"]),
-    )
+    block = BlockConfig(hidden_size=width, intermediate_size=int(config["intermediate_size"]), num_heads=heads,
+                        num_kv_heads=int(config.get("num_key_value_heads") or heads), head_dim=width // heads,
+                        norm_eps=float(config["rms_norm_eps"]))
     limits = {name: config[key] for name, key in (("gamma", _GAMMA), ("eta", _ETA)) if key in config}
     fitted, _ = Kangaroo.fitted(KangarooConfig(exit_layer=exit_layer, **limits), target)
     return Kangaroo(fitted, target, block), given.tensors()

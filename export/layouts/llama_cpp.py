@@ -32,16 +32,13 @@ from .parts.gguf_rope import BY_FACTORS, BY_KEYS, GgufRope, by_factors, by_keys,
 from .parts.head_blocks import output_bias
 from .parts.layout_folder import Contents, Table, stored
 
-GGUF_FILE = "draft.gguf"
-"""The one file with settings, tokenizer and weights."""
-EAGLE3, DFLASH = "eagle3", "dflash"
-"""llama.cpp's names of the architectures; DSpark is DFlash with a correction."""
+GGUF_FILE = "draft.gguf"  # The one file with settings, tokenizer and weights
+EAGLE3, DFLASH = "eagle3", "dflash"  # llama.cpp's names of the architectures; DSpark is DFlash with a correction
 NEIGHBOURS = ("llama", EAGLE3)
 """Architectures whose rotary embedding rotates neighbouring numbers; they alone have factors for its frequencies."""
 MODELS = ("llama", "qwen2", "qwen3")
 """Architectures of draft language models, which transformers and llama.cpp call the same."""
-_TARGET_LAYERS = 3
-"""Tapped layers that llama.cpp reads."""
+_TARGET_LAYERS = 3  # Tapped layers that llama.cpp reads
 
 
 def export_gguf(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, folder: Path,

@@ -21,8 +21,7 @@ from .parts.head_blocks import output_bias, own_names, tied
 from .parts.layout_folder import Contents, stored, write_layout
 from .parts.safetensors_reader import Checkpoint
 
-MEDUSA_FILE = "medusa_lm_head.safetensors"
-"""The name that TGI requires; vLLM takes any."""
+MEDUSA_FILE = "medusa_lm_head.safetensors"  # The name that TGI requires; vLLM takes any
 
 
 def export_medusa(drafter: Medusa, target: Target, folder: Path, settings: ExportSettings) -> Contents:

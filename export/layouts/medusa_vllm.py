@@ -18,8 +18,7 @@ from .parts.export_format import ExportFormat, ExportSettings, Served
 from .parts.head_blocks import output_bias, repeated
 from .parts.layout_folder import Contents, stored, write_layout
 
-VLLM_FILE = "model.safetensors"
-"""vLLM takes any name."""
+VLLM_FILE = "model.safetensors"  # vLLM takes any name
 
 
 def export_medusa_vllm(drafter: Medusa, target: Target, folder: Path, settings: ExportSettings) -> Contents:

@@ -27,8 +27,7 @@ _LEFT_OUT = ("README.md", ORIGIN)
 _PICKLES = (".bin", ".pt", ".pth")
 _WEIGHTS = ".safetensors"
 _TEMPLATES = "additional_chat_templates"
-_STEPS = 3
-"""Tokens of a draft in the printed commands."""
+_STEPS = 3  # Tokens of a draft in the printed commands
 
 
 def export_mtp(drafter: Mtp, target: Target, folder: Path, settings: ExportSettings) -> Contents:
@@ -107,5 +106,4 @@ def _served(drafter: Mtp, places: Places) -> dict[str, str]:
 
 MTP: ExportFormat[Mtp] = ExportFormat(
     name="mtp", content="heads of the target's own (MTP)", readers={"vLLM": "", "SGLang": ""}, families=(Mtp,),
-    refusal=_refusal, write=export_mtp, read=read_mtp, in_target=True, others=_served,
-    chain=lambda drafter: _STEPS)
+    refusal=_refusal, write=export_mtp, read=read_mtp, in_target=True, others=_served, chain=lambda drafter: _STEPS)

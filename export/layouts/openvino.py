@@ -21,8 +21,7 @@ from .parts.head_blocks import output_bias
 from .parts.layout_folder import Contents
 from .parts.openvino_conversion import SCRIPT
 
-_TARGET_LAYERS = 3
-"""Tapped layers that OpenVINO GenAI reads."""
+_TARGET_LAYERS = 3  # Tapped layers that OpenVINO GenAI reads
 PIPELINE = """OpenVINO GenAI decodes with both in Python, in this folder:
 
 ```python

@@ -30,13 +30,10 @@ from .parts.safetensors_reader import Checkpoint, loaded
 from .ppd import PPD
 from .speculators import SPECULATORS
 
-EXPORT_FORMATS: tuple[ExportFormat[Any], ...] = (
-    DFLASH, EAGLE, EAGLE_SGLANG, HUGGINGFACE, SPECULATORS, GGUF, OPENVINO, HYDRA, KANGAROO, MERGED, MEDUSA, MEDUSA_VLLM,
-    MTP, PPD, TARGET,
-)
+EXPORT_FORMATS: tuple[ExportFormat[Any], ...] = (DFLASH, EAGLE, EAGLE_SGLANG, HUGGINGFACE, SPECULATORS, GGUF, OPENVINO,
+                                                 HYDRA, KANGAROO, MERGED, MEDUSA, MEDUSA_VLLM, MTP, PPD, TARGET)
 """All layouts, in the order of the tables."""
-EVERY_FORMAT: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS))
-"""Their names."""
+EVERY_FORMAT: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS))  # Their names
 IMPORTED: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS if one.read))
 """Names of those whose checkpoints are read."""
 

@@ -27,10 +27,8 @@ from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, S
 from .parts.layout_folder import Contents, write_layout
 from .parts.safetensors_reader import Checkpoint
 
-VERSION = "0.9.0"
-"""The version of the library whose layout this is."""
-_TOKENS = 3
-"""Tokens of a draft where the server is not given a number."""
+VERSION = "0.9.0"  # The version of the library whose layout this is
+_TOKENS = 3  # Tokens of a draft where the server is not given a number
 
 
 def export_speculators(drafter: Eagle3 | BlockDraft, target: Target, folder: Path,

@@ -15,8 +15,7 @@ from ..config_checks import CheckedSettings, Parts
 from ..errors import UserError
 from .medusa.drafter import ResidualBlock
 
-REJECTED, ACCEPTED = 0, 1
-"""The two classes, in the order of the official code."""
+REJECTED, ACCEPTED = 0, 1  # The two classes, in the order of the official code
 
 
 @dataclass(frozen=True, kw_only=True)

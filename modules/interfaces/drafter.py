@@ -47,10 +47,8 @@ class Training:
     warmup_steps: int | None = None
     weight_decay: float | None = None
     feature_weight: float | None = None
-    decay: float = 0.8
-    """Weight of draft step k in the loss is decay ** k (arXiv:2401.10774, section 2.2.1)."""
-    offsets: bool = False
-    """Whether a recipe may offset the position ids that the drafter reads."""
+    decay: float = 0.8  # Weight of draft step k in the loss is decay ** k (arXiv:2401.10774, section 2.2.1)
+    offsets: bool = False  # Whether a recipe may offset the position ids that the drafter reads
     through_target: bool = False
     """Whether training reads the target's layers other than by `Target.encode`: with gradients, or as copies. They must
     then be whole on one device of each process."""

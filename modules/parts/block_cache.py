@@ -32,10 +32,8 @@ class BlockRows:
         groups: of the blocks, see `RowCache`.
     """
 
-    nodes_BM: Tensor
-    """Index in the tree of each node in the cache."""
-    above_BMM: Tensor
-    """True where a node in the cache sees another one: its ancestors and itself."""
+    nodes_BM: Tensor  # Index in the tree of each node in the cache
+    above_BMM: Tensor  # True where a node in the cache sees another one: its ancestors and itself
 
     def __init__(self, num_layers: int, rows: int, capacity: int, device: torch.device,
                  groups: Sequence[Hashable] = ()) -> None:
@@ -57,10 +55,8 @@ class BlockRows:
         window = self._open(rows, size, after=0)
         slots_W = torch.arange(window.width, device=window.slots_BN.device)
         last_BN = window.slots_BN if causal else window.slots_BN[:, -1:].expand(-1, size)
-        return AttentionContext(
-            positions_BN=window.slots_BN, visible_BNW=slots_W <= last_BN[..., None], cache=self.cache,
-            key_positions=self.key_positions,
-        )
+        return AttentionContext(positions_BN=window.slots_BN, visible_BNW=slots_W <= last_BN[..., None],
+                                cache=self.cache, key_positions=self.key_positions)
 
     def reread(self, rows: list[int], size: int, counts_B: Tensor, again: int) -> AttentionContext:
         """Attention context of the `size` new positions, as in `read`, and of repeated queries: the `again` positions
@@ -80,11 +76,8 @@ class BlockRows:
         # A row without any position sees one nevertheless: a softmax over no key is NaN.
         until_BN = torch.cat([new_BN, last_B1.clamp(min=0).expand(-1, again)], dim=1)
         slots_W = torch.arange(window.width, device=new_BN.device)
-        return AttentionContext(
-            positions_BN=torch.cat([new_BN, again_BJ], dim=1),
-            visible_BNW=slots_W <= until_BN[..., None],
-            cache=self.cache,
-        )
+        return AttentionContext(positions_BN=torch.cat([new_BN, again_BJ], dim=1),
+                                visible_BNW=slots_W <= until_BN[..., None], cache=self.cache)
 
     def commit(self, counts_B: Tensor, host_counts: list[int]) -> None:
         """Keep the first counts_B[b] positions of the last reading in each of its rows."""
@@ -120,11 +113,8 @@ class BlockRows:
             return AttentionContext(positions_BN=lengths_B1 + above_BF, visible_BNW=visible_BFW, cache=self.cache,
                                     key_positions=self.key_positions)
         order_P = torch.arange(places, device=lengths_B1.device)
-        return AttentionContext(
-            positions_BN=lengths_B1 + (above_BF[..., None] * places + order_P).flatten(1),
-            visible_BNW=visible_BFW.repeat_interleave(places, dim=1),
-            cache=self.cache,
-        )
+        return AttentionContext(positions_BN=lengths_B1 + (above_BF[..., None] * places + order_P).flatten(1),
+                                visible_BNW=visible_BFW.repeat_interleave(places, dim=1), cache=self.cache)
 
     def key_positions(self) -> Tensor:
         """Position id of every slot of the running pass, [B, W], for sliding windows; for trees with one slot a node.
@@ -141,9 +131,8 @@ class BlockRows:
         lengths_B1 = self.cache.lengths_B[window.rows_B1]
         after_BW = slots_W - lengths_B1
         depths_BM = self.above_BMM.sum(-1) - 1
-        return torch.where(
-            after_BW < 0, slots_W, lengths_B1 + depths_BM.gather(1, after_BW.clamp(0, depths_BM.shape[1] - 1))
-        )
+        return torch.where(after_BW < 0, slots_W,
+                           lengths_B1 + depths_BM.gather(1, after_BW.clamp(0, depths_BM.shape[1] - 1)))
 
     def drop_tree(self) -> None:
         """Discard the drafted nodes; their slots are overwritten."""

@@ -17,8 +17,7 @@ from .row_text import Text
 
 WAITING = 16
 """Most accepted tokens that are read together with the root; a longer text, such as a prompt, is read at once."""
-SLOT = -1
-"""Placeholder id of a mask token, which has a learned embedding and no id."""
+SLOT = -1  # Placeholder id of a mask token, which has a learned embedding and no id
 
 
 class CausalState(Text):
@@ -34,14 +33,10 @@ class CausalState(Text):
         super().__init__(rows, capacity, 0, read.cache.lengths_B.device)
         self.read = read
         self.held, self.caches = (*self.held, read.cache), (read.cache,)
-        self.host_lengths = [0] * rows
-        """Tokens of each text without the root."""
-        self.rooted = False
-        """Whether the tree holds the roots."""
-        self.most = WAITING
-        """Most tokens of a row that an observation may leave unread."""
-        self.at_once = False
-        """Whether every pass of one shape may accept more, so that its observation reads them."""
+        self.host_lengths = [0] * rows  # Tokens of each text without the root
+        self.rooted = False  # Whether the tree holds the roots
+        self.most = WAITING  # Most tokens of a row that an observation may leave unread
+        self.at_once = False  # Whether every pass of one shape may accept more, so that its observation reads them
 
     def drop_tree(self) -> None:
         """Discard the roots and the nodes of their trees."""
@@ -83,10 +78,8 @@ class CausalDraft(Proposer[CausalState]):
     This class holds text, cache and trees; a subclass defines the layers that run and the output layer.
     """
 
-    kept: Sequence[int]
-    """Layers that run, ascending."""
-    num_layers: int
-    """Number of layers of the whole model."""
+    kept: Sequence[int]  # Layers that run, ascending
+    num_layers: int  # Number of layers of the whole model
     cache_groups: Sequence[Hashable]
     """A mark of each layer, equal where keys and values have equal shapes, see `RowCache`."""
     slots: int = 0

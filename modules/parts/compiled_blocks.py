@@ -20,8 +20,7 @@ from .rotary import Rotation
 class ApartContext(AttentionContext):
     """The context of a compiled block: the rotation of its positions, and attention that its pass has set."""
 
-    turns: Rotation
-    """Cosines and signed sines of the positions."""
+    turns: Rotation  # Cosines and signed sines of the positions
 
     def rotation(self, config: BlockConfig) -> Rotation:
         """The rotation that was computed outside."""

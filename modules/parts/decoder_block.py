@@ -76,15 +76,9 @@ class BlockConfig(CheckedSettings):
         if given.get("kv_lora_rank"):
             heads, head_dim = (width // 128, 128) if width % 128 == 0 else (1, width)
             shared = math.gcd(heads, 8)
-        return cls(
-            hidden_size=width,
-            intermediate_size=_active_width(target.config) or 4 * width,
-            num_heads=heads,
-            num_kv_heads=shared,
-            head_dim=head_dim,
-            norm_eps=float(given.get("rms_norm_eps") or cls.norm_eps),
-            rope_base=rope_base,
-        )
+        return cls(hidden_size=width, intermediate_size=_active_width(target.config) or 4 * width, num_heads=heads,
+                   num_kv_heads=shared, head_dim=head_dim, norm_eps=float(given.get("rms_norm_eps") or cls.norm_eps),
+                   rope_base=rope_base)
 
     @classmethod
     def from_dict(cls, description: dict[str, Any]) -> "BlockConfig":
@@ -115,13 +109,11 @@ def _active_width(config: Any) -> int:
 class AttentionContext:
     """Positions, visible keys and cache of the tokens of one pass."""
 
-    positions_BN: Tensor
-    """Position id of each token, int64."""
+    positions_BN: Tensor  # Position id of each token, int64
     visible_BNW: Sight
     """True where a token sees a key. Every token must see at least one, such as itself. For training rows on a CPU, and
     for long ones elsewhere, the segments that see themselves causally."""
-    cache: RowCache | None = None
-    """The cache of keys and values; None when the tokens see each other alone."""
+    cache: RowCache | None = None  # The cache of keys and values; None when the tokens see each other alone
     key_positions: Callable[[], Tensor] | None = field(default=None, compare=False)
     """Position ids of the keys [B, W], where they are known, for layers of transformers with a window."""
     tables: dict[str, Rotation] = field(default_factory=dict, compare=False)
@@ -147,9 +139,8 @@ class AttentionContext:
             attend = attend_segments if query_BHNE.device.type == "cpu" else attend_inside
             return attend(query_BHNE, key_BGNE, value_BGNE, self.visible_BNW)
         grouped = query_BHNE.shape[1] != key_BGNE.shape[1]
-        return functional.scaled_dot_product_attention(
-            query_BHNE, key_BGNE, value_BGNE, attn_mask=self.visible_BNW[:, None], enable_gqa=grouped
-        )
+        return functional.scaled_dot_product_attention(query_BHNE, key_BGNE, value_BGNE,
+                                                       attn_mask=self.visible_BNW[:, None], enable_gqa=grouped)
 
 
 class RMSNorm(nn.RMSNorm):

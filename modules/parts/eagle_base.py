@@ -34,8 +34,7 @@ class EagleState(DraftState):
         rows: the cache.
     """
 
-    rooted: bool
-    """Whether the root's children have been proposed."""
+    rooted: bool  # Whether the root's children have been proposed
 
     def __init__(self, own: RowBuffer, rows: BlockRows) -> None:
         self.own, self.rows = own, rows
@@ -58,8 +57,7 @@ class EagleDrafter(FeatureDrafter[EagleState]):
     (`finish`).
     """
 
-    estimates_states: ClassVar[bool] = True
-    """Whether each step estimates the target's final state."""
+    estimates_states: ClassVar[bool] = True  # Whether each step estimates the target's final state
 
     # Defined by each subclass ----------------------------------------------------------------------------------------
 

@@ -22,12 +22,9 @@ from .decoder_block import OFFICIAL_ROPE_BASE, BlockConfig, ResidualLayer
 from .rotary import carried_scaling
 from .shared_embeddings import BorrowingDrafter
 
-DEPTHS = 6
-"""Fewest draft steps that `forward` computes outside training: draft trees are fitted to them."""
-FIRST_OFFSET = 2
-"""Distance in tokens from a position to the token that its first draft step predicts."""
-_PROBE = 64
-"""Tokens of the target pass that measures its last norm."""
+DEPTHS = 6  # Fewest draft steps that `forward` computes outside training: draft trees are fitted to them
+FIRST_OFFSET = 2  # Distance in tokens from a position to the token that its first draft step predicts
+_PROBE = 64  # Tokens of the target pass that measures its last norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +49,8 @@ class FeatureDrafter(BorrowingDrafter[State]):
     block: BlockConfig
     has_block = True
     compiled_kinds: tuple[type[nn.Module], ...] = (ResidualLayer,)
-    num_layers: int = 1
-    """Decoder layers that write keys."""
-    block_size: int = 1
-    """Tokens drafted by one run of the layers."""
+    num_layers: int = 1  # Decoder layers that write keys
+    block_size: int = 1  # Tokens drafted by one run of the layers
 
     @classmethod
     def fitted(cls, config: Any, target: Target) -> tuple[Any, BlockConfig]:

@@ -43,8 +43,7 @@ class HeadDrafter(BorrowingDrafter[State]):
     """
 
     heads: nn.ModuleList
-    output_bias: ClassVar[bool] = False
-    """Whether the heads' own output layers have a bias."""
+    output_bias: ClassVar[bool] = False  # Whether the heads' own output layers have a bias
 
     def __init__(self, config: HeadConfig, sizes: Sizes, block: BlockConfig | None = None) -> None:
         super().__init__(config, sizes, block)

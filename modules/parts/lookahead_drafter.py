@@ -38,10 +38,8 @@ from ..target.target_rows import TargetRows
 from ..token_tree import Injection, Lookahead, TokenTree, VirtualNodes
 from .shared_embeddings import BorrowingDrafter, Sizes
 
-_RANKS = 10
-"""Guesses of a depth whose chances are kept."""
-_NODES = 768
-"""Virtual nodes of a row that are read at once outside training."""
+_RANKS = 10  # Guesses of a depth whose chances are kept
+_NODES = 768  # Virtual nodes of a row that are read at once outside training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +68,7 @@ class LookaheadState(DraftState):
         rows, steps, _ = states.values.shape
         self.present = RowBuffer(rows, steps, blank=False, device=states.values.device, dtype=torch.bool)
         """Which steps each row has a state for."""
-        self.whole = True
-        """Whether every row that was observed has a guess for every depth, known on the host."""
+        self.whole = True  # Whether every row that was observed has a guess for every depth, known on the host
         self.caches = () if own is None else (own.cache,)
         self.held = (states, self.present, *self.caches)
 

@@ -16,20 +16,16 @@ from torch import Tensor
 
 from ..features import Features
 
-KEEP_RATE, KEEP_LEAST = 0.7, 0.2
-"""r and r_min of a draft language model in training."""
+KEEP_RATE, KEEP_LEAST = 0.7, 0.2  # r and r_min of a draft language model in training
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
     """The mask tokens of a pass, left-aligned; rows with fewer of them are padded."""
 
-    anchors_BS: Tensor
-    """Position of the text's last token in its row."""
-    depths_BS: Tensor
-    """Number of the mask token after it, from 1."""
-    real_BS: Tensor
-    """False at padding."""
+    anchors_BS: Tensor  # Position of the text's last token in its row
+    depths_BS: Tensor  # Number of the mask token after it, from 1
+    real_BS: Tensor  # False at padding
 
 
 def useful(features: Features, depths: int) -> Tensor:

@@ -13,8 +13,7 @@ from torch.autograd.function import once_differentiable
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-Rotation = tuple[Tensor, Tensor]
-"""Cosines and signed sines of a rotary embedding, [B, 1, N, E] each."""
+Rotation = tuple[Tensor, Tensor]  # Cosines and signed sines of a rotary embedding, [B, 1, N, E] each
 SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3")
 """Scalings that a drafter takes over. Within the target's context length each is one fixed set of frequencies: those of
 `dynamic` and `longrope` change beyond it alone."""

@@ -20,10 +20,8 @@ class Text(DraftState):
         device: device of the tokens.
     """
 
-    tokens_SL: Tensor
-    """The tokens, -1 where there is none."""
-    roots_S: Tensor
-    """Place of the root of each row."""
+    tokens_SL: Tensor  # The tokens, -1 where there is none
+    roots_S: Tensor  # Place of the root of each row
 
     def __init__(self, rows: int, capacity: int, margin: int, device: torch.device) -> None:
         texts = RowBuffer(rows, margin + capacity + 1, blank=-1, device=device, dtype=torch.long)

@@ -42,8 +42,7 @@ class BorrowingDrafter(Drafter[State]):
 
     has_block: ClassVar[bool] = False
     """Whether drafters of the family may have decoder layers, whose shape an artifact then describes."""
-    block_class: ClassVar[Any] = BlockConfig
-    """The description of these layers."""
+    block_class: ClassVar[Any] = BlockConfig  # The description of these layers
     compiled_form = staticmethod(of_block)
     former_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that older artifacts name and that follow from others now."""

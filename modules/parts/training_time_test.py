@@ -34,8 +34,7 @@ from ..target.attention.segment_attention import AttentionForm, Segments, Sight,
 from .decoder_block import AttentionContext
 from .fused_segments import attend_segments
 
-_ROOM = 8
-"""Components added to a head; two are used, but fused kernels need a multiple of eight."""
+_ROOM = 8  # Components added to a head; two are used, but fused kernels need a multiple of eight
 
 
 @dataclass
@@ -44,8 +43,7 @@ class _Keys:
     it."""
 
     past_BGLX: tuple[Tensor, Tensor]
-    visible: Sight
-    """Sight of step 0 at each position: a mask [B, 1, L, L + 1] as numbers to be added, or the segments."""
+    visible: Sight  # Sight of step 0 at each position: a mask [B, 1, L, L + 1] as numbers to be added, or the segments
     own: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
@@ -53,10 +51,8 @@ class _Keys:
 class StepAttention(AttentionContext):
     """Attention context of one step; the steps of a rollout share their keys."""
 
-    step: int
-    """Number of the step; step 0 reads the target's states, each later one the step before it."""
-    keys: dict[int, _Keys]
-    """Keys by layer, written by step 0."""
+    step: int  # Number of the step; step 0 reads the target's states, each later one the step before it
+    keys: dict[int, _Keys]  # Keys by layer, written by step 0
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output over step 0 and the heads' own positions, [B, H, L, E]."""
@@ -84,10 +80,8 @@ class Rollout:
 
     def __call__(self, step: int) -> AttentionContext:
         """Attention context of step `step`; call it for the steps in order."""
-        return StepAttention(
-            positions_BN=self.first.positions_BN + step, visible_BNW=self.first.visible_BNW, step=step,
-            keys=self.keys,
-        )
+        return StepAttention(positions_BN=self.first.positions_BN + step, visible_BNW=self.first.visible_BNW, step=step,
+                             keys=self.keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +90,8 @@ class BlockAttention(AttentionContext):
 
     block: int
     """Number of the block; block 0 reads the target's states, each later one the estimates of the one before it."""
-    size: int
-    """Positions of a block, K."""
-    written: dict[int, tuple[Tensor, Tensor]]
-    """Keys and values of the text by layer, written by block 0."""
+    size: int  # Positions of a block, K
+    written: dict[int, tuple[Tensor, Tensor]]  # Keys and values of the text by layer, written by block 0
     keys: dict[int, _Keys]
     """These keys and values, with room for the diagonal where it is needed, and those of the later blocks; created by
     block 1."""
@@ -144,10 +136,8 @@ class SlotAttention(AttentionContext):
     """Attention context of the slots of one block after each of A positions; the queries of the slots are concatenated,
     [S * A]. Memory grows with A and with the text, not with their product but for the mask of sampled positions."""
 
-    slots: int
-    """Slots of a block, S."""
-    causal: bool
-    """Whether a slot sees those before it and itself alone, or all slots of its block."""
+    slots: int  # Slots of a block, S
+    causal: bool  # Whether a slot sees those before it and itself alone, or all slots of its block
     text: dict[int, tuple[Tensor, Tensor]]
     """Keys and values of the text by layer, [B, G, L, E] each, to be filled before the slots run."""
 

@@ -49,8 +49,7 @@ PROMPTS = Path(__file__).resolve().parents[2] / "recipes" / "handwritten.jsonl"
 PAIRS = {"plain": "transformers, plain", "prompt lookup": "transformers, prompt_lookup",
          "first layers": "transformers, assistant_model"}
 """Our methods, each with its counterpart in transformers."""
-AIM = 1.3
-"""Speed that this loop should reach, as a multiple of transformers'."""
+AIM = 1.3  # Speed that this loop should reach, as a multiple of transformers'
 
 
 @dataclass(frozen=True)

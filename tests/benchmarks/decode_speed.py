@@ -47,8 +47,7 @@ from support.tree_shapes import paths
 
 CHAIN, TREE, WIDEST = 3, 32, 4
 """Tokens of the drafted chains; nodes of the drafted trees, and the most guesses after a node."""
-TEMPERATURE = 0.8
-"""Temperature of the method that samples."""
+TEMPERATURE = 0.8  # Temperature of the method that samples
 
 
 @dataclass(frozen=True)
@@ -58,20 +57,13 @@ class Speed:
     method: str
     batch: int
     tokens_per_second: float = 0.0
-    accepted_length: float = 0.0
-    """New tokens of a row per pass of the target."""
-    draft_share: float = 0.0
-    """Share of the seconds that the drafter took."""
-    equal: int = 0
-    """Answers that are those of the plain loop."""
-    of: int = 0
-    """Answers that were compared."""
-    left_out: str = ""
-    """Why nothing was measured; empty where it was."""
-    graph_refusal: str = ""
-    """Why passes were not replayed as CUDA graphs where they were to be."""
-    compile_refusal: str = ""
-    """Why layers were not compiled where they were to be."""
+    accepted_length: float = 0.0  # New tokens of a row per pass of the target
+    draft_share: float = 0.0  # Share of the seconds that the drafter took
+    equal: int = 0  # Answers that are those of the plain loop
+    of: int = 0  # Answers that were compared
+    left_out: str = ""  # Why nothing was measured; empty where it was
+    graph_refusal: str = ""  # Why passes were not replayed as CUDA graphs where they were to be
+    compile_refusal: str = ""  # Why layers were not compiled where they were to be
 
 
 @dataclass
@@ -165,8 +157,7 @@ class Bench:
     new_tokens: int
     acceptance: float
     brief: bool = False
-    texts: dict[int, Tensor] = field(default_factory=dict)
-    """Prompts and answers by number of rows."""
+    texts: dict[int, Tensor] = field(default_factory=dict)  # Prompts and answers by number of rows
 
     def prompts(self, batch: int) -> list[tuple[int, ...]]:
         """The prompts of a batch."""

@@ -30,8 +30,7 @@ from support.stored_states import encode
 from torch import Tensor
 
 WAYS = ("sorted", "ours", "kept", "half")
-TEMPERATURES = (0.0, 0.0, 0.8)
-"""Of the answers, as in the recipes for the embedded target."""
+TEMPERATURES = (0.0, 0.0, 0.8)  # Of the answers, as in the recipes for the embedded target
 
 
 def choose_sorted(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:

@@ -38,12 +38,10 @@ QUICK = ("--config", str(RECIPE), "--train.max_steps", "6", "--train.validate_ev
          "--distill.validation_prompts", "4", "--prompts.own_max_tokens", "48", "--tree.searched_nodes", "6",
          "--tree.used_nodes", "4", "--evaluate.max_new_tokens", "12", "--evaluate.limit",
          "1", "--evaluate.speed_prompts", "0")
-DISKS = (1, 8, 16, 32, 64, 120, 180)
-"""Largest files that may be written, in KiB."""
+DISKS = (1, 8, 16, 32, 64, 120, 180)  # Largest files that may be written, in KiB
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 """Signals and the exit codes that they must lead to."""
-MACHINE_FILES = {"stats.json", "tuning.json"}
-"""Files about the machine and the time, which may differ."""
+MACHINE_FILES = {"stats.json", "tuning.json"}  # Files about the machine and the time, which may differ
 DAMAGED = ("data/manifest.json", "data/train-00000.safetensors", "data/validation-00000.safetensors", "data/test.jsonl",
            "train/best.safetensors", "train/last.ckpt", "train/result.json", "artifact/config.json",
            "artifact/model.safetensors", "artifact/tuning.json", "stages.json")
@@ -262,8 +260,7 @@ def first_with(bench: Bench, file: str) -> str:
 
 # The campaign --------------------------------------------------------------------------------------------------------
 
-Case = tuple[str, str, str]
-"""Part, subject and case."""
+Case = tuple[str, str, str]  # Part, subject and case
 
 
 def known_cases(state: Path) -> dict[Case, str]:

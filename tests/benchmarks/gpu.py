@@ -31,14 +31,10 @@ from draftsmith.modules.target.loading.loading import find_default_gguf
 from packaging.requirements import Requirement
 from support.gpu_parts import PARTS, ROOT, Settings
 
-MINUTES = 9.0
-"""Most minutes of a part, where nothing else is asked for."""
-SPARE = 0.15
-"""Share of them in which nothing further is started."""
-BRIEF = 5.0
-"""Minutes below which a part measures less."""
-EXTRAS = ("", "train", "dev")
-"""Extras of the package that the parts need."""
+MINUTES = 9.0  # Most minutes of a part, where nothing else is asked for
+SPARE = 0.15  # Share of them in which nothing further is started
+BRIEF = 5.0  # Minutes below which a part measures less
+EXTRAS = ("", "train", "dev")  # Extras of the package that the parts need
 
 
 def needed(artifacts: Path | None) -> list[str]:

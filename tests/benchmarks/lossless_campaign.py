@@ -47,12 +47,9 @@ PARTS: dict[str, Callable[[], dict[str, Callable[[], Outcome]]]] = {
     "fuzz": campaign_fuzz.cells,
 }
 """The parts and what makes their cells, by name."""
-SEEN = 1e-3
-"""A wrong rule is seen when its p-value is at most this: G is larger than in all of 999 samples."""
-UNIFORM = 1e-3
-"""Right cells are in doubt when the test of all their p-values gives less than this."""
-CODE = Path(atomic_files.__file__).parent
-"""The room of the decoding loop, whose state a file of outcomes belongs to."""
+SEEN = 1e-3  # A wrong rule is seen when its p-value is at most this: G is larger than in all of 999 samples
+UNIFORM = 1e-3  # Right cells are in doubt when the test of all their p-values gives less than this
+CODE = Path(atomic_files.__file__).parent  # The room of the decoding loop, whose state a file of outcomes belongs to
 
 
 @dataclass(frozen=True)

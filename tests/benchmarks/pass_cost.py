@@ -29,8 +29,7 @@ from draftsmith.recipes.__main__ import SPINS
 
 SIZES = (1, 2, 4, 8, 16, 32)
 FORMS = ("packed", "plain", "chosen")
-WAITED = (1, 8)
-"""Tokens of the passes by which ways to wait are compared."""
+WAITED = (1, 8)  # Tokens of the passes by which ways to wait are compared
 
 
 class Bench:

@@ -67,14 +67,10 @@ from safetensors.torch import load_file
 
 SECTIONS = ("family", "drafter", "train", "batch", "retarget")
 """Keys of a recipe that a trial may change: the others decide the data, or how a draft is measured."""
-GIVEN = ("train.max_minutes", "train.max_steps", "train.seed")
-"""Keys that every trial is given by the script."""
-NODES, DECODED_NODES = 64, 16
-"""Nodes of the trees that measure a draft and decode with it, root included."""
-BEFORE = "start"
-"""Name of the outcome of a drafter that trials continue."""
-TEXTS = ("own", "before_loops", "handwritten")
-"""Measured texts, by their fields in an outcome."""
+GIVEN = ("train.max_minutes", "train.max_steps", "train.seed")  # Keys that every trial is given by the script
+NODES, DECODED_NODES = 64, 16  # Nodes of the trees that measure a draft and decode with it, root included
+BEFORE = "start"  # Name of the outcome of a drafter that trials continue
+TEXTS = ("own", "before_loops", "handwritten")  # Measured texts, by their fields in an outcome
 RESULTS, TABLE = "trials.json", "trials.md"
 
 
@@ -82,10 +78,8 @@ RESULTS, TABLE = "trials.json", "trials.md"
 class Trial:
     """Settings to be tried."""
 
-    name: str
-    """Its name, also that of its folder."""
-    overrides: tuple[str, ...]
-    """Keys of the recipe with their values, KEY=VALUE."""
+    name: str  # Its name, also that of its folder
+    overrides: tuple[str, ...]  # Keys of the recipe with their values, KEY=VALUE
 
     @classmethod
     def of(cls, text: str) -> "Trial":
@@ -108,26 +102,16 @@ class Trial:
 class Outcome:
     """A trained and measured trial of one seed."""
 
-    trial: str
-    """Name of the trial."""
-    seed: int
-    """Seed of its training and of the order of its batches."""
-    key: str
-    """Hash of its settings and of the data."""
-    steps: int
-    """Optimizer steps."""
-    seconds: float
-    """Seconds of training, validation and checkpoints excluded."""
-    parameters: int
-    """Number of trained weights."""
-    precision: str
-    """Precision of the training."""
-    own: float
-    """Tokens per pass along held-out answers to own prompts."""
-    before_loops: float
-    """The same, each answer only as far as its loop."""
-    handwritten: float
-    """Tokens per pass along the answers to the hand-written prompts."""
+    trial: str  # Name of the trial
+    seed: int  # Seed of its training and of the order of its batches
+    key: str  # Hash of its settings and of the data
+    steps: int  # Optimizer steps
+    seconds: float  # Seconds of training, validation and checkpoints excluded
+    parameters: int  # Number of trained weights
+    precision: str  # Precision of the training
+    own: float  # Tokens per pass along held-out answers to own prompts
+    before_loops: float  # The same, each answer only as far as its loop
+    handwritten: float  # Tokens per pass along the answers to the hand-written prompts
     decoded: float | None = None
     """Tokens per pass of the decoded answers to some of these prompts; None where none was decoded."""
 

@@ -36,14 +36,11 @@ class Case:
     family: str = "eagle3"
     rows: int = 1
     length: int = 2048
-    segment: int = 512
-    """Tokens of each conversation of a row."""
+    segment: int = 512  # Tokens of each conversation of a row
     vocabulary: int = 8192
-    steps: int = 3
-    """Draft steps."""
+    steps: int = 3  # Draft steps
     width: int = 64
-    anchors: int | None = None
-    """Places of a row after which a drafter of blocks is trained; None for every token."""
+    anchors: int | None = None  # Places of a row after which a drafter of blocks is trained; None for every token
 
 
 def cases(base: Case, longest: int) -> dict[str, list[Case]]:

@@ -23,8 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
-"""Fonts that a viewer would fetch from elsewhere."""
+FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # Fonts that a viewer would fetch from elsewhere
 
 
 def record(command: Sequence[str], columns: int) -> str:

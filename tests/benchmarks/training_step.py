@@ -47,21 +47,17 @@ from support.shaped_modules import RECIPES, shaped_module, shaped_recipe
 
 PARTS = ("target", "vocabulary loss", "drafter", "optimizer", "data")
 PRECISIONS = ("32-true", "bf16-mixed")
-SPARE = 10_000
-"""Number of a step before those of all ways."""
-WARM_UP = 1
-"""Steps of each way that are not counted."""
+SPARE = 10_000  # Number of a step before those of all ways
+WARM_UP = 1  # Steps of each way that are not counted
 
 
 @dataclass(frozen=True)
 class Way:
     """One implementation in one precision."""
 
-    plain: bool
-    """Whether it is the textbook's."""
+    plain: bool  # Whether it is the textbook's
     precision: str
-    checkpointing: bool = False
-    """Whether states inside of the drafter's layers are computed again in the backward pass."""
+    checkpointing: bool = False  # Whether states inside of the drafter's layers are computed again in the backward pass
 
     def __str__(self) -> str:
         again = "activation checkpointing" if self.checkpointing else ""

@@ -269,8 +269,7 @@ def drawn(*trials: Trial, **changes: Any) -> Tuning:
     return tuning(trial("static-2", 1.7), trial("static-4", 2.9), sampled=trials, **changes)
 
 
-SAMPLED = (trial("static-2", 1.6), trial("static-4", 1.62))
-"""A tree of two nodes is the fastest for sampled rows."""
+SAMPLED = (trial("static-2", 1.6), trial("static-4", 1.62))  # A tree of two nodes is the fastest for sampled rows
 
 
 def test_a_sampling_target_has_a_tree_of_its_own_size(tmp_path: Path, tiny_target: Target) -> None:

@@ -34,20 +34,13 @@ WRONG = {
 class JsonFile:
     """A JSON file of a run, its fields, and a command that reads it."""
 
-    path: str
-    """From the run's folder."""
-    words: str
-    """The command line."""
-    fields: dict[str, type]
-    """Kind of each field, by dotted name."""
-    remedy: str
-    """End of the error's sentence."""
-    may_lack: tuple[str, ...] = ()
-    """Fields that may be missing."""
-    may_be: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Values of `WRONG` that a field may have."""
-    also: tuple[tuple[str, str], ...] = ()
-    """Further wrong (field, value)."""
+    path: str  # From the run's folder
+    words: str  # The command line
+    fields: dict[str, type]  # Kind of each field, by dotted name
+    remedy: str  # End of the error's sentence
+    may_lack: tuple[str, ...] = ()  # Fields that may be missing
+    may_be: dict[str, tuple[str, ...]] = field(default_factory=dict)  # Values of `WRONG` that a field may have
+    also: tuple[tuple[str, str], ...] = ()  # Further wrong (field, value)
 
 
 IDENTITY = {"architecture": str, "hidden_size": int, "name": str, "num_layers": int, "vocab_size": int,

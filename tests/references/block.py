@@ -19,8 +19,7 @@ def plain_slots(drafter: BlockDraft, taps: dict[int, Tensor], root: int, end: in
     joined = torch.cat([taps[layer][: end + 1] for layer in drafter.taps], dim=-1)
     context = functional.rms_norm(joined @ drafter.fc.weight.mT, (joined.shape[-1] // len(drafter.taps),),
                                   drafter.hidden_norm.weight, shape.norm_eps)
-    mask = drafter.mask_embedding if config.mask_token_id is None else drafter.embed(
-        torch.tensor(config.mask_token_id))
+    mask = drafter.mask_embedding if config.mask_token_id is None else drafter.embed(torch.tensor(config.mask_token_id))
     hidden = torch.stack([drafter.embed(torch.tensor(root)), *[mask] * (config.block_size - 1)])
     hidden = hidden + context[-1] if config.residual else hidden
     group, length = shape.num_heads // shape.num_kv_heads, len(context)

@@ -44,12 +44,11 @@ def main() -> None:
     torch.set_num_threads(1)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     minutes = float(sys.argv[3]) if len(sys.argv) > 3 else None
-    config = train_config(Medusa)(
-        max_steps=6 if minutes is None else 100_000, max_minutes=minutes, lr=1e-2, warmup_steps=2,
-        validate_every=3, validation_nodes=4, checkpoint_every=3, clip=0.05,
-        accumulate=int(sys.argv[2]), devices=world, strategy="ddp" if world > 1 else "auto", accelerator="cpu",
-        precision="32-true", objective="lk_hybrid", drafter=MedusaConfig(num_heads=2, output="copy"),
-    )
+    config = train_config(Medusa)(max_steps=6 if minutes is None else 100_000, max_minutes=minutes, lr=1e-2,
+                                  warmup_steps=2, validate_every=3, validation_nodes=4, checkpoint_every=3, clip=0.05,
+                                  accumulate=int(sys.argv[2]), devices=world, strategy="ddp" if world > 1 else "auto",
+                                  accelerator="cpu", precision="32-true", objective="lk_hybrid",
+                                  drafter=MedusaConfig(num_heads=2, output="copy"))
     module = (Signalled if len(sys.argv) > 4 else draft_module(Medusa))(cycle_target(), config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     module.clock.before = 1e6 * int(os.environ.get("RANK", "0"))

@@ -23,24 +23,18 @@ from draftsmith.trainers import FitResult, fit
 from support.cycle import CYCLE, CycleData, cycle_rows
 
 TAPS = (0, 2, 5)
-BATCHES = 4
-"""Micro-batches of a step, whoever reads them."""
+BATCHES = 4  # Micro-batches of a step, whoever reads them
 
 
 @dataclass(frozen=True)
 class Found:
     """States, losses and answers of a target, and the weights that this process holds of it."""
 
-    states: dict[int, list[torch.Tensor]]
-    """Final state and taps of batches by number."""
-    sums: dict[int, torch.Tensor]
-    """Sums of losses and counts of these batches."""
-    answers: list[list[int]]
-    """Tokens of answers that were drafted and verified."""
-    emitted: list[list[int]]
-    """Tokens that each of their passes emitted."""
-    layer_bytes: int
-    """Bytes of the layers' weights in this process."""
+    states: dict[int, list[torch.Tensor]]  # Final state and taps of batches by number
+    sums: dict[int, torch.Tensor]  # Sums of losses and counts of these batches
+    answers: list[list[int]]  # Tokens of answers that were drafted and verified
+    emitted: list[list[int]]  # Tokens that each of their passes emitted
+    layer_bytes: int  # Bytes of the layers' weights in this process
     weights_hash: str
     architecture: str
 
@@ -54,11 +48,10 @@ def batch(number: int) -> Features:
 
 def module_for(target: Target, *, world: int, strategy: str = "auto") -> DraftModule:
     """A drafter in training, whose step reads the same rows whatever the number of processes."""
-    config = train_config(Eagle3)(
-        max_steps=4, lr=1e-2, warmup_steps=1, validate_every=2, validation_nodes=4, checkpoint_every=4,
-        accumulate=BATCHES // world, devices=world, strategy=strategy, accelerator="cpu",
-        precision="32-true", objective="soft", drafter=Eagle3Config(steps=2, taps=TAPS),
-    )
+    config = train_config(Eagle3)(max_steps=4, lr=1e-2, warmup_steps=1, validate_every=2, validation_nodes=4,
+                                  checkpoint_every=4, accumulate=BATCHES // world, devices=world, strategy=strategy,
+                                  accelerator="cpu", precision="32-true", objective="soft",
+                                  drafter=Eagle3Config(steps=2, taps=TAPS))
     module = draft_module(Eagle3)(target, config)
     module.configure_model()
     return module
@@ -71,13 +64,12 @@ def show(target: Target, numbers: list[int]) -> Found:
     requests = [Request(index=place, tokens=tuple(CYCLE[place : place + 5]), max_new_tokens=12) for place in range(3)]
     result = decode(target, requests, DecodeSettings(batch_size=2), drafter=module.drafter.eval(),
                     policy=StaticTree(Topology.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)])))
-    return Found(
-        states={number: [features.final(), *features.taps.values()] for number, features in read.items()},
-        sums={number: module.loss(features).sums_KC.detach() for number, features in read.items()},
-        answers=[one.tokens for one in result.generations], emitted=[one.emitted for one in result.generations],
-        layer_bytes=sum(_held(tensor).nbytes for tensor in target.layers.parameters()),
-        weights_hash=target.identity.weights_hash, architecture=target.identity.architecture,
-    )
+    return Found(states={number: [features.final(), *features.taps.values()] for number, features in read.items()},
+                 sums={number: module.loss(features).sums_KC.detach() for number, features in read.items()},
+                 answers=[one.tokens for one in result.generations],
+                 emitted=[one.emitted for one in result.generations],
+                 layer_bytes=sum(_held(tensor).nbytes for tensor in target.layers.parameters()),
+                 weights_hash=target.identity.weights_hash, architecture=target.identity.architecture)
 
 
 def train(target: Target, out: Path, *, world: int, strategy: str = "auto") -> FitResult:

@@ -20,8 +20,7 @@ from support.engine_contracts import CONTRACTS
 FIGURES = Path(__file__).with_name("figures.json")
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "export" / "README.md"
-MARKERS = ("<!-- engines -->", "<!-- /engines -->")
-"""Lines of the README before and after the table."""
+MARKERS = ("<!-- engines -->", "<!-- /engines -->")  # Lines of the README before and after the table
 RUNS, CHECKED, NOBODY = "runs", "checked", ""
 _VERSION = re.compile(r" b?\d[\w.]*$")
 

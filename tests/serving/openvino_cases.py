@@ -42,8 +42,7 @@ def shifted(folder: Path) -> None:
     path.write_text(text.replace(right, wrong))
 
 
-BUT_ENDS = 160 / 168
-"""Share of the tokens of whole drafts that an answer has room for, with as few drafts as can be."""
+BUT_ENDS = 160 / 168  # Share of the tokens of whole drafts that an answer has room for, with as few drafts as can be
 OPENVINO_CASES = (
     Case(name="draft_lm", layout="openvino", printed=True),
     Case(name="draft_lm", layout="openvino", wrong="another rotary base", change=slower),

@@ -38,23 +38,16 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config
 
-STEPS = 3
-"""Tokens of a draft."""
+STEPS = 3  # Tokens of a draft
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 12, 28
 """The first token of an answer comes of the prompt's pass, six drafts of three with the target's token after each make
 25, and a seventh draft 28: no draft goes beyond the answer."""
-MASK = 3
-"""Id of the mask token, which no text contains."""
-BLOCK_MASK = 999
-"""That of drafters of blocks: a row of the target's embedding after the tokenizer's last token."""
-HEAD_DIM, ROPE_BASE = 32, 20000.0
-"""Width of a head, and rotary base."""
-VOCABULARY = "vocabulary.gguf"
-"""The target's tokens in GGUF."""
-ENTRIES = 300
-"""Tokens of a reduced vocabulary."""
-_MOST, _ENOUGH = 1500, 0.05
-"""Most optimizer steps; loss of a token at which a drafter knows it for certain."""
+MASK = 3  # Id of the mask token, which no text contains
+BLOCK_MASK = 999  # That of drafters of blocks: a row of the target's embedding after the tokenizer's last token
+HEAD_DIM, ROPE_BASE = 32, 20000.0  # Width of a head, and rotary base
+VOCABULARY = "vocabulary.gguf"  # The target's tokens in GGUF
+ENTRIES = 300  # Tokens of a reduced vocabulary
+_MOST, _ENOUGH = 1500, 0.05  # Most optimizer steps; loss of a token at which a drafter knows it for certain
 
 
 def tiny_llama() -> Any:
@@ -76,10 +69,8 @@ def tiny_llama() -> Any:
 class Texts:
     """Prompts and the target's greedy answers."""
 
-    rows: list[list[int]]
-    """Prompt and answer."""
-    features: Features
-    """The same with the target's states after all its layers; the answers are supervised."""
+    rows: list[list[int]]  # Prompt and answer
+    features: Features  # The same with the target's states after all its layers; the answers are supervised
 
     @property
     def prompts(self) -> list[list[int]]:

@@ -15,8 +15,7 @@ from urllib.request import urlopen
 _PATIENCE = 7200
 """Seconds after which a server hangs: vLLM first compiles the layers, for minutes on a quiet CPU and ten times as long
 on a busy one."""
-_SHOWN = 2000
-"""Last characters of a failed command that are shown."""
+_SHOWN = 2000  # Last characters of a failed command that are shown
 
 
 def blocks(text: str, language: str) -> list[str]:

@@ -17,18 +17,12 @@ from serving.overfitted import STEPS, Texts, folder_of, write_drafters
 class Case:
     """A folder that an engine loads."""
 
-    name: str
-    """The drafter."""
-    layout: str
-    """The format of its export."""
-    weights: str = FLOAT32
-    """Number format of its matrices."""
-    asked: tuple[tuple[str, Any], ...] = ()
-    """The settings for the engine, by its own names."""
-    wrong: str = ""
-    """Reason why fewer drafts must be accepted; empty where all of them must be."""
-    change: Callable[[Path], None] | None = None
-    """The change of the folder that makes it wrong."""
+    name: str  # The drafter
+    layout: str  # The format of its export
+    weights: str = FLOAT32  # Number format of its matrices
+    asked: tuple[tuple[str, Any], ...] = ()  # The settings for the engine, by its own names
+    wrong: str = ""  # Reason why fewer drafts must be accepted; empty where all of them must be
+    change: Callable[[Path], None] | None = None  # The change of the folder that makes it wrong
     printed: bool = False
     """Whether the engine is started by the command that the folder's README.md prints, as it stands."""
     least: float = 1.0
@@ -65,16 +59,13 @@ class Outcome:
     layout: str
     weights: str
     wrong: str
-    loses: str
-    """The same where the folder is right and the engine leaves a part of it out."""
-    equal: int
-    """Answers that are those of the engine without drafts."""
+    loses: str  # The same where the folder is right and the engine leaves a part of it out
+    equal: int  # Answers that are those of the engine without drafts
     answers: int
     drafts: int
     drafted: int
     accepted: int
-    holds: bool
-    """Whether it is as expected."""
+    holds: bool  # Whether it is as expected
 
 
 def outcome(case: Case, engine: Engine, work: Path, texts: Texts, plain: list[list[int]]) -> Outcome:

@@ -17,8 +17,7 @@ from serving.printed import command, environment, ran, server
 from serving.proof import Case
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
-LOADER = "loader"
-"""Not a key of vLLM's configuration of drafts but its extra settings for loading."""
+LOADER = "loader"  # Not a key of vLLM's configuration of drafts but its extra settings for loading
 
 
 def shifted(folder: Path) -> None:
@@ -36,8 +35,7 @@ def rolled(folder: Path) -> None:
     save_file({name: tensor.roll(1, 0) if name.endswith("_scale") else tensor for name, tensor in held.items()}, path)
 
 
-ROUNDED = 0.95
-"""Share of drafted tokens that must be accepted where the weights have fewer bits."""
+ROUNDED = 0.95  # Share of drafted tokens that must be accepted where the weights have fewer bits
 SHIFTED = "layers shifted by one"
 DRAFT, FIRST, THIRD = (("method", "draft_model"),), (("method", "eagle"),), (("method", "eagle3"),)
 MEDUSA, FLASH = (("method", "medusa"),), (("method", "dflash"),)
@@ -77,8 +75,7 @@ VLLM_CASES = (
 for all, whose commands differ in the configuration that the other cases give the same engine."""
 
 
-ADDRESS = "http://localhost:8000"
-"""The server's own choice, which the printed Python names."""
+ADDRESS = "http://localhost:8000"  # The server's own choice, which the printed Python names
 
 
 @dataclass(frozen=True)

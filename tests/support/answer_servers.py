@@ -19,18 +19,12 @@ Change = Callable[[dict[str, Any]], dict[str, Any] | None]
 class Server:
     """A running server."""
 
-    target: Target
-    """Answers."""
-    change: Change = dict
-    """Of every response to a prompt."""
-    failures: int = 0
-    """So many requests are answered with the status `status` first."""
-    status: int = 500
-    """Of these."""
-    seconds: float = 0.0
-    """Wait before each response."""
-    address: str = ""
-    """http://host:port, without a path."""
+    target: Target  # Answers
+    change: Change = dict  # Of every response to a prompt
+    failures: int = 0  # So many requests are answered with the status `status` first
+    status: int = 500  # Of these
+    seconds: float = 0.0  # Wait before each response
+    address: str = ""  # http://host:port, without a path
     received: list[dict[str, Any]] = field(default_factory=list)
     """All prompts' requests, with the header of the key as `authorization`."""
     lock: threading.Lock = field(default_factory=threading.Lock)

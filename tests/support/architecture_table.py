@@ -20,8 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 GUIDE = Path(__file__).resolve().parents[2] / "recipes/guides/your-model-and-data.md"
 START, END = "<!-- targets: written by tests/support/architecture_table.py -->", "<!-- end of targets -->"
-MOST_PARAMETERS = 8_000_000
-"""Largest model that is built."""
+MOST_PARAMETERS = 8_000_000  # Largest model that is built
 SMALL: dict[str, Any] = {
     "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,

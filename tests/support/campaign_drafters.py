@@ -42,8 +42,7 @@ FAMILIES = {family: next(iter(cases_of(family))) for family in (cls.family for c
 """The first case of each family, which stands for it under every policy."""
 VARIANTS = tuple(name for name in CASES if name not in FAMILIES.values())
 """The other cases: reduced vocabularies, other shapes, changed targets."""
-GUESSERS = (*FAMILIES.values(), *BASELINES)
-"""The guessers that are tried under every policy."""
+GUESSERS = (*FAMILIES.values(), *BASELINES)  # The guessers that are tried under every policy
 OTHER_PROJECTIONS = ("GPT2", "GPTNeoX", "Phi", "Phi3", "Starcoder2")
 """Architectures without the projections that Medusa-2's cases name."""
 
@@ -52,12 +51,9 @@ OTHER_PROJECTIONS = ("GPT2", "GPTNeoX", "Phi", "Phi3", "Starcoder2")
 class Growth:
     """A policy with what the campaign must know of it."""
 
-    policy: Callable[[], Policy]
-    """A new policy."""
-    samples: bool = False
-    """True if sampled answers depend on the draft."""
-    joined: bool = False
-    """True if the drafter is joined with prompt lookup."""
+    policy: Callable[[], Policy]  # A new policy
+    samples: bool = False  # True if sampled answers depend on the draft
+    joined: bool = False  # True if the drafter is joined with prompt lookup
 
     def drafter(self, proposer: Proposer, target: Target) -> Proposer:
         """The drafter that the policy needs, from one that guesses."""

@@ -24,8 +24,7 @@ from support.campaign_targets import ARCHITECTURES, target_of
 from support.native_answers import native_greedy
 
 INDICES = (0, 1, 7, 2**31, 2**32, 2**32 + 1, 5 << 32, 2**53 + 1, 2**63 - 1)
-CELLS = 1000
-"""Fuzzed cases."""
+CELLS = 1000  # Fuzzed cases
 
 
 def cells() -> dict[str, Callable[[], Outcome]]:

@@ -24,14 +24,12 @@ from support.campaign_outcome import Outcome
 from support.campaign_targets import ARCHITECTURES, RECURRENT_TARGETS, TRAIT_TARGETS, target_of
 from support.native_answers import greedy_answers, requests_for, texts_of
 
-REQUESTS, TOKENS = 10, 56
-"""Requests of a cell on a tiny target, and tokens of the shortest answer."""
+REQUESTS, TOKENS = 10, 56  # Requests of a cell on a tiny target, and tokens of the shortest answer
 BATCHES = {1: 1, 2: 3, 5: 8, REQUESTS: 8}
 """Batch sizes, by how often they are chosen: a pass of one row takes nearly as long as one of ten."""
 EMBEDDED_PROMPTS, EMBEDDED_TOKENS, EMBEDDED_CELLS = 8, 56, 40
 """Prompts of a cell on the embedded target, most tokens of an answer, and cells."""
-EMBEDDED_BATCHES = (1, 3, *[EMBEDDED_PROMPTS] * 5)
-"""Batch sizes in turn."""
+EMBEDDED_BATCHES = (1, 3, *[EMBEDDED_PROMPTS] * 5)  # Batch sizes in turn
 
 
 def tiny_cells() -> dict[str, Callable[[], Outcome]]:

@@ -9,20 +9,13 @@ from draftsmith.modules import DecodeResult
 class Outcome:
     """Counts of one cell."""
 
-    tokens: int = 0
-    """Tokens compared, or sampled."""
-    divergences: int = 0
-    """Answers that differ and must not, or sampled answers that the target cannot give."""
-    drafted: int = 0
-    """Tokens of passes after the prompts'."""
-    passes: int = 0
-    """Such passes of single rows."""
-    p: float | None = None
-    """Probability of a G as large by chance; None where nothing is left to chance."""
-    seconds: float = 0.0
-    """Wall-clock time."""
-    note: str = ""
-    """Description of the fault; empty where there is none."""
+    tokens: int = 0  # Tokens compared, or sampled
+    divergences: int = 0  # Answers that differ and must not, or sampled answers that the target cannot give
+    drafted: int = 0  # Tokens of passes after the prompts'
+    passes: int = 0  # Such passes of single rows
+    p: float | None = None  # Probability of a G as large by chance; None where nothing is left to chance
+    seconds: float = 0.0  # Wall-clock time
+    note: str = ""  # Description of the fault; empty where there is none
 
     @property
     def wrong(self) -> bool:

@@ -29,8 +29,7 @@ FILTERS: dict[str,
 DRAFTS: dict[str, Callable[[Proposer], Proposer]] = {
     "own": lambda proposer: proposer, "too sure": TooSure, "reduced": Reduced,
 }
-PROMPT, PLACES = (1, 4, 2), 4
-"""The request and the tokens of its answer; the first comes from the prompt's pass."""
+PROMPT, PLACES = (1, 4, 2), 4  # The request and the tokens of its answer; the first comes from the prompt's pass
 ANSWERS, SIMULATED = 1000, 999
 """Sampled answers of a cell, and samples of the distribution itself that G is compared with."""
 

@@ -30,8 +30,7 @@ RECURRENT_TARGETS = ("Qwen3_5Text", "NemotronH", "Lfm2", "KimiLinear")
 """Those with recurrent layers, in float32: their own code takes no other number format that is as wide."""
 TRAIT_TARGETS = ("gpt-oss", "deepseek-v3", "gemma4", "llama4")
 """Those with sinks, latent attention, layers of unlike shape, and chunks."""
-VOCABULARY = 8
-"""Tokens of the target whose answers are enumerated."""
+VOCABULARY = 8  # Tokens of the target whose answers are enumerated
 
 
 def build(name: str, **changes: Any) -> Target:

@@ -23,20 +23,14 @@ def _unchanged(_target: Target) -> None:
 class Case:
     """One kind of drafter for a tiny target."""
 
-    make: Callable[[Target], Drafter]
-    """A new drafter, bound to the target that verifies its drafts."""
-    module: Callable[..., DraftModule]
-    """Its LightningModule, from (target, **training settings)."""
+    make: Callable[[Target], Drafter]  # A new drafter, bound to the target that verifies its drafts
+    module: Callable[..., DraftModule]  # Its LightningModule, from (target, **training settings)
     change: Callable[[Target], Adapter | None] = _unchanged
     """A change of the target as training might make it, for families that train it: the same every time."""
-    steps: int = 80
-    """Optimizer steps in which it learns the cycle of tests/support/cycle.py."""
-    lr: float = 1.5e-2
-    """Learning rate with which it does."""
-    learned: float = 0.9
-    """Share of right guesses of the first step that it exceeds then."""
-    teacher: Callable[[], Target] = cycle_target
-    """The target that it learns the cycle with."""
+    steps: int = 80  # Optimizer steps in which it learns the cycle of tests/support/cycle.py
+    lr: float = 1.5e-2  # Learning rate with which it does
+    learned: float = 0.9  # Share of right guesses of the first step that it exceeds then
+    teacher: Callable[[], Target] = cycle_target  # The target that it learns the cycle with
 
     def verifier(self, target: Target) -> Target:
         """The target that verifies its drafts: the given one, or a changed copy of it."""

@@ -8,8 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("export/README.md", "modules/README.md", "recipes/README.md", "tests/README.md")
 """What lies where in a room, and why."""
-GUIDES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes/guides").glob("*.md"))
-"""One task a page."""
+GUIDES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes/guides").glob("*.md"))  # One task a page
 _FIRST = ("README.md", "recipes/guides/first-draft.md", "recipes/guides/your-model-and-data.md")
 DOCUMENTS = [*_FIRST, *(name for name in (*GUIDES, *ROOMS, "tests/benchmarks/README.md") if name not in _FIRST)]
 """All documents that people write, those that most of them read first; recipes/keys.md is made from the code."""
@@ -23,8 +22,7 @@ class Block:
     """A fenced code block."""
 
     document: str
-    line: int
-    """Line of the document in which the code starts."""
+    line: int  # Line of the document in which the code starts
     language: str
     text: str
 
@@ -40,8 +38,7 @@ class Command:
 
     place: str
     words: tuple[str, ...]
-    shell: str | None = None
-    """The text for a shell: a here-document, or a command with a redirection."""
+    shell: str | None = None  # The text for a shell: a here-document, or a command with a redirection
 
 
 def blocks(document: str) -> list[Block]:

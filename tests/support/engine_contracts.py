@@ -26,8 +26,7 @@ class Folder(NamedTuple):
     """An exported folder."""
 
     config: dict[str, Any]
-    shapes: Shapes
-    """Shapes of the tensors by name."""
+    shapes: Shapes  # Shapes of the tensors by name
     dtypes: dict[str, torch.dtype]
     files: set[str]
 

@@ -77,16 +77,11 @@ class Fault:
     """
 
     name: str
-    words: str
-    """The command line after `draftsmith`, split at spaces; `given` adds words that hold spaces."""
-    says: str
-    """A regular expression that the error sentence must match: the value and the remedy."""
-    prepare: Callable[[Place], object] = nothing
-    """Writes the files of the case."""
-    given: tuple[str, ...] = ()
-    """Further words."""
-    code: int = 2
-    """The exit code."""
+    words: str  # The command line after `draftsmith`, split at spaces; `given` adds words that hold spaces
+    says: str  # A regular expression that the error sentence must match: the value and the remedy
+    prepare: Callable[[Place], object] = nothing  # Writes the files of the case
+    given: tuple[str, ...] = ()  # Further words
+    code: int = 2  # The exit code
     leaves: tuple[str, ...] = field(default=())
     """Patterns of files that may be new or changed afterwards; none by default."""
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOMS = ("modules", "data", "export", "trainers", "recipes")
-PARENT_DEATH = 1
-"""PR_SET_PDEATHSIG of Linux's prctl: the signal that a process gets when its parent ends."""
+PARENT_DEATH = 1  # PR_SET_PDEATHSIG of Linux's prctl: the signal that a process gets when its parent ends
 
 
 def import_everything() -> None:

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import gguf
 
-SPECIAL = (gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL)
-"""Kinds of the first tokens."""
+SPECIAL = (gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL)  # Kinds of the first tokens
 
 
 def write_vocabulary(file: Path, size: int) -> Path:

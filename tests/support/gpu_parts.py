@@ -25,14 +25,10 @@ from support.model_shapes import shaped_target
 from support.shaped_modules import RECIPES, shaped_module, shaped_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-ACCEPTANCE = 0.7
-"""Chance that the first guess of a drafter is right."""
-LARGE, MEDIUM, SMALL = "llama-3.1-8b", "qwen3-0.6b", "tiny"
-"""Shapes of the targets."""
-WAYS_OF_ANSWERING = {"states kept": True, "states by a second pass": False}
-"""Whether states are kept, by name."""
-TREE_SIZES = (8, 16, 64)
-"""Nodes of the trees of trained drafters."""
+ACCEPTANCE = 0.7  # Chance that the first guess of a drafter is right
+LARGE, MEDIUM, SMALL = "llama-3.1-8b", "qwen3-0.6b", "tiny"  # Shapes of the targets
+WAYS_OF_ANSWERING = {"states kept": True, "states by a second pass": False}  # Whether states are kept, by name
+TREE_SIZES = (8, 16, 64)  # Nodes of the trees of trained drafters
 
 
 @dataclass(frozen=True)
@@ -59,10 +55,8 @@ class Settings:
 class Measured:
     """Figures and tables of a part."""
 
-    figures: Any
-    """For JSON."""
-    tables: dict[str, list[str]]
-    """Lines of Markdown tables by title."""
+    figures: Any  # For JSON
+    tables: dict[str, list[str]]  # Lines of Markdown tables by title
 
 
 def tests(settings: Settings) -> Measured:

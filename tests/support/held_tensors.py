@@ -8,10 +8,8 @@ from torch import Tensor, nn
 
 from .recorded_operations import address
 
-_LEFT_OUT = ("target", "decoder", "drafter")
-"""Attributes that lead to weights."""
-Place = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Address, shape and strides."""
+_LEFT_OUT = ("target", "decoder", "drafter")  # Attributes that lead to weights
+Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # Address, shape and strides
 
 
 def held_tensors(loop: Loop) -> dict[str, Place]:

@@ -14,8 +14,7 @@ from .faults import Place
 CODE = ("from transformers import LlamaConfig, LlamaForCausalLM\nopen('ran', 'w')\n"
         "class C(LlamaConfig):\n    model_type = 'own'\nclass M(LlamaForCausalLM):\n    config_class = C\n")
 """Code of a model, which leaves a file when it runs."""
-AUTO_MAP = {"AutoConfig": "own_code.C", "AutoModelForCausalLM": "own_code.M"}
-"""The entry of config.json that names it."""
+AUTO_MAP = {"AutoConfig": "own_code.C", "AutoModelForCausalLM": "own_code.M"}  # The entry of config.json that names it
 
 
 @cache

@@ -14,8 +14,7 @@ from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-STRIDE = 7
-"""A token t is followed by t + STRIDE, counted around the end of the written tokens."""
+STRIDE = 7  # A token t is followed by t + STRIDE, counted around the end of the written tokens
 _EMBEDDED, _MARGIN = 20.0, 20.0
 """Size of the components of an embedding, so that 32 layers add little to it; the logit of the next token."""
 _FIRST_CHARACTER = 0x20000
@@ -28,8 +27,7 @@ class Shape:
 
     config: Callable[[], Any]
     model: Callable[[Any], Any]
-    written: int
-    """Tokens that the model writes, those with the lowest ids: a reduced draft vocabulary may be these."""
+    written: int  # Tokens that the model writes, those with the lowest ids: a reduced draft vocabulary may be these
     dtype: torch.dtype
 
 

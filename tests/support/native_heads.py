@@ -22,18 +22,12 @@ from transformers import AutoModelForCausalLM
 class Line:
     """A line of models by the names that its checkpoints have."""
 
-    target: Callable[..., Any]
-    """Makes a random target, given `vocab_size`."""
-    head: dict[str, Any]
-    """Settings of a model with one layer of the head's kind."""
-    names: dict[str, str]
-    """Its tensors: `enorm`, `hnorm`, `eh_proj`, `norm` and the start of its layer's names."""
-    copies: tuple[str, ...] = ()
-    """Names of copies of the target's embedding and output layer."""
-    state_first: bool = False
-    """Whether the projection reads the state first."""
-    less_one: bool = False
-    """Whether its norms hold weights less 1."""
+    target: Callable[..., Any]  # Makes a random target, given `vocab_size`
+    head: dict[str, Any]  # Settings of a model with one layer of the head's kind
+    names: dict[str, str]  # Its tensors: `enorm`, `hnorm`, `eh_proj`, `norm` and the start of its layer's names
+    copies: tuple[str, ...] = ()  # Names of copies of the target's embedding and output layer
+    state_first: bool = False  # Whether the projection reads the state first
+    less_one: bool = False  # Whether its norms hold weights less 1
 
 
 _DEEPSEEK = {"enorm": "model.layers.3.enorm", "hnorm": "model.layers.3.hnorm", "eh_proj": "model.layers.3.eh_proj",

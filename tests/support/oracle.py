@@ -13,10 +13,8 @@ from draftsmith.modules.target.draft_vocabulary import draft_index
 from support.wrapped_drafter import Wrapped, WrappedState
 from torch import Tensor
 
-RANKS = 8
-"""Guesses after a node of which one may be right."""
-_NO_GUESS = -40.0
-"""Log-probability of all others."""
+RANKS = 8  # Guesses after a node of which one may be right
+_NO_GUESS = -40.0  # Log-probability of all others
 
 
 class OracleState(WrappedState):
@@ -28,8 +26,7 @@ class OracleState(WrappedState):
         """Number of each row's text; tokens of it that the target has read."""
         self.texts.values.copy_(torch.arange(rows))
         self.held = (inner, self.places)
-        self.asked = 0
-        """Depths of the growing tree that were scored."""
+        self.asked = 0  # Depths of the growing tree that were scored
 
     def drop_tree(self) -> None:
         super().drop_tree()

@@ -48,8 +48,7 @@ _GUARD = _Guard()
 class Pretended(Tensor):
     """A tensor on the device that is not there."""
 
-    held: Tensor
-    """Its values, on the CPU."""
+    held: Tensor  # Its values, on the CPU
 
     @staticmethod
     def __new__(cls, held: Tensor) -> "Pretended":
@@ -68,12 +67,9 @@ class Pretended(Tensor):
 class Waits:
     """Crossings between the host and the device, by the place in the code."""
 
-    reads: Counter[str] = field(default_factory=Counter)
-    """Reads from the device: the host waits for all its work."""
-    uploads: Counter[str] = field(default_factory=Counter)
-    """Copies of host memory to the device."""
-    operations: int = 0
-    """Operations on the device, views of tensors left out."""
+    reads: Counter[str] = field(default_factory=Counter)  # Reads from the device: the host waits for all its work
+    uploads: Counter[str] = field(default_factory=Counter)  # Copies of host memory to the device
+    operations: int = 0  # Operations on the device, views of tensors left out
 
     def copy(self) -> "Waits":
         """The counts as they are now."""

@@ -23,10 +23,8 @@ class Records:
     """Records of computations, and how often each was repeated."""
 
     made: list["Record"] = field(default_factory=list)
-    waits: Waits | None = None
-    """What crosses between the host and the pretended device, where there is one."""
-    repeating: bool = False
-    """Whether a record is being repeated now."""
+    waits: Waits | None = None  # What crosses between the host and the pretended device, where there is one
+    repeating: bool = False  # Whether a record is being repeated now
 
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
         """Record a computation."""

@@ -37,8 +37,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "Lfm3": {"num_hidden_layers": 4},
 }
 """Names in transformers, and what differs from `SHAPE`; the first ones have all kinds of recurrences."""
-KINDS = 5
-"""How many of them have all kinds."""
+KINDS = 5  # How many of them have all kinds
 
 
 def recurrent_model(family: str, **changes: Any) -> Any:

@@ -60,8 +60,7 @@ class StatesServer(Server):
 
     ids: tuple[int, ...] = ()
     """Numbers of what enters the layers; that of all layers stands for what leaves the last one."""
-    folder: Path = field(default_factory=Path)
-    """Where it leaves files."""
+    folder: Path = field(default_factory=Path)  # Where it leaves files
 
     def _completion(self, sent: dict[str, Any]) -> dict[str, Any]:
         if "seed" in sent:

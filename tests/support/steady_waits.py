@@ -25,14 +25,11 @@ from support.pretended_device import DEVICE, Waits, pretended_device
 Way = Callable[[Target, Target], tuple[Proposer | None, Policy | None]]
 """A drafter that was made with the first target, moved to the second one, and its policy."""
 GREEDY = (0.0, 0.0, 0.0)
-MIXED = (0.0, 1.0, 0.7)
-"""Temperatures of the rows of a batch."""
-WIDE = Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0))
-"""Two tokens deep, which every family answers."""
+MIXED = (0.0, 1.0, 0.7)  # Temperatures of the rows of a batch
+WIDE = Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0))  # Two tokens deep, which every family answers
 _BEFORE, _COUNTED = 3, 2
 """Passes before the count, in which policies make what they keep for later passes; passes that are counted."""
-_LENGTH = 64
-"""Tokens of an answer: more than these passes accept, so that no row ends."""
+_LENGTH = 64  # Tokens of an answer: more than these passes accept, so that no row ends
 
 
 def moved(drafter: Drafter, target: Target) -> Drafter:

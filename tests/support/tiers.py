@@ -9,8 +9,7 @@ from _pytest.mark.structures import ParameterSet
 
 from .families import CASES, DRAFTERS, cases_of
 
-FIRST_CASES = tuple(next(iter(cases_of(cls.family))) for cls in DRAFTERS)
-"""The first case of each family."""
+FIRST_CASES = tuple(next(iter(cases_of(cls.family))) for cls in DRAFTERS)  # The first case of each family
 DRAFTING = tuple(name for name in CASES if name not in (
     "medusa-copy", "medusa-copy-reduced", "medusa-one-copy", "medusa-2-copy", "hydra-copy-reduced", "hydra-one-copy",
     "eagle-hass-reduced", "eagle-sampling", "eagle-partial", "eagle3-shared", "eagle3.1", "eagle3-norms",

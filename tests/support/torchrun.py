@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HANGING = 3600.0
-"""Seconds after which a process hangs: those of the longest test on a busy machine, twenty times."""
+HANGING = 3600.0  # Seconds after which a process hangs: those of the longest test on a busy machine, twenty times
 
 
 def torchrun(processes: int, *command: str) -> subprocess.CompletedProcess[str]:

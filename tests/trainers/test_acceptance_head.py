@@ -19,12 +19,10 @@ from references import specdec
 from support.tables import DepthDrafter
 
 TOKENS = 8
-CHANCES = torch.tensor([0.95, 0.9, 0.95, 0.97, 0.9, 0.1, 0.05, 0.0])
-"""Tokens from 5 on are hardly ever accepted."""
+CHANCES = torch.tensor([0.95, 0.9, 0.95, 0.97, 0.9, 0.1, 0.05, 0.0])  # Tokens from 5 on are hardly ever accepted
 
 
-LINE = [0, 1, 6, 2, 3, 4]
-"""A draft with one token that is rejected."""
+LINE = [0, 1, 6, 2, 3, 4]  # A draft with one token that is rejected
 
 
 def examples(count: int, seed: int) -> Examples:

@@ -15,8 +15,7 @@ from support.torchrun import torchrun
 from transformers import MistralConfig, MistralForCausalLM
 
 SCRIPT = Path(__file__).resolve().parents[1] / "references" / "placed_target.py"
-BOUND = 2e-5
-"""Largest difference of two states of size 1 in float32: the products of a layer sum in another order."""
+BOUND = 2e-5  # Largest difference of two states of size 1 in float32: the products of a layer sum in another order
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,11 @@ from torch import Tensor
 from .gguf_file import BFLOAT16, FLOAT32, INT8
 
 FLOAT8 = "float8"
-OUTPUT = "lm_head.weight"
-"""Name of the output layer in every layout that is written so."""
-COMPRESSED = (FLOAT32, BFLOAT16, INT8, FLOAT8)
-"""Number formats of matrices."""
+OUTPUT = "lm_head.weight"  # Name of the output layer in every layout that is written so
+COMPRESSED = (FLOAT32, BFLOAT16, INT8, FLOAT8)  # Number formats of matrices
 _ROUNDED = {INT8: (torch.int8, 127.0), FLOAT8: (torch.float8_e4m3fn, 448.0)}
 """Number formats with a scale for each row: torch's, and its largest number."""
-_SCALE = "_scale"
-"""End of the name of a matrix's scales."""
+_SCALE = "_scale"  # End of the name of a matrix's scales
 
 
 def rounded_rows(weight_QD: Tensor, weights: str) -> tuple[Tensor, Tensor]:

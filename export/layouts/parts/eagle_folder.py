@@ -18,8 +18,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 """The tapped layers. At the top level an id counts the layers before a state (vLLM, llama.cpp, speculators):
 that of the output of layer t, from 0, is t + 1. Inside `eagle_config` it is t (SGLang, which reads no other). vLLM
 falls back to `eagle_config` and takes its ids for the other kind, so that a file needs both."""
-TAPS = "draftsmith_taps"
-"""The tapped layers by their outputs, from 0, whoever reads the file."""
+TAPS = "draftsmith_taps"  # The tapped layers by their outputs, from 0, whoever reads the file
 ROPE_BASE = "draftsmith_rope_base"
 """The base of the rotary embedding, which in files of the official trainers is not the one of `rope_theta`."""
 EMBEDDING = "embed_tokens.weight"

@@ -24,8 +24,7 @@ D = TypeVar("D", bound=Drafter)
 Engine = Literal["vLLM", "SGLang", "llama.cpp", "OpenVINO GenAI", "TensorRT-LLM", "Text Generation Inference",
                  "transformers"]
 """Serving engines, and what decodes with drafts too."""
-Project = Literal["the official code", "the speculators library"]
-"""Code of those who made a method or a layout."""
+Project = Literal["the official code", "the speculators library"]  # Code of those who made a method or a layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +39,7 @@ class ExportSettings:
     """Number format of the matrices, one of the format's `weights`."""
 
 
-PLAIN = ExportSettings()
-"""The weights as they were trained, and nothing that single formats ask for."""
+PLAIN = ExportSettings()  # The weights as they were trained, and nothing that single formats ask for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,22 +61,17 @@ class ImportSettings:
     """With huggingface, the tokens that a draft with mask tokens guesses in a pass."""
 
 
-READ = ImportSettings()
-"""Every value as the checkpoint has it."""
+READ = ImportSettings()  # Every value as the checkpoint has it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
     """Paths in the commands that serve an export; by default those of its README.md, which are typed in its folder."""
 
-    folder: str = "."
-    """The exported folder."""
-    target: str = "../target"
-    """The target: a folder that the format `target` writes, or a name on the Hub."""
-    gguf: str = "../target.gguf"
-    """The target's GGUF file."""
-    on_hub: bool = False
-    """Whether the target is a name on the Hub."""
+    folder: str = "."  # The exported folder
+    target: str = "../target"  # The target: a folder that the format `target` writes, or a name on the Hub
+    gguf: str = "../target.gguf"  # The target's GGUF file
+    on_hub: bool = False  # Whether the target is a name on the Hub
 
 
 VLLM = ("vllm", "serve")
@@ -102,12 +95,9 @@ def vllm_commands(model: str, *options: str) -> dict[str, str]:
 class Served:
     """vLLM's settings for drafting with an exported folder."""
 
-    method: dict[str, Any]
-    """vLLM's configuration of drafts, without the folder and the number of tokens."""
-    loader: dict[str, Any]
-    """Extra settings for loading."""
-    tokens: int = 3
-    """Tokens of a draft."""
+    method: dict[str, Any]  # vLLM's configuration of drafts, without the folder and the number of tokens
+    loader: dict[str, Any]  # Extra settings for loading
+    tokens: int = 3  # Tokens of a draft
     names_target: bool = False
     """Whether the folder can be served as a model of its own, whose configuration names a target on the Hub."""
 
@@ -122,8 +112,7 @@ class Served:
 
 Writer = Callable[[D, Target, Path, ExportSettings], Contents]
 """Writes the files of a drafter, bound to its target, but README.md into an empty folder, and describes them."""
-ArtifactWriter = Callable[[Artifact, Path, ExportSettings], Contents]
-"""Writer of another part of an artifact."""
+ArtifactWriter = Callable[[Artifact, Path, ExportSettings], Contents]  # Writer of another part of an artifact
 
 Reader = Callable[[Checkpoint, Target, ImportSettings], tuple[D, dict[str, Tensor]]]
 """Reader of a checkpoint: a drafter of its shape, and the weights for it. Raises UserError for what is left open."""
@@ -133,42 +122,31 @@ Reader = Callable[[Checkpoint, Target, ImportSettings], tuple[D, dict[str, Tenso
 class ExportFormat(Generic[D]):
     """A layout: the drafters it takes, its writers and its reader, and the way that engines read it."""
 
-    name: str
-    """Name on the command line."""
-    content: str = ""
-    """The drafters it holds, in the plural."""
+    name: str  # Name on the command line
+    content: str = ""  # The drafters it holds, in the plural
     readers: Mapping[Engine | Project, str] = field(default_factory=dict)
     """Programs that load its folders, at least those of some drafters, each with what is to be said of it."""
     passed_over: Callable[[D], Collection[str]] = lambda drafter: ()
     """Programs among these that do not load this drafter."""
-    families: tuple[type[D], ...] = ()
-    """Their classes."""
+    families: tuple[type[D], ...] = ()  # Their classes
     refusal: Callable[[D, Target], str] = lambda drafter, target: ""
     """The setting of a drafter that the layout cannot hold, with the remedy, in a sentence; empty where it holds it."""
-    write: Writer[D] | None = None
-    """Writer of a drafter without a refusal; None where it holds none."""
+    write: Writer[D] | None = None  # Writer of a drafter without a refusal; None where it holds none
     write_adapted: ArtifactWriter | None = None
     """Writer of an artifact that changes its target; None where it cannot hold one."""
     write_target: ArtifactWriter | None = None
     """Writer of the target of an artifact that leaves it unchanged; None where it holds none."""
-    read: Reader[D] | None = None
-    """Reader of a drafter; None where nothing is imported."""
-    opens: tuple[str, ...] = ()
-    """The fields of `ImportSettings` that its checkpoints may leave open."""
+    read: Reader[D] | None = None  # Reader of a drafter; None where nothing is imported
+    opens: tuple[str, ...] = ()  # The fields of `ImportSettings` that its checkpoints may leave open
     known: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings that are fixed in the implementation, with the values that a configuration may give them."""
-    config_file: str = "config.json"
-    """The file of the configuration."""
+    config_file: str = "config.json"  # The file of the configuration
     in_target: bool = False
     """Whether its checkpoints are in the target's own folder, which is then the default of an import."""
-    bare: bool = False
-    """Whether the tensors say everything, so that a checkpoint without a configuration is read too."""
-    option: str = ""
-    """The field of `ExportSettings` that is for this format alone."""
-    file: str = "model.safetensors"
-    """The file of weights."""
-    weights: tuple[str, ...] = ()
-    """Number formats of matrices; empty where they stay as they were trained."""
+    bare: bool = False  # Whether the tensors say everything, so that a checkpoint without a configuration is read too
+    option: str = ""  # The field of `ExportSettings` that is for this format alone
+    file: str = "model.safetensors"  # The file of weights
+    weights: tuple[str, ...] = ()  # Number formats of matrices; empty where they stay as they were trained
     as_read: Callable[[Tensor, str, bool], Tensor] = lambda weight, weights, linear: weight
     """A weight as an engine reads it: from the trained one, a number format, and whether it is the matrix of a linear
     layer that is no embedding too."""

@@ -13,8 +13,7 @@ from ...page import Block, Heading, Text, as_markdown
 from .export_format import ON_CPU, WRONG_SAMPLES, ExportFormat, Places
 from .layout_folder import Contents, table_text
 
-REMOTE = "transformers_modules."
-"""Start of the names of modules that transformers has read next to a model."""
+REMOTE = "transformers_modules."  # Start of the names of modules that transformers has read next to a model
 
 
 def folder_readme(chosen: ExportFormat[Any], artifact: Artifact, contents: Contents,

@@ -17,13 +17,11 @@ from .layout_folder import Table, TensorForm
 FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
 WEIGHTS = (FLOAT32, BFLOAT16, INT8)
 """Number formats of matrices. int8 is llama.cpp's Q8_0: blocks of 32 whole numbers with a scale of 16 bits each."""
-_NAMES = {FLOAT32: "F32", BFLOAT16: "BF16", INT8: "Q8_0"}
-"""The same by GGUF's names."""
+_NAMES = {FLOAT32: "F32", BFLOAT16: "BF16", INT8: "Q8_0"}  # The same by GGUF's names
 _FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "Q8_0": torch.int8, "I64": torch.int64}
 """Number formats in tables, by GGUF's names."""
 _BLOCK = 32
-_COPIED = "tokenizer."
-"""Start of the keys of the tokenizer."""
+_COPIED = "tokenizer."  # Start of the keys of the tokenizer
 _TOKENS, _MASK = "tokenizer.ggml.tokens", "tokenizer.ggml.mask_token_id"
 
 

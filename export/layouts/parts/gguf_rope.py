@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FACTORS = "rope_freqs.weight"
-"""Name of the tensor of factors, one for each pair of numbers of a head."""
+FACTORS = "rope_freqs.weight"  # Name of the tensor of factors, one for each pair of numbers of a head
 BY_FACTORS = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings of a Llama of transformers that are the same at every context length."""
-BY_KEYS = ("default", "linear", "yarn")
-"""Those that llama.cpp computes in architectures without factors."""
+BY_KEYS = ("default", "linear", "yarn")  # Those that llama.cpp computes in architectures without factors
 _SETTLED = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 """YaRN's other settings, which such a file has no place for, with the values that llama.cpp takes."""
 
@@ -26,10 +24,8 @@ _SETTLED = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 class GgufRope:
     """A scaled rotary embedding as llama.cpp reads it; empty where it is not scaled."""
 
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Keys without the architecture."""
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Factors of the frequencies."""
+    settings: dict[str, Any] = field(default_factory=dict)  # Keys without the architecture
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # Factors of the frequencies
 
 
 def by_factors(frequencies: Tensor, length: float, base: float) -> GgufRope:

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from ....modules.files.atomic_files import write_file
 
-EXPORT = "export"
-"""The kind of every exported folder: one export replaces another."""
-ORIGIN = "origin.json"
-"""The file that names the artifact of an exported folder."""
+EXPORT = "export"  # The kind of every exported folder: one export replaces another
+ORIGIN = "origin.json"  # The file that names the artifact of an exported folder
 _NUMBER = re.compile(r"\d+")
 
 
@@ -29,18 +27,15 @@ class TensorForm(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-Table = Mapping[str, TensorForm]
-"""The tensors of a file, by name."""
+Table = Mapping[str, TensorForm]  # The tensors of a file, by name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
     """Description of an exported folder for its README.md, without the commands to serve it."""
 
-    title: str
-    """Its title, without the target."""
-    note: str = ""
-    """A sentence that is true of this folder alone; what is true of an engine stands in the guide to it."""
+    title: str  # Its title, without the target
+    note: str = ""  # A sentence that is true of this folder alone; what is true of an engine stands in the guide to it
     example: str = ""
     """Python that converts it or decodes with it, with the sentence before it; empty where there is none."""
     table: Table | None = None

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__)
-MODEL = "openvino_model.xml"
-"""The file of the converted model's graph; its weights are in the .bin next to it."""
-LAYERS = "hidden_layers_list"
-"""Key of the tapped layers."""
+MODEL = "openvino_model.xml"  # The file of the converted model's graph; its weights are in the .bin next to it
+LAYERS = "hidden_layers_list"  # Key of the tapped layers
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:

@@ -22,10 +22,8 @@ from ...weight_checks import require_weights
 _ROUNDING = 1e-2
 """Largest difference of an embedding from the target's, relative to its largest element: half precision is closer."""
 _SINGLE = "model.safetensors"
-_LAYERS = "transformer_layer_config"
-"""The section of the speculators library with the shape of the layers."""
-_INNER = ("dflash_config", "dspark_config")
-"""Sections with settings of drafters of blocks."""
+_LAYERS = "transformer_layer_config"  # The section of the speculators library with the shape of the layers
+_INNER = ("dflash_config", "dspark_config")  # Sections with settings of drafters of blocks
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, True), "use_bidirectional_attention": (None, False), "quantization_config": (None,)}
 """Settings of all layouts, with the values that can be read: every drafter here sees the text before a token alone, and
@@ -68,8 +66,7 @@ class Checkpoint:
                             f"{folder}")
         self.said: dict[str, Any] = (layers if isinstance(layers := said.get(_LAYERS), dict) else {}) | said
         """Its configuration."""
-        self.by_speculators = _LAYERS in said
-        """Whether it is in the layout of the speculators library."""
+        self.by_speculators = _LAYERS in said  # Whether it is in the layout of the speculators library
 
     @cached_property
     def settings(self) -> dict[str, Any]:

@@ -171,12 +171,9 @@ class BlockState(DraftState):
     """The layers' cache of each row's text, after which the slots of a block take places and are never committed, the
     text's last fused state, None where slots do not read it, and the block and the paths of the tree that grows."""
 
-    slots_RKX: Tensor
-    """Part of each slot that guesses, as the correction reads it."""
-    nodes_RF: Tensor
-    """The nodes that were expanded last."""
-    paths_RFP: Tensor
-    """Numbers that the correction keeps of each node's path."""
+    slots_RKX: Tensor  # Part of each slot that guesses, as the correction reads it
+    nodes_RF: Tensor  # The nodes that were expanded last
+    paths_RFP: Tensor  # Numbers that the correction keeps of each node's path
 
     def __init__(self, rows: BlockRows, newest: RowBuffer | None) -> None:
         self.rows, self.newest, self.caches = rows, newest, (rows.cache,)

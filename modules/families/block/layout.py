@@ -11,33 +11,28 @@ from .corrections.correction import CorrectionName
 from .corrections.selector import CANDIDATES
 from .corrections.slot_block import GROUP, TAPS
 
-MARKOV = ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.")
-"""Layers of DSpark's forms."""
-NAMES: Pairs = (
-    *((f"markov_head.{name}", f"correction.{name}") for name in MARKOV),
-    ("candidate_selector.predecessor_codebook", "correction.predecessor_codebook.weight"),
-    ("candidate_selector.successor_codebook", "correction.successor_codebook.weight"),
-    ("candidate_selector.hidden_projection.", "correction.hidden_projection."),
-    ("prefix_gru.weight_ih_l0", "correction.prefix_gru.weight_ih_l0.weight"),
-    ("prefix_gru.weight_hh_l0", "correction.prefix_gru.weight_hh_l0.weight"),
-    ("embed_proj.", "correction.embed_proj."), ("xpress_head.", "correction."),
-    ("confidence_head.proj.", "confidence."),
-)
+MARKOV = ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.")  # Layers of DSpark's forms
+NAMES: Pairs = (*((f"markov_head.{name}", f"correction.{name}") for name in MARKOV),
+                ("candidate_selector.predecessor_codebook", "correction.predecessor_codebook.weight"),
+                ("candidate_selector.successor_codebook", "correction.successor_codebook.weight"),
+                ("candidate_selector.hidden_projection.", "correction.hidden_projection."),
+                ("prefix_gru.weight_ih_l0", "correction.prefix_gru.weight_ih_l0.weight"),
+                ("prefix_gru.weight_hh_l0", "correction.prefix_gru.weight_hh_l0.weight"),
+                ("embed_proj.", "correction.embed_proj."), ("xpress_head.", "correction."),
+                ("confidence_head.proj.", "confidence."))
 READ: Pairs = (*NAMES, ("confidence_proj.", "confidence."), *((name, f"correction.{name}") for name in MARKOV),
                ("candidate_selector.", "correction."), ("markov_head.", "correction."))
 """With the names in files of ModelOpt."""
-GGUF: Pairs = (
-    ("fc.weight", "fc.weight"), ("d2t", "d2t"), ("enc.output_norm.weight", "hidden_norm.weight"),
-    ("conf_proj.", "confidence_head.proj."),
-    ("markov_w1.", "markov_head.markov_w1."), ("markov_w2.", "markov_head.markov_w2."),
-    ("selector_predecessor.weight", "candidate_selector.predecessor_codebook"),
-    ("selector_successor.weight", "candidate_selector.successor_codebook"),
-    ("selector_hidden.", "candidate_selector.hidden_projection."),
-    ("blk.{i}.attn_conv_base", "layers.{i}.attention_conv.base_kernel"),
-    ("blk.{i}.attn_conv_proj.", "layers.{i}.attention_conv.kernel_projection."),
-    ("blk.{i}.ffn_conv_base", "layers.{i}.mlp_conv.base_kernel"),
-    ("blk.{i}.ffn_conv_proj.", "layers.{i}.mlp_conv.kernel_projection."),
-)
+GGUF: Pairs = (("fc.weight", "fc.weight"), ("d2t", "d2t"), ("enc.output_norm.weight", "hidden_norm.weight"),
+               ("conf_proj.", "confidence_head.proj."), ("markov_w1.", "markov_head.markov_w1."),
+               ("markov_w2.", "markov_head.markov_w2."),
+               ("selector_predecessor.weight", "candidate_selector.predecessor_codebook"),
+               ("selector_successor.weight", "candidate_selector.successor_codebook"),
+               ("selector_hidden.", "candidate_selector.hidden_projection."),
+               ("blk.{i}.attn_conv_base", "layers.{i}.attention_conv.base_kernel"),
+               ("blk.{i}.attn_conv_proj.", "layers.{i}.attention_conv.kernel_projection."),
+               ("blk.{i}.ffn_conv_base", "layers.{i}.mlp_conv.base_kernel"),
+               ("blk.{i}.ffn_conv_proj.", "layers.{i}.mlp_conv.kernel_projection."))
 """What a Qwen 3 has not in llama.cpp, by the names of DFlash."""
 FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (None, False), "mlp_bias": (None, False),
@@ -59,14 +54,10 @@ class Kind(NamedTuple):
 
     title: str
     architecture: str
-    mark: str
-    """A layer of its correction, with as many columns as the rank, by which it is known; empty for none."""
-    engines: tuple[str, ...]
-    """Engines that load it in one of the layouts."""
-    library: str | None = None
-    """The speculators library's name; None where it has none."""
-    method: str = "dflash"
-    """vLLM's and llama.cpp's name."""
+    mark: str  # A layer of its correction, with as many columns as the rank, by which it is known; empty for none
+    engines: tuple[str, ...]  # Engines that load it in one of the layouts
+    library: str | None = None  # The speculators library's name; None where it has none
+    method: str = "dflash"  # vLLM's and llama.cpp's name
 
 
 _DSPARK = Kind("DSpark", "Qwen3DSparkModel", "markov_w1", ("vLLM", "SGLang", "TensorRT-LLM"), "dspark", "dspark")

@@ -275,10 +275,9 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
         """Final states of one pass, [B, F, D]."""
         if self._linears is None:
             raise RuntimeError("this draft language model is not bound to a target; call bind(target) first")
-        return cast(Tensor, self.decoder(
-            inputs_embeds=embedded_BFD, past_key_values=cache, use_cache=cache is not None,
-            **place_arguments(positions_BF, key_positions_BW), **mask_arguments(visible, self.decoder, embedded_BFD),
-        ).last_hidden_state)
+        return cast(Tensor, self.decoder(inputs_embeds=embedded_BFD, past_key_values=cache, use_cache=cache is not None,
+                                         **place_arguments(positions_BF, key_positions_BW),
+                                         **mask_arguments(visible, self.decoder, embedded_BFD)).last_hidden_state)
 
     def start(self, rows: int, capacity: int) -> CausalState:
         """An empty state; the linear layers are packed if they have changed."""

@@ -109,8 +109,7 @@ class Eagle(EagleDrafter):
     card = FamilyCard(
         name="EAGLE-1", papers=("2401.15077", "2408.15766", "2408.15562"),
         guesses="one decoder layer predicts the target's next state; HASS (`steps`) and FSPAD are settings",
-        cost="few trained weights; one layer run for each level of the tree",
-    )
+        cost="few trained weights; one layer run for each level of the tree")
     config: EagleConfig
     config_class = EagleConfig
     # HASS weights its passes equally; the paper's weights are 1.0 for states and 0.1 for the objective.

@@ -119,8 +119,7 @@ class Eagle3(EagleDrafter):
     card = FamilyCard(
         name="EAGLE-3, EAGLE-3.1", papers=("2503.01840", "2605.09992"),
         guesses="one decoder layer (or more) over several of the target's states, trained on its own states",
-        cost="four stored states of a token, where EAGLE-1 has one; one layer run for each level of the tree",
-    )
+        cost="four stored states of a token, where EAGLE-1 has one; one layer run for each level of the tree")
     config: Eagle3Config
     config_class = Eagle3Config
     # Tokens are always the true ones: a drafter trained on its own guesses learns less. A position is learned where the

@@ -38,8 +38,7 @@ from ..eagle.drafter import BareBlock
 from .lstm import LSTM, Memory
 from .segment_steps import SegmentSteps
 
-_RECURRENT_LAYERS = 2
-"""As in the paper, section 3.1."""
+_RECURRENT_LAYERS = 2  # As in the paper, section 3.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +67,12 @@ class FalconState(DraftState):
         rows: the decoder layer's cache.
     """
 
-    nodes_RF: Tensor
-    """The nodes of the last frontier."""
-    block_RF: Tensor
-    """The block above each of these nodes, a column of the fields below."""
-    since_RFT: Tensor
-    """The tokens of each node's path after that block."""
-    ends_RP: Tensor
-    """The node at the end of each block of the deepest level."""
-    memory: Memory
-    """Memory of the recurrent layers at each block's end, [M, R, P, D] each."""
-    estimates_RPKD: Tensor
-    """Each block's estimates."""
+    nodes_RF: Tensor  # The nodes of the last frontier
+    block_RF: Tensor  # The block above each of these nodes, a column of the fields below
+    since_RFT: Tensor  # The tokens of each node's path after that block
+    ends_RP: Tensor  # The node at the end of each block of the deepest level
+    memory: Memory  # Memory of the recurrent layers at each block's end, [M, R, P, D] each
+    estimates_RPKD: Tensor  # Each block's estimates
 
     def __init__(self, before: Memory, size: int, rows: BlockRows) -> None:
         layers, batch, width = before[0].shape
@@ -139,8 +132,7 @@ class Falcon(FeatureDrafter[FalconState]):
     card = FamilyCard(
         name="Falcon", papers=("2412.12639",),
         guesses="a recurrent network and one decoder layer draft a block of tokens (two by default) in one run",
-        cost="one layer run for every two levels of the tree",
-    )
+        cost="one layer run for every two levels of the tree")
     export_refusal = ("no serving engine runs a Falcon drafter, and its official code does not run as released: there "
                       "is no layout to write; decode the artifact with draftsmith")
     config: FalconConfig

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-Memory = tuple[Tensor, Tensor]
-"""(output, cell) of each layer, [M, ..., D] each."""
+Memory = tuple[Tensor, Tensor]  # (output, cell) of each layer, [M, ..., D] each
 
 
 class LSTMLayer(nn.Module):

@@ -31,8 +31,7 @@ class SegmentSteps:
         self.order_P = ((step_P * (total + 1) + total - length_P) * total + segment_P).argsort()
         self.place_P = self.order_P.argsort()
         counts = torch.zeros_like(order_P).scatter_add_(0, step_P, torch.ones_like(order_P)).tolist()
-        self.sizes = tuple(count for count in counts if count)
-        """Segments of each step, falling."""
+        self.sizes = tuple(count for count in counts if count)  # Segments of each step, falling
 
     def split(self, packed_BLZ: Tensor) -> Tensor:
         """The positions in the order of the steps, [P, Z]."""

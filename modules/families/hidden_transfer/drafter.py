@@ -39,8 +39,7 @@ class HiddenTransfer(LookaheadDrafter):
     card = FamilyCard(
         name="Hidden Transfer", papers=("2404.12022",),
         guesses="linear maps of a middle layer's state, which pass the later layers as the tokens to come",
-        cost="each step trains through the later layers; every node of a tree brings more nodes",
-    )
+        cost="each step trains through the later layers; every node of a tree brings more nodes")
     export_refusal = ("no serving engine and no published layout holds Hidden Transfer maps; decode with the artifact "
                       "itself")
     config: HiddenTransferConfig

@@ -24,8 +24,7 @@ from ...target.model import Target
 from ..medusa.drafter import ResidualBlock
 from .heads import ConditionedBlock, HydraConfig, HydraHead, PrefixLayer
 
-_PROBE = 64
-"""Tokens of the target pass that measures the size of its final states."""
+_PROBE = 64  # Tokens of the target pass that measures the size of its final states
 
 
 class HydraState(DraftState):
@@ -36,10 +35,8 @@ class HydraState(DraftState):
         rows: the prefix layer's cache; None without one.
     """
 
-    nodes_RF: Tensor
-    """The nodes that were expanded last."""
-    paths_RFZ: Tensor
-    """The state and the embeddings of each node's path, concatenated."""
+    nodes_RF: Tensor  # The nodes that were expanded last
+    paths_RFZ: Tensor  # The state and the embeddings of each node's path, concatenated
 
     def __init__(self, context: RowBuffer, rows: BlockRows | None) -> None:
         self.context, self.rows = context, rows
@@ -70,8 +67,7 @@ class Hydra(HeadDrafter[HydraState]):
     card = FamilyCard(
         name="Hydra, Hydra++", papers=("2402.05109",),
         guesses="heads that also read the tokens guessed before them; Hydra++ adds a decoder layer before the heads",
-        cost="one head run for each level of the tree: more drafting time than Medusa, more accepted",
-    )
+        cost="one head run for each level of the tree: more drafting time than Medusa, more accepted")
 
     config: HydraConfig
     config_class = HydraConfig

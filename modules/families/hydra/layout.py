@@ -15,8 +15,7 @@ PLAIN: Pairs = (("hydra_mlp.{h}.0.", "heads.{h}.first."), ("hydra_mlp.{h}.{l:1,1
 DROPOUT: Pairs = (("hydra_mlp.{h}.1.", "heads.{h}.first."), ("hydra_mlp.{h}.{l:2,3}.", BLOCK),
                   ("hydra_lm_head.{h}.1.", "outputs.{h}."), ("prefix_embeding_layer.layers.0.", "prefix.block."),
                   ("prefix_embeding_layer.", "prefix."))
-EMBEDDING = "input_embed_fn.weight"
-"""The target's embedding, which the heads read."""
+EMBEDDING = "input_embed_fn.weight"  # The target's embedding, which the heads read
 UNUSED = ("prefix_embeding_layer.embed_tokens.weight", "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq")
 """Stored by the official code, and not read by it."""
 FIXED: dict[str, tuple[Any, ...]] = {"hidden_state_offset": (0,), "grounded_heads": (True,)}

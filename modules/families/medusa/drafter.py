@@ -92,11 +92,9 @@ class Medusa(HeadDrafter[MedusaState]):
     """
 
     family = "medusa"
-    card = FamilyCard(
-        name="Medusa", papers=("2401.10774",),
-        guesses="residual heads on the target's last state, each one token further ahead",
-        cost="all depths in one run: the least drafting time; the guesses do not depend on each other",
-    )
+    card = FamilyCard(name="Medusa", papers=("2401.10774",),
+                      guesses="residual heads on the target's last state, each one token further ahead",
+                      cost="all depths in one run: the least drafting time; the guesses do not depend on each other")
     config: MedusaConfig
     config_class = MedusaConfig
     compiled_kinds = (ResidualBlock,)
@@ -133,8 +131,7 @@ class Medusa(HeadDrafter[MedusaState]):
         """
         if frontier.nodes_BF.shape[1] != 1:
             raise ValueError(
-                f"Medusa scores every depth from the root at once; pass 1 node, got {frontier.nodes_BF.shape[1]}"
-            )
+                f"Medusa scores every depth from the root at once; pass 1 node, got {frontier.nodes_BF.shape[1]}")
         with self.packing.installed():
             hidden_RKD = self._states(state.final.values[: len(frontier.nodes_BF)])
             if self.config.output == "copy":

@@ -6,8 +6,7 @@ one output layer of all heads, are stored as often as they are applied.
 
 from ...interfaces.layout import Pairs
 
-BLOCK, FIRST = "heads.{h}.{l}.", "heads.{h}.0."
-"""Residual blocks of a head, and the one that stays where they are tied."""
+BLOCK, FIRST = "heads.{h}.{l}.", "heads.{h}.0."  # Residual blocks of a head, and the one that stays where they are tied
 OFFICIAL: Pairs = (("{h}.{l}.linear.", "heads.{h}.{l}.linear."), ("{h}.{layers}.weight", "outputs.{h}.weight"))
 VLLM: Pairs = (("blocks.{h}.layers.{l}.", "heads.{h}.{l}.linear."), ("lm_heads.{h}.weight", "outputs.{h}.weight"))
 """As in `vllm/model_executor/models/medusa.py` of vLLM 0.32.0."""

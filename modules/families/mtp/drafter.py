@@ -47,10 +47,8 @@ class MtpConfig(DrafterConfig):
 class HeadShape(CheckedSettings):
     """The shape of a target's own head."""
 
-    model: dict[str, Any]
-    """Configuration of a model that consists of its layer and its last norm."""
-    state_first: bool = False
-    """Whether the projection reads the state before the token's embedding."""
+    model: dict[str, Any]  # Configuration of a model that consists of its layer and its last norm
+    state_first: bool = False  # Whether the projection reads the state before the token's embedding
 
     @classmethod
     def from_dict(cls, description: dict[str, Any]) -> Self:
@@ -95,8 +93,7 @@ class Mtp(EagleDrafter):
     card = FamilyCard(
         name="the target's own head (MTP)", papers=("2412.19437", "2509.18362"),
         guesses="a decoder layer that the target's files bring along, over its state and the next token, step by step",
-        cost="no training before it drafts; one layer of the target's kind for each level of the tree",
-    )
+        cost="no training before it drafts; one layer of the target's kind for each level of the tree")
     config: MtpConfig  # type: ignore[assignment]
     config_class = MtpConfig
     trained_as = Training(decay=0.6)  # FastMTP's (arXiv:2509.18362)

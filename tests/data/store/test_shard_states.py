@@ -36,8 +36,7 @@ from support.prompt_files import WORDS, answered, contents, many, write_prompts
 
 SMALL = DistillConfig(shard_prompts=4, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2,
                       test_prompts=1)
-BOTH = (WantedStates(taps=(1,)), WantedStates(taps=(0,)))
-"""Two trainings that read different layers."""
+BOTH = (WantedStates(taps=(1,)), WantedStates(taps=(0,)))  # Two trainings that read different layers
 
 
 def run(target: Target, prompts: PromptConfig, config: DistillConfig, out: Path, states: Sequence[WantedStates] = BOTH,

@@ -5,15 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from draftsmith.export import (
-    Artifact,
-    EvaluateConfig,
-    Evaluation,
-    Method,
-    Question,
-    Tuning,
-    evaluate,
-)
+from draftsmith.export import Artifact, EvaluateConfig, Evaluation, Method, Question, Tuning, evaluate
 from draftsmith.export.evaluation import runner, timed_decoding
 from draftsmith.export.evaluation.runner import Runner
 from draftsmith.export.report.phrases import drafting_note, how_measured
@@ -37,8 +29,7 @@ from support.families import randomised
 from support.tiers import some_long
 
 TREE = Topology.from_paths([(0,), (1,), (0, 0), (2,), (3,), (0, 1), (1, 0)])
-SIZES = {1: 8, 2: 8, 4: 4, 16: 1}
-"""Nodes that pay, by batch size."""
+SIZES = {1: 8, 2: 8, 4: 4, 16: 1}  # Nodes that pay, by batch size
 PROMPTS = [(5, 20 + place, 7) for place in range(19)]
 SETS = {"own": [Question.single(prompt) for prompt in PROMPTS]}
 TOKENS = 12

@@ -6,14 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from draftsmith.export.evaluation.lossless import (
-    IMPOSSIBLE,
-    Judge,
-    first_divergence,
-    generate,
-    native_model,
-    positions,
-)
+from draftsmith.export.evaluation.lossless import IMPOSSIBLE, Judge, first_divergence, generate, native_model, positions
 from draftsmith.modules import Chain, DecodeSettings, PromptLookup, PromptLookupConfig, Request, Target, decode
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.tiers import some_long

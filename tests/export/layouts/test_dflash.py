@@ -31,8 +31,7 @@ from support.tiers import others_long
 
 from .test_engine_contracts import padded, written
 
-MASK = 101
-"""A row of the embeddings after the tokenizer's last token."""
+MASK = 101  # A row of the embeddings after the tokenizer's last token
 MADE: dict[str, dict[str, Any]] = {
     "dflash": {"aligned": "same", "causal": False},
     "jetspec": {"aligned": "same"},

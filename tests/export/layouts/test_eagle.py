@@ -38,8 +38,7 @@ FIXTURES = Path(__file__).resolve().parents[4] / "shared" / "fixtures"
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
 TREE = [(0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (0, 0, 0), (0, 0, 0, 0)]
 """The nodes of the official tree of EAGLE-1 that have children, the root left out."""
-THIRD = ImportSettings(taps=(1, 3, 4), rope_base=500000.0)
-"""Values that the recorded checkpoint of EAGLE-3 leaves open."""
+THIRD = ImportSettings(taps=(1, 3, 4), rope_base=500000.0)  # Values that the recorded checkpoint of EAGLE-3 leaves open
 
 
 def fixture(name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -201,12 +200,9 @@ MADE = {
     "eagle-reduced": lambda target: Eagle.create(EagleConfig(bias=False, vocabulary_size=len(IDS)), target, IDS),
     "eagle3": lambda target: Eagle3.create(Eagle3Config(norm_output=True), target),
     "eagle3.1": lambda target: Eagle3.create(Eagle3Config(fc_norm=True, norm_output=True), target),
-    "eagle3-norms": lambda target: Eagle3.create(
-        Eagle3Config(norm_before_fc=True, norm_before_residual=True), target),
-    "eagle3-layers": lambda target: Eagle3.create(
-        Eagle3Config(num_layers=3, vocabulary_size=len(IDS)), target, IDS),
-    "eagle3-wide": lambda target: Eagle3.create(
-        Eagle3Config(hidden_size=48, fc_norm=True), target),
+    "eagle3-norms": lambda target: Eagle3.create(Eagle3Config(norm_before_fc=True, norm_before_residual=True), target),
+    "eagle3-layers": lambda target: Eagle3.create(Eagle3Config(num_layers=3, vocabulary_size=len(IDS)), target, IDS),
+    "eagle3-wide": lambda target: Eagle3.create(Eagle3Config(hidden_size=48, fc_norm=True), target),
     "eagle3-reduced": lambda target: Eagle3.create(Eagle3Config(taps=(1,), vocabulary_size=len(IDS)), target, IDS),
     "eagle3-shared": lambda target: Eagle3.create(
         Eagle3Config(taps=(0,), vocabulary_size=len(IDS), output="shared"), target, IDS),

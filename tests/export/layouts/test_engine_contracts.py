@@ -103,9 +103,7 @@ def of_family(family: str) -> list[str]:
 CASES = [(family, layout, engine, name) for family, layout, engine in CONTRACTS for name in of_family(family)]
 
 
-def written(
-    drafter: Drafter, target: Target, layout: str, out: Path, settings: ExportSettings | None = None
-) -> Path:
+def written(drafter: Drafter, target: Target, layout: str, out: Path, settings: ExportSettings | None = None) -> Path:
     artifact = Artifact(drafter=drafter, target=target, topology=TREE, identity=target.identity, provenance={})
     return export_artifact(artifact, target, layout, out, settings or ExportSettings())
 

@@ -58,9 +58,8 @@ def test_official_heads_give_the_recorded_outputs(tmp_path: Path, name: str) -> 
     folder, _ = official_folder(tmp_path / "official", tensors, said["config"])
     drafter = import_drafter("hydra", folder, official_target(tensors))
     official = json.loads(said["config"])
-    assert drafter.config == HydraConfig(
-        num_heads=official["hydra_num_heads"], num_layers=official["hydra_num_layers"], output="copy",
-        prefix=official["hydra_head_arch"] == "prefix-mlp")
+    assert drafter.config == HydraConfig(num_heads=official["hydra_num_heads"], num_layers=official["hydra_num_layers"],
+                                         output="copy", prefix=official["hydra_head_arch"] == "prefix-mlp")
     features = features_of(tensors)
     with torch.no_grad():
         if drafter.config.prefix:

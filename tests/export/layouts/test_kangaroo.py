@@ -32,10 +32,9 @@ def recorded() -> tuple[dict[str, Tensor], dict[str, Any]]:
 def small_target(head_VD: Tensor | None = None) -> Target:
     """A tiny target of the recorded width, with the recorded output layer."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        max_position_embeddings=64))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+                                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False,
+                                         pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=64))
     if head_VD is not None:
         with torch.no_grad():
             model.lm_head.weight.copy_(head_VD)

@@ -17,13 +17,7 @@ from support.artifacts import heads
 from support.families import IDS
 from support.gguf_vocabulary import write_vocabulary
 from support.targets import six_layers, tied_target
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config
 
 from .test_engine_contracts import written
 
@@ -109,9 +103,7 @@ def test_a_llamas_scaled_rotary_embedding_is_written_as_factors(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("scaled", [LLAMA3, LINEAR, YARN, LENGTHENED, LONGROPE])
-def test_eagle_3_takes_its_targets_scaling_to_llama_cpp(
-    tmp_path: Path, target: Target, scaled: dict[str, Any]
-) -> None:
+def test_eagle_3_takes_its_targets_scaling_to_llama_cpp(tmp_path: Path, target: Target, scaled: dict[str, Any]) -> None:
     said = Eagle3.create(Eagle3Config(taps=(1, 2, 4)), target).describe()
     kept = {name: value for name, value in scaled.items() if name != "rope_theta"}
     said["block"]["rope_scaling"] = {"original_max_position_embeddings": target.context_length, **kept}

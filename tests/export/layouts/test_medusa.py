@@ -24,10 +24,9 @@ def as_artifact(drafter: Medusa, target: Target) -> Artifact:
 def target_with(head_VD: torch.Tensor, bias: bool = False) -> Target:
     """A tiny target with this output layer."""
     vocab_size, hidden_size = head_VD.shape
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=64,
+                                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                                         tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2))
     if bias:
         model.lm_head = torch.nn.Linear(hidden_size, vocab_size)
     with torch.no_grad():

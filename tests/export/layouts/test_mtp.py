@@ -54,9 +54,8 @@ def test_import_continue_export(line: str, tmp_path: Path) -> None:
     assert """--speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'""" in text
     assert "--speculative-algorithm NEXTN" in text
     # Continued it changes the head alone.
-    module = draft_module(Mtp)(target, train_config(Mtp)(
-        drafter=MtpConfig(steps=2), max_steps=3, lr=1e-2, checkpoint_every=3,
-                                              validate_every=3, precision="32-true"))
+    module = draft_module(Mtp)(target, train_config(Mtp)(drafter=MtpConfig(steps=2), max_steps=3, lr=1e-2,
+                                                         checkpoint_every=3, validate_every=3, precision="32-true"))
     stored = load_drafter(tmp_path / "artifact", target)
     module.continue_from(Start(drafter=stored.drafter, weights_sha256=stored.config["weights_sha256"]))
     fit(module, CycleData(), tmp_path / "train", progress=False)

@@ -39,8 +39,7 @@ OTHERS = {
     "text-generation-launcher": ("--model-id", "--speculate"),
 }
 """Options of engines that do not run here, by their sources."""
-DEPTHS = ("--speculative-num-steps", "--speculative-eagle-topk")
-"""Further ones of SGLang for drafts of several passes."""
+DEPTHS = ("--speculative-num-steps", "--speculative-eagle-topk")  # Further ones of SGLang for drafts of several passes
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +96,7 @@ WRITTEN = [(name, one.name) for name in MADE for one in EXPORT_FORMATS if one.na
 
 
 @pytest.mark.parametrize(("name", "layout"), WRITTEN)
-def test_every_command_of_a_readme_runs_as_it_stands(
-    tmp_path: Path, target: Target, name: str, layout: str
-) -> None:
+def test_every_command_of_a_readme_runs_as_it_stands(tmp_path: Path, target: Target, name: str, layout: str) -> None:
     drafter, settings, target = MADE[name](target), ExportSettings(), target_of(name, target)
     if layout == "gguf":
         settings = ExportSettings(target_gguf=write_vocabulary(tmp_path / "v.gguf", target.vocab_size))

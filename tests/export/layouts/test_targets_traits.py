@@ -37,8 +37,7 @@ from transformers import AutoModelForCausalLM
 from .test_engine_contracts import written
 
 TOKENS = list(range(5, 60, 4))
-MASK = 101
-"""A row of the embeddings after the tokenizer's last token."""
+MASK = 101  # A row of the embeddings after the tokenizer's last token
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("Llama", {"tie_word_embeddings": False}),
     "tied": ("Llama", {"tie_word_embeddings": True}),
@@ -57,10 +56,8 @@ class Kind(NamedTuple):
 
     layout: str
     make: Callable[[Target], Drafter]
-    refused: dict[str, str]
-    """Traits that the layout cannot hold, each with the words that say so."""
-    reader: str | None = None
-    """Key of the reader, where it is not the layout."""
+    refused: dict[str, str]  # Traits that the layout cannot hold, each with the words that say so
+    reader: str | None = None  # Key of the reader, where it is not the layout
 
 
 BIAS = {"biases": "the output layer of .* has a bias, for which the layout has no place"}

@@ -14,12 +14,9 @@ def teach(drafter: Ngrams, state: DraftState, row: int, text: list[int], success
           places: list[int] | None = None) -> None:
     """Show a text (its last token the root) with the most probable next tokens of each token."""
     places = list(range(len(text) - 1)) if places is None else places
-    verified = Verified(
-        tokens_BM=torch.tensor([[text[max(place, 0)] for place in places]]),
-        real_BM=torch.ones(1, len(places), dtype=torch.bool),
-        logits_BMV=logits_of(successors, V),
-        places_BM=torch.tensor([places]),
-    )
+    verified = Verified(tokens_BM=torch.tensor([[text[max(place, 0)] for place in places]]),
+                        real_BM=torch.ones(1, len(places), dtype=torch.bool), logits_BMV=logits_of(successors, V),
+                        places_BM=torch.tensor([places]))
     drafter.observe(state, torch.tensor([row]), observation([text], verified))
 
 
@@ -76,8 +73,7 @@ def test_nodes_of_a_tree_have_the_contexts_of_their_own_paths() -> None:
     state = drafter.start(1, 64)
     teach(drafter, state, 0, [1, 2, 3, 4, 9, 9, 1, 2], [[2, 11], [3, 9], [4, 10], [9, 10], [9, 10], [1, 10], [2, 11]])
     tree = StaticTree(Topology.from_paths([(0,), (1,), (0, 0), (1, 0), (0, 0, 0)])).grow(
-        drafter, state, torch.tensor([2])
-    )
+        drafter, state, torch.tensor([2]))
     assert tree.tokens_BN[0].tolist() == [2, 3, 9, 4, 1, 9]
     assert bool(tree.real_BN.all())
 

@@ -89,9 +89,8 @@ def test_a_text_that_repeats_is_copied_in_few_passes(tiny_target_f64: Target) ->
     request = Request((5, 6, *answer, 5, 6), 0, 30)
     expected = native_greedy(target, request.tokens, 30)
     drafter, policy = baseline("suffix_match", target)
-    found: Generation = decode(
-        target, [request], DecodeSettings(ignore_eos=True), drafter=drafter, policy=policy
-    ).generations[0]
+    found: Generation = decode(target, [request], DecodeSettings(ignore_eos=True), drafter=drafter,
+                               policy=policy).generations[0]
     assert found.tokens == expected
 
 
@@ -107,9 +106,8 @@ def test_without_a_guess_in_any_row_a_pass_has_one_token(tiny_target_f64: Target
 
     drafter, _ = baseline("prompt_lookup", target)
     requests = [Request((5, 6, 7), 0, 40), Request((8, 9), 1, 40)]
-    result = decode(
-        target, requests, DecodeSettings(batch_size=2, ignore_eos=True), drafter=drafter, policy=RecordingChain(7)
-    )
+    result = decode(target, requests, DecodeSettings(batch_size=2, ignore_eos=True), drafter=drafter,
+                    policy=RecordingChain(7))
     assert sizes[0] == 1
     assert set(sizes) == {1, 8}
     assert [g.tokens for g in result.generations] == [native_greedy(target, r.tokens, 40) for r in requests]
@@ -130,9 +128,8 @@ class RecordingDrafter(TokenRecycling):
 def test_observed_logits_belong_to_the_accepted_tokens(tiny_target_f64: Target) -> None:
     target, request = tiny_target_f64, repetitive(tiny_target_f64)[0]
     recorder, (_, policy) = RecordingDrafter(target), baseline("recycling", target)
-    answer = decode(
-        target, [request], DecodeSettings(ignore_eos=True, prefill_chunk=4), drafter=recorder, policy=policy
-    ).generations[0].tokens
+    answer = decode(target, [request], DecodeSettings(ignore_eos=True, prefill_chunk=4), drafter=recorder,
+                    policy=policy).generations[0].tokens
     text = [*request.tokens, *answer]
     with target.native() as model, torch.no_grad():
         truth_LV = model(torch.tensor([text])).logits[0]

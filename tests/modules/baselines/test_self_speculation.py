@@ -112,10 +112,8 @@ def test_rows_of_different_lengths_are_added_cleared_and_moved(deep_target: Targ
 
 def test_all_layers_are_accepted_whole(deep_target: Target) -> None:
     requests = requests_for(deep_target, 3, 30)
-    result = decode(
-        deep_target, requests, DecodeSettings(batch_size=2, ignore_eos=True),
-        drafter=LayerDraft(deep_target, range(5)), policy=Chain(4),
-    )
+    result = decode(deep_target, requests, DecodeSettings(batch_size=2, ignore_eos=True),
+                    drafter=LayerDraft(deep_target, range(5)), policy=Chain(4))
     expected = [native_greedy(deep_target, request.tokens, request.max_new_tokens) for request in requests]
     assert [generation.tokens for generation in result.generations] == expected
     assert all(count == 5 for generation in result.generations for count in generation.emitted[:-1])
@@ -138,11 +136,9 @@ def test_named_choices_of_layers(deep_target: Target) -> None:
 
 def test_a_tree_over_the_layers_is_lossless(deep_target: Target) -> None:
     requests = requests_for(deep_target, 5, 30)
-    result = decode(
-        deep_target, requests, DecodeSettings(batch_size=3, ignore_eos=True, prefill_chunk=5),
-        drafter=LayerDraft(deep_target, (0, 2, 4)),
-        policy=StaticTree(Topology.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])),
-    )
+    result = decode(deep_target, requests, DecodeSettings(batch_size=3, ignore_eos=True, prefill_chunk=5),
+                    drafter=LayerDraft(deep_target, (0, 2, 4)),
+                    policy=StaticTree(Topology.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])))
     expected = [native_greedy(deep_target, request.tokens, request.max_new_tokens) for request in requests]
     assert [generation.tokens for generation in result.generations] == expected
 

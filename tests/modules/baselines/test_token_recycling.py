@@ -11,12 +11,8 @@ CPU = torch.device("cpu")
 
 def seen(tokens: list[int], successors: list[list[int]], real: list[bool] | None = None) -> Verified:
     count = len(tokens)
-    return Verified(
-        tokens_BM=torch.tensor([tokens]),
-        real_BM=torch.tensor([real or [True] * count]),
-        logits_BMV=logits_of(successors, 12),
-        places_BM=torch.tensor([[0] + [-1] * (count - 1)]),
-    )
+    return Verified(tokens_BM=torch.tensor([tokens]), real_BM=torch.tensor([real or [True] * count]),
+                    logits_BMV=logits_of(successors, 12), places_BM=torch.tensor([[0] + [-1] * (count - 1)]))
 
 
 def taught(*passes: Verified, candidates: int = 3) -> TokenRecycling:
@@ -34,10 +30,8 @@ def test_every_verified_node_writes_its_line_and_the_later_of_two_is_kept() -> N
 
 
 def test_a_later_pass_rewrites_and_padding_is_not_stored() -> None:
-    drafter = taught(
-        seen([4, 5], [[1, 2, 3], [6, 7, 8]]),
-        seen([4, 5, 4], [[3, 2, 1], [1, 2, 3], [9, 9, 9]], [True, False, False]),
-    )
+    drafter = taught(seen([4, 5], [[1, 2, 3], [6, 7, 8]]),
+                     seen([4, 5, 4], [[3, 2, 1], [1, 2, 3], [9, 9, 9]], [True, False, False]))
     assert drafter.successors_VC[4].tolist() == [3, 2, 1]
     assert drafter.successors_VC[5].tolist() == [6, 7, 8]
 
@@ -45,8 +39,7 @@ def test_a_later_pass_rewrites_and_padding_is_not_stored() -> None:
 def test_the_tree_is_filled_from_the_matrix_and_ends_where_a_token_is_new() -> None:
     drafter = taught(seen([4, 1], [[1, 2, 3], [4, 5, 6]]))
     tree = StaticTree(Topology.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 1)])).grow(
-        drafter, drafter.start(2, 8), torch.tensor([4, 9])
-    )
+        drafter, drafter.start(2, 8), torch.tensor([4, 9]))
     # Nothing is stored for token 2, nor for the second row's root.
     assert tree.tokens_BN[0].tolist() == [4, 1, 2, 4, 5, 2]
     assert tree.real_BN.tolist() == [[True] * 6, [True] + [False] * 5]

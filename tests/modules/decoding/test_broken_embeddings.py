@@ -40,8 +40,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 pytestmark = pytest.mark.usefixtures("on_device")
 
 NAN = float("nan")
-BROKEN, VOCABULARY = 8, 9
-"""The token, which the target never chooses, and the tokens of the target."""
+BROKEN, VOCABULARY = 8, 9  # The token, which the target never chooses, and the tokens of the target
 
 
 def small_target(value: float | None) -> Target:

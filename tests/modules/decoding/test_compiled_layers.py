@@ -28,8 +28,7 @@ from torch import Tensor, nn
 TREE = Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 1))
 ADDING_NO_LAYERS = ("prompt-tokens", "hidden-transfer")
 """Cases whose drafters have no layers to compile: the target's own layers guess."""
-GRAPHS = 4
-"""Graphs of one kind of layer: with one row or several, and one token or several."""
+GRAPHS = 4  # Graphs of one kind of layer: with one row or several, and one token or several
 
 
 @pytest.fixture(autouse=True)

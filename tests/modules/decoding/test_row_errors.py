@@ -40,8 +40,7 @@ from torch import Tensor
 pytestmark = pytest.mark.usefixtures("on_device")
 
 SETTINGS = DecodeSettings(batch_size=3, ignore_eos=True)
-BROKEN = 61
-"""A token without a finite embedding."""
+BROKEN = 61  # A token without a finite embedding
 
 
 def some_requests(count: int = 7, temperature: float = 0.0) -> list[Request]:

@@ -417,9 +417,8 @@ def test_settings_that_do_not_fit_the_target_are_refused(
 
 
 def foreign(folder: Path, vocab_size: int) -> Path:
-    LlamaForCausalLM(LlamaConfig(
-        vocab_size=vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                 num_attention_heads=2, num_key_value_heads=1)).save_pretrained(folder)
     return folder
 
 

@@ -96,9 +96,7 @@ def level(nodes: list[int], parents: list[int], tokens: list[int]) -> Frontier:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_steps_and_gradients_equal_one_softmax_over_all_keys(
-    name: str, tiny_target_f64: Target
-) -> None:
+def test_steps_and_gradients_equal_one_softmax_over_all_keys(name: str, tiny_target_f64: Target) -> None:
     drafter = made(name, tiny_target_f64)
     features = packed(tiny_target_f64, drafter)
     inside = features.segments_BL >= 0
@@ -347,9 +345,7 @@ def test_the_output_layer_reads_the_first_state_alone_in_training_and_while_deco
 
 @pytest.mark.parametrize(("kept", "taught", "untouched"), [("feature", slice(32, 64), slice(0, 32)),
                                                          ("token", slice(0, 32), slice(32, 64))])
-def test_each_loss_trains_its_own_state_only(
-    kept: str, taught: slice, untouched: slice, tiny_target: Target
-) -> None:
+def test_each_loss_trains_its_own_state_only(kept: str, taught: slice, untouched: slice, tiny_target: Target) -> None:
     """The rows of `down_proj` that lead to one state get no gradient of the other's loss, at any step."""
     module, features = halved(tiny_target)
     drafts = module.drafter(features)

@@ -65,9 +65,8 @@ def packed(target: Target, seed: int = 0, length: int = 12) -> Features:
         positions.append([ends[: place + 1].count(segment) - 1 for place, segment in enumerate(ends)])
         supervised.append([chance.random() < 0.7 for _ in ends])
     tokens = torch.randint(4, target.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
-    return target.encode(Features(
-        tokens_BL=tokens, supervised_BL=torch.tensor(supervised), segments_BL=torch.tensor(segments),
-        positions_BL=torch.tensor(positions)))
+    return target.encode(Features(tokens_BL=tokens, supervised_BL=torch.tensor(supervised),
+                                  segments_BL=torch.tensor(segments), positions_BL=torch.tensor(positions)))
 
 
 def encoded(target: Target, rows: int = 3, length: int = 12) -> Features:
@@ -186,8 +185,7 @@ def test_backward_stores_the_embeddings_once_for_all_heads(tiny_target: Target) 
         drafter, features = Hydra.create(HydraConfig(num_heads=heads), tiny_target), encoded(tiny_target, 2, 12)
         own, sizes = {parameter.data_ptr() for parameter in drafter.parameters()}, {}
         with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: sizes.setdefault(tensor.data_ptr(), tensor.numel()) and tensor, lambda tensor: tensor
-        ):
+            lambda tensor: sizes.setdefault(tensor.data_ptr(), tensor.numel()) and tensor, lambda tensor: tensor):
             drafter(features)
         return sum(size for place, size in sizes.items() if place not in own) // (2 * 12 * 32)
 

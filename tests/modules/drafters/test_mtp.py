@@ -40,8 +40,7 @@ from support.tiers import others_long
 from torch import Tensor
 
 TOKENS = [5, 9, 13, 40, 2, 77, 31, 8, 50, 60, 61, 20]
-PLACE = 7
-"""The last of them whose state the head reads."""
+PLACE = 7  # The last of them whose state the head reads
 QUICK = ("deepseek-v3", "qwen3-next")
 SHAPE = Topology((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))
 

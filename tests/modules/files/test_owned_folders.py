@@ -84,9 +84,7 @@ def test_links_files_and_the_current_folder_are_refused(tmp_path: Path, monkeypa
         write(Path("/"))
 
 
-def test_a_replacement_killed_between_its_renamings_is_undone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replacement_killed_between_its_renamings_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "new", "old")
     # What a kill leaves: the former folder moved away, the next one not yet in its place.
     folder.rename(tmp_path / ".new.former")

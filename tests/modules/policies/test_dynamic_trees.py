@@ -158,9 +158,8 @@ class AnticipatingTree(DySpecTree):
 
     def _children(self, *given: Any) -> Any:
         children = super()._children(*given)
-        return type(children)(
-            entries_BFK=children.entries_BFK, values_BFK=children.values_BFK, places_BFK=children.values_BFK
-        )
+        return type(children)(entries_BFK=children.entries_BFK, values_BFK=children.values_BFK,
+                              places_BFK=children.values_BFK)
 
 
 POLICIES: dict[str, Policy] = {

@@ -196,10 +196,8 @@ def test_heads_and_lookup_and_recycling_in_one_tree_are_lossless(
     recycling, tree = baseline("recycling", target)
     heads = Medusa.create(MedusaConfig(num_heads=2), target)
     topology = Topology.from_paths([(0,), (1,), (0, 0), (1, 0)])
-    result = decode(
-        target, requests, settings, drafter=Ensemble([lookup, recycling, heads]),
-        policy=Union([chain, tree, StaticTree(topology)], budget),
-    )
+    result = decode(target, requests, settings, drafter=Ensemble([lookup, recycling, heads]),
+                    policy=Union([chain, tree, StaticTree(topology)], budget))
     assert [generation.tokens for generation in result.generations] == plain
 
 

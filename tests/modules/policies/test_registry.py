@@ -148,9 +148,7 @@ def test_an_evaluation_measures_every_policy(tmp_path: Path, tiny_target_f64: Ta
     assert artifact.prediction("chain-3") is None
 
 
-def test_the_share_of_each_drafter_is_counted_by_kind_of_prompt(
-    tmp_path: Path, tiny_target_f64: Target
-) -> None:
+def test_the_share_of_each_drafter_is_counted_by_kind_of_prompt(tmp_path: Path, tiny_target_f64: Target) -> None:
     drafter = randomised(CASES["eagle"].make(tiny_target_f64))
     save_artifact(tmp_path / "a", drafter, tiny_target_f64.identity, {}, TREE)
     config = EvaluateConfig(max_new_tokens=24, speed_prompts=2, policies=("static", "static+lookup"))

@@ -28,8 +28,7 @@ from torch import Tensor
 pytestmark = pytest.mark.usefixtures("on_device")
 
 SIZE, ROWS = 5, 20_000
-CHANCE = 1e-5
-"""Probability of a false alarm of one of the two hundred tests below."""
+CHANCE = 1e-5  # Probability of a false alarm of one of the two hundred tests below
 TEMPERATURES = (0.1, 0.3, 0.7, 1.0, 1.2)
 POLICIES: dict[str, Policy] = {
     "tree": SampledTree(Topology((-1, 0, 0, 0, 1, 1, 2), (0, 0, 1, 2, 0, 1, 0))),
@@ -135,9 +134,7 @@ def ensemble_of(draft: str, *, candidates: bool = False) -> Ensemble:
 @pytest.mark.parametrize(("copied", "temperature"), some_long(
     [("chain", 0.7), ("chain", 0.1), ("chain", 1.2), ("tree", 0.7)], 9))
 @pytest.mark.parametrize("name", others_long(POLICIES, ("tree", "dyspec", "stopped chain")))
-def test_point_masses_beside_samples_leave_the_targets_distribution(
-    name: str, copied: str, temperature: float
-) -> None:
+def test_point_masses_beside_samples_leave_the_targets_distribution(name: str, copied: str, temperature: float) -> None:
     for drafter in (ensemble_of("flat"), ensemble_of("confident"), ensemble_of("flat", candidates=True)):
         statistic, cells = pass_statistic(union(copied, name), drafter, TARGET, temperature, rows=ROWS)
         assert statistic < chi2_bound(cells, CHANCE)

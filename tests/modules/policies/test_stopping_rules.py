@@ -106,9 +106,8 @@ def test_a_cut_depends_on_nothing_later(name: str, sampled: bool) -> None:
         # Every row draws by the numbers of request 0.
         draws = draws_for(rows)
         draws.requests_B.zero_()
-        tree = kind(depth, RULES[name], check_every=0).grow(
-            drafter, drafter.start(rows, 64), torch.zeros(rows, dtype=torch.long), draws
-        )
+        tree = kind(depth, RULES[name], check_every=0).grow(drafter, drafter.start(rows, 64),
+                                                            torch.zeros(rows, dtype=torch.long), draws)
         assert len(tree.real_BN[:, : place + 1].unique(dim=0)) == 1
         assert len(tree.tokens_BN[:, : place + 1].unique(dim=0)) == 1
         seen |= set(tree.real_BN.sum(-1).tolist())
@@ -160,8 +159,7 @@ def test_dropping_tokens_by_their_own_chance_or_state_is_noticed(wrong: type[Sam
     assert statistic > chi2_bound(cells)
 
 
-SECONDS = (1.0, 1.2, 1.4, 1.6, 1.7, 1.9)
-"""Of steps with 0, 1, 2 ... guesses a row."""
+SECONDS = (1.0, 1.2, 1.4, 1.6, 1.7, 1.9)  # Of steps with 0, 1, 2 ... guesses a row.
 
 
 def judgement(state):  # type: ignore[no-untyped-def]

@@ -20,8 +20,7 @@ pytestmark = pytest.mark.usefixtures("on_device")
 
 TEXTS = ([5, 9, 33, 71, 8, 20, 11], [40, 41, 60], [7, 90, 12, 13, 55])
 """Prompts of different lengths, so that the rows of a batch are ragged."""
-GROWN = (-1, 0, 0, 1, 1, 2, 3, 3)
-"""Parents of the nodes that are drafted: four levels."""
+GROWN = (-1, 0, 0, 1, 1, 2, 3, 3)  # Parents of the nodes that are drafted: four levels
 LEVELS = ((0,), (1, 2), (3, 4, 5), (6, 7))
 
 

@@ -45,8 +45,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", {}),
     "minimax-m2": ("MiniMaxM2", {}),
 }
-QUICK = ("gpt-oss", "deepseek-v3", "gemma4-e2b", "llama4")
-"""Those of `TRAITS` that `make test` runs."""
+QUICK = ("gpt-oss", "deepseek-v3", "gemma4-e2b", "llama4")  # Those of `TRAITS` that `make test` runs
 
 
 def build(name: str, dtype: torch.dtype) -> Target:
@@ -93,8 +92,7 @@ def test_tree_passes_equal_a_fresh_forward_of_every_path(target: Target) -> None
 def test_greedy_decoding_equals_generate(target: Target) -> None:
     requests = [Request((5, 9, 33, 71, 8, 20), 0, 24), Request((40, 41), 1, 24)]
     for request, generation in zip(
-        requests, decode(target, requests, DecodeSettings(batch_size=2, ignore_eos=True)).generations, strict=True
-    ):
+        requests, decode(target, requests, DecodeSettings(batch_size=2, ignore_eos=True)).generations, strict=True):
         with target.native() as model:
             expected = model.generate(torch.tensor([request.tokens]), max_new_tokens=24, do_sample=False,
                                       eos_token_id=None, pad_token_id=0)[0, len(request.tokens) :]

@@ -15,8 +15,7 @@ LENGTHS = (12, 21)
 OWN_ATTENTION = ("GPTJ", "CodeGen", "Falcon", "XGLM", "GPTBigCode", "Persimmon", "BioGpt")
 """Some architectures with attention that cannot be replaced, or once could not."""
 
-QUICK = ("llama4",)
-"""Those of `TRAITS` that `make test` runs."""
+QUICK = ("llama4",)  # Those of `TRAITS` that `make test` runs
 
 
 @pytest.fixture(autouse=True)

@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from draftsmith.modules import (
-    Drafter,
-    Features,
-    Request,
-    Target,
-    Topology,
-    search_tree,
-)
+from draftsmith.modules import Drafter, Features, Request, Target, Topology, search_tree
 from draftsmith.modules.tuning.ranked_text import RankedText, ranked_text
 from draftsmith.modules.tuning.tree_search import acceptance_of
 from support.encoded_answers import encoded_answers, replay

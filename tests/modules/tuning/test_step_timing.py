@@ -120,9 +120,8 @@ def test_a_tree_of_one_node_is_plain_decoding(tiny_target: Target) -> None:
     requests = [Request((5, 6, 7), 0, 9)]
     drafter = ScriptedDrafter(tiny_target.vocab_size, [], "random")
     plain, single = (
-        decode(tiny_target, requests, DecodeSettings(ignore_eos=True), drafter=chosen, policy=policy)
-        for chosen, policy in ((None, None), (drafter, StaticTree(Topology.chain(0))))
-    )
+        decode(tiny_target, requests, DecodeSettings(ignore_eos=True), drafter=chosen, policy=policy) for chosen,
+        policy in ((None, None), (drafter, StaticTree(Topology.chain(0)))))
     drafted = decode(tiny_target, requests, DecodeSettings(ignore_eos=True), drafter=drafter, policy=Chain(1))
     assert single.generations == plain.generations
     assert (single.stats.draft_seconds, drafted.stats.draft_seconds > 0) == (0.0, True)

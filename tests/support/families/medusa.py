@@ -30,8 +30,7 @@ CASES = {
     "medusa-copy": case(Medusa, MedusaConfig(num_heads=2, output="copy")),
     "medusa-copy-reduced": case(Medusa, MedusaConfig(
         num_heads=2, num_layers=2, output="copy", vocabulary_size=len(IDS)), IDS),
-    "medusa-one-copy": case(Medusa, MedusaConfig(
-        num_heads=3, output="one_copy", vocabulary_size=len(IDS)), IDS),
+    "medusa-one-copy": case(Medusa, MedusaConfig(num_heads=3, output="one_copy", vocabulary_size=len(IDS)), IDS),
     "medusa-2": _with_target(MedusaConfig(num_heads=3), rank=4),
     "medusa-2-copy": _with_target(MedusaConfig(num_heads=2, output="copy"), rank=2),
 }

@@ -19,8 +19,7 @@ from references.vocabulary_loss import plain_loss, supervised
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_device")
-SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-"""All examples of a test may be on the same device."""
+SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]  # All examples of a test may be on the same device
 
 WEIGHTS = (1.0, 0.8, 0.64)
 IDS = torch.arange(5, 95, 3)

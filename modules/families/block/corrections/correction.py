@@ -19,10 +19,8 @@ from ....target.draft_vocabulary import OwnOutput
 
 CorrectionName = Literal["none", "markov", "gated", "rnn", "selector", "refiner", "gru", "state"]
 """Names for recipes, see `BlockDraftConfig`."""
-Embed = Callable[[Tensor], Tensor]
-"""The target's embeddings [..., D] of tokens."""
-Logits = Callable[[Tensor], Tensor]
-"""The output layer's logits [..., Q] of the states of slots, [..., D]."""
+Embed = Callable[[Tensor], Tensor]  # The target's embeddings [..., D] of tokens
+Logits = Callable[[Tensor], Tensor]  # The output layer's logits [..., Q] of the states of slots, [..., D]
 
 
 class Shape(NamedTuple):
@@ -41,22 +39,17 @@ class Shape(NamedTuple):
 class Correction(nn.Module):
     """No correction: a slot's state alone."""
 
-    path_size = 0
-    """Numbers that a path keeps, P."""
+    path_size = 0  # Numbers that a path keeps, P
     reads_block = False
     """Whether `begin` reads the states of all slots of a block, that of the root too where it guesses nothing."""
-    alone_too = False
-    """Whether the slots learn to guess without it too."""
-    chooses = False
-    """Whether it chooses among a few candidates of each slot."""
-    own_token = False
-    """Whether it takes for granted that a slot predicts the token of its own position."""
+    alone_too = False  # Whether the slots learn to guess without it too
+    chooses = False  # Whether it chooses among a few candidates of each slot
+    own_token = False  # Whether it takes for granted that a slot predicts the token of its own position
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.width, self.rank, self.slots = shape.width, shape.rank, shape.slots
-        self.state_size = shape.width
-        """Numbers of a state, X; the first ones are the slot's state."""
+        self.state_size = shape.width  # Numbers of a state, X; the first ones are the slot's state
 
     def begin(self, slots: Tensor) -> Tensor:
         """The inputs of `extend` at each slot, [..., K, any], whose first ones are the slot's state, from the states of

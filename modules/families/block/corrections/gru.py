@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from ....target.draft_vocabulary import OwnOutput
 from .correction import Correction, Embed, Shape
 
-WIDER = 4
-"""Width of the recurrent state in ranks: the papers have 1,024 and 256."""
-ALONE_UNTIL = 0.5
-"""Share of a training in which the weight goes from the slots' own guesses to those with the bias."""
+WIDER = 4  # Width of the recurrent state in ranks: the papers have 1,024 and 256
+ALONE_UNTIL = 0.5  # Share of a training in which the weight goes from the slots' own guesses to those with the bias
 
 
 class RecurrentBias(Correction):

@@ -10,8 +10,7 @@ from ....parts.decoder_block import GatedMLP
 from ....target.draft_vocabulary import OwnOutput
 from .correction import Correction, Embed, Shape, table
 
-SLOTS_WEIGHT = 0.6
-"""Weight of the slots' own guesses next to the refined ones."""
+SLOTS_WEIGHT = 0.6  # Weight of the slots' own guesses next to the refined ones
 
 
 class Refiner(Correction):

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from .correction import Correction, Embed, Logits, Shape, table
 
-CANDIDATES = 16
-"""Likeliest tokens of a slot among which a selector chooses."""
+CANDIDATES = 16  # Likeliest tokens of a slot among which a selector chooses
 
 
 class Selector(Correction):

@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from ....parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock
 
-TAPS, GROUP = 2, 16
-"""Slots that a convolution reads, and components that share what a slot adds to its kernel."""
+TAPS, GROUP = 2, 16  # Slots that a convolution reads, and components that share what a slot adds to its kernel
 
 
 class SlotConvolution(nn.Module):
