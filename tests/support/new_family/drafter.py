@@ -6,10 +6,10 @@ Shapes: B rows, L positions, D hidden size, F frontier nodes, Q entries of the d
 from dataclasses import dataclass
 
 import torch
-from draftsmith.modules.config_checks import Size
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...config_checks import Size
 from ...features import Features
 from ...interfaces.drafter import DrafterConfig, Drafts, FamilyCard, Training
 from ...interfaces.proposer import DraftState, Frontier, Observation, Scores
