@@ -17,8 +17,6 @@ CONTENTION_BOUND = 0.15  # Share by which a repeated pass may exceed its fastest
 PROBED_SIZES = (1, 8)  # Tokens of the passes that are repeated throughout
 REPEATS = 5  # Passes of each size a sample; their median counts
 PROBE_CONTEXT = 32  # Tokens that the probed row has read
-START_SAMPLES, START_SECONDS = 6, 3.0
-"""Samples before anything is timed: at most so many, and after two of them none once so many seconds have passed."""
 PROCESSOR_TIMES = Path("/proc/stat")
 """Time that each processor has spent since the machine started, by kind of work (Linux)."""
 
@@ -37,27 +35,6 @@ class ContentionProbe:
         self.trees = {size: Topology.chain(size - 1).plant(tokens_BN[:, :size]) for size in PROBED_SIZES}
         self.samples: dict[int, list[float]] = {size: [] for size in PROBED_SIZES}
         self._pass_seconds(max(PROBED_SIZES))
-
-    def warning(self) -> str | None:
-        """Sentence for a machine that is busy before anything is timed; None when it is quiet.
-
-        Its passes are not among the samples, which are judged at the end.
-        """
-        found = self._start_excess()
-        return None if found <= CONTENTION_BOUND else (
-            f"the machine is busy: repeating one pass of the target took up to {found:.0%} longer than its fastest "
-            f"time (on a quiet machine at most {CONTENTION_BOUND:.0%}), so that the speeds of this evaluation will not "
-            "be reliable, while accepted lengths and the comparison of answers are not affected; stop other programs, "
-            "or evaluate again when the machine is quiet")
-
-    def _start_excess(self) -> float:
-        """The largest excess of a few samples in a row; the first passes, which warm up, are left out."""
-        # These warm up caches: they are slow on a quiet machine too.
-        self._sample()
-        started, samples = clock(self.target), [self._sample(), self._sample()]
-        while len(samples) < START_SAMPLES and clock(self.target) - started < START_SECONDS:
-            samples.append(self._sample())
-        return max(_excess([sample[size] for sample in samples]) for size in PROBED_SIZES)
 
     def sample(self) -> None:
         """Measure both sizes once more."""
@@ -95,33 +72,49 @@ def _excess(seconds: Sequence[float]) -> float:
     return max(seconds) / min(seconds) - 1 if seconds else 0.0
 
 
-def busy_warning(*, seconds: float = 0.5, times: Path = PROCESSOR_TIMES,
-                 sleep: Callable[[float], object] = time.sleep) -> str | None:
+def busy_warning(**looking: Any) -> str | None:
     """Sentence for a machine on which other programs leave fewer free processors than torch has threads; else None.
 
-    It needs no target, so that a run can report it before its first stage. While this process sleeps, all processor
-    time is that of others. A load average would still count programs that ended a minute ago, and timing a loop would
-    notice a second busy processor only with as many threads as decoding uses.
-
-    Args:
-        seconds: how long to look.
-        times: the system's processor times. Where there is no such file nothing is known, and None is returned; the
-            probe of an evaluation then still finds out.
-        sleep: waits for so many seconds.
+    It needs no target, so that a run can report it before its first stage. `looking` as of `_idle_shares`.
     """
-    if not times.is_file():
-        return None
-    before = _processor_times(times)
-    sleep(seconds)
-    after = _processor_times(times)
-    idle = [(after[name][0] - before[name][0]) / max(1, after[name][1] - before[name][1])
-            for name in before.keys() & after.keys()]
+    idle = _idle_shares(**looking)
     threads = min(torch.get_num_threads(), len(idle))
     taken = 1 - sum(idle) / threads if threads else 0.0
     return None if taken <= CONTENTION_BOUND else (
         f"the machine is busy: other programs take {taken:.0%} of the processor time that this run needs, so that it "
         "will take longer, or leave work out where minutes limit it, and the speeds in its report will not be "
         "reliable; stop other programs, or measure again with draftsmith evaluate when the machine is quiet")
+
+
+def use_free_processors(**looking: Any) -> None:
+    """Let torch have only as many threads as processors are free, one at least; `looking` as of `_idle_shares`.
+
+    Threads of a pass wait for each other at every layer: next to other programs one is up to ten times as fast as two
+    (`tests/benchmarks/pass_cost.py --waiting`)."""
+    free = threads = torch.get_num_threads()
+    # A program that ends just now is seen by the first look alone.
+    for seconds in (0.3, 2.0) if threads > 1 else ():
+        idle = _idle_shares(seconds=seconds, **looking)
+        if not idle or (free := max(1, round(sum(idle)))) >= threads:
+            return
+    torch.set_num_threads(free)
+
+
+def _idle_shares(*, seconds: float = 0.5, times: Path = PROCESSOR_TIMES,
+                 sleep: Callable[[float], object] = time.sleep) -> list[float]:
+    """Share of some seconds that each processor of this process is idle while it sleeps; none where `times`, the
+    system's file, does not exist: the probe of an evaluation then still finds out.
+
+    A load average would still count programs that ended a minute ago, and timing a loop would notice a second busy
+    processor only with as many threads as decoding uses.
+    """
+    if not times.is_file():
+        return []
+    before = _processor_times(times)
+    sleep(seconds)
+    after = _processor_times(times)
+    return [(after[name][0] - before[name][0]) / max(1, after[name][1] - before[name][1])
+            for name in before.keys() & after.keys()]
 
 
 def _processor_times(path: Path) -> dict[str, tuple[int, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 from ...modules import StaticTree, Target
 from ...modules.progress import ProgressLine
 from ..acceptance_profile import DECODED, measurements
-from .contention import ContentionProbe, machine
+from .contention import ContentionProbe, busy_warning, machine
 from .methods import SEED, EvaluateConfig, Method, PromptSets
 from .reference_answers import References
 from .results import Answer, Evaluation, EvaluationRun, Measures, Timing
@@ -47,7 +47,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     schedule = Schedule.of([*methods, *baselines], prompt_sets, config)
     require_context(prompt_sets, config, target.context_length)
     runner = Runner(target, schedule, References(references, target, config), ContentionProbe(target))
-    if schedule.timed and (warning := runner.probe.warning()) is not None:
+    if schedule.timed and (warning := busy_warning()) is not None:
         sys.stderr.write(f"warning: {warning}\n")
     say(opening(schedule))
     compiled_before = target.compiler.seconds

@@ -10,7 +10,7 @@ from signal import SIGINT
 from typing import Any
 
 from ...data import Message
-from ...export import load_artifact
+from ...export import load_artifact, use_free_processors
 from ...modules import (
     FASTEST,
     NONE,
@@ -122,6 +122,7 @@ class Answers:
 
     def __init__(self, given: AnswerArguments, marks: Marks | None) -> None:
         self.given, self.marks = given, marks
+        use_free_processors()
         target = artifact_target(given.artifact, given.target)
         self.artifact = load_artifact(given.artifact, target, trust=given.trust)
         self.template = given.template.build(target)

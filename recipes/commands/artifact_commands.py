@@ -18,6 +18,7 @@ from ...export import (
     served,
     terminal_table,
     try_export,
+    use_free_processors,
     with_drift,
     write_report,
 )
@@ -90,6 +91,7 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
                         "and --baselines")
     if given.out.exists() and not given.out.is_dir():
         raise UserError(f"{given.out} is a file, a folder was expected; choose another --out")
+    use_free_processors()
     sets = {"handwritten": handwritten_prompts()}
     if isinstance(given.prompts, str):
         sets = {Path(given.prompts).stem: require_prompts(given.prompts, read_prompts(given.prompts))}

@@ -20,9 +20,10 @@ from ...data.batches.learned_tokens import coverage
 from ...data.state_engines import engine_at, probe
 from ...data.store.feature_store import Encoding, require_room
 from ...data.store.token_store import MANIFEST
-from ...export import Method, Tuning, busy_warning, evaluate, load_artifact, save_artifact, save_tuning
+from ...export import Method, Tuning, evaluate, load_artifact, save_artifact, save_tuning
 from ...export.acceptance_profile import chain_measurements, described, save_acceptance
 from ...export.artifact_files import CONFIG, HEADS
+from ...export.evaluation.contention import busy_warning, use_free_processors
 from ...export.evaluation.target_drift import with_drift
 from ...export.report.evaluation_page import terminal_table, write_report
 from ...export.stored_drafter import read_description
@@ -133,6 +134,7 @@ def stored_states(workspace: Workspace) -> Sequence[Path]:
 
 def train_stage(workspace: Workspace) -> Sequence[Path]:
     """The drafter is trained; the checkpoint with the greatest decoded accepted length is kept."""
+    use_free_processors()
     workspace.check()
     workspace.require_askable(held_out_sets(workspace.data))
     check_settings(workspace)
@@ -169,6 +171,7 @@ def held_out_rows(workspace: Workspace, module: DraftModule) -> HeldOutRows:
 
 def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     """The tree is searched on held-out text, the artifact written, and the best size of the tree measured here."""
+    use_free_processors()
     result, module = read_result(workspace.training), workspace.module()
     module.restore(load_file(result.checkpoint))
     rows, config = held_out_rows(workspace, module), workspace.recipe.tree
@@ -287,6 +290,7 @@ def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, .
 
 def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     """Held-out and hand-written prompts are decoded with the artifact and by the target alone."""
+    use_free_processors()
     artifact = load_artifact(workspace.artifact, workspace.target, trust=workspace.recipe.trust)
     config = workspace.recipe.evaluate
     questions = prompt_sets(workspace.template, held_out_sets(workspace.data))
