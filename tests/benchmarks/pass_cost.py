@@ -122,8 +122,10 @@ def compare_waiting(options: argparse.Namespace) -> None:
     print(f"{threads} threads, torch {torch.__version__}\n")
     print(f"| busy programs | threads | {' | '.join(f'{size} tokens, ms' for size in WAITED)} |\n|---|---|---|---|")
     for busy in (0, threads):
-        for name, variables in {"spin, OpenMP's default": {}, "spin for a while, as commands set it": {
-                "GOMP_SPINCOUNT": SPINS}, "sleep at once": {"OMP_WAIT_POLICY": "PASSIVE"}, "one alone": {"OMP_NUM_THREADS": "1"}}.items():
+        for name, variables in {
+            "spin, OpenMP's default": {}, "spin for a while, as commands set it": {"GOMP_SPINCOUNT": SPINS},
+            "sleep at once": {"OMP_WAIT_POLICY": "PASSIVE"}, "one alone": {"OMP_NUM_THREADS": "1"},
+        }.items():
             with busy_programs(busy):
                 done = subprocess.run([sys.executable, __file__, "--medians", "--target", options.target, "--context",
                                        str(options.context), "--repeats", str(options.repeats)],
