@@ -270,7 +270,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) ->
 def test_a_run_from_prompts_to_the_report_tells_how_far_the_target_moved(tmp_path: Path) -> None:
     from draftsmith.recipes.__main__ import main
 
-    tiny = Path(__file__).resolve().parents[3] / "recipes" / "tiny.yaml"
+    tiny = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
     recipe = yaml.safe_load(tiny.read_text())
     recipe["family"], recipe["drafter"] = "medusa2", {"num_heads": 2}
     recipe["train"] = {"max_steps": 12, "lr": 2e-2, "warmup_steps": 1, "validate_every": 6, "checkpoint_every": 6,

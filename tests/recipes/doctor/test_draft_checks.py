@@ -12,6 +12,7 @@ from draftsmith.data import ChatTemplate, Manifest
 from draftsmith.data.store.token_store import Row
 from draftsmith.export import Artifact, load_artifact
 from draftsmith.modules import Drafter, Features, Target, Topology
+from draftsmith.modules.tuning.ranked_text import RankedText
 from draftsmith.recipes.doctor import draft_checks
 from draftsmith.recipes.doctor.case import Case, DataSample, Finding, findings_of, unchecked
 from draftsmith.recipes.doctor.diagnosis import diagnose
@@ -183,8 +184,7 @@ def test_drafts_that_fail_after_long_contexts_are_found(trained: Case, monkeypat
     texts = draft_checks.Texts([], [], {}, [], TREE)
     assert not draft_checks._contexts(trained, texts).remedy
     nodes = iter([1, 0])
-    monkeypatch.setattr(draft_checks, "last_nodes",
-                        lambda ranks_PK, _tree: torch.full_like(ranks_PK[:, 0], next(nodes)))
+    monkeypatch.setattr(RankedText, "depths", lambda text, _tree: torch.full_like(text.left_P, next(nodes)))
     found = draft_checks._contexts(trained, texts)
     assert found.figure.startswith("1.00 guesses accepted in a row after 64 tokens of context, 0.00 after 256")
     assert "fail after longer contexts" in found.verdict
