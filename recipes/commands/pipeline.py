@@ -134,7 +134,6 @@ def stored_states(workspace: Workspace) -> Sequence[Path]:
 
 def train_stage(workspace: Workspace) -> Sequence[Path]:
     """The drafter is trained; the checkpoint with the greatest decoded accepted length is kept."""
-    use_free_processors()
     workspace.check()
     workspace.require_askable(held_out_sets(workspace.data))
     check_settings(workspace)
@@ -171,7 +170,6 @@ def held_out_rows(workspace: Workspace, module: DraftModule) -> HeldOutRows:
 
 def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     """The tree is searched on held-out text, the artifact written, and the best size of the tree measured here."""
-    use_free_processors()
     result, module = read_result(workspace.training), workspace.module()
     module.restore(load_file(result.checkpoint))
     rows, config = held_out_rows(workspace, module), workspace.recipe.tree
@@ -215,6 +213,8 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
         return files
     # A changed copy of the target was made inside the block: it is measured in the forms that decoding runs.
     target.linears.use(workspace.target.linears.packing)
+    # Not before: weights and the tree would have other last digits on a busy machine.
+    use_free_processors()
     cost = measure_cost(target, drafter, topology)
     drawn = rows.whole(SIZING_TEMPERATURE)
     # A target that training has changed draws other answers than the stored ones.
