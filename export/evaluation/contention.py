@@ -17,8 +17,7 @@ CONTENTION_BOUND = 0.15  # Share by which a repeated pass may exceed its fastest
 PROBED_SIZES = (1, 8)  # Tokens of the passes that are repeated throughout
 REPEATS = 5  # Passes of each size a sample; their median counts
 PROBE_CONTEXT = 32  # Tokens that the probed row has read
-PROCESSOR_TIMES = Path("/proc/stat")
-"""Time that each processor has spent since the machine started, by kind of work (Linux)."""
+PROCESSOR_TIMES = Path("/proc/stat")  # Time of each processor since the machine started, by kind of work (Linux)
 
 
 class ContentionProbe:
@@ -102,12 +101,9 @@ def use_free_processors(**looking: Any) -> None:
 
 def _idle_shares(*, seconds: float = 0.5, times: Path = PROCESSOR_TIMES,
                  sleep: Callable[[float], object] = time.sleep) -> list[float]:
-    """Share of some seconds that each processor of this process is idle while it sleeps; none where `times`, the
-    system's file, does not exist: the probe of an evaluation then still finds out.
-
-    A load average would still count programs that ended a minute ago, and timing a loop would notice a second busy
-    processor only with as many threads as decoding uses.
-    """
+    """Share of some seconds that each processor is idle while this process sleeps; none where `times`, the system's
+    file, does not exist. A load average would still count programs that ended a minute ago, and timing a loop would
+    notice a second busy processor only with as many threads as decoding uses."""
     if not times.is_file():
         return []
     before = _processor_times(times)

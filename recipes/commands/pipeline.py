@@ -134,6 +134,9 @@ def stored_states(workspace: Workspace) -> Sequence[Path]:
 
 def train_stage(workspace: Workspace) -> Sequence[Path]:
     """The drafter is trained; the checkpoint with the greatest decoded accepted length is kept."""
+    if workspace.recipe.train.max_minutes is not None:
+        # Minutes are for steps. Without them a run can be repeated to the byte, and threads change the last digits.
+        use_free_processors()
     workspace.check()
     workspace.require_askable(held_out_sets(workspace.data))
     check_settings(workspace)
@@ -146,9 +149,8 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
         kept = [f"{name} {shortened(value)}" for name, value in asdict(module.config.drafter).items()
                 if value != asked[name]]
         say(f"     continues the drafter in {workspace.recipe.train.start}, with its {', '.join(kept) or 'settings'}")
-    data = DraftDataModule(workspace.data, batch_config(workspace, module), module.drafter.taps,
-                           workspace.around_prompts)
-    result = fit(module, data, workspace.training)
+    result = fit(module, DraftDataModule(workspace.data, batch_config(workspace, module), module.drafter.taps,
+                                         workspace.around_prompts), workspace.training)
     if module.global_rank != 0:
         # This process was started for the training alone: the first one goes on.
         raise SystemExit(0)
@@ -213,7 +215,7 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
         return files
     # A changed copy of the target was made inside the block: it is measured in the forms that decoding runs.
     target.linears.use(workspace.target.linears.packing)
-    # Not before: weights and the tree would have other last digits on a busy machine.
+    # Not before: the tree is repeated to the byte.
     use_free_processors()
     cost = measure_cost(target, drafter, topology)
     drawn = rows.whole(SIZING_TEMPERATURE)
