@@ -19,9 +19,6 @@ from ..trainers.families import family_module
 from ..trainers.train_config import Start
 from .chat_settings import TemplateConfig
 
-MOST_NODES = 4096
-"""Largest tree that is searched."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class TreeConfig(CheckedSettings):

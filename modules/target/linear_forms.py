@@ -242,10 +242,10 @@ def measure_linears(model: nn.Module, dtypes: Sequence[torch.dtype], *, tokens: 
         for count, (place, (scale, width, forms)) in product(tokens, enumerate(samples)):
             for (dtype, packed), timed in forms.items():
                 x_1ND = torch.full((1, count, width), 0.1, dtype=dtype)
-                begun = time.perf_counter()
+                before = time.perf_counter()
                 for form in timed:
                     form(x_1ND)
-                taken, key = (time.perf_counter() - begun) * scale, (place, dtype, packed, count)
+                taken, key = (time.perf_counter() - before) * scale, (place, dtype, packed, count)
                 best[key] = min(best.get(key, taken), taken)
     places = range(len(samples))
     return {dtype: LinearTimes(

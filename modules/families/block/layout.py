@@ -33,7 +33,7 @@ GGUF: Pairs = (("fc.weight", "fc.weight"), ("d2t", "d2t"), ("enc.output_norm.wei
                ("blk.{i}.attn_conv_proj.", "layers.{i}.attention_conv.kernel_projection."),
                ("blk.{i}.ffn_conv_base", "layers.{i}.mlp_conv.base_kernel"),
                ("blk.{i}.ffn_conv_proj.", "layers.{i}.mlp_conv.kernel_projection."))
-"""What a Qwen 3 has not in llama.cpp, by the names of DFlash."""
+"""Tensors in llama.cpp that a Qwen 3 has not, by the names of DFlash."""
 FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (None, False), "mlp_bias": (None, False),
     **dict.fromkeys(("is_causal", "causal", "causal_head", "sample_from_anchor", "shift_label",

@@ -15,7 +15,7 @@ TWIN, NORM = "layers.{}.hidden_norm.weight", "layers.{}.input_layernorm.weight"
 """Two names of the norm before the attention of a layer after the first."""
 GGUF: Pairs = (("fc.weight", "fc.weight"), ("d2t", "d2t"), ("enc.output_norm.weight", "input_norm.weight"),
                ("blk.0.attn_norm_2.weight", "layers.0.hidden_norm.weight"))
-"""What a Llama has not in llama.cpp."""
+"""Tensors in llama.cpp that a Llama has not."""
 NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 """Settings of its norms, under the names that vLLM, SGLang and the speculators library read."""
 FIXED: dict[str, tuple[Any, ...]] = {

@@ -87,6 +87,16 @@ def test_a_run_leaves_an_artifact_and_a_report(tiny_run: Path) -> None:
     assert (tiny_run / "data" / "manifest.json").is_file()
 
 
+@pytest.mark.parametrize(("minutes", "looks"), [("null", 2), ("9", 3)])
+def test_measured_stages_take_free_processors_and_so_does_a_training_with_minutes(
+        minutes: str, looks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuning and evaluation always; a training without minutes can be repeated to the byte, with the same threads."""
+    found = list[int]()
+    monkeypatch.setattr(pipeline, "use_free_processors", lambda: found.append(1))
+    run(tmp_path / "run", "--train.max_minutes", minutes)
+    assert len(found) == looks
+
+
 def test_the_evaluation_has_the_promised_keys_and_is_lossless(tiny_run: Path) -> None:
     content = json.loads((tiny_run / "evaluation.json").read_text())
     assert set(content) >= KEYS
