@@ -17,16 +17,15 @@ if TYPE_CHECKING:
     from .decoding.token_text import TokenText
     from .decoding.verifier import DecodeError
     from .errors import TreeError, UserError
-    from .families.acceptance_head import AcceptanceHead, AcceptanceHeadConfig
-    from .families.block.drafter import BlockDraft, BlockDraftConfig
+    from .families.block.drafter import BlockDraft
+    from .families.block.settings import BlockDraftConfig
     from .families.draft_lm.drafter import DraftLM
     from .families.draft_lm.settings import DraftLMConfig
     from .families.eagle.drafter import Eagle, EagleConfig
     from .families.eagle3.drafter import Eagle3, Eagle3Config
     from .families.falcon.drafter import Falcon, FalconConfig
     from .families.hidden_transfer.drafter import HiddenTransfer, HiddenTransferConfig
-    from .families.hydra.drafter import Hydra
-    from .families.hydra.heads import HydraConfig
+    from .families.hydra.drafter import Hydra, HydraConfig
     from .families.kangaroo.drafter import Kangaroo, KangarooConfig
     from .families.medusa.drafter import Medusa, MedusaConfig
     from .families.mtp.drafter import Mtp, MtpConfig
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from .features import Features
     from .interfaces.drafter import Drafter, Drafts
     from .interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores, Verified
+    from .parts.heads import AcceptanceHead, AcceptanceHeadConfig
     from .policies.base import Policy
     from .policies.dynamic_trees import DySpecTree, Eagle2Tree
     from .policies.ensemble import Ensemble, Union

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..modules.errors import UserError
-from ..modules.families.acceptance_head import AcceptanceHead, AcceptanceHeadConfig, log_accepted, log_rejected
+from ..modules.parts.heads import AcceptanceHead, AcceptanceHeadConfig
 from ..modules.tuning.acceptance_examples import Examples
 from .steps.optimizers import warmup_cosine
 
@@ -49,9 +49,8 @@ def weighted_loss(logits_N2: Tensor, chances_N: Tensor, config: HeadFitConfig) -
     """(sum, total weight) of the binary cross entropy with soft labels (arXiv:2405.19715, section 3.2).
 
     w (1 - P) (-log(1 - P')) + P (-log P'), weighted by w (1 - P) + P, where w is `reject_weight`."""
-    rejected_N = config.reject_weight * (1 - chances_N)
-    loss_N = -rejected_N * log_rejected(logits_N2) - chances_N * log_accepted(logits_N2)
-    return loss_N.sum(), (rejected_N + chances_N).sum()
+    weights_N2 = torch.stack([config.reject_weight * (1 - chances_N), chances_N], dim=-1)
+    return -(weights_N2 * logits_N2.log_softmax(-1)).sum(), weights_N2.sum()
 
 
 def fit_head(learned: Examples, held_out: Examples, shape: AcceptanceHeadConfig, config: HeadFitConfig,

@@ -20,11 +20,7 @@ import torch
 from torch import Tensor
 
 from ...modules import BlockDraft, BlockDraftConfig, Target, UserError
-from ...modules.families.block.corrections.correction import CorrectionName
-from ...modules.families.block.corrections.gru import WIDER
-from ...modules.families.block.corrections.markov import Markov
-from ...modules.families.block.corrections.selector import Selector
-from ...modules.families.block.corrections.slot_block import GROUP, TAPS
+from ...modules.families.block.corrections import GROUP, TAPS, WIDER, CorrectionName, Markov, Selector
 from ...modules.families.block.drafter import CORRECTIONS
 from ...modules.families.block.layout import FIXED, FORMS, KINDS, NAMES, READ
 from ...modules.files.json_records import typed

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ...modules import BlockDraft, DraftLM, Eagle3, Target, UserError
 from ...modules.families.block import layout as blocks
-from ...modules.families.block.corrections.selector import Selector
+from ...modules.families.block.corrections import Selector
 from ...modules.families.draft_lm.drafter import as_model
 from ...modules.families.eagle3 import layout as eagle3
 from ...modules.interfaces.layout import Pairs, there
-from ...modules.parts.rotary import frequencies
+from ...modules.parts.attention import frequencies
 from ...modules.target.submodel import config_of, fields_of
 from . import dflash
 from .eagle import borrows_output, third_tensors

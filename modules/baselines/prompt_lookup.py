@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config_checks import CheckedSettings, Whole
 from ..errors import UserError
 from ..interfaces.proposer import Frontier, Observation, Proposer, Scores
-from ..parts.row_text import Text
+from ..parts.causal_drafter import Text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,9 @@ FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "block", "falcon", "kangaroo",
 """Their names; a new one is one more here."""
 
 
-def _drafter(name: str) -> type[Drafter]:
-    """The class of a family, which says so itself."""
-    file = import_module(f".{name}.drafter", __package__)
-    return next(one for one in vars(file).values() if isinstance(one, type) and issubclass(one, Drafter)
-                and vars(one).get("family") == name)
-
-
-DRAFTERS: tuple[type[Drafter], ...] = tuple(map(_drafter, FAMILIES))
+# A class says itself that it is the family's.
+DRAFTERS: tuple[type[Drafter], ...] = tuple(
+    next(one for one in vars(import_module(f".{name}.drafter", __package__)).values()
+         if isinstance(one, type) and issubclass(one, Drafter) and vars(one).get("family") == name)
+    for name in FAMILIES)
 """Every drafter family; contract, losslessness, artifact and recipe tests run over this tuple."""

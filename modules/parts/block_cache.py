@@ -63,10 +63,7 @@ class BlockRows:
         before each row's last one.
 
         The repeated queries see all positions up to the last one; their keys come after the new ones, no token sees
-        them, and they are never committed.
-
-        Args:
-            counts_B: number of real new positions in each row.
+        them, and they are never committed. `counts_B` of the new positions are real.
         """
         self.drop_tree()
         window = self._open(rows, size + again, after=0)
@@ -86,10 +83,8 @@ class BlockRows:
     def add_nodes(self, frontier: Frontier, places: int = 1) -> AttentionContext:
         """Attention context of new nodes: they see all committed positions, their cached ancestors and themselves.
 
-        A node whose parent is not in the cache, such as the root, comes right after the committed positions.
-
-        Args:
-            places: adjacent slots and positions of each node, which see each other; the same for all nodes of a tree.
+        A node whose parent is not in the cache, such as the root, comes right after the committed positions. All nodes
+        of a tree have as many adjacent `places`, slots and positions, which see each other.
         """
         batch, width = frontier.nodes_BF.shape
         held = self.nodes_BM.shape[1]
@@ -118,10 +113,7 @@ class BlockRows:
 
     def key_positions(self) -> Tensor:
         """Position id of every slot of the running pass, [B, W], for sliding windows; for trees with one slot a node.
-
-        Raises:
-            ValueError: if no pass is running.
-        """
+        Raises ValueError if no pass is running."""
         window = self.cache.window
         if window is None:
             raise ValueError("there is no pass; call read or add_nodes first")

@@ -1,33 +1,67 @@
-"""Decoding with a causal draft model that reads the text itself, into its own cache, and grows trees there.
+"""Drafting with a causal draft model that reads the text itself, into its own cache, grows trees there, and may predict
+several tokens in one pass through mask tokens (PARD, arXiv:2504.18583).
 
-Shapes: B rows, R rows that change, F nodes of a draft pass, W cache slots in use, N tokens, H depths scored at once,
-Q draft vocabulary, D hidden size.
+After a text that ends at its token p, K - 1 mask tokens take the positions p + 1, p + 2, ...: the k-th of them predicts
+the token at p + k + 1. In training every position p of a text is such an end, an *anchor*. All texts and all their mask
+tokens share one pass: mask token k of anchor p sees the text up to p and the anchor's own mask tokens up to itself, and
+no text token sees a mask token. All of them would make a pass K times as long, so only a falling share of the anchors
+keeps its k-th mask token (conditional drop, section 3.3): share r ** k, at least r_min.
+
+Shapes: B rows, R rows that change, F nodes of a draft pass, W cache slots in use, N tokens, H depths scored at once, Q
+draft vocabulary, D hidden size, L positions of a row or places of the text buffer, K depths, S mask tokens of a row or
+rows of a state, G tokens of a window.
 """
 
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..interfaces.proposer import Frontier, Observation, Proposer, Scores
+from ..features import Features
+from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores
+from ..row_buffers import RowBuffer
 from .block_cache import BlockRows
 from .decoder_block import AttentionContext
-from .row_text import Text
 
 WAITING = 16
 """Most accepted tokens that are read together with the root; a longer text, such as a prompt, is read at once."""
 SLOT = -1  # Placeholder id of a mask token, which has a learned embedding and no id
+KEEP_RATE, KEEP_LEAST = 0.7, 0.2  # r and r_min of a draft language model in training
+
+
+class Text(DraftState):
+    """The tokens of each row, the root last, allocated once, after a `margin` of empty places, into which a window may
+    reach."""
+
+    tokens_SL: Tensor  # The tokens, -1 where there is none
+    roots_S: Tensor  # Place of the root of each row
+
+    def __init__(self, rows: int, capacity: int, margin: int, device: torch.device) -> None:
+        texts = RowBuffer(rows, margin + capacity + 1, blank=-1, device=device, dtype=torch.long)
+        places = RowBuffer(rows, blank=margin, device=device, dtype=torch.long)
+        self.held, self.tokens_SL, self.roots_S = (texts, places), texts.values, places.values
+
+    def append(self, rows_R: Tensor, observation: Observation) -> Tensor:
+        """Add the new tokens and the root after them; returns the place of each new token, [R, N]."""
+        columns_N = torch.arange(observation.tokens_BN.shape[1], device=rows_R.device)
+        # The processed tokens start with the former root and overwrite it. Tokens beyond a row's count come after its
+        # root and are overwritten next time.
+        places_RN = self.roots_S[rows_R, None] + columns_N
+        self.tokens_SL[rows_R[:, None], places_RN] = observation.tokens_BN
+        self.roots_S.index_add_(0, rows_R, observation.counts_B)
+        self.tokens_SL[rows_R, self.roots_S[rows_R]] = observation.roots_B
+        return places_RN
+
+    def endings(self, rows_R: Tensor, places_RN: Tensor, length: int) -> Tensor:
+        """The `length` tokens up to each place, [R, N, length]; -1 before the start of the text."""
+        back_G = torch.arange(1 - length, 1, device=places_RN.device)
+        return self.tokens_SL[rows_R[:, None, None], places_RN[..., None] + back_G]
 
 
 class CausalState(Text):
-    """The texts, the draft model's cache of them and the drafted tree.
-
-    Args:
-        rows: number of sequences.
-        capacity: most tokens of one sequence.
-        read: the cache.
-    """
+    """The texts, the draft model's cache of them and the drafted tree."""
 
     def __init__(self, rows: int, capacity: int, read: BlockRows) -> None:
         super().__init__(rows, capacity, 0, read.cache.lengths_B.device)
@@ -124,10 +158,7 @@ class CausalDraft(Proposer[CausalState]):
     @torch.no_grad()
     def expand(self, state: CausalState, frontier: Frontier) -> Scores:
         """Log-probabilities of the children of the frontier nodes; with mask tokens of every depth below the root.
-
-        Raises:
-            ValueError: if a drafter with mask tokens gets a node other than the root.
-        """
+        Raises ValueError if a drafter with mask tokens gets a node other than the root."""
         if state.rooted:
             if self.slots:
                 raise ValueError(f"this {self.family} drafter scores every depth from the root at once; pass only the "
@@ -147,17 +178,10 @@ class CausalDraft(Proposer[CausalState]):
 
     @torch.no_grad()
     def _read(self, state: CausalState, rows: list[int], width: int, *, roots: int) -> tuple[Tensor, Tensor]:
-        """Run the tokens of these rows that are not in the cache, with their roots if `roots` is 1, and commit all but
-        the roots.
+        """(final states [R, N, D], left-aligned, counts [R]) of the tokens of these rows that are not in the cache,
+        with their roots if `roots` is 1; all but the roots are committed. Rows are padded to `width` tokens.
 
-        Mask tokens come after each root; later mask tokens see them, and they are not committed.
-
-        Args:
-            width: most tokens of a row, the root included; rows with fewer are padded.
-
-        Returns:
-            The final states [R, N, D], left-aligned, and the counts [R] without mask tokens.
-        """
+        Mask tokens come after each root; later mask tokens see them. They are neither counted nor committed."""
         counts = state.unread(rows)
         rows_R = state.read.cache.row_numbers(rows)
         counts_R = state.roots_S[rows_R] + roots - state.read.cache.lengths_B[rows_R]
@@ -170,3 +194,73 @@ class CausalDraft(Proposer[CausalState]):
         final_RND = self.run(tokens_RN, attention, state.read.key_positions())
         state.read.commit(counts_R - roots, counts)
         return final_RND, counts_R
+
+
+# Mask tokens in training ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """The mask tokens of a pass, left-aligned; rows with fewer of them are padded."""
+
+    anchors_BS: Tensor  # Position of the text's last token in its row
+    depths_BS: Tensor  # Number of the mask token after it, from 1
+    real_BS: Tensor  # False at padding
+
+
+def useful(features: Features, depths: int) -> Tensor:
+    """True for depths with a label at a position, bool [B, L, K]: all labels up to that depth exist.
+
+    While decoding a text never ends at a position without a label, and a guess needs the guesses before it.
+    """
+    valid_BLK = torch.stack([features.labels(depth + 1)[1] for depth in range(depths)], dim=-1)
+    return valid_BLK.long().cumprod(-1).bool()
+
+
+def conditional_drop(useful_BLK: Tensor, rate: float, least: float) -> Tensor:
+    """A random choice of the mask tokens that are kept, bool [B, L, K]; depth 0 (the token itself) is unchanged.
+
+    Anchors are ranked once at random, so that an anchor that keeps mask token k also keeps those before it, which mask
+    token k sees.
+    """
+    anchors_BL = useful_BLK[..., 0]
+    chance_BL = torch.rand(anchors_BL.shape, device=anchors_BL.device).masked_fill(~anchors_BL, 2.0)
+    ranks_BL = chance_BL.argsort(-1).argsort(-1)
+    shares = [1.0, *(max(rate**depth, least) for depth in range(1, useful_BLK.shape[-1]))]
+    counts_BK = torch.stack([anchors_BL.sum(-1) * share for share in shares], dim=-1).floor()
+    return useful_BLK & (ranks_BL[..., None] < counts_BK[:, None])
+
+
+def pack(kept_BLK: Tensor) -> Slots:
+    """The kept mask tokens of each row in the order of their anchors."""
+    masks = kept_BLK.shape[-1] - 1
+    flat_BM = kept_BLK[..., 1:].flatten(1)
+    width = int(flat_BM.sum(-1).max())
+    order_BS = flat_BM.byte().argsort(dim=-1, descending=True, stable=True)[:, :width]
+    return Slots(anchors_BS=order_BS // masks, depths_BS=order_BS % masks + 1, real_BS=flat_BM.gather(1, order_BS))
+
+
+def visible(features: Features, slots: Slots) -> Tensor:
+    """Attention mask of the tokens of a row followed by its mask tokens, bool [B, L + S, L + S]."""
+    text_BLL = features.visible()
+    anchors_BS, depths_BS = slots.anchors_BS, slots.depths_BS
+    length = text_BLL.shape[1]
+    own_BSL = text_BLL.gather(1, anchors_BS[..., None].expand(-1, -1, length))
+    chain_BSS = (
+        (anchors_BS[:, :, None] == anchors_BS[:, None])
+        & (depths_BS[:, :, None] >= depths_BS[:, None])
+        & slots.real_BS[:, None]
+    )
+    unseen_BLS = text_BLL.new_zeros(text_BLL.shape[0], length, anchors_BS.shape[1])
+    return torch.cat([torch.cat([text_BLL, unseen_BLS], dim=2), torch.cat([own_BSL, chain_BSS], dim=2)], dim=1)
+
+
+def by_depth(states_BMD: Tensor, slots: Slots, length: int, depths: int) -> Tensor:
+    """States of tokens and mask tokens as [B, L, K, D]: depth k of position p; zero for dropped mask tokens."""
+    batch, _, width = states_BMD.shape
+    # What is no mask token goes to a place after the last, so that the host need not know how many there are.
+    places_BS = torch.where(slots.real_BS, slots.anchors_BS * depths + slots.depths_BS, length * depths)
+    found = states_BMD.new_zeros(batch, length * depths + 1, width)
+    found = found.scatter(1, places_BS[..., None].expand(-1, -1, width), states_BMD[:, length:])
+    ahead_BLKD = found[:, :-1].view(batch, length, depths, width)[:, :, 1:]
+    return torch.cat([states_BMD[:, :length, None], ahead_BLKD], dim=2)

@@ -2,7 +2,7 @@
 
 They are Llama's, with Llama's parameter names, so that official checkpoints map one to one. Every pass has an explicit
 boolean mask; training rows, chunks of a prompt and tree nodes differ in their masks alone (`block_cache.py`). Training
-on a CPU uses the segments of the rows in place of the mask (`fused_segments.py`).
+on a CPU uses the segments of the rows in place of the mask (`attention.py`).
 
 Shapes: B rows, N tokens of a pass, W keys they may see, D hidden size, H heads, G key-value heads, E head dimension.
 """
@@ -10,6 +10,7 @@ Shapes: B rows, N tokens of a pass, W keys they may see, D hidden size, H heads,
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,15 +19,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from ..compiler import Compiler
 from ..config_checks import CheckedSettings, Parts, Positive, Size
 from ..errors import UserError
 from ..features import Features
 from ..files.json_records import MistypedError, kinds_of, typed_fields
-from ..target.attention.segment_attention import Segments, Sight, attend_inside
+from ..target.attention.segment_attention import Segments, Sight, attend_inside, visible_text
+from ..target.attention.tree_attention import Asked, attend_apart, attending
+from ..target.devices.compiled_layers import Form
 from ..target.kv_cache import RowCache
 from ..target.model import Target
-from .fused_segments import attend_segments, visible_rows
-from .rotary import SCALINGS, Rotation, rotate, rotation
+from .attention import SCALINGS, Rotation, attend_segments, rotate, rotation
 
 OFFICIAL_ROPE_BASE = 10_000.0
 """Base of the rotary embedding in the official Hydra, EAGLE-1 and Kangaroo code, whatever the target's base."""
@@ -122,7 +125,10 @@ class AttentionContext:
     @classmethod
     def training(cls, features: Features) -> "AttentionContext":
         """The context of training rows: each token of a packed row sees its own segment up to itself."""
-        return cls(positions_BN=features.positions_BL, visible_BNW=visible_rows(features))
+        # On a GPU one launch for each segment, and the wait for their borders, cost more than a mask.
+        on_cpu = features.tokens_BL.device.type == "cpu"
+        return cls(positions_BN=features.positions_BL,
+                   visible_BNW=Segments.of(features) if on_cpu else visible_text(features))
 
     def rotation(self, config: BlockConfig) -> Rotation:
         """Cosines and signed sines by which the heads of such a block rotate at these positions."""
@@ -283,3 +289,41 @@ class DecoderBlock(ResidualLayer):
         hidden_BND = hidden_BND + self.self_attn(self.input_layernorm(hidden_BND), attention)
         passed_BND: Tensor = hidden_BND + self.mlp(self.post_attention_layernorm(hidden_BND))
         return passed_BND
+
+
+# Compiled forms -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApartContext(AttentionContext):
+    """The context of a compiled block: the rotation of its positions, and attention that its pass has set."""
+
+    turns: Rotation  # Cosines and signed sines of the positions
+
+    def rotation(self, config: BlockConfig) -> Rotation:
+        """The rotation that was computed outside."""
+        return self.turns
+
+    def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
+        """Attention output by the operation of compiled layers, [B, H, N, E]."""
+        mixed_BNHE: Tensor = attend_apart(query_BHNE, key_BGNE, value_BGNE)
+        return mixed_BNHE.transpose(1, 2)
+
+
+def of_block(_compiler: Compiler, form: Form, layer: nn.Module) -> Form:
+    """The forward of a layer by its compiled form. A layer with attention gets its context as the last argument."""
+    attention = next((part for part in layer.modules() if isinstance(part, Attention)), None)
+    return partial(form, layer) if attention is None else partial(_in_context, form, layer, attention)
+
+
+def _in_context(form: Form, layer: nn.Module, own: Attention, *given: Any) -> Any:
+    *states, context = given
+
+    def attend(asked: Asked) -> Tensor:
+        mixed_BHNE: Tensor = context.attend(own.layer, asked.query, asked.key, asked.value)
+        return mixed_BHNE.transpose(1, 2).contiguous()
+
+    apart = ApartContext(positions_BN=context.positions_BN, visible_BNW=context.visible_BNW,
+                         turns=context.rotation(own.config))
+    with attending(attend):
+        return form(layer, *states, apart)

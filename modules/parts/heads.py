@@ -1,6 +1,7 @@
-"""Shared parts of drafters with one head for each draft step (Medusa, Hydra).
+"""Heads on a drafter's or the target's states: what drafters with one head for each draft step share (Medusa, Hydra),
+and the acceptance head of SpecDec++ (arXiv:2405.19715), for any family.
 
-Shapes: B rows, L positions, K heads, D hidden size, Q entries of the draft vocabulary.
+Shapes: B rows, L positions, K heads, D hidden size, Q entries of the draft vocabulary, N states.
 """
 
 from dataclasses import dataclass
@@ -8,14 +9,34 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from ..config_checks import Parts
+from ..config_checks import CheckedSettings, Parts
+from ..errors import UserError
 from ..interfaces.drafter import DrafterConfig, Drafts
 from ..interfaces.proposer import State
 from ..target.draft_vocabulary import OwnOutput
 from ..target.model import Target
 from .decoder_block import BlockConfig
 from .shared_embeddings import BorrowingDrafter, Sizes
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b) (arXiv:2401.10774, section 2.1.1), exactly the identity at the start of training.
+
+    The official code sets only W to zero, so that it starts at x + SiLU(b); here b is zero too, and every head starts
+    as the target's own output layer, as the paper says.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The next states, [..., D] like `hidden`."""
+        return hidden + functional.silu(self.linear(hidden))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +55,7 @@ class HeadConfig(DrafterConfig):
 
 
 class HeadDrafter(BorrowingDrafter[State]):
-    """A drafter with one head for each draft step; subclasses register `heads`.
-
-    Args:
-        config: the family's settings.
-        sizes: of the target.
-        block: the shape of a decoder layer before the heads; None without one.
-    """
+    """A drafter with one head for each draft step; subclasses register `heads`, and may have a decoder layer before."""
 
     heads: nn.ModuleList
     output_bias: ClassVar[bool] = False  # Whether the heads' own output layers have a bias
@@ -68,3 +83,47 @@ class HeadDrafter(BorrowingDrafter[State]):
         """The heads' states as drafts; head k estimates the target's state one position before its token."""
         estimates = tuple(offset - 1 for offset in self.offsets)
         return Drafts(hidden_BLKD=hidden_BLKD, offsets=self.offsets, estimates=estimates)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceHeadConfig(CheckedSettings):
+    """The shape of an acceptance head, which reads the drafter's state at a drafted token."""
+
+    num_layers: Parts = 3
+    """Residual blocks; the official code applies one block as often, by mistake."""
+
+
+class AcceptanceHead(nn.Module):
+    """Linear(D, 2) on residual blocks x + SiLU(W x + b); the softmax's second entry is the acceptance (section 3.1).
+
+    Own weights, in float32: `blocks.{layer}.linear.{weight,bias}` and `output.{weight,bias}`. New blocks are the
+    identity; the official code starts with random ones.
+
+    Args:
+        config: its settings.
+        width: of the drafter's states.
+    """
+
+    def __init__(self, config: AcceptanceHeadConfig, width: int) -> None:
+        super().__init__()
+        self.config, self.width = config, width
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(config.num_layers))
+        self.output = nn.Linear(width, 2)
+
+    def forward(self, states_ND: Tensor) -> Tensor:
+        """Logits of rejection and acceptance, [N, 2] (any leading shape), in float32. Raises UserError if the states
+        have another width."""
+        if states_ND.shape[-1] != self.width:
+            raise UserError(f"this acceptance head reads states of width {self.width}, the drafter's have "
+                            f"{states_ND.shape[-1]}; train a head for this drafter with draftsmith specdec")
+        hidden_ND = states_ND.to(self.output.weight.dtype)
+        for block in self.blocks:
+            hidden_ND = block(hidden_ND)
+        logits_N2: Tensor = self.output(hidden_ND)
+        return logits_N2
+
+    @torch.no_grad()
+    def log_acceptance(self, states_ND: Tensor) -> Tensor:
+        """log P(accepted), [N]."""
+        log_chances_N2: Tensor = self(states_ND).log_softmax(-1)
+        return log_chances_N2[..., 1]

@@ -56,12 +56,7 @@ class LookaheadConfig(DrafterConfig):
 
 class LookaheadState(DraftState):
     """States of the newest virtual nodes, which depth each row has a guess for, and rows of its own where the target's
-    passes are not to be had.
-
-    Args:
-        states: one state for each step.
-        own: rows in which the drafter runs the target itself; None where verification runs the virtual nodes.
-    """
+    passes are not to be had."""
 
     def __init__(self, states: RowBuffer, own: TargetRows | None) -> None:
         self.states, self.own = states, own
@@ -74,13 +69,7 @@ class LookaheadState(DraftState):
 
 
 class LookaheadDrafter(BorrowingDrafter[LookaheadState], SharesTargetRows, GuessesInPasses):
-    """A drafter whose guesses the target makes at virtual nodes.
-
-    Args:
-        config: the family's settings.
-        sizes: of the target.
-        copies: virtual nodes of each step.
-    """
+    """A drafter whose guesses the target makes at virtual nodes, several copies of each step."""
 
     config: LookaheadConfig
 
@@ -186,11 +175,8 @@ class LookaheadDrafter(BorrowingDrafter[LookaheadState], SharesTargetRows, Guess
 
     @torch.no_grad()
     def observe(self, state: LookaheadState, rows_R: Tensor, observation: Observation) -> None:
-        """Store the states after each row's last real position; a row without one keeps its former states.
-
-        Raises:
-            ValueError: if the pass had no virtual nodes though `extended` adds them.
-        """
+        """Store the states after each row's last real position; a row without one keeps its former states. Raises
+        ValueError if the pass had no virtual nodes though `extended` adds them."""
         ahead, counts_B = observation.ahead, observation.counts_B
         if state.own is not None:
             # A pass of the drafter's own over the new tokens, with virtual nodes after each row's last one.
@@ -213,11 +199,8 @@ class LookaheadDrafter(BorrowingDrafter[LookaheadState], SharesTargetRows, Guess
 
     @torch.no_grad()
     def expand(self, state: LookaheadState, frontier: Frontier) -> Scores:
-        """Scores of all descendants of the root, depth h by step h; none where a row has no virtual node for it.
-
-        Raises:
-            ValueError: if the frontier is not the root alone, which is all that this family scores.
-        """
+        """Scores of all descendants of the root, depth h by step h; none where a row has no virtual node for it. Raises
+        ValueError if the frontier is not the root alone, which is all that this family scores."""
         if frontier.nodes_BF.shape[1] != 1:
             raise ValueError(f"{self.family} scores every depth from the root at once; pass 1 node, got "
                              f"{frontier.nodes_BF.shape[1]}")

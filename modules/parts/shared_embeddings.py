@@ -19,8 +19,7 @@ from ..interfaces.proposer import State
 from ..target.draft_vocabulary import OutputRows, OwnOutput, carry_rows, require_ids
 from ..target.loading.identity import TargetIdentity
 from ..target.model import Target
-from .compiled_blocks import of_block
-from .decoder_block import BlockConfig, GatedMLP
+from .decoder_block import BlockConfig, GatedMLP, of_block
 
 Sizes = Target | TargetIdentity
 """What has the width and the vocabulary that shape a drafter: a target, or its identity in an artifact."""
@@ -90,27 +89,24 @@ class BorrowingDrafter(Drafter[State]):
         drafter.to(device=target.device, dtype=torch.promote_types(target.dtype, torch.float32))
         drafter.bind(target)
         # A target on the meta device, used for planning, has no values to start from.
-        if target.device.type != "meta":
-            with torch.no_grad():
-                drafter.initialise(target)
-                if start is not None:
-                    drafter.take_over(start)
+        if target.device.type == "meta":
+            return drafter
+        with torch.no_grad():
+            drafter.initialise(target)
+            if start is not None:
+                # What a start lacks keeps its first weights, output rows of other tokens too. Output layers of its own
+                # are registered under one name or another.
+                own = {id(weight) for layer in drafter.outputs for weight in layer.parameters()}
+                apart = {name for name, weight in drafter.named_parameters() if id(weight) in own} | {"token_ids"}
+                carried = {name: tensor for name, tensor in drafter.carried(start).items() if name not in apart}
+                drafter.load_state_dict({**drafter.state_dict(), **carried})
+                for layer, former in zip(drafter.outputs, start.outputs, strict=False):
+                    carry_rows(layer, drafter.token_ids, former, start.token_ids, drafter.vocab_size)
         return drafter
 
     @abstractmethod
     def initialise(self, target: Target) -> None:
         """Set the first weights of a new, bound drafter; called without gradients."""
-
-    def take_over(self, start: Self) -> None:
-        """Replace the first weights by those of a start; what it lacks keeps its own, output rows of other tokens too.
-        Called without gradients."""
-        # Output layers of its own are registered under one name or another.
-        own = {id(weight) for layer in self.outputs for weight in layer.parameters()}
-        apart = {name for name, weight in self.named_parameters() if id(weight) in own} | {"token_ids"}
-        carried = {name: tensor for name, tensor in self.carried(start).items() if name not in apart}
-        self.load_state_dict({**self.state_dict(), **carried})
-        for layer, former in zip(self.outputs, start.outputs, strict=False):
-            carry_rows(layer, self.token_ids, former, start.token_ids, self.vocab_size)
 
     def carried(self, start: Self) -> dict[str, Tensor]:
         """The start's tensors under the names, and in the shapes, that they have here."""
@@ -135,11 +131,8 @@ class BorrowingDrafter(Drafter[State]):
     # Borrowed parts --------------------------------------------------------------------------------------------------
 
     def bind(self, target: Target) -> None:
-        """Borrow the target's embedding and output layer; bind again after moving it to another device.
-
-        Raises:
-            UserError: if the target has another width or vocabulary, or lacks layers that the settings name.
-        """
+        """Borrow the target's embedding and output layer; bind again after moving it to another device. Raises
+        UserError if the target has another width or vocabulary, or lacks layers that the settings name."""
         if (target.hidden_size, target.vocab_size) != (self.hidden_size, self.vocab_size):
             raise UserError(
                 f"this {self.family} drafter belongs to a target of width {self.hidden_size} and {self.vocab_size} "
@@ -163,13 +156,11 @@ class BorrowingDrafter(Drafter[State]):
         embedded = functional.embedding(tokens, target.model.get_input_embeddings().weight).to(self.dtype)
         return embedded if target.broken_V is None else embedded.masked_fill(target.broken_V[tokens][..., None], 0)
 
-    def following(self, features: Features, places: int) -> Tensor:
-        """Embeddings of the tokens `places` after each position, [B, L, D]; zero after the end of its segment."""
-        segments_BL, length = features.segments_BL, features.tokens_BL.shape[1]
-        after_L = torch.arange(places, places + length, device=segments_BL.device)
-        there_L = after_L.clamp(max=length - 1)
-        inside_BL = (after_L < length) & (segments_BL[:, there_L] == segments_BL) & (segments_BL >= 0)
-        return self.embed(features.tokens_BL[:, there_L]).masked_fill(~inside_BL[..., None], 0)
+    def tapped(self, taps: dict[int, Tensor]) -> list[Tensor]:
+        """The tapped states in the weights' number format, ascending by layer. Raises ValueError if one is missing."""
+        if missing := [layer for layer in self.taps if layer not in taps]:
+            raise ValueError(f"the outputs of the target's layers {missing} are missing; encode with drafter.taps")
+        return [taps[layer].to(self.dtype) for layer in self.taps]
 
     def project(self, hidden: Tensor, step: int) -> Tensor:
         """Draft logits [..., Q] of hidden states [..., D] by the output layer of a step, its own or the target's."""
@@ -207,6 +198,15 @@ class BorrowingDrafter(Drafter[State]):
         for part in inner:
             part.recomputed = True
         return bool(inner)
+
+
+def shifted(states_BLD: Tensor, features: Features, places: int) -> Tensor:
+    """The states `places` after each position, before it where that is negative, [B, L, D]; zero beyond its segment."""
+    segments_BL, length = features.segments_BL, features.tokens_BL.shape[1]
+    wanted_L = torch.arange(places, places + length, device=segments_BL.device)
+    there_L = wanted_L.clamp(min=0, max=length - 1)
+    inside_BL = (there_L == wanted_L) & (segments_BL[:, there_L] == segments_BL) & (segments_BL >= 0)
+    return states_BLD.index_select(1, there_L).masked_fill(~inside_BL[..., None], 0)
 
 
 def _rebind(module: nn.Module, _incompatible: Any) -> None:

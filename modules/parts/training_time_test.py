@@ -31,8 +31,8 @@ from torch.nn import functional
 
 from ..features import Features
 from ..target.attention.segment_attention import AttentionForm, Segments, Sight, additive, attend_inside
+from .attention import attend_segments
 from .decoder_block import AttentionContext
-from .fused_segments import attend_segments
 
 _ROOM = 8  # Components added to a head; two are used, but fused kernels need a multiple of eight
 
@@ -56,32 +56,22 @@ class StepAttention(AttentionContext):
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output over step 0 and the heads' own positions, [B, H, L, E]."""
-        if _needs_no_room(self.visible_BNW, query_BHNE):
-            held = self.keys.setdefault(layer, _Keys((key_BGNE, value_BGNE), self.visible_BNW))
-            if self.step:
-                held.own.append((key_BGNE, value_BGNE))
-            return _joined(query_BHNE, held)
-        if self.step == 0:
+        if self.step == 0 and not _needs_no_room(self.visible_BNW, query_BHNE):
             below = next(iter(self.keys.values()), None)
             visible = _with_column(self.visible_BNW, key_BGNE.dtype) if below is None else below.visible
             self.keys[layer] = _Keys(_with_room(key_BGNE, value_BGNE), visible)
             return super().attend(layer, query_BHNE, key_BGNE, value_BGNE)
-        held = self.keys[layer]
-        held.own.append((key_BGNE, value_BGNE))
+        held = self.keys.setdefault(layer, _Keys((key_BGNE, value_BGNE), self.visible_BNW))
+        if self.step:
+            held.own.append((key_BGNE, value_BGNE))
         return _joined(query_BHNE, held)
 
 
-class Rollout:
-    """Attention contexts of successive steps over a batch."""
-
-    def __init__(self, features: Features) -> None:
-        self.first = AttentionContext.training(features)
-        self.keys: dict[int, _Keys] = {}
-
-    def __call__(self, step: int) -> AttentionContext:
-        """Attention context of step `step`; call it for the steps in order."""
-        return StepAttention(positions_BN=self.first.positions_BN + step, visible_BNW=self.first.visible_BNW, step=step,
-                             keys=self.keys)
+def step_attentions(text: AttentionContext) -> Iterator[StepAttention]:
+    """Attention contexts of steps 0, 1, 2, ... over a batch with the context of its text."""
+    keys = dict[int, _Keys]()
+    for step in count():
+        yield StepAttention(positions_BN=text.positions_BN + step, visible_BNW=text.visible_BNW, step=step, keys=keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,16 +104,10 @@ class BlockAttention(AttentionContext):
         return torch.cat([_joined(query_BHLE, held) for query_BHLE in query_BHNE.chunk(self.size, dim=2)], dim=2)
 
 
-def block_attentions(features: Features, size: int) -> Iterator[BlockAttention]:
-    """Attention contexts of blocks 0, 1, 2, ... over a batch, with a draft that starts after every position.
-
-    Block b ends b K positions after the position.
-
-    Args:
-        features: the batch.
-        size: positions of a block, K.
-    """
-    text, written, keys = AttentionContext.training(features), dict[int, tuple[Tensor, Tensor]](), dict[int, _Keys]()
+def block_attentions(text: AttentionContext, size: int) -> Iterator[BlockAttention]:
+    """Attention contexts of blocks 0, 1, 2, ... over a batch with the context of its text, and a draft that starts
+    after every position: block b ends b K positions after it, with K the `size`."""
+    written, keys = dict[int, tuple[Tensor, Tensor]](), dict[int, _Keys]()
     for block in count():
         first = size * (block - 1) + 1
         positions_BN = torch.cat([text.positions_BN + first + place for place in range(size)], dim=1)
@@ -205,7 +189,10 @@ def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
     scale = size**-0.5
     rows, heads, length, _ = query_BHLE.shape
     query_BGRLE = query_BHLE.view(rows, held.past_BGLX[0].shape[1], -1, length, size)
-    scores_BHLJ = _own_scores(query_BHLE, held)
+    # Scores of the keys of the steps before at the queries' own positions, float32 or wider.
+    own_scores = [(query_BGRLE * key_BGLE[:, :, None]).sum(-1) for key_BGLE, _ in held.own]
+    scores_BHLJ = torch.stack(own_scores, dim=-1).flatten(1, 2)
+    scores_BHLJ = scores_BHLJ.to(torch.promote_types(scores_BHLJ.dtype, torch.float32)) * scale
     total_BHL1 = scores_BHLJ.logsumexp(-1, keepdim=True)
     # The log-sum-exp as two components of the queries' type, whose sum it is: half precision alone would round it.
     wanted_BHL1 = total_BHL1 / scale
@@ -225,12 +212,3 @@ def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
     for step, (_, value_BGLE) in enumerate(held.own):
         own_BGRLE = own_BGRLE + shares_BGRLJ[..., step, None] * value_BGLE[:, :, None]
     return mixed_BHLX[..., :size] + mixed_BHLX[..., size : size + 1] * own_BGRLE.flatten(1, 2)
-
-
-def _own_scores(query_BHLE: Tensor, held: _Keys) -> Tensor:
-    """Scores of the keys of the steps before at the queries' own positions, [B, H, L, J], float32 or wider."""
-    query_BGRLE = torch.unflatten(query_BHLE, 1, (held.past_BGLX[0].shape[1], -1))
-    scores = [(query_BGRLE * key_BGLE[:, :, None]).sum(-1) for key_BGLE, _ in held.own]
-    scores_BHLJ = torch.stack(scores, dim=-1).flatten(1, 2)
-    scale: float = query_BHLE.shape[-1] ** -0.5
-    return scores_BHLJ.to(torch.promote_types(scores_BHLJ.dtype, torch.float32)) * scale

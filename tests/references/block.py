@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from draftsmith.modules import BlockDraft
-from draftsmith.modules.families.block.corrections.slot_block import SlotConvolution
-from draftsmith.modules.parts.rotary import rotate, rotation
+from draftsmith.modules.families.block.corrections import SlotConvolution
+from draftsmith.modules.parts.attention import rotate, rotation
 from torch import Tensor
 from torch.nn import functional
 

@@ -1,31 +1,30 @@
 """The steps of training in the plainest form: one softmax over all keys there are, under a written-out mask; FSPAD's
 changes at one index."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
 import torch
 from draftsmith.modules import Eagle, Features
+from draftsmith.modules.parts.attention import rotate, rotation
 from draftsmith.modules.parts.decoder_block import AttentionContext
-from draftsmith.modules.parts.rotary import rotate, rotation
 from torch import Tensor
 
 
-class PlainRollout:
+def plain_steps(features: Features) -> Iterator[AttentionContext]:
     """The attentions of successive steps: T x (T J) scores, step 0 causal, all later steps on the diagonal alone."""
-
-    def __init__(self, features: Features) -> None:
-        self.positions_BL, self.visible_BLL = features.positions_BL, features.visible()
-        self.held = dict[int, list[tuple[Tensor, Tensor]]]()
-
-    def __call__(self, step: int) -> AttentionContext:
-        attention = PlainSight(positions_BN=self.positions_BL + step, visible_BNW=self.visible_BLL)
-        object.__setattr__(attention, "rollout", self)
-        return attention
+    held: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for step in count():
+        yield PlainSight(positions_BN=features.positions_BL + step, visible_BNW=features.visible(), held=held)
 
 
+@dataclass(frozen=True, kw_only=True)
 class PlainSight(AttentionContext):
-    rollout: PlainRollout
+    held: dict[int, list[tuple[Tensor, Tensor]]]  # Keys and values by layer
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
-        groups, held = query_BHNE.shape[1] // key_BGNE.shape[1], self.rollout.held.setdefault(layer, [])
+        groups, held = query_BHNE.shape[1] // key_BGNE.shape[1], self.held.setdefault(layer, [])
         held.append((key_BGNE.repeat_interleave(groups, 1), value_BGNE.repeat_interleave(groups, 1)))
         keys, values = (torch.cat(parts, 2) for parts in zip(*held, strict=True))
         diagonal = torch.eye(query_BHNE.shape[2], dtype=torch.bool).expand_as(self.visible_BNW)

@@ -3,7 +3,7 @@ softmax over all of its states."""
 
 import torch
 from draftsmith.modules import Falcon
-from draftsmith.modules.families.falcon.lstm import LSTM
+from draftsmith.modules.families.falcon.recurrence import LSTM
 from draftsmith.modules.parts.decoder_block import AttentionContext
 from torch import Tensor, nn
 

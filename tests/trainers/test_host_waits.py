@@ -14,8 +14,8 @@ from support.pretended_device import DEVICE, Waits, files, pretended_device
 from support.steady_waits import moved, on_device
 from support.tiers import others_long
 
-READING = {"draft-lm-depths": {"modules/parts/mask_tokens.py": 1},
-           **{name: {"modules/families/falcon/segment_steps.py": 1} for name in CASES if name.startswith("falcon")}}
+READING = {"draft-lm-depths": {"modules/parts/causal_drafter.py": 1},
+           **{name: {"modules/families/falcon/recurrence.py": 1} for name in CASES if name.startswith("falcon")}}
 """Reads of cases whose step waits: a pass is as wide as the most mask tokens that were drawn for a row, and a recurrent
 network takes as many steps as the longest segment has positions: many times the launches that the wait costs."""
 UPLOADING = {"modules/target/partial_passes.py", "modules/families/mtp/drafter.py"}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ....modules import Target, UserError
+from ....modules.parts.attention import SCALINGS, carried_scaling, frequencies
 from ....modules.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
-from ....modules.parts.rotary import SCALINGS, carried_scaling, frequencies
 from .safetensors_reader import Checkpoint
 
 

@@ -13,158 +13,34 @@ state, N new positions, R rows of a decoding state, F frontier nodes, P numbers 
 vocabulary.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, cast
+from dataclasses import replace
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from ...config_checks import Parts, Size
 from ...errors import UserError
 from ...features import Features
 from ...interfaces.drafter import Drafts, FamilyCard, Training
-from ...interfaces.proposer import DraftState, Frontier, JudgesGuesses, Observation, Scores
+from ...interfaces.proposer import DraftState, Frontier, JudgesGuesses, Observation, Scores, spread
 from ...parts.block_cache import BlockRows
+from ...parts.causal_drafter import useful
 from ...parts.decoder_block import AttentionContext, BlockConfig, RMSNorm
 from ...parts.feature_drafter import (
     FIRST_OFFSET,
-    FeatureConfig,
     FeatureDrafter,
     block_like,
-    check_ascending,
     chosen_taps,
     columns_for,
     last_norm,
 )
-from ...parts.mask_tokens import useful
 from ...parts.shared_embeddings import Sizes
 from ...parts.training_time_test import SlotAttention
 from ...row_buffers import RowBuffer
 from ...target.draft_vocabulary import OwnOutput, carry_rows
 from ...target.model import Target
-from .corrections.correction import Correction, CorrectionName, Shape
-from .corrections.gru import RecurrentBias
-from .corrections.markov import Markov
-from .corrections.refiner import Refiner
-from .corrections.selector import Selector
-from .corrections.slot_block import GROUP, SlotBlock
-from .corrections.state import StateCorrection
-
-CORRECTIONS: dict[CorrectionName, type[Correction]] = {
-    "none": Correction, "markov": Markov, "gated": Markov, "rnn": Markov, "selector": Selector,
-    "refiner": Refiner, "gru": RecurrentBias, "state": StateCorrection}
-"""Corrections by name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockDraftConfig(FeatureConfig):
-    """The shape of a drafter of blocks."""
-
-    training_only = frozenset({"anchors"})
-    taps: tuple[int, ...] | None = None
-    """Layers of the target, from 0, whose outputs are read, ascending; None takes a low, a middle and a high one, as
-    for EAGLE-3. The papers have five, evenly spaced."""
-    num_layers: Parts = 2
-    """Decoder layers of the backbone; the papers have 5, DSpark's ablation 2."""
-    block_size: Parts = 5
-    """Slots of a block, S, that of the root's token included."""
-    aligned: Literal["next", "same"] = "next"
-    """Token that a slot predicts: `next`, the one after its own position (DSpark), or `same`, the one at it (DFlash),
-    with which a block drafts a token fewer."""
-    causal: bool = True
-    """Whether a slot sees the slots before it alone (JetSpec) or the whole block (DFlash, DSpark)."""
-    correction: CorrectionName = "none"
-    """Lets a guess depend on the tokens before it in its block. `markov`: a low-rank bigram table (DSpark), `gated` and
-    `rnn` its two other forms; `selector`: a choice among a slot's 16 likeliest tokens (DFlash 2); `refiner`: a bias by
-    all tokens before in the block, mixed place by place (XPress); `gru`: one by these tokens in a recurrent state
-    (Domino); `state`: a gated layer that changes the slot's state before the output layer (DFly); `none`: each slot
-    guesses alone (DFlash)."""
-    rank: Size = 64
-    """Rank of the correction, 256 in the papers; of `gru` a quarter of the recurrent state; of `state` the width of its
-    gated layer, in the paper the target's."""
-    conv: bool = False
-    """Whether the slots before it flow into a slot's input and output of each attention and MLP (DFlash 2)."""
-    confidence: bool = False
-    """Whether the drafter also learns the chance that each of its guesses is accepted, from the slot and the token
-    before (DSpark); the policy `confident` ends drafts by it. With a draft vocabulary steps take nearly twice as long,
-    since the chance needs the target's whole distribution."""
-    residual: bool = False
-    """Whether every slot also reads the newest fused state of the text, added to its embedding; no engine does."""
-    mask_token_id: int | None = None
-    """Token of the target that stands for a mask, whose embedding the slots after the first read; one that no text has.
-    None trains a row of the drafter's own, which serving engines cannot hold."""
-    anchors: Size | None = None
-    """Most places of a row after which a block is trained, drawn anew in each step; None trains one after every token.
-    The papers draw 512."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ascending(self.taps)
-        if self.aligned == "same" and self.block_size == 1:
-            raise UserError("block_size is 1 and aligned 'same', and the only slot would predict the token that it "
-                            "reads; set block_size to at least 2, or aligned to next")
-        kind = CORRECTIONS[self.correction]
-        if kind.chooses and self.vocabulary_size is not None:
-            raise UserError(f"correction is {self.correction!r}, which chooses among all tokens of the target, and "
-                            f"vocabulary_size is {self.vocabulary_size}; leave vocabulary_size out, or set correction "
-                            "to markov")
-        if kind.own_token and self.aligned != "same":
-            raise UserError(f"correction is {self.correction!r}, whose slots predict their own token, and aligned is "
-                            f"{self.aligned!r}; set aligned to same, or correction to markov")
-        if self.correction == "gru" and self.num_steps == 1:
-            raise UserError("correction is 'gru', which corrects every guess of a block but the first, and block_size "
-                            f"{self.block_size} drafts one token; raise block_size, or set correction to none")
-        if self.confidence and kind is not Markov:
-            raise UserError(f"confidence reads the table of a Markov head, and correction is {self.correction!r}; set "
-                            "confidence to false, or correction to markov")
-
-    def check_training(self, train: Any) -> None:
-        """A distribution for confidence to learn from, and no loss of states. Raises UserError."""
-        if self.confidence and (train.objective == "hard" or isinstance(train.step_weights, str)):
-            raise UserError("confidence learns the acceptance from the target's distribution, with fixed weights of the"
-                            f" steps, got objective {train.objective!r} and step_weights {train.step_weights!r}; set "
-                            "objective to soft or hard_tvd and step_weights to a number, or confidence to false")
-        if train.feature_weight:
-            raise UserError(f"feature_weight is {train.feature_weight}, but slots estimate no state of the target; set "
-                            "feature_weight to 0")
-
-    def weighed(self, weights: tuple[float, ...], progress: float) -> tuple[float, ...]:
-        """Weight of each draft step; with a correction that the slots learn to guess without, first those with it."""
-        own = weights[: self.num_steps]
-        return own if len(own) == len(weights) else CORRECTIONS[self.correction].weighed(own, progress)
-
-    @property
-    def num_steps(self) -> int:
-        """Tokens that a block drafts."""
-        return self.block_size - (self.aligned == "same")
-
-    def inherits(self, name: str, start: Any) -> bool:
-        """Alignment and sight are those asked for, whose defaults are two of several methods; choices among candidates
-        have the whole vocabulary."""
-        return name not in ("aligned", "causal") and not (
-            name == "vocabulary_size" and CORRECTIONS[self.correction].chooses)
-
-    def carries(self, name: str, start: Any) -> bool:
-        """Further layers pass the state on, `fc` reads nothing of further taps, and a new correction or a further rank
-        of it corrects nothing. These leave all guesses as they were; so do fewer or further slots if they are causal.
-        All weights also fit slots of another alignment or sight, which training then has to tell what to guess."""
-        former = getattr(start, name)
-        match name:
-            case "num_layers":
-                fits = former < self.num_layers
-            case "taps":
-                fits = set(former) < set(self.taps or ())
-            case "correction":
-                fits = former == "none"
-            case "rank":
-                fits = start.correction == "none" or (
-                    self.correction in ("markov", "selector", "state") and former < self.rank)
-            case "confidence" | "conv":
-                fits = not former
-            case _:
-                # The refiner's mixture of further slots is none.
-                fits = name in ("aligned", "causal", "block_size")
-        return super().carries(name, start) or fits
+from .corrections import CORRECTIONS, GROUP, Shape, SlotBlock
+from .settings import BlockDraftConfig
 
 
 class BlockState(DraftState):
@@ -290,16 +166,12 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
     def project(self, hidden: Tensor, step: int) -> Tensor:
         """Draft logits [..., Q] of states [..., X]: the target's output layer, corrected. Steps after those of a block
         are in training the same ones without a correction."""
-        logits = self.base_logits(hidden[..., : self.hidden_size])
+        logits = self.output_rows()(hidden[..., : self.hidden_size])
         return self.correction.correct(logits, hidden) if step < self.config.num_steps else logits
 
     def candidates(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens, their logits), [..., C] each, of a correction that chooses among them, for states [..., X]."""
-        return self.correction.candidates(states, self.base_logits)
-
-    def base_logits(self, hidden: Tensor) -> Tensor:
-        """The target's output layer, without a correction."""
-        return super().project(hidden, 0)
+        return self.correction.candidates(states, self.output_rows())
 
     def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
         """The trained weights that `project` and `judge` read."""
@@ -340,15 +212,9 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         otherwise after every position.
 
         A step is learned where all tokens up to its label are supervised: a draft starts nowhere else, and reaches no
-        token beyond a gap.
-
-        Raises:
-            UserError: if the rows are too short for a block.
-        """
+        token beyond a gap. Raises UserError if the rows are too short for a block."""
+        self.require_rows(features, "block_size,")
         length, steps = features.tokens_BL.shape[1], self.config.num_steps
-        if self.training and length < steps + FIRST_OFFSET:
-            raise UserError(f"{steps} draft steps need rows of at least {steps + FIRST_OFFSET} tokens, got {length}; "
-                            "lower block_size, or raise row_length")
         indices_BA: Tensor | None = None
         valid_BAK = useful(features, 1 + steps)[..., 1:] if self.training else None
         if valid_BAK is not None and self.config.anchors is not None and self.config.anchors < length:
@@ -365,8 +231,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         # Beyond a row's end stands its last token; no step learns there.
         before_BAK = torch.stack([features.tokens_BL.gather(1, (places_BA + 1 + step).clamp(max=length - 1))
                                   for step in range(steps)], dim=-1)
-        newest_BAD = None if not self.config.residual else context_BLD if indices_BA is None else context_BLD.gather(
-            1, indices_BA[..., None].expand(-1, -1, context_BLD.shape[-1]))
+        newest_BAD = spread(context_BLD, places_BA) if self.config.residual else None
         slots_BAKX = self.correction.begin(self.slots(before_BAK[..., 0], newest_BAD, attention))
         path_BAP = slots_BAKX.new_zeros(*before_BAK.shape[:2], self.correction.path_size)
         if self.correction.path_size:
@@ -417,11 +282,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
     @torch.no_grad()
     def expand(self, state: BlockState, frontier: Frontier) -> Scores:
         """Scores of the children of one level of the tree; without a correction of all levels at once. The backbone
-        runs for the root alone.
-
-        Raises:
-            ValueError: if the level is deeper than a block.
-        """
+        runs for the root alone. Raises ValueError if the level is deeper than a block."""
         (rows, width), step, steps = frontier.nodes_BF.shape, state.level, self.config.num_steps
         if step == (1 if self.config.correction == "none" else steps):
             raise ValueError(f"a block of {self.block_size} slots drafts {steps} tokens, all of them asked for already")
@@ -432,8 +293,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
                 state.slots_RKX = self.correction.begin(self.slots(frontier.tokens_BF, newest_R1D, attention)[:, 0])
                 paths_RFP = state.slots_RKX.new_zeros(rows, width, self.correction.path_size)
             else:
-                columns_RF = frontier.parents_among(state.nodes_RF)
-                paths_RFP = state.paths_RFP.gather(1, columns_RF[..., None].expand(-1, -1, self.correction.path_size))
+                paths_RFP = spread(state.paths_RFP, frontier.parents_among(state.nodes_RF))
             state.level, state.nodes_RF = step + 1, frontier.nodes_BF
             if self.config.correction == "none":
                 return Scores.from_logits(self.project(state.slots_RKX, 0)[:, None], self.token_ids)

@@ -7,9 +7,7 @@ output layer are the target's. Each correction adds layers, some of which are pa
 from typing import Any, NamedTuple
 
 from ...interfaces.layout import Pairs
-from .corrections.correction import CorrectionName
-from .corrections.selector import CANDIDATES
-from .corrections.slot_block import GROUP, TAPS
+from .corrections import CANDIDATES, GROUP, TAPS, CorrectionName
 
 MARKOV = ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.")  # Layers of DSpark's forms
 NAMES: Pairs = (*((f"markov_head.{name}", f"correction.{name}") for name in MARKOV),

@@ -22,9 +22,19 @@ from ...errors import UserError
 from ...features import Features
 from ...interfaces.drafter import Drafter, Drafts, FamilyCard, Training
 from ...interfaces.proposer import Scores
-from ...parts.causal_drafter import SLOT, CausalDraft, CausalState
+from ...parts.causal_drafter import (
+    KEEP_LEAST,
+    KEEP_RATE,
+    SLOT,
+    CausalDraft,
+    CausalState,
+    by_depth,
+    conditional_drop,
+    pack,
+    useful,
+    visible,
+)
 from ...parts.decoder_block import AttentionContext
-from ...parts.mask_tokens import KEEP_LEAST, KEEP_RATE, by_depth, conditional_drop, pack, useful, visible
 from ...target.attention.segment_attention import Sight, mask_arguments, visible_text
 from ...target.attention.tree_attention import place_arguments
 from ...target.devices.compiled_layers import of_transformers
@@ -45,13 +55,6 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
 
     Own weights: `decoder.*` under transformers' names, `head.weight` unless the output layer is the embedding,
     `mask_embedding` with several depths, `token_ids` with a reduced vocabulary. Make a new one with `DraftLM.create`.
-
-    Args:
-        config: its settings.
-        model: a causal language model of transformers with the attention function of this package.
-
-    Raises:
-        UserError: if it has recurrent layers.
     """
 
     family = "draft_lm"
@@ -126,17 +129,7 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
     @classmethod
     def create(cls, config: DraftLMConfig, target: Target, token_ids_Q: Tensor | None = None,
                start: Self | None = None) -> Self:
-        """A new draft model for `target`, bound to it.
-
-        Args:
-            config: its shape and its first weights.
-            target: the model it drafts for.
-            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
-            start: a draft model, not bound, whose weights it takes over.
-
-        Raises:
-            UserError: if the layers, the folder, the ids or the start do not fit.
-        """
+        """A new draft model for `target`, bound to it. Raises UserError if layers, folder, ids or start do not fit."""
         require_ids(config.vocabulary_size, token_ids_Q)
         # A target on the meta device, used for planning, has no values.
         architecture = planned(config, target) if start is None else start.architecture

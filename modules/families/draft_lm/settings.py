@@ -56,11 +56,8 @@ class DraftLMConfig(DrafterConfig):
 
 
 def planned(config: DraftLMConfig, target: Target) -> Any:
-    """Configuration of a draft's initial model, checked against `target` without reading weights.
-
-    Raises:
-        UserError: if layers, widths or the folder's vocabulary do not fit.
-    """
+    """Configuration of a draft's initial model, checked against `target` without reading weights. Raises UserError if
+    layers, widths or the folder's vocabulary do not fit."""
     if config.folder is not None:
         model = read_config(Path(config.folder), target)
     elif config.layers is not None:

@@ -16,8 +16,7 @@ from ...config_checks import NotNegative, Parts
 from ...errors import UserError
 from ...interfaces.drafter import FamilyCard, Training
 from ...parts.decoder_block import Attention, AttentionContext, BlockConfig, GatedMLP, ResidualLayer, RMSNorm
-from ...parts.eagle_base import EagleDrafter
-from ...parts.feature_drafter import FeatureConfig
+from ...parts.feature_drafter import EagleDrafter, FeatureConfig
 from ...parts.shared_embeddings import Sizes
 from ...target.model import Target
 
@@ -67,12 +66,8 @@ class FeatureSampling(nn.Module):
 
 
 class BareBlock(ResidualLayer):
-    """A Llama layer without a norm before its attention: EAGLE's only layer.
-
-    Args:
-        config: its shape.
-        states: number of output states, concatenated; they differ by the MLP alone (arXiv:2408.15562).
-    """
+    """A Llama layer without a norm before its attention: EAGLE's only layer. Several output `states` are concatenated;
+    they differ by the MLP alone (arXiv:2408.15562)."""
 
     def __init__(self, config: BlockConfig, states: int = 1) -> None:
         super().__init__()
@@ -98,11 +93,6 @@ class Eagle(EagleDrafter):
     FSPAD's feature sampling adds `sampling.{norm,gate_proj,up_proj,down_proj}.weight`; in its code these and `fc` are
     inside another `fc`. With its partial alignment `layers.0.mlp.down_proj.weight` is [2D, I]: the first half leads to
     the output layer, the second half to the estimate.
-
-    Args:
-        config: its settings.
-        sizes: of the target.
-        block: the shape of its layer.
     """
 
     family = "eagle"

@@ -23,8 +23,15 @@ from ...parts.decoder_block import (
     ResidualLayer,
     RMSNorm,
 )
-from ...parts.eagle_base import EagleDrafter
-from ...parts.feature_drafter import FeatureConfig, block_like, check_ascending, chosen_taps, columns_for, last_norm
+from ...parts.feature_drafter import (
+    EagleDrafter,
+    FeatureConfig,
+    block_like,
+    check_ascending,
+    chosen_taps,
+    columns_for,
+    last_norm,
+)
 from ...parts.shared_embeddings import Sizes
 from ...target.draft_vocabulary import OwnOutput
 from ...target.model import Target
@@ -75,12 +82,8 @@ class Eagle3Config(FeatureConfig):
 
 
 class WideBlock(ResidualLayer):
-    """EAGLE-3's layer: attention reads token and state concatenated, each after a norm; the residual is the state.
-
-    Args:
-        config: the shape of the layer.
-        normed: whether the residual is the state after its norm.
-    """
+    """EAGLE-3's layer: attention reads token and state concatenated, each after a norm; the residual is the state,
+    with `normed` after its norm."""
 
     def __init__(self, config: BlockConfig, *, normed: bool = False) -> None:
         super().__init__()
@@ -108,11 +111,6 @@ class Eagle3(EagleDrafter):
     `layers.{1...}.*`, with `output="copy"` `lm_head.weight` [Q, D], and with a reduced vocabulary its ids, `token_ids`
     [Q]. The target's embedding is borrowed, except by layers of a different width, which have `embed_tokens.weight`
     [V, D]; `fc` and the norms before it then read the target's width. Make a new one with `Eagle3.create`.
-
-    Args:
-        config: its settings, `taps` included.
-        sizes: of the target.
-        block: the shape of its layers.
     """
 
     family = "eagle3"
@@ -202,11 +200,7 @@ class Eagle3(EagleDrafter):
         return {**tensors, "fc.weight": columns_for(self.taps, start.fc.weight, start.taps)}
 
     def fuse(self, final_BND: Tensor, taps: dict[int, Tensor]) -> Tensor:
-        """One state from the concatenated tapped states, ascending by layer.
-
-        Raises:
-            ValueError: if a tap is missing.
-        """
+        """One state from the concatenated tapped states, ascending by layer. Raises ValueError if a tap is missing."""
         read = self.tapped(taps)
         if self.config.fc_norm:
             read = [norm(state_BND) for norm, state_BND in zip(self.fc_norm, read, strict=True)]

@@ -20,23 +20,20 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...config_checks import Dropout, NotNegative, Parts
-from ...errors import UserError
 from ...features import Features
 from ...interfaces.drafter import Drafts, FamilyCard, Training
 from ...interfaces.proposer import DraftState, Frontier, Observation, Scores, spread
 from ...parts.block_cache import BlockRows
-from ...parts.decoder_block import BlockConfig
+from ...parts.decoder_block import AttentionContext, BlockConfig
 from ...parts.feature_drafter import DEPTHS, FIRST_OFFSET, FeatureConfig, FeatureDrafter
-from ...parts.shared_embeddings import Sizes
+from ...parts.shared_embeddings import Sizes, shifted
 from ...parts.training_time_test import block_attentions
 from ...row_buffers import RowBuffer
 from ...target.model import Target
 from ..eagle.drafter import BareBlock
-from .lstm import LSTM, Memory
-from .segment_steps import SegmentSteps
+from .recurrence import LSTM, Memory, SegmentSteps
 
 _RECURRENT_LAYERS = 2  # As in the paper, section 3.1
 
@@ -59,13 +56,8 @@ class FalconConfig(FeatureConfig):
 
 
 class FalconState(DraftState):
-    """The memory at each row's last committed position, the states of the positions before it, and a tree.
-
-    Args:
-        before: memory of the recurrent layers before any text, [M, R, D] each.
-        size: positions of a block.
-        rows: the decoder layer's cache.
-    """
+    """The memory at each row's last committed position, the states of the positions before it, and a tree;
+    `before` is the memory before any text."""
 
     nodes_RF: Tensor  # The nodes of the last frontier
     block_RF: Tensor  # The block above each of these nodes, a column of the fields below
@@ -83,32 +75,10 @@ class FalconState(DraftState):
         self.rows, self.held, self.caches = rows, (*self.buffers, rows.cache), (rows.cache,)
         self.drop_tree()
 
-    def memory_of(self, rows: slice | Tensor) -> Memory:
-        """The memory of some rows, [M, R, D] each."""
-        return self.output.values[rows].transpose(0, 1), self.cell.values[rows].transpose(0, 1)
-
     def drop_tree(self) -> None:
         """Discard the tree; the block at the end of the text gives the root's children."""
         self.level = 0
         self.rows.drop_tree()
-
-    def next_level(self, frontier: Frontier) -> int:
-        """Add the next level of the tree; returns its depth below the newest block, from 0 to K - 1."""
-        rows, size = len(frontier.nodes_BF), self.estimates.values.shape[1]
-        if self.level == 0:
-            self.block_RF, self.ends_RP = torch.zeros_like(frontier.nodes_BF), frontier.nodes_BF
-            self.since_RFT = frontier.tokens_BF[..., None][..., :0]
-            output_MRD, cell_MRD = self.memory_of(slice(0, rows))
-            self.memory = output_MRD[:, :, None], cell_MRD[:, :, None]
-            self.estimates_RPKD = self.estimates.values[:rows, None]
-        else:
-            above_RF = frontier.parents_among(self.nodes_RF)
-            since_RFT = self.since_RFT.gather(1, above_RF[..., None].expand(-1, -1, self.since_RFT.shape[-1]))
-            self.since_RFT = torch.cat([since_RFT, frontier.tokens_BF[..., None]], dim=-1)
-            self.block_RF = self.block_RF.gather(1, above_RF)
-        self.nodes_RF = frontier.nodes_BF
-        self.level += 1
-        return (self.level - 1) % size
 
 
 class Falcon(FeatureDrafter[FalconState]):
@@ -121,11 +91,6 @@ class Falcon(FeatureDrafter[FalconState]):
     official code, `layers.0.self_attn.*`, `layers.0.mlp.*`, `layers.0.post_attention_layernorm.weight` as there, and
     with a reduced vocabulary its ids, `token_ids` [Q]. The target's embedding and output layer are borrowed. Make a new
     one with `Falcon.create`.
-
-    Args:
-        config: its settings.
-        sizes: of the target.
-        block: the shape of its decoder layer.
     """
 
     family = "falcon"
@@ -161,16 +126,9 @@ class Falcon(FeatureDrafter[FalconState]):
 
     def forward(self, features: Features) -> Drafts:
         """Estimates of the trained blocks that end at each position, along the true tokens; outside training at least
-        `DEPTHS` of them.
-
-        Raises:
-            UserError: if the rows are too short for the blocks.
-        """
-        length, size, steps = features.tokens_BL.shape[1], self.config.block_size, self.trained_steps
-        if self.training and length < steps + FIRST_OFFSET:
-            raise UserError(f"{steps} draft steps need rows of at least {steps + FIRST_OFFSET} tokens, got {length}; "
-                            "lower block_size or blocks, or raise row_length")
-        blocks = self.config.blocks if self.training else max(self.config.blocks, -(-DEPTHS // size))
+        `DEPTHS` of them. Raises UserError if the rows are too short for the blocks."""
+        self.require_rows(features, "block_size or blocks,")
+        blocks = self.config.blocks if self.training else max(self.config.blocks, -(-DEPTHS // self.config.block_size))
         estimates = self.rollout(features, blocks)
         ahead = range(1, 1 + len(estimates))
         return Drafts(hidden_BLKD=torch.stack(estimates, dim=2), estimates=tuple(ahead),
@@ -179,22 +137,24 @@ class Falcon(FeatureDrafter[FalconState]):
     def rollout(self, features: Features, blocks: int) -> list[Tensor]:
         """Estimates of the given number of blocks after every position, [B, L, D] each, nearest first."""
         size, estimates = self.config.block_size, list[Tensor]()
-        attentions = block_attentions(features, size)
+        attentions = block_attentions(AttentionContext.training(features), size)
+        embedded_BLD = self.embed(features.tokens_BL)
         final_BLD = self.with_noise(features.final().to(self.dtype), self.config.noise)
         # The recurrent network over every segment, whose memory after each position is [M, B, L, D].
         steps = SegmentSteps(features.segments_BL)
-        read_PZ = steps.split(torch.cat([self.following(features, 1), final_BLD], dim=-1))
+        read_PZ = steps.split(torch.cat([shifted(embedded_BLD, features, 1), final_BLD], dim=-1))
         output_MPD, cell_MPD = self.lstm.through(read_PZ, self.lstm.zero_memory(steps.sizes[0]), steps.sizes)
         memory: Memory = steps.join(output_MPD), steps.join(cell_MPD)
         states_BLD = memory[0][-1] + final_BLD
-        queries = [_before(states_BLD, features, places) for places in reversed(range(size))]
+        queries = [shifted(states_BLD, features, place) for place in range(1 - size, 1)]
         for block in range(blocks):
             if block > 0:
                 newest, queries = estimates[-size:], []
                 for estimate_BLD in newest:
                     read_BLD = estimate_BLD.detach()
                     ahead = len(estimates) - size + len(queries) + 2
-                    memory = self.lstm.through(torch.cat([self.following(features, ahead), read_BLD], dim=-1), memory)
+                    read_BLZ = torch.cat([shifted(embedded_BLD, features, ahead), read_BLD], dim=-1)
+                    memory = self.lstm.through(read_BLZ, memory)
                     queries.append(memory[0][-1] + read_BLD)
             estimates += self.layers[0](torch.cat(queries, dim=1), next(attentions)).chunk(size, dim=1)
         return estimates
@@ -219,7 +179,8 @@ class Falcon(FeatureDrafter[FalconState]):
         read_RNZ = torch.cat([self.embed(observation.next_BN), final_RND], dim=-1)
         rows, counts = observation.on_host(rows_R)
         with self.packing.installed():
-            output_MRND, cell_MRND = self.lstm(read_RNZ, state.memory_of(rows_R))
+            before = state.output.values[rows_R].transpose(0, 1), state.cell.values[rows_R].transpose(0, 1)
+            output_MRND, cell_MRND = self.lstm(read_RNZ, before)
             states_RND = torch.cat([state.recent.values[rows_R], output_MRND[-1] + final_RND], dim=1)
             # The queries of the block's positions before the last one run again; a row without new
             # positions has none.
@@ -239,7 +200,18 @@ class Falcon(FeatureDrafter[FalconState]):
     def expand(self, state: FalconState, frontier: Frontier) -> Scores:
         """Scores of the children of one level of the tree. The layer runs at every K-th level; the levels between have
         their estimates already, the same for all nodes below a block."""
-        place = state.next_level(frontier)
+        rows, place = len(frontier.nodes_BF), state.level % self.block_size  # Depth below the newest block
+        if state.level == 0:
+            state.block_RF, state.ends_RP = torch.zeros_like(frontier.nodes_BF), frontier.nodes_BF
+            state.since_RFT = frontier.tokens_BF[..., None][..., :0]
+            state.memory = (state.output.values[:rows].transpose(0, 1)[:, :, None],
+                            state.cell.values[:rows].transpose(0, 1)[:, :, None])
+            state.estimates_RPKD = state.estimates.values[:rows, None]
+        else:
+            above_RF = frontier.parents_among(state.nodes_RF)
+            state.since_RFT = torch.cat([spread(state.since_RFT, above_RF), frontier.tokens_BF[..., None]], dim=-1)
+            state.block_RF = state.block_RF.gather(1, above_RF)
+        state.nodes_RF, state.level = frontier.nodes_BF, state.level + 1
         if place == 0 and state.level > 1:
             self._start_blocks(state)
         estimates_RPD = state.estimates_RPKD[:, :, place]
@@ -275,17 +247,6 @@ class Falcon(FeatureDrafter[FalconState]):
         state.since_RFT = state.since_RFT[..., :0]
 
 
-def _before(states_BLD: Tensor, features: Features, places: int) -> Tensor:
-    """The states `places` before each position, [B, L, D]; zero before its segment."""
-    segments_BL = features.segments_BL
-    places = min(places, segments_BL.shape[1])
-    if places == 0:
-        return states_BLD
-    same_BL = functional.pad(segments_BL[:, places:] == segments_BL[:, :-places], (places, 0), value=False)
-    return functional.pad(states_BLD[:, :-places], (0, 0, places, 0)).masked_fill(~same_BL[..., None], 0)
-
-
 def columns(states_RND: Tensor, first_R: Tensor, count: int) -> Tensor:
     """`count` consecutive columns of each row from its own first column, [R, count, D]."""
-    index_RJ = first_R[:, None] + torch.arange(count, device=first_R.device)
-    return states_RND.gather(1, index_RJ[..., None].expand(-1, -1, states_RND.shape[-1]))
+    return spread(states_RND, first_R[:, None] + torch.arange(count, device=first_R.device))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...config_checks import Size
 from ...errors import UserError
 from ...interfaces.drafter import FamilyCard, Training
+from ...interfaces.proposer import spread
 from ...parts.lookahead_drafter import LookaheadConfig, LookaheadDrafter
 from ...parts.shared_embeddings import Sizes
 from ...target.model import Target
@@ -85,10 +86,7 @@ class HiddenTransfer(LookaheadDrafter):
 
     def read_after(self, text: ReadText, anchors_BG: Tensor) -> Tensor:
         """Final states [B, G, K, D] of the mapped states after positions of a text."""
-        if self.taps[0] not in text.features.taps:
-            raise ValueError(f"the outputs of the target's layer {self.taps[0]} are missing; encode with drafter.taps")
-        before_BLD = text.features.taps[self.taps[0]]
-        before_BGD = before_BLD.gather(1, anchors_BG[..., None].expand(-1, -1, before_BLD.shape[-1])).to(self.dtype)
+        before_BGD = spread(self.tapped(text.features.taps)[0], anchors_BG)
         entering_BGKD = torch.stack([mapping(before_BGD) for mapping in self.maps], dim=2)
         final_BMD = text.read(entering_BGKD.flatten(1, 2), *self.group(anchors_BG), first=self.layer)
         return final_BMD.view(*anchors_BG.shape, self.virtual_nodes, final_BMD.shape[-1])

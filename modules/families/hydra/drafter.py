@@ -6,40 +6,128 @@ draft vocabulary, R rows of a decoding state, F frontier nodes.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...config_checks import Dropout, NotNegative, Parts
 from ...errors import UserError
 from ...features import Features
 from ...interfaces.drafter import Drafts, FamilyCard, Training
-from ...interfaces.proposer import DraftState, Frontier, Observation, Scores
+from ...interfaces.proposer import DraftState, Frontier, Observation, Scores, spread
 from ...parts.block_cache import BlockRows
-from ...parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock
-from ...parts.heads import HeadDrafter
-from ...parts.shared_embeddings import Sizes
+from ...parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock, RMSNorm
+from ...parts.heads import HeadConfig, HeadDrafter, ResidualBlock
+from ...parts.shared_embeddings import Sizes, shifted
 from ...row_buffers import RowBuffer
 from ...target.model import Target
-from ..medusa.drafter import ResidualBlock
-from .heads import ConditionedBlock, HydraConfig, HydraHead, PrefixLayer
 
 _PROBE = 64  # Tokens of the target pass that measures the size of its final states
 
 
-class HydraState(DraftState):
-    """The input of the heads: one state for each row, and the paths of the nodes that were expanded last.
+@dataclass(frozen=True, kw_only=True)
+class HydraConfig(HeadConfig):
+    """The shape of Hydra heads. Hydra++ is `prefix`, with `num_layers` 4."""
 
-    Args:
-        context: the states.
-        rows: the prefix layer's cache; None without one.
+    training_only = frozenset({"dropout", "noise"})
+    num_layers: Parts = 1
+    """Blocks of each head: the first reads the state and the tokens guessed so far, the others read its output."""
+    tie_blocks: bool = True
+    """Whether the blocks after the first are one block applied repeatedly, as in the official code; its layout can hold
+    nothing else."""
+    prefix: bool = False
+    """Whether the drafter's own decoder layer first reads the target's states of the whole text (Hydra++)."""
+    dropout: Dropout = 0.0
+    """Dropout of the inputs of blocks and output layers in training; the official Hydra++ has 0.2."""
+    noise: NotNegative = 0.0
+    """Scale of uniform noise on the states and embeddings in training (NEFTune, arXiv:2310.05914, eq. 1)."""
+
+    def carries(self, name: str, start: Any) -> bool:
+        """Further blocks pass the state on; a tied one, which stands after the first, would be applied more often."""
+        further = (not self.tie_blocks or start.num_layers == 1) and start.num_layers < self.num_layers
+        return super().carries(name, start) or (name == "num_layers" and further)
+
+
+class ConditionedBlock(nn.Module):
+    """res_connection(z) + SiLU(linear(z)): one state from the concatenation z of a state and the tokens after it.
+
+    At first its output is the state unchanged, so that the head equals the target's own output layer. The official code
+    starts with a random `res_connection`, so that its heads have to learn to pass the state on.
     """
+
+    def __init__(self, width: int, parts: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width * parts, width)
+        self.res_connection = nn.Linear(width * parts, width)
+        for layer in (self.linear, self.res_connection):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        with torch.no_grad():
+            self.res_connection.weight[:, :width].fill_diagonal_(1)
+
+    def forward(self, joined: Tensor) -> Tensor:
+        """States [..., D] of concatenated parts [..., Z]."""
+        passed: Tensor = self.res_connection(joined) + functional.silu(self.linear(joined))
+        return passed
+
+    def split(self, parts: list[Tensor]) -> Tensor:
+        """`forward` of separate parts [..., D]: all heads share them, and backward keeps them once."""
+        totals, width = [], parts[0].shape[-1]
+        for layer in (self.res_connection, self.linear):
+            # One slice of the weight for each part.
+            total = functional.linear(parts[0], layer.weight[:, :width], layer.bias)
+            for place, part in enumerate(parts[1:], start=1):
+                total = total + functional.linear(part, layer.weight[:, place * width : (place + 1) * width])
+            totals.append(total)
+        return totals[0] + functional.silu(totals[1])
+
+
+class HydraHead(nn.Module):
+    """One head without its output layer."""
+
+    def __init__(self, config: HydraConfig, width: int, step: int) -> None:
+        super().__init__()
+        self.config = config
+        self.first = ConditionedBlock(width, step + 2)
+        deeper = config.num_layers - 1
+        own = min(deeper, 1) if config.tie_blocks else deeper
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(own))
+
+    def deepen(self, hidden: Tensor) -> Tensor:
+        """Output [..., D] of the last block for the output of the first."""
+        for layer in range(self.config.num_layers - 1):
+            block = self.blocks[0 if self.config.tie_blocks else layer]
+            hidden = block(functional.dropout(hidden, self.config.dropout, self.training))
+        return functional.dropout(hidden, self.config.dropout, self.training)
+
+
+class PrefixLayer(nn.Module):
+    """Hydra++'s decoder layer over the target's final states, and a norm after it (arXiv:2402.05109, section 3)."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.block = DecoderBlock(config)
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.block.zero_output()
+
+    def forward(self, final_BND: Tensor, attention: AttentionContext) -> Tensor:
+        """The input of the heads in place of the target's states, [B, N, D]."""
+        read_BND: Tensor = self.norm(self.block(final_BND, attention))
+        return read_BND
+
+
+class HydraState(DraftState):
+    """The input of the heads: one state for each row, and the paths of the nodes that were expanded last."""
 
     nodes_RF: Tensor  # The nodes that were expanded last
     paths_RFZ: Tensor  # The state and the embeddings of each node's path, concatenated
 
     def __init__(self, context: RowBuffer, rows: BlockRows | None) -> None:
-        self.context, self.rows = context, rows
+        self.context, self.rows = context, rows  # With the prefix layer's cache
         self.caches = () if rows is None else (rows.cache,)
         self.held = (context, *self.caches)
         self.drop_tree()
@@ -56,11 +144,6 @@ class Hydra(HeadDrafter[HydraState]):
     `output="copy"` also `outputs.{k}.{weight,bias}`, with `output="one_copy"` those of layer 0 alone, with `prefix`
     also `prefix.block.*` and `prefix.norm.weight`, and with a reduced vocabulary its ids, `token_ids` [Q]. The target's
     embedding and output layer are borrowed. Make a new one with `Hydra.create`.
-
-    Args:
-        config: the shape of the heads.
-        sizes: of the target.
-        block: the shape of the prefix layer; None without one.
     """
 
     family = "hydra"
@@ -112,25 +195,14 @@ class Hydra(HeadDrafter[HydraState]):
     def next_embeddings(self, features: Features) -> list[Tensor]:
         """Embeddings of the 1st, 2nd, ... K-th token after each position, [B, L, D] each; zero beyond its segment."""
         embedded_BLD = self._noisy(self.embed(features.tokens_BL))
-        segments_BL, length = features.segments_BL, features.tokens_BL.shape[1]
-        following = []
-        for ahead in range(1, 1 + self.config.num_heads):
-            shifted_BLD = torch.zeros_like(embedded_BLD)
-            if ahead < length:
-                inside_BL = (segments_BL[:, :-ahead] == segments_BL[:, ahead:]) & (segments_BL[:, ahead:] >= 0)
-                shifted_BLD[:, :-ahead] = embedded_BLD[:, ahead:].masked_fill(~inside_BL[..., None], 0)
-            following.append(shifted_BLD)
-        return following
+        return [shifted(embedded_BLD, features, ahead) for ahead in range(1, 1 + self.config.num_heads)]
 
     def _states(self, context_BLD: Tensor, following: list[Tensor]) -> Tensor:
         """Draft states [B, L, K, D]. All heads share one dropout mask; separate ones would each keep a copy."""
         share = self.config.dropout
         parts = [functional.dropout(part, share, self.training) for part in (context_BLD, *following)]
-        return torch.stack([head.deepen(head.first.split(parts[: step + 2])) for step, head in self.steps()], dim=-2)
-
-    def steps(self) -> list[tuple[int, HydraHead]]:
-        """The heads with their numbers."""
-        return [(step, head) for step, head in enumerate(self.heads) if isinstance(head, HydraHead)]
+        heads = cast(Sequence[HydraHead], self.heads)
+        return torch.stack([head.deepen(head.first.split(parts[: step + 2])) for step, head in enumerate(heads)], -2)
 
     def _noisy(self, states_BLD: Tensor) -> Tensor:
         """The states with noise in training (NEFTune, arXiv:2310.05914, eq. 1)."""
@@ -164,11 +236,8 @@ class Hydra(HeadDrafter[HydraState]):
 
     @torch.no_grad()
     def expand(self, state: HydraState, frontier: Frontier) -> Scores:
-        """Scores of the children of one level of the tree, by the head of that level.
-
-        Raises:
-            ValueError: if the level has no head.
-        """
+        """Scores of the children of one level of the tree, by the head of that level. Raises ValueError if the level
+        has no head."""
         if (step := state.level) == self.config.num_heads:
             raise ValueError(f"level {step} of the tree needs a head, but there are {step} heads, one for each level")
         embedded_RFD = self.embed(frontier.tokens_BF)
@@ -176,11 +245,10 @@ class Hydra(HeadDrafter[HydraState]):
         if step == 0:
             above_RFZ = state.context.values[:rows, None].expand(-1, width, -1)
         else:
-            columns_RF = frontier.parents_among(state.nodes_RF)
-            above_RFZ = state.paths_RFZ.gather(1, columns_RF[..., None].expand(-1, -1, state.paths_RFZ.shape[-1]))
+            above_RFZ = spread(state.paths_RFZ, frontier.parents_among(state.nodes_RF))
         state.level, state.nodes_RF = step + 1, frontier.nodes_BF
         state.paths_RFZ = torch.cat([above_RFZ, embedded_RFD], dim=-1)
-        _, head = self.steps()[step]
+        head = cast(HydraHead, self.heads[step])
         # The whole path of a node is read at once. Storing partial products for each node would save arithmetic, but
         # not the reading of weights, which takes most of the time for a few nodes.
         with self.packing.installed():

@@ -55,11 +55,7 @@ class KangarooConfig(FeatureConfig):
 
 
 class AttentionLayer(nn.Module):
-    """x + Attention(RMSNorm(x)): a Llama layer without its MLP.
-
-    Args:
-        config: its shape; the width of the MLP is not used.
-    """
+    """x + Attention(RMSNorm(x)): a Llama layer without its MLP."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -73,13 +69,8 @@ class AttentionLayer(nn.Module):
 
 
 class KangarooState(DraftState):
-    """The target's first layers over each row, and the adapter's cache of it.
-
-    Args:
-        early: the first layers.
-        rows: the adapter's cache.
-        shared: whether a target pass reads the text into the cache of the first layers.
-    """
+    """The target's first layers over each row, and the adapter's cache of it; if `shared`, a target pass reads the text
+    into the cache of the first layers."""
 
     def __init__(self, early: EarlyLayers, rows: BlockRows, *, shared: bool) -> None:
         self.early, self.rows, self.shared = early, rows, shared
@@ -97,11 +88,6 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows, LimitsChains):
     Own weights, named as in the official code: `layers.0.input_layernorm.weight`, `layers.0.self_attn.*`,
     `norm.weight`, and with a reduced vocabulary its ids, `token_ids` [Q]. First layers, embedding and output layer are
     the target's. Make a new one with `Kangaroo.create`.
-
-    Args:
-        config: its settings, `exit_layer` included.
-        sizes: of the target.
-        block: the shape of its attention.
     """
 
     family = "kangaroo"
@@ -149,17 +135,12 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows, LimitsChains):
         adapted_BND: Tensor = self.norm(self.layers[0](exits_BND.to(self.dtype), attention))
         return adapted_BND
 
-    def _exits(self, taps: dict[int, Tensor]) -> Tensor:
-        if self.taps[0] not in taps:
-            raise ValueError(f"the outputs of the target's layer {self.taps[0]} are missing; encode with drafter.taps")
-        return taps[self.taps[0]]
-
     # Training --------------------------------------------------------------------------------------------------------
 
     def forward(self, features: Features) -> Drafts:
         """States that predict the token after each position, as the target's own do."""
         self.output_rows()  # An unbound drafter refuses to run even if it would read nothing of the target.
-        adapted_BLD = self.adapt(self._exits(features.taps), AttentionContext.training(features))
+        adapted_BLD = self.adapt(self.tapped(features.taps)[0], AttentionContext.training(features))
         return Drafts(hidden_BLKD=adapted_BLD[:, :, None], offsets=(1,))
 
     # Decoding --------------------------------------------------------------------------------------------------------
@@ -184,7 +165,7 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows, LimitsChains):
         state.early.drop()
         if not state.shared:
             state.early.read(rows, observation.tokens_BN, observation.counts_B, counts)
-        exits_RND = self._exits(observation.taps).masked_fill(~observation.real_BN[..., None], 0)
+        exits_RND = self.tapped(observation.taps)[0].masked_fill(~observation.real_BN[..., None], 0)
         attention = state.rows.read(rows, exits_RND.shape[1])
         with self.packing.installed():
             self.adapt(exits_RND, attention)

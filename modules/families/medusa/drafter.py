@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...config_checks import Parts
 from ...features import Features
 from ...interfaces.drafter import Drafts, FamilyCard
 from ...interfaces.proposer import DraftState, Frontier, Observation, Scores
-from ...parts.heads import HeadConfig, HeadDrafter
+from ...parts.heads import HeadConfig, HeadDrafter, ResidualBlock
 from ...parts.shared_embeddings import Sizes
 from ...row_buffers import RowBuffer
 
@@ -40,24 +39,6 @@ class MedusaConfig(HeadConfig):
         """Further blocks pass the state on; a tied one would be applied more often."""
         further = name == "num_layers" and not self.tie_blocks and start.num_layers < self.num_layers
         return super().carries(name, start) or further
-
-
-class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b) (arXiv:2401.10774, section 2.1.1), exactly the identity at the start of training.
-
-    The official code sets only W to zero, so that it starts at x + SiLU(b); here b is zero too, and every head starts
-    as the target's own output layer, as the paper says.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The next states, [..., D] like `hidden`."""
-        return hidden + functional.silu(self.linear(hidden))
 
 
 class Head(nn.Sequential):
@@ -124,11 +105,8 @@ class Medusa(HeadDrafter[MedusaState]):
         state.final.store(rows_R, observation.newest(observation.final_BND), observation.counts_B > 0)
 
     def expand(self, state: MedusaState, frontier: Frontier) -> Scores:
-        """Scores of all descendants of the root, depth h by head h.
-
-        Raises:
-            ValueError: if the frontier is not the root alone, which is all that this family scores.
-        """
+        """Scores of all descendants of the root, depth h by head h. Raises ValueError if the frontier is not the root
+        alone, which is all that this family scores."""
         if frontier.nodes_BF.shape[1] != 1:
             raise ValueError(
                 f"Medusa scores every depth from the root at once; pass 1 node, got {frontier.nodes_BF.shape[1]}")

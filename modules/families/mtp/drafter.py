@@ -10,8 +10,9 @@ Shapes: B rows, N positions, L positions of a training row, W keys, D hidden siz
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -24,7 +25,7 @@ from ...errors import UserError
 from ...features import Features
 from ...interfaces.drafter import DrafterConfig, FamilyCard, Training
 from ...parts.decoder_block import AttentionContext
-from ...parts.eagle_base import EagleDrafter
+from ...parts.feature_drafter import EagleDrafter
 from ...parts.shared_embeddings import Sizes
 from ...target.attention.segment_attention import mask_arguments, visible_text
 from ...target.attention.tree_attention import place_arguments
@@ -56,37 +57,12 @@ class HeadShape(CheckedSettings):
         return cls(**settings_of(description, cls, "a target's own head is"))
 
 
-class TrainedSteps:
-    """Attention contexts of successive steps over a batch: a step reads the keys of the first one up to its position,
-    and its own position's of the steps after that, as while drafting."""
-
-    def __init__(self, features: Features, decoder: nn.Module) -> None:
-        self.features, self.cache = features, DynamicCache()
-        self.first = visible_text(features, decoder)
-
-    def __call__(self, step: int) -> AttentionContext:
-        """Attention context of step `step`; call it for the steps in order."""
-        positions_BL, visible = self.features.positions_BL, self.first
-        if step:
-            itself_LL = torch.eye(positions_BL.shape[1], dtype=torch.bool, device=positions_BL.device)
-            text_BLL = self.features.visible()
-            visible = torch.cat([text_BLL, itself_LL.expand_as(text_BLL).repeat(1, 1, step)], dim=-1)
-        keys_BW = torch.cat([positions_BL + place for place in range(step + 1)], dim=1)
-        return AttentionContext(positions_BN=positions_BL + step, visible_BNW=visible, cache=cast(Any, self.cache),
-                                key_positions=lambda: keys_BW)
-
-
 class Mtp(EagleDrafter):
     """norm(layer(eh_proj([enorm(e(x_{p+1})) ; hnorm(h_p)]))), read by the target's output layer.
 
     Own weights: `enorm.weight`, `hnorm.weight`, `eh_proj.weight` [D, 2D], `decoder.*` under transformers' names of a
     model with one layer, and with a reduced vocabulary its ids, `token_ids` [Q]. The target's embedding and output
     layer are borrowed. `Mtp.create` starts from the head in the target's own files.
-
-    Args:
-        config: its settings.
-        sizes: of the target.
-        block: its shape.
     """
 
     family = "mtp"
@@ -115,11 +91,8 @@ class Mtp(EagleDrafter):
 
     @classmethod
     def native(cls, target: Target, folder: Path | None = None) -> Self:
-        """The head in the target's own folder, or in another one, not bound.
-
-        Raises:
-            UserError: if there is none, or it does not fit the target.
-        """
+        """The head in the target's own folder, or in another one, not bound. Raises UserError if there is none, or it
+        does not fit the target."""
         if not hasattr(target.decoder, "norm"):
             # Looked for first: most such targets bring none, and the message then says that.
             NativeHead.find(target, folder)
@@ -139,11 +112,8 @@ class Mtp(EagleDrafter):
 
     @classmethod
     def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None, start: Self | None = None) -> Self:
-        """A new drafter for `target`, bound to it: without a start it is the head in the target's files.
-
-        Raises:
-            UserError: if there is none, or settings, target, ids and start do not agree.
-        """
+        """A new drafter for `target`, bound to it: without a start it is the head in the target's files. Raises
+        UserError if there is none, or settings, target, ids and start do not agree."""
         return super().create(config, target, token_ids_Q, cls.native(target) if start is None else start)
 
     @classmethod
@@ -182,10 +152,16 @@ class Mtp(EagleDrafter):
         """The state itself with its gradient, so that a step also learns to serve the next ones."""
         return own
 
-    def finish(self, own: Tensor) -> Tensor:
-        """The state itself, which is after the norm."""
-        return own
-
-    def contexts(self, features: Features) -> Callable[[int], AttentionContext]:
-        """Attention context of each step in training."""
-        return TrainedSteps(features, self.decoder)
+    def contexts(self, features: Features) -> Iterator[AttentionContext]:
+        """Attention contexts of successive steps in training: a step reads the keys of the first one up to its
+        position, and its own position's of the steps after that, as while drafting."""
+        positions_BL, visible, cache = features.positions_BL, visible_text(features, self.decoder), DynamicCache()
+        for step in count():
+            if step:
+                itself_LL = torch.eye(positions_BL.shape[1], dtype=torch.bool, device=positions_BL.device)
+                text_BLL = features.visible()
+                visible = torch.cat([text_BLL, itself_LL.expand_as(text_BLL).repeat(1, 1, step)], dim=-1)
+            keys_BW = torch.cat([positions_BL + place for place in range(step + 1)], dim=1)
+            # A bound method, since a function would see the keys of the step at which it is called.
+            yield AttentionContext(positions_BN=positions_BL + step, visible_BNW=visible, cache=cast(Any, cache),
+                                   key_positions=keys_BW.detach)

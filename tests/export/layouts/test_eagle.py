@@ -24,9 +24,9 @@ from draftsmith.modules import (
     UserError,
 )
 from draftsmith.modules.families.eagle3.drafter import WideBlock
-from draftsmith.modules.parts.decoder_block import BlockConfig
-from draftsmith.modules.parts.eagle_base import EagleDrafter
-from draftsmith.modules.parts.training_time_test import Rollout
+from draftsmith.modules.parts.decoder_block import AttentionContext, BlockConfig
+from draftsmith.modules.parts.feature_drafter import EagleDrafter
+from draftsmith.modules.parts.training_time_test import step_attentions
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -141,7 +141,7 @@ def test_the_third_eagle_gives_the_recorded_outputs(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(drafter.fuse(features.final(), features.taps)[:, :6], tensors["output/fused"],
                                    **CLOSE)
-        own = drafter.rollout(features, 1, Rollout(features))[0][:, :6]
+        own = drafter.rollout(features, 1, drafter.contexts(features))[0][:, :6]
         torch.testing.assert_close(own, tensors["output/prefix_hidden"], **CLOSE)
         logits = drafter.project(drafter.finish(own), 0)
         torch.testing.assert_close(logits, tensors["output/prefix_logits"], **CLOSE)
@@ -167,10 +167,10 @@ def test_the_official_trainer_gives_the_same_steps() -> None:
     block.load_state_dict({key.removeprefix("weight/midlayer."): value for key, value in tensors.items()
                            if key.startswith("weight/")})
     read, embedded = tensors["input/fused"], tensors["input/token_embeddings"]
-    attentions = Rollout(Features.from_rows([(list(range(6)), [True] * 6)]))
+    attentions = step_attentions(AttentionContext.training(Features.from_rows([(list(range(6)), [True] * 6)])))
     with torch.no_grad():
         for step in range(4):
-            read = block(embedded[:, step : step + 6], read, attentions(step))
+            read = block(embedded[:, step : step + 6], read, next(attentions))
             torch.testing.assert_close(read, tensors["output/hidden"][step], **CLOSE)
 
 

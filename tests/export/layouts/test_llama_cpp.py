@@ -11,7 +11,7 @@ from draftsmith.export import ExportSettings
 from draftsmith.export.layouts.llama_cpp import GGUF_FILE, write_model
 from draftsmith.modules import Drafter, DraftLM, DraftLMConfig, Eagle3, Eagle3Config, Target, TargetConfig, UserError
 from draftsmith.modules.families.draft_lm.drafter import as_model
-from draftsmith.modules.parts.rotary import rotation
+from draftsmith.modules.parts.attention import rotation
 from draftsmith.modules.target.loading.loading import find_default_gguf, gguf_of
 from support.artifacts import heads
 from support.families import IDS

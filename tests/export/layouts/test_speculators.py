@@ -7,7 +7,7 @@ import pytest
 import torch
 from draftsmith.export import import_drafter
 from draftsmith.modules import Eagle3, Features, Target, UserError
-from draftsmith.modules.parts.eagle_base import EagleDrafter
+from draftsmith.modules.parts.feature_drafter import EagleDrafter
 from safetensors.torch import load_file
 from support.families import IDS, randomised
 

@@ -28,7 +28,7 @@ from draftsmith.modules import (
     ranked_text,
 )
 from draftsmith.modules.families.draft_lm.settings import planned
-from draftsmith.modules.parts.mask_tokens import conditional_drop, pack, useful, visible
+from draftsmith.modules.parts.causal_drafter import conditional_drop, pack, useful, visible
 from draftsmith.modules.target.loading.hf_folder import folder_digest
 from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +20,12 @@ from draftsmith.modules import (
     UserError,
 )
 from draftsmith.modules.parts.decoder_block import AttentionContext
-from draftsmith.modules.parts.eagle_base import EagleDrafter, EagleState
-from draftsmith.modules.parts.feature_drafter import chosen_taps
-from draftsmith.modules.parts.training_time_test import Rollout
+from draftsmith.modules.parts.feature_drafter import EagleDrafter, EagleState, chosen_taps
+from draftsmith.modules.parts.shared_embeddings import shifted
+from draftsmith.modules.parts.training_time_test import step_attentions
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.trainers import DraftModule, draft_module, train_config
-from references.eagle import PlainRollout, fspad, harmonised
+from references.eagle import fspad, harmonised, plain_steps
 from support.cycle import cycle_rows, cycle_target
 from support.families import randomised
 from torch import Tensor
@@ -57,11 +57,9 @@ def packed(target: Target, drafter: EagleDrafter, length: int = 14) -> Features:
     ), drafter.taps)
 
 
-def masked(features: Features) -> Rollout:
-    """The rollout with a mask in place of segments, as on a GPU."""
-    rollout = Rollout(features)
-    rollout.first = dataclasses.replace(rollout.first, visible_BNW=features.visible())
-    return rollout
+def masked(features: Features) -> Iterator[AttentionContext]:
+    """The steps' attentions with a mask in place of segments, as on a GPU."""
+    return step_attentions(AttentionContext(positions_BN=features.positions_BL, visible_BNW=features.visible()))
 
 
 def text(target: Target, drafter: EagleDrafter, tokens: list[int]) -> Features:
@@ -101,7 +99,7 @@ def test_steps_and_gradients_equal_one_softmax_over_all_keys(name: str, tiny_tar
     features = packed(tiny_target_f64, drafter)
     inside = features.segments_BL >= 0
     found = []
-    for attentions in (Rollout, masked, PlainRollout):
+    for attentions in (drafter.contexts, masked, plain_steps):
         drafter.zero_grad()
         states = torch.stack(drafter.rollout(features, 5, attentions(features)), dim=2)[inside]
         (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
@@ -124,7 +122,7 @@ def test_scores_of_any_size_are_combined_exactly(size: float, tiny_target: Targe
                           drafter.get_parameter("layers.0.self_attn.k_proj.weight")):
             parameter *= size
         joined, with_mask, plain = (drafter.rollout(features, 4, attentions(features))
-                                    for attentions in (Rollout, masked, PlainRollout))
+                                    for attentions in (drafter.contexts, masked, plain_steps))
     inside = features.segments_BL >= 0
     for one, other, twin in zip(joined, with_mask, plain, strict=True):
         torch.testing.assert_close(one[inside], twin[inside], atol=1e-4, rtol=1e-4)
@@ -141,7 +139,7 @@ def test_memory_for_backward_grows_with_the_steps_alone(tiny_target: Target) -> 
             lambda tensor: (sizes.__setitem__(tensor.data_ptr(), tensor.numel() * tensor.is_floating_point()),
                             tensor)[1], lambda tensor: tensor
         ):
-            states = drafter.rollout(features, steps, Rollout(features))
+            states = drafter.rollout(features, steps, drafter.contexts(features))
         assert len(states) == steps
         return sum(size for place, size in sizes.items() if place not in own)
 
@@ -168,7 +166,7 @@ def test_deep_drafts_equal_the_steps_of_training(name: str, tiny_target: Target)
     drafter, tokens = made(name, tiny_target), list(range(20, 34))
     features = text(tiny_target, drafter, tokens)
     with torch.no_grad():
-        steps = drafter.rollout(features, 6, Rollout(features))
+        steps = drafter.rollout(features, 6, drafter.contexts(features))
         state = read(drafter, features, 3, 1, 3)
         torch.testing.assert_close(state.own.values[0], steps[0][0, 6], atol=1e-5, rtol=1e-5)
         drafter.expand(state, level([0], [-1], tokens[7:8]))
@@ -237,7 +235,7 @@ def test_each_step_is_compared_with_the_state_it_estimates(tiny_target: Target) 
         told = module.loss(features)
         plain = draft_module(Eagle)(tiny_target, dataclasses.replace(config, feature_weight=0.0))
         plain.drafter = drafter
-        expected, states = 0.0, drafter.rollout(features, 2, Rollout(features))
+        expected, states = 0.0, drafter.rollout(features, 2, drafter.contexts(features))
         for step, offset in ((0, 2), (1, 3)):
             for row, place in features.labels(offset)[1].nonzero().tolist():
                 expected += 10 * float(torch.nn.functional.smooth_l1_loss(
@@ -249,9 +247,9 @@ def test_passes_equal_those_of_hass(tiny_target_f64: Target) -> None:
     """Its streams are numbered by the state's position, here by the start of the draft, k positions before."""
     drafter = made("eagle", tiny_target_f64)
     features = text(tiny_target_f64, drafter, list(range(20, 32)))
-    embedded_LD = drafter.following(features, 1)[0]
+    embedded_LD = shifted(drafter.embed(features.tokens_BL), features, 1)[0]
     with torch.no_grad():
-        steps = drafter.rollout(features, 3, Rollout(features))
+        steps = drafter.rollout(features, 3, drafter.contexts(features))
         passes = harmonised(drafter, features.final()[0], embedded_LD, 3)
     for k in range(3):
         torch.testing.assert_close(steps[k][0, : 12 - k - 1], passes[k][k:-1], atol=1e-10, rtol=1e-10)
@@ -260,7 +258,7 @@ def test_passes_equal_those_of_hass(tiny_target_f64: Target) -> None:
 def test_no_gradient_of_a_pass_goes_through_the_one_before(tiny_target: Target) -> None:
     drafter = randomised(Eagle.create(EagleConfig(steps=2), tiny_target))
     features = text(tiny_target, drafter, list(range(20, 32)))
-    first, second = drafter.rollout(features, 2, Rollout(features))
+    first, second = drafter.rollout(features, 2, drafter.contexts(features))
     first.retain_grad()
     second.sum().backward()
     assert first.grad is None
@@ -321,7 +319,7 @@ def test_two_states_are_computed_and_the_second_is_fed_back(tiny_target_f64: Tar
         for place in range(7):
             read = features.final()[0, place]
             for step, own in enumerate(steps):
-                embedded = drafter.following(features, 1 + step)[0, place]
+                embedded = shifted(drafter.embed(features.tokens_BL), features, 1 + step)[0, place]
                 logit, read = fspad(drafter.state_dict(), embedded, read, group)
                 torch.testing.assert_close(drafter.finish(own)[0, place], logit, atol=1e-10, rtol=1e-10)
                 torch.testing.assert_close(drafter.feed(own)[0, place], read, atol=1e-10, rtol=1e-10)
@@ -332,7 +330,7 @@ def test_the_output_layer_reads_the_first_state_alone_in_training_and_while_deco
     drafter = made("eagle-fspad", tiny_target)
     features = text(tiny_target, drafter, list(range(20, 34)))
     with torch.no_grad():
-        steps, drafts = drafter.rollout(features, 6, Rollout(features)), drafter(features)
+        steps, drafts = drafter.rollout(features, 6, drafter.contexts(features)), drafter(features)
         state = read(drafter, features, 7)
         assert drafts.estimated_BLKD is not None
         for step, own in enumerate(steps):
@@ -444,7 +442,7 @@ def _deep(layers: int) -> Target:
 def test_every_step_trains_the_steps_before_it(tiny_target: Target) -> None:
     drafter = made("eagle3", tiny_target)
     features = text(tiny_target, drafter, list(range(20, 32)))
-    states = drafter.rollout(features, 4, Rollout(features))
+    states = drafter.rollout(features, 4, drafter.contexts(features))
     for step in range(4):
         gradient, = torch.autograd.grad(states[step].sum(), drafter.get_parameter("fc.weight"), retain_graph=True)
         assert float(gradient.abs().sum()) > 0
@@ -488,7 +486,7 @@ def test_norm_before_residual_adds_to_the_normalised_state(tiny_target: Target) 
     with torch.no_grad():
         drafter.midlayer.hidden_norm.weight.normal_()
     features, read = text(tiny_target, drafter, [20, 21, 22, 23]), torch.randn(1, 4, 32)
-    passed = drafter.midlayer(torch.randn(1, 4, 32), read, Rollout(features)(0))
+    passed = drafter.midlayer(torch.randn(1, 4, 32), read, next(drafter.contexts(features)))
     wanted = torch.nn.functional.rms_norm(read, (32,), drafter.midlayer.hidden_norm.weight, drafter.block.norm_eps)
     torch.testing.assert_close(passed, wanted)
 
@@ -516,7 +514,7 @@ def test_narrower_layers_start_with_principal_components(tiny_target: Target) ->
 def test_its_own_embedding_is_trained(tiny_target: Target) -> None:
     drafter = randomised(Eagle3.create(Eagle3Config(steps=2, hidden_size=24), tiny_target))
     features = text(tiny_target, drafter, [20, 21, 22, 23])
-    drafter.rollout(features, 2, Rollout(features))[1].sum().backward()
+    drafter.rollout(features, 2, drafter.contexts(features))[1].sum().backward()
     table_VD = drafter.get_parameter("embed_tokens.weight")
     assert table_VD.grad is not None
     assert table_VD.grad.abs().sum(-1).nonzero()[:, 0].tolist() == [21, 22, 23]

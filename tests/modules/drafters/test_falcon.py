@@ -21,8 +21,7 @@ from draftsmith.modules import (
     ranked_text,
 )
 from draftsmith.modules.families.falcon.drafter import FalconState
-from draftsmith.modules.families.falcon.lstm import LSTM
-from draftsmith.modules.families.falcon.segment_steps import SegmentSteps
+from draftsmith.modules.families.falcon.recurrence import LSTM, SegmentSteps
 from draftsmith.trainers import draft_module, train_config
 from references.falcon import told, torch_lstm
 from support.families import randomised

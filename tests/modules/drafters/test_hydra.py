@@ -26,8 +26,7 @@ from draftsmith.modules import (
     UserError,
     decode,
 )
-from draftsmith.modules.families.hydra.drafter import Hydra, HydraState
-from draftsmith.modules.families.hydra.heads import HydraConfig, PrefixLayer
+from draftsmith.modules.families.hydra.drafter import Hydra, HydraConfig, HydraState, PrefixLayer
 from references.hydra import hydra_state
 from support.tiers import some_long
 from torch import Tensor

@@ -249,5 +249,5 @@ def test_an_exit_must_be_chosen_before_a_drafter_is_made(target: Target) -> None
 
 def test_states_without_the_tap_are_refused(target: Target) -> None:
     drafter = drafter_of(target, exit_layer=2)
-    with pytest.raises(ValueError, match="the outputs of the target's layer 1 are missing; encode with"):
+    with pytest.raises(ValueError, match=r"the outputs of the target's layers \[1\] are missing; encode with"):
         drafter(target.encode(Features.from_rows([([5, 9], [True, True])])))

@@ -22,8 +22,7 @@ from draftsmith.modules import (
     decode,
     policy_named,
 )
-from draftsmith.modules.families.block.corrections.correction import Shape
-from draftsmith.modules.families.block.corrections.markov import Markov
+from draftsmith.modules.families.block.corrections import Markov, Shape
 from draftsmith.modules.families.block.drafter import BlockState
 from draftsmith.modules.tuning.confidence_calibration import TEMPERATURES, calibrate_judgement
 from draftsmith.modules.verification.acceptance_rules import reject_siblings

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import Features, Frontier, Target, UserError
+from draftsmith.modules.parts.attention import rotate, rotation
 from draftsmith.modules.parts.block_cache import BlockRows
 from draftsmith.modules.parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock, RMSNorm
-from draftsmith.modules.parts.rotary import rotate, rotation
 from references.decoder_block import block as plain_block
 from support.architectures import random_model
 from support.recurrent_models import RECURRENT

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from draftsmith.modules import Features
-from draftsmith.modules.parts.fused_segments import attend_segments, visible_rows
+from draftsmith.modules.parts.attention import attend_segments
+from draftsmith.modules.parts.decoder_block import AttentionContext
 from draftsmith.modules.target.attention.segment_attention import Segments
 from torch import Tensor
 
@@ -47,7 +48,7 @@ def test_output_and_gradients_equal_one_softmax(steps: int, dtype: torch.dtype, 
 
 
 def test_spans_are_the_segments_without_padding() -> None:
-    found = visible_rows(rows(SEGMENTS))
+    found = AttentionContext.training(rows(SEGMENTS)).visible_BNW
     assert isinstance(found, Segments)
     assert found.spans == ((0, slice(0, 4)), (0, slice(4, 6)), (1, slice(0, 1)), (1, slice(1, 8)))
 

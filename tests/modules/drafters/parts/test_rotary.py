@@ -10,8 +10,8 @@ from draftsmith.export import import_drafter
 from draftsmith.export.layouts.eagle import export_eagle
 from draftsmith.export.layouts.kangaroo import KANGAROO
 from draftsmith.modules import Eagle, Eagle3, Eagle3Config, EagleConfig, Kangaroo, KangarooConfig, Target, UserError
+from draftsmith.modules.parts.attention import carried_scaling, rotate, rotation
 from draftsmith.modules.parts.decoder_block import BlockConfig
-from draftsmith.modules.parts.rotary import carried_scaling, rotate, rotation
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb

@@ -1,13 +1,17 @@
-"""A long short-term memory whose state is known after every position, so that a draft can continue from any of them.
+"""A long short-term memory whose state is known after every position, so that a draft can continue from any of them,
+and the order in which it reads packed rows.
 
 torch's own LSTM returns the cell after the last position alone; the arithmetic is the same, gate by gate
 (arXiv:1402.1128, without peepholes).
 
-Sequences are read side by side. Their positions lie one step after another, the first positions of all sequences, then
-the second ones, the longest sequence first: those that a step holds are the first ones of the step before it.
+Sequences are read side by side, so that they take as many steps as the longest of them has positions, where packed rows
+would take as many as a row has. Their positions lie one step after another, without gaps: the first positions of all
+sequences, then the second ones, the longest sequence first: those that a step holds are the first ones of the step
+before it.
 
-Shapes: B sequences, N positions of each, P positions of all, S sequences of a step, Z input width, D hidden size, G
-gates (4 D: input, forget, cell, output), M layers; a leading `...` stands for any dimensions.
+Shapes: B sequences or rows, L positions of a row, N positions of each sequence, P positions of all, S sequences of a
+step, Z input width, D hidden size, G gates (4 D: input, forget, cell, output), M layers; a leading `...` stands for any
+dimensions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,14 +34,7 @@ class LSTMLayer(nn.Module):
         self.hidden = nn.Linear(size, 4 * size)
 
     def forward(self, read_PZ: Tensor, output_BD: Tensor, cell_BD: Tensor, sizes: Sequence[int] | None) -> Memory:
-        """(output, cell) after every position, [P, D] each.
-
-        Args:
-            read_PZ: the input, step after step.
-            output_BD: the output before the first position.
-            cell_BD: the cell before the first position.
-            sizes: sequences of each step, from B on falling; None for one more position of each, [..., D] throughout.
-        """
+        """(output, cell) after every position, [P, D] each, of those before the first; `sizes` as for `through`."""
         if sizes is None:
             return _cell_step(self.input(read_PZ) + self.hidden(output_BD), cell_BD)[:2]
         gates_PG = self.input(read_PZ) + self.hidden.bias
@@ -52,14 +49,7 @@ class LSTMLayer(nn.Module):
 
 
 class LSTM(nn.Module):
-    """Stacked layers, each reading the output of the one below.
-
-    Args:
-        input_size: width of the first layer's input.
-        size: width of the outputs.
-        num_layers: number of layers.
-        dropout: share of the components between two layers that training drops.
-    """
+    """Stacked layers, each reading the output of the one below, of which training drops a share of the components."""
 
     def __init__(self, input_size: int, size: int, num_layers: int, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -94,7 +84,6 @@ class LSTM(nn.Module):
             cells.append(cell_PD)
             read_PZ = functional.dropout(output_PD, self.dropout, self.training)
         return torch.stack(outputs), torch.stack(cells)
-
 
 
 def _cell_step(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,3 +149,29 @@ class _Recurrence(torch.autograd.Function):
         gates_PG = torch.cat(gates[::-1])
         read_PD = _one_before(first_output_BD, output_PD, ctx.sizes)
         return gates_PG, gates_PG.mT @ read_PD, d_output_SD, d_cell_SD, None
+
+
+class SegmentSteps:
+    """The order in which the positions of a batch are read; the tokens of a segment are adjacent, and padding counts as
+    one. The host waits once for its device."""
+
+    def __init__(self, segments_BL: Tensor) -> None:
+        self.shape, total = segments_BL.shape, segments_BL.numel()
+        starts_P = functional.pad(segments_BL[:, 1:] != segments_BL[:, :-1], (1, 0), value=True).flatten()
+        order_P = torch.arange(total, device=starts_P.device)
+        step_P = order_P - (order_P * starts_P).cummax(0).values
+        segment_P = starts_P.cumsum(0) - 1
+        length_P = torch.zeros_like(order_P).scatter_add_(0, segment_P, torch.ones_like(order_P))[segment_P]
+        # By step, then by falling length, then by segment: those of a step are the first ones of the step before it.
+        self.order_P = ((step_P * (total + 1) + total - length_P) * total + segment_P).argsort()
+        self.place_P = self.order_P.argsort()
+        counts = torch.zeros_like(order_P).scatter_add_(0, step_P, torch.ones_like(order_P)).tolist()
+        self.sizes = tuple(count for count in counts if count)  # Segments of each step, falling
+
+    def split(self, packed_BLZ: Tensor) -> Tensor:
+        """The positions in the order of the steps, [P, Z]."""
+        return packed_BLZ.flatten(0, 1)[self.order_P]
+
+    def join(self, steps: Tensor) -> Tensor:
+        """The packed rows [..., B, L, Z] of positions [..., P, Z] in the order of the steps."""
+        return torch.unflatten(steps[..., self.place_P, :], -2, self.shape)
