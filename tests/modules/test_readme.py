@@ -24,7 +24,7 @@ def test_the_steps_hold_for_every_family() -> None:
     """Each family has the files that the steps name, but for those shared with another family."""
     for family in (cls.family for cls in DRAFTERS):
         assert (ROOT / f"modules/families/{family}/drafter.py").is_file(), family
-        assert (ROOT / f"tests/support/families/{family}.py").is_file(), family
+        assert (ROOT / f"tests/families/{family}/cases.py").is_file(), family
     named = re.findall(r"`((?:modules|trainers|recipes|tests|export)/[\w/.<>]+)`", section("A family", GUIDE))
     assert len(named) >= 9
     more = section("An objective", GUIDE) + section("A policy", GUIDE)

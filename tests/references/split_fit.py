@@ -1,6 +1,6 @@
 """Train drafters on the cycle for a few steps, one after another; started by hand or by torch.distributed.run.
 
-Each is a case of tests/support/families, and trains in a folder of that name, by several strategies (joined by commas)
+Each is a case of tests/families, and trains in a folder of that name, by several strategies (joined by commas)
 one after another in a folder for each. --end ends each amid that step, as a signal does; --overflow makes its gradient
 infinite.
 """

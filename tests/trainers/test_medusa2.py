@@ -18,7 +18,7 @@ from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.modules.tuning.tree_search import answered_anew
 from draftsmith.trainers import FitResult, Medusa2Module, Medusa2TrainConfig, fit, lora, medusa2
 from draftsmith.trainers.lora import LearningTarget, LoraConfig
-from references.medusa2 import joint_loss
+from families.medusa.reference import joint_loss
 from safetensors.torch import load_file
 from support.cycle import CYCLE, CycleData, cycle_rows, cycle_target
 from support.recurrent_models import recurrent_model

@@ -15,9 +15,9 @@ from draftsmith.modules.files.atomic_files import file_sha256
 from draftsmith.recipes.__main__ import main
 from draftsmith.trainers import draft_module, fit, train_config
 from draftsmith.trainers.train_config import Start
+from families.mtp.cases import head
 from safetensors.torch import load_file, save_file
 from support.cycle import CycleData
-from support.families.mtp import head
 from support.native_heads import LINES, change, load, with_head
 from support.tiers import others_long
 

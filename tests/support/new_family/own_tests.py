@@ -6,7 +6,7 @@ from draftsmith.export import EVERY_FORMAT, export_artifact
 from draftsmith.export.artifact import Artifact
 from draftsmith.modules import Frontier, Target, Topology, UserError
 from draftsmith.modules.families.bigram.drafter import Bigram, BigramConfig
-from references.bigram import scores_after
+from families.bigram.reference import scores_after
 from support.families import randomised
 
 

@@ -31,7 +31,7 @@ from draftsmith.modules import (
 from draftsmith.modules.target.loading.hf_folder import NativeHead
 from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
-from references.mtp import head_logits
+from families.mtp.reference import head_logits
 from safetensors.torch import load_file, save_file
 from support.architectures import random_model
 from support.native_heads import LINES, change, load, with_head

@@ -24,7 +24,7 @@ from draftsmith.modules import (
 from draftsmith.modules.families.block.drafter import BlockState
 from draftsmith.modules.token_tree import TokenTree
 from draftsmith.trainers import draft_module, train_config
-from references.block import plain_slots
+from families.block.reference import plain_slots
 from support.families import randomised
 from support.wrapped_drafter import Wrapped
 

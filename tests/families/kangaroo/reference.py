@@ -4,9 +4,8 @@ import math
 
 import torch
 from draftsmith.modules import Kangaroo, Target
-from torch import Tensor
-
 from references.decoder_block import norm, turn
+from torch import Tensor
 
 
 def adapter(drafter: Kangaroo, exits_LD: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from draftsmith.modules.parts.shared_embeddings import shifted
 from draftsmith.modules.parts.training_time_test import step_attentions
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.trainers import DraftModule, draft_module, train_config
-from references.eagle import fspad, harmonised, plain_steps
+from families.eagle.reference import fspad, harmonised, plain_steps
 from support.cycle import cycle_rows, cycle_target
 from support.families import randomised
 from torch import Tensor

@@ -6,7 +6,7 @@ import pytest
 import torch
 from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target
 from draftsmith.trainers import draft_module, train_config
-from references.block import plain_refiner, plain_slots
+from families.block.reference import plain_refiner, plain_slots
 from support.families import randomised
 from torch import Tensor
 

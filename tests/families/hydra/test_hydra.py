@@ -27,7 +27,7 @@ from draftsmith.modules import (
     decode,
 )
 from draftsmith.modules.families.hydra.drafter import Hydra, HydraConfig, HydraState, PrefixLayer
-from references.hydra import hydra_state
+from families.hydra.reference import hydra_state
 from support.tiers import some_long
 from torch import Tensor
 

@@ -34,7 +34,7 @@ from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.modules.tuning.step_timing import BATCHES
 from draftsmith.trainers import draft_module, train_config
-from references.mask_tokens import state_behind
+from families.draft_lm.reference import state_behind
 from support.campaign_targets import build
 from support.families import randomised
 from support.native_answers import native_greedy, requests_for

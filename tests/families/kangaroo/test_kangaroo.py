@@ -34,7 +34,7 @@ from draftsmith.modules import (
 from draftsmith.modules.families.kangaroo.drafter import KangarooState
 from draftsmith.modules.interfaces.proposer import DraftState
 from draftsmith.modules.verification.acceptance_rules import Accepted
-from references.kangaroo import adapter, chain, draft_logits
+from families.kangaroo.reference import adapter, chain, draft_logits
 from support.campaign_drafters import POLICIES
 from support.campaign_greedy import tiny
 from support.campaign_targets import ARCHITECTURES

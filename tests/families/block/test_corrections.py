@@ -27,7 +27,7 @@ from draftsmith.modules.families.block.drafter import BlockState
 from draftsmith.modules.tuning.confidence_calibration import TEMPERATURES, calibrate_judgement
 from draftsmith.modules.verification.acceptance_rules import reject_siblings
 from draftsmith.trainers import DraftModule, draft_module, train_config
-from references.block import plain_state
+from families.block.reference import plain_state
 from references.rejection import level_law
 from support.families import randomised
 from torch import Tensor

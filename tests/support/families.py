@@ -1,6 +1,6 @@
 """The cases of every drafter family, for the tests that all families must pass.
 
-Each family has a file here with its own `CASES`, named after the family; a family in `DRAFTERS` must have one.
+Each family has its own `CASES` in tests/families/<family>/cases.py; a family in `DRAFTERS` must have them.
 """
 
 from importlib import import_module
@@ -13,7 +13,7 @@ __all__ = ["CASES", "IDS", "Case", "cases_of", "randomised"]
 
 def cases_of(family: str) -> dict[str, Case]:
     """The cases in a family's own file."""
-    cases: dict[str, Case] = import_module(f"support.families.{family}").CASES
+    cases: dict[str, Case] = import_module(f"families.{family}.cases").CASES
     return cases
 
 

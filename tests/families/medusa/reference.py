@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from torch import Tensor
-
 from references.vocabulary_loss import plain_loss
+from torch import Tensor
 
 
 def joint_loss(module, features, weights) -> Tensor:

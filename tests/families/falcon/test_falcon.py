@@ -23,7 +23,7 @@ from draftsmith.modules import (
 from draftsmith.modules.families.falcon.drafter import FalconState
 from draftsmith.modules.families.falcon.recurrence import LSTM, SegmentSteps
 from draftsmith.trainers import draft_module, train_config
-from references.falcon import told, torch_lstm
+from families.falcon.reference import told, torch_lstm
 from support.families import randomised
 
 CONFIGS = {"one": FalconConfig(block_size=1), "two": FalconConfig(), "three": FalconConfig(block_size=3)}

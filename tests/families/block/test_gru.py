@@ -9,7 +9,7 @@ import pytest
 import torch
 from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target
 from draftsmith.trainers import draft_module, fit, train_config
-from references.block import plain_gru, plain_slots
+from families.block.reference import plain_gru, plain_slots
 from support.cycle import CYCLE, CycleData, cycle_target
 from support.families import randomised
 from torch import Tensor

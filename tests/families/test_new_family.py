@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "tests" / "support" / "new_family"
 OWN_FILES = {
     "package.py": "modules/families/bigram/__init__.py",
     "drafter.py": "modules/families/bigram/drafter.py",
     "recipe.yaml": "recipes/bigram.yaml",
-    "cases.py": "tests/support/families/bigram.py",
-    "own_tests.py": "tests/modules/drafters/test_bigram.py",
-    "reference.py": "tests/references/bigram.py",
+    "cases.py": "tests/families/bigram/cases.py",
+    "own_tests.py": "tests/families/bigram/test_bigram.py",
+    "reference.py": "tests/families/bigram/reference.py",
 }
 """The family's own files; it has no layout, since no serving engine has a format for it."""
 EDITS = {
@@ -86,7 +86,7 @@ def test_a_new_family_passes_the_tests_that_all_pass(copy: Path) -> None:
     assert "bigram" in where
     output = run(copy, "-m", "pytest", "-v", "-k",
                  "bigram or every_family_has or keys_of_the_code or readme or map or import",
-                 "tests/modules/drafters/test_contract.py", "tests/modules/drafters/test_bigram.py",
+                 "tests/families/test_contract.py", "tests/families/bigram/test_bigram.py",
                  "tests/recipes/commands/test_memory_plan.py", "tests/trainers/test_families.py",
                  "tests/recipes/commands/test_key_reference.py", "tests/recipes/commands/test_method_table.py",
                  "tests/modules/test_readme.py", "tests/test_architecture.py")
