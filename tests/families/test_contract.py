@@ -1,10 +1,12 @@
 """Tests of every drafter family: alignment, train equals decode, losslessness, learning, artifacts."""
 
+import json
 import random
 from dataclasses import replace
 from functools import cache
 from itertools import cycle, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +21,6 @@ from draftsmith.modules import (
     DySpecTree,
     Eagle2Tree,
     Features,
-    Frontier,
-    Observation,
     Policy,
     Request,
     Scores,
@@ -38,6 +38,7 @@ from draftsmith.trainers.losses.chunked_losses import supervise
 from safetensors.torch import load_file
 from support.cycle import CycleData, cycle_target
 from support.families import CASES, randomised
+from support.observations import frontier, observed
 from support.tiers import FIRST_CASES, others_long
 from torch import Tensor
 
@@ -225,22 +226,6 @@ def test_supervision_follows_the_predicted_token(tiny_target: Target) -> None:
 # Train equals decode --------------------------------------------------------------------------------------------------
 
 
-def observed(features: Features, rows: list[int], first: int, counts: list[int]) -> Observation:
-    """The next tokens of some rows, left-aligned, with garbage after them."""
-    width = max(1, *counts)
-
-    def cut(states_BLD: Tensor) -> Tensor:
-        states = states_BLD[rows, first : first + width].clone()
-        for place, count in enumerate(counts):
-            states[place, count:] = 1e6
-        return states
-
-    roots = [int(features.tokens_BL[row, first + count]) for row, count in zip(rows, counts, strict=True)]
-    return Observation(tokens_BN=features.tokens_BL[rows, first : first + width], counts_B=torch.tensor(counts),
-                       final_BND=cut(features.final()), roots_B=torch.tensor(roots),
-                       taps={layer: cut(states) for layer, states in features.taps.items()})
-
-
 def chain_scores(drafter: Drafter, features: Features, observations: list[tuple[list[int], int, list[int]]],
                  roots: list[int], depth: int) -> Tensor:
     """Log-probabilities [B, depth, Q] of the true tokens' successors, drafted step by step."""
@@ -249,12 +234,9 @@ def chain_scores(drafter: Drafter, features: Features, observations: list[tuple[
     for seen in observations:
         drafter.observe(state, torch.tensor(seen[0]), observed(features, *seen))
     levels: list[Tensor] = []
-    for level in range(depth):
-        places = torch.tensor(roots) + level
-        node_BF = torch.full((len(roots), 1), level)
-        frontier = Frontier(nodes_BF=node_BF, parents_BF=node_BF - 1,
-                            tokens_BF=features.tokens_BL[rows, places][:, None])
-        scores = drafter.expand(state, frontier)
+    for node in range(depth):
+        tokens_BF = features.tokens_BL[rows, torch.tensor(roots) + node][:, None]
+        scores = drafter.expand(state, frontier([node], [node - 1], tokens_BF))
         if scores.candidates_BFHQ is not None:
             # Candidates alone have a chance.
             known = scores.log_probs_BFHQ
@@ -273,8 +255,8 @@ def test_train_equals_decode(name: str, tiny_target: Target) -> None:
     with torch.no_grad():
         features = target.encode(Features.from_rows(rows), drafter.taps)
         drafts = drafter(features)
-        # All rows at once, two of them in another order, and one alone.
-        seen = [([0, 1, 2], 0, [5, 2, 5]), ([2, 0], 5, [3, 1]), ([0], 6, [1])]
+        # All rows at once, two of them in another order, one alone, and one without news, which keeps its state.
+        seen = [([0, 1, 2], 0, [5, 2, 5]), ([2, 0], 5, [3, 1]), ([0], 6, [1]), ([1], 2, [0])]
         found = chain_scores(drafter, features, seen, [7, 2, 8], depth)
         for row, root in enumerate([7, 2, 8]):
             for level in range(depth):
@@ -290,8 +272,7 @@ def test_rows_can_be_cleared_moved_and_removed(name: str, tiny_target: Target) -
     drafter, target = made(name, tiny_target)
     features = target.encode(Features.from_rows(conversations(target, (16, 16, 16))), drafter.taps)
     order = torch.tensor([2, 1])
-    root = Frontier(nodes_BF=torch.zeros(2, 1, dtype=torch.long), parents_BF=torch.full((2, 1), -1),
-                    tokens_BF=features.tokens_BL[[2, 1], [6, 4]][:, None])
+    root = frontier([0], [-1], features.tokens_BL[[2, 1], [6, 4]][:, None])
     with torch.no_grad():
         state = drafter.start(3, 64)
         drafter.observe(state, torch.arange(3), observed(features, [0, 1, 2], 0, [5, 4, 6]))
@@ -455,15 +436,37 @@ def test_borrowed_weights_are_not_parameters(name: str, tiny_target: Target) -> 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_unbound_drafter_refuses_to_run(name: str, tiny_target: Target) -> None:
+    """Bound before or after its weights are loaded it has the states of the original."""
     drafter, target = made(name, tiny_target)
-    other = type(drafter).rebuild(drafter.describe(), target.identity)
-    other.load_state_dict(drafter.state_dict())
-    features = alone(target, drafter, conversations(target)[0])
-    with pytest.raises(RuntimeError, match="not bound to a target"):
-        other(features)
-    other.bind(target)
-    with torch.no_grad():
-        assert torch.equal(other.eval()(features).hidden_BLKD, drafter(features).hidden_BLKD)
+    described, features = json.loads(json.dumps(drafter.describe())), alone(target, drafter, conversations(target)[0])
+    for loads_first in (True, False):
+        other = type(drafter).rebuild(described, target.identity)
+        if loads_first:
+            with pytest.raises(RuntimeError, match="not bound to a target"):
+                other(features)
+            with pytest.raises(RuntimeError, match="not bound to a target"):
+                other.expand(other.start(1, 64), frontier([0], [-1], [[5]]))
+            other.load_state_dict(drafter.state_dict())
+        other.bind(target)
+        if not loads_first:
+            other.load_state_dict(drafter.state_dict())
+        with torch.no_grad():
+            found, wanted = (one.eval()(features).hidden_BLKD for one in (other, drafter))
+            assert torch.equal(found, wanted)
+            assert torch.equal(other.project(found[:, :, -1], 0), drafter.project(wanted[:, :, -1], 0))
+
+
+@pytest.mark.parametrize("name", FIRST_CASES)
+def test_what_does_not_fit_the_target_is_refused(name: str, tiny_target: Target) -> None:
+    drafter, target = made(name, tiny_target)
+    with pytest.raises(UserError, match="is described by"):
+        type(drafter).rebuild({"unknown": 4}, target.identity)
+    config = replace(drafter.config, vocabulary_size=7)
+    with pytest.raises(UserError, match="vocabulary_size is 7 but 6 token ids were given"):
+        type(drafter).create(config, target, torch.arange(6), drafter)
+    other: Any = SimpleNamespace(hidden_size=32, vocab_size=90, identity=SimpleNamespace(name="odd"), tokenizer=None)
+    with pytest.raises(UserError, match=r"32 and 100 tokens, but odd has width 32 and 90|of 100 tokens, odd one of 90"):
+        drafter.bind(other)
 
 
 def copies(drafter: Drafter, target: Target) -> list[str]:

@@ -1,7 +1,9 @@
-"""Hand-written observations for tests of drafters without a target."""
+"""Hand-written observations for tests of drafters: of tokens alone, and of texts that a target has encoded."""
+
+from typing import Any
 
 import torch
-from draftsmith.modules import Frontier, Observation, Proposer, Verified
+from draftsmith.modules import Drafter, Features, Frontier, Observation, Proposer, Target, Verified
 from draftsmith.modules.interfaces.proposer import DraftState
 from torch import Tensor
 
@@ -21,11 +23,88 @@ def observe(drafter: Proposer, state: DraftState, rows: list[int], texts: list[l
     drafter.observe(state, torch.tensor(rows), observation(texts))
 
 
-def frontier(nodes: list[int], parents: list[int], tokens: list[list[int]]) -> Frontier:
+def frontier(nodes: list[int], parents: list[int], tokens: list[list[int]] | Tensor) -> Frontier:
     """A frontier with the same nodes in every row."""
     rows = len(tokens)
     return Frontier(nodes_BF=torch.tensor([nodes] * rows), parents_BF=torch.tensor([parents] * rows),
-                    tokens_BF=torch.tensor(tokens))
+                    tokens_BF=torch.as_tensor(tokens))
+
+
+def level(nodes: list[int], parents: list[int], tokens: list[int]) -> Frontier:
+    """A frontier of one row."""
+    return frontier(nodes, parents, [tokens])
+
+
+def text(target: Target, drafter: Drafter, tokens: list[int]) -> Features:
+    """A row of which every token is a label."""
+    return target.encode(Features.from_rows([(tokens, [True] * len(tokens))]), drafter.taps)
+
+
+def packed(target: Target, drafter: Drafter) -> Features:
+    """Rows of two segments, with padding before, between and after them, and gaps in the supervision."""
+    segments = torch.tensor([[-1] * 2 + [0] * cut + [-1] + [1] * (15 - cut) for cut in (3, 7)] + [[0] * 16 + [-1] * 2])
+    positions = torch.tensor([[row[:place].count(segment) for place, segment in enumerate(row)]
+                              for row in segments.tolist()])
+    chance = torch.Generator().manual_seed(1)
+    tokens = torch.randint(4, target.vocab_size, segments.shape, generator=chance)
+    supervised = (segments >= 0) & (torch.rand(segments.shape, generator=chance) < 0.8)
+    return target.encode(Features(tokens_BL=tokens, segments_BL=segments, positions_BL=positions,
+                                  supervised_BL=supervised), drafter.taps)
+
+
+def encoded(target: Target, rows: int = 3, length: int = 12) -> Features:
+    """Random rows of which every token is a label."""
+    tokens = torch.randint(4, target.vocab_size, (rows, length)).tolist()
+    return target.encode(Features.from_rows([(row, [True] * length) for row in tokens]))
+
+
+def observed(features: Features, rows: list[int], first: list[int] | int, counts: list[int]) -> Observation:
+    """The next counts[b] positions of these rows from first[b] on, left-aligned, garbage after them."""
+    index_B1, order_N = torch.tensor(rows)[:, None], torch.arange(max(counts) + 2)
+    unread_BN, first_B = order_N >= torch.tensor(counts)[:, None], torch.tensor(first).expand(len(rows))
+    places_BN = (first_B[:, None] + order_N).clamp(max=features.tokens_BL.shape[1] - 1)
+
+    def cut(states_BLD: Tensor) -> Tensor:
+        return states_BLD[index_B1, places_BN].masked_fill(unread_BN[..., None], torch.nan)
+
+    return Observation(tokens_BN=features.tokens_BL[index_B1, places_BN].masked_fill(unread_BN, 7),
+                       counts_B=torch.tensor(counts), final_BND=cut(features.final()),
+                       taps={layer: cut(states) for layer, states in features.taps.items()},
+                       roots_B=features.tokens_BL[index_B1[:, 0], first_B + torch.tensor(counts)])
+
+
+def news(features: Features, first: int, count: int) -> Observation:
+    """The next positions of the only row."""
+    return observed(features, [0], [first], [count])
+
+
+def read(drafter: Drafter, features: Features, *counts: int) -> Any:
+    """The state after the first positions of the only row, read in pieces of these sizes."""
+    state = drafter.start(1, 64)
+    for number, count in enumerate(counts):
+        drafter.observe(state, torch.tensor([0]), news(features, sum(counts[:number]), count))
+    return state
+
+
+def check_tree(drafter: Drafter, features: Features, levels: list[tuple[list[int], list[int]]]) -> None:
+    """Compare the scores of each node below the seventh token of a text with those of its path alone.
+
+    Args:
+        levels: nodes and their parents, the root's first; node n has token 50 + n.
+    """
+    parents = {node: parent for nodes, above in levels for node, parent in zip(nodes, above, strict=True)}
+    token = {node: 50 + node if node else int(features.tokens_BL[0, 6]) for node in parents}
+    grown = read(drafter, features, 6)
+    for nodes, above in levels:
+        scores = drafter.expand(grown, level(nodes, above, [token[node] for node in nodes]))
+        for column, node in enumerate(nodes):
+            path, alone = [node], read(drafter, features, 6)
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            for depth, step in enumerate(path):
+                told = drafter.expand(alone, level([depth], [depth - 1], [token[step]]))
+            torch.testing.assert_close(scores.log_probs_BFHQ[0, column], told.log_probs_BFHQ[0, 0],
+                                       atol=1e-5, rtol=1e-4)
 
 
 def logits_of(successors: list[list[int]], vocab_size: int) -> Tensor:

@@ -12,7 +12,6 @@ from draftsmith.modules import (
     BlockDraftConfig,
     DecodeSettings,
     Features,
-    Frontier,
     Observation,
     Request,
     StaticTree,
@@ -21,11 +20,11 @@ from draftsmith.modules import (
     UserError,
     decode,
 )
-from draftsmith.modules.families.block.drafter import BlockState
 from draftsmith.modules.token_tree import TokenTree
 from draftsmith.trainers import draft_module, train_config
 from families.block.reference import plain_slots
 from support.families import randomised
+from support.observations import level, news, packed, read, text
 from support.wrapped_drafter import Wrapped
 
 CONFIGS = {
@@ -42,46 +41,6 @@ TOKENS = list(range(20, 38))
 
 def made(config: BlockDraftConfig, target: Target) -> BlockDraft:
     return randomised(BlockDraft.create(config, target).to(target.dtype))
-
-
-def text(target: Target, drafter: BlockDraft, tokens: list[int]) -> Features:
-    return target.encode(Features.from_rows([(tokens, [True] * len(tokens))]), drafter.taps)
-
-
-def packed(target: Target, drafter: BlockDraft) -> Features:
-    """Rows of two segments, with padding before, between and after them, and gaps in the supervision."""
-    segments = torch.tensor([[-1] * 2 + [0] * cut + [-1] + [1] * (15 - cut) for cut in (3, 7)] + [[0] * 16 + [-1] * 2])
-    positions = torch.tensor([[row[:place].count(segment) for place, segment in enumerate(row)]
-                              for row in segments.tolist()])
-    chance = torch.Generator().manual_seed(1)
-    tokens = torch.randint(4, target.vocab_size, segments.shape, generator=chance)
-    supervised = (segments >= 0) & (torch.rand(segments.shape, generator=chance) < 0.8)
-    return target.encode(Features(tokens_BL=tokens, segments_BL=segments, positions_BL=positions,
-                                  supervised_BL=supervised), drafter.taps)
-
-
-def news(features: Features, first: int, count: int) -> Observation:
-    """The next tokens of the only row, two columns of garbage after them."""
-    def cut(states: torch.Tensor) -> torch.Tensor:
-        return torch.cat([states[:, first : first + count], torch.full_like(states[:, :2], torch.nan)], dim=1)
-
-    return Observation(tokens_BN=torch.cat([features.tokens_BL[:, first : first + count], torch.tensor([[7, 8]])], 1),
-                       counts_B=torch.tensor([count]), final_BND=cut(features.final()),
-                       taps={layer: cut(states) for layer, states in features.taps.items()},
-                       roots_B=features.tokens_BL[:, first + count])
-
-
-def read(drafter: BlockDraft, features: Features, *counts: int) -> BlockState:
-    state, first = drafter.start(1, 64), 0
-    for count in counts:
-        drafter.observe(state, torch.tensor([0]), news(features, first, count))
-        first += count
-    return state
-
-
-def level(nodes: list[int], parents: list[int], tokens: list[int]) -> Frontier:
-    return Frontier(nodes_BF=torch.tensor([nodes]), parents_BF=torch.tensor([parents]),
-                    tokens_BF=torch.tensor([tokens]))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -13,8 +13,6 @@ from draftsmith.modules import (
     BlockDraftConfig,
     DecodeSettings,
     Features,
-    Frontier,
-    Observation,
     Request,
     Target,
     Topology,
@@ -23,13 +21,13 @@ from draftsmith.modules import (
     policy_named,
 )
 from draftsmith.modules.families.block.corrections import Markov, Shape
-from draftsmith.modules.families.block.drafter import BlockState
 from draftsmith.modules.tuning.confidence_calibration import TEMPERATURES, calibrate_judgement
 from draftsmith.modules.verification.acceptance_rules import reject_siblings
 from draftsmith.trainers import DraftModule, draft_module, train_config
 from families.block.reference import plain_state
 from references.rejection import level_law
 from support.families import randomised
+from support.observations import level, read, text
 from torch import Tensor
 
 NAMES = ("markov", "gated", "rnn", "gru", "state", "refiner")
@@ -37,7 +35,7 @@ IDS = torch.tensor([5, 9, 30, 31, 60, 61])
 
 
 def features_of(target: Target, drafter: BlockDraft) -> Features:
-    return target.encode(Features.from_rows([(list(range(20, 32)), [True] * 12)]), drafter.taps)
+    return text(target, drafter, list(range(20, 32)))
 
 
 def logits(drafter: BlockDraft, features: Features) -> Tensor:
@@ -115,29 +113,18 @@ def test_a_corrected_state_is_that_of_the_formula(tiny_target_f64: Target) -> No
                 before = int(features.tokens_BL[0, place + 1 + step])
                 torch.testing.assert_close(found[place, step], plain_state(drafter, slots[place, step], before),
                                            atol=1e-10, rtol=1e-10)
-        state, path = read(drafter, features), [int(features.tokens_BL[0, 6]), 44, 61]
+        state, path = read(drafter, features, 6), [int(features.tokens_BL[0, 6]), 44, 61]
         for step, token in enumerate(path):
-            scores = drafter.expand(state, Frontier(nodes_BF=torch.tensor([[step]]), tokens_BF=torch.tensor([[token]]),
-                                                    parents_BF=torch.tensor([[step - 1]])))
+            scores = drafter.expand(state, level([step], [step - 1], [token]))
             wanted = tiny_target_f64.logits(plain_state(drafter, slots[5, step], token)).log_softmax(-1)
             torch.testing.assert_close(scores.log_probs_BFHQ[0, 0, 0], wanted, atol=1e-9, rtol=1e-9)
 
 
-def read(drafter: BlockDraft, features: Features) -> BlockState:
-    """Six tokens of the text are read, the seventh is the root."""
-    state = drafter.start(1, 32)
-    drafter.observe(state, torch.tensor([0]), Observation(
-        tokens_BN=features.tokens_BL[:, :6], counts_B=torch.tensor([6]), final_BND=features.final()[:, :6],
-        taps={layer: states[:, :6] for layer, states in features.taps.items()}, roots_B=features.tokens_BL[:, 6]))
-    return state
-
-
 def scores(drafter: BlockDraft, features: Features, path: tuple[int, ...]) -> Tensor:
     """log q [Q] of the children of a path below the root, as decoding makes it; minus infinity for no candidate."""
-    state = read(drafter, features)
+    state = read(drafter, features, 6)
     for depth, token in enumerate([int(features.tokens_BL[0, 6]), *path]):
-        found = drafter.expand(state, Frontier(nodes_BF=torch.tensor([[depth]]), tokens_BF=torch.tensor([[token]]),
-                                               parents_BF=torch.tensor([[depth - 1]])))
+        found = drafter.expand(state, level([depth], [depth - 1], [token]))
     log_q_Q = found.log_probs_BFHQ[0, 0, 0]
     if found.candidates_BFHQ is None:
         return log_q_Q
@@ -146,14 +133,12 @@ def scores(drafter: BlockDraft, features: Features, path: tuple[int, ...]) -> Te
 
 def branches(drafter: BlockDraft, features: Features) -> Iterator[tuple[list[int], Tensor]]:
     """(tokens from the root on, log q [Q] of the children) of each node of a tree with branches, level by level."""
-    state, root = read(drafter, features), int(features.tokens_BL[0, 6])
+    state, root = read(drafter, features, 6), int(features.tokens_BL[0, 6])
     paths: dict[int, list[int]] = {-1: []}
-    for level in ([(-1, root)], [(0, 44), (0, 61)], [(1, 7), (2, 8)], [(4, 9), (3, 9)]):
-        nodes = [len(paths) - 1 + place for place in range(len(level))]
-        found = drafter.expand(state, Frontier(
-            nodes_BF=torch.tensor([nodes]), parents_BF=torch.tensor([[parent for parent, _ in level]]),
-            tokens_BF=torch.tensor([[token for _, token in level]])))
-        for place, (node, (parent, token)) in enumerate(zip(nodes, level, strict=True)):
+    for new in ([(-1, root)], [(0, 44), (0, 61)], [(1, 7), (2, 8)], [(4, 9), (3, 9)]):
+        nodes = [len(paths) - 1 + place for place in range(len(new))]
+        found = drafter.expand(state, level(nodes, [parent for parent, _ in new], [token for _, token in new]))
+        for place, (node, (parent, token)) in enumerate(zip(nodes, new, strict=True)):
             paths[node] = [*paths[parent], token]
             yield paths[node], found.log_probs_BFHQ[0, place, 0]
 
@@ -172,7 +157,7 @@ def pair_law(p_of: Law, drawn_of: Law, told_of: Law, keep: Callable[[Tensor], Te
         keep: which children of a list [.., 2] stay in the tree.
         stops: tokens after which nothing is drafted.
     """
-    def level(path: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def law(path: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         told = told_of(path).log()
 
         def reject(p: Tensor, log_q: Tensor, lists: Tensor, real: Tensor, marks: Tensor) -> Any:
@@ -180,10 +165,10 @@ def pair_law(p_of: Law, drawn_of: Law, told_of: Law, keep: Callable[[Tensor], Te
 
         return level_law(reject, p_of(path), drawn_of(path), 2, True)
 
-    accepted, bonus = level(())
+    accepted, bonus = law(())
     rows = []
     for token in range(len(accepted)):
-        below = p_of((token,)) if token in stops or not accepted[token] else sum(level((token,)))
+        below = p_of((token,)) if token in stops or not accepted[token] else sum(law((token,)))
         rows.append(accepted[token] * below + bonus[token] * p_of((token,)))
     return torch.stack(rows)
 
@@ -347,14 +332,13 @@ def test_drafts_end_before_a_guess_that_is_judged_unlikely(tiny_target: Target) 
         policy = policy_named(f"confident-{share}", tree, drafter)
         drafted = decode(tiny_target, requests, DecodeSettings(ignore_eos=True), drafter=drafter, policy=policy)
         assert [one.tokens for one in drafted.generations] == [one.tokens for one in plain.generations]
-        grown = policy.grow(drafter, read(drafter, features), features.tokens_BL[:, 6])
+        grown = policy.grow(drafter, read(drafter, features, 6), features.tokens_BL[:, 6])
         lengths[share] = int(grown.real_BN.sum()) - 1
-    state = read(drafter, features)
-    scores = drafter.expand(state, Frontier(nodes_BF=torch.zeros(1, 1, dtype=torch.long),
-                                            parents_BF=torch.full((1, 1), -1), tokens_BF=features.tokens_BL[:, 6:7]))
+    state = read(drafter, features, 6)
+    scores = drafter.expand(state, level([0], [-1], features.tokens_BL[0, 6:7].tolist()))
     first = float(drafter.judge(scores.states_BFHD, 0).detach().sigmoid())
     lengths[first + 0.01] = int(policy_named(f"confident-{first + 0.01:.6f}", tree, drafter).grow(
-        drafter, read(drafter, features), features.tokens_BL[:, 6]).real_BN.sum()) - 1
+        drafter, read(drafter, features, 6), features.tokens_BL[:, 6]).real_BN.sum()) - 1
     assert (lengths[0.001], lengths[0.999], lengths[first + 0.01]) == (3, 0, 0)
 
 

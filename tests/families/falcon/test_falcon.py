@@ -13,18 +13,16 @@ from draftsmith.modules import (
     Falcon,
     FalconConfig,
     Features,
-    Frontier,
-    Observation,
     Target,
     Topology,
     UserError,
     ranked_text,
 )
-from draftsmith.modules.families.falcon.drafter import FalconState
 from draftsmith.modules.families.falcon.recurrence import LSTM, SegmentSteps
 from draftsmith.trainers import draft_module, train_config
 from families.falcon.reference import told, torch_lstm
 from support.families import randomised
+from support.observations import check_tree, level, news, packed, read, text
 
 CONFIGS = {"one": FalconConfig(block_size=1), "two": FalconConfig(), "three": FalconConfig(block_size=3)}
 TOKENS = list(range(20, 38))
@@ -34,40 +32,9 @@ def made(config: FalconConfig, target: Target) -> Falcon:
     return randomised(Falcon.create(config, target).to(target.dtype))
 
 
-def text(target: Target, tokens: list[int]) -> Features:
-    return target.encode(Features.from_rows([(tokens, [True] * len(tokens))]))
-
-
-def packed(target: Target) -> Features:
-    """Rows of two segments, with padding before, between and after them."""
-    segments = torch.tensor([[-1] * 2 + [0] * cut + [-1] + [1] * (15 - cut) for cut in (2, 7)] + [[0] * 16 + [-1] * 2])
-    positions = torch.tensor([[row[:place].count(segment) for place, segment in enumerate(row)]
-                              for row in segments.tolist()])
-    tokens = torch.randint(4, target.vocab_size, segments.shape, generator=torch.Generator().manual_seed(1))
-    return target.encode(Features(tokens_BL=tokens, segments_BL=segments, positions_BL=positions,
-                                  supervised_BL=segments >= 0))
-
-
-def news(features: Features, first: int, count: int) -> Observation:
-    """The next tokens of the only row, two columns of garbage after them."""
-    final = features.final()[:, first : first + count]
-    tokens = torch.cat([features.tokens_BL[:, first : first + count], torch.tensor([[7, 8]])], dim=1)
-    return Observation(tokens_BN=tokens, counts_B=torch.tensor([count]), taps={},
-                       final_BND=torch.cat([final, torch.full_like(features.final()[:, :2], torch.nan)], dim=1),
-                       roots_B=features.tokens_BL[:, first + count])
-
-
-def read(drafter: Falcon, features: Features, *counts: int) -> FalconState:
-    state, first = drafter.start(1, 64), 0
-    for count in counts:
-        drafter.observe(state, torch.tensor([0]), news(features, first, count))
-        first += count
-    return state
-
-
-def level(nodes: list[int], parents: list[int], tokens: list[int]) -> Frontier:
-    return Frontier(nodes_BF=torch.tensor([nodes]), parents_BF=torch.tensor([parents]),
-                    tokens_BF=torch.tensor([tokens]))
+def with_text(config: FalconConfig, target: Target) -> tuple[Falcon, Features]:
+    drafter = made(config, target)
+    return drafter, text(target, drafter, TOKENS)
 
 
 # The recurrent network ------------------------------------------------------------------------------------------------
@@ -135,7 +102,8 @@ def test_segments_side_by_side_equal_each_alone() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_blocks_equal_the_plain_twin(name: str, tiny_target_f64: Target) -> None:
-    drafter, features = made(CONFIGS[name], tiny_target_f64), packed(tiny_target_f64)
+    drafter = made(CONFIGS[name], tiny_target_f64)
+    features = packed(tiny_target_f64, drafter)
     blocks, size = 3, CONFIGS[name].block_size
     with torch.no_grad():
         found = torch.stack(drafter.rollout(features, blocks), dim=2)
@@ -149,7 +117,7 @@ def test_blocks_equal_the_plain_twin(name: str, tiny_target_f64: Target) -> None
 
 def test_every_estimate_of_a_block_sees_its_end(tiny_target: Target) -> None:
     """The relaxed causal mask: a position before the end sees the end, unlike with a strict mask."""
-    drafter, features = made(FalconConfig(block_size=3), tiny_target), text(tiny_target, TOKENS)
+    drafter, features = with_text(FalconConfig(block_size=3), tiny_target)
     final_BLD = features.final().clone()
     final_BLD[0, 6] += 1.0
     with torch.no_grad():
@@ -160,7 +128,8 @@ def test_every_estimate_of_a_block_sees_its_end(tiny_target: Target) -> None:
 
 
 def test_a_new_drafter_returns_the_states_of_its_queries(tiny_target: Target) -> None:
-    drafter, features = Falcon.create(FalconConfig(block_size=3), tiny_target).eval(), text(tiny_target, TOKENS)
+    drafter = Falcon.create(FalconConfig(block_size=3), tiny_target).eval()
+    features = text(tiny_target, drafter, TOKENS)
     with torch.no_grad():
         hidden = drafter(features).hidden_BLKD[0]
     for place in range(3):
@@ -169,7 +138,7 @@ def test_a_new_drafter_returns_the_states_of_its_queries(tiny_target: Target) ->
 
 
 def test_estimates_are_read_without_gradients(tiny_target: Target) -> None:
-    drafter, features = made(FalconConfig(blocks=2), tiny_target), text(tiny_target, TOKENS)
+    drafter, features = with_text(FalconConfig(blocks=2), tiny_target)
     estimates = drafter.rollout(features, 2)
     for first in estimates[:2]:
         first.retain_grad()
@@ -184,7 +153,7 @@ def test_estimates_are_read_without_gradients(tiny_target: Target) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("counts", [(1,), (2, 0, 1), (3, 1, 3)])
 def test_deep_drafts_equal_the_blocks_of_training(name: str, counts: tuple[int, ...], tiny_target: Target) -> None:
-    drafter, features, end = made(CONFIGS[name], tiny_target), text(tiny_target, TOKENS), sum(counts) - 1
+    (drafter, features), end = with_text(CONFIGS[name], tiny_target), sum(counts) - 1
     with torch.no_grad():
         hidden_LKD = drafter(features).hidden_BLKD[0]
         state = read(drafter, features, *counts)
@@ -196,28 +165,14 @@ def test_deep_drafts_equal_the_blocks_of_training(name: str, counts: tuple[int, 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_node_scores_like_its_path_alone(name: str, tiny_target: Target) -> None:
-    drafter, features = made(CONFIGS[name], tiny_target), text(tiny_target, TOKENS)
-    levels = [([0], [-1]), ([1, 2, 3], [0, 0, 0]), ([7, 4, 6], [2, 1, 2]), ([9, 8, 10], [7, 4, 7]),
-              ([12, 11], [10, 9]), ([15, 13, 14], [12, 12, 11]), ([16], [14])]
-    parents = {node: parent for nodes, above in levels for node, parent in zip(nodes, above, strict=True)}
-    grown = read(drafter, features, 6)
-    for nodes, above in levels:
-        tokens = [TOKENS[6] if node == 0 else 50 + node for node in nodes]
-        scores = drafter.expand(grown, level(nodes, above, tokens)).log_probs_BFHQ
-        for column, node in enumerate(nodes):
-            path = [node]
-            while parents[path[0]] >= 0:
-                path.insert(0, parents[path[0]])
-            alone = read(drafter, features, 6)
-            for depth, step in enumerate(path):
-                asked = level([depth], [depth - 1], [TOKENS[6] if step == 0 else 50 + step])
-                wanted = drafter.expand(alone, asked).log_probs_BFHQ
-            torch.testing.assert_close(scores[0, column], wanted[0, 0], atol=1e-5, rtol=1e-4)
+    check_tree(*with_text(CONFIGS[name], tiny_target), [
+        ([0], [-1]), ([1, 2, 3], [0, 0, 0]), ([7, 4, 6], [2, 1, 2]), ([9, 8, 10], [7, 4, 7]),
+        ([12, 11], [10, 9]), ([15, 13, 14], [12, 12, 11]), ([16], [14])])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_drafted_states_are_discarded_and_the_targets_are_read(name: str, tiny_target: Target) -> None:
-    drafter, features = made(CONFIGS[name], tiny_target), text(tiny_target, TOKENS)
+    drafter, features = with_text(CONFIGS[name], tiny_target)
     used, fresh = read(drafter, features, 5), read(drafter, features, 9)
     for nodes, above in (([0], [-1]), ([1, 2], [0, 0]), ([3, 4], [1, 2]), ([5, 6], [4, 4])):
         drafter.expand(used, level(nodes, above, [60 + node for node in nodes]))
@@ -231,7 +186,7 @@ def test_drafted_states_are_discarded_and_the_targets_are_read(name: str, tiny_t
 
 @pytest.mark.parametrize(("size", "depth", "runs"), [(1, 4, 4), (2, 4, 2), (2, 5, 3), (4, 4, 1)])
 def test_the_layer_runs_once_for_a_block(size: int, depth: int, runs: int, tiny_target: Target) -> None:
-    drafter, features, calls = made(FalconConfig(block_size=size), tiny_target), text(tiny_target, TOKENS), []
+    (drafter, features), calls = with_text(FalconConfig(block_size=size), tiny_target), []
     drafter.layers[0].register_forward_hook(lambda *_: calls.append(1))
     state = read(drafter, features, 6)
     Chain(depth).grow(drafter, state, features.tokens_BL[:, 6])
@@ -241,32 +196,15 @@ def test_the_layer_runs_once_for_a_block(size: int, depth: int, runs: int, tiny_
 def test_ranks_cover_whole_blocks(tiny_target: Target) -> None:
     for size, steps in ((2, 6), (4, 8), (7, 7)):
         drafter = made(FalconConfig(block_size=size), tiny_target)
-        assert ranked_text(drafter, [text(tiny_target, TOKENS)]).ranks_PK.shape == (len(TOKENS) - 2, steps)
+        assert ranked_text(drafter, [text(tiny_target, drafter, TOKENS)]).ranks_PK.shape == (len(TOKENS) - 2, steps)
         assert (drafter.reach, drafter.unrolls, drafter.trained_steps) == (None, None, size)
 
 
 # Training and refusals ------------------------------------------------------------------------------------------------
 
 
-def test_training_learns_the_targets_states_and_tokens(tiny_target: Target) -> None:
-    """With the default objective, on the target's own states and distributions."""
-    module = draft_module(Falcon)(tiny_target, train_config(Falcon)())
-    drafter, features = Falcon.create(FalconConfig(), tiny_target), packed(tiny_target)
-    module.drafter = drafter.train()
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(40):
-        optimizer.zero_grad()
-        learned = module.loss(features)
-        learned.total.backward()
-        optimizer.step()
-        losses.append(float(learned.total.detach()))
-    assert learned.offsets == (2, 3)
-    assert losses[-1] < 0.6 * losses[0]
-
-
 def test_noise_is_added_in_training_alone(tiny_target: Target) -> None:
-    drafter, features = made(FalconConfig(noise=0.1), tiny_target), text(tiny_target, TOKENS)
+    drafter, features = with_text(FalconConfig(noise=0.1), tiny_target)
     with torch.no_grad():
         still = [drafter.rollout(features, 1)[0] for _ in range(2)]
         moved = drafter.train().rollout(features, 1)[0]
@@ -286,24 +224,12 @@ def test_impossible_settings_are_refused(settings: dict[str, int], estimates_so:
         FalconConfig(**settings)
 
 
-def test_a_vocabulary_larger_than_the_targets_is_refused(tiny_target: Target) -> None:
-    size = tiny_target.vocab_size
-    with pytest.raises(UserError, match=f"vocabulary_size is {size + 1}, but the target has {size} tokens; set it to"):
-        Falcon.create(FalconConfig(vocabulary_size=size + 1), tiny_target, torch.arange(size + 1))
-
-
 def test_rows_that_are_too_short_are_refused_in_training_alone(tiny_target: Target) -> None:
     drafter = made(FalconConfig(block_size=3, blocks=2), tiny_target).train()
-    drafter(text(tiny_target, TOKENS[:8]))
+    drafter(text(tiny_target, drafter, TOKENS[:8]))
     with pytest.raises(UserError, match="6 draft steps need rows of at least 8 tokens, got 7; lower block_size or "):
-        drafter(text(tiny_target, TOKENS[:7]))
-    assert drafter.eval()(text(tiny_target, TOKENS[:2])).hidden_BLKD.shape[1:3] == (2, 6)
-
-
-def test_an_unknown_description_is_refused(tiny_target: Target) -> None:
-    drafter = made(FalconConfig(), tiny_target)
-    with pytest.raises(UserError, match="a drafter of the family falcon is described by"):
-        Falcon.rebuild({**drafter.describe(), "mask": 2}, tiny_target.identity)
+        drafter(text(tiny_target, drafter, TOKENS[:7]))
+    assert drafter.eval()(text(tiny_target, drafter, TOKENS[:2])).hidden_BLKD.shape[1:3] == (2, 6)
 
 
 @pytest.mark.parametrize("format_name", sorted({*EVERY_FORMAT} - {"specdec", "target"}))
@@ -321,7 +247,7 @@ def test_dropout_is_between_the_recurrent_layers_in_training(tiny_target_f64: Ta
     made.drafter.to(tiny_target_f64.dtype)
     made.train()
     # A new drafter's last recurrent layer gives zeros, dropped or not.
-    lstm, batch = randomised(made.drafter).train().lstm, packed(tiny_target_f64)
+    lstm, batch = randomised(made.drafter).train().lstm, packed(tiny_target_f64, made.drafter)
     read = torch.randn(3, 18, 2 * tiny_target_f64.hidden_size, dtype=torch.float64)
     first, second = (lstm(read, lstm.zero_memory(3))[0] for _ in range(2))
     assert torch.equal(first[0], second[0]), "the input of the first layer is whole"
