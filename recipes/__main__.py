@@ -11,8 +11,7 @@ from importlib import import_module
 from importlib.metadata import version
 from io import TextIOWrapper
 
-from .terminal.interruption import Stopped, stopped_by_signals
-from .terminal.terminal_text import one_sentence
+from .terminal import Stopped, one_sentence, stopped_by_signals
 
 COMMANDS = {
     "run": ("pipeline", "from a recipe to a report: distill, train, evaluate; finished stages are skipped"),
@@ -25,8 +24,8 @@ COMMANDS = {
     "choose": ("choose", "target and device -> the draft that pays there, or none, with a table"),
     "doctor": ("doctor", "artifact and its data -> what lowers acceptance, each with a remedy"),
     "export": ("artifact_commands", "artifact -> files in the layout of another project or a serving engine"),
-    "import": ("importing", "published checkpoint -> artifact, which the other commands take like a trained one"),
-    "push": ("publishing", "artifact or exported folder -> a model on the Hugging Face Hub, with its card"),
+    "import": ("exchange", "published checkpoint -> artifact, which the other commands take like a trained one"),
+    "push": ("exchange", "artifact or exported folder -> a model on the Hugging Face Hub, with its card"),
     "generate": ("answer_commands", "prompt -> answer, drafted and verified, printed as it grows"),
     "chat": ("answer_commands", "messages -> answers in one conversation, with the model loaded once"),
 }
@@ -35,32 +34,23 @@ COMMANDS = {
 TOGETHER = ("run", "train")  # Commands that several processes of torchrun may run; each says what it needs
 USER_MISTAKE = 2
 REMEDIES = {
-    errno.ENOSPC: "free some space or choose another --out",
-    errno.EDQUOT: "free some space or choose another --out",
-    errno.EACCES: "change its permissions or choose another path",
-    errno.EPERM: "change its permissions or choose another path",
-    errno.EROFS: "choose another --out",
-    errno.ENOENT: "check the path",
-    errno.ENOTDIR: "check the path",
-    errno.EISDIR: "name a file, not a folder",
-    errno.EEXIST: "choose another --out",
-    errno.EFBIG: "choose another --out",
-    errno.EIO: "check the disk",
-    errno.ENAMETOOLONG: "give a shorter name",
-    errno.ELOOP: "remove the link that leads to itself",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "close other programs",
-    errno.ENOMEM: "free some memory or choose a smaller model",
-    errno.EAGAIN: "raise the limit of processes (ulimit -u)",
-    errno.ENOTEMPTY: "choose another --out",
-    errno.EBUSY: "choose another --out",
-    errno.ETXTBSY: "choose another --out",
-    errno.ESTALE: "check the disk",
+    "free some space or choose another --out": (errno.ENOSPC, errno.EDQUOT),
+    "change its permissions or choose another path": (errno.EACCES, errno.EPERM),
+    "choose another --out": (errno.EROFS, errno.EEXIST, errno.EFBIG, errno.ENOTEMPTY, errno.EBUSY, errno.ETXTBSY),
+    "check the path": (errno.ENOENT, errno.ENOTDIR),
+    "name a file, not a folder": (errno.EISDIR,),
+    "check the disk": (errno.EIO, errno.ESTALE),
+    "give a shorter name": (errno.ENAMETOOLONG,),
+    "remove the link that leads to itself": (errno.ELOOP,),
+    "raise the limit of open files (ulimit -n)": (errno.EMFILE,),
+    "close other programs": (errno.ENFILE,),
+    "free some memory or choose a smaller model": (errno.ENOMEM,),
+    "raise the limit of processes (ulimit -u)": (errno.EAGAIN,),
 }
 SPINS = "30000"  # Turns of a waiting thread's loop before it sleeps, some 0.3 ms
 ELSEWHERE = "check the path and the disk"  # Remedy for any other error of the system
+# Parts of torch's messages about memory, in lower case: it has no exception of its own for them.
 NO_MEMORY = ("can't allocate memory", "out of memory", "storage size calculation overflowed", "can't start new thread")
-"""Parts of torch's messages about memory, in lower case: it has no exception of its own for them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -185,16 +175,13 @@ def system_error(error: OSError) -> str:
     """One sentence about a full disk, a missing file, a missing permission or another refusal of the system."""
     if error.errno is None:
         return f"{error}; {ELSEWHERE}"
+    remedy = next((one for one, numbers in REMEDIES.items() if error.errno in numbers), ELSEWHERE)
     place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-    return f"{place}{error.strerror or os.strerror(error.errno)}: {REMEDIES.get(error.errno, ELSEWHERE)}"
+    return f"{place}{error.strerror or os.strerror(error.errno)}: {remedy}"
 
 
 def out_of_memory(error: MemoryError | RuntimeError) -> str:
-    """One sentence about memory that is not there.
-
-    Raises:
-        RuntimeError: the same again, when it is about something else.
-    """
+    """One sentence about memory that is not there. Raises the error again when it is about something else."""
     if isinstance(error, RuntimeError) and not any(part in str(error).lower() for part in NO_MEMORY):
         raise error
     return ("this needs more memory or threads than the machine gives; choose a smaller target or drafter, or lower "

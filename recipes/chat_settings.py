@@ -17,11 +17,9 @@ from ..modules.files.json_records import read_json
 from ..modules.target.loading.loading import is_local
 from ..modules.target.loading.stored_formats import Quantization
 
-ARTIFACT_TARGET = "artifact"
-"""Stands for the target that the artifact names."""
+ARTIFACT_TARGET = "artifact"  # Stands for the target that the artifact names
 HANDWRITTEN = Path(str(files(__package__) / "handwritten.jsonl"))
-MODES = {None: "", True: "thinking", False: "not thinking"}
-"""Names of a template's modes in a report."""
+MODES = {None: "", True: "thinking", False: "not thinking"}  # Names of a template's modes in a report
 log = logging.getLogger(__name__)
 
 
@@ -49,11 +47,7 @@ class TemplateConfig:
             raise UserError(f"template.date must be a day such as {TODAY}, got {self.date!r}")
 
     def build(self, target: Target) -> ChatTemplate:
-        """The template of `target` with these settings.
-
-        Raises:
-            UserError: if the tools file is not a JSON list of objects, or the template cannot be used.
-        """
+        """The template of `target` with these settings."""
         tools: list[dict[str, Any]] | None = None
         if self.tools is not None:
             tools = read_json(Path(self.tools), "give template.tools a JSON list of tool schemas")
@@ -73,6 +67,11 @@ class TemplateConfig:
         return template
 
 
+def own_target() -> TargetConfig:
+    """The artifact's own target, on the default device."""
+    return TargetConfig(name=ARTIFACT_TARGET)
+
+
 def artifact_target(folder: Path, config: TargetConfig) -> Target:
     """The target to decode an artifact with. Raises UserError as `named_target` does, or if it cannot be loaded."""
     return load_target(named_target(folder, config))
@@ -81,11 +80,7 @@ def artifact_target(folder: Path, config: TargetConfig) -> Target:
 def named_target(folder: Path, config: TargetConfig) -> TargetConfig:
     """The configuration of an artifact's target: the one its config.json names unless `config` names another.
 
-    An artifact names no folder to be loaded, and nobody whose code is run: it may come from anybody.
-
-    Raises:
-        UserError: if the folder holds no artifact, or the user has to name the target.
-    """
+    An artifact names no folder to be loaded, and nobody whose code is run: it may come from anybody."""
     identity = TargetIdentity.from_dict(read_description(folder)["target"])
     name, rounded = identity.name, {form: form for form in get_args(Quantization)}.get(identity.quantization)
     # Its weights are rounded on reading as they were in training.
@@ -117,14 +112,6 @@ def question(template: ChatTemplate, prompt: Prompt, number: int = 0) -> Questio
 
     return Question(prompt=ask, turns=len(prompt.asked), category=prompt.category or "", text=prompt.question,
                     mode=MODES[thinking])
-
-
-def require_prompts(file: str, prompts: list[Prompt]) -> list[Prompt]:
-    """The same prompts, once none of them is a plain document, which nobody can answer. Raises UserError."""
-    if document := next((prompt.id for prompt in prompts if prompt.document is not None), None):
-        raise UserError(f"{file} holds plain documents ({document}), which are not answered; give prompts, messages or "
-                        "turns in place of text")
-    return prompts
 
 
 def prompt_sets(template: ChatTemplate, sets: dict[str, list[Prompt]]) -> PromptSets:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ...data import Manifest
 from ...data.store.token_store import TokenShard
-from ...export import Artifact, load_artifact, save_head
+from ...export import load_artifact, save_head
 from ...export.acceptance_heads import check_rule
 from ...modules import AcceptanceHeadConfig, Examples, SamplingSetting, TargetConfig, UserError, rollouts
 from ...modules.config_checks import CheckedSettings, Size
@@ -17,11 +17,10 @@ from ...modules.files.folder_locks import sole_writer
 from ...modules.policies.registry import MOST
 from ...modules.verification.sampling import Temperatures
 from ...trainers.acceptance_head import HELD_OUT, HeadFitConfig, fit_head
-from ..chat_settings import artifact_target
-from ..reading.parsing import Command, Parsed
+from ..chat_settings import artifact_target, own_target
+from ..reading.command_line import Command, Parsed
 from ..stages.records import STAGES_FILE
-from ..terminal.terminal_text import say
-from .artifact_commands import own_target
+from ..terminal import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,30 +94,27 @@ def specdec(parsed: Parsed[SpecdecArguments]) -> None:
     folder = given.data or given.artifact.parent / "data"
     manifest = Manifest.load(folder)
     manifest.target.require_same(artifact.identity)
-    # In the folder of its run, which would replace the artifact.
-    with sole_writer(given.artifact.absolute().parent / STAGES_FILE, wait=False), artifact.target.reproducible():
-        train_heads(artifact, manifest, folder, parsed)
-    say(f"{given.artifact} holds the heads; draft with --policy specdec (or specdec-{given.rule.threshold:g})")
-
-
-def train_heads(artifact: Artifact, manifest: Manifest, folder: Path, parsed: Parsed[SpecdecArguments]) -> None:
-    """Train a head for each sampling and save it into the artifact."""
-    given = parsed.values
     prompts = [prompt for name in ("validation", "train") for prompt in opened(folder, manifest, name)]
     settings = [SamplingSetting(temperature=one) for one in given.labels.temperatures]
-    for number, setting in enumerate(settings, 1):
-        say(f"[{number}/{len(settings)}] acceptance head for {setting}")
-        examples = rollouts(artifact.target, artifact.drafter, prompts, setting, length=given.labels.length,
-                            max_new_tokens=given.labels.max_new_tokens,
-                            most=-(-given.labels.examples // given.labels.length)).examples()
-        learned, held_out = split(examples, HELD_OUT)
-        fitted = fit_head(learned, held_out, given.head, given.fit, artifact.target.device)
-        facts = {"examples": len(examples.chances_E), "epoch": fitted.epoch, "loss": fitted.loss}
-        provenance = {name: parsed.settings[name] for name in ("labels", "fit")}
-        save_head(given.artifact, fitted.head, setting=setting, **asdict(given.rule), most=given.labels.length,
-                  provenance={**provenance, "data_manifest": manifest.hash, "fitted": facts})
-        say(f"     fitted to {len(learned.chances_E)} drafted tokens; its loss is {fitted.loss:.3f} nats on "
-            f"{len(held_out.chances_E)} others, of which the target accepts {float(held_out.chances_E.mean()):.1%}")
+    # In the folder of its run, which would replace the artifact.
+    with sole_writer(given.artifact.absolute().parent / STAGES_FILE, wait=False), artifact.target.reproducible():
+        for number, setting in enumerate(settings, 1):
+            say(f"[{number}/{len(settings)}] acceptance head for {setting}")
+            examples = rollouts(artifact.target, artifact.drafter, prompts, setting, length=given.labels.length,
+                                max_new_tokens=given.labels.max_new_tokens,
+                                most=-(-given.labels.examples // given.labels.length)).examples()
+            # The first come from prompts that the drafter was not trained on.
+            first = max(1, round(HELD_OUT * len(examples.chances_E)))
+            held_out, learned = (Examples(states_ED=examples.states_ED[part], chances_E=examples.chances_E[part])
+                                 for part in (slice(first), slice(first, None)))
+            fitted = fit_head(learned, held_out, given.head, given.fit, artifact.target.device)
+            facts = {"examples": len(examples.chances_E), "epoch": fitted.epoch, "loss": fitted.loss}
+            provenance = {name: parsed.settings[name] for name in ("labels", "fit")}
+            save_head(given.artifact, fitted.head, setting=setting, **asdict(given.rule), most=given.labels.length,
+                      provenance={**provenance, "data_manifest": manifest.hash, "fitted": facts})
+            say(f"     fitted to {len(learned.chances_E)} drafted tokens; its loss is {fitted.loss:.3f} nats on "
+                f"{len(held_out.chances_E)} others, of which the target accepts {float(held_out.chances_E.mean()):.1%}")
+    say(f"{given.artifact} holds the heads; draft with --policy specdec (or specdec-{given.rule.threshold:g})")
 
 
 def opened(folder: Path, manifest: Manifest, name: str) -> Iterator[list[int]]:
@@ -131,13 +127,6 @@ def opened(folder: Path, manifest: Manifest, name: str) -> Iterator[list[int]]:
             supervised = shard.supervised_T[start:stop].tolist()
             if True in supervised[1:]:
                 yield shard.tokens_T[start : start + max(1, supervised.index(True))].tolist()
-
-
-def split(examples: Examples, held_out: float) -> tuple[Examples, Examples]:
-    """(the other examples, the first share of them): those come from prompts that the drafter was not trained on."""
-    first = max(1, round(held_out * len(examples.chances_E)))
-    return (Examples(states_ED=examples.states_ED[first:], chances_E=examples.chances_E[first:]),
-            Examples(states_ED=examples.states_ED[:first], chances_E=examples.chances_E[:first]))
 
 
 COMMANDS: dict[str, Command[Any]] = {

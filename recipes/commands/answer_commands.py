@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,21 +24,79 @@ from ...modules import (
     stream,
 )
 from ...modules.config_checks import CheckedSettings, Whole
-from ...modules.decoding.recorders import PassRecorder
+from ...modules.decoding.recorders import PROMPT_PASS, PassRecorder, WrittenToken
 from ...modules.decoding.token_text import TokenText, visible
 from ...modules.verification.sampling import Temperature
-from ..chat_settings import TemplateConfig, artifact_target
-from ..reading.parsing import Command, Parsed
+from ..chat_settings import TemplateConfig, artifact_target, own_target
+from ..reading.command_line import Command, Parsed
 from ..reading.recipe_files import check_plain
-from ..terminal.draft_colours import MarkedAnswer, Marks, marks_for
-from ..terminal.interruption import Stopped, stopped_by_signals
-from ..terminal.terminal_text import one_sentence, say
-from .artifact_commands import own_target
+from ..terminal import Stopped, one_sentence, say, stopped_by_signals
 
-ANEW = "/new"
-"""The message that starts another conversation."""
-MOST_CHARACTERS = 2**20
-"""Longest line that is read as a message."""
+ANEW = "/new"  # The message that starts another conversation
+MOST_CHARACTERS = 2**20  # Longest line that is read as a message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """Texts before and after accepted and rejected guesses of the draft, and their explanation."""
+
+    guessed: tuple[str, str]
+    rejected: tuple[str, str] | None  # None leaves these out
+    legend: str
+
+
+RESET = "\x1b[0m"
+COLOURS = Marks(
+    guessed=("\x1b[32m", RESET), rejected=("\x1b[2;9m", RESET),
+    legend=f"\x1b[32mgreen{RESET}: guessed by the draft and accepted · uncoloured: written by the target itself · "
+           f"\x1b[2;9mstruck through{RESET}: guessed and rejected",
+)
+"""Green for accepted guesses; rejected ones dim and struck through."""
+BRACKETS = Marks(guessed=("[", "]"), rejected=("~", "~"),
+                 legend="[ ]: guessed by the draft and accepted · unmarked: written by the target itself · "
+                        "~ ~: guessed and rejected")
+"""The same for files, pipes and terminals without colours."""
+
+
+def marks_for(terminal: bool, environment: Mapping[str, str]) -> Marks:
+    """Colours on a terminal unless NO_COLOR is set, and anywhere where FORCE_COLOR is; brackets otherwise. An empty
+    variable of the environment counts as not set."""
+    able = environment.get("FORCE_COLOR") or (terminal and environment.get("TERM") != "dumb")
+    return COLOURS if able and not environment.get("NO_COLOR") else BRACKETS
+
+
+@dataclass
+class MarkedAnswer:
+    """The answer to one prompt as marked text, and the counts of its tokens."""
+
+    tokenizer: Any
+    marks: Marks
+    recorder: PassRecorder  # The observer of the decoding loop
+    index: int = 0  # The request's
+    tokens: int = 0  # Tokens so far
+    guessed: int = 0  # Accepted guesses among them
+
+    def text(self, passes: Iterable[list[int]]) -> Iterator[str]:
+        """The marked text of each pass, as it comes; the prompt's pass is the first."""
+        pieces = TokenText(self.tokenizer)
+        for place, tokens in enumerate(passes):
+            found = self.recorder.passes[self.index][place - 1] if place else PROMPT_PASS
+            yield "".join(self._marked(one, pieces) for one in found.written(tokens))
+        yield visible(pieces.rest())
+
+    def summary(self) -> str:
+        """The legend and the counts, in two lines."""
+        return f"{self.marks.legend}\n{self.guessed} of {self.tokens} tokens were guessed"
+
+    def _marked(self, written: WrittenToken, pieces: TokenText) -> str:
+        """One token; before a token of the target's own, the first guess that was rejected for its place."""
+        self.tokens += 1
+        self.guessed += written.guessed
+        # The guess is read before the token is taken.
+        rejected = pieces.guess(written.rejected[0]) if written.rejected and self.marks.rejected else ""
+        piece = visible(pieces.add(written.token))
+        before = visible(rejected, breaks=False).join(self.marks.rejected or ("", "")) if rejected else ""
+        return before + (piece.join(self.marks.guessed) if written.guessed and piece else piece)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +171,7 @@ class ChatArguments(AnswerArguments):
 
 
 class Answers:
-    """The answers of an artifact, printed as they grow.
-
-    Args:
-        given: the arguments.
-        marks: how guesses are set off; None leaves them unmarked.
-    """
+    """The answers of an artifact, printed as they grow, with guesses set off by marks if there are any."""
 
     def __init__(self, given: AnswerArguments, marks: Marks | None) -> None:
         self.given, self.marks = given, marks
@@ -127,23 +180,29 @@ class Answers:
         self.artifact = load_artifact(given.artifact, target, trust=given.trust)
         self.template = given.template.build(target)
         self.drafting = self.artifact.drafting(given.policy, temperature=given.temperature)
-        self.artifact.target.compiler.watch = compile_notice()
+        self.artifact.target.compiler.watch, self.compiling = self.watch, False
+
+    def watch(self, busy: bool) -> None:
+        """Say once that the compiler is at work."""
+        if busy and not self.compiling:
+            self.compiling = True
+            say("compiling the layers: minutes at the first use on a machine", file=sys.stderr)
 
     def print(self, request: Request, passes: list[list[int]]) -> tuple[DecodeStats, MarkedAnswer | None]:
-        """Print an answer; returns its counts.
-
-        Args:
-            request: what is answered.
-            passes: gets the tokens of each pass, also of an answer that is interrupted.
-        """
+        """Print an answer; returns its counts. `passes` gets the tokens of each pass, also until an interruption."""
         target, stats, recorder = self.artifact.target, DecodeStats(), PassRecorder() if self.marks else None
-        drafted = kept_in(passes, stream(target, request, self.given.decode_settings(), drafter=self.drafting.drafter,
-                                         observer=recorder, policy=self.drafting.policy, stats=stats))
+
+        def drafted() -> Iterator[list[int]]:
+            for tokens in stream(target, request, self.given.decode_settings(), drafter=self.drafting.drafter,
+                                 observer=recorder, policy=self.drafting.policy, stats=stats):
+                passes.append(tokens)
+                yield tokens
+
         marked = None
         if self.marks is not None and recorder is not None:
             marked = MarkedAnswer(target.tokenizer, self.marks, recorder, request.index)
         escaped = marked is None and sys.stdout.isatty()
-        for text in readable(target, drafted) if marked is None else marked.text(drafted):
+        for text in readable(target, drafted()) if marked is None else marked.text(drafted()):
             print(visible(text) if escaped else text, end="", flush=True)
         print(flush=True)
         return stats, marked
@@ -234,11 +293,7 @@ def chat(parsed: Parsed[ChatArguments]) -> None:
 
 
 def messages(terminal: bool) -> Iterator[str]:
-    """The lines of the input that are not empty; on a terminal an empty one ends them.
-
-    Raises:
-        UserError: if a line is longer than any message.
-    """
+    """The lines of the input that are not empty; on a terminal an empty one ends them."""
     if terminal:
         # With it, the line can be edited, and the arrow keys bring back earlier ones.
         with suppress(ImportError):
@@ -255,26 +310,6 @@ def messages(terminal: bool) -> Iterator[str]:
             return
         if line.strip():
             yield line.strip()
-
-
-def compile_notice() -> Callable[[bool], None]:
-    """A watcher of a compiler that says once that it is at work."""
-    said = False
-
-    def watch(busy: bool) -> None:
-        nonlocal said
-        if busy and not said:
-            said = True
-            say("compiling the layers: minutes at the first use on a machine", file=sys.stderr)
-
-    return watch
-
-
-def kept_in(passes: list[list[int]], drafted: Iterator[list[int]]) -> Iterator[list[int]]:
-    """Pass the tokens of each pass on, and keep them."""
-    for tokens in drafted:
-        passes.append(tokens)
-        yield tokens
 
 
 def readable(target: Target, passes: Iterator[list[int]]) -> Iterator[str]:

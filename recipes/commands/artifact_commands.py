@@ -47,17 +47,12 @@ from ..chat_settings import (
     artifact_target,
     handwritten_prompts,
     named_target,
+    own_target,
     prompt_sets,
-    require_prompts,
 )
-from ..reading.parsing import Command, Parsed
+from ..reading.command_line import Command, Parsed
 from ..stages.records import STAGES_FILE
-from ..terminal.terminal_text import say
-
-
-def own_target() -> TargetConfig:
-    """The artifact's own target, on the default device."""
-    return TargetConfig(name=ARTIFACT_TARGET)
+from ..terminal import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +89,11 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
     use_free_processors()
     sets = {"handwritten": handwritten_prompts()}
     if isinstance(given.prompts, str):
-        sets = {Path(given.prompts).stem: require_prompts(given.prompts, read_prompts(given.prompts))}
+        prompts = read_prompts(given.prompts)
+        if document := next((one.id for one in prompts if one.document is not None), None):
+            raise UserError(f"{given.prompts} holds plain documents ({document}), which are not answered; give "
+                            "prompts, messages or turns in place of text")
+        sets = {Path(given.prompts).stem: prompts}
     target = artifact_target(folders[0], given.target) if folders else load_target(given.target)
     artifacts = [load_artifact(folder, target, trust=given.trust) for folder in folders]
     if len(artifacts) > 1 and any(artifact.adapter is not None for artifact in artifacts):
@@ -258,7 +257,6 @@ def trial_prompts(template: ChatTemplate) -> list[list[int]]:
 
 
 COMMANDS: dict[str, Command[Any]] = {
-    "evaluate": Command(name="evaluate", arguments=EvaluateArguments, run=evaluate_artifacts,
-                        home="evaluate"),
+    "evaluate": Command(name="evaluate", arguments=EvaluateArguments, run=evaluate_artifacts, home="evaluate"),
     "export": Command(name="export", arguments=ExportArguments, run=export),
 }

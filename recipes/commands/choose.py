@@ -10,7 +10,7 @@ import math
 import shlex
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from safetensors import safe_open
 
@@ -34,33 +34,30 @@ from ...modules import (
     load_target,
     measure_cost,
 )
-from ...modules.config_checks import MOST_ROWS
+from ...modules.config_checks import Positive, Rows, Such
 from ...modules.files.atomic_files import write_file
 from ...modules.files.json_records import read_object
 from ...modules.target.loading.loading import device_named
 from ...modules.tuning.trials import SIZES
-from ...modules.verification.sampling import TEMPERATURES, is_temperature
-from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, named_target
-from ..reading.parsing import Command, Parsed, plain
+from ...modules.verification.sampling import Temperatures
+from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, named_target, own_target
+from ..reading.command_line import Command, Parsed, plain, trust_words
 from ..reading.recipe_files import recipe_path
 from ..recipe import TreeConfig
 from ..stages.training_folder import RESULT_FILE, STATS_FILE
-from ..terminal.terminal_text import say
-from .artifact_commands import own_target
-from .compare_families import SHARED, FamiliesArguments, compose, families, row_name, trust_words, workspace_of
+from ..terminal import say
+from .compare_families import SHARED, FamiliesArguments, compose, families, row_name, workspace_of
 from .memory_plan import plan_recipe
 
 CANDIDATES = ("medusa", "hydra", "eagle", "eagle3", "fastdraft")
 """Recipes that are calibrated where neither these nor artifacts are named."""
-LEAST_MINUTES = 0.25
-"""Fewest minutes in which one candidate can be calibrated, the target's answers included."""
+LEAST_MINUTES = 0.25  # Fewest minutes in which one candidate can be calibrated, the target's answers included
+# Shares of the minutes for the target's answers and for training; searching and timing trees takes the rest.
 ANSWERING, TRAINING = 0.3, 0.45
-"""Shares of the minutes for the target's answers and for training; searching and timing trees takes the rest."""
+# Accepted drafts are taken to near their limit by exp(-CURVE / sqrt(steps)), as those of five families did between a
+# hundred steps and several thousand (tests/benchmarks/README.md); and the largest growth, in natural logs.
 CURVE, MOST_GROWTH = 10.0, 1.2
-"""Accepted drafts are taken to near their limit by exp(-CURVE / sqrt(steps)), as those of five families did between a
-hundred steps and several thousand (tests/benchmarks/README.md); and the largest growth, in natural logs."""
-ANSWER_TOKENS = 64
-"""Tokens of the answers that are predicted."""
+ANSWER_TOKENS = 64  # Tokens of the answers that are predicted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +70,13 @@ class ChooseArguments:
     """Folders of artifacts that are candidates without any training."""
     rows: tuple[str, ...] = ()
     """Recipes to calibrate, shipped ones by name; without these and artifacts a heads', two features' and a model's."""
-    minutes: float = 20.0
+    minutes: Positive = 20.0
     """Minutes of the whole calibration; answers of the target and each row's training share them."""
-    train_minutes: float = 60.0
+    train_minutes: Positive = 60.0
     """Minutes of the training that is planned, for which acceptance is extrapolated."""
-    batch_sizes: tuple[int, ...] = (1,)
+    batch_sizes: Annotated[tuple[Rows, ...], Such(len, "one or more whole numbers from 1 to 65,536")] = (1,)
     """Rows that will be decoded at once, [1,8]."""
-    temperatures: tuple[float, ...] = (0.0,)
+    temperatures: Temperatures = (0.0,)
     """Sampling temperatures that will be used, up to 1."""
     engine: str | None = None
     """Take only drafts that this engine loads, such as vLLM, SGLang or llama.cpp; upper and lower case are alike."""
@@ -99,15 +96,6 @@ class ChooseArguments:
     """Import classes that recipes and artifacts name outside the package, which runs their code."""
 
     def __post_init__(self) -> None:
-        for name in ("minutes", "train_minutes"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"{name} must be above 0, got {getattr(self, name):g}")
-        if wrong := [size for size in self.batch_sizes if not 1 <= size <= MOST_ROWS]:
-            raise UserError(f"batch_sizes must lie between 1 and {MOST_ROWS:,}, got {wrong[0]}")
-        if wrong_degrees := [degree for degree in self.temperatures if not is_temperature(degree)]:
-            raise UserError(f"a temperature must be {TEMPERATURES}, got {wrong_degrees[0]}")
-        if not self.batch_sizes or not self.temperatures:
-            raise UserError("choose needs at least one of batch_sizes and one of temperatures; give --batch_sizes [1]")
         if self.engine is not None and self.engine.lower() not in map(str.lower, get_args(Engine)):
             raise UserError(f"engine must be one of {', '.join(get_args(Engine))}, got {self.engine}; or leave it out")
         if len(self.calibrated) * LEAST_MINUTES > self.minutes:
@@ -125,32 +113,19 @@ class ChooseArguments:
 class Candidate:
     """A draft with its predicted figures."""
 
-    name: str
-    """Recipe or folder."""
-    predictions: dict[str, Prediction | None]
-    """By condition, such as "batch 1, temperature 0"; None where nothing is known of it."""
-    parameters: int
-    """Trained parameters."""
-    training: str
-    """Training that it takes, in words."""
-    memory: str
-    """Planned memory of that training, in words."""
-    engines: str
-    """Programs that load it; empty for none."""
-    start: str
-    """Command to start with."""
+    name: str  # Recipe or folder
+    predictions: dict[str, Prediction | None]  # By condition, "batch 1, temperature 0"; None: nothing is known of it
+    parameters: int  # Trained parameters
+    training: str  # Training that it takes, in words
+    memory: str  # Planned memory of that training, in words
+    engines: str  # Programs that load it; empty for none
+    start: str  # Command to start with
 
     @property
     def score(self) -> float:
         """Geometric mean of the speed-ups; where drafting is slower it is left out, so that none is below 1."""
         return math.exp(sum(math.log(max(1.0, one.speedup if one else 1.0)) for one in self.predictions.values())
                         / len(self.predictions))
-
-    @property
-    def sure(self) -> bool:
-        """True if the 90 % interval of some condition lies above plain decoding."""
-        return any(one is not None and (one.speedup_interval or (0.0,))[0] > 1
-                   for one in self.predictions.values())
 
 
 def choose_draft(parsed: Parsed[ChooseArguments]) -> None:
@@ -172,7 +147,9 @@ def choose_draft(parsed: Parsed[ChooseArguments]) -> None:
     elif best.score <= 1:
         advice = "none: plain decoding is faster here"
     else:
-        doubt = "" if best.sure else " (the interval includes plain decoding: calibrate for more minutes first)"
+        # Sure is what lies above plain decoding with its whole interval, in some condition.
+        sure = any(one and (one.speedup_interval or (0.0,))[0] > 1 for one in best.predictions.values())
+        doubt = "" if sure else " (the interval includes plain decoding: calibrate for more minutes first)"
         advice = f"{best.name}: predicted {best.score:.2f} times as fast as plain decoding{doubt}; start: {best.start}"
     page: list[Block] = [Text(advice), *Table.of([cells(one) for one in found]), *map(Text, [*notes, NOTE])]
     say(as_markdown(page).rstrip())
@@ -220,7 +197,7 @@ def calibrated(given: ChooseArguments, notes: list[str]) -> list[Candidate]:
     whole, peaks = Parsed(values=comparison, settings=settings), dict[str, int]()
     for row in given.calibrated:
         file = compose(given.out / "planned", row_name(row), recipe_path(row), whole)
-        peak = max(stage.peak for stage in plan_recipe(workspace_of(file, *trust_words(comparison)).recipe).stages)
+        peak = max(stage.peak for stage in plan_recipe(workspace_of(file, *trust_words(given)).recipe).stages)
         if given.memory_gib is None or peak <= given.memory_gib * 2**30:
             peaks[row] = peak
         else:
@@ -255,8 +232,7 @@ def grown(steps: int, seconds: float, minutes: float) -> tuple[float, float]:
 
 def of_artifact(folder: Path, target: Target, given: ChooseArguments,
                 growth: tuple[float, float] = (1.0, 0.0)) -> Candidate:
-    """The figures of an artifact on this device, after the growth of `grown`. Raises UserError if it is damaged or
-    belongs to another target."""
+    """The figures of an artifact on this device, after the growth of `grown`."""
     artifact = load_artifact(folder, target, trust=given.trust)
     tuning = measured_here(artifact)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
@@ -306,6 +282,4 @@ def predicted(tuning: Tuning, rows: int, degree: float, growth: tuple[float, flo
     return found if found is None or copies is None or copies.speedup <= found.speedup else copies
 
 
-COMMANDS: dict[str, Command[Any]] = {
-    "choose": Command(name="choose", arguments=ChooseArguments, run=choose_draft),
-}
+COMMANDS: dict[str, Command[Any]] = {"choose": Command(name="choose", arguments=ChooseArguments, run=choose_draft)}

@@ -40,22 +40,13 @@ from ...modules.tuning.trials import SIZES, SIZING_TEMPERATURE, trials
 from ...trainers import DraftModule, FitResult, fit
 from ...trainers.train_config import UNDECISIVE
 from ..chat_settings import HANDWRITTEN, handwritten_prompts, prompt_sets
-from ..reading.parsing import Command, Parsed
+from ..reading.command_line import Command, Parsed
 from ..recipe import Recipe
+from ..stages import training_folder
 from ..stages.answer_workers import answers, help_to_answer, is_shared, leading, on_own_device, require_teacher
 from ..stages.records import STAGES_FILE, Stage, run_stages
-from ..stages.training_folder import (
-    check_settings,
-    left_out,
-    read_result,
-    recorded,
-    refuse_growth,
-    refuse_other_run,
-    trained_on,
-    write_result,
-)
 from ..stages.workspace import Workspace, target_files
-from ..terminal.terminal_text import say, stage_line
+from ..terminal import say, stage_line
 
 ALL = ("distill", "encode", "train", "artifact", "evaluate")  # Names of the stages, in order
 NO_ORIGIN = ("out", "data", "references", "evaluate")  # Recipe keys that say nothing about how an artifact was made
@@ -65,7 +56,7 @@ def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Se
     """Prompts are answered by the target, or by whoever else writes the training rows; the states of what it decodes
     are stored for this recipe's training and for `more`."""
     workspace.check()
-    refuse_growth(workspace, workspace.training)
+    training_folder.refuse_growth(workspace, workspace.training)
     recipe = workspace.recipe
     require_enough(recipe.prompts, recipe.distill)
     workspace.require_askable({"handwritten": handwritten_prompts()})
@@ -139,7 +130,7 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
         use_free_processors()
     workspace.check()
     workspace.require_askable(held_out_sets(workspace.data))
-    check_settings(workspace)
+    training_folder.check_settings(workspace)
     module = workspace.module()
     if workspace.manifest().total("train", "by_draft"):
         require_teacher(module)
@@ -154,9 +145,9 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
     if module.global_rank != 0:
         # This process was started for the training alone: the first one goes on.
         raise SystemExit(0)
-    record = recorded(workspace, result)
+    record = training_folder.recorded(workspace, result)
     say(f"     {record.time}\n     {record.outcome}")
-    return write_result(workspace.training, result)
+    return training_folder.write_result(workspace.training, result)
 
 
 def batch_config(workspace: Workspace, module: DraftModule) -> BatchConfig:
@@ -172,7 +163,7 @@ def held_out_rows(workspace: Workspace, module: DraftModule) -> HeldOutRows:
 
 def artifact_stage(workspace: Workspace) -> Sequence[Path]:
     """The tree is searched on held-out text, the artifact written, and the best size of the tree measured here."""
-    result, module = read_result(workspace.training), workspace.module()
+    result, module = training_folder.read_result(workspace.training), workspace.module()
     module.restore(load_file(result.checkpoint))
     rows, config = held_out_rows(workspace, module), workspace.recipe.tree
     with workspace.target.reproducible(), torch.no_grad():
@@ -283,7 +274,7 @@ def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, .
         **continued,
         "recipe": {**settings, "distill": workspace.decisive["distill"], "train": trained,
                    "batch": {**settings["batch"], "states": workspace.batch.states}},
-        "data_manifest": trained_on(workspace.training),
+        "data_manifest": training_folder.trained_on(workspace.training),
         "acceptance": {"accepted_length": result.accepted_length, "by_position": list(result.by_position)},
         "training": {"best_step": result.step, "steps": result.steps},
         "expected_accepted_length": list(expected),
@@ -301,8 +292,8 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
                       say=stage_line)
     if artifact.adapter is not None:
         result = with_drift(result, workspace.target, artifact.target, questions, max_new_tokens=config.max_new_tokens)
-    trained = recorded(workspace, read_result(workspace.training))
-    result = replace(result, left_out=(*left_out(workspace), *result.left_out), training=trained)
+    trained = training_folder.recorded(workspace, training_folder.read_result(workspace.training))
+    result = replace(result, left_out=(*training_folder.left_out(workspace), *result.left_out), training=trained)
     written = write_report(workspace.out, result, artifact)
     save_acceptance(workspace.artifact, described(read_description(workspace.artifact)), result.acceptance)
     say(f"\n{terminal_table(result)}\n{written['html']} shows it with plots")
@@ -378,7 +369,7 @@ def _perform(workspace: Workspace, names: list[str], more: Sequence[WantedStates
     answered_together = workspace.data if is_shared(workspace.recipe) else None
     workspace.trains, workspace.evaluates = "train" in names, "evaluate" in names
     if workspace.trains:
-        refuse_other_run(workspace)
+        training_folder.refuse_other_run(workspace)
     if answered_together is not None and not workspace.trains:
         # Those that answer together have a queue, and end when it is empty.
         processes = ALONE
@@ -398,26 +389,25 @@ def run(parsed: Parsed[Recipe]) -> None:
     """Everything in one recipe, from prompts to the report; stages whose output is complete are skipped."""
     if (warning := busy_warning()) is not None:
         say(f"warning: {warning}", file=sys.stderr)
-    perform_stages(Workspace(parsed.values, parsed.settings))
+    perform_stages(Workspace(parsed))
 
 
 def distill_command(parsed: Parsed[Recipe]) -> None:
     """The target answers prompts, and its states are stored at every token where the recipe trains on stored states."""
     if parsed.values.data is not None:
         raise UserError(f"distill makes new data, and data names {parsed.values.data}; leave data out")
-    perform_stages(Workspace(parsed.values, parsed.settings), ["distill", "encode"])
+    perform_stages(Workspace(parsed), ["distill", "encode"])
 
 
 def train(parsed: Parsed[Recipe]) -> None:
     """A drafter is trained on distilled data, its tree searched and the artifact written."""
-    workspace = Workspace(parsed.values, parsed.settings)
+    workspace = Workspace(parsed)
     workspace.manifest()
     perform_stages(workspace, ["encode", "train", "artifact"])
 
 
 COMMANDS: dict[str, Command[Any]] = {
     "run": Command(name="run", arguments=Recipe, run=run, trains=True),
-    "distill": Command(name="distill", arguments=Recipe, run=distill_command, home="distill",
-                       trains=True),
+    "distill": Command(name="distill", arguments=Recipe, run=distill_command, home="distill", trains=True),
     "train": Command(name="train", arguments=Recipe, run=train, home="train", trains=True),
 }

@@ -7,7 +7,6 @@ Shapes: T tokens of all rows."""
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 
@@ -28,15 +27,6 @@ SAMPLE_TOKENS = 160  # Tokens of the rendered row
 PROBE = "\ue000"  # A private character, which stands in no template
 MOST_SHIFT = 8  # Largest shift of a mask that is recognised, in tokens; further off it is another template
 START_KINDS = ("shifted", "other turn", "other template")  # Wrong starts of an answer by the template
-
-
-@dataclass(frozen=True)
-class Placed:
-    """The start of an answer, as the template has it."""
-
-    start: str  # One of START_KINDS; empty for a right one
-    shift: int = 0  # Tokens by which the mask is late
-    opening: tuple[int, ...] = ()  # Generation prompt before the answer; those of thinking and not thinking may differ
 
 
 class Openings:
@@ -63,8 +53,9 @@ class Openings:
         places = [place for place, token in enumerate(self.before) if token in special]
         self.user = self.before[max(places, default=0) :]
 
-    def place(self, tokens: Sequence[int], start: int) -> Placed:
-        """The start of an answer that the mask puts at `start`."""
+    def place(self, tokens: Sequence[int], start: int) -> tuple[str, int, tuple[int, ...]]:
+        """(one of START_KINDS, or "" for a right one; tokens by which the mask is late; generation prompt before the
+        answer) of the start of an answer that the mask puts at `start`. Prompts of thinking and not may differ."""
         # The longest first: not thinking may be an opening of thinking and an empty thought.
         known = sorted({one for one in self.by_mode.values() if one}, key=len, reverse=True)
         for distance in range(MOST_SHIFT + 1):
@@ -72,10 +63,10 @@ class Openings:
                 before = tokens[: max(0, start - shift)]
                 for opening in known:
                     if tuple(before[-len(opening) :]) == opening and start - shift <= len(tokens):
-                        return Placed("shifted" if shift else "", shift, opening)
+                        return "shifted" if shift else "", shift, opening
             if distance == 0 and self.user and tuple(tokens[:start][-len(self.user) :]) == self.user:
-                return Placed("other turn")
-        return Placed("other template")
+                return "other turn", 0, ()
+        return "other template", 0, ()
 
 
 def rendered(case: Case, data: DataSample) -> list[tuple[str, bool]]:
@@ -104,11 +95,11 @@ def _mask(case: Case, data: DataSample) -> Iterator[Finding]:
     if not openings.by_mode:
         yield unchecked("mask", "the target has no chat template")
         return
-    placed = [(row, openings.place(data.tokens(row), start)) for row, start, _ in data.answers()
+    placed = [(row, *openings.place(data.tokens(row), start)) for row, start, _ in data.answers()
               if not data.is_document(row)]
-    found = {kind: [row for row, one in placed if one.start == kind] for kind in START_KINDS}
+    found = {kind: [row for row, start, _, _ in placed if start == kind] for kind in START_KINDS}
     words = {kind: group(names, rows) for kind, rows in found.items()}
-    shifts = sorted({one.shift for _, one in placed if one.start == "shifted"})
+    shifts = sorted({shift for _, start, shift, _ in placed if start == "shifted"})
     late = ", ".join(f"{abs(shift)} token{'s' * (abs(shift) > 1)} too {'late' if shift > 0 else 'early'}"
                      for shift in shifts)
     again = "distil again (distill.answered_by says by whom), or correct what wrote the shards"
@@ -125,7 +116,7 @@ def _mask(case: Case, data: DataSample) -> Iterator[Finding]:
         words["other template"], f"{words['other template']} have another template: the target sees other tokens "
         "before an answer than the draft has learned after",
         "set target.chat_template to what is served, and distil again"))
-    yield _thinking(data, openings, [(row, one.opening) for row, one in placed if one.opening])
+    yield _thinking(data, openings, [(row, opening) for row, _, _, opening in placed if opening])
 
 
 def _thinking(data: DataSample, openings: Openings, found: Sequence[tuple[int, tuple[int, ...]]]) -> Finding:

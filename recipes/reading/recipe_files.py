@@ -13,18 +13,12 @@ from ...modules.files.bounded_reading import read_bounded_text
 from ...modules.files.json_records import typed
 
 EXTENDS, FAMILY, DRAFTER, BY_FAMILY = "extends", "family", "drafter", "by_family"
-RECIPE_BYTES = 2**20
-"""Largest recipe file."""
-MOST_LEVELS = 50
-"""Most levels of nesting in a recipe."""
+RECIPE_BYTES = 2**20  # Largest recipe file
+MOST_LEVELS = 50  # Most levels of nesting in a recipe
 
 
 def recipe_path(name: str) -> str:
-    """`name` itself when such a file exists, else the shipped recipe of that name.
-
-    Raises:
-        UserError: if there is neither.
-    """
+    """`name` itself when such a file exists, else the shipped recipe of that name."""
     if Path(name).is_file():
         return name
     folder = files("draftsmith.recipes")
@@ -43,11 +37,7 @@ def read_recipe(path: str) -> dict[str, Any]:
 
 
 def layers(path: str, extended_by: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """The sections of a recipe after those of the recipes that it extends, each for itself.
-
-    Raises:
-        UserError: if the file cannot be read, is not a mapping, has a key twice, or extends itself.
-    """
+    """The sections of a recipe after those of the recipes that it extends, each for itself."""
     file = Path(path).resolve()
     if file in extended_by:
         circle = " -> ".join(one.name for one in (*extended_by[extended_by.index(file):], file))
@@ -113,10 +103,7 @@ def check_plain(value: Any, where: str, level: int = 0) -> None:
 
 def word_value(text: str, kind: Any) -> Any:
     """The value that a word of the command line stands for: what it is as YAML, or the text itself where that is asked.
-
-    Raises:
-        UserError: if it would take the whole stack to read, or UTF-8 cannot hold it.
-    """
+    Raises UserError if it would take the whole stack to read, or UTF-8 cannot hold it."""
     refused: Exception | None = None
     try:
         value = yaml.load(text, Loader=PlainLoader)

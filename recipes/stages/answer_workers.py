@@ -2,6 +2,7 @@
 the existing draft that may write training rows in place of the target, with the objectives that these suit."""
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,20 +19,22 @@ from ...data.answers.distill_config import AUTO
 from ...data.answers.shard_queue import clear_queue
 from ...export import load_artifact
 from ...export.artifact_files import CONFIG
-from ...modules.errors import UserError
+from ...modules import TargetConfig, UserError
 from ...modules.files.atomic_files import file_sha256
 from ...modules.files.folder_locks import FolderLocks, has_locks
 from ...modules.processes import Processes
 from ...trainers import DraftModule
-from ..planning.dry_run import MOST_ON_CPU, fitting, gpus_of, most_shards, resident_bytes, worker_count
-from ..reading.command_line import TRUST
-from ..recipe import Recipe
-from ..terminal.terminal_text import say
+from ..reading.command_line import Parsed, process_words, trust_words
+from ..recipe import Recipe, prompt_count
+from ..terminal import say
 from .training_folder import refuse_growth
 from .workspace import Workspace
 
 LOCK = "workers.lock"  # File in a run's folder whose lock the leading process holds
 RANK = "LOCAL_RANK"  # Variable of the environment that numbers the processes of a machine, as torchrun sets it
+MOST_ON_CPU = 8  # Most processes of `auto` on a CPU, each with a copy of the target: more gain a small one nothing
+MEMINFO = Path("/proc/meminfo")  # File in which Linux says how much memory is free
+CGROUP = Path("/sys/fs/cgroup")  # Where a container's limit of memory stands, if it has one (cgroups, version 2)
 HELPS = "DRAFTSMITH_HELPS"  # Variable of the environment of a process that was started to help
 
 
@@ -47,8 +50,7 @@ def started_to_help() -> bool:
 
 @contextmanager
 def leading(out: Path) -> Iterator[bool]:
-    """Context that says whether this process leads the run in a folder: the first that asks, as long as it lives.
-    Raises UserError if the folder cannot be written, or its file system has no locks for several processes."""
+    """Context that says whether this process leads the run in a folder: the first that asks, as long as it lives."""
     if HELPS in os.environ:
         yield False
         return
@@ -104,7 +106,8 @@ def on_own_device(workspace: Workspace) -> Workspace:
     if RANK not in os.environ or target.device not in ("auto", "cuda") or count < 2:
         return workspace
     device = f"cuda:{int(os.environ[RANK]) % count}"
-    return Workspace(replace(workspace.recipe, target=replace(target, device=device)), workspace.settings)
+    recipe = replace(workspace.recipe, target=replace(target, device=device))
+    return Workspace(Parsed(values=recipe, settings=workspace.settings))
 
 
 @contextmanager
@@ -118,7 +121,6 @@ def helpers(workspace: Workspace) -> Iterator[None]:
     if workers == 1:
         yield
         return
-    recipe = workspace.recipe
     processes: list[subprocess.Popen[bytes]] = []
     with NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(workspace.settings, file, sort_keys=False)
@@ -127,7 +129,8 @@ def helpers(workspace: Workspace) -> Iterator[None]:
             for rank in range(1, workers):
                 # A group of its own, so that Ctrl-C reaches the leading process alone; that says what a helper would.
                 processes.append(subprocess.Popen(
-                    helper_words(recipe, file.name), process_group=0, stdout=subprocess.DEVNULL,
+                    process_words("distill", file.name, trust_words(workspace.recipe)), process_group=0,
+                    stdout=subprocess.DEVNULL,
                     env={**os.environ, RANK: str(rank), HELPS: "1", "OMP_NUM_THREADS": "1"}))
             yield
         finally:
@@ -163,16 +166,71 @@ def workers_here(recipe: Recipe) -> int:
     return count
 
 
-def helper_words(recipe: Recipe, file: str) -> list[str]:
-    """The command line of a helper, with its recipe in a file, which can hold no trust."""
-    return [sys.executable, "-P", "-m", "draftsmith.recipes", "distill", "--config", file,
-            f"--{TRUST}={str(recipe.trust).lower()}",
-            f"--target.trust_remote_code={str(recipe.target.trust_remote_code).lower()}"]
+def worker_count(recipe: Recipe, gpus: int | None) -> int:
+    """Processes that answer here: never more than GPUs, where it has some, or than shards of prompts. `gpus` is that of
+    `gpus_of`; None for GPUs that are not here, whose number the recipe alone can tell."""
+    asked = recipe.distill.workers
+    if asked is None:
+        return 1
+    if isinstance(asked, int):
+        wanted = min(asked, gpus or asked)
+    else:
+        wanted = 1 if gpus is None else gpus or min(torch.get_num_threads(), MOST_ON_CPU)
+    shards = most_shards(recipe)
+    return wanted if shards is None else max(1, min(wanted, shards))
+
+
+def on_gpu(target: TargetConfig) -> bool:
+    """True for a target on a GPU: on one that is here, or that the recipe names wherever it is."""
+    kind = target.device.partition(":")[0]
+    return kind == "cuda" or (kind == "auto" and torch.cuda.is_available())
+
+
+def gpus_of(target: TargetConfig) -> int:
+    """GPUs that hold one copy of the target each: one where the recipe names it or spreads the target; 0 on a CPU."""
+    if not (torch.cuda.is_available() and on_gpu(target)):
+        return 0
+    chosen = target.device not in ("auto", "cuda") or target.placement != "replicated"
+    return 1 if chosen else torch.cuda.device_count()
+
+
+def most_shards(recipe: Recipe) -> int | None:
+    """Most shards that the train prompts of a recipe make; None where nothing limits them. Raises as `prompt_count`."""
+    count, config = prompt_count(recipe), recipe.distill
+    if count is None:
+        return None
+    return max(0, -(-(count - config.validation_prompts - config.test_prompts) // config.shard_prompts))
+
+
+def fitting(count: int, resident: int) -> int:
+    """As many of `count` processes, this one included, as fit into memory, each twice as large as this one is now:
+    `resident` bytes, its target loaded and its cache not made."""
+    # Bytes that processes can still take, of the machine and within its container's limit.
+    known = []
+    if MEMINFO.is_file():
+        known += [int(line.split()[1]) * 1024 for line in MEMINFO.read_text().splitlines() if "MemAvailable" in line]
+    limit, used, details = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
+    if all(file.is_file() for file in (limit, used, details)) and limit.read_text().strip() != "max":
+        # Pages of files count as used, but are given back.
+        files = dict(line.split() for line in details.read_text().splitlines()).get("inactive_file", "0")
+        known.append(int(limit.read_text()) - int(used.read_text()) + int(files))
+    if not known:
+        return count
+    # This one grows too.
+    return min(count, max(1, (max(0, min(known)) + resident) // (2 * resident)))
+
+
+def resident_bytes() -> int:
+    """Memory of this process: the interpreter with the libraries that every stage has loaded too."""
+    status = Path("/proc/self/statm")
+    if status.is_file():
+        return int(status.read_text().split()[1]) * resource.getpagesize()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def writer_of(workspace: Workspace) -> Writer | None:
-    """The draft that the recipe names; None where no draft writes. Raises UserError if the artifact cannot be loaded
-    for the target, or the recipe's objective cannot learn from it."""
+    """The draft that the recipe names; None where no draft writes."""
     config = workspace.recipe.distill
     if config.draft is None:
         return None

@@ -12,10 +12,10 @@ from typing import Any
 from ...modules import UserError
 from ...modules.files.atomic_files import file_sha256, files_digest, write_file
 from ...modules.files.folder_locks import remove_leftovers
-from ...modules.files.json_records import read_json, record_of
+from ...modules.files.json_records import read_record
 from ...modules.processes import ALONE, Processes
 from ..reading.recipe_files import flat
-from ..terminal.terminal_text import say
+from ..terminal import say
 
 STAGES_FILE = "stages.json"
 
@@ -47,29 +47,18 @@ def run_stages(
     out: Path, settings: Mapping[str, Any], stages: Sequence[Stage], chosen: Sequence[str], before: str = "",
     processes: Processes = ALONE, shared: Path | None = None,
 ) -> None:
-    """Run the chosen stages in order, skipping those whose output is complete.
+    """Run the chosen ones of a run's stages in order, skipping those whose output is complete.
 
-    A stage is complete when it ended with the same recipe sections after the same earlier stages, what it read has not
-    changed since, and its files are still the ones that it wrote. Else it is done again: what cannot be made from other
-    files without a loss is refused by the stage itself. What a killed process left half-written is removed first.
-
-    Args:
-        out: folder of the run.
-        settings: recipe sections by name.
-        stages: all stages of the run.
-        chosen: names of those to run.
-        before: identity of anything that was done elsewhere before the first stage.
-        processes: those that run the stages together, each calling this; only the last chosen stage may be one for
-            several, and the earlier ones must be complete.
-        shared: folder in which other processes may be writing; what they left is not removed.
-
-    Raises:
-        UserError: if a file that a chosen stage builds on has changed since an earlier stage wrote it, or a stage for
-            one process is not complete and there are several.
-    """
+    A stage is complete when it ended with the same recipe sections (`settings`) after the same earlier stages, and
+    `before` them the same was done elsewhere, what it read has not changed since, and its files are still the ones that
+    it wrote. Else it is done again: what cannot be made from other files without a loss is refused by the stage itself.
+    What a killed process left half-written is removed first, but for `shared`, a folder in which others may be writing.
+    Each of several `processes` calls this; only the last chosen stage may be one for several."""
     if not processes.rank:
         remove_leftovers(out, shared, out / STAGES_FILE)
-    finished = read_finished(out)
+    finished, file = dict[str, StageRecord](), out / STAGES_FILE
+    if file.is_file():
+        finished = read_record(dict[str, StageRecord], file, "delete it, finished work is found again")
     for number, stage in enumerate(stages, 1):
         # Everything that decides the output: a run with another recipe finds a stage open of which these differ.
         inputs = {key: json.dumps(value) for key, value in flat({name: settings[name] for name in stage.sections})
@@ -79,11 +68,11 @@ def run_stages(
         inputs["what was done before"] = hashlib.sha256(before.encode()).hexdigest()
         label = f"[{number}/{len(stages)}] {stage.title}"
         record = finished.get(stage.name)
-        former = inputs if record is None else record["inputs"]
+        former = inputs if record is None else record.inputs
         others = sorted(name for name in {*inputs, *former} if inputs.get(name) != former.get(name))
         changed = None
         if record is not None and not others:
-            changed = [name for name, digest in record["files"].items()
+            changed = [name for name, digest in record.files.items()
                        if not (out / name).is_file() or file_sha256(out / name) != digest]
         if stage.name not in chosen:
             if changed and any(later.name in chosen for later in stages[number:]):
@@ -101,29 +90,16 @@ def run_stages(
                 label += f", again: {', '.join(others[:3])}{' and others' * (len(others) > 3)} changed since"
             record = perform(stage, out, label, inputs)
             # After each stage: a run that is killed in the next one has lost nothing of this one.
-            finished = {**finished, stage.name: record}
-            write_file(out / STAGES_FILE, json.dumps(finished, indent=2, sort_keys=True) + "\n")
-        before = json.dumps(record["files"], sort_keys=True) if record else ""
+            finished[stage.name] = record
+            kept = {name: asdict(one) for name, one in finished.items()}
+            write_file(file, json.dumps(kept, indent=2, sort_keys=True) + "\n")
+        before = json.dumps(record.files, sort_keys=True) if record else ""
 
 
-def perform(stage: Stage, out: Path, label: str, inputs: dict[str, str]) -> dict[str, Any]:
+def perform(stage: Stage, out: Path, label: str, inputs: dict[str, str]) -> StageRecord:
     """Do a stage and return its record."""
     say(label)
     started = time.monotonic()
     files = {os.path.relpath(file, out): file_sha256(file) for file in stage.work()}
     say(f"     done in {time.monotonic() - started:.0f} s")
-    return {"inputs": inputs, "files": files}
-
-
-def read_finished(out: Path) -> dict[str, Any]:
-    """Records of the finished stages by name; none when the run is new.
-
-    Raises:
-        UserError: if the file is damaged.
-    """
-    file = out / STAGES_FILE
-    if not file.is_file():
-        return {}
-    remedy = "delete it, finished work is found again"
-    found = record_of(dict[str, StageRecord], read_json(file, remedy), str(file), remedy)
-    return {name: asdict(record) for name, record in found.items()}
+    return StageRecord(inputs=inputs, files=files)

@@ -17,7 +17,7 @@ from ...modules.files.json_records import MistypedError, kinds_of, read_object, 
 from ...modules.processes import Processes
 from ...trainers import FitResult
 from ...trainers.base import LEAST_STEPS
-from ..terminal.terminal_text import say
+from ..terminal import say
 from .workspace import Workspace
 
 RESULT_FILE, STATS_FILE, SETTINGS_FILE = "result.json", "stats.json", "settings.json"
@@ -69,8 +69,7 @@ def check_settings(workspace: Workspace) -> None:
 
 
 def trained_on(folder: Path) -> str:
-    """Hash of the data that a training was started on, which may have grown since. Raises UserError if its settings are
-    missing or damaged."""
+    """Hash of the data that a training was started on, which may have grown since."""
     file, remedy = folder / SETTINGS_FILE, f"delete {folder} to train anew"
     return record_of(str, read_object(file, remedy).get("data"), f"the key data of {file}", remedy)
 
@@ -160,8 +159,7 @@ def read_result(folder: Path) -> FitResult:
 
 
 def left_out(workspace: Workspace) -> tuple[str, ...]:
-    """A sentence for each stage that left work out, and on loops that training does; empty where all did what was
-    planned."""
+    """A sentence for each stage that left work out, and on loops that training does; empty where none did."""
     manifest, config, sentences = workspace.manifest(), workspace.recipe.train, list[str]()
     # By the settings of the run that distilled the answers, which may be another one.
     settings, found = manifest.recipe["distill"], manifest.total("train", "supervised")

@@ -33,9 +33,9 @@ from ...trainers import DraftModule
 from ...trainers.fitting import require_devices, require_processes
 from ...trainers.train_config import decisive_settings
 from ..chat_settings import TemplateConfig, prompt_sets
-from ..planning.dry_run import Choice, choose_states, dry_run
-from ..recipe import Recipe
-from ..terminal.terminal_text import say
+from ..reading.command_line import Parsed
+from ..recipe import Choice, Recipe, choose_states, dry_run
+from ..terminal import say
 
 MACHINE = "machine.json"  # File of what a run has measured or chosen for this machine before its first stage
 CHOOSING = "machine.lock"  # File whose lock is held by the process that measures and chooses, where several answer
@@ -53,12 +53,11 @@ class MachineRecord:
 
 
 class Workspace:
-    """A run's folder and recipe, with its settings as JSON values. The target is loaded when a stage first asks for
-    it."""
+    """A run's folder and recipe, with its settings as JSON values. The target is loaded when a stage asks for it."""
 
-    def __init__(self, recipe: Recipe, settings: dict[str, Any]) -> None:
-        self.recipe, self.settings, self.out = recipe, settings, recipe.out
-        self.data = recipe.data or self.out / "data"
+    def __init__(self, parsed: Parsed[Recipe]) -> None:
+        self.recipe, self.settings, self.out = parsed.values, parsed.settings, parsed.values.out
+        self.data = self.recipe.data or self.out / "data"
         self.training, self.artifact = self.out / "train", self.out / "artifact"
         self.trains = False  # This command trains too; others need not have been started in the processes that train
         self.evaluates = False  # It evaluates too: what it would ask must fit the target before anything is learnt
@@ -141,32 +140,26 @@ class Workspace:
         choose.
 
         Where several processes answer, the first one that asks chooses, and the others wait until it has."""
-        if (found := getattr(self._machine_record(), name)) is not None:
+        file, lost = self.out / MACHINE, "delete the folder's data too if you delete it: they may be in another format"
+        record = read_record(MachineRecord, file, lost) if file.is_file() else MachineRecord()
+        if (found := getattr(record, name)) is not None:
             return found
         if Processes.launched().world > 1:
-            raise UserError(f"{self.out / MACHINE} does not say yet what this run takes for {CHOSEN[name]}; run "
+            raise UserError(f"{file} does not say yet what this run takes for {CHOSEN[name]}; run "
                             "draftsmith distill with this recipe without torchrun, or name it in the recipe")
         with ExitStack() as stack:
             if self.recipe.distill.workers is not None:
                 locks = stack.enter_context(closing(FolderLocks(self.out / CHOOSING)))
                 stack.enter_context(locks.holding(0))
             # Another process, on this machine or another, may have chosen in the meantime: its choice is that of all.
-            record, chosen = self._machine_record(), dict[str, Any]()
+            record, chosen = read_record(MachineRecord, file, lost) if file.is_file() else record, dict[str, Any]()
             if getattr(record, name) is None:
                 chosen[name], reason = choose()
                 record = replace(record, **chosen)
                 kept = {key: value for key, value in asdict(record).items() if value is not None}
-                write_file(self.out / MACHINE, json.dumps(kept, indent=2) + "\n")
-                say(f"     {reason}; {self.out / MACHINE} keeps that")
+                write_file(file, json.dumps(kept, indent=2) + "\n")
+                say(f"     {reason}; {file} keeps that")
             return getattr(record, name)
-
-    def _machine_record(self) -> MachineRecord:
-        """The choices that the run's folder keeps. Raises UserError if the file is damaged."""
-        file = self.out / MACHINE
-        if not file.is_file():
-            return MachineRecord()
-        return read_record(MachineRecord, file, "delete the folder's data too if you delete it: they may be in another "
-                           "format")
 
     @cached_property
     def batch(self) -> BatchConfig:
@@ -206,8 +199,7 @@ class Workspace:
         A limit of the batches that is not set decides nothing, nor does the place of the target's and the drafter's
         weights or the number of processes that answer or, as long as they read as many micro-batches together, train.
         Where a draft starts from the model in a folder or the head in the target's, or continues an artifact, these
-        decide: others may have been put there since. Raises UserError if the artifact or the head is missing, or this
-        run's own artifact would replace it."""
+        decide: others may have been put there since."""
         target, answers, drafter, train, evaluate = (
             dict(self.settings[name]) for name in ("target", "distill", "drafter", "train", "evaluate"))
         readers = [section for section, reads in ((drafter, self.trains_head), (

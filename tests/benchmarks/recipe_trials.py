@@ -153,8 +153,7 @@ class Trials:
         # The draft of the last step is measured: choosing among several would take other seconds for each trial.
         words = [f"--train.validate_every={MOST_STEPS}", *(f"--{word}" for word in trial.overrides),
                  *(f"--{key}={value}" for key, value in given.items())]
-        parsed = COMMANDS["run"].parse(["--config", self.options.recipe, *words])
-        return Workspace(parsed.values, parsed.settings)
+        return Workspace(COMMANDS["run"].parse(["--config", self.options.recipe, *words]))
 
     def run(self) -> None:
         """Train and measure what is not finished yet, and write the tables after each trial."""

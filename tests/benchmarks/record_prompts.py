@@ -21,7 +21,7 @@ from draftsmith.recipes.stages.workspace import Workspace
 def source(out: str) -> OwnPrompts:
     """The prompts' writer of the embedded recipes, in their fastest number format, which is measured in a folder."""
     parsed = COMMANDS["run"].parse(["--config", "quickstart", "--out", out])
-    workspace, recipe = Workspace(parsed.values, parsed.settings), parsed.values
+    workspace, recipe = Workspace(parsed), parsed.values
     return OwnPrompts(workspace.train_target() or workspace.target, workspace.template, recipe.prompts,
                       seed=recipe.distill.seed, slots=recipe.distill.slots)
 

@@ -60,7 +60,7 @@ def cases(base: Case, longest: int) -> dict[str, list[Case]]:
 def measure(case: Case) -> dict[str, float]:
     """Seconds and MiB of one case, in this process."""
     import torch
-    from draftsmith.recipes.planning.counted_work import CountedStorages
+    from draftsmith.recipes.counted_work import CountedStorages
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

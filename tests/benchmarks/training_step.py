@@ -37,7 +37,7 @@ from draftsmith.data.batches.datamodule import Prefetched
 from draftsmith.data.store.collate import PackedBatch, Piece, packed, pad, plan_bins
 from draftsmith.modules import Drafter, DraftLM, Features, Target
 from draftsmith.modules.parts.decoder_block import GatedMLP
-from draftsmith.recipes.planning.counted_work import CountedStorages
+from draftsmith.recipes.counted_work import CountedStorages
 from draftsmith.trainers import DraftModule
 from draftsmith.trainers.losses.chunked_losses import VocabularyLoss
 from draftsmith.trainers.losses.metrics import weighted_mean_loss

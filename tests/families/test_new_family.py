@@ -27,7 +27,7 @@ EDITS = {
         ("by_family:\n", "  bigram:\n    drafter: {width: 1024, vocabulary_size: null}\n    train: {lr: 1.0e-3}\n"),),
 }
 """The edits of the guide: in each file, what is inserted after which place."""
-COMMANDS = (("draftsmith.recipes.commands.method_table", "README.md"), ("draftsmith.recipes.commands.key_reference",))
+COMMANDS = (("draftsmith.recipes.commands.written_pages", "README.md"),)
 """The commands of the guide."""
 
 
@@ -88,7 +88,7 @@ def test_a_new_family_passes_the_tests_that_all_pass(copy: Path) -> None:
                  "bigram or every_family_has or keys_of_the_code or readme or map or import",
                  "tests/families/test_contract.py", "tests/families/bigram/test_bigram.py",
                  "tests/recipes/commands/test_memory_plan.py", "tests/trainers/test_families.py",
-                 "tests/recipes/commands/test_key_reference.py", "tests/recipes/commands/test_method_table.py",
+                 "tests/recipes/commands/test_written_pages.py",
                  "tests/modules/test_readme.py", "tests/test_architecture.py")
     # Its objective is the target's distribution, and one case has an output layer of its own: neither is named there.
     passed(output, "learns_a_deterministic_text[bigram]", "never_loaded_are_nan[bigram-own]", "generate", "artifact",

@@ -10,6 +10,7 @@ import pytest
 from draftsmith.data import read_prompts
 from draftsmith.modules import UserError
 from draftsmith.recipes.__main__ import main
+from draftsmith.recipes.stages.records import StageRecord
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from support.faults import ERROR, REMEDIES, Place
@@ -81,7 +82,7 @@ def test_random_fields_of_json_files(file: str, place: Place, monkeypatch: pytes
     (place.folder / "run" / file).write_text(json.dumps(replaced(content, path, data.draw(VALUES))))
     if FILES[file] == "train":
         # Nothing is trained: only what is read before is of interest.
-        monkeypatch.setattr("draftsmith.recipes.stages.records.perform", lambda *_: {"inputs": {}, "files": {}})
+        monkeypatch.setattr("draftsmith.recipes.stages.records.perform", lambda *_: StageRecord(inputs={}, files={}))
     answered(WORDS[FILES[file]], place.capfd)
 
 

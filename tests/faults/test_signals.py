@@ -17,7 +17,7 @@ from draftsmith.data.store import feature_store
 from draftsmith.modules import Medusa
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import answer_commands, pipeline
-from draftsmith.recipes.terminal.interruption import Stopped, call, stopped_by_signals
+from draftsmith.recipes.terminal import Stopped, call, stopped_by_signals
 from draftsmith.trainers import draft_module
 from safetensors.torch import load_file
 from support.tiers import others_long

@@ -5,7 +5,7 @@ import pytest
 from draftsmith.data.batches.datamodule import HeldOutRows
 from draftsmith.modules.features import ReadRows
 from draftsmith.recipes.commands.pipeline import COMMANDS, artifact_stage, perform_stages
-from draftsmith.recipes.planning.counted_work import CountedStorages
+from draftsmith.recipes.counted_work import CountedStorages
 from draftsmith.recipes.stages.workspace import Workspace
 from support.wide_model import wide_model
 
@@ -21,7 +21,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "--config", "tiny", "--target.name", str(wide_model(folder / "target")), "--out", str(folder / "out"),
         "--drafter.num_heads", "2", "--train.max_steps", "2", "--distill.validation_prompts", "12",
         "--batch.states", request.param, "--tree.searched_nodes", "8"])
-    workspace = Workspace(parsed.values, parsed.settings)
+    workspace = Workspace(parsed)
     perform_stages(workspace, ["distill", "encode", "train"])
     return workspace
 

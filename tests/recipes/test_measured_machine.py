@@ -15,7 +15,6 @@ from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.recipes.stages import workspace
 
-TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
 PLAIN_PAYS = LinearTimes(dtype="float32", tokens=TOKENS, plain=(1.0,) * 6, packed=(2.0,) * 6)
 BOTH_PAY = LinearTimes(dtype="float32", tokens=TOKENS, plain=(1.0, 1.0, 3.0, 3.0, 3.0, 3.0), packed=(2.0,) * 6)
 
@@ -23,7 +22,7 @@ BOTH_PAY = LinearTimes(dtype="float32", tokens=TOKENS, plain=(1.0, 1.0, 3.0, 3.0
 def made(out: Path, *words: str) -> dict[str, bytes]:
     """Files of a run's data, training and artifact that must not depend on the machine."""
     for command in ("distill", "train"):
-        assert main([command, "--config", str(TINY), "--out", str(out), *words]) == 0
+        assert main([command, "--config", "tiny", "--out", str(out), *words]) == 0
     names = ("config.json", "model.safetensors", "README.md", "best.safetensors")
     return {str(file.relative_to(out)): file.read_bytes() for folder in ("data", "train", "artifact")
             for file in sorted((out / folder).iterdir())
@@ -64,7 +63,7 @@ def test_a_measured_number_format_is_kept_for_the_whole_run(tmp_path: Path, monk
     monkeypatch.setattr(workspace, "fastest_format", lambda _config, _rows: next(formats))
     loaded = []
     monkeypatch.setattr(workspace, "load_target", lambda config: loaded.append(config.dtype) or load_target(config))
-    words = ["--config", str(TINY), "--out", str(tmp_path), "--target.dtype", "fastest"]
+    words = ["--config", "tiny", "--out", str(tmp_path), "--target.dtype", "fastest"]
     # The first process measures; the second one, which would find another format, goes on with the first one's.
     for _ in range(2):
         assert main(["distill", *words]) == 0
@@ -88,7 +87,7 @@ def test_a_measured_format_for_train_prompts_is_kept_and_used_for_them_alone(
     monkeypatch.setattr(workspace, "load_target", lambda config: loaded.append(config.dtype) or load_target(config))
     monkeypatch.setattr(workspace, "load_in_format",
                         lambda *given: cast.append(given[2]) or load_in_format(*given))
-    words = ["--config", str(TINY), "--out", str(tmp_path), "--distill.train_dtype", "fastest"]
+    words = ["--config", "tiny", "--out", str(tmp_path), "--distill.train_dtype", "fastest"]
     assert main(["distill", *words]) == 0
     manifest = (tmp_path / "data" / "manifest.json").read_bytes()
     (tmp_path / "stages.json").unlink()
@@ -107,8 +106,8 @@ def test_no_format_is_measured_for_given_answers(tmp_path: Path, monkeypatch: py
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
     parsed = COMMANDS["run"].parse([
-        "--config", str(TINY), "--out", str(tmp_path / "run"), "--distill.train_dtype", "fastest",
+        "--config", "tiny", "--out", str(tmp_path / "run"), "--distill.train_dtype", "fastest",
         "--distill.answered_by", "text", "--prompts.origin", "file", "--prompts.path", str(file)])
-    here = workspace.Workspace(parsed.values, parsed.settings)
+    here = workspace.Workspace(parsed)
     assert here.distill_config.train_dtype == "own"
     assert here.train_target() is None

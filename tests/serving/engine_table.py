@@ -14,7 +14,7 @@ from draftsmith.export.layouts.parts.export_format import ExportFormat
 from draftsmith.export.layouts.registry import EXPORT_FORMATS
 from draftsmith.modules import DRAFTERS, Drafter
 from draftsmith.modules.files.atomic_files import write_file
-from draftsmith.recipes.commands.method_table import filled
+from draftsmith.recipes.commands.written_pages import filled
 from support.engine_contracts import CONTRACTS
 
 FIGURES = Path(__file__).with_name("figures.json")

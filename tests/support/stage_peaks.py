@@ -39,7 +39,7 @@ def main(words: list[str]) -> None:
         chosen, words = words[place + 1].split(","), words[:place] + words[place + 2 :]
     parsed = COMMANDS["run"].parse(words)
     planned = {stage.name: stage.peak for stage in plan_recipe(parsed.values).stages}
-    workspace = Workspace(parsed.values, parsed.settings)
+    workspace = Workspace(parsed)
     found = {}
     with redirect_stdout(sys.stderr):
         for stage in chosen:

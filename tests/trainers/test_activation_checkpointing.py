@@ -4,7 +4,7 @@ import pytest
 import torch
 from draftsmith.modules import DraftLM, Eagle3, Eagle3Config, Features, Target, UserError
 from draftsmith.modules.parts.decoder_block import GatedMLP
-from draftsmith.recipes.planning.counted_work import CountedStorages
+from draftsmith.recipes.counted_work import CountedStorages
 from draftsmith.trainers import DraftModule, draft_module, train_config
 from support.families import CASES
 from support.tiers import others_long

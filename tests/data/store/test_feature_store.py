@@ -14,7 +14,7 @@ from draftsmith.modules import Target, TargetConfig, UserError
 from draftsmith.modules.files.folder_locks import remove_leftovers
 from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.recipes.commands.pipeline import COMMANDS
-from draftsmith.recipes.planning.dry_run import dry_run
+from draftsmith.recipes.recipe import dry_run
 from support.forked_workers import ended, start
 from support.prompt_files import conversations
 from support.stored_states import encode

@@ -21,7 +21,7 @@ from draftsmith.export.layouts.parts.export_format import VLLM, VLLM_ON_CPU, WRO
 from draftsmith.export.layouts.registry import EXPORT_FORMATS
 from draftsmith.modules import DraftLM, DraftLMConfig, Target, TargetConfig, Topology, UserError, load_target
 from draftsmith.recipes.__main__ import COMMANDS, main
-from draftsmith.recipes.reading.key_page import command_keys
+from draftsmith.recipes.reading.keys import command_keys
 from serving.llama_cpp_cases import options
 from serving.printed import blocks, commands
 from serving.vllm_cases import LOADER, VLLM_CASES

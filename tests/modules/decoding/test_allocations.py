@@ -20,7 +20,7 @@ from draftsmith.modules.interfaces.proposer import virtual_nodes
 from draftsmith.modules.parts.feature_drafter import FeatureDrafter
 from draftsmith.modules.parts.lookahead_drafter import LookaheadDrafter
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from draftsmith.recipes.planning.counted_work import CountedStorages
+from draftsmith.recipes.counted_work import CountedStorages
 from support.families import CASES
 from support.tiers import DRAFTING, others_long
 

@@ -9,7 +9,7 @@ import torch
 from draftsmith.modules import DecodeSettings, Eagle2Tree, Request, Target, TokenTree, Topology, decode
 from draftsmith.modules.target import kv_cache
 from draftsmith.modules.target.kv_cache import RowCache
-from draftsmith.recipes.planning.counted_work import CountedStorages
+from draftsmith.recipes.counted_work import CountedStorages
 from support.families import CASES, randomised
 from support.tree_shapes import commit_path, random_trees
 

@@ -23,7 +23,7 @@ from draftsmith.modules import (
 from draftsmith.modules.verification import sampling as sampling_module
 from draftsmith.modules.verification.acceptance_rules import AcceptAll, reject_siblings
 from draftsmith.modules.verification.sampling import draw, penalise
-from draftsmith.recipes.planning.counted_work import CountedStorages
+from draftsmith.recipes.counted_work import CountedStorages
 from references import wrong_rules
 from references.rejection import pair_law, walk
 from support.goodness_of_fit import chi2_bound, g_statistic

@@ -13,6 +13,7 @@ from draftsmith.modules import Drafter, Examples, Rollouts, Target, TargetConfig
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import acceptance_head
 from draftsmith.recipes.commands.acceptance_head import COMMANDS
+from draftsmith.trainers.acceptance_head import HELD_OUT, fit_head
 from support.families import CASES, randomised
 
 SMALL = ("--length", "3", "--examples", "90", "--max-new-tokens", "8")
@@ -55,13 +56,21 @@ def test_the_command_puts_heads_into_the_artifact(
 def test_prompts_that_the_drafter_was_not_trained_on_come_first(
     tmp_path: Path, tiny_run: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[int, ...]] = []
+    """They choose the head."""
+    seen, made_of, parts = list[tuple[int, ...]](), list[Examples](), list[Examples]()
 
     def noting(target: Target, drafter: Drafter, prompts: list[list[int]], *rest: Any, **settings: Any) -> Rollouts:
         seen.extend(tuple(prompt) for prompt in prompts)
-        return rollouts(target, drafter, prompts, *rest, **settings)
+        found = rollouts(target, drafter, prompts, *rest, **settings)
+        made_of.append(found.examples())
+        return found
+
+    def fitting(learned: Examples, held_out: Examples, *rest: Any) -> Any:
+        parts.extend((held_out, learned))
+        return fit_head(learned, held_out, *rest)
 
     monkeypatch.setattr(acceptance_head, "rollouts", noting)
+    monkeypatch.setattr(acceptance_head, "fit_head", fitting)
     artifact = made(tmp_path / "a", target, tiny_run / "data")
     assert main(["specdec", "--artifact", str(artifact), *SMALL, "--temperatures", "[0]"]) == 0
     assert len(seen) == len(set(seen)), "no prompt is asked twice"
@@ -70,12 +79,9 @@ def test_prompts_that_the_drafter_was_not_trained_on_come_first(
     trained = [prompt in known for prompt in seen]
     assert not trained[0]
     assert trained == sorted(trained)
-
-
-def test_examples_that_choose_the_head_come_from_the_first_prompts() -> None:
-    examples = Examples(states_ED=torch.arange(10.0)[:, None], chances_E=torch.arange(10.0))
-    learned, chosen_by = acceptance_head.split(examples, 0.2)
-    assert (learned.chances_E.tolist(), chosen_by.chances_E.tolist()) == (list(range(2, 10)), [0, 1])
+    for name in ("states_ED", "chances_E"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(made_of[0], name))
+    assert len(parts[0].chances_E) == max(1, round(HELD_OUT * len(made_of[0].chances_E)))
 
 
 def test_drafters_without_states_and_data_of_others_are_refused(

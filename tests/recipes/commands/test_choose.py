@@ -74,8 +74,8 @@ def test_a_draft_that_the_engine_does_not_load_is_left_out(tiny_run: Path, tmp_p
     (("--minutes", "-1"), "minutes must be above 0, got -1"),
     *((("--engine", name), f"engine must be one of vLLM, SGLang, llama.cpp, OpenVINO GenAI, TensorRT-LLM, Text "
        f"Generation Inference, transformers, got {name}; or leave it out") for name in ("m", "official code")),
-    (("--batch_sizes", "[0]"), "batch_sizes must lie between 1 and"),
-    (("--temperatures", "[-1]"), "a temperature must be"),
+    (("--batch_sizes", "[0]"), "batch_sizes[0] must be at least 1, got 0"),
+    (("--temperatures", "[-1]"), "temperatures[0] must be 0 (greedy) or from 0.001"),
     (("--target.device", "cuda:7"), "'cuda:7' was asked for, but no CUDA device is available; use cpu or auto"),
     (("--artifacts", "[{artifact}]", "--target.name", "{other}"), "made for the target tiny-random with"),
 ])

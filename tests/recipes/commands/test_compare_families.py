@@ -105,7 +105,7 @@ def test_a_baseline_alone_has_the_data_distilled_for_it(recipe: Path, tmp_path: 
 @pytest.mark.parametrize(("words", "message"), [
     (["--rows", "[medusa, medusa+specdec]"], "there is no recipe 'medusa+specdec'"),
     (["--only", "four"], "only names 'four'; choose one of prompt_lookup, two, three"),
-    (["--minutes", "0"], "minutes must be above 0, got 0.0"),
+    (["--minutes", "0"], "minutes must be above 0, got 0"),
     (["--rows", "[medusa, medusa]"], "rows must be one or more different recipes or baselines"),
     (["--rows", "[nonsense]"], "there is no recipe 'nonsense'"),
     (["--rows", "[families]"], "names no family and cannot be a row"),

@@ -14,12 +14,10 @@ from draftsmith.recipes.stages.workspace import Workspace
 from safetensors.torch import load_file
 from support.artifacts import edit
 
-TINY = Path(__file__).resolve().parents[3] / "recipes" / "tiny.yaml"
-
 
 def words(out: Path, start: Path, *more: str) -> list[str]:
     """Options of the tiny recipe that continues an artifact."""
-    return ["--config", str(TINY), "--out", str(out), "--train.start", str(start), *more]
+    return ["--config", "tiny", "--out", str(out), "--train.start", str(start), *more]
 
 
 def test_a_plan_has_the_shape_of_the_start(tiny_run: Path, tmp_path: Path) -> None:
@@ -27,7 +25,7 @@ def test_a_plan_has_the_shape_of_the_start(tiny_run: Path, tmp_path: Path) -> No
     parameters = sum(weight.numel() for weight in load_file(start / "model.safetensors").values())
     for more, expected in (((), parameters), (("--drafter.num_heads", "5"), parameters // 3 * 5)):
         parsed = COMMANDS["run"].parse(words(tmp_path, start, *more))
-        module = Workspace(parsed.values, parsed.settings).tried
+        module = Workspace(parsed).tried
         assert module.drafter.heads[0][0].linear.weight.is_meta, "a plan reads no weights"
         assert sum(weight.numel() for weight in module.drafter.parameters()) == expected
 
@@ -122,11 +120,11 @@ def test_a_draft_is_carried_over_to_another_version_of_its_target(
 def test_nothing_is_carried_over_without_a_start_and_another_tokenizer_is_named(
     tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", "--config", str(TINY), "--out", str(tmp_path / "a"), "--retarget"]) == 2
+    assert main(["run", "--config", "tiny", "--out", str(tmp_path / "a"), "--retarget"]) == 2
     assert "retarget is true, and nothing is carried over to this target; name the artifact with train.start" in (
         capsys.readouterr().err)
     start = Path(shutil.copytree(tiny_run / "artifact", tmp_path / "start"))
     edit(start, target=read_description(start)["target"] | {"tokens_hash": "other"})
     parsed = COMMANDS["run"].parse(words(tmp_path / "b", start, "--retarget"))
-    assert Workspace(parsed.values, parsed.settings).target.vocab_size > 0
+    assert Workspace(parsed).target.vocab_size > 0
     assert "the tokenizers of tiny-random and tiny-random differ" in capsys.readouterr().out

@@ -11,8 +11,8 @@ import pytest
 from draftsmith.data import Manifest
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import doctor
-from draftsmith.recipes.doctor import time_checks
-from draftsmith.recipes.reading.recipe_keys import keys_of
+from draftsmith.recipes.doctor import draft_checks
+from draftsmith.recipes.reading.keys import keys_of
 from draftsmith.recipes.recipe import Recipe
 from transformers import LlamaConfig
 
@@ -50,7 +50,7 @@ def test_data_of_another_model_come_first(
     manifest = Manifest.load(run / "data")
     other = replace(manifest.target, name="other", tokens_hash="0" * 64)
     (run / "data" / "manifest.json").write_bytes(replace(manifest, target=other).to_bytes())
-    monkeypatch.setattr(time_checks, "LEAST_PERFECT", 1e9)
+    monkeypatch.setattr(draft_checks, "LEAST_PERFECT", 1e9)
     text = said(capsys, "--artifact", run)
     assert text.startswith("✗ data: ")
     first, _, rest = text.partition("✗ ceiling: ")

@@ -47,7 +47,6 @@ from support.artifacts import costs, trial, tuning
 from support.forked_workers import kill, working
 
 ROOT = Path(__file__).resolve().parents[3]
-TINY = ROOT / "recipes" / "tiny.yaml"
 STAGES = 5
 """Stages of a run."""
 KEYS = {"family", "target", "prompts", "batch_size", "temperature", "new_tokens", "target_passes", "accepted_length",
@@ -57,7 +56,7 @@ KEYS = {"family", "target", "prompts", "batch_size", "temperature", "new_tokens"
 
 def run(out: Path, *words: str, command: str = "run") -> None:
     """A command on the tiny recipe that must succeed."""
-    assert main([command, "--config", str(TINY), "--out", str(out), *words]) == 0
+    assert main([command, "--config", "tiny", "--out", str(out), *words]) == 0
 
 
 def test_the_sentence_names_what_is_drafted_with() -> None:
@@ -280,7 +279,7 @@ def test_files_as_people_have_them_are_trained_on_without_an_edit(kind: str, tmp
     content = [rows[0], *rows[:40], picture, *rows[40:]]
     text = json.dumps(content) if name == "s.json" else "".join(json.dumps(row) + "\n" for row in content)
     (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
-    assert main(["run", "--config", str(TINY), "--out", str(tmp_path / "out"), "--prompts.origin", "file",
+    assert main(["run", "--config", "tiny", "--out", str(tmp_path / "out"), "--prompts.origin", "file",
                  "--prompts.path", str(tmp_path / name), "--evaluate.limit", "2", "--train.max_steps", "4"]) == 0
     [line] = (tmp_path / "out" / "data" / "skipped.jsonl").read_text().splitlines()
     assert json.loads(line)["row"] == (f"{name}:1 (row 42)" if name == "s.json" else f"{name}:42")
@@ -294,7 +293,7 @@ def test_an_artifacts_draft_writes_rows_for_the_next_one(tiny_run: Path, tmp_pat
                                                          capsys: pytest.CaptureFixture[str]) -> None:
     mixed = ["--distill.answered_by", '{"target": 0.5, "draft": 0.5}', "--distill.draft",
              str(tiny_run / "artifact"), "--distill.budget_tokens", "600"]
-    words = ["--config", str(TINY), "--out", str(tmp_path), *mixed]
+    words = ["--config", "tiny", "--out", str(tmp_path), *mixed]
     assert main(["distill", *words]) == 2
     assert "objective is hard and the text is learnt as it stands; choose another objective" in capsys.readouterr().err
     assert not (tmp_path / "data").exists(), "message before anything is written"
@@ -310,7 +309,7 @@ def test_a_draft_vocabulary_is_chosen_once_and_its_coverage_reported(
     tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = Path(shutil.copytree(tiny_run / "data", tmp_path / "data"))
-    words = ["--config", str(TINY), "--data", str(data), "--drafter.vocabulary_size", "40", "--train.max_steps", "2"]
+    words = ["--config", "tiny", "--data", str(data), "--drafter.vocabulary_size", "40", "--train.max_steps", "2"]
     assert main(["run", *words, "--out", str(tmp_path / "one"), "--evaluate.limit", "1"]) == 0
     said = re.search(r"draft vocabulary of 40 tokens: ([\d.]+)% of the tokens of held-out answers",
                      capsys.readouterr().out)
@@ -339,7 +338,7 @@ def test_loops_are_left_out_by_default_and_reported(tiny_run: Path, tmp_path: Pa
     original = pipeline.ranked_text
     monkeypatch.setattr(pipeline, "ranked_text", lambda drafter, rows: (
         learned.append(sum(int(row.supervised_BL.sum()) for row in rows)), original(drafter, rows))[1])
-    words = ["--config", str(TINY), "--data", str(tiny_run / "data"), "--out", str(tmp_path), "--train.max_steps", "2"]
+    words = ["--config", "tiny", "--data", str(tiny_run / "data"), "--out", str(tmp_path), "--train.max_steps", "2"]
     assert main(["run", *words, "--evaluate.limit", "1"]) == 0
     assert re.search(r"\d+ held-out answers end in a loop: [\d.]+ tokens per pass there", capsys.readouterr().out)
     manifest = Manifest.load(tiny_run / "data")
@@ -365,8 +364,7 @@ def test_a_lost_report_is_made_again_without_training(copied_run: Path, capsys: 
 
 
 def workspace(out: Path, *words: str) -> Workspace:
-    parsed = pipeline.COMMANDS["run"].parse(["--config", str(TINY), "--out", str(out), *words])
-    return Workspace(parsed.values, parsed.settings)
+    return Workspace(pipeline.COMMANDS["run"].parse(["--config", "tiny", "--out", str(out), *words]))
 
 
 @pytest.mark.long
@@ -374,7 +372,7 @@ def test_data_that_a_training_was_made_on_do_not_grow(copied_run: Path, tmp_path
                                                       capsys: pytest.CaptureFixture[str]) -> None:
     before = {file: file.read_bytes() for file in copied_run.rglob("*") if file.is_file()}
     for command in ("run", "distill"):
-        assert main([command, "--config", str(TINY), "--out", str(copied_run), "--distill.budget_tokens", "1600"]) == 2
+        assert main([command, "--config", "tiny", "--out", str(copied_run), "--distill.budget_tokens", "1600"]) == 2
         assert re.search(r"train was trained on the answers in .*/data, which would grow: distill.budget_tokens was "
                          r"1200 and is now 1600; go back to the former setting, or copy .*/data into the folder of "
                          r"another --out and let it grow there", capsys.readouterr().err)
@@ -400,7 +398,7 @@ def test_an_artifact_names_the_data_that_it_was_trained_on(copied_run: Path) -> 
     found = Manifest.load(copied_run / "data")
     grown = {**found.recipe, "distill": {**found.recipe["distill"], "budget_tokens": 1600}}
     replace(found, recipe=grown, complete=False).save(copied_run / "data")
-    result = pipeline.read_result(copied_run / "train")
+    result = pipeline.training_folder.read_result(copied_run / "train")
     assert pipeline.provenance(workspace(copied_run), result, (1.0,))["data_manifest"] == found.hash
     file = copied_run / "train" / "settings.json"
     file.write_text("{}")
@@ -436,10 +434,10 @@ def test_lost_states_are_made_again_and_a_damaged_shard_is_named(
     assert "nothing to compute" not in message
     assert weights.read_bytes() == trained, "a finished training takes no further step"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    assert main(["run", "--config", str(TINY), "--out", str(copied_run)]) == 2
+    assert main(["run", "--config", "tiny", "--out", str(copied_run)]) == 2
     assert f"{shard.name} is corrupted" in capsys.readouterr().err
     shard.unlink()
-    assert main(["run", "--config", str(TINY), "--out", str(copied_run)]) == 2
+    assert main(["run", "--config", "tiny", "--out", str(copied_run)]) == 2
     assert "delete the folder" in capsys.readouterr().err
 
 
@@ -582,18 +580,6 @@ def test_of_two_evaluations_into_one_folder_one_is_refused(tiny_run: Path, tmp_p
         "acceptance.json", "evaluation.json", "report.html", "report.md"]
 
 
-def test_evaluate_on_a_file_in_a_batch(tiny_run: Path, tmp_path: Path) -> None:
-    lines = [{"question_id": n, "category": "writing", "turns": [f"say {n} things"]} for n in range(4)]
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert main(["evaluate", "--artifact", str(tiny_run / "artifact"), "--prompts", str(tmp_path / "mine.jsonl"),
-                 "--out", str(tmp_path / "report"), "--batch-sizes", "4", "--max-new-tokens", "12",
-                 "--speed-prompts", "4"]) == 0
-    content = json.loads((tmp_path / "report" / "evaluation.json").read_text())
-    assert content["batch_size"] == 4
-    assert content["prompts"] == 4
-    assert (tmp_path / "report" / "report.html").is_file()
-
-
 def test_evaluate_a_file_of_two_turns_with_a_baseline_batches_and_temperatures(tiny_run: Path, tmp_path: Path) -> None:
     """Two artifacts and a baseline, as a person would compare them."""
     again = shutil.copytree(tiny_run / "artifact", tmp_path / "again" / "artifact")
@@ -661,13 +647,13 @@ def test_another_run_trains_on_the_same_data(tiny_run: Path, tmp_path: Path,
 
 def test_data_is_read_with_the_template_it_was_rendered_with(tiny_run: Path, tmp_path: Path,
                                                              capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--config", str(TINY), "--out", str(tmp_path / "out"), "--data", str(tiny_run / "data")]
+    words = ["--config", "tiny", "--out", str(tmp_path / "out"), "--data", str(tiny_run / "data")]
     assert main(["train", *words, "--template.system", "Be brief."]) == 2
     assert "was rendered with another chat template or other settings of it" in capsys.readouterr().err
 
 
 def test_data_of_another_run_must_be_there(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--config", str(TINY), "--out", str(tmp_path / "out")]
+    words = ["--config", "tiny", "--out", str(tmp_path / "out")]
     assert main(["run", *words, "--data", str(tmp_path / "none")]) == 2
     assert "none, which is no folder; give the data folder of a finished run" in capsys.readouterr().err
     assert main(["distill", *words, "--data", str(tiny_run / "data")]) == 2
@@ -679,7 +665,7 @@ def beginning_with(folder: Path, target: Target, layers: tuple[int, ...], out: P
     drafter = DraftLM.create(DraftLMConfig(layers=layers), target)
     export_artifact(Artifact(drafter=drafter, target=target, topology=Topology.chain(2), identity=target.identity,
                              provenance={}), target, "huggingface", folder)
-    content = yaml.safe_load(TINY.read_text())
+    content = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())
     content |= {"family": "draft_lm", "drafter": {"folder": str(folder)},
                 "train": {"max_steps": 2, "warmup_steps": 1, "checkpoint_every": 1}}
     out.mkdir(exist_ok=True)

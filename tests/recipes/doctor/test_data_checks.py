@@ -1,6 +1,6 @@
 """Every planted fault of the data is found, in all rows and in a tenth of them; without faults nothing is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from draftsmith.data.store.token_store import Manifest, Row
 from draftsmith.export import Artifact
 from draftsmith.modules import Drafter, Target, Topology
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from draftsmith.recipes.commands.doctor import diagnose, lines
 from draftsmith.recipes.doctor.case import Case, DataSample, Finding, findings_of, group, spread
-from draftsmith.recipes.doctor.diagnosis import diagnose, lines
 from draftsmith.recipes.doctor.target_checks import TARGET_CHECKS, agreement
 from draftsmith.recipes.doctor.text_checks import TEXT_CHECKS, rendered
 from support.artifacts import TREE, heads, tuning
@@ -89,11 +89,13 @@ def test_the_sample_shows_the_mask(tiny_target: Target, healthy: list[Row]) -> N
     assert said
 
 
-PLANTED: dict[str, tuple[Change, str, str]] = {
-    "shifted mask": (shifted, "mask", "1 token too late"),
-    "labels of another turn": (other_turn, "turns", "another turn"),
-    "too short rows": (too_short, "lengths", "3 draft steps"),
-    "off-policy": (other_answer, "on-policy", "not what the target writes"),
+PLANTED: dict[str, tuple[Callable[[Target], Change], str, str]] = {
+    "shifted mask": (lambda _: shifted, "mask", "1 token too late"),
+    "labels of another turn": (lambda _: other_turn, "turns", "another turn"),
+    "too short rows": (lambda _: too_short, "lengths", "3 draft steps"),
+    "off-policy": (lambda _: other_answer, "on-policy", "not what the target writes"),
+    "another template": (lambda target: with_opening(target, "<|im_end|>\n<|im_start|>assistant\n", "\nBot: "),
+                         "template", "another template"),
 }
 
 
@@ -101,15 +103,9 @@ PLANTED: dict[str, tuple[Change, str, str]] = {
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_found(tiny_target: Target, healthy: list[Row], fault: str, share: float) -> None:
     change, name, words = PLANTED[fault]
-    found = faults(planted(healthy, share, change), tiny_target)[name]
+    found = faults(planted(healthy, share, change(tiny_target)), tiny_target)[name]
     assert words in found.verdict
     assert f"{40 * share:.0f} of 40 rows (train-00000:" in found.verdict
-
-
-@TENTH
-def test_another_template_is_found(tiny_target: Target, healthy: list[Row], share: float) -> None:
-    rows = planted(healthy, share, with_opening(tiny_target, "<|im_end|>\n<|im_start|>assistant\n", "\nBot: "))
-    assert "another template" in faults(rows, tiny_target)["template"].verdict
 
 
 @pytest.mark.parametrize("thinks", [True, pytest.param(False, marks=pytest.mark.long)])

@@ -17,9 +17,9 @@ from draftsmith.data import Manifest
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import compare_families, pipeline
 from draftsmith.recipes.commands.pipeline import COMMANDS
-from draftsmith.recipes.planning import dry_run
+from draftsmith.recipes.reading.command_line import process_words, trust_words
 from draftsmith.recipes.stages import answer_workers
-from draftsmith.recipes.stages.answer_workers import HELPS, LOCK, RANK, answers, helper_words, helpers, on_own_device
+from draftsmith.recipes.stages.answer_workers import HELPS, LOCK, RANK, answers, helpers, on_own_device
 from draftsmith.recipes.stages.workspace import Workspace
 from support.forked_workers import ended, holding, kill, start, working
 from support.prompt_files import contents
@@ -39,8 +39,7 @@ def call(out: Path, workers: int, *words: str, **variables: str) -> None:
 
 
 def workspace(*words: str) -> Workspace:
-    parsed = COMMANDS["distill"].parse(["--config", "tiny", *words])
-    return Workspace(parsed.values, parsed.settings)
+    return Workspace(COMMANDS["distill"].parse(["--config", "tiny", *words]))
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +226,7 @@ def test_auto_takes_the_threads_as_far_as_prompts_and_memory_last(
     started: list[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory, prompts = tmp_path / "meminfo", tmp_path / "prompts.jsonl"
-    monkeypatch.setattr(dry_run, "MEMINFO", memory)
+    monkeypatch.setattr(answer_workers, "MEMINFO", memory)
     monkeypatch.setattr(answer_workers, "resident_bytes", lambda: 1024)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     memory.write_text("MemTotal: 99 kB\nMemAvailable: 99 kB\n")
@@ -241,7 +240,7 @@ def test_auto_takes_the_threads_as_far_as_prompts_and_memory_last(
     # A container whose processes hold 4 kB of 6 kB, one of them in pages of files that can be given back.
     for name, content in (("max", "6144\n"), ("current", "4096\n"), ("stat", "anon 3072\ninactive_file 1024\n")):
         (tmp_path / f"memory.{name}").write_text(content)
-    monkeypatch.setattr(dry_run, "CGROUP", tmp_path)
+    monkeypatch.setattr(answer_workers, "CGROUP", tmp_path)
     assert helped("--distill.workers", "auto") == 1, "3 kB are left, and one more takes 2"
     (tmp_path / "memory.max").write_text("max\n")
     assert helped("--distill.workers", "auto") == 2, "a container without a limit"
@@ -262,8 +261,8 @@ def test_a_helper_that_was_started_answers(tmp_path: Path, alone: dict[str, byte
     found = workspace(*TINY[3:], "2", "--out", str(tmp_path / "out"))
     recipe.write_text(json.dumps(found.settings))
     environment = {**os.environ, RANK: "1", HELPS: "1"}
-    said = subprocess.run(helper_words(found.recipe, str(recipe)), env=environment, check=True, text=True,
-                          capture_output=True)
+    said = subprocess.run(process_words("distill", str(recipe), trust_words(found.recipe)), env=environment, check=True,
+                          text=True, capture_output=True)
     assert "the answers are complete; the leading process goes on" in said.stdout
     assert contents(tmp_path / "out" / "data") == alone
 

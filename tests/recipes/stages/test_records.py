@@ -126,7 +126,7 @@ def test_each_stage_names_the_files_that_it_reads(tmp_path: Path) -> None:
              "--prompts.origin", "file", "--prompts.path", str(prompts), "--distill.answered_by", "draft",
              "--distill.draft", str(draft), "--distill.budget_tokens", "5"]
     parsed = COMMANDS["run"].parse(["--config", "tiny", "--out", str(tmp_path / "out"), *words])
-    found = {stage.name: dict(stage.reads) for stage in stages(Workspace(parsed.values, parsed.settings))}
+    found = {stage.name: dict(stage.reads) for stage in stages(Workspace(parsed))}
     target = {"target.name": [model / "additional_chat_templates" / "tool_use.jinja", model / "config.json"],
               "target.chat_template": [template], "template.tools": [tools]}
     assert found["distill"] == {**target, "prompts": [prompts], "distill.draft": [draft / "config.json"]}

@@ -17,8 +17,6 @@ from draftsmith.recipes.stages.training_folder import SETTINGS_FILE, left_out, o
 from draftsmith.recipes.stages.workspace import Workspace
 from draftsmith.trainers.base import LEAST_STEPS
 
-RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.yaml"
-
 
 def found(lengths: list[float], labels: int, *, max_steps: int | None = 400, steps: int = 400,
             budget: int | None = 14_000, start: str | None = None, held: int = 24) -> str:
@@ -131,8 +129,7 @@ def test_more_minutes_for_answers_let_them_grow_and_keep_the_former_training(
 
 
 def workspace(run: Path, *words: str) -> Workspace:
-    parsed = COMMANDS["run"].parse(["--config", str(RECIPE), "--out", str(run), *words])
-    return Workspace(parsed.values, parsed.settings)
+    return Workspace(COMMANDS["run"].parse(["--config", "tiny", "--out", str(run), *words]))
 
 
 def manifest(tokens: int, origin: str = "own", **distill: Any) -> Any:
@@ -159,32 +156,28 @@ def test_answers_that_did_not_fit_are_counted(copied_run: Path, monkeypatch: pyt
                                "distill.budget_minutes 1",) if said else ())
 
 
-def test_validation_prompts_without_an_answer_are_counted(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, found = workspace(tiny_run), manifest(900, budget_tokens=900, budget_minutes=1.0, validation_prompts=24)
-    for answered, said in ((12, ("held-out answers: 12 of 24 validation prompts were answered; the rest did not fit "
-                                 "into distill.budget_minutes 1",)), (24, ())):
-        found.total = lambda split, count, answered=answered: {
-            ("train", "supervised"): 900, ("validation", "prompts"): answered}.get((split, count), 0)
-        monkeypatch.setattr(here, "manifest", lambda: found)
-        assert left_out(here) == said
+SKIPPED = {"skipped": {"not JSON": 1, "no user message": 2}, "unwritten": {"tools": 9}, "repeated": 3}
 
 
-def test_without_a_budget_nothing_is_missing(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = workspace(tiny_run)
-    for settings in ({"budget_tokens": 1200, "budget_minutes": None}, {"budget_tokens": None, "budget_minutes": 1.0}):
-        monkeypatch.setattr(here, "manifest", lambda settings=settings: manifest(900, **settings))
-        assert left_out(here) == ()
-
-
-def test_rows_that_were_skipped_or_repeat_others_are_counted(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, found = workspace(tiny_run), manifest(900)
-    found.skipped, found.unwritten, found.repeated = {"not JSON": 1, "no user message": 2}, {"tools": 9}, 3
-    found.total = lambda _split, count: {"full": 1, "prompts": 40}.get(count, 0)
-    monkeypatch.setattr(here, "manifest", lambda: found)
-    assert left_out(here) == (
+@pytest.mark.parametrize(("settings", "facts", "counts", "said"), [
+    ({"budget_tokens": 1200, "budget_minutes": None}, {}, {}, ()),
+    ({"budget_tokens": None, "budget_minutes": 1.0}, {}, {}, ()),
+    ({"budget_tokens": 900, "budget_minutes": 1.0, "validation_prompts": 24}, {}, {"prompts": 24}, ()),
+    ({"budget_tokens": 900, "budget_minutes": 1.0, "validation_prompts": 24}, {}, {"prompts": 12}, (
+        "held-out answers: 12 of 24 validation prompts were answered; the rest did not fit into distill.budget_minutes "
+        "1",)),
+    ({}, SKIPPED, {"full": 1, "prompts": 40}, (
         "prompts: rows were skipped, which data/skipped.jsonl lists: 1 × not JSON; 2 × no user message",
         "prompts: the chat template leaves out the tools of 9 rows", "prompts: 3 of 50 repeat others and were left out",
-        "training text: 1 of 40 conversations end early because the target's context does")
+        "training text: 1 of 40 conversations end early because the target's context does")),
+])
+def test_what_answers_lack_is_counted(tiny_run: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any],
+                                      facts: dict[str, Any], counts: dict[str, int], said: tuple[str, ...]) -> None:
+    """Held-out prompts without an answer, and rows that were skipped or repeat others; nothing without a budget."""
+    here, found = workspace(tiny_run), manifest(900, **settings)
+    vars(found).update(facts, total=lambda _split, count: {"supervised": 900, **counts}.get(count, 0))
+    monkeypatch.setattr(here, "manifest", lambda: found)
+    assert left_out(here) == said
 
 
 def test_a_training_without_a_number_of_steps_says_that_it_made_the_fewest(tiny_run: Path) -> None:
@@ -199,7 +192,7 @@ def test_a_run_that_is_short_of_time_ends_and_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "short"
-    assert main(["run", "--config", str(RECIPE), "--out", str(out), "--train.max_minutes", "1e-5",
+    assert main(["run", "--config", "tiny", "--out", str(out), "--train.max_minutes", "1e-5",
                  "--evaluate.budget_minutes", "1e-5"]) == 0
     said = json.loads((out / "evaluation.json").read_text())["left_out"]
     assert said[0] == "training: 4 of 30 steps; the rest did not fit into train.max_minutes 1e-05"

@@ -23,7 +23,6 @@ from draftsmith.recipes.stages.workspace import Workspace
 from support.native_heads import change, with_head
 from support.tiers import some_long
 
-TINY = str(Path(__file__).resolve().parents[3] / "recipes" / "tiny.yaml")
 TWO = ("--train.devices", "2", "--train.accelerator", "cpu")
 
 
@@ -79,7 +78,7 @@ TWO = ("--train.devices", "2", "--train.accelerator", "cpu")
 def test_a_run_that_cannot_work_leaves_nothing(words: list[str], message: str, tmp_path: Path,
                                                capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["run", "--config", TINY, "--out", str(out), *words]) == 2
+    assert main(["run", "--config", "tiny", "--out", str(out), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (out / "data").exists()
 
@@ -88,8 +87,8 @@ def test_another_head_in_the_targets_folder_is_noticed(tmp_path: Path) -> None:
     folder = with_head("mimo", tmp_path / "target")
 
     def decisive(*words: str) -> dict[str, Any]:
-        parsed = COMMANDS["run"].parse(["--config", TINY, "--out", str(tmp_path), "--target.name", str(folder), *words])
-        return Workspace(parsed.values, parsed.settings).decisive
+        given = ["--config", "tiny", "--out", str(tmp_path), "--target.name", str(folder), *words]
+        return Workspace(COMMANDS["run"].parse(given)).decisive
 
     words = ("--family", "mtp", "--evaluate.baselines", "[native_head]")
     before = decisive(*words)
@@ -108,7 +107,7 @@ def test_a_command_for_one_process_is_refused_in_several(monkeypatch: pytest.Mon
                                                          capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    words = ["--config", TINY, "--out", str(tmp_path / "out"), "--train.accelerator", "cpu"]
+    words = ["--config", "tiny", "--out", str(tmp_path / "out"), "--train.accelerator", "cpu"]
     for command, message in (
         ("distill", "torchrun has started 2 processes, but draftsmith distill works in one; start it without torchrun"),
         ("train", "holds no complete data; run draftsmith distill with this recipe first"),
@@ -124,10 +123,10 @@ def test_a_target_with_other_weights_than_answered_the_data_is_refused_wherever_
 ) -> None:
     """An id of the hub may name another revision than it did."""
     parsed = COMMANDS["train"].parse(["--config", "tiny", "--out", str(tiny_run)])
-    assert Workspace(parsed.values, parsed.settings).target.num_layers == 2
+    assert Workspace(parsed).target.num_layers == 2
     monkeypatch.setattr(workspace, "load_target", lambda _: Target(tiny_model(seed=1), tiny_tokenizer(), name="moved"))
     with pytest.raises(UserError, match=r"data was made for the target tiny-random with .* here, moved, .*; "):
-        _ = Workspace(parsed.values, parsed.settings).target
+        _ = Workspace(parsed).target
 
 
 @pytest.mark.parametrize(("asked", "prompts", "says"), [
@@ -140,7 +139,7 @@ def test_prompts_that_cannot_be_learned_are_reported(asked: str, prompts: dict[s
                                                      monkeypatch: pytest.MonkeyPatch,
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     parsed = COMMANDS["run"].parse(["--config", "tiny", "--batch.own_prompts", asked])
-    given = Workspace(parsed.values, parsed.settings)
+    given = Workspace(parsed)
     monkeypatch.setattr(given, "manifest", lambda: SimpleNamespace(recipe={"prompts": prompts}))
     monkeypatch.setattr(given, "template", SimpleNamespace(user_turn=lambda: "around"))
     assert given.around_prompts == ("around" if asked == "true" and not says else None)
@@ -185,7 +184,7 @@ def test_a_run_sketches_the_target_once_and_only_training_opens_all_shards(
 
     monkeypatch.setattr(TokenShard, "read", noting)
     words = ["--distill.budget_tokens", "300", "--train.max_steps", "2", "--evaluate.limit", "1"]
-    assert main(["run", "--config", TINY, "--out", str(tmp_path), *words]) == 0
+    assert main(["run", "--config", "tiny", "--out", str(tmp_path), *words]) == 0
     assert counts == {"sketch_target": 1, "dry_run": 1, "data": 1}
     assert [file for file in opened["artifact"] if not file.startswith("validation")] == []
     assert len(opened["artifact"]) == len(set(opened["artifact"])) > 0, "each file is read and hashed once"
@@ -195,7 +194,7 @@ def test_a_run_sketches_the_target_once_and_only_training_opens_all_shards(
 def test_questions_that_do_not_fit_the_context_are_found_before_an_answer(
     copied_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    long = ["--config", TINY, "--evaluate.max_new_tokens", "400"]
+    long = ["--config", "tiny", "--evaluate.max_new_tokens", "400"]
     assert main(["run", *long, "--out", str(tmp_path / "new")]) == 2
     said = r"a question of the set 'handwritten' \(.*\) has 1\d\d tokens; with 1 answer of evaluate.max_new_tokens 400"
     assert re.search(said, capsys.readouterr().err)
@@ -207,7 +206,7 @@ def test_questions_that_do_not_fit_the_context_are_found_before_an_answer(
     held_out = HeldOut(file="test.jsonl", sha256=hash_bytes(file.read_bytes()), prompts=1)
     replace(manifest, held_out=held_out).save(copied_run / "data")
     shutil.move(copied_run / "data", tmp_path / "data")
-    assert main(["run", "--config", TINY, "--out", str(copied_run), "--data", str(tmp_path / "data")]) == 2
+    assert main(["run", "--config", "tiny", "--out", str(copied_run), "--data", str(tmp_path / "data")]) == 2
     assert "a question of the set 'own' ('Say hi.') has" in capsys.readouterr().err
     assert not (copied_run / "train").exists()
-    assert main(["train", "--config", TINY, "--out", str(copied_run), "--data", str(tmp_path / "data")]) == 0
+    assert main(["train", "--config", "tiny", "--out", str(copied_run), "--data", str(tmp_path / "data")]) == 0

@@ -8,6 +8,7 @@ until it is freed, on any device and independently of what else the process hold
 before is no allocation.
 """
 
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,9 @@ from torch import Tensor, nn, strided
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+LARGE = 1 << 16  # Elements from which a new floating-point tensor has no values: smaller ones may be read as numbers
+_INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 
 
 class CountedStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -65,10 +69,6 @@ def _storages(values: Any) -> Iterator[Any]:
         # Weights that are packed for oneDNN have no storage that Python can see.
         if isinstance(value, Tensor) and value.layout is strided:
             yield value.untyped_storage()
-
-
-LARGE = 1 << 16  # Elements from which a new floating-point tensor has no values: smaller ones may be read as numbers
-_INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 
 
 class CountedWork(CountedStorages):  # type: ignore[no-untyped-call]
@@ -130,7 +130,4 @@ def _is_large(args: Any, kwargs: dict[str, Any]) -> bool:
     """True for the making of a floating-point tensor of many elements."""
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     shape = next((one for one in args if isinstance(one, list | tuple | torch.Size)), ())
-    elements = 1
-    for size in shape:
-        elements *= size if isinstance(size, int) else 1
-    return dtype.is_floating_point and elements >= LARGE
+    return dtype.is_floating_point and math.prod(size for size in shape if isinstance(size, int)) >= LARGE

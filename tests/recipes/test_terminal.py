@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from draftsmith.recipes.__main__ import complain, main, one_line
 from draftsmith.recipes.commands import answer_commands
-from draftsmith.recipes.terminal.terminal_text import one_sentence, printable, say
+from draftsmith.recipes.terminal import one_sentence, printable, say
 
 ESCAPE = "\x1b[2J\x1b]0;title\x07"
 

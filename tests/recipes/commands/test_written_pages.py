@@ -1,4 +1,4 @@
-"""The reference of all recipe keys, recipes/keys.md, and its parts."""
+"""The pages that the code writes: the reference of all keys with its parts, and the README's table of methods."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -6,15 +6,16 @@ from typing import Any, Literal
 
 import pytest
 import yaml
+from draftsmith.export.layouts.registry import EXPORT_FORMATS
+from draftsmith.modules import DRAFTERS, UserError
 from draftsmith.modules.files.json_records import kind_in_words
-from draftsmith.recipes.commands.key_reference import FILES, reference
-from draftsmith.recipes.reading.command_line import SECTIONS
-from draftsmith.recipes.reading.key_page import PAGE, command_keys
-from draftsmith.recipes.reading.parsing import Command
-from draftsmith.recipes.reading.recipe_keys import keys_of
+from draftsmith.recipes.commands.written_pages import FILES, MARKERS, cards, reference, with_table
+from draftsmith.recipes.reading.command_line import SECTIONS, Command
+from draftsmith.recipes.reading.keys import PAGE, command_keys, keys_of
 from draftsmith.trainers.families import family_configs, family_names
 
-GUIDE = Path(__file__).resolve().parents[3] / "recipes/guides/your-model-and-data.md"
+ROOT = Path(__file__).resolve().parents[3]
+GUIDE = ROOT / "recipes/guides/your-model-and-data.md"
 COMMANDS: dict[str, Command[Any]] = {name: command for file in FILES for name, command in file.COMMANDS.items()}
 
 
@@ -48,7 +49,7 @@ class Own(Base):
 
 
 def test_the_file_has_the_keys_of_the_code() -> None:
-    assert PAGE.read_text(encoding="utf-8") == reference(), "run python -m draftsmith.recipes.commands.key_reference"
+    assert PAGE.read_text(encoding="utf-8") == reference(), "run python -m draftsmith.recipes.commands.written_pages"
 
 
 def test_every_key_has_a_meaning_and_every_section_a_table() -> None:
@@ -94,3 +95,26 @@ def test_types_in_words(kind: Any, words: str) -> None:
 def test_the_example_in_the_guide_is_a_recipe(tmp_path: Path) -> None:
     block, = (block.split("```")[0] for block in GUIDE.read_text().split("```yaml\n")[1:])
     assert set(yaml.safe_load(block)) <= {"extends", *SECTIONS}
+
+
+def test_the_readme_has_the_table_of_the_families() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text == with_table(text), "run: python -m draftsmith.recipes.commands.written_pages README.md"
+
+
+def test_every_method_has_one_row() -> None:
+    names = [card.name for card, _ in cards()]
+    assert len(names) == len(set(names)) == len(DRAFTERS) + 3
+    for card, _ in cards():
+        assert all((card.guesses, card.cost)), card.name
+        assert "|" not in card.guesses + card.cost, card.name
+
+
+def test_only_a_family_without_a_format_refuses_to_be_exported() -> None:
+    assert {family.family for family in DRAFTERS if family.export_refusal is not None} == {
+        family.family for family in DRAFTERS if not any(family in one.families for one in EXPORT_FORMATS)}
+
+
+def test_a_readme_without_markers_is_refused() -> None:
+    with pytest.raises(UserError, match=f"need the lines {MARKERS[0]}"):
+        with_table("# A project\n")

@@ -1,4 +1,5 @@
-"""`batch.states: auto` stores what fits into nine tenths of the free disk, says why, and keeps it for the whole run."""
+"""Recipes tried on the target's shape alone; `batch.states: auto` stores what fits into nine tenths of the free disk,
+says why, and keeps it for the whole run."""
 
 import json
 import shutil
@@ -19,8 +20,8 @@ from draftsmith.recipes.commands.pipeline import (
     provenance,
     stored_states,
 )
-from draftsmith.recipes.planning.dry_run import choose_states, dry_run
-from draftsmith.recipes.reading.parsing import Parsed
+from draftsmith.recipes.reading.command_line import Parsed
+from draftsmith.recipes.recipe import choose_states, dry_run
 from draftsmith.recipes.stages import workspace
 from draftsmith.recipes.stages.training_folder import read_result
 from draftsmith.recipes.stages.workspace import Workspace
@@ -87,6 +88,12 @@ def test_states_that_no_training_can_read_are_not_stored(words: list[str], reaso
     assert choice(tmp_path, *words) == ("computed", f"batch.states auto takes computed: {reason}")
 
 
+@pytest.mark.parametrize("policies", ["fastest", "[fastest,static]", "[static+lookup,chain-2]"])
+def test_policies_that_an_evaluation_takes_are_accepted(policies: str, tmp_path: Path) -> None:
+    recipe = parsed("--out", str(tmp_path), "--evaluate.policies", policies).values
+    assert dry_run(recipe, sketch_target(recipe.target)).drafter.family == "medusa"
+
+
 def chosen(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
     monkeypatch.setattr(workspace, "choose_states", lambda *_given: (choice, f"auto takes {choice}: by a test"))
 
@@ -96,8 +103,7 @@ def test_a_run_keeps_its_choice_and_is_that_of_the_named_one(
     choice: str, copied_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(*words: str) -> Workspace:
-        given = COMMANDS["run"].parse(["--config", "tiny", "--out", str(copied_run), *words])
-        return Workspace(given.values, given.settings)
+        return Workspace(COMMANDS["run"].parse(["--config", "tiny", "--out", str(copied_run), *words]))
 
     chosen(monkeypatch, choice)
     assert run(*AUTO).batch.states == choice
@@ -131,4 +137,4 @@ def test_processes_that_train_together_do_not_choose(tmp_path: Path, monkeypatch
     given = parsed("--out", str(tmp_path))
     with pytest.raises(UserError, match=r"machine\.json does not say yet what this run takes for batch\.states auto; "
                                         r"run draftsmith distill with this recipe without torchrun"):
-        _ = Workspace(given.values, given.settings).batch
+        _ = Workspace(given).batch

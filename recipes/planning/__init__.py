@@ -1,1 +1,0 @@
-"""Memory, disk and processes that a recipe needs, counted before it runs."""

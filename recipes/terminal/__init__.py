@@ -1,1 +1,0 @@
-"""Text on the terminal, and interruptions from it."""
