@@ -14,6 +14,7 @@ from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from draftsmith import modules
@@ -300,26 +301,22 @@ def test_a_malformed_recipe_file(text: str, message: str, capsys: pytest.Capture
     assert re.search(message, sentence), sentence
 
 
-@pytest.mark.parametrize(("code", "message"), [
+@pytest.mark.parametrize(("error", "message"), [
     (errno.ENOSPC, "No space left on device: free some space or choose another --out"),
     (errno.EACCES, "Permission denied: change its permissions or choose another path"),
+    (IndexError("a bug"), None),
 ])
-def test_a_full_disk_is_one_sentence(code: int, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
-                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(code, os.strerror(code), str(tmp_path / "shard"))
-
-    monkeypatch.setattr(answer_workers, "distill", fail)
-    assert message in refused(capsys, "run", "--config", "tiny", "--out", tmp_path / "run")
-
-
-def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise IndexError("a bug")
-
-    monkeypatch.setattr(answer_workers, "distill", fail)
+def test_a_full_disk_is_one_sentence_and_our_own_mistakes_keep_their_traceback(
+    error: Any, message: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised = OSError(error, os.strerror(error), str(tmp_path / "shard")) if message else error
+    monkeypatch.setattr(answer_workers, "distill", Mock(side_effect=raised))
+    words = ("run", "--config", "tiny", "--out", str(tmp_path / "run"))
+    if message is not None:
+        assert message in refused(capsys, *words)
+        return
     with pytest.raises(IndexError):
-        main(["run", "--config", "tiny", "--out", str(tmp_path / "run")])
+        main([*words])
 
 
 # Mistakes and finished work ----------------------------------------------------------------------------------------

@@ -29,8 +29,7 @@ from support.stored_states import encode
 
 AUTO = ("--batch.states", "auto")
 Disk = namedtuple("Disk", "total used free")
-BYTES = 32 * 4
-"""Bytes of a token's states: of the final ones of the tiny target, 32 wide, in float32."""
+BYTES = 32 * 4  # Bytes of a token's states: of the final ones of the tiny target, 32 wide, in float32
 
 
 def parsed(*words: str) -> Parsed[Any]:
@@ -65,12 +64,6 @@ def test_states_are_stored_if_they_fit_nine_tenths_of_the_disk(
     assert choice(tmp_path / "data", *words, "--batch.states_format", "int8")[0] == "stored"
 
 
-def test_answers_without_a_limit_mean_computed(tmp_path: Path) -> None:
-    found, reason = choice(tmp_path / "data", "--distill.budget_tokens", "null", "--distill.budget_minutes", "1")
-    assert found == "computed"
-    assert "set distill.budget_tokens, or batch.states: stored" in reason
-
-
 def test_of_finished_data_only_what_is_missing_is_written(copied_run: Path, tiny_target: Target) -> None:
     data, int8 = copied_run / "data", ("--batch.states_format", "int8")
     every = sum(record.tokens for record in Manifest.load(data).shards)
@@ -81,10 +74,13 @@ def test_of_finished_data_only_what_is_missing_is_written(copied_run: Path, tiny
 
 
 @pytest.mark.parametrize(("words", "reason"), [
+    (["--distill.budget_tokens", "null", "--distill.budget_minutes", "1"],
+     "nothing limits the answers before they are written, so that the size of their states is not known; set "
+     "distill.budget_tokens, or batch.states: stored"),
     (["--family", "medusa2"], "training changes the target, and its states with it"),
     (["--family", "draft_lm", "--drafter", "{}"], "training reads tokens alone"),
 ])
-def test_states_that_no_training_can_read_are_not_stored(words: list[str], reason: str, tmp_path: Path) -> None:
+def test_states_of_no_use_or_of_unknown_size_are_not_stored(words: list[str], reason: str, tmp_path: Path) -> None:
     assert choice(tmp_path, *words) == ("computed", f"batch.states auto takes computed: {reason}")
 
 

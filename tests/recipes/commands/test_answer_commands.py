@@ -294,9 +294,7 @@ def test_every_policy_can_be_marked(words: list[str], policy: str, capfd: pytest
 
 
 def test_a_switch_needs_no_value(words: list[str]) -> None:
-    from draftsmith.recipes.commands.answer_commands import COMMANDS
-
-    command: Command[object] = COMMANDS["generate"]
+    command: Command[object] = answer_commands.COMMANDS["generate"]
     for more, expected in ((["--show-drafts"], True), (["--show-drafts", "--seed", "3"], True), ([], False),
                            (["--show-drafts", "false"], False), (["--show_drafts=true"], True)):
         assert command.parse([*words[1:], *more]).settings["show_drafts"] is expected

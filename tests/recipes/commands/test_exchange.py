@@ -114,8 +114,7 @@ def passes(drafter: Drafter[Any], target: Target, topology: Topology) -> tuple[l
     return [one.tokens for one in found.generations], recorder.passes
 
 
-FIRST = list({case[1]: case for case in reversed(LAYOUTS)}.values())
-"""The first case of each layout."""
+FIRST = list({case[1]: case for case in reversed(LAYOUTS)}.values())  # The first case of each layout
 
 
 @pytest.mark.parametrize(("name", "layout", "tree"), others_long(LAYOUTS, FIRST))
@@ -404,26 +403,21 @@ def test_an_export_takes_its_card_from_the_artifact(folder: Path, tmp_path: Path
     assert "## Training data" in card
 
 
-def test_what_would_be_uploaded_is_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_would_be_uploaded_is_listed_and_only_the_word_of_the_user_uploads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub, files = StandIn(), planned(given(folder))
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    monkeypatch.setattr("huggingface_hub.ModelCard.validate", validated)
     size = (folder / "model.safetensors").stat().st_size
-    files = planned(given(folder))
     assert f"{size:>15,}  model.safetensors" in listing(files, "owner/draft")
-    assert main(["push", "--folder", str(folder), "--repository", "owner/draft", "--licence", "mit"]) == 0
+    words = ["push", "--folder", str(folder), "--repository", "owner/draft", "--licence", "mit"]
+    assert main(words) == 0
     said = capsys.readouterr()
     assert "owner/draft: 4 files" in said.out + said.err
     assert "nothing was uploaded; add --dry_run false to upload" in said.out + said.err
     # The card as it would be uploaded, field by field.
     assert bytes(files["README.md"]).decode().replace("apache-2.0", "mit", 1) in said.out
-
-
-def test_only_the_word_of_the_user_uploads(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub = StandIn()
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
-    monkeypatch.setattr("huggingface_hub.ModelCard.validate", validated)
-    words = ["push", "--folder", str(folder), "--repository", "owner/draft", "--licence", "mit"]
-    assert main(words) == 0
     assert not hub.made
     assert main([*words, "--dry_run", "false"]) == 0
     assert hub.made["private"] is True
@@ -431,24 +425,13 @@ def test_only_the_word_of_the_user_uploads(
     assert "uploaded: https://hub/owner/draft" in said.out + said.err
 
 
-def strange(folder: Path) -> None:
-    (folder / "notes.txt").write_text("mine")
-
-
-def changed(folder: Path) -> None:
-    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
-
-
-def unmarked(folder: Path) -> None:
-    (folder / ".draftsmith.json").unlink()
-
-
 @pytest.mark.parametrize(("change", "reason"), [
-    (strange, r"holds other or changed files \(notes.txt\)"),
-    (changed, r"holds other or changed files \(config.json\)"),
-    (unmarked, "is no artifact or export of draftsmith"),
+    (lambda folder: (folder / "notes.txt").write_text("mine"), r"holds other or changed files \(notes.txt\)"),
+    (lambda folder: (folder / "config.json").write_text((folder / "config.json").read_text() + " "),
+     r"holds other or changed files \(config.json\)"),
+    (lambda folder: (folder / ".draftsmith.json").unlink(), "is no artifact or export of draftsmith"),
 ])
-def test_a_folder_with_anything_else_is_refused(folder: Path, change: Callable[[Path], None], reason: str) -> None:
+def test_a_folder_with_anything_else_is_refused(folder: Path, change: Callable[[Path], object], reason: str) -> None:
     change(folder)
     with pytest.raises(UserError, match=reason):
         planned(given(folder))
@@ -529,12 +512,10 @@ def test_names_that_the_hub_does_not_take_are_refused(folder: Path, settings: di
         given(folder, **settings)
 
 
-def test_the_hub_itself_knows_the_licences(folder: Path) -> None:
-    assert given(folder, licence="openrail++").licence == "openrail++"
-
-
 def test_a_card_that_the_hub_refuses_uploads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub itself knows the licences."""
     monkeypatch.setattr("huggingface_hub.ModelCard.validate", validated)
+    assert given(folder, licence="openrail++").licence == "openrail++"
     hub, arguments = StandIn(), given(folder, licence="unheard-of")
     with pytest.raises(UserError, match=r'the Hub refuses the card ."license" must be one of .*nothing was uploaded'):
         upload(hub, arguments, planned(arguments))

@@ -27,14 +27,11 @@ from transformers import LlamaConfig, NemotronHConfig
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 TRAINING = sorted(file.stem for file in RECIPES.glob("*.yaml") if "\nfamily:" in file.read_text())
 """Recipes that name their family: those that extend another one by a correction do not."""
-METHODS = sorted(file.stem for file in RECIPES.glob("*.yaml") if "family" in read_recipe(str(file)))
-"""These and those."""
-APART = ("tiny", "quickstart", "mtp", "eagle3_domain")
-"""Those of them for one target."""
+METHODS = sorted(file.stem for file in RECIPES.glob("*.yaml") if "family" in read_recipe(str(file)))  # These and those
+APART = ("tiny", "quickstart", "mtp", "eagle3_domain")  # Those of them for one target
 WHOLE_LAYERS = ("fastdraft", "fastdraft_parallel", "hidden_transfer", "kangaroo", "prompt_tokens")
 """Methods that draft by layers of the target, which may not be recurrent."""
-ELSEWHERE = ["--target.device", "cuda"]
-"""Words with which a GPU is planned for that is not here."""
+ELSEWHERE = ["--target.device", "cuda"]  # Words with which a GPU is planned for that is not here
 LARGE = {"8b": (4096, 14336, 32, 32), "8b, short": (4096, 14336, 8, 32), "70b": (8192, 28672, 80, 64),
          "70b, short": (8192, 28672, 16, 64)}
 """Width, width inside, layers and heads of the models of Llama 3; short ones have fewer layers: each takes seconds."""
@@ -253,8 +250,7 @@ def test_the_peaks_of_the_embedded_model_are_those_planned(tmp_path: Path) -> No
         assert predicted == pytest.approx(peak, rel=0.15), stage
 
 
-TIMES = 6
-"""Factor by which the text is held out more often."""
+TIMES = 6  # Factor by which the text is held out more often
 
 
 @pytest.fixture(scope="module", params=["stored", "computed"])

@@ -47,8 +47,7 @@ from support.artifacts import costs, trial, tuning
 from support.forked_workers import kill, working
 
 ROOT = Path(__file__).resolve().parents[3]
-STAGES = 5
-"""Stages of a run."""
+STAGES = 5  # Stages of a run
 KEYS = {"family", "target", "prompts", "batch_size", "temperature", "new_tokens", "target_passes", "accepted_length",
         "acceptance_by_position", "tokens_per_second", "plain_tokens_per_second", "generate_tokens_per_second",
         "speedup", "contended", "draft_time_share", "lossless"}
@@ -473,31 +472,24 @@ def test_generate_streams_the_plain_answer(tiny_run: Path, capsys: pytest.Captur
     assert "tokens per pass" in message.err
 
 
-def test_generate_says_why_graphs_were_not_replayed(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answers = []
-    for asked in ([], ["--graphs"]):
-        assert main(["generate", "--artifact", str(tiny_run / "artifact"), "--prompt", "hello", "--max-new-tokens", "9",
-                     *asked]) == 0
-        answers.append(capsys.readouterr())
-    assert answers[0].out == answers[1].out
-    assert "CUDA graphs" not in answers[0].err
-    assert "not replayed as CUDA graphs: there is no CUDA device\n" in answers[1].err
-
-
-def test_generate_compiles_where_it_can_and_says_so(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_says_why_graphs_were_not_replayed_and_compiles_where_it_can(
+    tiny_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With unpacked layers, whose compiler is watched; packed ones are named."""
     answers = []
-    for asked in ([], ["--compile"], ["--compile", "--target.pack", "0"]):
+    for asked in ([], ["--graphs"], ["--compile"], ["--compile", "--target.pack", "0"]):
         with patch.object(compiler, "BACKEND", "eager"):
             assert main(["generate", "--artifact", str(tiny_run / "artifact"), "--prompt", "hello", "--max-new-tokens",
                          "9", *asked]) == 0
         answers.append(capsys.readouterr())
-    assert answers[0].out == answers[1].out == answers[2].out
+    assert len({one.out for one in answers}) == 1
+    assert "CUDA graphs" not in answers[0].err
     assert "compil" not in answers[0].err
+    assert "not replayed as CUDA graphs: there is no CUDA device\n" in answers[1].err
     if can_pack(load_target(TargetConfig(name="tiny-random")).model):
-        assert "not compiled: the linear layers are packed for oneDNN, which no graph can hold" in answers[1].err
-    assert answers[2].err.count("compiling the layers: minutes at the first use on a machine\n") == 1
-    assert re.search(r"layers compiled in \d+\.\d s\n", answers[2].err)
+        assert "not compiled: the linear layers are packed for oneDNN, which no graph can hold" in answers[2].err
+    assert answers[3].err.count("compiling the layers: minutes at the first use on a machine\n") == 1
+    assert re.search(r"layers compiled in \d+\.\d s\n", answers[3].err)
 
 
 @pytest.fixture
@@ -645,19 +637,16 @@ def test_another_run_trains_on_the_same_data(tiny_run: Path, tmp_path: Path,
     assert capsys.readouterr().out.count("already complete, skipped") == STAGES - 1
 
 
-def test_data_is_read_with_the_template_it_was_rendered_with(tiny_run: Path, tmp_path: Path,
-                                                             capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--config", "tiny", "--out", str(tmp_path / "out"), "--data", str(tiny_run / "data")]
-    assert main(["train", *words, "--template.system", "Be brief."]) == 2
-    assert "was rendered with another chat template or other settings of it" in capsys.readouterr().err
-
-
-def test_data_of_another_run_must_be_there(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--config", "tiny", "--out", str(tmp_path / "out")]
-    assert main(["run", *words, "--data", str(tmp_path / "none")]) == 2
-    assert "none, which is no folder; give the data folder of a finished run" in capsys.readouterr().err
-    assert main(["distill", *words, "--data", str(tiny_run / "data")]) == 2
-    assert "distill makes new data, and data names" in capsys.readouterr().err
+@pytest.mark.parametrize(("words", "message"), [
+    (("train", "--data", "DATA", "--template.system", "Be brief."), "was rendered with another chat template or other"),
+    (("run", "--data", "none"), "none, which is no folder; give the data folder of a finished run"),
+    (("distill", "--data", "DATA"), "distill makes new data, and data names"),
+])
+def test_data_of_another_run_must_be_there_and_fit(words: tuple[str, ...], message: str, tiny_run: Path, tmp_path: Path,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    given = [word.replace("DATA", str(tiny_run / "data")) for word in words]
+    assert main([*given, "--config", "tiny", "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
 
 
 def beginning_with(folder: Path, target: Target, layers: tuple[int, ...], out: Path) -> list[str]:

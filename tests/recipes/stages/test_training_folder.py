@@ -138,10 +138,15 @@ def manifest(tokens: int, origin: str = "own", **distill: Any) -> Any:
                            total=lambda split, count: tokens if (split, count) == ("train", "supervised") else 0)
 
 
-def test_a_whole_run_left_nothing_out(tiny_run: Path) -> None:
+def test_a_whole_run_left_nothing_out_and_says_how_long_training_waited(tiny_run: Path) -> None:
     assert left_out(workspace(tiny_run)) == ()
     assert json.loads((tiny_run / "evaluation.json").read_text())["left_out"] == []
     assert "left out" not in (tiny_run / "report.html").read_text()
+    stats = json.loads((tiny_run / "train" / "stats.json").read_text())
+    said = f"(30 steps); {stats['data_wait']:.1%} of that went by waiting for data"
+    assert 0 < stats["data_wait"] < 1
+    for name in ("report.md", "report.html", "evaluation.json"):
+        assert said in (tiny_run / name).read_text()
 
 
 @pytest.mark.parametrize(("found", "origin", "seconds", "said"), [
@@ -202,11 +207,3 @@ def test_a_run_that_is_short_of_time_ends_and_says_what_is_missing(
     for text in (printed, (out / "report.md").read_text(), (out / "report.html").read_text()):
         assert "What was left out" in text
         assert "2 of 8 prompts" in text
-
-
-def test_the_report_says_how_long_training_waited(tiny_run: Path) -> None:
-    stats = json.loads((tiny_run / "train" / "stats.json").read_text())
-    said = f"(30 steps); {stats['data_wait']:.1%} of that went by waiting for data"
-    assert 0 < stats["data_wait"] < 1
-    for name in ("report.md", "report.html", "evaluation.json"):
-        assert said in (tiny_run / name).read_text()
