@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from ...modules import BlockDraft, BlockDraftConfig, Target, UserError
-from ...modules.families.block.corrections import GROUP, TAPS, WIDER, CorrectionName, Markov, Selector
-from ...modules.families.block.drafter import CORRECTIONS
+from ...modules.families.block.corrections import CORRECTIONS, GROUP, TAPS, WIDER, CorrectionName, Markov, Selector
 from ...modules.families.block.layout import FIXED, FORMS, KINDS, NAMES, READ
 from ...modules.files.json_records import typed
 from ...modules.interfaces.layout import here, there

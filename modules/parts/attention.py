@@ -1,4 +1,4 @@
-"""What the attention of a drafter's own layers computes: rotary positions, with the scaling by which long-context
+"""Operations of the attention in a drafter's own layers: rotary positions, with the scaling by which long-context
 targets change them, and on a CPU one causal attention for each segment of a packed training row, without a mask.
 
 A mask over the whole row would have every token score all others, those of other segments and those after it included:

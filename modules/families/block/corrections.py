@@ -1,5 +1,5 @@
-"""What lets the slots of a block know of each other: DFlash 2's convolutions over them, and corrections of the guesses
-by the tokens that stand before them in the block.
+"""Parts by which the slots of a block know of each other: DFlash 2's convolutions over them, and corrections of the
+guesses by the tokens that stand before them in the block.
 
 A backbone scores all slots of a block at once, none of them knowing what the others will be. A correction is asked
 twice: `begin` reads the states of a whole block, once, and `extend` adds a token to a path in it. A path is what it

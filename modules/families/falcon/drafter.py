@@ -182,8 +182,7 @@ class Falcon(FeatureDrafter[FalconState]):
             before = state.output.values[rows_R].transpose(0, 1), state.cell.values[rows_R].transpose(0, 1)
             output_MRND, cell_MRND = self.lstm(read_RNZ, before)
             states_RND = torch.cat([state.recent.values[rows_R], output_MRND[-1] + final_RND], dim=1)
-            # The queries of the block's positions before the last one run again; a row without new
-            # positions has none.
+            # The queries of the block's positions before the last one run again; a row without new positions has none.
             queries_RJD = columns(states_RND, last_R, again)
             attention = state.rows.reread(rows, width, counts_R, again)
             estimates_RND = self.layers[0](torch.cat([states_RND[:, again:], queries_RJD], dim=1), attention)
@@ -192,8 +191,8 @@ class Falcon(FeatureDrafter[FalconState]):
         each_R = torch.arange(len(counts_R), device=counts_R.device)
         memory = (part[:, each_R, last_R].transpose(0, 1) for part in (output_MRND, cell_MRND))
         # A row without new positions keeps what it had.
-        for buffer, found in zip(state.buffers, (*memory, columns(states_RND, counts_R, again), newest_RKD),
-                                 strict=True):
+        values = (*memory, columns(states_RND, counts_R, again), newest_RKD)
+        for buffer, found in zip(state.buffers, values, strict=True):
             buffer.store(rows_R, found, counts_R > 0)
 
     @torch.no_grad()
@@ -242,8 +241,7 @@ class Falcon(FeatureDrafter[FalconState]):
                                            state.rows.add_nodes(ends, self.block_size))
         # Each node of this level is now the end of a block.
         state.memory, state.estimates_RPKD, state.ends_RP = memory, estimates_RND.view_as(read_RFKD), state.nodes_RF
-        nodes = state.nodes_RF.shape[1]
-        state.block_RF = torch.arange(nodes, device=state.nodes_RF.device).expand_as(state.nodes_RF)
+        state.block_RF = torch.arange(state.nodes_RF.shape[1], device=state.nodes_RF.device).expand_as(state.nodes_RF)
         state.since_RFT = state.since_RFT[..., :0]
 
 

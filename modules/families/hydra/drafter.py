@@ -26,8 +26,6 @@ from ...parts.shared_embeddings import Sizes, shifted
 from ...row_buffers import RowBuffer
 from ...target.model import Target
 
-_PROBE = 64  # Tokens of the target pass that measures the size of its final states
-
 
 @dataclass(frozen=True, kw_only=True)
 class HydraConfig(HeadConfig):
@@ -93,9 +91,8 @@ class HydraHead(nn.Module):
         super().__init__()
         self.config = config
         self.first = ConditionedBlock(width, step + 2)
-        deeper = config.num_layers - 1
-        own = min(deeper, 1) if config.tie_blocks else deeper
-        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(own))
+        own = min(config.num_layers, 2) if config.tie_blocks else config.num_layers
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(own - 1))
 
     def deepen(self, hidden: Tensor) -> Tensor:
         """Output [..., D] of the last block for the output of the first."""
@@ -151,7 +148,6 @@ class Hydra(HeadDrafter[HydraState]):
         name="Hydra, Hydra++", papers=("2402.05109",),
         guesses="heads that also read the tokens guessed before them; Hydra++ adds a decoder layer before the heads",
         cost="one head run for each level of the tree: more drafting time than Medusa, more accepted")
-
     config: HydraConfig
     config_class = HydraConfig
     # The official code weights all heads equally; the paper's objective is `soft` for Hydra++.
@@ -177,7 +173,8 @@ class Hydra(HeadDrafter[HydraState]):
         """Let all heads start as the target's output layer, after a prefix layer that changes its states little."""
         super().initialise(target)
         if self.prefix is not None:
-            tokens = target.readable_tokens(min(_PROBE, target.context_length)).tolist()
+            # A pass over a few tokens measures the size of the target's final states.
+            tokens = target.readable_tokens(min(64, target.context_length)).tolist()
             final_BLD = target.encode(Features.from_rows([(tokens, [True] * len(tokens))])).final()
             self.prefix.norm.weight.fill_(final_BLD.float().square().mean().sqrt())
 
@@ -222,8 +219,7 @@ class Hydra(HeadDrafter[HydraState]):
     def observe(self, state: HydraState, rows_R: Tensor, observation: Observation) -> None:
         """Store the heads' input at each row's last real position; a row without one keeps its former input.
 
-        The prefix layer reads accepted positions only, so that its cache never has to be rewound.
-        """
+        The prefix layer reads accepted positions only, so that its cache never has to be rewound."""
         state.drop_tree()
         states_RND = observation.final_BND.to(self.dtype).masked_fill(~observation.real_BN[..., None], 0)
         if self.prefix is not None and state.rows is not None:
@@ -242,10 +238,8 @@ class Hydra(HeadDrafter[HydraState]):
             raise ValueError(f"level {step} of the tree needs a head, but there are {step} heads, one for each level")
         embedded_RFD = self.embed(frontier.tokens_BF)
         rows, width, _ = embedded_RFD.shape
-        if step == 0:
-            above_RFZ = state.context.values[:rows, None].expand(-1, width, -1)
-        else:
-            above_RFZ = spread(state.paths_RFZ, frontier.parents_among(state.nodes_RF))
+        above_RFZ = spread(state.paths_RFZ, frontier.parents_among(state.nodes_RF)) if step else \
+            state.context.values[:rows, None].expand(-1, width, -1)
         state.level, state.nodes_RF = step + 1, frontier.nodes_BF
         state.paths_RFZ = torch.cat([above_RFZ, embedded_RFD], dim=-1)
         head = cast(HydraHead, self.heads[step])
