@@ -39,8 +39,8 @@ from ..modules import (
 from ..modules.baselines.registry import PolicyName, joined_drafter, joined_policy
 from ..modules.decoding.answers import drafted_generate
 from ..modules.files.atomic_files import file_sha256, write_file
+from ..modules.files.folders import whole_folder
 from ..modules.files.json_records import typed_fields
-from ..modules.files.owned_folders import whole_folder
 from ..modules.policies.registry import CONFIDENT, MOST
 from ..modules.target.loading.loading import is_local
 from .acceptance_heads import StoredHead, load_heads, temperature_name
@@ -227,7 +227,7 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
             "family": drafter.family,
             "class": f"{type(drafter).__module__}.{type(drafter).__qualname__}",
             "drafter": drafter.describe(),
-            "target": {**identity.to_dict(), "name": name},
+            "target": {**vars(identity), "name": name},
             "tree": {"parents": list(topology.parents), "ranks": list(topology.ranks)},
             "weights_sha256": file_sha256(partial / WEIGHTS),
             "provenance": portable(provenance),

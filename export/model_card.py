@@ -10,7 +10,7 @@ import yaml
 from ..modules import UserError
 from ..modules.files.json_records import read_object
 from ..modules.target.loading.loading import DEFAULT_HUB_ID, DEFAULT_NAME, is_local
-from ..modules.target.loading.stored_formats import Quantization
+from ..modules.target.loading.stored_weights import Quantization
 from ..modules.target.loading.tiny_model import TINY_NAME
 from .artifact_files import WEIGHTS
 

@@ -14,7 +14,7 @@ from ..modules.files.atomic_files import file_sha256
 from ..modules.files.json_records import read_object, shortened, typed_fields
 from ..modules.target.adapter import PREFIX
 from ..modules.target.draft_vocabulary import require_distinct
-from ..modules.target.loading.identity import SHAPE
+from ..modules.target.loading.model_parts import SHAPE
 from .artifact_files import AGAIN, CONFIG, WEIGHTS
 from .weight_checks import check_shapes, require_weights
 

@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .baselines.ngrams import NgramConfig, Ngrams
-    from .baselines.prompt_lookup import PromptLookup, PromptLookupConfig
-    from .baselines.registry import BASELINES, JOINED, PARTNERS, baseline, parse_joined
-    from .baselines.self_speculation import LayerDraft
-    from .baselines.token_recycling import TokenRecycling, recycling_tree
+    from .baselines.memories import NgramConfig, Ngrams, PromptLookup, PromptLookupConfig, TokenRecycling
+    from .baselines.registry import BASELINES, JOINED, PARTNERS, LayerDraft, baseline, parse_joined
     from .decoding.answers import decode, stream
     from .decoding.loop import Loop
-    from .decoding.requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, repeats_itself
-    from .decoding.token_text import TokenText
+    from .decoding.requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, TokenText
     from .decoding.verifier import DecodeError
-    from .errors import TreeError, UserError
+    from .errors import UserError
     from .families.block.drafter import BlockDraft
     from .families.block.settings import BlockDraftConfig
     from .families.draft_lm.drafter import DraftLM
@@ -36,45 +32,23 @@ if TYPE_CHECKING:
     from .interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores, Verified
     from .parts.heads import AcceptanceHead, AcceptanceHeadConfig
     from .policies.base import Policy
-    from .policies.dynamic_trees import DySpecTree, Eagle2Tree
     from .policies.ensemble import Ensemble, Union
-    from .policies.registry import FASTEST, NONE, POLICIES, SPARSE, SPECDEC, STATIC, SURE, parse_policy, policy_named
-    from .policies.static_tree import Chain, SampledTree, StaticTree
-    from .policies.stopping_chains import (
-        Drafted,
-        EarlyExit,
-        MaxProbability,
-        PathProbability,
-        RejectionRisk,
-        SampledChain,
-        StoppedChain,
-        StoppingRule,
-    )
-    from .random_streams import Draws
+    from .policies.registry import FASTEST, NONE, POLICIES, SPARSE, SPECDEC, STATIC, parse_policy, policy_named
+    from .policies.stopping_chains import MaxProbability, PathProbability, RejectionRisk, SampledChain, StoppedChain
+    from .policies.trees import Chain, DySpecTree, Eagle2Tree, SampledTree, StaticTree
     from .target.adapter import Adapter
-    from .target.loading.identity import TargetIdentity
     from .target.loading.loading import DEFAULT_NAME, TargetConfig, load_target
+    from .target.loading.model_parts import TargetIdentity
     from .target.model import Target
     from .target.target_rows import PassOutput, TargetRows
     from .token_tree import Drawn, TokenTree, Topology
     from .tuning.acceptance_examples import Examples, Rollouts, chain_for, rollouts
-    from .tuning.ranked_text import RankedText, ranked_text
     from .tuning.replayed_answers import Replay
     from .tuning.step_timing import CostCurve, CostTable, measure_cost
-    from .tuning.tree_search import Acceptance, MeasuredStep, answered_anew, held_out_acceptance, search_tree
+    from .tuning.tree_search import Acceptance, MeasuredStep, RankedText, answered_anew, ranked_text
     from .tuning.trials import SIZING_TEMPERATURE, Counted, Trial, trials
-    from .verification.acceptance_rules import (
-        Accepted,
-        ChainRejection,
-        Chances,
-        Equality,
-        Rejection,
-        Rule,
-        Typical,
-        exact_rule,
-        follow,
-    )
-    from .verification.sampling import Sampling, SamplingSetting, choose
+    from .verification.acceptance_rules import Accepted, Equality, Rejection, Rule, Typical
+    from .verification.sampling import Draws, Sampling, SamplingSetting, choose
 else:
     # By the imports above, which would load torch: what reads settings and prints help does without.
     FILES = {alias.name: f".{node.module}" for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
@@ -87,19 +61,17 @@ else:
 
 __all__ = [
     "BASELINES", "DEFAULT_NAME", "DRAFTERS", "FASTEST", "JOINED", "NONE", "PARTNERS", "POLICIES", "SIZING_TEMPERATURE",
-    "SPARSE", "SPECDEC", "STATIC", "SURE", "Acceptance", "AcceptanceHead", "AcceptanceHeadConfig", "Accepted",
-    "Adapter", "BlockDraft", "BlockDraftConfig", "Chain", "ChainRejection", "Chances", "CostCurve", "CostTable",
-    "Counted", "DecodeError", "DecodeResult", "DecodeSettings", "DecodeStats", "DraftLM", "DraftLMConfig", "DraftState",
-    "Drafted", "Drafter", "Drafts", "Drawn", "Draws", "DySpecTree", "Eagle", "Eagle2Tree", "Eagle3", "Eagle3Config",
-    "EagleConfig", "EarlyExit", "Ensemble", "Equality", "Examples", "Falcon", "FalconConfig", "Features", "Frontier",
-    "Generation", "HiddenTransfer", "HiddenTransferConfig", "Hydra", "HydraConfig", "Kangaroo", "KangarooConfig",
-    "LayerDraft", "Loop", "MaxProbability", "MeasuredStep", "Medusa", "MedusaConfig", "Mtp", "MtpConfig", "NgramConfig",
-    "Ngrams", "Observation", "PassOutput", "PathProbability", "Policy", "PromptLookup", "PromptLookupConfig",
-    "PromptTokens", "PromptTokensConfig", "Proposer", "RankedText", "Rejection", "RejectionRisk", "Replay", "Request",
-    "Rollouts", "Rule", "SampledChain", "SampledTree", "Sampling", "SamplingSetting", "Scores", "StaticTree",
-    "StoppedChain", "StoppingRule", "Target", "TargetConfig", "TargetIdentity", "TargetRows", "TokenRecycling",
-    "TokenText", "TokenTree", "Topology", "TreeError", "Trial", "Typical", "Union", "UserError", "Verified",
-    "answered_anew", "baseline", "chain_for", "choose", "decode", "exact_rule", "follow", "held_out_acceptance",
-    "load_target", "measure_cost", "parse_joined", "parse_policy", "policy_named", "ranked_text", "recycling_tree",
-    "repeats_itself", "rollouts", "search_tree", "stream", "trials",
+    "SPARSE", "SPECDEC", "STATIC", "Acceptance", "AcceptanceHead", "AcceptanceHeadConfig", "Accepted", "Adapter",
+    "BlockDraft", "BlockDraftConfig", "Chain", "CostCurve", "CostTable", "Counted", "DecodeError", "DecodeResult",
+    "DecodeSettings", "DecodeStats", "DraftLM", "DraftLMConfig", "DraftState", "Drafter", "Drafts", "Drawn", "Draws",
+    "DySpecTree", "Eagle", "Eagle2Tree", "Eagle3", "Eagle3Config", "EagleConfig", "Ensemble", "Equality", "Examples",
+    "Falcon", "FalconConfig", "Features", "Frontier", "Generation", "HiddenTransfer", "HiddenTransferConfig", "Hydra",
+    "HydraConfig", "Kangaroo", "KangarooConfig", "LayerDraft", "Loop", "MaxProbability", "MeasuredStep", "Medusa",
+    "MedusaConfig", "Mtp", "MtpConfig", "NgramConfig", "Ngrams", "Observation", "PassOutput", "PathProbability",
+    "Policy", "PromptLookup", "PromptLookupConfig", "PromptTokens", "PromptTokensConfig", "Proposer", "RankedText",
+    "Rejection", "RejectionRisk", "Replay", "Request", "Rollouts", "Rule", "SampledChain", "SampledTree", "Sampling",
+    "SamplingSetting", "Scores", "StaticTree", "StoppedChain", "Target", "TargetConfig", "TargetIdentity", "TargetRows",
+    "TokenRecycling", "TokenText", "TokenTree", "Topology", "Trial", "Typical", "Union", "UserError", "Verified",
+    "answered_anew", "baseline", "chain_for", "choose", "decode", "load_target", "measure_cost", "parse_joined",
+    "parse_policy", "policy_named", "ranked_text", "rollouts", "stream", "trials",
 ]

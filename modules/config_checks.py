@@ -50,11 +50,8 @@ class Such:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedSettings:
-    """Settings that are compared with their annotated types and bounds, also where no recipe holds them.
-
-    Raises:
-        UserError: naming the setting, its value and the bound.
-    """
+    """Settings that are compared with their annotated types and bounds, also where no recipe holds them. Raises
+    UserError naming the setting, its value and the bound."""
 
     section: ClassVar[str] = "its content"  # Their section of a recipe, for the sentence
 
@@ -76,12 +73,8 @@ def _own_kinds(config: type) -> type:
 
 def settings_of(description: dict[str, Any], config: type, subject: str, *more: str) -> dict[str, Any]:
     """A drafter's description with the settings of its config converted to their types; `more` keys stay as they are,
-    and "a Medusa drafter is" is a `subject` of the error's sentence.
-
-    Raises:
-        UserError: if a key is missing or unknown.
-        MistypedError: if a setting is of the wrong kind.
-    """
+    and "a Medusa drafter is" is a `subject` of the error's sentence. Raises UserError if a key is missing or unknown,
+    MistypedError if a setting is of the wrong kind."""
     if set(description) != (known := {*more, *(field.name for field in fields(config))}):
         raise UserError(f"{subject} described by {sorted(known)}, got {sorted(description)}; use the version of "
                         "draftsmith that wrote the artifact")

@@ -1,12 +1,11 @@
 """Training features of a drafter: tokens, who wrote them, and the hidden states of the frozen target.
 
-Shapes: B rows, L positions in a row, D hidden size of the target.
-"""
+Shapes: B rows, L positions in a row, D hidden size of the target."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """A batch of token rows with the target's hidden states.
-
-    Several conversations may share a row (packing): `segments_BL` numbers them and is -1 on padding. `supervised_BL` is
-    a property of the *token*: it was written by the assistant and may be a label. Nothing is ever shifted by hand; a
-    family asks `labels(offset)` for the token `offset` places ahead."""
+    """A batch of token rows with the target's hidden states. Several conversations may share a row (packing):
+    `segments_BL` numbers them and is -1 on padding. `supervised_BL` is a property of the *token*: it was written by the
+    assistant and may be a label. Nothing is ever shifted by hand; a family asks `labels(offset)` for the token `offset`
+    places ahead."""
 
     tokens_BL: Tensor  # Token ids, int64; padding holds any valid id
     supervised_BL: Tensor  # True where the token was written by the assistant and may serve as a label
@@ -27,8 +25,7 @@ class Features:
     final_BLD: Tensor | None = None  # The target's after its last norm, for its output layer. None until encoded
     taps: dict[int, Tensor] = field(default_factory=dict)  # Output of layer i before the final norm, each [B, L, D]
     labels_at_most: int | None = None
-    """Most tokens that may be labels, counted on the host: a device is then not asked how many there are. None where
-    nobody has counted. Features with other supervised tokens need another number, or None."""
+    """Most tokens that may be labels, counted on the host, so that a device is not asked; None where nobody counted."""
 
     def __post_init__(self) -> None:
         shape = self.tokens_BL.shape
@@ -36,11 +33,6 @@ class Features:
             if getattr(self, name).shape != shape:
                 raise ValueError(
                     f"{name} must have the shape of tokens_BL {tuple(shape)}, got {tuple(getattr(self, name).shape)}")
-
-    @property
-    def encoded(self) -> bool:
-        """True once the target's states are there."""
-        return self.final_BLD is not None
 
     def labels(self, offset: int) -> tuple[Tensor, Tensor]:
         """Return (labels_BL, valid_BL): the token `offset` places after each index, at least 1 (ValueError), and
@@ -110,21 +102,11 @@ class ReadRows(Sequence[Features]):
     def __len__(self) -> int:
         return len(self.read)
 
-    @overload
-    def __getitem__(self, place: int) -> Features: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> "ReadRows": ...
-
-    def __getitem__(self, place: int | slice) -> "Features | ReadRows":
+    def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return ReadRows(self.read[place])
         return self.read[place]()
 
     def mapped(self, change: Callable[[Features], Features]) -> "ReadRows":
         """The same rows, each changed after it is read."""
-        return ReadRows(partial(_changed, read, change) for read in self.read)
-
-
-def _changed(read: Callable[[], Features], change: Callable[[Features], Features]) -> Features:
-    return change(read())
+        return ReadRows(partial(lambda read: change(read()), read) for read in self.read)

@@ -5,13 +5,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from typing import Self
+from contextlib import AbstractContextManager
 
 TERMINAL_SECONDS, LOG_SECONDS = 0.1, 10.0  # Least time between two lines on a terminal, and in a log, where each stays
 TELLING_SHARE = 0.02  # Share of the work from which its rate says when the rest is done: first passes also fill caches
 
 
-class ProgressLine:
+class ProgressLine(AbstractContextManager["ProgressLine"]):
     """The line of a stage: work done (by an earlier run too), time, time left, rate, and figures of the caller, on
     stderr if `shown`. `total` is None where nobody knows it; `seconds_left` returns what a limit in minutes leaves,
     infinite where none ends the stage."""
@@ -43,9 +43,6 @@ class ProgressLine:
         if self.in_place or time.monotonic() - self.started >= LOG_SECONDS:
             self._write("\n")
         self.shown = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

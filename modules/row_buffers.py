@@ -3,8 +3,7 @@
 A CUDA graph replays operations on the very same addresses. So everything that one pass leaves to the next is written in
 place, and rows that leave a batch make nothing smaller: the first rows are those in use.
 
-Shapes: R rows that change, S rows of the buffer.
-"""
+Shapes: R rows that change, S rows of the buffer."""
 
 from typing import Any
 
@@ -13,8 +12,7 @@ from torch import Tensor
 
 
 class RowBuffer:
-    """A tensor with an entry of a given shape for each row, written in place; a row that holds nothing has the value
-    `blank`."""
+    """A tensor with an entry of a given shape for each row, written in place; `blank` in a row that holds nothing."""
 
     values: Tensor  # All entries, [S, *entry]
 

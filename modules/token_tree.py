@@ -2,17 +2,26 @@
 at which the target itself guesses ahead.
 
 Shapes: B rows, N nodes, K nodes of a path, M virtual nodes, D hidden size. Node 0 is the root: the last token the
-target has decided, which has not been through the target yet. Parents precede children; a chain is a tree.
-"""
+target has decided, which has not been through the target yet. Parents precede children; a chain is a tree."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .errors import TreeError
+
+Record = TypeVar("Record", bound=Any)
+
+
+def first_rows(record: Record, rows: int) -> Record:
+    """A record whose tensors [B, ...], which their names tell, are those of the first rows."""
+    cut = {name: value[:rows] for name, value in vars(record).items() if "_B" in name and value is not None}
+    found: Record = replace(record, **cut)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +62,8 @@ class VirtualNodes:
 
 @dataclass(frozen=True)
 class Topology:
-    """The shape of a static tree: for each node its parent and its rank among the parent's proposals.
-
-    Raises:
-        ValueError: if a parent does not precede its child, or two children of a node have the same rank.
-    """
+    """The shape of a static tree: for each node its parent and its rank among the parent's proposals. Raises ValueError
+    if a parent does not precede its child, or two children of a node have the same rank."""
 
     parents: tuple[int, ...]  # Index of each node's parent; the root's is -1
     ranks: tuple[int, ...]  # Which of its parent's proposals a node is: 0 the likeliest. The root's is 0.
@@ -119,12 +125,6 @@ class Topology:
             ancestors[node] |= ancestors[parent]
         return ancestors
 
-    def ancestor(self, node: int, depth: int) -> int:
-        """The node of that depth on the path from the root to `node`; the node itself where it is no deeper."""
-        while self.depths[node] > depth:
-            node = self.parents[node]
-        return node
-
     @classmethod
     def from_paths(cls, paths: Iterable[tuple[int, ...]]) -> "Topology":
         """Build from the rank paths of the nodes, parents first (the root's empty path may be left out), or else
@@ -167,10 +167,9 @@ def _constants(topology: Topology, device: torch.device) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """Draws of sampled nodes: from the parent's q, without replacement, siblings in the order of their indices.
-
-    The first sampled child of a node was drawn from q, each later one from q with the earlier ones removed and the rest
-    renormalised. Whether a node was drawn at all may depend on other tokens, never on its own.
+    """Draws of sampled nodes: from the parent's q, without replacement, siblings in the order of their indices. The
+    first sampled child was drawn from q, each later one from q with the earlier ones removed and the rest renormalised.
+    Whether a node was drawn at all may depend on other tokens, never on its own.
 
     Shapes: I distributions a row, Q entries of the draft vocabulary."""
 
@@ -182,12 +181,6 @@ class Drawn:
     sampled_BN: Tensor  # True where a node was drawn from its parent's q; the others are point masses
     token_ids_Q: Tensor | None = None  # Target-vocabulary id of each entry of a reduced vocabulary; None for the whole
     candidates_BIQ: Tensor | None = None  # Instead: ids that differ from node to node, those of possible entries apart
-
-    def of_first(self, rows: int) -> "Drawn":
-        """The same of the first rows."""
-        return replace(
-            self, log_q_BIQ=self.log_q_BIQ[:rows], inner_BN=self.inner_BN[:rows], sampled_BN=self.sampled_BN[:rows],
-            candidates_BIQ=None if self.candidates_BIQ is None else self.candidates_BIQ[:rows])
 
     def at(self, nodes_BS: Tensor) -> "Drawn":
         """The same for other nodes of a tree: node s is the former node nodes_BS[s]."""
@@ -228,13 +221,8 @@ class TokenTree:
         """The trees of the first rows; ValueError for virtual nodes: what they enter with belongs to all rows."""
         if self.virtual is not None:
             raise ValueError("a tree with virtual nodes cannot be cut; cut it before they are added")
-        return replace(
-            self, tokens_BN=self.tokens_BN[:rows], parents_BN=self.parents_BN[:rows], depths_BN=self.depths_BN[:rows],
-            ancestors_BNN=self.ancestors_BNN[:rows], real_BN=self.real_BN[:rows],
-            drawn=None if self.drawn is None else self.drawn.of_first(rows),
-            lookahead=None if self.lookahead is None else replace(
-                self.lookahead, counts_BN=self.lookahead.counts_BN[:rows]),
-            parts_BN=None if self.parts_BN is None else self.parts_BN[:rows])
+        return replace(first_rows(self, rows), drawn=self.drawn and first_rows(self.drawn, rows),
+                       lookahead=self.lookahead and first_rows(self.lookahead, rows))
 
     def children(self, nodes_B: Tensor) -> tuple[Tensor, Tensor]:
         """(indices of the children of one node a row in ascending order, which of them are real), [B, K] each."""
@@ -318,10 +306,8 @@ class TokenTree:
                    real_BN=real_BN, max_depth=int(depths_BN.max()))
 
     @classmethod
-    def grown(
-        cls, tokens_BN: Tensor, parents_BN: Tensor, real_BN: Tensor, *, max_depth: int, most_children: int,
-        drawn: Drawn | None = None,
-    ) -> "TokenTree":
+    def grown(cls, tokens_BN: Tensor, parents_BN: Tensor, real_BN: Tensor, *, max_depth: int, most_children: int,
+              drawn: Drawn | None = None) -> "TokenTree":
         """`from_parents` for trees that are right by construction, of no more depth and children of a node than said:
         nothing is checked, nothing read on the host."""
         size = tokens_BN.shape[1]

@@ -15,7 +15,7 @@ from ..export import PromptSets, Question, read_description
 from ..modules import Target, TargetConfig, TargetIdentity, UserError, load_target
 from ..modules.files.json_records import read_json
 from ..modules.target.loading.loading import is_local
-from ..modules.target.loading.stored_formats import Quantization
+from ..modules.target.loading.stored_weights import Quantization
 
 ARTIFACT_TARGET = "artifact"  # Stands for the target that the artifact names
 HANDWRITTEN = Path(str(files(__package__) / "handwritten.jsonl"))

@@ -46,7 +46,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 """The boxes of each room from the ground up; a file imports its own box and lower floors. A box is a folder, "" the
 room itself, "target.*" a folder with those inside it, or a single file of the room."""
-MOST_LINES, MOST_FUNCTIONS, LEAST_COMMENTS = 40_801, 60, 0.02
+MOST_LINES, MOST_FUNCTIONS, LEAST_COMMENTS = 39_228, 60, 0.02
 """Lines of source in all rooms, functions in a thousand of them, and the share of comments."""
 MOST_FILES = 15  # Python files of a folder, `__init__` apart
 
@@ -203,7 +203,7 @@ HOOKS = {
     "on_load_checkpoint", "on_save_checkpoint", "on_train_batch_end", "on_train_batch_start", "train_dataloader",
     "training_step",
     "block_backward_sync", "load_optimizer_state_dict", "optimizer_state", "_format_config",
-    "_setup_model_and_optimizer", "get_mask_sizes", "get_max_cache_shape", "get_max_length", "get_seq_length",
+    "_setup_model_and_optimizer", "get_mask_sizes", "get_seq_length",
     "lazy_initialization", "reset_parameters", "_shaped", "get_conv_state", "get_recurrent_state",
     "update_conv_state", "update_recurrent_state",
 }
@@ -234,8 +234,8 @@ def test_the_house_is_small() -> None:
 
 
 def test_modules_need_no_extra() -> None:
-    """But for one placement, for which two files import DeepSpeed inside their functions."""
-    apart = ("split_weights.py", "processes.py")
+    """But for one placement, for which a file imports DeepSpeed inside its functions."""
+    apart = ("processes.py",)
     needed = {reached[0] for path in room_files("modules") if path.name not in apart
               for _, reached in imports(path, path.read_text())}
     assert not needed & EXTRAS

@@ -184,7 +184,7 @@ class DraftModule(L.LightningModule):
         """The batch with the target's states, stored ones or computed now in the target's own precision.
 
         Processes that share a target must call it together, with as many batches each."""
-        if features.encoded:
+        if features.final_BLD is not None:
             return features
         # Stored states were made without autocast, and computed ones are the same numbers.
         with torch.autocast(self.target.device.type, enabled=False):
@@ -389,7 +389,7 @@ class DraftModule(L.LightningModule):
         config.pop("max_minutes")
         return {"config": decisive_settings(config), "family": self.drafter.family,
                 "drafter": self.drafter.describe(), "draft_vocabulary": chosen,
-                "target": self.target.identity.to_dict(), **self.sources}
+                "target": vars(self.target.identity), **self.sources}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the settings that identify the run, and its counters."""

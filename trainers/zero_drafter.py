@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from ..modules.errors import UserError
 from ..modules.interfaces.drafter import Drafter
 from ..modules.processes import prepare_deepspeed, require_deepspeed
-from ..modules.target.devices.split_weights import whole
+from ..modules.target.loading.model_parts import whole
 from ..modules.target.model import Target
 from .train_config import ZERO_STAGES, TrainConfig
 

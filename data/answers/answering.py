@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from ...modules import DecodeResult, DecodeSettings, DecodeStats, Drafter, Generation, Request, Target, decode
 from ...modules.decoding.recorders import RecordedStates, StateRecorder
-from ...modules.decoding.requests import uniform_stream
 from ...modules.policies.base import Policy
-from ...modules.policies.static_tree import SampledTree
+from ...modules.policies.trees import SampledTree
 from ...modules.token_tree import Topology
 from ...modules.verification.acceptance_rules import AcceptAll
+from ...modules.verification.sampling import uniform_stream
 from ..prompts.chat import ChatTemplate
 from ..prompts.given_answers import Turn, join_turns
 from ..prompts.prompt import Message, Prompt

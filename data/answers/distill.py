@@ -18,7 +18,7 @@ from operator import eq
 from pathlib import Path
 
 from ...modules import DecodeStats, Target, UserError
-from ...modules.files.folder_locks import FolderLocks
+from ...modules.files.folders import FolderLocks
 from ..prompts.chat import ChatTemplate
 from ..prompts.self_prompting import OwnPrompts, Source
 from ..prompts.sources import PromptConfig, ReadPrompts

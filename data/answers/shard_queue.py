@@ -13,7 +13,7 @@ from itertools import count, islice, takewhile
 from pathlib import Path
 
 from ...modules import UserError
-from ...modules.files.folder_locks import FolderLocks, remove_leftovers
+from ...modules.files.folders import FolderLocks, remove_leftovers
 from ...modules.files.json_records import read_record
 from ..prompts.prompt import Prompt
 from ..prompts.self_prompting import OwnPrompts, Source

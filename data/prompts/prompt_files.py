@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...modules import UserError
-from ...modules.files.bounded_reading import PROMPT_BYTES, SETTINGS_BYTES, bounded_json, read_bounded
-from ...modules.files.json_records import problem
+from ...modules.files.json_records import PROMPT_BYTES, SETTINGS_BYTES, bounded_json, problem, read_bounded
 
 ROW_BYTES = SETTINGS_BYTES
 PIECE = 2**20  # Bytes of a JSON array that are looked at together, at least

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...modules import UserError
-from ...modules.files.bounded_reading import bounded_json
-from ...modules.files.json_records import problem
+from ...modules.files.json_records import bounded_json, problem
 from .prompt import Message, Prompt, is_given
 
 ROLES = {

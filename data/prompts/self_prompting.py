@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode, repeats_itself
+from ...modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode
+from ...modules.decoding.requests import repeats_itself
 from .chat import ChatTemplate
 from .prompt import Prompt
 from .prompt_kinds import SYSTEM_PROMPTS, UNSTEERED, drawn, named_kinds

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ...modules import UserError
 from ...modules.config_checks import CheckedSettings, Whole
-from ...modules.files.bounded_reading import require_ordinary
+from ...modules.files.json_records import require_ordinary
 from ...modules.verification.sampling import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
 from .prompt import Prompt
 from .prompt_files import decoded, file_rows

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...modules import Target, UserError
 from ...modules.decoding.recorders import RecordedStates
-from ...modules.files.folder_locks import sole_writer
+from ...modules.files.folders import sole_writer
 from ...modules.progress import ProgressLine
 from .collate import Piece, pad
 from .feature_shards import (

@@ -19,9 +19,8 @@ from torch import Tensor
 from ...modules import TargetIdentity, UserError
 from ...modules.config_checks import Natural
 from ...modules.files.atomic_files import file_sha256, write_atomically
-from ...modules.files.bounded_reading import require_ordinary
-from ...modules.files.folder_locks import sole_writer
-from ...modules.files.json_records import read_json, record_of, shortened
+from ...modules.files.folders import sole_writer
+from ...modules.files.json_records import read_json, record_of, require_ordinary, shortened
 
 FORMAT_VERSION = 7  # Layout of shards and manifest
 MANIFEST = "manifest.json"
@@ -181,7 +180,7 @@ class Manifest:
         """The JSON file; equal manifests give equal bytes."""
         # Times and paths stay out: equal recipes give equal bytes on any machine.
         content = {"format_version": FORMAT_VERSION, **vars(self)}
-        content["target"] = self.target.to_dict()
+        content["target"] = vars(self.target)
         content["shards"] = [asdict(shard) for shard in self.shards]
         content["held_out"] = None if self.held_out is None else asdict(self.held_out)
         return _json({**content, "sha256": hash_bytes(_json(content))})

@@ -33,8 +33,7 @@ from transformers import (
 )
 
 from ...modules import DecodeSettings, Request, Target
-from ...modules.decoding.requests import uniform_stream
-from ...modules.number_formats import widened
+from ...modules.verification.sampling import uniform_stream, widened
 from .results import Comparison
 
 SAFETY = 1.5

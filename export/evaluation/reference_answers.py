@@ -7,8 +7,7 @@ from pathlib import Path
 from ...modules import Target, UserError
 from ...modules.config_checks import MOST_TOKENS
 from ...modules.files.atomic_files import write_file
-from ...modules.files.bounded_reading import PROMPT_BYTES
-from ...modules.files.json_records import MistypedError, read_json, typed_fields
+from ...modules.files.json_records import PROMPT_BYTES, MistypedError, read_json, typed_fields
 from ...modules.target.submodel import fields_of
 from .contention import machine
 from .methods import SEED, EvaluateConfig

@@ -6,7 +6,6 @@ from functools import partial
 
 from ...modules import Generation, Request, Target, UserError
 from ...modules.decoding.recorders import PassRecorder
-from ...modules.interfaces.proposer import Remembers
 from .contention import ContentionProbe, rotated
 from .lossless import Judge, positions
 from .methods import Method
@@ -233,7 +232,7 @@ class Runner:
     def _forget(self) -> None:
         """Let drafters that remember earlier text forget it."""
         for method in self.schedule.methods:
-            if isinstance(method.drafter, Remembers):
+            if method.drafter is not None:
                 method.drafter.forget()
 
     # The records -----------------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...modules import Generation, TokenText, repeats_itself
+from ...modules import Generation, TokenText
 from ...modules.decoding.recorders import PassRecorder
+from ...modules.decoding.requests import repeats_itself
 from ...modules.tuning.trials import Drawn, draws, interval
 from .results import Answer, Interval, Lossless, Measures, SampleAnswer, SampleToken, Timing
 from .uniformity import distribution_of

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from ...modules import Drafter, Target, UserError
 from ...modules.files.atomic_files import write_file
-from ...modules.files.owned_folders import whole_folder
+from ...modules.files.folders import whole_folder
 from ..acceptance_profile import profile
 from ..artifact import Artifact, portable
 from ..artifact_files import ACCEPTANCE, as_json
@@ -101,7 +101,7 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
         # A readable copy of what `push` compares: the marker of the folder stays on this machine.
         write_file(scratch / ORIGIN, as_json(portable({
             "format": chosen.name, "family": artifact.drafter.family, "weights_sha256": artifact.weights_sha256,
-            "target": artifact.identity.to_dict()})))
+            "target": vars(artifact.identity)})))
         if chosen.write_target is None:
             write_file(scratch / ACCEPTANCE, as_json(artifact.acceptance))
         write_file(scratch / "README.md", folder_readme(chosen, artifact, contents, formats_of(artifact)))

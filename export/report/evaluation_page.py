@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...modules import FASTEST, JOINED, STATIC
-from ...modules.decoding.token_text import visible
+from ...modules.decoding.requests import visible
 from ...modules.files.atomic_files import write_file
 from ..artifact import Artifact
 from ..evaluation.methods import EvaluateConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...modules.files.atomic_files import write_file
-from ...modules.files.bounded_reading import bounded_json, read_bounded_text
+from ...modules.files.json_records import bounded_json, read_bounded_text
 from ..page import Table, Text, as_markdown
 from .evaluation_page import JSON_NAME
 from .phrases import number, percent, times

@@ -1,25 +1,33 @@
 """Drafters that need no training, by name: baselines of an evaluation, and partners of a trained draft in the name of a
-policy, such as static+lookup and eagle2-32+ngrams.
+policy, such as static+lookup and eagle2-32+ngrams. Among them is self-speculation: some of the target's layers as the
+draft model, the others skipped (SWIFT arXiv:2410.06916, Draft & Verify arXiv:2309.08168), or its first layers only.
 
 After the plus stands one of PARTNERS, with a number of tokens (of a chain) or nodes (of a tree) after a hyphen where
-one likes: static-6+lookup-5. Its guesses come first, so that the draft's tree is cut where a union has fewer nodes."""
+one likes: static-6+lookup-5. Its guesses come first, so that the draft's tree is cut where a union has fewer nodes.
 
-from collections.abc import Callable
+Shapes: B rows, F new tokens, W cache slots in use."""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from ..errors import UserError
 from ..families.mtp.drafter import Mtp, MtpConfig
-from ..interfaces.proposer import Proposer
+from ..interfaces.proposer import Proposer, Scores
+from ..parts.causal_drafter import CausalDraft
+from ..parts.decoder_block import AttentionContext
 from ..policies.base import Policy
 from ..policies.ensemble import Ensemble, Union, whole_size
 from ..policies.registry import FASTEST, NONE, STATIC, parse_policy, whole_number
-from ..policies.static_tree import Chain, StaticTree
+from ..policies.trees import Chain, StaticTree
+from ..target.attention.segment_attention import mask_arguments
+from ..target.attention.tree_attention import place_arguments
 from ..target.model import Target
-from .ngrams import NgramConfig, Ngrams
-from .prompt_lookup import PromptLookup, PromptLookupConfig
-from .self_speculation import every_other_layer, first_layers
-from .token_recycling import TokenRecycling, recycling_tree
+from ..target.partial_passes import skipping
+from .memories import NgramConfig, Ngrams, PromptLookup, PromptLookupConfig, TokenRecycling, recycling_tree
 
 LOOKUP = "lookup"  # The partner whose chain is sized for an artifact
 JOINED = f"{STATIC}+{LOOKUP}"  # The joined policy that an artifact is tuned for
@@ -56,22 +64,14 @@ _KINDS = {
     "first_layers": _Kind("first_layers", lambda target, _: first_layers(target), 3),
     NATIVE: _Kind(None, _native_head, 3),
 }
-PARTNERS = {kind.partner: name for name, kind in _KINDS.items() if kind.partner is not None}
-"""Baselines by their name in a policy."""
+PARTNERS = {kind.partner: name for name, kind in _KINDS.items() if kind.partner is not None}  # By names in policies
 BASELINES = tuple(PARTNERS.values())
 
 
 def baseline(name: str, target: Target, size: int | None = None) -> tuple[Proposer, Policy]:
-    """A new baseline for `target` and the policy that grows its trees.
-
-    Args:
-        name: one of BASELINES, or NATIVE.
-        target: what verifies its drafts.
-        size: tokens of its chain, or nodes of its tree with the root, at least 1; None for its own.
-
-    Raises:
-        UserError: if there is none of that name, or the target cannot draft so.
-    """
+    """A new baseline, one of BASELINES or NATIVE, and the policy that grows its trees: of `size` tokens of a chain, or
+    nodes of a tree with the root; None for its own. UserError if there is no such one, or the target cannot draft
+    so."""
     if (kind := _KINDS.get(name)) is None:
         raise UserError(f"there is no baseline {name!r}; choose from {', '.join(_KINDS)}")
     size = kind.size if size is None else size
@@ -121,3 +121,54 @@ def joined_policy(name: PolicyName, own: Policy, target: Target) -> Policy:
         return own
     policies = [baseline(PARTNERS[name.partner], target, name.size)[1], own]
     return Union(policies, whole_size(policies))
+
+
+class LayerDraft(CausalDraft):
+    """Draft model of the target's layers `kept`, ascending, with its embedding, last norm and output layer; nothing is
+    copied. It has a cache of its own and reads the prompt itself: its states are those of a model that consists of the
+    kept layers. The papers let the skipping pass read the target's cache, whose keys come from the whole model: that
+    saves this cache and reading the prompt, and the kept layers then attend to better states than they could have
+    computed. For the first layers of a target both are the same states, computed twice here. Raises UserError if `kept`
+    is empty, unordered or beyond the target, or its layers cannot be run apart."""
+
+    family = "layers"
+
+    def __init__(self, target: Target, kept: Sequence[int]) -> None:
+        target.require_plain_layers("self-speculation")
+        if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= target.num_layers:
+            raise UserError(
+                f"the layers kept must be ascending numbers from 0 to {target.num_layers - 1}, at least one; "
+                f"got {tuple(kept)}")
+        self.target, self.kept, self.num_layers = target, tuple(kept), target.num_layers
+        self.cache_groups = target.cache_groups
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def run(self, tokens_BF: Tensor, attention: AttentionContext, key_positions_BW: Tensor) -> Tensor:
+        with skipping(self.target.layers, self.kept):
+            embedded_BFD = self.target.embed_guesses(tokens_BF)
+            # Guesses may reach beyond the context, position ids may not; such guesses are cut off with the answer.
+            return self.target.decoder(  # type: ignore[no-any-return]
+                inputs_embeds=embedded_BFD,
+                past_key_values=attention.cache,
+                use_cache=True,
+                **self.target.looked_up(tokens_BF),
+                **place_arguments(attention.positions_BN.clamp(max=self.target.context_length - 1), key_positions_BW),
+                **mask_arguments(attention.visible_BNW, self.target.decoder, embedded_BFD),
+            ).last_hidden_state
+
+    def read_out(self, final: Tensor) -> Scores:
+        return Scores.from_logits(self.target.logits(final), states_BFHD=final)
+
+
+def first_layers(target: Target, count: int | None = None) -> LayerDraft:
+    """The target's first layers as a draft model; a quarter of them by default."""
+    return LayerDraft(target, range(count if count is not None else max(1, target.num_layers // 4)))
+
+
+def every_other_layer(target: Target) -> LayerDraft:
+    """SWIFT without its search: of the layers between the first and the last, every second one is skipped."""
+    last = target.num_layers - 1
+    return LayerDraft(target, [layer for layer in range(last + 1) if layer in (0, last) or layer % 2 == 0])

@@ -1,8 +1,7 @@
 """Decoding of given requests with the one loop: all of them at once, one pass by pass, or by the call of transformers'
 `generate`, with its preparation of prompts and settings and our loop in place of its own.
 
-Shapes: B rows, L tokens of the longest prompt, T tokens of the longest answer.
-"""
+Shapes: B rows, L tokens of the longest prompt, T tokens of the longest answer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
@@ -27,25 +26,15 @@ def decode(target: Verifier, requests: Sequence[Request], settings: DecodeSettin
            policy: Policy | None = None, on_tokens: Callable[[Generation, list[int], bool], None] | None = None,
            deadline: float | None = None, observer: Observer | None = None, recorder: StateRecorder | None = None
            ) -> DecodeResult:
-    """Continue all requests.
-
-    Args:
-        target: a `Target`, or a `Replay` of stored text.
-        requests: prompts with their limits; their indices must differ.
-        settings: batch size, sampling filters, stop texts.
-        drafter: proposes tokens; None decodes plainly.
-        policy: how its trees grow.
-        on_tokens: called with (generation, its new tokens, whether it finished) after every pass.
-        deadline: value of `time.monotonic()` after which no waiting request is started, and answers end, with `finish`
-            "length", but those that lack of their request's `least` tokens.
-        observer: called after every pass that verifies.
-        recorder: gets the target's states at every token of the requests and their answers.
+    """Continue all requests with a target, or a `Replay` of stored text, and a drafter with the policy by which its
+    trees grow, or plainly; see `Loop`. Every pass calls `on_tokens` with (generation, its new tokens, whether it
+    finished). After `deadline`, of `time.monotonic()`, no waiting request is started, and answers end, with `finish`
+    "length", but those that lack of their request's `least` tokens.
 
     Raises:
         UserError: if two requests have the same index, or the policy makes no sense with the drafter.
-        DecodeError: if a request is wrong (an empty prompt, one that does not fit the target's context, a negative
-            temperature), or a row went wrong on the way (NaN logits, a token or tree that cannot be verified). It is
-            raised when all other rows have finished; its `result` holds every generation.
+        DecodeError: when all other rows have finished, if a request is wrong (such as an empty prompt), or a row went
+            wrong on the way (NaN logits, a token or tree that cannot be verified). Its `result` holds all generations.
     """
     finished: dict[int, Generation] = {}
     loop = Loop(target, requests, settings, drafter=drafter, policy=policy, observer=observer, recorder=recorder)
@@ -65,20 +54,8 @@ def decode(target: Verifier, requests: Sequence[Request], settings: DecodeSettin
 def stream(target: Verifier, request: Request, settings: DecodeSettings, *, drafter: Proposer | None = None,
            policy: Policy | None = None, observer: Observer | None = None, stats: DecodeStats | None = None
            ) -> Iterator[list[int]]:
-    """Continue one request and yield its new tokens pass by pass, those of a pass after `observer` was called.
-
-    Args:
-        target: a `Target`, or a `Replay` of stored text.
-        request: the prompt with its limit.
-        settings: sampling filters, stop texts.
-        drafter: proposes tokens; None decodes plainly.
-        policy: how its trees grow.
-        observer: called after every pass that verifies.
-        stats: gets the counts and times when the answer has ended.
-
-    Raises:
-        DecodeError: as `decode` does, after the tokens that came before the fault.
-    """
+    """Continue one request and yield its new tokens pass by pass, those of a pass after `observer` was called; `stats`
+    gets the counts and times in the end. Raises DecodeError as `decode` does, after the tokens before the fault."""
     loop = Loop(target, [request], settings, drafter=drafter, policy=policy, observer=observer)
     for generation, tokens, _done in loop.run():
         # A pass in which a fault is found may have tokens from before it: they are right, and `decode` keeps them.
@@ -91,30 +68,27 @@ def stream(target: Verifier, request: Request, settings: DecodeSettings, *, draf
 
 
 _TAKEN = {"input_ids", "attention_mask", "generation_config", "tokenizer"}  # No settings of a generation config
-_STOPS = "stop_strings"  # The setting of stop texts
-_RICHER = "return_dict_in_generate"  # The setting that asks for more than tokens
 
 
 def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Policy]], inputs: Tensor | None,
                      streamer: Any, given: Mapping[str, Any]) -> Tensor:
     """Prompts and answers as `generate` gives them, [B, L + T]; see `Artifact.generate`. UserError names what the call
-    asks for and decoding with drafts does not offer.
-
-    `drafting` gives drafter and policy for a batch size and a temperature; `inputs` are the prompts, unless `given`,
-    the other arguments of `generate`, has them; the `streamer` gets the prompt and each token of the answer."""
+    asks for and decoding with drafts does not offer. `drafting` gives drafter and policy for a batch size and a
+    temperature; `inputs` are the prompts, unless `given`, the other arguments of `generate`, has them; the `streamer`
+    gets the prompt and each token of the answer."""
     # generate takes lists of tokens as tensors too.
     given = {name: value.tolist() if isinstance(value, Tensor) and name not in _TAKEN else value
              for name, value in given.items()}
     # The loop has stop texts of its own: for its own transformers asks a callable's call for a tokenizer in vain.
     config, own = given.get("generation_config"), target.model.generation_config.stop_strings
-    named = (given.pop(_STOPS, None), None if config is None else config.stop_strings, own)
+    named = (given.pop("stop_strings", None), None if config is None else config.stop_strings, own)
     stops = next((one for one in named if one is not None), None)
     if config is not None:
         given["generation_config"] = config = copy(config)
         config.stop_strings = None
     if own is not None:
         # Only an argument keeps transformers from filling in the model's own.
-        given[_STOPS] = None
+        given["stop_strings"] = None
     known = _TAKEN | vars(GenerationConfig()).keys()  # type: ignore[no-untyped-call]
     _refuse(given, [name for name, value in given.items() if value is not None and name not in known])
 
@@ -165,7 +139,9 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
 
 def _refuse(settings: Mapping[str, Any], unknown: list[str] | None = None) -> None:
     """Refuse what decoding with drafts does not offer. Raises UserError."""
-    refused = [*(unknown or ()), *refused_settings(settings), *([_RICHER] if settings.get(_RICHER) else [])]
+    # The last one asks for more than tokens.
+    refused = [*(unknown or ()), *refused_settings(settings),
+               *(["return_dict_in_generate"] if settings.get("return_dict_in_generate") else [])]
     if refused:
         raise UserError(f"decoding with drafts does not offer {', '.join(refused)}; leave it out, or call generate of "
                         "the model itself")

@@ -2,45 +2,33 @@
 
 `Loop.run` fills free slots with waiting requests, reads their prompts, and runs rounds; `Loop._round` is a round.
 
-Shapes: B active rows, N nodes of a tree, K nodes of a path, T places of an answer, C prompt tokens of a pass.
-"""
+Shapes: B active rows, N nodes of a tree, K nodes of a path, T places of an answer, C prompt tokens of a pass."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..interfaces.proposer import (
-    DraftState,
-    Observation,
-    Proposer,
-    Verified,
-    compiled,
-    extended,
-    started,
-    virtual_nodes,
-)
+from ..interfaces.proposer import DraftState, Observation, Proposer, Verified, started
 from ..policies.base import Policy
 from ..row_buffers import RowBuffer
 from ..token_tree import Lookahead, TokenTree
 from ..verification.acceptance_rules import Accepted
 from ..verification.sampling import SamplingSetting, log_probabilities
 from .recorders import DeviceTimer, StateRecorder
-from .requests import DecodeSettings, DecodeStats, Generation, Request
+from .requests import DecodeSettings, DecodeStats, Generation, Request, first_stop
 from .rounds import Batch, RecordedRounds, Recorder, Round, ahead_states, read, recorder_of_rounds
-from .token_text import first_stop
 from .verifier import BatchVerifier, Verifier, message
 
 Observer = Callable[[TokenTree, Accepted, Sequence[Generation]], None]
 """Called after each pass, before its tokens are added: the trees, the accepted paths, the answer of each row."""
 _SHORTEST_PREFIX = 8  # Tokens that prompts must share before it pays to keep them in a row of their own
-_LIKE, _FEWEST_ROWS = 0.75, 8
-"""Prompts that are read together have at least this share of the longest one's tokens, unless they are fewer."""
+_LIKE, _FEWEST_ROWS = 0.75, 8  # Least share of the longest prompt's tokens of so many or more that are read together
 
 
 class Loop:
@@ -48,28 +36,15 @@ class Loop:
 
     A finished row is replaced by the next request at once; when none waits, the batch shrinks. Sampled tokens depend on
     (seed, request index, place) alone, so batch and order of the queue change no token, nor does a drafter of point
-    masses. A wrong request, or a row that goes wrong, ends with `finish` "error"; the others go on.
+    masses. A wrong request, or a row that goes wrong, ends with `finish` "error"; the others go on. An `observer` is
+    called after every pass that verifies; a `recorder` gets the target's states at every token, and a finished row then
+    stays for one more pass, which reads its last token. Raises UserError if the policy makes no sense with the drafter
+    or the sampling, or two requests have the same index; ValueError if a drafter comes without a policy, or does not
+    tap what is recorded."""
 
-    Args:
-        target: the verifier.
-        requests: what to continue.
-        settings: shared by the requests.
-        drafter: proposes; None decodes plainly.
-        policy: how its trees grow; needed with a drafter.
-        observer: called after every pass that verifies; None costs nothing.
-        recorder: gets the target's states at every token; a finished row then stays for one more pass, which reads its
-            last token. With a drafter, it records layers that the drafter taps.
-
-    Raises:
-        UserError: if the policy makes no sense with the drafter or the sampling, or two requests have the same index.
-        ValueError: if a drafter comes without a policy, or does not tap what is recorded.
-    """
-
-    def __init__(
-        self, target: Verifier, requests: Iterable[Request], settings: DecodeSettings, *,
-        drafter: Proposer | None = None, policy: Policy | None = None, observer: Observer | None = None,
-        recorder: StateRecorder | None = None,
-    ) -> None:
+    def __init__(self, target: Verifier, requests: Iterable[Request], settings: DecodeSettings, *,
+                 drafter: Proposer | None = None, policy: Policy | None = None, observer: Observer | None = None,
+                 recorder: StateRecorder | None = None) -> None:
         if (drafter is None) != (policy is None):
             raise ValueError("a drafter needs a policy and a policy needs a drafter; give both or neither")
         if drafter is not None and policy is not None:
@@ -85,7 +60,7 @@ class Loop:
         self.stats = DecodeStats(lossless=settings.lossy is None)
         self.slots: list[Generation] = []
         size = policy.max_size if policy is not None else 1
-        nodes = size if drafter is None else size * (1 + virtual_nodes(drafter))
+        nodes = size if drafter is None else size * (1 + drafter.virtual_nodes)
         longest = max((len(r.tokens) + r.max_new_tokens for r in self.waiting), default=0)
         places = max((r.max_new_tokens for r in self.waiting), default=0) + size
         sampled = any(request.temperature > 0 for request in self.waiting)
@@ -111,12 +86,14 @@ class Loop:
         self.batch = Batch(rows=self.rows, verifier=self.batch_verifier,
                            roots=RowBuffer(count, device=target.device, dtype=torch.long),
                            live=RowBuffer(count, blank=False, device=target.device, dtype=torch.bool),
-                           vocab_size=target.vocab_size, drafter=drafter, policy=policy, state=self.state)
+                           drafter=drafter, policy=policy, state=self.state)
         self._count, self._read = count, 0
         # Why rounds cannot be recorded, or what records them.
         self.graph_refusal = record if isinstance(record, str) else ""
         self.recorded = None if isinstance(record, str) else RecordedRounds(self.batch, count, longest, record)
         self._drafting = DeviceTimer(target.device)
+        # A block whose time counts as drafting, where anything drafts.
+        self._drafted = nullcontext if drafter is None else self._drafting.running
 
     def _round(self) -> tuple[list[list[int]], list[int], list[list[float]]]:
         """(new tokens of each active row, faults, log-probabilities if asked for): draft, verify, commit, observe."""
@@ -160,11 +137,22 @@ class Loop:
         while True:
             if deadline is not None and time.monotonic() >= deadline:
                 self.waiting = deque(one for one in self.waiting if one.least)
-                yield from self._cut()
+                for one in self.slots:
+                    if not one.complete and len(one.tokens) >= max(1, one.request.least):
+                        one.request = replace(one.request, max_new_tokens=len(one.tokens))
+                        yield one, [], True
                 free += [row for row in range(len(self.slots)) if row not in free and self._free(row)]
             while free and self.waiting:
                 started = [row for row in free if self._assign(row)]
-                for alike in self._alike(started):
+                # In groups of prompts of like length, which are read without much padding.
+                lengths = {row: len(self.slots[row].request.tokens) - self._read for row in started}
+                groups: list[list[int]] = []
+                for row in sorted(started, key=lambda row: -lengths[row]):
+                    if not groups or (len(groups[-1]) >= _FEWEST_ROWS
+                                      and lengths[row] < _LIKE * lengths[groups[-1][0]]):
+                        groups.append([])
+                    groups[-1].append(row)
+                for alike in groups:
                     yield from self._prefill(alike)
                 free = [row for row in free if row not in started or self._free(row)]
             self._shrink([row for row in free if row < len(self.slots)])
@@ -209,23 +197,6 @@ class Loop:
             self.state.clear(torch.tensor([row], device=self.target.device))
         return True
 
-    def _cut(self) -> Iterator[tuple[Generation, list[int], bool]]:
-        """End the answers that have the least number of tokens."""
-        for generation in self.slots:
-            if not generation.complete and len(generation.tokens) >= max(1, generation.request.least):
-                generation.request = replace(generation.request, max_new_tokens=len(generation.tokens))
-                yield generation, [], True
-
-    def _alike(self, rows: list[int]) -> list[list[int]]:
-        """Rows in groups of prompts of like length, which are read without much padding."""
-        lengths = {row: len(self.slots[row].request.tokens) - self._read for row in rows}
-        groups: list[list[int]] = []
-        for row in sorted(rows, key=lambda row: -lengths[row]):
-            if not groups or (len(groups[-1]) >= _FEWEST_ROWS and lengths[row] < _LIKE * lengths[groups[-1][0]]):
-                groups.append([])
-            groups[-1].append(row)
-        return groups
-
     def _free(self, row: int) -> bool:
         """True for a finished row that nothing more is recorded of."""
         return self.slots[row].complete and (self.recorder is None or self.recorder.settled(self.slots[row]))
@@ -260,10 +231,10 @@ class Loop:
         last_B = counts_B - 1
         sent = TokenTree.prompts(tokens_BC, counts_B)
         with self._layers():
-            if nodes := virtual_nodes(self.drafter):
+            if self.drafter is not None and self.drafter.virtual_nodes:
                 # Virtual nodes after the last tokens of the pieces: the first trees are guesses of the target itself.
-                lookahead = Lookahead.after(tokens_BC, last_B, nodes)
-                sent = extended(self.drafter, self.state, replace(sent, lookahead=lookahead))
+                lookahead = Lookahead.after(tokens_BC, last_B, self.drafter.virtual_nodes)
+                sent = self.drafter.extended(self.state, replace(sent, lookahead=lookahead))
             output = self.rows.run(sent, rows, select_BM=last_B[:, None])
         self.stats.prefill_calls += 1
         path_BC = torch.arange(width, device=device).expand(len(rows), -1)
@@ -325,14 +296,10 @@ class Loop:
         with ExitStack() as blocks:
             blocks.enter_context(self.target.compiled())
             if self.drafter is not None:
-                blocks.enter_context(compiled(self.drafter, compiler))
+                blocks.enter_context(self.drafter.compiled(compiler))
             yield
         self.stats.compile_seconds += compiler.seconds - before
         self.stats.compile_refusal = compiler.refusal
-
-    def _drafted(self) -> AbstractContextManager[None]:
-        """A block whose time counts as drafting, where anything drafts."""
-        return nullcontext() if self.drafter is None else self._drafting.running()
 
     def _shrink(self, finished: list[int]) -> None:
         """Close finished rows; the last rows move into their places, so that the others stay where they are."""
@@ -382,7 +349,6 @@ class Loop:
         self.rows.wipe(row)
         if self.recorder is not None:
             self.recorder.drop(self.slots[row].request.index)
-
 
 
 def shared_prefix(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, ...]:

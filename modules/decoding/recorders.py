@@ -2,8 +2,7 @@
 each token, those of each drafter of an ensemble, and the target's states at requests and answers.
 
 Shapes: B rows, C children of a node, K nodes of a path, N places of a pass, R recorded tokens of a pass, T those of all
-passes, L tokens of one request and its answer, D hidden size.
-"""
+passes, L tokens of one request and its answer, D hidden size."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -53,12 +52,12 @@ class DeviceTimer:
         return seconds
 
 
-@dataclass
 class PartCounter:
     """An observer of the decoding loop; it waits for the device once, when it is asked for its counts."""
 
-    held: list[tuple[list[int], Tensor]] = field(default_factory=list)
-    """Of each pass: the requests' indices, and the parts of the accepted guesses, -1 after them, [B, K - 1]."""
+    def __init__(self) -> None:
+        # Of each pass: the requests' indices, and the parts of the accepted guesses, -1 after them, [B, K - 1].
+        self.held: list[tuple[list[int], Tensor]] = []
 
     def __call__(self, tree: TokenTree, accepted: Accepted, generations: Sequence[Generation]) -> None:
         if tree.parts_BN is None:
@@ -95,22 +94,16 @@ class WrittenToken:
 
 @dataclass(frozen=True, kw_only=True)
 class GuessedPass:
-    """The guesses of one row's pass, as verified."""
+    """The guesses of one row's pass, as verified. That over the prompt has none, and its token is the target's."""
 
     accepted: int = 0  # Accepted guesses; the token after them is the target's own
     rejected: tuple[int, ...] = ()  # Guesses for the place of the target's token, in the tree's order, each once
 
     def written(self, tokens: Sequence[int]) -> list[WrittenToken]:
-        """The tokens that the pass added to its answer, with their authors; the last ones are missing where the answer
-        ended."""
-        return [
-            WrittenToken(token=token, guessed=place < self.accepted,
-                         rejected=self.rejected if place == self.accepted else ())
-            for place, token in enumerate(tokens)
-        ]
-
-
-PROMPT_PASS = GuessedPass()  # The pass over the prompt: nothing is guessed, and its one token is the target's
+        """The tokens that the pass added to its answer, with their authors, up to the answer's end."""
+        return [WrittenToken(token=token, guessed=place < self.accepted,
+                             rejected=self.rejected if place == self.accepted else ())
+                for place, token in enumerate(tokens)]
 
 
 @dataclass
@@ -142,7 +135,7 @@ class PassRecorder:
 
     def written(self, generation: Generation) -> list[WrittenToken]:
         """All tokens of a finished answer, with their authors."""
-        found = PROMPT_PASS.written(generation.tokens[:1])
+        found = GuessedPass().written(generation.tokens[:1])
         # A pass that failed added nothing and has no count.
         for one, count in zip(self.passes.get(generation.request.index, []), generation.emitted, strict=False):
             found += one.written(generation.tokens[len(found) : len(found) + count])
@@ -160,10 +153,8 @@ class RecordedStates:
 
 class StateRecorder:
     """The target's states at the tokens of each request and its answer, for one run of the loop: the final ones and the
-    outputs of the layers `taps`, kept as `dtype`.
-
-    A pass is added whole, in one piece for each kind of state; `states` sorts the pieces by request. Memory on the CPU:
-    tokens x hidden size x (1 + number of taps) x bytes of a number."""
+    outputs of the layers `taps`, kept as `dtype`. A pass is added whole, in one piece for each kind of state; `states`
+    sorts the pieces by request. Memory on the CPU: tokens x hidden size x (1 + number of taps) x bytes of a number."""
 
     def __init__(self, taps: Sequence[int], dtype: torch.dtype) -> None:
         self.taps, self.dtype = tuple(sorted(set(taps))), dtype

@@ -1,18 +1,16 @@
-"""Requests, settings and results of the decoding loop."""
+"""Requests, settings and results of the decoding loop; the text of each token of an answer, and the stop texts that end
+it."""
 
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
-
-import numpy as np
 
 from ..errors import UserError
 from ..target.loading.generation_defaults import GenerationDefaults, TokenBiases
 from ..verification.acceptance_rules import Rule
 from ..verification.sampling import TEMPERATURES, is_temperature
 
-REPEATED_SHARE = 0.3  # A text with a larger share of repeated 4-grams repeats itself
-LARGEST_INDEX = 2**63 - 1  # Indices are int64 on the device
 Finish = Literal["eos", "length", "stop", "error"]
 
 
@@ -29,7 +27,7 @@ class Request:
     def fault(self, context_length: int, vocab_size: int) -> str:
         """The error of this request, in a sentence that names it; empty for a sound one."""
         total = len(self.tokens) + self.max_new_tokens
-        if not 0 <= self.index <= LARGEST_INDEX:
+        if not 0 <= self.index < 2**63:
             return f"prompt {self.index}: an index must be from 0 to 2^63 - 1; number the requests from 0"
         if not self.tokens:
             return f"prompt {self.index} is empty; give at least one token"
@@ -48,63 +46,40 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSettings:
-    """Settings shared by all requests of a run; logits are processed in the order of transformers' `generate`.
+    """Settings shared by all requests of a run; logits are processed in the order of transformers' `generate`. Raises
+    UserError if a number is out of its range."""
 
-    Raises:
-        UserError: if a number is out of its range.
-    """
-
-    batch_size: int = 1
-    """Sequences decoded at the same time; a finished one makes room for the next at once."""
-    top_k: int = 0
-    """A sampled token is one of the k likeliest; 0 is all."""
-    top_p: float = 1.0
-    """A sampled token is one of the likeliest whose probabilities reach this sum."""
-    min_p: float = 0.0
-    """A sampled token has at least this share of the likeliest one's probability; 0 is all."""
-    seed: int = 0
-    """Together with a request's index, the key of its random numbers."""
-    stop: tuple[str, ...] = ()
-    """Texts that end an answer; the token that completes one is the last."""
-    stop_from_prompt: bool = False
-    """A stop text may begin in the prompt, as in transformers' `generate`."""
-    eos_ids: tuple[int, ...] | None = None
-    """Tokens that end an answer; None takes the target's."""
-    biases: TokenBiases | None = None
-    """Biases of single tokens; None takes the target's, which its generation config asks for."""
-    ignore_eos: bool = False
-    """Go on after an end token, up to `max_new_tokens`."""
-    logprobs: bool = False
-    """Give the log-probability of each token of an answer: `Generation.logprobs`."""
-    prefill_chunk: int = 512
-    """Most prompt tokens of a row in one pass."""
-    repetition_penalty: float = 1.0
-    """Divide positive logits of tokens that occurred, prompt included, by this and multiply negative ones, as
-    transformers does; 1.0 changes nothing."""
-    lossy: Rule | None = None
-    """Accept by this rule, which changes the distribution of sampled answers; None verifies exactly."""
+    batch_size: int = 1  # Sequences decoded at the same time; a finished one makes room for the next at once
+    top_k: int = 0  # A sampled token is one of the k likeliest; 0 is all
+    top_p: float = 1.0  # A sampled token is one of the likeliest whose probabilities reach this sum
+    min_p: float = 0.0  # A sampled token has at least this share of the likeliest one's probability; 0 is all
+    seed: int = 0  # Together with a request's index, the key of its random numbers
+    stop: tuple[str, ...] = ()  # Texts that end an answer; the token that completes one is the last
+    stop_from_prompt: bool = False  # A stop text may begin in the prompt, as in transformers' `generate`
+    eos_ids: tuple[int, ...] | None = None  # Tokens that end an answer; None takes the target's
+    biases: TokenBiases | None = None  # Biases of single tokens; None takes those of the target's generation config
+    ignore_eos: bool = False  # Go on after an end token, up to `max_new_tokens`
+    logprobs: bool = False  # Give the log-probability of each token of an answer: `Generation.logprobs`
+    prefill_chunk: int = 512  # Most prompt tokens of a row in one pass
+    repetition_penalty: float = 1.0  # See `penalise`; the prompt counts, and 1.0 changes nothing
+    lossy: Rule | None = None  # A rule such as `Typical`, by which sampled answers have another law; None is exact
     graphs: bool = False
-    """Replay drafting, verification and commit as CUDA graphs, for each of a few numbers of rows and cache slots, which
-    spares the host the launch of each kernel. What cannot be replayed is computed as without graphs, and
-    `DecodeStats.graph_refusal` says why."""
+    """Replay drafting, verification and commit as CUDA graphs, which spares the host the launch of each kernel. What
+    cannot be replayed is computed, and `DecodeStats.graph_refusal` says why."""
     compile: bool = False
-    """Compile the layers of target and drafter with torch.compile: their small operations become a few kernels. The
-    first passes take minutes. Where that fails the layers run as they are; `DecodeStats.compile_refusal` says why."""
+    """Compile the layers of target and drafter with torch.compile. The first passes take minutes. Where that fails the
+    layers run as they are, and `DecodeStats.compile_refusal` says why."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "prefill_chunk"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, sound, bound in (
+                ("batch_size", self.batch_size >= 1, "at least 1"),
+                ("prefill_chunk", self.prefill_chunk >= 1, "at least 1"), ("top_k", self.top_k >= 0, "at least 0"),
+                ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"), ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+                ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0 and finite")):
+            if not sound:
+                raise UserError(f"{name} must be {bound}, got {getattr(self, name)}")
         if "" in self.stop:
             raise UserError("stop must not hold an empty text, which would end every answer at once; leave it out")
-        if self.top_k < 0:
-            raise UserError(f"top_k must be at least 0, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise UserError(f"min_p must be from 0 to 1, got {self.min_p}")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise UserError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}")
 
     @classmethod
     def as_generate(cls, defaults: GenerationDefaults, **others: Any) -> Self:
@@ -116,18 +91,14 @@ class DecodeSettings:
 
 @dataclass
 class Generation:
-    """The continuation of one request.
-
-    The first token comes from the prompt's own pass; `emitted` says how many each later pass added, the bonus included.
-    """
+    """The continuation of one request. Its first token comes from the prompt's own pass."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)  # New tokens, the end token included
-    emitted: list[int] = field(default_factory=list)  # Tokens added by each pass after the prompt's, until the end
+    emitted: list[int] = field(default_factory=list)  # Tokens that each later pass added, the bonus included
     logprobs: list[float] = field(default_factory=list)
-    """With `DecodeSettings.logprobs`, the target's own log-probability of each token after those before it, of the
-    softmax of its logits: before penalty, temperature and filters, as OpenAI's API and vLLM give it, however the token
-    was drafted, chosen or accepted. Empty otherwise."""
+    """If asked for, the target's own log-probability of each token, before penalty, temperature and filters, as
+    OpenAI's API and vLLM give it, however the token was drafted, chosen or accepted."""
     finish: Finish = "length"  # Its end: an end token, the length limit, a stop text, or an error
     error: str = ""  # The error, in a sentence that names the request; empty unless `finish` is "error"
 
@@ -151,19 +122,13 @@ class DecodeStats:
     seconds: float = 0.0  # Wall-clock time of the run
     target_seconds: float = 0.0  # Of it, in verifying passes
     prefill_seconds: float = 0.0  # Of it, in passes over prompts
-    draft_seconds: float = 0.0
-    """Of it, growing trees and observing passes: on CUDA the device's time between the first launch of a piece and the
-    end of its work."""
+    draft_seconds: float = 0.0  # Of it, growing trees and observing passes, on CUDA as the device measures it
     busy_slots: int = 0  # Sum over passes of the rows that were decoding
     total_slots: int = 0  # Passes times the batch size
     lossless: bool = True  # True if every pass was verified exactly; False under a `lossy` setting
-    graph_refusal: str = ""
-    """Reason why some work was not replayed as CUDA graphs although `DecodeSettings.graphs` asks for it; empty where
-    all was, or none was to be."""
+    graph_refusal: str = ""  # Why some work was not replayed as CUDA graphs that was to be; empty where all was
     compile_seconds: float = 0.0  # Seconds of all that torch.compile took to make graphs
-    compile_refusal: str = ""
-    """Reason why some layers were not compiled although `DecodeSettings.compile` asks for it; empty where all were, or
-    none was to be."""
+    compile_refusal: str = ""  # Why some layers were not compiled that were to be; empty where all were
 
     def amounts(self) -> dict[str, float]:
         """All counts and times of decoding by name."""
@@ -195,14 +160,108 @@ class DecodeResult:
         return sum(sum(generation.emitted) for generation in self.generations) / passes if passes else 0.0
 
 
-def uniform_stream(seed: int, index: int, count: int) -> Any:
-    """`count` uniform numbers in [0, 1) for one request, float64; the same whatever the batch and the drafter."""
-    # An array of whole numbers: a list with an entry from 2^63 becomes float64 in numpy, which loses its low digits.
-    key = np.array([seed % 2**64, index % 2**64], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).random(count)
-
-
 def repeats_itself(tokens: Sequence[int]) -> bool:
     """True where over 30 % of the 4-grams of a text occurred earlier in it."""
     grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False))
-    return len(grams) - len(set(grams)) > REPEATED_SHARE * len(grams)
+    return len(grams) - len(set(grams)) > 0.3 * len(grams)
+
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # Last character of a text that ends inside a character
+DIRECTIONS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+"""Bidirectional classes of characters that change the order of what follows them."""
+_CONTEXT = 8  # Tokens decoded ahead of those that may hold a stop text
+
+
+class TokenText:
+    """Splits the text of an answer among its tokens, as they come; the pieces together are the text. A token that ends
+    inside a character has an empty piece, and the token that completes the character has all of it. Special tokens,
+    such as the end of the text, are left out."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._tokens: list[int] = []
+        # Text up to `_read` has been given out. Decoding starts one piece earlier: whether a token's leading space is
+        # text depends on a token before it.
+        self._start = self._read = 0
+
+    def add(self, token: int) -> str:
+        """The piece of the next token."""
+        self._tokens.append(token)
+        piece = self._unread()
+        if piece.endswith(_INCOMPLETE):
+            return ""
+        # After a special token alone, a decoder would take the next word for the first, which has no space.
+        if piece:
+            self._start, self._read = self._read, len(self._tokens)
+        return piece
+
+    def guess(self, token: int) -> str:
+        """The piece that a token would have if it were the next one: the name of a special token, and nothing for one
+        that ends inside a character."""
+        if token in self.tokenizer.all_special_ids:
+            return str(self.tokenizer.convert_ids_to_tokens(token))
+        self._tokens.append(token)
+        piece = self._unread()
+        self._tokens.pop()
+        return "" if piece.endswith(_INCOMPLETE) else piece
+
+    def rest(self) -> str:
+        """The piece of a character that the answer leaves incomplete; empty for any other answer."""
+        piece = self._unread()
+        self._start = self._read = len(self._tokens)
+        return piece
+
+    def _unread(self) -> str:
+        # Both texts are decoded from the same token on, so that what the tokens before them change cancels out.
+        shown, whole = (str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+                        for tokens in (self._tokens[self._start : self._read], self._tokens[self._start :]))
+        return whole[len(shown) :]
+
+
+def visible(text: str, *, breaks: bool = True) -> str:
+    """The text with its control characters, which could move the cursor or change colours, as visible signs. Without
+    `breaks` tabs are among them, and a line break is an arrow."""
+    found = ""
+    for letter in text:
+        code = ord(letter)
+        if breaks and letter in "\n\t":
+            found += letter
+        elif letter == "\n":
+            found += "↵"
+        elif code < 0x20:
+            # Unicode has a picture of each of these, in their order.
+            found += chr(0x2400 + code)
+        elif code == 0x7F:
+            found += "\N{SYMBOL FOR DELETE}"
+        elif unicodedata.category(letter) == "Cc" or unicodedata.bidirectional(letter) in DIRECTIONS:
+            found += f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+        else:
+            found += letter
+    return found
+
+
+def first_stop(tokenizer: Any, before: Sequence[int], new: Sequence[int], stops: Sequence[str],
+               prompt: Sequence[int] = ()) -> int | None:
+    """The number of new tokens of an answer that complete the first stop text, or None. A stop text may begin in
+    `prompt`, where that is given, but not end there. Only the end of the answer is decoded: as many tokens as hold a
+    character more than the longest stop text, and a few for those whose text depends on the token before. Where a stop
+    text seems to be there, the whole answer decides."""
+    longest = max(map(len, stops))
+    # A character may have four tokens.
+    prompt = prompt[-(_CONTEXT + 4 * longest) :]
+    before = [*prompt, *before]
+    window = _CONTEXT + longest
+    while window < len(before):
+        if len(tokenizer.decode(list(before[len(before) - window + _CONTEXT :]), skip_special_tokens=False)) > longest:
+            break
+        window *= 2
+    window = min(window, len(before))
+    for count in range(1, len(new) + 1):
+        for start in (len(before) - window, 0):
+            text = tokenizer.decode([*before[start:], *new[:count]], skip_special_tokens=False)
+            asked = len(tokenizer.decode(list(prompt[start:]), skip_special_tokens=False).rstrip(_INCOMPLETE))
+            if not any(stop in text[max(0, asked - len(stop) + 1) :] for stop in stops):
+                break
+        else:
+            return count
+    return None

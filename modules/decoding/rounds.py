@@ -7,25 +7,22 @@ and every cache is read up to a few numbers of slots; each combination has recor
 computed, in which libraries prepare what they keep, the second is recorded, all later ones are replayed.
 
 Shapes: B rows of a round, N nodes of a tree, K nodes of a path, M virtual nodes, S virtual nodes of one node, D hidden
-size, X numbers of a row for the host.
-"""
+size, X numbers of a row for the host."""
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import TreeError
-from ..interfaces.proposer import AheadStates, DraftState, Observation, Proposer, Verified, extended
+from ..interfaces.proposer import AheadStates, DraftState, Observation, Proposer, Verified
 from ..policies.base import Policy
 from ..row_buffers import RowBuffer
 from ..target.target_rows import PassOutput, TargetRows
-from ..token_tree import TokenTree, Topology
+from ..token_tree import TokenTree, Topology, first_rows
 from ..verification.acceptance_rules import Accepted
 from ..verification.sampling import log_probabilities
 from .verifier import PARENT, BatchVerifier, Rows, screen
@@ -41,7 +38,6 @@ class Batch:
     verifier: BatchVerifier  # Their random numbers and penalties
     roots: RowBuffer  # The newest token of each row, which the target has not read
     live: RowBuffer  # True for rows in use
-    vocab_size: int  # Tokens of the target
     drafter: Proposer | None  # Proposes; None decodes plainly
     policy: Policy | None  # Grows the trees; None without a drafter
     state: DraftState | None  # The drafter's state of the rows; None without a drafter
@@ -81,12 +77,12 @@ class Round:
             failed = torch.tensor(error.rows, device=roots_B.device)
             self.drafted_faults_B = self.drafted_faults_B.index_fill(0, failed, PARENT)
             return
-        self.tree, self.drafted_faults_B = screen(tree, batch.vocab_size)
+        self.tree, self.drafted_faults_B = screen(tree, batch.verifier.vocab_size)
 
     def verify(self) -> None:
         """Run the target over the trees, and decide what is accepted."""
         batch, tree = self.batch, self.tree
-        self.sent = extended(batch.drafter, batch.state, tree)
+        self.sent = tree if batch.drafter is None else batch.drafter.extended(batch.state, tree)
         # Nobody needs logits at virtual nodes, and an output layer over a vocabulary is dear.
         places_BN = None
         if self.sent.virtual is not None:
@@ -103,7 +99,7 @@ class Round:
             path_BK, bonus_B1 = self.accepted.path_BK, self.accepted.bonus_B[:, None]
             following_BK = tree.tokens_BN.gather(1, path_BK).roll(-1, 1)
             following_BK = following_BK.scatter(1, self.accepted.counts_B[:, None] - 1, bonus_B1)
-            logits_BKV = self.output.logits_BMV.gather(1, path_BK[..., None].expand(-1, -1, batch.vocab_size))
+            logits_BKV = self.output.logits_BMV.gather(1, path_BK[..., None].expand(-1, -1, batch.verifier.vocab_size))
             self.logprobs_BK = log_probabilities(logits_BKV, following_BK)
 
     def commit(self, counts: list[int]) -> None:
@@ -130,9 +126,7 @@ class Round:
         """(trees, accepted paths) of the first rows."""
         if rows == self.rows:
             return self.tree, self.accepted
-        first = Accepted(path_BK=self.accepted.path_BK[:rows], counts_B=self.accepted.counts_B[:rows],
-                         bonus_B=self.accepted.bonus_B[:rows])
-        return self.tree.of_first(rows), first
+        return self.tree.of_first(rows), first_rows(self.accepted, rows)
 
 
 def for_host(tree: TokenTree, accepted: Accepted, faults_B: Tensor) -> Tensor:
@@ -151,9 +145,8 @@ def read(host_BX: Tensor) -> tuple[list[list[int]], list[int], list[int]]:
     return emitted, [row[0] for row in together], [row[1] for row in together]
 
 
-def observation(
-    tree: TokenTree, accepted: Accepted, output: PassOutput, counts: list[int], answers: Verified | None = None
-) -> Observation:
+def observation(tree: TokenTree, accepted: Accepted, output: PassOutput, counts: list[int],
+                answers: Verified | None = None) -> Observation:
     """The drafter's view of a pass of the first rows: tokens and states of the accepted path, and the target's logits
     if it reads them. `tree` has the virtual nodes too; the path is one of no node in rows that hold no sequence, and
     the host knows its `counts`."""
@@ -199,13 +192,6 @@ Recorder = Callable[[Body], Body]
 Recording runs that code once, and changes no tensor that was there before."""
 
 _LEAST_SLOTS = 128  # Fewest slots of a cache that a record reads, unless the cache has fewer
-
-
-class RoundShape(NamedTuple):
-    """Numbers of rows and of cache slots of the records of a round."""
-
-    rows: int
-    slots: int
 
 
 def recorder_of_rounds(rows: Rows) -> Recorder | str:
@@ -262,7 +248,7 @@ class RecordedRounds:
         self.row_steps, self.slot_steps = steps_to(rows), list[int]()
         self.extents: list[int] = []  # Most slots after a row's tokens that a round takes in each cache
         self.refusal = ""  # The reason that some part of a round cannot be recorded; empty while none has failed
-        self.made: dict[RoundShape, RecordedRound] = {}
+        self.made: dict[tuple[int, int], RecordedRound] = {}  # By numbers of rows and of cache slots
         self._first: Round | None = None
         self._storage: list[Tensor | None] = [None for cache in self.caches for _ in cache.blocks]
 
@@ -286,29 +272,18 @@ class RecordedRounds:
         needed = max(max(cache.host_lengths[:active]) + extent
                      for cache, extent in zip(self.caches, self.extents, strict=True))
         # The smallest shape with room for all of them.
-        shape = RoundShape(next(step for step in self.row_steps if step >= active),
-                           next(step for step in self.slot_steps if step >= needed))
+        shape = (next(step for step in self.row_steps if step >= active),
+                 next(step for step in self.slot_steps if step >= needed))
         storage = [block.storage for cache in self.caches for block in cache.blocks]
         if not all(now is then for now, then in zip(storage, self._storage, strict=True)):
             # A cache has got its memory, or more of it, elsewhere: earlier records would write where it was.
             self.made.clear()
             self._storage = storage
         if shape not in self.made:
-            self.made[shape] = RecordedRound(self, shape)
+            self.made[shape] = RecordedRound(self, *shape)
         work = self.made[shape]
         work.active = active
         return work
-
-    @contextmanager
-    def bounded(self, slots: int) -> Iterator[None]:
-        """A block in which every pass reads so many slots of each cache."""
-        for cache in self.caches:
-            cache.bound = min(slots, cache.capacity)
-        try:
-            yield
-        finally:
-            for cache in self.caches:
-                cache.bound = None
 
 
 class RecordedRound(Round):
@@ -316,28 +291,24 @@ class RecordedRound(Round):
 
     active: int  # Rows that hold a sequence
 
-    def __init__(self, rounds: RecordedRounds, shape: RoundShape) -> None:
-        super().__init__(rounds.batch, shape.rows, padded=True)
-        self.rounds, self.shape = rounds, shape
+    def __init__(self, rounds: RecordedRounds, rows: int, slots: int) -> None:
+        super().__init__(rounds.batch, rows, padded=True)
+        self.rounds, self.slots = rounds, slots
         self.replays: dict[str, Body] = {}
         self.computed = False
 
     def draft(self) -> None:
-        """`Round.draft` of as many rows as the shape has."""
         self._run("drafting", super().draft)
 
     def verify(self) -> None:
-        """`Round.verify` of these rows."""
         self._run("verification", super().verify)
 
     def commit(self, counts: list[int]) -> None:
-        """`Round.commit`; the host counts afterwards what the device has kept."""
-        # Numbers for the host while the work may be recorded: none is true in every replay.
+        # Numbers for the host while the work may be recorded: none is true in every replay. It counts afterwards.
         self._run("the commit", lambda: Round.commit(self, [0] * self.rows))
         self.rounds.caches[0].advance(counts)
 
     def observe(self, counts: list[int]) -> None:
-        """`Round.observe`; the host counts afterwards what the device has kept."""
         self._run("what the drafter observes", lambda: Round.observe(self, [0] * self.rows))
         if self.batch.state is not None:
             self.batch.state.advance(counts)
@@ -348,19 +319,23 @@ class RecordedRound(Round):
         if (replay := self.replays.get(name)) is not None:
             replay()
             return
-        caches = self.rounds.caches
-        with self.rounds.bounded(self.shape.slots):
-            if not self.computed or self.rounds.refusal:
+        caches, windows = self.rounds.caches, [cache.window for cache in self.rounds.caches]
+        for cache in caches:
+            # Every pass reads so many slots, whatever the rows hold.
+            cache.bound = min(self.slots, cache.capacity)
+        try:
+            if self.computed and not self.rounds.refusal:
+                try:
+                    self.replays[name] = self.rounds.record(work)
+                except RuntimeError as error:
+                    # Whatever cannot be captured can be computed: nothing of it has been done on the device yet.
+                    for cache, window in zip(caches, windows, strict=True):
+                        cache.window = window
+                    self.rounds.refusal = f"{name} cannot be captured ({str(error).splitlines()[0][:200]})"
+            if name not in self.replays:
                 work()
-                return
-            windows = [cache.window for cache in caches]
-            try:
-                self.replays[name] = self.rounds.record(work)
-            except RuntimeError as error:
-                # Whatever cannot be captured can be computed: nothing of it has been done on the device yet.
-                for cache, window in zip(caches, windows, strict=True):
-                    cache.window = window
-                self.rounds.refusal = f"{name} cannot be captured ({str(error).splitlines()[0][:200]})"
-                work()
-                return
-        self.replays[name]()
+        finally:
+            for cache in caches:
+                cache.bound = None
+        if name in self.replays:
+            self.replays[name]()

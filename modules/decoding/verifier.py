@@ -4,8 +4,7 @@ penalties of its rows, applied to each pass.
 A row that goes wrong ends, the others finish: codes of its errors travel with the accepted tokens in the one transfer
 of a pass, and words are made on the host.
 
-Shapes: R rows held, B of them active, N nodes, M nodes with logits, K nodes of a path, V vocabulary, T places.
-"""
+Shapes: R rows held, B of them active, N nodes, M nodes with logits, K nodes of a path, V vocabulary, T places."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,18 +15,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..compiler import Compiler
 from ..errors import UserError
 from ..interfaces.proposer import VerifiedRows
-from ..number_formats import widened
-from ..random_streams import Draws
 from ..row_buffers import RowBuffer
-from ..target.loading.generation_defaults import AppliedBiases, TokenBiases
+from ..target.devices.compiled_layers import Compiler
+from ..target.loading.generation_defaults import TokenBiases
 from ..target.target_rows import PassOutput
 from ..token_tree import TokenTree
 from ..verification.acceptance_rules import Accepted, Chances, exact_rule
-from ..verification.sampling import Sampling, choose, penalise
-from .requests import DecodeResult, DecodeSettings, Generation, Request, uniform_stream
+from ..verification.sampling import Draws, Sampling, choose, penalise, uniform_stream, widened
+from .requests import DecodeResult, DecodeSettings, Generation, Request
 
 SOUND, LOGITS, TOKEN, PARENT, DRAFT = range(5)
 _MESSAGES = {
@@ -93,22 +90,6 @@ def pruned(tree: TokenTree, faults_B: Tensor, outside_BN: Tensor) -> TokenTree:
                    real_BN=tree.real_BN & (~faulty_B1 | (columns_N == 0)))
 
 
-def unreadable(logits_BMV: Tensor) -> Tensor:
-    """True at nodes whose logits hold NaN or +inf, or nothing but -inf, [B, M]; some models forbid tokens by a single
-    -inf."""
-    return ~logits_BMV.amax(-1).isfinite()
-
-
-def cut(accepted: Accepted, unreadable_BN: Tensor) -> tuple[Accepted, Tensor]:
-    """(the accepted paths up to the first node whose logits say nothing, rows that have one, [B]): after it the bonus
-    token means nothing. Nodes that are not accepted have no part in what is emitted."""
-    places_K = torch.arange(accepted.path_BK.shape[1], device=unreadable_BN.device)
-    lost_BK = unreadable_BN.gather(1, accepted.path_BK) & (places_K < accepted.counts_B[:, None])
-    lost_B = lost_BK.any(-1)
-    counts_B = torch.where(lost_B, lost_BK.long().argmax(-1) + 1, accepted.counts_B)
-    return replace(accepted, counts_B=counts_B), lost_B
-
-
 class Rows(VerifiedRows, Protocol):
     """A batch of sequences inside something that answers tree passes: `TargetRows`, or stored text."""
 
@@ -130,25 +111,37 @@ class Verifier(Protocol):
 
     tokenizer: Any
     compiler: Compiler  # Compiles its layers and those of the drafter
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    biases: TokenBiases
 
     @property
     def device(self) -> torch.device: ...
 
     @property
-    def vocab_size(self) -> int: ...
-
-    @property
     def context_length(self) -> int: ...
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def biases(self) -> TokenBiases: ...
 
     def compiled(self) -> AbstractContextManager[None]: ...
 
     def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> Rows: ...
+
+
+class AppliedBiases:
+    """The biases of all rows as tensors, which a replayed pass reads where they are."""
+
+    def __init__(self, biases: TokenBiases, eos_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> None:
+        self.least, added = biases.least_tokens, dict(biases.added)
+        ids = range(vocab_size)
+        self.added_V = torch.tensor([added.get(token, 0.0) for token in ids], device=device)
+        self.not_first_V = torch.tensor([token in biases.not_first for token in ids], device=device)
+        self.ends_V = torch.tensor([token in eos_ids for token in ids], device=device)
+
+    def add(self, logits_BMV: Tensor, places_BM: Tensor) -> Tensor:
+        """The logits [B, M, V] in float32 or wider with the biases added; `places_BM` are the places of the next tokens
+        in their answers, from 0."""
+        ruled_out_BMV = ((places_BM < 1)[..., None] & self.not_first_V) | (
+            (places_BM < self.least)[..., None] & self.ends_V)
+        return (widened(logits_BMV) + self.added_V).masked_fill(ruled_out_BMV, -torch.inf)
 
 
 class BatchVerifier:
@@ -198,7 +191,8 @@ class BatchVerifier:
 
     def first_tokens(self, rows: list[int], rows_B: Tensor, logits_BMV: Tensor) -> tuple[Tensor, Tensor]:
         """(first token of each answer, fault of each row) after a piece of the prompts; M is 1."""
-        unreadable_BM = unreadable(logits_BMV)
+        # Logits that hold NaN or +inf, or nothing but -inf; some models forbid tokens by a single -inf.
+        unreadable_BM = ~logits_BMV.amax(-1).isfinite()
         if self.biases is not None:
             # A long prompt is read in pieces, each of which ends with the first token as far as is known.
             logits_BMV = self.biases.add(logits_BMV, torch.zeros_like(rows_B)[:, None])
@@ -210,13 +204,12 @@ class BatchVerifier:
         self.places.values[rows_B] = 1
         return chosen_BM[:, 0], torch.where(unreadable_BM[:, 0], LOGITS, 0)
 
-    def verify(
-        self, tree: TokenTree, logits_BNV: Tensor, faults_B: Tensor, *, any_rows: bool = False
-    ) -> tuple[Accepted, Tensor]:
+    def verify(self, tree: TokenTree, logits_BNV: Tensor, faults_B: Tensor, *,
+               any_rows: bool = False) -> tuple[Accepted, Tensor]:
         """(the accepted paths, the fault of each row) of a pass of the first rows. `any_rows` may sample when the pass
         is replayed, not only those that sample now."""
         rows = len(tree.tokens_BN)
-        unreadable_BN = unreadable(logits_BNV)
+        unreadable_BN = ~logits_BNV.amax(-1).isfinite()
         if self.biases is not None:
             logits_BNV = self.biases.add(logits_BNV, self.places.values[:rows, None] + tree.depths_BN)
         if self.seen is not None:
@@ -237,14 +230,17 @@ class BatchVerifier:
         sampling = self._sampling(torch.arange(rows, device=self._device), sampled)
         accepted = rule.accept(tree, logits_BNV, sampling, Chances(choices_BN=choices_BN, tests_BN=tests_BN))
         self.places.values[:rows] += accepted.counts_B
+        real_BK = torch.arange(accepted.path_BK.shape[1], device=self._device) < accepted.counts_B[:, None]
         if self.seen is not None:
             # Columns beyond a path hold nodes that were not accepted: they mark the root once more.
-            width = accepted.path_BK.shape[1]
-            real_BK = torch.arange(width, device=self._device) < accepted.counts_B[:, None]
             path_BK = torch.where(real_BK, tree.tokens_BN.gather(1, accepted.path_BK), tree.tokens_BN[:, :1])
             self.seen.values[:rows].scatter_(1, path_BK, True)
-        accepted, lost_B = cut(accepted, unreadable_BN)
-        return accepted, torch.where(lost_B & (faults_B == 0), LOGITS, faults_B)
+        # A path ends at its first node whose logits say nothing: after it the bonus token means nothing. Nodes that are
+        # not accepted have no part in what is emitted.
+        lost_BK = unreadable_BN.gather(1, accepted.path_BK) & real_BK
+        lost_B = lost_BK.any(-1)
+        counts_B = torch.where(lost_B, lost_BK.long().argmax(-1) + 1, accepted.counts_B)
+        return replace(accepted, counts_B=counts_B), torch.where(lost_B & (faults_B == 0), LOGITS, faults_B)
 
     def _sampling(self, rows_B: Tensor, sampled: Sequence[int]) -> Sampling:
         return Sampling(temperature_B=self.temperatures.values[rows_B], top_k=self.settings.top_k,

@@ -25,7 +25,6 @@ _SAFETENSORS = re.compile(r"\.tmp[0-9A-Za-z]{6}")
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> Path:
     """Let `write` fill a file that then becomes `path`; whoever reads `path` sees the old file or the whole new one.
-
     Folders above it are made where they are missing. Of two processes that write it at once, the last one stays. Raises
     UserError if the disk is full or the folder may not be written; nothing half-written stays."""
     # A name of its own for each writer: of two with one name, the second would find its file renamed away.
@@ -101,11 +100,9 @@ def file_sha256(path: Path) -> str:
 
 def files_digest(path: Path, patterns: Sequence[str] = ("*",), *, whole: bool = True) -> str:
     """Hash of the names, sizes and contents of the files in a folder that the patterns find, or of one file, whatever
-    its name.
-
-    Place and time of writing do not enter, but for large files where not the `whole` is read; where nothing is, the
-    hash is that of an empty folder. What is hidden, or in a hidden folder, and the caches that `datasets` leaves in a
-    folder are passed over. Raises UserError if a file cannot be read."""
+    its name. Place and time of writing do not enter, but for large files where not the `whole` is read; where nothing
+    is, the hash is that of an empty folder. What is hidden, or in a hidden folder, and the caches that `datasets`
+    leaves in a folder are passed over. Raises UserError if a file cannot be read."""
     digest = hashlib.sha256()
     found = {file for pattern in patterns for file in path.glob(pattern) if not _CACHE.fullmatch(file.name)
              and not any(part.startswith(".") for part in file.relative_to(path).parts)}

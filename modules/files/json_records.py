@@ -1,19 +1,117 @@
-"""The one reader of settings and records: every value is compared with its annotated type before anything uses it."""
+"""Files read within bounds (of size, of waiting time for pipes and devices, of what JSON may hold), and the one reader
+of settings and records: every value is compared with its annotated type before anything uses it."""
 
+import atexit
 import json
+import os
+import select
+import stat
 import types
 import typing
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Annotated, Any, Literal, NotRequired, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict, is_typeddict
 
 from ..errors import UserError
-from .bounded_reading import SETTINGS_BYTES, bounded_json, read_bounded
+
+SETTINGS_BYTES = 64 * 2**20  # Largest file of settings or records
+PROMPT_BYTES = 4 * 2**30  # Largest file of prompts
+STREAM_BYTES = 256 * 2**20  # Most that is read from a pipe or a device, which do not say how much they hold
+SILENCE = 120.0  # Seconds without a byte after which a pipe or a device is given up
+_TEMPLATES = "additional_chat_templates"  # Subfolder of a model with further chat templates
+DEPTH = 100  # Most levels of lists and objects inside one another
+
+
+def read_bounded(file: Path, most: int = SETTINGS_BYTES) -> bytes:
+    """The bytes of a file, or of a pipe or a device, of which at most `STREAM_BYTES` are read. Raises UserError if
+    there are more than `most`, or a pipe or a device is silent for `SILENCE` seconds; OSError if it cannot be read."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb", buffering=0) as opened:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            if status.st_size > most:
+                raise UserError(f"{file} has {status.st_size:,} bytes, more than {most:,}; split or shorten it")
+            return opened.read()
+        # A pipe or a device says neither how much it holds nor when the next bytes come: both are bounded.
+        pieces: list[bytes] = []
+        most, total = min(most, STREAM_BYTES), 0
+        while select.select([descriptor], [], [], SILENCE)[0]:
+            if not (piece := os.read(descriptor, 2**20)):
+                return b"".join(pieces)
+            pieces.append(piece)
+            total += len(piece)
+            if total > most:
+                raise UserError(f"{file} is no ordinary file and gives more than {most:,} bytes; write what you need "
+                                "of it into a file")
+        raise UserError(f"nothing came from {file} for {SILENCE:g} s; write to it, or give an ordinary file")
+
+
+def read_bounded_text(file: Path, most: int = SETTINGS_BYTES) -> str:
+    """The text of a UTF-8 file, a pipe or a device, without its byte order mark. Raises as `read_bounded` does, and
+    UnicodeDecodeError."""
+    return read_bounded(file, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def without_marks(folder: Path) -> Path:
+    """A model's folder for readers that know no byte order marks: the folder itself, or where a text file begins with
+    one, a folder of its texts without marks and links to its other files, which lasts as long as this process."""
+    marked = {file for pattern in ("*.json", "*.jinja", "*.txt", f"{_TEMPLATES}/*.jinja")
+              for file in folder.glob(pattern) if file.is_file() and _marked(file)}
+    if not marked:
+        return folder
+    view = Path(mkdtemp())
+    atexit.register(rmtree, view, ignore_errors=True)
+    for file in (*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")):
+        place = view / file.relative_to(folder)
+        if file in marked:
+            place.write_bytes(read_bounded(file).removeprefix(BOM_UTF8))
+        elif file == folder / _TEMPLATES and file.is_dir():
+            place.mkdir()
+        else:
+            place.symlink_to(file.resolve())
+    return view
+
+
+def _marked(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(BOM_UTF8)) == BOM_UTF8
+
+
+def require_ordinary(file: Path) -> None:
+    """Refuse a pipe or a device, which would be waited for or could not be read twice. Raises UserError."""
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise UserError(f"{file} is no ordinary file; give one, since it may be read several times")
+
+
+def bounded_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises json.JSONDecodeError if it is none, is nested more than `DEPTH` levels deep, or
+    has a number of more digits than Python converts."""
+    too_deep = json.JSONDecodeError(f"nested more than {DEPTH} levels deep", "", 0)
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except RecursionError as error:
+        raise too_deep from error
+    except ValueError as error:
+        raise json.JSONDecodeError("a number of too many digits", "", 0) from error
+    # Level by level: a value that json could still read may exhaust the stack of a recursive check.
+    found = [value]
+    for _ in range(DEPTH + 1):
+        found = [part for one in found if isinstance(one, dict | list)
+                 for part in (one.values() if isinstance(one, dict) else one) if isinstance(part, dict | list)]
+        if not found:
+            return value
+    raise too_deep
+
 
 T = TypeVar("T")
 MOST = 2**63 - 1  # The largest whole number that a tensor can hold
@@ -36,11 +134,8 @@ class MistypedError(ValueError):
 
 
 def read_json(file: Path, remedy: str, most: int = SETTINGS_BYTES) -> Any:
-    """The content of a JSON file of at most so many bytes; `remedy` says what to do about a damaged one.
-
-    Raises:
-        UserError: if it cannot be read, is larger, or is not JSON.
-    """
+    """The content of a JSON file of at most so many bytes; `remedy` says what to do about a damaged one. Raises
+    UserError if it cannot be read, is larger, or is not JSON."""
     try:
         content = read_bounded(file, most)
     except OSError as error:
@@ -77,11 +172,8 @@ def read_record(kind: type[T], file: Path, remedy: str) -> T:
 
 
 def record_of(kind: type[T], value: Any, where: str, remedy: str) -> T:
-    """A value of JSON, from the place `where`, as a dataclass or any other annotated type.
-
-    Raises:
-        UserError: if a field is missing, unknown, of the wrong kind or out of its bounds.
-    """
+    """A value of JSON, from the place `where`, as a dataclass or any other annotated type. Raises UserError if a field
+    is missing, unknown, of the wrong kind or out of its bounds."""
     try:
         found: T = typed(value, kind)
         return found
@@ -90,15 +182,10 @@ def record_of(kind: type[T], value: Any, where: str, remedy: str) -> T:
 
 
 def typed(value: Any, kind: Any, name: str = "its content") -> Any:
-    """A value of JSON or YAML converted to an annotated type: mappings become dataclasses, lists tuples, text paths.
-
-    A kind is a dataclass, int, float, bool, str, None, Path, Any, Literal, a union, or a list, tuple or dict of such,
-    `Annotated` with the bounds of pydantic's `Field` or with `Such`.
-
-    Raises:
-        MistypedError: if it is of another kind, or out of its bounds.
-        ValueError: as the checks of a dataclass do.
-    """
+    """A value of JSON or YAML converted to an annotated type: mappings become dataclasses, lists tuples, text paths. A
+    kind is a dataclass, int, float, bool, str, None, Path, Any, Literal, a union, or a list, tuple or dict of such,
+    `Annotated` with the bounds of pydantic's `Field` or with `Such`. Raises MistypedError if it is of another kind, or
+    out of its bounds, and ValueError as the checks of a dataclass do."""
     check_numbers(value, name)
     # In a list: else pydantic takes only the settings that a dataclass has for itself.
     text = json.dumps([value], default=str)

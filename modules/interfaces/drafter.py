@@ -4,8 +4,7 @@ A `Proposer` proposes tokens while decoding; a `Drafter` is a proposer with trai
 `FamilyCard` is a row in the table of methods, for choosing one.
 
 Shapes: B rows, L positions, K draft steps of one call, D hidden size, F frontier nodes, H depths scored,
-Q entries of the draft vocabulary or candidates of a node, R ranks used, M nodes of a pass, V target vocabulary.
-"""
+Q entries of the draft vocabulary or candidates of a node, R ranks used, M nodes of a pass, V target vocabulary."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -16,14 +15,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from ..compiler import Compiler
 from ..config_checks import CheckedSettings, Size
 from ..features import Features
-from ..target.devices.compiled_layers import Adapt, CompiledLayers
+from ..target.devices.compiled_layers import Adapt, CompiledLayers, Compiler
 from ..target.linear_forms import DecodingLinears
-from ..target.loading.identity import TargetIdentity
+from ..target.loading.model_parts import TargetIdentity
 from ..target.model import Target
-from .proposer import Proposer, RunsCompiled, State
+from .proposer import Proposer, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +56,8 @@ class Training:
 class DrafterConfig(CheckedSettings):
     """Settings that the shape of every drafter has; each family adds its own."""
 
+    # Settings that change neither weights nor the function that they compute: a continued draft may have others.
     training_only: ClassVar[frozenset[str]] = frozenset()
-    """Settings that change neither weights nor the function that they compute: a continued draft may have others."""
     vocabulary_size: Size | None = None
     """Entries of a reduced draft vocabulary, the most frequent tokens of the training data; None keeps them all."""
 
@@ -83,21 +81,18 @@ class DrafterConfig(CheckedSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Drafts:
-    """Output of a drafter's training forward: one hidden state for each draft step at each position.
-
-    The k-th state at position p predicts the token at p + offsets[k]; the loss applies the output layer, in chunks."""
+    """Output of a drafter's training forward: one hidden state for each draft step at each position. The k-th state at
+    position p predicts the token at p + offsets[k]; the loss applies the output layer, in chunks."""
 
     hidden_BLKD: Tensor  # Draft hidden states, ready for the output layer
     offsets: tuple[int, ...]  # Tokens from a position to the one that each of its K states predicts; they may be equal
     valid_BLK: Tensor | None = None
     """False where a draft step has no state at a position, such as one dropped in training: it adds nothing to the loss
-    there, and its hidden state may be any finite one. None when no state is missing, as always in evaluation mode."""
+    there, and its hidden state is any finite one. None when none is missing, as always in evaluation mode."""
     estimates: tuple[int, ...] | None = None
     """Distance in tokens from a position to the target's final state that each of its K states estimates, from which
     the target's output layer predicts the token at `offsets`. None for families that estimate no target states."""
-    estimated_BLKD: Tensor | None = None
-    """The estimated target states, for families that keep them apart from the states that the output layer reads; None
-    when they are `hidden_BLKD`."""
+    estimated_BLKD: Tensor | None = None  # The estimated target states where they are not `hidden_BLKD`
     choices: int = 0
     """Number of the first steps that choose among a few candidates. They learn the label by cross entropy where it is a
     candidate, and nothing elsewhere, whatever the objective; their mean counts as the weight of the first of them next
@@ -109,12 +104,10 @@ class Drafts:
     def __post_init__(self) -> None:
         shape = self.hidden_BLKD.shape
         # Shapes that differ would broadcast in the losses, which then have a plausible and wrong value.
-        if self.valid_BLK is not None and self.valid_BLK.shape != shape[:3]:
-            raise ValueError(f"valid_BLK must have the shape {tuple(shape[:3])} of the draft states, got "
-                             f"{tuple(self.valid_BLK.shape)}")
-        if self.indices_BL is not None and self.indices_BL.shape != shape[:2]:
-            raise ValueError(f"indices_BL must have the shape {tuple(shape[:2])} of the draft states, got "
-                             f"{tuple(self.indices_BL.shape)}")
+        for name, given, dims in (("valid_BLK", self.valid_BLK, 3), ("indices_BL", self.indices_BL, 2)):
+            if given is not None and given.shape != shape[:dims]:
+                raise ValueError(f"{name} must have the shape {tuple(shape[:dims])} of the draft states, got "
+                                 f"{tuple(given.shape)}")
         if self.estimated_BLKD is not None and (self.estimates is None or self.estimated_BLKD.shape[:3] != shape[:3]):
             raise ValueError(f"estimated_BLKD needs estimates and the shape {tuple(shape[:3])} of the draft states, "
                              f"got {self.estimates} and {tuple(self.estimated_BLKD.shape)}")
@@ -128,25 +121,17 @@ class Drafts:
                                  f"{estimate} ahead, which has seen that token or comes before the position")
 
 
-class Drafter(nn.Module, Proposer[State], RunsCompiled):
-    """A small trained model that proposes the target's next tokens. It holds weights only.
-
-    Borrowed parts of the target (embedding, output layer) are attached by `bind`; this module never saves, trains or
-    moves them.
-
-    Args:
-        vocabulary_size: entries of a reduced draft vocabulary, whose ids, `token_ids` [Q], are saved with the weights;
-            None for the whole vocabulary.
-    """
+class Drafter(nn.Module, Proposer[State]):
+    """A small trained model that proposes the target's next tokens. It holds weights only, and the ids of a reduced
+    draft vocabulary of `vocabulary_size` entries, `token_ids` [Q]. Borrowed parts of the target (embedding, output
+    layer) are attached by `bind`; this module never saves, trains or moves them."""
 
     card: ClassVar[FamilyCard]  # The family's row in the table of methods
     config_class: ClassVar[type[DrafterConfig]]  # The family's own settings
     trained_as: ClassVar[Training] = Training()
     export_refusal: ClassVar[str | None] = None  # Why no export format can hold the family, as a sentence; or None
     reads_states: ClassVar[bool] = True  # True if `forward` reads the target's states; False for a draft language model
-    compiled_kinds: tuple[type[nn.Module], ...] = ()
-    """Classes of its layers that run compiled while it drafts; none in a family that adds next to nothing to the
-    target's own layers."""
+    compiled_kinds: tuple[type[nn.Module], ...] = ()  # Classes of its layers that run compiled while it drafts
     compiled_form: Adapt  # Gives such a layer its compiled form
     unrolls: int | None = None
     """The training step that an autoregressive drafter applies repeatedly while decoding; None for a drafter whose K
@@ -180,7 +165,6 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
     def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None, start: Self | None = None) -> Self:
         """Make a new, initialised drafter for `target` and bind it, with the ids of a reduced draft vocabulary where
         `config`, the family's own settings, asks for one. UserError if settings, target, ids and start do not agree.
-
         `start` is a drafter of this family, not bound, of which it takes over the shape of the layers and all weights;
         what it has besides changes nothing of what they compute."""
 
@@ -227,7 +211,6 @@ class Drafter(nn.Module, Proposer[State], RunsCompiled):
         return super().train(mode)
 
     def compiled(self, compiler: Compiler) -> AbstractContextManager[None]:
-        """A block in which its layers run compiled while it drafts."""
         if compiler.refusal or not self.compiled_kinds:
             return nullcontext()
         # Forms belong to the compiler that made them: another one counts its own graphs and refusals.

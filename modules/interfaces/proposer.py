@@ -1,11 +1,8 @@
-"""The interface of everything that proposes tokens while decoding, trained or not, and the parts of it that only some
-proposers have; the code that uses one of those asks whether a proposer has it. They are classes to inherit from and not
-structural types: asking then reads no attribute, some of which make the host wait for the device.
+"""The interface of everything that proposes tokens while decoding, trained or not.
 
 Shapes: B rows, F frontier nodes, H depths scored, Q entries of the draft vocabulary or candidates of a node, R ranks
 used, N new positions, M nodes of a pass, S virtual nodes of a node, D hidden size (the target's, or that of the
-drafter's own states), V target vocabulary, O nodes with their own values, P places of held-out text, K draft steps.
-"""
+drafter's own states), V target vocabulary, O nodes with their own values, P places of held-out text, K draft steps."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from ..compiler import Compiler
 from ..config_checks import Chance, CheckedSettings, Parts
 from ..errors import UserError
-from ..number_formats import widened
 from ..row_buffers import RowBuffer
+from ..target.devices.compiled_layers import Compiler
 from ..target.kv_cache import RowCache
 from ..target.partial_passes import EarlyLayers
 from ..token_tree import TokenTree
+from ..verification.sampling import widened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,58 +39,46 @@ class Frontier:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Log-probabilities of the children of a frontier.
-
-    A parallel family scores H > 1 depths at once: depth h scores every descendant h + 1 levels below the frontier node,
-    whatever the path between. An autoregressive family has H = 1."""
+    """Log-probabilities of the children of a frontier. A parallel family scores H > 1 depths at once: depth h scores
+    every descendant h + 1 levels below the frontier node, whatever the path between. An autoregressive family has H =
+    1."""
 
     log_probs_BFHQ: Tensor  # Draft log-probabilities, float32; minus infinity means "no guess"
     token_ids_Q: Tensor | None = None  # Target-vocabulary id of each entry of a reduced vocabulary; None for the whole
     candidates_BFHQ: Tensor | None = None
     """In place of `token_ids_Q`: the ids of a few candidates, different at each node. Only a drafter that sets this may
     return fewer guesses than requested."""
-    all_guesses: bool = False
-    """True if every candidate is a guess: then it need not be asked, while a tree grows, which of them are."""
+    all_guesses: bool = False  # True if every candidate is a guess: then none is asked while a tree grows
     states_BFHD: Tensor | None = None
     """The drafter's hidden state that each depth's scores come from: with H = 1 its state at the frontier node, whose
     token it has read. None for a drafter without one. Stopping rules may read it; it costs nothing. It may lie in the
     draft state's memory, which the next `observe` overwrites."""
 
     @classmethod
-    def from_logits(
-        cls, logits_BFHQ: Tensor, token_ids_Q: Tensor | None = None, states_BFHD: Tensor | None = None
-    ) -> "Scores":
+    def from_logits(cls, logits_BFHQ: Tensor, token_ids_Q: Tensor | None = None,
+                    states_BFHD: Tensor | None = None) -> "Scores":
         """Scores of a drafter's logits, normalised in float32 or wider."""
         # In half precision several tokens would have one probability, and their order would be lost.
         log_probs_BFHQ = widened(logits_BFHQ).log_softmax(-1)
         return cls(log_probs_BFHQ=log_probs_BFHQ, token_ids_Q=token_ids_Q, states_BFHD=states_BFHD)
 
-    def best(self, width: int) -> "Proposals":
-        """The `width` most probable children of each node, best first; UserError if the draft vocabulary is smaller."""
+    def best(self, width: int) -> tuple[Tensor, Tensor | None]:
+        """(ids of the `width` most probable children of each node, best first, any where there is no guess; True where
+        there is one, or None where all are), [B, F, H, R] each. UserError if the draft vocabulary is smaller."""
         entries = self.log_probs_BFHQ.shape[-1]
         if self.candidates_BFHQ is not None:
             top = self.log_probs_BFHQ.topk(min(width, entries), dim=-1)
             # A tree has one width for all rows: guesses that a node lacks are padding without a chance.
             missing = (0, width - top.indices.shape[-1])
-            tokens = nn.functional.pad(self.candidates_BFHQ.gather(-1, top.indices), missing)
-            log_probs = nn.functional.pad(top.values, missing, value=-torch.inf)
-            known = self.all_guesses and width <= entries
-            return Proposals(tokens, None if known else log_probs > -torch.inf, log_probs)
+            tokens_BFHR = nn.functional.pad(self.candidates_BFHQ.gather(-1, top.indices), missing)
+            if self.all_guesses and width <= entries:
+                return tokens_BFHR, None
+            return tokens_BFHR, nn.functional.pad(top.values, missing, value=-torch.inf) > -torch.inf
         if width > entries:
             raise UserError(f"the tree uses the {width} best guesses after a token, but the draft vocabulary has "
                             f"{entries} tokens; choose a narrower tree, such as chain")
-        top = self.log_probs_BFHQ.topk(width, dim=-1)
-        tokens = top.indices if self.token_ids_Q is None else self.token_ids_Q[top.indices]
-        return Proposals(tokens, None, top.values)
-
-
-@dataclass(frozen=True)
-class Proposals:
-    """Children by rank, best first."""
-
-    tokens_BFHR: Tensor  # Target-vocabulary ids; any id where there is no guess
-    guessed_BFHR: Tensor | None  # True where the drafter has a guess; None when it has one everywhere
-    log_probs_BFHR: Tensor  # Draft log-probabilities of the children
+        best_BFHR = self.log_probs_BFHQ.topk(width, dim=-1).indices
+        return best_BFHR if self.token_ids_Q is None else self.token_ids_Q[best_BFHR], None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +101,9 @@ class AheadStates:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """The data a drafter receives after a target pass: the newly accepted tokens and the target's states at them.
-
-    Row b has `counts_B[b]` new positions, left-aligned and padded on the right. The target has processed their tokens
-    (the last root and the accepted nodes); it has not yet processed `roots_B`, the token it chose next."""
+    """The data a drafter receives after a target pass: the newly accepted tokens and the target's states at them. Row b
+    has `counts_B[b]` new positions, left-aligned and padded on the right. The target has processed their tokens (the
+    last root and the accepted nodes); it has not yet processed `roots_B`, the token it chose next."""
 
     tokens_BN: Tensor  # Tokens that the target has processed, int64
     counts_B: Tensor  # Number of real positions in each row
@@ -157,10 +141,9 @@ class Observation:
 
 
 class DraftState:
-    """Base of the sequence state of a batch of rows; each family has its own subclass.
-
-    What is kept from pass to pass stays at its address (`RowBuffer`, `RowCache`), so that drafting can be replayed as a
-    CUDA graph. A growing tree is made anew in each pass."""
+    """Base of the sequence state of a batch of rows; each family has its own subclass. What is kept from pass to pass
+    stays at its address (`RowBuffer`, `RowCache`), so that drafting can be replayed as a CUDA graph. A growing tree is
+    made anew in each pass."""
 
     held: Sequence["RowBuffer | RowCache | DraftState"] = ()  # With an entry for each row, for `clear` and `keep`
     caches: Sequence[RowCache] = ()  # Keys and values of the rows that belong to the drafter alone
@@ -193,14 +176,25 @@ State = TypeVar("State", bound=DraftState, default=Any)
 """A family's own state: what its `start` returns is what its `observe` and `expand` get."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChainLimits(CheckedSettings):
+    """Ends of a chain of drafted tokens (Kangaroo, arXiv:2404.18911, section 3.2); UserError if one is out of range."""
+
+    gamma: Parts = 6  # Most tokens
+    # A token whose distribution peaks below this probability is the chain's last. At 0 no chain would ever end early,
+    # at 1 every chain would: either bound would switch the rule off without a word.
+    eta: Chance = 0.6
+
+
 class Proposer(ABC, Generic[State]):
-    """Proposer of the target's next tokens. Sequence state is passed in, so that rows can join and leave. What only
-    some proposers have stands in the classes below."""
+    """Proposer of the target's next tokens. Sequence state is passed in, so that rows can join and leave."""
 
     family: ClassVar[str]  # Name of the family in artifacts, recipes and reports
     taps: tuple[int, ...] = ()  # Target layers whose outputs it reads
     reach: int | None = None  # Depths below the root that a parallel family can score; None when there is no limit
     reads_logits: bool = False  # True if observations must contain the target's logits
+    virtual_nodes: int = 0  # Most virtual nodes that `extended` adds after a node of a pass
+    chain_limits: ChainLimits = ChainLimits()  # Ends of a chain of the policy `early-exit`
 
     @abstractmethod
     def start(self, rows: int, capacity: int) -> State:
@@ -212,9 +206,29 @@ class Proposer(ABC, Generic[State]):
 
     @abstractmethod
     def expand(self, state: State, frontier: Frontier) -> Scores:
-        """Scores of the children of the frontier nodes: one draft step.
+        """Scores of the children of the frontier nodes: one draft step. The first call after an observation has the
+        root as its frontier; each node is passed once, after its parent."""
 
-        The first call after an observation has the root as its frontier; each node is passed once, after its parent."""
+    def extended(self, state: State, tree: TokenTree) -> TokenTree:
+        """The tree, to be verified or read as a prompt, with the virtual nodes at which the target makes its guesses
+        (arXiv:2405.18628), whose states the next observation holds; `tree.lookahead` may limit their number."""
+        return tree
+
+    @property
+    def rank_chances(self) -> tuple[tuple[float, ...], ...] | None:
+        """Chance that a guess at virtual nodes of each rank at each depth is right, as counted on held-out text; None
+        where nobody counted."""
+        return None
+
+    def count_ranks(self, table_PK: Tensor) -> None:
+        """Keep the rank of the right token at P held-out places for each of K draft steps, for `rank_chances`."""
+
+    def compiled(self, compiler: Compiler) -> AbstractContextManager[None]:
+        """A block in which layers of its own run compiled."""
+        return nullcontext()
+
+    def forget(self) -> None:
+        """Drop what it has stored, besides weights, from earlier sequences."""
 
 
 def spread(values_BOQ: Tensor, origin_BF: Tensor) -> Tensor:
@@ -241,42 +255,6 @@ class SharesTargetRows(ABC):
         """`Proposer.start` for sequences that are the rows of `verified`; None where these are not to be had."""
 
 
-class GuessesInPasses(ABC):
-    """A proposer whose guesses the target makes at virtual nodes of the verifying pass (arXiv:2405.18628)."""
-
-    virtual_nodes: int  # Most virtual nodes that `extended` adds after a node
-
-    @property
-    @abstractmethod
-    def rank_chances(self) -> tuple[tuple[float, ...], ...] | None:
-        """Chance that its guess of each rank at each depth is right, as counted on held-out text; None where nobody
-        counted."""
-
-    @abstractmethod
-    def extended(self, state: Any, tree: TokenTree) -> TokenTree:
-        """The tree, to be verified or read as a prompt, with the virtual nodes whose states the next observation holds;
-        `tree.lookahead` may limit their number."""
-
-    def count_ranks(self, table_PK: Tensor) -> None:  # noqa: B027 -- a union of drafters counts nothing
-        """Keep the rank of the right token at P held-out places for each of K draft steps."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChainLimits(CheckedSettings):
-    """Ends of a chain of drafted tokens (Kangaroo, arXiv:2404.18911, section 3.2); UserError if one is out of range."""
-
-    gamma: Parts = 6  # Most tokens
-    # A token whose distribution peaks below this probability is the chain's last. At 0 no chain would ever end early,
-    # at 1 every chain would: either bound would switch the rule off without a word.
-    eta: Chance = 0.6
-
-
-class LimitsChains:
-    """A proposer with its own limits for the policy `early-exit`; all others have the paper's."""
-
-    chain_limits: ChainLimits  # Ends of a chain that stops at its first unsure token
-
-
 class JudgesGuesses(ABC):
     """A drafter that estimates the chance of what it guesses next before the guess is chosen (arXiv:2607.05147)."""
 
@@ -288,42 +266,9 @@ class JudgesGuesses(ABC):
         """Logit [...] of the acceptance of a guess made from states [..., D] that `project` reads at a step."""
 
 
-class Remembers(ABC):
-    """A proposer that stores more than its weights from one sequence to the next."""
-
-    @abstractmethod
-    def forget(self) -> None:
-        """Drop what was stored from earlier sequences."""
-
-
-class RunsCompiled(ABC):
-    """A proposer with layers of its own that torch.compile can take."""
-
-    @abstractmethod
-    def compiled(self, compiler: Compiler) -> AbstractContextManager[None]:
-        """A block in which its layers run compiled."""
-
-
-def virtual_nodes(drafter: Proposer | None) -> int:
-    """Most virtual nodes after a node of a pass; 0 for most proposers."""
-    return drafter.virtual_nodes if isinstance(drafter, GuessesInPasses) else 0
-
-
 def started(drafter: Proposer, rows: VerifiedRows | None, count: int, capacity: int) -> DraftState:
     """An empty state for `count` sequences that `rows` verifies, which it shares if it can; None for no such rows."""
     if isinstance(drafter, SharesTargetRows):
         return drafter.start(count, capacity, rows)
     state: DraftState = drafter.start(count, capacity)
     return state
-
-
-def extended(drafter: Proposer | None, state: DraftState | None, tree: TokenTree) -> TokenTree:
-    """The tree with the drafter's virtual nodes; as it is for most proposers."""
-    if state is None or not isinstance(drafter, GuessesInPasses):
-        return tree
-    return drafter.extended(state, tree)
-
-
-def compiled(drafter: Proposer, compiler: Compiler) -> AbstractContextManager[None]:
-    """A block in which the drafter's layers run compiled; one without effect where it has none."""
-    return drafter.compiled(compiler) if isinstance(drafter, RunsCompiled) else nullcontext()

@@ -19,14 +19,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ..compiler import Compiler
 from ..config_checks import CheckedSettings, Parts, Positive, Size
 from ..errors import UserError
 from ..features import Features
 from ..files.json_records import MistypedError, kinds_of, typed_fields
 from ..target.attention.segment_attention import Segments, Sight, attend_inside, visible_text
 from ..target.attention.tree_attention import Asked, attend_apart, attending
-from ..target.devices.compiled_layers import Form
+from ..target.devices.compiled_layers import Compiler, Form
 from ..target.kv_cache import RowCache
 from ..target.model import Target
 from .attention import SCALINGS, Rotation, attend_segments, rotate, rotation

@@ -25,7 +25,6 @@ from ..interfaces.proposer import (
     AheadStates,
     DraftState,
     Frontier,
-    GuessesInPasses,
     Observation,
     Scores,
     SharesTargetRows,
@@ -68,7 +67,7 @@ class LookaheadState(DraftState):
         self.held = (states, self.present, *self.caches)
 
 
-class LookaheadDrafter(BorrowingDrafter[LookaheadState], SharesTargetRows, GuessesInPasses):
+class LookaheadDrafter(BorrowingDrafter[LookaheadState], SharesTargetRows):
     """A drafter whose guesses the target makes at virtual nodes, several copies of each step."""
 
     config: LookaheadConfig
@@ -192,7 +191,7 @@ class LookaheadDrafter(BorrowingDrafter[LookaheadState], SharesTargetRows, Guess
                                 present_BS=(counts_B > 0)[:, None].expand(-1, self.virtual_nodes))
         if ahead is None:
             raise ValueError(f"this {self.family} drafter reads virtual nodes, and the pass had none; let "
-                             "GuessesInPasses.extended add them before the target runs")
+                             "`extended` add them before the target runs")
         seen_R = counts_B > 0
         state.states.store(rows_R, self.averaged(ahead.states_BSD), seen_R)
         state.present.store(rows_R, torch.unflatten(ahead.present_BS, 1, (-1, self.copies)).all(-1), seen_R)

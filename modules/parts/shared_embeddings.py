@@ -17,7 +17,7 @@ from ..features import Features
 from ..interfaces.drafter import Drafter, DrafterConfig
 from ..interfaces.proposer import State
 from ..target.draft_vocabulary import OutputRows, OwnOutput, carry_rows, require_ids
-from ..target.loading.identity import TargetIdentity
+from ..target.loading.model_parts import TargetIdentity
 from ..target.model import Target
 from .decoder_block import BlockConfig, GatedMLP, of_block
 

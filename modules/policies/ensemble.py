@@ -13,27 +13,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..compiler import Compiler
 from ..errors import UserError
 from ..interfaces.proposer import (
     DraftState,
     Frontier,
-    GuessesInPasses,
     Observation,
     Proposer,
-    Remembers,
-    RunsCompiled,
     Scores,
     SharesTargetRows,
     VerifiedRows,
-    compiled,
-    extended,
+    spread,
     started,
-    virtual_nodes,
 )
-from ..random_streams import Draws
+from ..target.devices.compiled_layers import Compiler
 from ..token_tree import Drawn, Lookahead, TokenTree
-from ..verification.sampling import SamplingSetting
+from ..verification.sampling import Draws, SamplingSetting
 from .base import Policy, trimmed
 
 
@@ -47,26 +41,22 @@ class EnsembleState(DraftState):
         self.held, self.caches = self.parts, [cache for part in self.parts for cache in part.caches]
 
     def drop_tree(self) -> None:
-        """Discard the trees of all parts."""
         for part in self.parts:
             part.drop_tree()
 
     def expect(self, path: int) -> None:
-        """Prepare every part."""
         for part in self.parts:
             part.expect(path)
 
     def advance(self, counts: Sequence[int]) -> None:
-        """Let every part count."""
         for part in self.parts:
             part.advance(counts)
 
 
-class Ensemble(Proposer[EnsembleState], SharesTargetRows, GuessesInPasses, RunsCompiled, Remembers):
+class Ensemble(Proposer[EnsembleState], SharesTargetRows):
     """At least one drafter, which all look at the same passes; `Union` grows a tree for each and joins them."""
 
     family = "ensemble"
-    rank_chances = None  # None: the guesses of several drafters were not counted
 
     def __init__(self, parts: Sequence[Proposer]) -> None:
         if not parts:
@@ -75,7 +65,7 @@ class Ensemble(Proposer[EnsembleState], SharesTargetRows, GuessesInPasses, RunsC
         self.taps = tuple(sorted({layer for part in parts for layer in part.taps}))
         self.reads_logits = any(part.reads_logits for part in parts)
         # Of the parts one may have any: no tree takes the virtual nodes of two.
-        self.virtual_nodes = sum(virtual_nodes(part) for part in parts)
+        self.virtual_nodes = sum(part.virtual_nodes for part in parts)
 
     def start(self, rows: int, capacity: int, verified: VerifiedRows | None = None) -> EnsembleState:
         """Empty states; the last part may run the target's first layers in the rows that are verified."""
@@ -86,13 +76,11 @@ class Ensemble(Proposer[EnsembleState], SharesTargetRows, GuessesInPasses, RunsC
                               started(last, shared, rows, capacity)])
 
     def extended(self, state: EnsembleState, tree: TokenTree) -> TokenTree:
-        """The tree with the virtual nodes of the part that has any."""
         for part, held in zip(self.parts, state.parts, strict=True):
-            tree = extended(part, held, tree)
+            tree = part.extended(held, tree)
         return tree
 
     def observe(self, state: EnsembleState, rows_R: Tensor, observation: Observation) -> None:
-        """Pass the observation on to every part."""
         for part, held in zip(self.parts, state.parts, strict=True):
             part.observe(held, rows_R, observation)
 
@@ -102,17 +90,14 @@ class Ensemble(Proposer[EnsembleState], SharesTargetRows, GuessesInPasses, RunsC
 
     @contextmanager
     def compiled(self, compiler: Compiler) -> Iterator[None]:
-        """A block in which the layers of all parts run compiled."""
         with ExitStack() as blocks:
             for part in self.parts:
-                blocks.enter_context(compiled(part, compiler))
+                blocks.enter_context(part.compiled(compiler))
             yield
 
     def forget(self) -> None:
-        """Let every part start anew."""
         for part in self.parts:
-            if isinstance(part, Remembers):
-                part.forget()
+            part.forget()
 
 
 class Union(Policy):
@@ -120,17 +105,9 @@ class Union(Policy):
 
     The budget is shared: what one part leaves, because it has no guess or because another part has guessed the same,
     the next one uses. So the parts that may have nothing to say come first, and the last part's nodes should be in
-    best-first order, as those of a searched tree are: it is cut where the budget ends. Only the last part samples; of a
-    part that does, no node is cut, since what is cut would depend on what was drawn.
-
-    Args:
-        policies: one for each part, in the ensemble's order.
-        size: most nodes of the joined tree, the root included.
-
-    Raises:
-        ValueError: if there is no policy, `size` is below 1, or it has no room for all nodes of all parts though the
-            last one samples.
-    """
+    best-first order, as those of a searched tree are: it is cut where the budget ends, at `size` nodes, the root
+    included. Only the last part samples; of a part that does, no node is cut, since what is cut would depend on what
+    was drawn: ValueError if there is no room for all nodes of all parts then, or for no policy or a size below 1."""
 
     def __init__(self, policies: Sequence[Policy], size: int) -> None:
         if not policies or size < 1:
@@ -142,17 +119,14 @@ class Union(Policy):
         self.max_size, self.samples = size, policies[-1].samples
 
     def check(self, drafter: Proposer) -> None:
-        """Refuse anything but an ensemble of as many parts, and what a part's policy refuses of its part."""
         for policy, part in zip(self.policies, self._parts(drafter), strict=True):
             policy.check(part)
 
     def check_sampling(self, setting: SamplingSetting) -> None:
-        """Refuse a sampling that a part's policy refuses."""
         for policy in self.policies:
             policy.check_sampling(setting)
 
     def unwatched(self) -> "Union":
-        """A union of policies that ask the device for nothing."""
         return Union([policy.unwatched() for policy in self.policies], self.size)
 
     def _parts(self, drafter: Proposer) -> Sequence[Proposer]:
@@ -232,28 +206,25 @@ def _lookahead(tree: TokenTree, joining: TokenTree, equal_BMN: Tensor) -> Lookah
 
 
 def _drawn(tree: TokenTree, drawn: Drawn, equal_BMN: Tensor) -> Drawn:
-    """Draws of the joined tree.
-
-    A node that both trees have is a point mass, which comes before the sampled children of its parent. What is left of
-    those was drawn from q without the point masses: leaving tokens out of draws without replacement leaves draws from
-    the rest, in the same order. So the nodes of the first tree get a q of their own, in which their children have no
-    chance; the sampled children of the second tree's new nodes keep theirs."""
+    """Draws of the joined tree. A node that both trees have is a point mass, which comes before the sampled children of
+    its parent. What is left of those was drawn from q without the point masses: leaving tokens out of draws without
+    replacement leaves draws from the rest, in the same order. So the nodes of the first tree get a q of their own, in
+    which their children have no chance; the sampled children of the second tree's new nodes keep theirs."""
     merged_BN = equal_BMN.long().argmax(1)
     inner_BN = drawn.inner_BN.gather(1, merged_BN)
     without = _without_children(tree, drawn.at(merged_BN))
     first_BN = torch.arange(tree.size, device=inner_BN.device).expand_as(inner_BN) + drawn.log_q_BIQ.shape[1]
     candidates_BIQ = drawn.candidates_BIQ
     if candidates_BIQ is not None:
-        candidates_BIQ = torch.cat([candidates_BIQ, _rows(candidates_BIQ, inner_BN)], dim=1)
-    return replace(drawn, log_q_BIQ=torch.cat([drawn.log_q_BIQ, without], dim=1), inner_BN=torch.cat([first_BN,
-                                                                                                      drawn.inner_BN],
-                                                                                                     dim=1),
+        candidates_BIQ = torch.cat([candidates_BIQ, spread(candidates_BIQ, inner_BN)], dim=1)
+    return replace(drawn, log_q_BIQ=torch.cat([drawn.log_q_BIQ, without], dim=1),
+                   inner_BN=torch.cat([first_BN, drawn.inner_BN], dim=1),
                    sampled_BN=pad(drawn.sampled_BN, (tree.size, 0)), candidates_BIQ=candidates_BIQ)
 
 
 def _without_children(tree: TokenTree, drawn: Drawn) -> Tensor:
     """log q at each node of a tree with its children taken out, [B, N, Q]; nothing is renormalised."""
-    log_q_BNQ = _rows(drawn.log_q_BIQ, drawn.inner_BN)
+    log_q_BNQ = spread(drawn.log_q_BIQ, drawn.inner_BN)
     device = log_q_BNQ.device
     rows_B, entries_Q = (torch.arange(size, device=device) for size in (len(log_q_BNQ), log_q_BNQ.shape[-1]))
     ids_Q = entries_Q if drawn.token_ids_Q is None else drawn.token_ids_Q
@@ -265,8 +236,3 @@ def _without_children(tree: TokenTree, drawn: Drawn) -> Tensor:
         taken_BQ = (ids_BQ == tree.tokens_BN[:, child, None]) & tree.real_BN[:, child, None]
         log_q_BNQ[rows_B, parent_B] = log_q_BNQ[rows_B, parent_B].masked_fill(taken_BQ, -torch.inf)
     return log_q_BNQ
-
-
-def _rows(values_BIQ: Tensor, inner_BN: Tensor) -> Tensor:
-    """The rows of values that the nodes name, [B, N, Q]."""
-    return values_BIQ.gather(1, inner_BN[..., None].expand(-1, -1, values_BIQ.shape[-1]))

@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import UserError
-from ..interfaces.proposer import DraftState, Frontier, Proposer, virtual_nodes
-from ..random_streams import Draws
+from ..interfaces.proposer import DraftState, Frontier, Proposer
 from ..token_tree import Lookahead, TokenTree, Topology
+from ..verification.sampling import Draws
 from .base import Policy
 
 _ROUNDS = 20  # Most rounds of improving the trees; three are usual
+Path = tuple[float, tuple[int, ...]]  # The probability of a path, and its ranks
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,10 @@ class AheadTree:
 @lru_cache(maxsize=64)
 def ahead_trees(chances_KR: tuple[tuple[float, ...], ...], size: int) -> tuple[AheadTree, ...]:
     """The trees with the most tokens a pass in the long run, for 0 to K guesses, by the chance that the guess of a rank
-    is right at a depth.
-
-    Each has at most `size` nodes, root and virtual nodes included, and the chances of different depths count as
-    independent. Howard's policy iteration: with the value of every state, each tree is chosen anew for its tokens plus
-    the value of the state that follows. Raises UserError if the root alone with all its virtual nodes has more."""
+    is right at a depth. Each has at most `size` nodes, root and virtual nodes included, and the chances of different
+    depths count as independent. Howard's policy iteration: with the value of every state, each tree is chosen anew for
+    its tokens plus the value of the state that follows. Raises UserError if the root alone with all its virtual nodes
+    has more."""
     depths = len(chances_KR)
     if size <= depths:
         raise UserError(f"a tree with virtual nodes for {depths} steps needs at least {depths + 1} nodes, got {size}; "
@@ -69,11 +69,10 @@ def ahead_trees(chances_KR: tuple[tuple[float, ...], ...], size: int) -> tuple[A
     return trees
 
 
-def likeliest_paths(chances_KR: Sequence[Sequence[float]], guesses: int, most: int) -> list[tuple[float, tuple[int,
-                                                                                                               ...]]]:
-    """(probability, ranks) of the likeliest paths of at most `guesses` tokens, the likeliest first."""
-    found: list[tuple[float, tuple[int, ...]]] = []
-    heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
+def likeliest_paths(chances_KR: Sequence[Sequence[float]], guesses: int, most: int) -> list[Path]:
+    """The likeliest paths of at most `guesses` tokens, the likeliest first."""
+    found: list[Path] = []
+    heap: list[Path] = [(-1.0, ())]
     while heap and len(found) < most:
         chance, path = heappop(heap)
         found.append((-chance, path))
@@ -85,8 +84,7 @@ def likeliest_paths(chances_KR: Sequence[Sequence[float]], guesses: int, most: i
     return found[1:]
 
 
-def _best_tree(paths: list[tuple[float, tuple[int, ...]]], depths: int, size: int,
-               values: Sequence[float]) -> AheadTree:
+def _best_tree(paths: list[Path], depths: int, size: int, values: Sequence[float]) -> AheadTree:
     """The number of nodes, and the virtual nodes after them, with the most tokens and value to come."""
     # Numbers of nodes below the root that are tried: all small ones, then every eighth more.
     numbers, count = [0], 1
@@ -101,7 +99,7 @@ def _best_tree(paths: list[tuple[float, tuple[int, ...]]], depths: int, size: in
                key=lambda found: (round(found[0].accepted + found[1], 9), -found[0].size))[0]
 
 
-def _filled(paths: list[tuple[float, tuple[int, ...]]], depths: int, size: int, values: Sequence[float]) -> AheadTree:
+def _filled(paths: list[Path], depths: int, size: int, values: Sequence[float]) -> AheadTree:
     """The tree of these paths with as many virtual nodes as fit, those removed that are worth least."""
     topology = Topology.from_paths(path for _, path in paths)
     reached = [1.0, *(chance for chance, _ in paths)]
@@ -148,26 +146,25 @@ class LookaheadTrees(Policy):
         self._width = max(1, *(tree.topology.width for tree in self.trees))
 
     def check(self, drafter: Proposer) -> None:
-        """Refuse drafters without virtual nodes, and those with another number of steps."""
-        if not virtual_nodes(drafter) or drafter.reach != len(self.trees) - 1:
+        if not drafter.virtual_nodes or drafter.reach != len(self.trees) - 1:
             raise UserError(f"these trees are made for {len(self.trees) - 1} steps of virtual nodes, the "
-                            f"{drafter.family} drafter has {drafter.reach if virtual_nodes(drafter) else 0}; choose "
+                            f"{drafter.family} drafter has {drafter.reach if drafter.virtual_nodes else 0}; choose "
                             "another policy")
 
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
         root_B1 = torch.zeros_like(roots_B)[:, None]
         root = Frontier(nodes_BF=root_B1, parents_BF=root_B1 - 1, tokens_BF=roots_B[:, None])
-        answered = drafter.expand(state, root).best(self._width)
-        tables = _tables(self.trees, roots_B.device)
-        guessed_BK = None if answered.guessed_BFHR is None else answered.guessed_BFHR[:, 0, :, 0]
-        guesses_B = torch.full_like(roots_B, len(self.trees) - 1) if guessed_BK is None else guessed_BK.sum(-1)
-        ranks_BN, depths_BN = tables.ranks_TN[guesses_B], tables.depths_TN[guesses_B]
+        best_BFHR, known_BFHR = drafter.expand(state, root).best(self._width)
+        guesses_B = (torch.full_like(roots_B, len(self.trees) - 1) if known_BFHR is None else
+                     known_BFHR[:, 0, :, 0].sum(-1))
+        parents_BN, ranks_BN, depths_BN, counts_BN, real_BN = (
+            table_TN[guesses_B] for table_TN in _tables(self.trees, roots_B.device))
         rows_B1 = torch.arange(len(roots_B), device=roots_B.device)[:, None]
-        guesses_BN = answered.tokens_BFHR[:, 0][rows_B1, (depths_BN - 1).clamp(min=0), ranks_BN]
-        tree = TokenTree.grown(torch.where(depths_BN > 0, guesses_BN, roots_B[:, None]), tables.parents_TN[guesses_B],
-                               tables.real_TN[guesses_B], max_depth=max(tree.topology.depth for tree in self.trees),
+        guesses_BN = best_BFHR[:, 0][rows_B1, (depths_BN - 1).clamp(min=0), ranks_BN]
+        tree = TokenTree.grown(torch.where(depths_BN > 0, guesses_BN, roots_B[:, None]), parents_BN, real_BN,
+                               max_depth=max(tree.topology.depth for tree in self.trees),
                                most_children=max(tree.topology.most_children for tree in self.trees))
-        counts_BN, size, most = tables.counts_TN[guesses_B], self.max_size, self._most
+        size, most = self.max_size, self._most
         if tree.real_BN.device.type == "cpu":
             # Sizes are known at once here, and padding that no row needs costs time.
             size, most = torch.stack([tree.real_BN.sum(-1), counts_BN.sum(-1)]).amax(-1).tolist()
@@ -175,21 +172,10 @@ class LookaheadTrees(Policy):
         return replace(tree, lookahead=Lookahead(counts_BN=counts_BN[:, :size], most=most, nodes=size))
 
 
-@dataclass(frozen=True)
-class _Tables:
-    """The trees as tensors, padded to one size."""
-
-    parents_TN: Tensor
-    ranks_TN: Tensor
-    depths_TN: Tensor
-    counts_TN: Tensor
-    real_TN: Tensor
-
-
 @lru_cache(maxsize=64)
-def _tables(trees: tuple[AheadTree, ...], device: torch.device) -> _Tables:
+def _tables(trees: tuple[AheadTree, ...], device: torch.device) -> list[Tensor]:
+    """Parents, ranks, depths, virtual nodes and marks of real nodes of the trees, padded to one size, [T, N] each."""
     columns = zip(*((tree.topology.parents, tree.topology.ranks, tree.topology.depths, tree.counts,
                      (True,) * tree.topology.size) for tree in trees), strict=True)
     # Padded with zeros: the nodes that a smaller tree lacks are not real.
-    return _Tables(*(pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)
-                     for rows in columns))
+    return [pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True) for rows in columns]

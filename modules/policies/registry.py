@@ -5,13 +5,12 @@ A name is a kind, with a number after a hyphen where it takes one: `static`, `st
 from collections.abc import Sequence
 
 from ..errors import UserError
-from ..interfaces.proposer import ChainLimits, GuessesInPasses, JudgesGuesses, LimitsChains, Proposer, virtual_nodes
+from ..interfaces.proposer import JudgesGuesses, Proposer
 from ..token_tree import Topology
 from .base import Policy
-from .dynamic_trees import DySpecTree, Eagle2Tree
 from .lookahead_trees import LookaheadTrees, ahead_trees
-from .static_tree import SampledTree, StaticTree
 from .stopping_chains import EarlyExit, JudgedPath, MaxProbability, PaidGuesses, PathProbability, StoppedChain
+from .trees import DySpecTree, Eagle2Tree, SampledTree, StaticTree
 
 FASTEST = "fastest"  # The default: an artifact's static, static+lookup or none, by its measurements
 STATIC = "static"  # The kind that an artifact was tuned for
@@ -21,10 +20,8 @@ SPECDEC = "specdec"  # The kind that needs an acceptance head, which an artifact
 CONFIDENT = "confident"  # The kind that drafts on while a drafter that judges its guesses expects all to be accepted
 SPARSE = "sparse"  # The kind for drafters with virtual nodes
 DYNAMIC_DEPTH = 6  # Levels of a growing tree, where the family answers as many
-DYNAMIC_WIDTH = 10  # Nodes expanded on a level of a growing tree
 MOST = 1024  # Largest number of nodes or tokens: a pass over more takes longer than any accepted path gives back
 CONFIDENCE = 0.4  # Below this probability of its next token a stopping chain ends
-SURE_ENOUGH = 0.3  # Probability of the whole draft below which a sure chain ends, where its name has no number
 LONGEST_SURE = 20  # Most tokens of a sure chain: those of a chain that ends by an acceptance head
 
 _LEAST = {
@@ -37,7 +34,7 @@ _LEAST = {
     SPARSE: 2,  # Trees of N nodes, virtual ones included, for each number of guesses of a row (PPD, arXiv:2405.18628)
 }  # Kinds whose number counts nodes or tokens, with the smallest one
 _SHARES = {
-    SURE: SURE_ENOUGH,  # A chain that ends after the token at which the product of their probabilities falls below it
+    SURE: 0.3,  # A chain that ends after the token at which the product of their probabilities falls below it
     SPECDEC: 0.7,  # A chain that ends once an acceptance head sees a greater risk of rejection (arXiv:2405.19715)
     # A chain that ends before the token with which a drafter that judges its guesses expects less (arXiv:2607.05147),
     # or, without a number, where a measured step with one guess more would emit fewer tokens a second.
@@ -77,17 +74,9 @@ def whole_number(name: str, kind: str, number: str, least: int) -> int:
 
 
 def policy_named(name: str, topology: Topology, drafter: Proposer, seconds: Sequence[float] = ()) -> Policy:
-    """The policy of this name for a drafter.
-
-    Args:
-        name: one of POLICIES, or such with a number.
-        topology: the static tree fitted to the drafter, best node first.
-        drafter: what is asked for the guesses.
-        seconds: of a step with 0, 1, 2 ... guesses a row, where they are known; `confident` ends drafts by them.
-
-    Raises:
-        UserError: if the name, its number or the policy does not fit.
-    """
+    """The policy of this name, of POLICIES or such with a number, for a drafter with a static tree, best node first.
+    `seconds` are those of a step with 0, 1, 2 ... guesses a row, where they are known: `confident` ends drafts by them.
+    Raises UserError if the name, its number or the policy does not fit."""
     kind, number = parse_policy(name)
     share, count = number or _SHARES.get(kind, 0.0), None if number is None else int(number)
     nodes, length = (count or max(_LEAST.get(kind, 1), usual) for usual in (topology.size, topology.depth))
@@ -103,8 +92,7 @@ def policy_named(name: str, topology: Topology, drafter: Proposer, seconds: Sequ
         case "stopping":
             policy = StoppedChain(length, MaxProbability(CONFIDENCE))
         case "early-exit":
-            limits = drafter.chain_limits if isinstance(drafter, LimitsChains) else ChainLimits()
-            policy = StoppedChain(count or limits.gamma, EarlyExit(limits.eta))
+            policy = StoppedChain(count or drafter.chain_limits.gamma, EarlyExit(drafter.chain_limits.eta))
         case "sure":
             policy = StoppedChain(LONGEST_SURE, PathProbability(share))
         case "specdec":
@@ -119,15 +107,14 @@ def policy_named(name: str, topology: Topology, drafter: Proposer, seconds: Sequ
             policy = StoppedChain(drafter.reach or LONGEST_SURE, PaidGuesses(drafter.judge, tuple(seconds)) if paid
                                   else JudgedPath(drafter.judge, share))
         case "eagle2" | "dyspec":
-            policy = {"eagle2": Eagle2Tree, "dyspec": DySpecTree}[kind](nodes, depth, DYNAMIC_WIDTH)
+            policy = {"eagle2": Eagle2Tree, "dyspec": DySpecTree}[kind](nodes, depth)
         case "sparse":
-            chances_KR = drafter.rank_chances if isinstance(drafter, GuessesInPasses) else None
-            if chances_KR is None:
+            if (chances_KR := drafter.rank_chances) is None:
                 raise UserError(f"the policy {SPARSE} needs a drafter with virtual nodes, whose guesses were counted "
                                 f"on held-out text when its artifact was made; this is {drafter.family}: choose "
                                 "another policy")
             # As many as a pass over the static tree has, at least a guess and the virtual nodes of the root.
-            policy = LookaheadTrees(ahead_trees(chances_KR, count or nodes * (1 + virtual_nodes(drafter))))
+            policy = LookaheadTrees(ahead_trees(chances_KR, count or nodes * (1 + drafter.virtual_nodes)))
         case _:
             if nodes > topology.size:
                 raise UserError(f"a tree of {nodes} nodes was asked for; this artifact's has {topology.size}: choose 1 "

@@ -18,11 +18,9 @@ from torch.nn.functional import logsigmoid
 
 from ..errors import UserError
 from ..interfaces.proposer import DraftState, Frontier, Proposer
-from ..random_streams import Draws
 from ..token_tree import Drawn, TokenTree
-from ..verification.sampling import SamplingSetting
-from .base import Policy
-from .level_queries import LevelQueries, check_temperature, sample, tempered
+from ..verification.sampling import Draws, SamplingSetting
+from .base import LevelQueries, Policy, check_temperature, sample, tempered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +30,8 @@ class Drafted:
     log_probs_BT: Tensor  # log-probability of each token
     peaks_BT: Tensor  # log-probability of the likeliest token at the same places
     judged_BJ: Tensor | None = None
-    """The values that `StoppingRule.judge` made of the drafter's state at each token that it has read: all but the
-    newest one in `after`, all of them in `before`. None before the first one, and for rules that read no states."""
+    """The values of `StoppingRule.judge` at each token that the drafter has read: all but the newest one in `after`,
+    all in `before`. None before the first one, and for rules that read no states."""
 
     @property
     def length(self) -> int:
@@ -42,10 +40,15 @@ class Drafted:
 
 
 class StoppingRule:
-    """Says which rows draft no further. A rule may stop before a token, after it, or both."""
+    """Says which rows draft no further. A rule may stop before a token, after it, or both. Raises ValueError for a
+    `threshold`, in a rule that has one, that is no probability between 0 and 1."""
 
     reads_states: bool = False  # True if `judge` is asked
     judges_root: bool = False  # True if `judge` is asked at the root too, from which the first token is guessed
+
+    def __post_init__(self) -> None:
+        if not 0 < (found := vars(self).get("threshold", 0.5)) < 1:
+            raise ValueError(f"threshold must be above 0 and below 1, got {found}")
 
     def judge(self, state_BD: Tensor, step: int) -> Tensor:
         """A number for each row from the drafter's state at a drafted token, the step-th one, [B]: `Drafted.judged_BJ`
@@ -64,19 +67,11 @@ class StoppingRule:
         return torch.zeros_like(drafted.peaks_BT[:, -1], dtype=torch.bool)
 
 
-def _check_share(name: str, value: float) -> None:
-    if not 0 < value < 1:
-        raise ValueError(f"{name} must be above 0 and below 1, got {value}")
-
-
 @dataclass(frozen=True)
 class _Threshold(StoppingRule):
     """A rule by one probability."""
 
     threshold: float
-
-    def __post_init__(self) -> None:
-        _check_share("threshold", self.threshold)
 
 
 class MaxProbability(_Threshold):
@@ -105,10 +100,9 @@ class EarlyExit(_Threshold):
 
 @dataclass(frozen=True)
 class RejectionRisk(StoppingRule):
-    """SpecDec++ (arXiv:2405.19715): stop once it is likely that a drafted token will be rejected.
-
-    The risk is 1 - prod_j P_j over the tokens j that the drafter has read, P_j the estimated probability that token j
-    is accepted if those before it are. The newest token has not been read yet: it stays in the draft, unjudged."""
+    """SpecDec++ (arXiv:2405.19715): stop once it is likely that a drafted token will be rejected. The risk is 1 -
+    prod_j P_j over the tokens j that the drafter has read, P_j the estimated probability that token j is accepted if
+    those before it are. The newest token has not been read yet: it stays in the draft, unjudged."""
 
     log_acceptance: Callable[[Tensor], Tensor]  # log P_j, [B], of states [B, D] at tokens: an acceptance head
     setting: SamplingSetting  # The sampling of answers for which it was calibrated
@@ -118,7 +112,7 @@ class RejectionRisk(StoppingRule):
     reads_states = True
 
     def __post_init__(self) -> None:
-        _check_share("threshold", self.threshold)
+        super().__post_init__()
         if self.least < 1:
             raise ValueError(f"least must be at least 1, got {self.least}")
 
@@ -139,9 +133,8 @@ class RejectionRisk(StoppingRule):
 
 @dataclass(frozen=True)
 class Judged(StoppingRule):
-    """A rule by the drafter's own judgement of its guesses (DSpark, arXiv:2607.05147).
-
-    Each is made from the slot and the token before the guess: it says nothing of which token will be drawn."""
+    """A rule by the drafter's own judgement of its guesses (DSpark, arXiv:2607.05147). Each is made from the slot and
+    the token before the guess: it says nothing of which token will be drawn."""
 
     judgement: Callable[[Tensor, int], Tensor]  # Logit [B] of acceptance of the guess from states [B, D] at a step
 
@@ -164,20 +157,16 @@ class JudgedPath(Judged):
 
     threshold: float  # Probability that the whole draft is accepted, the next token included
 
-    def __post_init__(self) -> None:
-        _check_share("threshold", self.threshold)
-
     def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor:
         return self.chances_of(drafted)[:, -1] < self.threshold
 
 
 @dataclass(frozen=True)
 class PaidGuesses(Judged):
-    """Stop all rows of a batch before the guess with which it would emit fewer tokens a second (DSpark, alg. 1).
-
-    Let a_ri be the chance that the first i guesses of row r are all accepted. With j guesses a row, a step of R rows
-    emits R + sum_r sum_{i <= j} a_ri tokens in T_j seconds. The rows are verified as one rectangle, where a shorter row
-    saves nothing: they end together, at the first decrease, since looking further would read what may be dropped."""
+    """Stop all rows of a batch before the guess with which it would emit fewer tokens a second (DSpark, alg. 1). Let
+    a_ri be the chance that the first i guesses of row r are all accepted. With j guesses a row, a step of R rows emits
+    R + sum_r sum_{i <= j} a_ri tokens in T_j seconds. The rows are verified as one rectangle, where a shorter row saves
+    nothing: they end together, at the first decrease, since looking further would read what may be dropped."""
 
     seconds: tuple[float, ...]  # T_j of 0, 1, 2 ... guesses a row; the last is also that of any more
 
@@ -189,29 +178,20 @@ class PaidGuesses(Judged):
 
 
 class StoppedChain(Policy):
-    """A chain of point masses, each the drafter's likeliest, that ends where a rule says so.
+    """A chain of point masses, each the drafter's likeliest, that ends where a rule says so. It serves every family;
+    from a one-shot family it saves verification only. After every `check_every` draft steps the host looks at whether
+    all rows have stopped, so that neither the drafter nor the target works for nothing. With 0 it never looks: the tree
+    keeps its full size, padded, and nothing is read back while drafting. The temperature is that of a draft that
+    samples; None takes each row's own. Raises ValueError if a number is too small."""
 
-    It serves every family; from a one-shot family it saves verification only.
-
-    Args:
-        length: most tokens.
-        stop: the rule.
-        check_every: draft steps between two looks, from the host, at whether all rows have stopped, so that neither
-            the drafter nor the target works for nothing. 0 never looks: the tree keeps its full size, padded, and
-            nothing is read back while drafting.
-
-    Raises:
-        ValueError: if a number is too small.
-    """
-
-    temperature: float | None = None  # The draft's, in a chain that samples; None takes each row's own
-
-    def __init__(self, length: int, stop: StoppingRule, *, check_every: int = 1) -> None:
+    def __init__(self, length: int, stop: StoppingRule, *, check_every: int = 1,
+                 temperature: float | None = None) -> None:
         if length < 1:
             raise ValueError(f"length must be at least 1, got {length}")
         if check_every < 0:
             raise ValueError(f"check_every must be at least 0, got {check_every}")
-        self.length, self.stop, self.check_every = length, stop, check_every
+        check_temperature(temperature)
+        self.length, self.stop, self.check_every, self.temperature = length, stop, check_every, temperature
         self.max_size = length + 1
 
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
@@ -235,7 +215,13 @@ class StoppedChain(Policy):
             frontier = Frontier(nodes_BF=node_B1, parents_BF=node_B1 - 1, tokens_BF=tokens[-1][:, None])
             log_probs_BQ = queries.ask(frontier, torch.zeros_like(node_B1) if place else None)[0][:, 0]
             if self.stop.reads_states and (place or self.stop.judges_root):
-                drafted = self._judged(drafted, queries, place)
+                if queries.states_BOD is None:
+                    raise UserError("an acceptance head reads the drafter's states at its tokens, of which "
+                                    f"{type(drafter).__name__} shows none; choose another policy, such as sure, or a "
+                                    "drafter that reads each token before it drafts the next")
+                judged_B1 = self.stop.judge(queries.states_BOD[:, 0], place)[:, None]
+                before = [] if drafted.judged_BJ is None else [drafted.judged_BJ]
+                drafted = replace(drafted, judged_BJ=torch.cat([*before, judged_B1], dim=1))
             peak_B = log_probs_BQ.amax(-1)
             if draws is None:
                 log_q_BQ, entries_B = log_probs_BQ, log_probs_BQ.argmax(-1)
@@ -264,7 +250,6 @@ class StoppedChain(Policy):
                                most_children=1, drawn=drawn)
 
     def unwatched(self) -> "StoppedChain":
-        """The chain without looks: its tree keeps its full size, padded."""
         chain = copy(self)
         chain.check_every = 0
         return chain
@@ -272,25 +257,8 @@ class StoppedChain(Policy):
     def check_sampling(self, setting: SamplingSetting) -> None:
         self.stop.check_sampling(setting)
 
-    def _judged(self, drafted: Drafted, queries: LevelQueries, step: int) -> Drafted:
-        """The draft with the rule's judgement of the token that was read last."""
-        if queries.states_BOD is None:
-            raise UserError("an acceptance head reads the drafter's states at its tokens, of which "
-                            f"{type(queries.drafter).__name__} shows none; choose another policy, such as sure, or a "
-                            "drafter that reads each token before it drafts the next")
-        judged_B1 = self.stop.judge(queries.states_BOD[:, 0], step)[:, None]
-        before = [] if drafted.judged_BJ is None else [drafted.judged_BJ]
-        return replace(drafted, judged_BJ=torch.cat([*before, judged_B1], dim=1))
-
 
 class SampledChain(StoppedChain):
-    """A stopped chain of sampled tokens, verified by rejection (arXiv:2211.17192); greedy rows take the likeliest. A
-    draft's temperature of None takes each row's own."""
+    """A stopped chain of sampled tokens, verified by rejection (arXiv:2211.17192); greedy rows take the likeliest."""
 
     samples = True
-
-    def __init__(self, length: int, stop: StoppingRule, *, check_every: int = 1,
-                 temperature: float | None = None) -> None:
-        super().__init__(length, stop, check_every=check_every)
-        check_temperature(temperature)
-        self.temperature = temperature

@@ -3,8 +3,7 @@
 Whatever trained it, an adapter is plain tensors here: it is merged into copies of the layers that it changes, with
 torch alone. The unmerged form exists only in training.
 
-Shapes: R rank, I inputs of a layer, O its outputs.
-"""
+Shapes: R rank, I inputs of a layer, O its outputs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..files.json_records import typed_fields
-from .devices.split_weights import is_quantised
+from .loading.model_parts import is_quantised
 
 PREFIX = "adapter."  # Prefix of an adapter's tensors wherever they are stored with others
 
@@ -29,12 +28,8 @@ class LowRank:
 
 
 class Adapter:
-    """Low-rank changes of some linear layers of one target.
-
-    Args:
-        layers: the change of each layer, by the layer's name inside the model.
-        scale: factor of all of them, alpha / rank.
-    """
+    """Low-rank changes of some linear layers of one target, by the layer's name inside the model. The `scale` is the
+    factor of all of them, alpha / rank."""
 
     def __init__(self, layers: Mapping[str, LowRank], scale: float) -> None:
         self.layers, self.scale = dict(layers), scale
@@ -65,10 +60,9 @@ class Adapter:
     @torch.no_grad()
     def merge_into(self, model: nn.Module) -> None:
         """Give each changed layer of `model` a weight of its own, W + scale · B A; the tensor W stays as it was.
-        UserError if the model lacks a layer, or has it in another shape.
-
-        The product is formed in float32 or wider and rounded once, to the layer's number format. An output layer that
-        shared its weight with the embedding does so no longer."""
+        UserError if the model lacks a layer, or has it in another shape. The product is formed in float32 or wider and
+        rounded once, to the layer's number format. An output layer that shared its weight with the embedding does so no
+        longer."""
         linears = self.require_fitting(model)
         for name, change in self.layers.items():
             weight = linears[name].weight

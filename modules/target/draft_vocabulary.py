@@ -1,7 +1,6 @@
 """A reduced draft vocabulary: the tokens that a drafter may propose, and the target's output layer restricted to them.
 
-Shapes: V entries of the target's vocabulary, Q of the draft vocabulary, D hidden size.
-"""
+Shapes: V entries of the target's vocabulary, Q of the draft vocabulary, D hidden size."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -99,10 +98,8 @@ class OwnOutput(nn.Linear):
 
 class OutputRows:
     """The target's output layer, restricted to a draft vocabulary `ids_Q` or whole, borrowed by a drafter or a loss.
-    The rows are selected once, here.
-
-    It is no `nn.Module` and holds no parameter, so whoever keeps it neither saves, trains nor moves it, and a copy of
-    its owner shares it."""
+    The rows are selected once, here. It is no `nn.Module` and holds no parameter, so whoever keeps it neither saves,
+    trains nor moves it, and a copy of its owner shares it."""
 
     def __init__(self, target: Target, ids_Q: Tensor | None = None) -> None:
         self.target, self.ids_Q = target, ids_Q

@@ -3,8 +3,7 @@
 Shapes: B rows, H key-value heads, S slots of a row, W slots in use, N new tokens, K nodes of a path, E width of a key
 or of a value.
 A tree pass writes node n of row b at slot lengths[b] + n; `commit` moves the accepted ones to the front of the free
-part. Slots and position ids are different things: a node's position is its row's length plus its depth.
-"""
+part. Slots and position ids are different things: a node's position is its row's length plus its depth."""
 
 import weakref
 from collections.abc import Hashable, Sequence
@@ -34,9 +33,7 @@ class Window:
     host_rows: list[int]  # The same rows on the host
     slots_BN: Tensor  # Slot of every new token
     width: int  # Slots up to the last one in use
-    start: int | None
-    """First slot of the new tokens where it is the same in all rows, which are neighbours: they are then copied as one
-    block, in half the time."""
+    start: int | None  # First slot of the new tokens where it is that of all rows, neighbours: one block is copied
     virtual_BN: Tensor | None  # True at new tokens that are virtual nodes; None where none is
 
     _elsewhere: dict[torch.device, "Window"] = field(default_factory=dict)
@@ -76,9 +73,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_max_length(self) -> int:
         return self.owner.capacity
 
-    # Earlier versions of transformers ask by this name.
-    def get_max_cache_shape(self) -> int:
-        return self.owner.capacity
+    get_max_cache_shape = get_max_length  # Earlier versions of transformers ask by this name
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         return self.owner.width, 0
@@ -111,11 +106,9 @@ class Block:
 class RowCache(RecurrentCache):
     """Keys and values of a batch of rows that grow and finish at their own pace. Memory is taken as the rows grow:
     answers seldom reach the length that they may have, `capacity`: the longest sequence plus the largest tree, in
-    tokens.
-
-    `device` holds the lengths. Where `layer_devices` differ, each layer's keys and values stay where the first ones are
-    written. `groups` tells of each layer what those with keys and values of equal shapes share, None where it holds
-    none."""
+    tokens. `device` holds the lengths. Where `layer_devices` differ, each layer's keys and values stay where the first
+    ones are written. `groups` tells of each layer what those with keys and values of equal shapes share, None where it
+    holds none."""
 
     def __init__(self, num_layers: int, rows: int, capacity: int, device: torch.device,
                  layer_devices: Sequence[torch.device] = (), groups: Sequence[Hashable] = (),
@@ -138,15 +131,13 @@ class RowCache(RecurrentCache):
         self._order_B = torch.arange(rows, device=device)
         self.host_lengths = [0] * rows
         self.window: Window | None = None
+        # Slots that every pass reads, so that it can be replayed; the host then counts what is committed by `advance`.
         self.bound: int | None = None
-        """Slots that every pass reads, whatever the rows hold, so that it can be replayed; the host then counts what is
-        committed by `advance`. None for as many as are in use."""
         self.extent = 0  # Most slots after a row's tokens that a pass has taken
         self._grows = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any,
+               **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store what a layer of transformers has computed, see `write`; several may share a layer of the cache."""
         layer: Any = self.layers[layer_idx]
         return self.write(layer.index, key_states, value_states)
@@ -164,11 +155,8 @@ class RowCache(RecurrentCache):
     @property
     def shapes(self) -> list[Hashable]:
         """Heads and widths of the keys and values of each layer; None where none were written."""
-        found: list[Hashable] = []
-        for layer in range(self.num_layers):
-            parts = self._block_of[layer].parts if layer in self._block_of else []
-            found.append(tuple((part.shape[2], part.shape[4]) for part, _ in parts) or None)
-        return found
+        parts = [self._block_of[layer].parts if layer in self._block_of else [] for layer in range(self.num_layers)]
+        return [tuple((part.shape[2], part.shape[4]) for part, _ in own) or None for own in parts]
 
     @property
     def width(self) -> int:
@@ -270,9 +258,8 @@ class RowCache(RecurrentCache):
                 _move(part[: each * count], rows_B1, target_BN, base_B1 + columns_BN)
 
     def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
-        """Keep the path of each row of the last pass: its nodes become the row's next tokens, the rest is forgotten.
-
-        Of the ascending node indices `path_BK` the first `counts_B` are real; a padding column holds its own index.
+        """Keep the path of each row of the last pass: its nodes become the row's next tokens, the rest is forgotten. Of
+        the ascending node indices `path_BK` the first `counts_B` are real; a padding column holds its own index.
         `host_counts` are any where `bound` is set. Nothing is copied unless `moved`: every path is then the first nodes
         in order."""
         window = self.window
@@ -298,12 +285,6 @@ class RowCache(RecurrentCache):
         """Count on the host what passes have committed with `bound`: counts[r] tokens of row r."""
         for row, count in enumerate(counts):
             self.host_lengths[row] += count
-
-    def rewind(self, rows: int, count: int) -> None:
-        """Forget the last `count` tokens of each of the first `rows` rows."""
-        self.lengths_B[:rows] -= count
-        for row in range(rows):
-            self.host_lengths[row] -= count
 
     def assume(self, length: int) -> None:
         """Let every row start with `length` blank tokens that nothing computed: for measuring the cost of a pass."""

@@ -6,19 +6,11 @@ with AMX only from about four on. So it is measured when a target is loaded, in 
 shape, since they are most of a pass, with a handful of token counts. All forms and counts take turns and the fastest
 round of each counts, so that other programs slow none of them alone.
 
-Timing never repeats exactly and the forms differ in the last bits, so a run that is measured twice could write other
-bytes. Design:
-
-* Whatever leaves bytes that must come out the same (distilled text, stored states, trained weights, the searched tree)
-  runs inside `LinearForms.reproducible`: there the form does not depend on a measurement. It is the packed one wherever
-  the build has it, or the one that the user has set. A killed run that is resumed, and a second run, thus have the same
-  bytes without a record of any choice. Those passes have many rows, for which packing pays first.
-* Everything else (decoding with an artifact, its evaluation, timed steps) runs in the measured form. `Packing` keeps
-  it with the times, in tuning.json and in the header of an evaluation.
-* Within one target the choice depends on the number of tokens alone, so equal passes are rounded alike. Passes of
-  different sizes never were: the products sum in another order for each size. A drafted answer and a plain one can
-  therefore differ at near-ties as before, and the bound on their gap is the same.
-"""
+Timing never repeats exactly and the forms differ in the last bits. So whatever leaves bytes that must come out the same
+(distilled text, stored states, trained weights, the searched tree) runs inside `LinearForms.reproducible`: there the
+form is the packed one wherever the build has it, or the one that the user has set. Everything else runs in the measured
+form. Within one target the choice depends on the number of tokens alone, so equal passes are rounded alike. Passes of
+different sizes never were: the products sum in another order for each size."""
 
 import time
 from collections import defaultdict
@@ -33,11 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .devices.split_weights import is_quantised
+from .loading.model_parts import is_quantised
 
 Form = Callable[[Tensor], Tensor]  # A linear layer's product, plain or packed
-# The op wants a token count to choose a layout for; one layout serves every count.
-_TYPICAL_TOKENS = 8
 _Stamp = tuple[int, int, float]
 
 
@@ -64,13 +54,13 @@ def linear_layers(model: nn.Module) -> list[nn.Linear]:
 
 def _packed_forward(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
     # The activation after the product is fused too; "none" leaves it out.
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return out
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Form:
     """x -> x W^T + b with the weight laid out once; the layout is a copy."""
-    laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TYPICAL_TOKENS)
+    # The op wants a token count to choose a layout for; one layout serves every count.
+    laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
     return partial(_packed_forward, weight=laid_out, bias=None if bias is None else bias.detach())
 
 
@@ -81,10 +71,9 @@ def by_tokens(x: Tensor, *, packed: Form, plain: Form, packed_from: int) -> Tens
 
 class PackedLinears:
     """The packed forms of a model's linear layers, put in place of their plain forward and taken out again. The plain
-    weights stay (the model can be saved, hashed and run natively), so the linear layers' memory doubles.
-
-    `packed_from` are the fewest tokens of a pass that runs packed, at least 1; `install` puts a new number to work.
-    Forms of another model, `shared_with`, are shared where a weight is the very same."""
+    weights stay (the model can be saved, hashed and run natively), so the linear layers' memory doubles. `packed_from`
+    are the fewest tokens of a pass that runs packed, at least 1; `install` puts a new number to work. Forms of another
+    model, `shared_with`, are shared where a weight is the very same."""
 
     def __init__(self, model: nn.Module, shared_with: "PackedLinears | None" = None, packed_from: int = 1) -> None:
         self.packed_from = packed_from

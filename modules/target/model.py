@@ -1,7 +1,6 @@
 """The frozen target model: a causal LM with tree passes and hidden-state taps.
 
-Shapes: B rows, N tokens of a pass, L positions, D hidden size, V vocabulary, W cache slots in use.
-"""
+Shapes: B rows, N tokens of a pass, L positions, D hidden size, V vocabulary, W cache slots in use."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,20 +13,17 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..compiler import Compiler
 from ..errors import UserError
 from ..features import Features
 from .adapter import Adapter
 from .attention.segment_attention import Segments, additive, mask_arguments, visible_text
 from .attention.tree_attention import NAME, attend_by, place_arguments, recording, register, tuned
-from .devices.compiled_layers import PACKED, CompiledLayers, of_transformers
+from .devices.compiled_layers import PACKED, CompiledLayers, Compiler, of_transformers
 from .devices.placement import Placement
-from .devices.split_weights import plain_class
 from .linear_forms import LinearForms, Pack, Packing
 from .loading import self_check
-from .loading.generation_defaults import GenerationDefaults, TokenBiases, read_defaults
-from .loading.identity import TargetIdentity, hash_tokens, hash_weights
-from .loading.model_parts import copy_modules, decoder_of, excerpt, layer_list, rope_by_kind, text_of
+from .loading.generation_defaults import GenerationDefaults, read_defaults
+from .loading.model_parts import TargetIdentity, copy_modules, decoder_of, excerpt, layer_list, rope_by_kind, text_of
 from .loading.stored_weights import require_finite
 from .partial_passes import PassLayout
 from .recurrent.recurrent_passes import SegmentPass, install, running
@@ -35,28 +31,18 @@ from .target_rows import TargetRows
 
 
 class Target:
-    """A Hugging Face causal language model, frozen, with the few operations the loop and the trainers need.
+    """A Hugging Face causal language model, frozen, with the few operations the loop and the trainers need. It is no
+    `nn.Module`: a trainer that holds it neither saves, moves, casts nor wraps it.
 
-    It is no `nn.Module`: a trainer that holds it neither saves, moves, casts nor wraps it.
+    The model is any causal language model of transformers whose attention takes a mask; of one that reads pictures or
+    sound too it is the text alone, see `text_of`. On torch's meta device it has no values and is not checked. With
+    another target of which it is a copy, `shared_with`, it shares packed layers of the very same weight. Processes that
+    share weights by the placement must run every pass together. Raises UserError if the architecture cannot be
+    verified, the check of `self_check` finds that the passes of this class do not equal the model's own, or its
+    generation config asks for more than decoding offers."""
 
-    Args:
-        model: any causal language model of transformers whose attention takes a mask. Of a model that reads pictures
-            or sound too it is the text alone, see `text_of`.
-        tokenizer: its tokenizer.
-        name: for reports. A model on torch's meta device has a shape and no values: it is not checked.
-        pack: forms of the linear layers on a CPU, see `linear_forms`; packed ones double their memory.
-        shared_with: a target of which this model is a copy; packed layers with the very same weight are shared.
-        placement: where the model's weights are. Processes that share them must run every pass together.
-
-    Raises:
-        UserError: if the architecture cannot be verified, the check of `self_check` finds that the passes of this class
-            do not equal the model's own, or its generation config asks for more than decoding offers.
-    """
-
-    def __init__(
-        self, model: Any, tokenizer: Any, *, name: str, pack: Pack | Packing = 1, shared_with: "Target | None" = None,
-        placement: Placement | None = None,
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, name: str, pack: Pack | Packing = 1,
+                 shared_with: "Target | None" = None, placement: Placement | None = None) -> None:
         self.tokenizer, self.placement = tokenizer, placement or Placement()
         model = text_of(model, spread=self.placement.spread)
         self_check.refuse_unverifiable(model)
@@ -78,13 +64,9 @@ class Target:
         sketched = self.device.type == "meta"
         if not sketched:
             require_finite(model, f"the target {name!r}")
-        self.identity = TargetIdentity(
-            name=name, architecture=plain_class(model).__name__, vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size, num_layers=self.num_layers,
-            weights_hash="" if sketched else hash_weights(model), quantization=getattr(model, "quantised_as", ""),
-            tokens_hash=hash_tokens(tokenizer))
-        self.defaults: GenerationDefaults = read_defaults(model.generation_config, tokenizer, name,
-                                                          self.vocab_size)
+        self.identity = TargetIdentity.of(model, tokenizer, name)
+        self.defaults: GenerationDefaults = read_defaults(model.generation_config, tokenizer, name, self.vocab_size)
+        self.eos_ids, self.biases = self.defaults.eos_ids, self.defaults.biases  # Read when the target was loaded
         self.native_attention: str = self.config._attn_implementation
         self.recurrent = install(self.decoder)  # Whether some layers have recurrent states
         self.cache_groups: Sequence[Hashable] = range(self.num_layers)  # Equal where keys and values have equal shapes
@@ -96,13 +78,23 @@ class Target:
             least_V, largest_V = model.get_input_embeddings().weight.detach().aminmax(dim=-1)
             broken_V = ~(least_V.isfinite() & largest_V.isfinite())
             self.broken_V = broken_V if bool(broken_V.any()) else None
-            with self_check.full_precision():
+            # Float32 products in float32: the shorter mantissas that torch may use look like errors.
+            allowed = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("highest")
+            try:
                 self._check_and_install(pack, None if shared_with is None else shared_with.linears)
+            finally:
+                torch.set_float32_matmul_precision(allowed)
 
     def _check_and_install(self, pack: Pack | Packing, shared: LinearForms | None) -> None:
         """Give the model this package's attention and linear layers, and compare it with what it was: UserError if a
         token tree is not read as the model reads text."""
-        reaches = self_check.layer_reaches(self.config, self.context_length)
+        # The sliding window and the chunk of each layer, in tokens; None where it never ends within the context.
+        kinds = getattr(self.config, "layer_types", None) or ["sliding_attention"] * self.config.num_hidden_layers
+        window, chunk = (size if size and size < self.context_length else None for size in (
+            getattr(self.config, "sliding_window", None), getattr(self.config, "attention_chunk_size", None)))
+        reaches = [(window if kind in ("sliding_attention", "hybrid_sliding") else None,
+                    chunk if kind == self_check.CHUNKED else None) for kind in kinds]
         # A window that the check's text does not leave shows nothing, and in half precision rounding hides errors: an
         # excerpt in float32 is checked too. It is copied while the model still has its own attention to compare with.
         bounds: list[Any] = [part.floor_scale for part in self.decoder.modules() if tuned(part)]
@@ -156,16 +148,6 @@ class Target:
         if keep := getattr(self.config, "keep_window_size", None):
             bounds.append(int(keep))
         return min([*bounds, int(getattr(self.config, "max_position_embeddings", 1 << 30))])
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: those that `generate` stops at, read when the target was loaded."""
-        return self.defaults.eos_ids
-
-    @property
-    def biases(self) -> TokenBiases:
-        """Tokens that the generation config makes likelier or rules out."""
-        return self.defaults.biases
 
     def require_plain_layers(self, reader: str, *, apart: bool = True) -> None:
         """Refuse what reads on after tokens that no commit keeps, or runs some layers apart from those before them:
@@ -233,9 +215,8 @@ class Target:
     # Changed copies --------------------------------------------------------------------------------------------------
 
     def copy_model(self) -> Any:
-        """The model once more, as transformers made it, around the very same weights: only its modules are copies. A
-        layer of the copy can be replaced or given another weight without this target noticing. UserError if its layers
-        are not whole on one device."""
+        """The model once more, as transformers made it, around the very same weights: only its modules are copies,
+        which can be replaced or given other weights. UserError if its layers are not whole on one device."""
         if self.placement.spread:
             raise UserError(f"a changed copy of the target needs its layers whole on one device, and target.placement "
                             f"is {self.placement.name}; set target.placement: replicated")
@@ -243,11 +224,8 @@ class Target:
             return copy_modules(model)
 
     def adapted(self, adapter: Adapter) -> "Target":
-        """This target with an adapter merged into it: another target; this one stays as it is. UserError if it does not
-        fit.
-
-        Memory: the adapted layers exist twice (and packed twice, where layers are packed); embeddings, norms and all
-        other layers are shared."""
+        """This target with an adapter merged into it: another target, in which the adapted layers exist once more (and
+        packed once more), all else is shared. UserError if it does not fit."""
         model = self.copy_model()
         adapter.merge_into(model)
         if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
@@ -272,8 +250,7 @@ class Target:
 
     @torch.no_grad()
     def normed(self, states: Tensor) -> Tensor:
-        """Final states of outputs of the last layer, [..., D], by the norm that stands after the layers. Raises
-        UserError if none does."""
+        """Final states of outputs of the last layer, [..., D], by the norm after the layers; UserError if none is."""
         parts = dict(self.decoder.named_children())
         place = list(parts.values()).index(self.layers)
         # OPT alone names it before them.
@@ -291,19 +268,15 @@ class Target:
         return embedded * self.config.embedding_multiplier if self.config.model_type == "falcon_h1" else embedded
 
     def embed_guesses(self, tokens: Tensor) -> Tensor:
-        """Input embeddings [..., D] of token ids [...] for a drafter: zero where a token has no finite one.
-
-        Through the mask of a drafter's attention a NaN would reach the other guesses of its row. What is guessed after
-        them would depend on a token that is only one of them, and sampled drafts would not be exact."""
+        """Input embeddings [..., D] of token ids [...] for a drafter: zero where a token has no finite one. Through the
+        mask of its attention a NaN would reach the other guesses of its row, and sampled drafts would not be exact."""
         embedded = self.embed(tokens)
         return embedded if self.broken_V is None else embedded.masked_fill(self.broken_V[tokens][..., None], 0.0)
 
     def readable_tokens(self, count: int) -> Tensor:
         """The first `count` token ids with a finite embedding, [count], repeated where there are fewer."""
-        if self.broken_V is None:
-            ids = torch.arange(self.vocab_size, device=self.device)
-        else:
-            ids = (~self.broken_V).nonzero()[:, 0]
+        ids = torch.arange(self.vocab_size, device=self.device)
+        ids = ids if self.broken_V is None else ids[~self.broken_V]
         return ids[torch.arange(count, device=self.device) % len(ids)]
 
     # Passes ----------------------------------------------------------------------------------------------------------
@@ -311,8 +284,7 @@ class Target:
     def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> TargetRows:
         """Open an empty batch of rows, for sequences of `capacity` tokens at most, the largest tree included; the
         passes give the outputs of the layers `taps`. The tokens `prefix`, with which every sequence starts, are read
-        once and copied from row to row, as far as they have a finite embedding: each row finds out by itself what ends
-        it."""
+        once and copied from row to row, as far as they have a finite embedding."""
         if self.broken_V is not None:
             broken = [place for place, token in enumerate(prefix) if bool(self.broken_V[token])]
             prefix = prefix[: min(broken, default=len(prefix))]
@@ -341,9 +313,8 @@ class Target:
         return self.trace(features, taps)
 
     def encode_own(self, features: Features, taps: Sequence[int] = ()) -> Features:
-        """`encode` for the rows of this process, where each process that shares the target has rows of its own.
-
-        All of these processes must call it equally often; with a target of one's own it is the same as `encode`."""
+        """`encode` for the rows of this process, where each process that shares the target has rows of its own. All of
+        these processes must call it equally often."""
         return self.placement.own_states(lambda batch: self.encode(batch, taps), features)
 
     def trace(self, features: Features, taps: Sequence[int] = ()) -> Features:

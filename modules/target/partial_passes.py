@@ -8,8 +8,7 @@ path was read while the tree grew, runs the first layers on the others only, and
 (Kangaroo, arXiv:2404.18911).
 
 Shapes: B rows, L positions, M nodes read so far, F new nodes, K nodes of a verified tree not read yet, N all its nodes,
-C = M + K, W cache slots in use, D hidden size.
-"""
+C = M + K, W cache slots in use, D hidden size."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from .kv_cache import RowCache
 
 if TYPE_CHECKING:
     from .model import Target
+
 
 @dataclass(frozen=True, kw_only=True)
 class PassLayout:
@@ -88,10 +88,8 @@ def later_layers(layers: nn.ModuleList, first: int, states: Tensor | None) -> It
         yield
         return
 
-    def enter(_hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
-        return states
-
-    before = [(layer, enter if place + 1 == first else _unchanged) for place, layer in enumerate(layers[:first])]
+    before = [(layer, (lambda *_args, **_kwargs: states) if place + 1 == first else _unchanged)
+              for place, layer in enumerate(layers[:first])]
     with replaced(before):
         yield
 
@@ -143,11 +141,9 @@ def _unchanged(hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tens
 
 class EarlyLayers:
     """The first layers of a target, run on nodes level by level; `cache` is of `target.start`'s rows, or of these
-    layers alone.
-
-    Nodes get the slots after the committed tokens of their rows in the order in which they come, and are never
-    committed by this class: the verifying pass moves them to the places of its tree. In a cache that no target pass
-    extends, `read` runs and commits the text itself."""
+    layers alone. Nodes get the slots after the committed tokens of their rows in the order in which they come, and are
+    never committed by this class: the verifying pass moves them to the places of its tree. In a cache that no target
+    pass extends, `read` runs and commits the text itself."""
 
     states_BMD: Tensor  # Outputs of the last of these layers at the nodes read so far
     ids_BM: Tensor  # Numbers by which the nodes' children name them
@@ -198,10 +194,8 @@ class EarlyLayers:
     @torch.no_grad()
     def hand_over(self, tree: TokenTree, embedded_BND: Tensor) -> Tensor:
         """Outputs of the last of these layers at all nodes of a verified tree below the same roots, [B, N, D], padding
-        excepted. ValueError if no node has been read.
-
-        Afterwards the cache holds these layers' keys and values of node n in the slot lengths[b] + n, and the nodes
-        read so far are discarded."""
+        excepted. ValueError if no node has been read. Afterwards the cache holds these layers' keys and values of node
+        n in the slot lengths[b] + n, and the nodes read so far are discarded."""
         if self.tree is None:
             raise ValueError("no node was read by the first layers, so there is nothing to hand over")
         read, self.tree = self.tree, None
@@ -245,9 +239,8 @@ class EarlyLayers:
         self._outputs(rows, tree, self.target.embed(tokens_BN))
         self.cache.commit(counts_B[:, None], counts_B, host_counts, moved=False)
 
-    def _outputs(
-        self, rows: list[int], tree: TokenTree, embedded_BFD: Tensor, virtual_BF: Tensor | None = None
-    ) -> Tensor:
+    def _outputs(self, rows: list[int], tree: TokenTree, embedded_BFD: Tensor,
+                 virtual_BF: Tensor | None = None) -> Tensor:
         """Run the layers on the last F nodes of a tree, whose other nodes are in the cache; returns [B, F, D].
         `virtual_BF` is None where no node is virtual."""
         count = embedded_BFD.shape[1]
@@ -277,10 +270,9 @@ def _extended(tree: TokenTree, tokens_BF: Tensor, parents_BF: Tensor, seen_BFC: 
 
 
 class ReadText:
-    """Rows of text with their keys and values in the target, which needs no stored states.
-
-    Nodes see the text up to their anchor, in the anchor's segment, and each other by a mask. Nothing is trained in the
-    target: the text is read without a graph, and gradients of the nodes reach their embeddings."""
+    """Rows of text with their keys and values in the target, which needs no stored states. Nodes see the text up to
+    their anchor, in the anchor's segment, and each other by a mask. Nothing is trained in the target: the text is read
+    without a graph, and gradients of the nodes reach their embeddings."""
 
     def __init__(self, target: "Target", features: Features) -> None:
         self.target, self.features = target, features.to(target.device)
@@ -296,13 +288,11 @@ class ReadText:
         self._layers = [layer for layer in self.cache.layers if isinstance(layer, DynamicLayer)]
         self._read = [(layer.keys, layer.values) for layer in self._layers]
 
-    def read(
-        self, embedded_BND: Tensor, anchors_BN: Tensor, ahead_BN: Tensor, sees_NN: Tensor, *, first: int = 0
-    ) -> Tensor:
-        """Final states [B, N, D] of nodes after the text's tokens; the text stays as it was.
-
-        Each comes after the position `anchors_BN` of its row, `ahead_BN` positions further on, and sees the nodes of
-        `sees_NN`, itself among them. `embedded_BND` is what enters the layer `first`."""
+    def read(self, embedded_BND: Tensor, anchors_BN: Tensor, ahead_BN: Tensor, sees_NN: Tensor, *,
+             first: int = 0) -> Tensor:
+        """Final states [B, N, D] of nodes after the text's tokens; the text stays as it was. Each comes after the
+        position `anchors_BN` of its row, `ahead_BN` positions further on, and sees the nodes of `sees_NN`, itself among
+        them. `embedded_BND` is what enters the layer `first`."""
         target, text = self.target, self.features
         order_L = torch.arange(text.tokens_BL.shape[1], device=anchors_BN.device)
         segments_BN = text.segments_BL.gather(1, anchors_BN)

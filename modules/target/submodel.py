@@ -1,7 +1,6 @@
 """Small models of a target's own kind: its configuration with fewer layers or less width, or some of its layers copied.
 
-Shapes: V vocabulary, D hidden size.
-"""
+Shapes: V vocabulary, D hidden size."""
 
 import json
 from collections.abc import Sequence
@@ -11,8 +10,7 @@ import torch
 
 from ..errors import UserError
 from .attention.tree_attention import NAME, attend_by, register
-from .devices.split_weights import whole
-from .loading.model_parts import decoder_of, layer_list
+from .loading.model_parts import decoder_of, layer_list, whole
 from .loading.stored_weights import check_claims
 from .model import Target
 
@@ -23,10 +21,9 @@ _MACHINE_FIELDS = ("_name_or_path", "transformers_version", "architectures", "dt
 
 def smaller(target: Target, *, num_layers: int, hidden_size: int | None = None, num_heads: int | None = None) -> Any:
     """The target's configuration with fewer layers and another width; the rest keeps the target's proportions.
-    UserError if the width and the heads do not divide.
-
-    A configuration that is no plain causal language model's, or has recurrent layers or layers of unlike shape, becomes
-    a Llama's of the same numbers: a draft model reads the nodes of a tree level by level."""
+    UserError if the width and the heads do not divide. A configuration that is no plain causal language model's, or has
+    recurrent layers or layers of unlike shape, becomes a Llama's of the same numbers: a draft model reads the nodes of
+    a tree level by level."""
     own, given = target.config, target.config.to_dict()
     width, unlike = hidden_size or own.hidden_size, bool(given.get("per_layer_config"))
     ratio = own.num_attention_heads / (given.get("num_key_value_heads") or own.num_attention_heads)

@@ -18,6 +18,7 @@ from .partial_passes import EarlyLayers, PassLayout, injected, later_layers
 if TYPE_CHECKING:
     from .model import Target
 
+
 @dataclass(frozen=True, kw_only=True)
 class PassOutput:
     """Logits and hidden states of one pass of the target."""
@@ -28,15 +29,13 @@ class PassOutput:
 
 
 class TargetRows:
-    """A batch of sequences inside the target: their cache, and the passes that extend it.
-
-    Rows `[0, active)` are in use. A pass writes its nodes after each row; `commit` keeps a path of them."""
+    """A batch of sequences inside the target: their cache, and the passes that extend it. Rows `[0, active)` are in
+    use. A pass writes its nodes after each row; `commit` keeps a path of them."""
 
     reads_virtual: bool = True  # True: virtual nodes are nodes of the pass
 
-    def __init__(
-        self, target: "Target", rows: int, capacity: int, taps: tuple[int, ...], prefix: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, target: "Target", rows: int, capacity: int, taps: tuple[int, ...],
+                 prefix: Sequence[int] = ()) -> None:
         self.target, self.taps, self.active = target, taps, rows
         self.cache = RowCache(target.num_layers, rows + bool(prefix), capacity, target.device, target.layer_devices,
                               target.cache_groups, target.recurrent)

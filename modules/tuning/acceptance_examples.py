@@ -1,23 +1,27 @@
-"""Examples for an acceptance head: the drafter's states at drafted tokens, with the probability of their acceptance.
+"""A drafter's judgement of its guesses: examples for an acceptance head (its states at drafted tokens, with the
+probability of their acceptance), and calibration of the chances that a drafter gives its own guesses.
 
 Roll-outs draft real chains while the target answers prompts, and take the acceptance of each token given the drafted
 ones before it from the pass that verifies them. So the labels are exact, where SpecDec++'s token mixing
 (arXiv:2405.19715, section 3.2) judges one drafted token at a time after the true text.
 
-Shapes: B rows, N nodes of a chain, M = N - 1 drafted tokens, C chains, T tokens of a chain, D width of the
-drafter's states, V vocabulary, E examples.
-"""
+Shapes: B rows, N nodes of a chain or guesses, C chains or bins of chances, T tokens of a chain, D, X width of the
+drafter's states, E examples, P places where a draft starts, K draft steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from ..decoding.answers import decode
 from ..decoding.requests import DecodeSettings, Request
 from ..errors import UserError
+from ..features import Features
 from ..interfaces.drafter import Drafter
+from ..interfaces.proposer import JudgesGuesses
 from ..policies.stopping_chains import Drafted, SampledChain, StoppedChain, StoppingRule
 from ..target.model import Target
 from ..token_tree import TokenTree
@@ -32,8 +36,7 @@ class Rollouts:
     """Chains that were drafted to their full length, and the acceptance of each token given those before it."""
 
     states_CTD: Tensor  # The drafter's state at each token, float32
-    chances_CT: Tensor
-    """min(1, p / q) for a sampled token, p for the likeliest one (greedy: 1 if it is the target's), float32."""
+    chances_CT: Tensor  # min(1, p / q) for a sampled token, p for the likeliest (greedy: 1 if the target's), float32
 
     def examples(self) -> "Examples":
         """All tokens of all chains."""
@@ -49,10 +52,8 @@ class Examples:
 
 
 class _Recorder(StoppingRule, Rule):
-    """A rule that never stops and notes the states, and the exact rule of acceptance that notes the chances.
-
-    Every chain has one token more than is noted: the drafter reads a token only when it drafts the next one.
-    """
+    """A rule that never stops and notes the states, and the exact rule of acceptance that notes the chances. Every
+    chain has one token more than is noted: the drafter reads a token only when it drafts the next one."""
 
     reads_states = True
 
@@ -88,26 +89,11 @@ def chain_for(setting: SamplingSetting, length: int, stop: StoppingRule, *, chec
     return kind(length, stop, check_every=check_every)
 
 
-def rollouts(
-    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], setting: SamplingSetting, *, length: int,
-    max_new_tokens: int, most: int | None = None, batch_size: int = 8, seed: int = 0,
-) -> Rollouts:
-    """Chains of `length` tokens after what the target answers to prompts, one for each of its passes.
-
-    Args:
-        target: answers and verifies.
-        drafter: drafts; bound to the target.
-        prompts: token ids.
-        setting: the sampling of answers and drafts.
-        length: tokens of a chain.
-        max_new_tokens: longest answer, in tokens; shorter where the target's context ends.
-        most: enough chains; None takes all prompts.
-        batch_size: answers written at once.
-        seed: of the answers and drafts.
-
-    Raises:
-        UserError: if the drafter shows no states, answers fewer depths, or no pass was made.
-    """
+def rollouts(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], setting: SamplingSetting, *,
+             length: int, max_new_tokens: int, most: int | None = None, batch_size: int = 8, seed: int = 0) -> Rollouts:
+    """Chains of `length` tokens after what the target answers to prompts, one for each of its passes; with `most` no
+    more prompts are answered once there are enough. Raises UserError if the drafter shows no states, answers fewer
+    depths, or no pass was made."""
     if drafter.reach is not None and drafter.reach < length + 1:
         remedy = (f"lower labels.length to {drafter.reach - 1}" if drafter.reach > 1 else
                   "choose an artifact that drafts more tokens")
@@ -129,3 +115,54 @@ def rollouts(
         raise UserError(f"{len(prompts)} prompts gave no draft of {length} tokens; give more prompts or longer answers")
     return Rollouts(**{name: torch.cat([getattr(chains, name) for chains in recorder.passes])[:most]
                        for name in vars(recorder.passes[0])})
+
+
+BINS = 10  # Equal bins of chances between 0 and 1
+TEMPERATURES = tuple(2.0 ** (quarter / 4) for quarter in range(-8, 13))
+"""Temperatures among which a drafter's judgement of its guesses is calibrated: from 1/4 to 8."""
+_CHUNK = 512  # Positions whose logits are computed at once
+
+
+@torch.no_grad()
+def calibrate_judgement(drafter: Drafter, features: Sequence[Features]) -> Tensor:
+    """Give the judgement of each draft step a temperature, [K], so that the product of the judged chances down to it is
+    calibrated on held-out greedy answers (sequential temperature scaling, arXiv:2607.05147): those before it are fixed.
+    Raises ValueError for a drafter that does not judge its guesses."""
+    if not (isinstance(drafter, JudgesGuesses) and drafter.judges):
+        raise ValueError("this drafter does not judge its guesses")
+    drafter.judge_temperatures_K.fill_(1.0)
+    found: list[list[Tensor]] = [[] for _ in drafter.judge_temperatures_K]
+    for batch in features:
+        drafts = drafter(batch)
+        # Guesses after a wrong one, or beyond the answer, are not verified; a block starts with a token of the answer.
+        reached_BL = batch.labels(1)[1]
+        for step, offset in enumerate(drafts.offsets):
+            labels_BL, there_BL = batch.labels(offset)
+            reached_BL = reached_BL & there_BL
+            rights, logits = [], []
+            for states_NX in torch.split(drafts.hidden_BLKD[:, :, step].flatten(0, 1), _CHUNK):
+                guesses_N = drafter.project(states_NX, step).argmax(-1)
+                rights.append(guesses_N if drafter.token_ids_Q is None else drafter.token_ids_Q[guesses_N])
+                logits.append(drafter.judge(states_NX, step))
+            right_BL = (torch.cat(rights) == labels_BL.flatten()).view_as(there_BL)
+            found[step].append(torch.stack([torch.cat(logits).double(), right_BL.flatten().double(),
+                                            reached_BL.flatten().double()]))
+    before_P, right_P, chosen = torch.zeros(1), torch.ones(1), []
+    for parts in found:
+        logits_P, rights_P, reached_P = torch.cat(parts, dim=1).cpu()
+        right_P, best = right_P * rights_P, (torch.inf, 1.0, before_P)
+        for temperature in TEMPERATURES:
+            log_chance_P = before_P + logsigmoid(logits_P / temperature)
+            # Distance between mean chance and share of right guesses of a bin, averaged over guesses (arXiv:1706.04599,
+            # eq. 3); 0 without guesses.
+            chances_N = log_chance_P[reached_P > 0].double().exp().clamp(max=1)
+            bins_N, right_N = (chances_N * BINS).long().clamp(max=BINS - 1), right_P[reached_P > 0].double()
+            gaps_C = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins_N, chances_N - right_N)
+            error = float(gaps_C.abs().sum()) / max(1, len(right_N))
+            # Of equal errors the one nearest to no change.
+            best = min(best, (error, temperature, log_chance_P), key=lambda one: (one[0], abs(log(one[1]))))
+        chosen.append(best[1])
+        before_P = best[2]
+    chosen_K = torch.tensor(chosen).to(drafter.judge_temperatures_K)
+    drafter.judge_temperatures_K.copy_(chosen_K)
+    return chosen_K

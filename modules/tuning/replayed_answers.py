@@ -7,8 +7,7 @@ the loop's passes from there: its rows are decoded greedily, and the target's ch
 A drafter whose guesses the target makes at virtual nodes would need its passes; its states after every position of the
 text are computed at once instead.
 
-Shapes: B rows, N nodes, M selected nodes, L positions, K draft steps, D hidden size, V vocabulary.
-"""
+Shapes: B rows, N nodes, M selected nodes, L positions, K draft steps, D hidden size, V vocabulary."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +19,6 @@ from torch import Tensor
 from ..decoding.requests import Request
 from ..features import Features
 from ..interfaces.drafter import Drafter
-from ..interfaces.proposer import virtual_nodes
 from ..target.loading.generation_defaults import TokenBiases
 from ..target.model import Target
 from ..target.target_rows import PassOutput
@@ -34,31 +32,22 @@ class StoredRow:
     tokens_L: Tensor
     final_LD: Tensor
     taps: dict[int, Tensor]
-    ahead_LKD: Tensor | None
-    """States of a drafter's virtual nodes after each position, one for each step; None for a drafter without any."""
+    ahead_LKD: Tensor | None  # States of virtual nodes after each position, one a step; None for a drafter without any
 
 
 class Replay:
-    """Target whose passes are read from encoded answers.
+    """Target whose passes are read from encoded answers that it wrote, the first `max_answers` of encoded batches of
+    one conversation a row (no packing). Of the drafter that will draft its virtual nodes are read."""
 
-    Args:
-        target: the target that wrote and encoded them.
-        features: encoded batches, one conversation a row (no packing).
-        max_answers: largest number of answers, in order; all by default.
-        drafter: the one that will draft, if it has virtual nodes; others are not read.
-    """
-
-    def __init__(
-        self, target: Target, features: Sequence[Features], max_answers: int | None = None,
-        drafter: Drafter | None = None,
-    ) -> None:
+    def __init__(self, target: Target, features: Sequence[Features], max_answers: int | None = None,
+                 drafter: Drafter | None = None) -> None:
         self.target = target
         self.vocab_size, self.context_length = target.vocab_size, target.context_length
         self.tokenizer, self.compiler = target.tokenizer, target.compiler
         # No end tokens: an answer ends where the stored one does.
         self.eos_ids: tuple[int, ...] = ()
         self.biases = TokenBiases()
-        self.ahead_of = drafter if virtual_nodes(drafter) else None
+        self.ahead_of = drafter if drafter is not None and drafter.virtual_nodes else None
         self.rows: dict[int, StoredRow] = {}
         self.requests: list[Request] = []
         for batch in features:
@@ -79,7 +68,6 @@ class Replay:
         self.device = next(iter(self.rows.values())).final_LD.device if self.rows else target.device
 
     def compiled(self) -> AbstractContextManager[None]:
-        """A block without effect: no pass is computed."""
         return nullcontext()
 
     def start(self, rows: int, capacity: int, taps: Sequence[int] = (), prefix: Sequence[int] = ()) -> "ReplayRows":
@@ -88,13 +76,8 @@ class Replay:
 
 
 def answer_requests(batch: Features, row: int, first: int) -> list[Request]:
-    """The requests of a stored conversation: the text before each of its answers, which is at least two tokens long.
-
-    Args:
-        batch: with or without states.
-        row: of the batch.
-        first: number of the first request.
-    """
+    """The requests of a stored conversation, numbered from `first` on: the text before each of its answers, which is at
+    least two tokens long."""
     length = int((batch.segments_BL[row] >= 0).sum())
     tokens = batch.tokens_BL[row, :length].tolist()
     # An answer is a run of supervised tokens: it starts and stops where the mark changes.
@@ -114,7 +97,6 @@ class ReplayRows:
         self.stored: list[StoredRow | None] = [None] * rows
         self.lengths = [0] * rows
         self.reads_virtual = replay.ahead_of is not None
-        """True where the states of the drafter's virtual nodes are stored."""
         self._running: list[int] = []
 
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:
@@ -157,20 +139,17 @@ class ReplayRows:
         """No layer runs: a drafter of the first layers runs them itself."""
 
     def commit(self, path_BK: Tensor, counts_B: Tensor, host_counts: list[int], *, moved: bool = True) -> None:
-        """Advance each row by its accepted tokens."""
         for row, count in zip(self._running, host_counts, strict=True):
             self.lengths[row] += count
 
     def open(self, row: int, index: int) -> int:
-        """Start the stored conversation of request `index` in a row; nothing of it has been read."""
         # The prompt is read again like any text: its states are stored too.
         self.stored[row], self.lengths[row] = self.replay.rows[index], 0
         return 0
 
     def wipe(self, row: int) -> None:
-        """Do nothing: a row keeps only its position."""
+        """Nothing to do: a row keeps only its position."""
 
     def keep(self, order: list[int]) -> None:
-        """Make row order[r] the row r and drop the rest."""
         self.stored = [self.stored[row] for row in order]
         self.lengths = [self.lengths[row] for row in order]

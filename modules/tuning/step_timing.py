@@ -3,8 +3,7 @@
 All kinds of steps take turns, so that contention affects every one alike. Of each kind the shortest time counts, since
 other programs only add to it.
 
-Shapes: B rows, N nodes or tokens read, D hidden size, V vocabulary.
-"""
+Shapes: B rows, N nodes or tokens read, D hidden size, V vocabulary."""
 
 import time
 from bisect import bisect_left
@@ -18,10 +17,10 @@ import torch
 
 from ..baselines.registry import COPIED, LOOKUP, PolicyName, joined_drafter, joined_policy
 from ..decoding.rounds import for_host, observation, read, verified
-from ..interfaces.proposer import AheadStates, Observation, Proposer, Verified, extended, started, virtual_nodes
+from ..interfaces.proposer import AheadStates, Observation, Proposer, Verified, started
 from ..policies.base import Policy
 from ..policies.registry import STATIC
-from ..policies.static_tree import StaticTree
+from ..policies.trees import StaticTree
 from ..target.model import Target
 from ..token_tree import Topology
 from ..verification.acceptance_rules import down_to
@@ -31,8 +30,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Nodes of the trees that are timed, the largest one only where the draft's tree has more than the one before."""
 BATCHES, SLOTS, CONTEXT = (1, 2, 4, 8, 16), 64, 192
 """Rows that are timed at once, with trees of at most so many nodes in all rows together, after so many tokens."""
-MOST_EXCESS = 0.15
-"""Share above which the excess of timed steps speaks of other programs: a quiet machine repeats a step within it."""
+MOST_EXCESS = 0.15  # Largest excess of timed steps without other programs: a quiet machine repeats a step within it
 MOST_SECONDS = 86_400.0  # Longest step that a table may hold: beyond it a speed-up could overflow
 _JOINED = PolicyName(own=STATIC, partner=LOOKUP, size=COPIED)
 
@@ -43,10 +41,8 @@ class CostCurve:
 
     batch: int  # Rows
     sizes: tuple[int, ...]  # Numbers of nodes, ascending from 1
-    pass_seconds: tuple[float, ...]
-    """Seconds of a verifying pass of so many nodes, commit included; first those of plain decoding, a token a pass."""
-    draft_seconds: tuple[float, ...]
-    """Seconds the drafter needs to grow a tree of so many nodes and observe the pass; 0 for 1 node."""
+    pass_seconds: tuple[float, ...]  # Seconds of a verifying pass of so many nodes, commit included
+    draft_seconds: tuple[float, ...]  # Seconds to grow a tree of so many nodes and observe the pass; 0 for 1 node
 
     def __post_init__(self) -> None:
         if self.sizes[:1] != (1,) or list(self.sizes) != sorted(set(self.sizes)) or self.batch < 1:
@@ -68,8 +64,7 @@ class CostTable:
 
     curves: tuple[CostCurve, ...]  # By rows, ascending; those of the next larger number hold for others
     copy_seconds: float = 0.0  # Seconds that copying from the text adds to the drafting of a step
-    excess: float = 0.0
-    """Share by which half of the timed steps took longer than the shortest of their kind; the median over the kinds."""
+    excess: float = 0.0  # Share by which half of the steps took longer than the shortest of their kind; the median
 
     def __post_init__(self) -> None:
         if not self.curves or not 0 <= self.copy_seconds <= MOST_SECONDS:
@@ -120,17 +115,9 @@ def along(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
 @torch.no_grad()
 def measure_cost(target: Target, drafter: Proposer, topology: Topology, *, context: int = CONTEXT, repeats: int = 5,
                  seconds: float = 15.0) -> CostTable:
-    """Time steps with the prefixes of a best-first tree on this machine.
-
-    Args:
-        target: the target.
-        drafter: a drafter that is bound to the target.
-        topology: a tree in best-first order, or a chain.
-        context: tokens that target and drafter have read; at most what the target's context allows.
-        repeats: steps of each kind, after one round of warm-up.
-        seconds: start no further round after this time; two are always timed, so that contention shows.
-    """
-    context = min(context, target.context_length - room(topology.size, 1, virtual_nodes(drafter)) - 1)
+    """Time steps with the prefixes of a best-first tree, after `context` tokens at most: `repeats` of each kind after a
+    round of warm-up. No further round starts after `seconds`; two are always timed, so that contention shows."""
+    context = min(context, target.context_length - room(topology.size, 1, drafter.virtual_nodes) - 1)
     benches = [_Bench(target, drafter, topology, batch, context, timed_sizes(topology.size, batch), repeats)
                for batch in BATCHES]
     joined = joined_drafter(_JOINED, drafter, target)
@@ -178,17 +165,13 @@ def timed_slots(nodes: int, virtual: int, context: int = CONTEXT) -> int:
 
 
 class _Bench:
-    """Rows that have a context of arbitrary tokens, with the drafter's state.
+    """Rows that have a context of arbitrary tokens, with the drafter's state. The cost of a pass does not depend on its
+    tokens, so nothing is computed for the context."""
 
-    The cost of a pass does not depend on its tokens, so nothing is computed for the context.
-    """
-
-    def __init__(
-        self, target: Target, drafter: Proposer, topology: Topology, batch: int, context: int, sizes: Sequence[int],
-        repeats: int, copies: bool = False,
-    ) -> None:
+    def __init__(self, target: Target, drafter: Proposer, topology: Topology, batch: int, context: int,
+                 sizes: Sequence[int], repeats: int, copies: bool = False) -> None:
         self.target, self.drafter, self.topology, self.copies = target, drafter, topology, copies
-        self.batch, self.context, self.sizes = batch, context, sizes
+        self.batch, self.sizes = batch, sizes
         self.policies: dict[int, Policy] = {
             size: StaticTree(topology.prefix(min(size, topology.size))) for size in sizes}
         if copies:
@@ -196,36 +179,30 @@ class _Bench:
         # The target's cache is rewound after each step; the drafter's text grows by one token.
         steps = (repeats + 1) * len(sizes)
         largest = sizes[-1] + COPIED
-        self.rows = target.start(batch, context + room(topology.size, batch, virtual_nodes(drafter)), drafter.taps)
+        self.rows = target.start(batch, context + room(topology.size, batch, drafter.virtual_nodes), drafter.taps)
         self.rows.cache.assume(context)
         self.state = started(drafter, self.rows, batch, context + steps + largest)
         self.rows_B = torch.arange(batch, device=target.device)
         self.roots_B = torch.zeros_like(self.rows_B)
-        self._read()
-
-    def _read(self) -> None:
-        """Let the drafter observe the context."""
-        target, shape = self.target, (self.batch, self.context)
-        tokens_BN = torch.arange(self.context, device=target.device).expand(shape) % target.vocab_size
+        # The drafter observes the context.
+        shape = (batch, context)
+        tokens_BN = torch.arange(context, device=target.device).expand(shape) % target.vocab_size
         states_BND = torch.zeros(*shape, target.hidden_size, dtype=target.dtype, device=target.device)
-        last_B1 = torch.full_like(self.roots_B, self.context - 1)[:, None]
+        last_B1 = torch.full_like(self.roots_B, context - 1)[:, None]
         answers = Verified(
             tokens_BM=tokens_BN[:, -1:], real_BM=torch.ones_like(last_B1, dtype=torch.bool),
-            logits_BMV=torch.zeros(self.batch, 1, target.vocab_size, dtype=target.dtype, device=target.device),
+            logits_BMV=torch.zeros(batch, 1, target.vocab_size, dtype=target.dtype, device=target.device),
             places_BM=last_B1)
         ahead = None
-        if count := virtual_nodes(self.drafter):
+        if count := drafter.virtual_nodes:
             states_BSD = states_BND[:, :1].expand(-1, count, -1)
             ahead = AheadStates(states_BSD=states_BSD,
                                 present_BS=torch.ones_like(states_BSD[..., 0], dtype=torch.bool))
-        self.drafter.observe(
-            self.state,
-            self.rows_B,
-            Observation(tokens_BN=tokens_BN, counts_B=last_B1[:, 0] + 1, final_BND=states_BND,
-                        taps=dict.fromkeys(self.drafter.taps, states_BND), roots_B=self.roots_B,
-                        verified=answers if self.drafter.reads_logits else None, ahead=ahead,
-                        host_rows=list(range(self.batch)), host_counts=[self.context] * self.batch),
-        )
+        drafter.observe(self.state, self.rows_B, Observation(
+            tokens_BN=tokens_BN, counts_B=last_B1[:, 0] + 1, final_BND=states_BND,
+            taps=dict.fromkeys(drafter.taps, states_BND), roots_B=self.roots_B,
+            verified=answers if drafter.reads_logits else None, ahead=ahead, host_rows=list(range(batch)),
+            host_counts=[context] * batch))
 
     def step(self, size: int) -> tuple[float, float]:
         """(seconds of the pass, seconds of the drafter) of one step in which nothing is accepted."""
@@ -237,7 +214,7 @@ class _Bench:
             grown = self.policies[size].grow(self.drafter, self.state, self.roots_B)
             tree = grown if grown.size >= size else tree
         drafted = _now(self.target.device)
-        sent = extended(self.drafter, self.state, tree) if drafts else tree
+        sent = self.drafter.extended(self.state, tree) if drafts else tree
         select_BM = None if sent.virtual is None else torch.arange(tree.size, device=tree.tokens_BN.device)
         output = self.rows.run(sent, select_BM=None if select_BM is None else select_BM.expand_as(tree.tokens_BN))
         accepted = down_to(tree, self.roots_B, argmax(output.logits_BMV)[:, 0])
@@ -245,7 +222,9 @@ class _Bench:
         self.rows.commit(accepted.path_BK, accepted.counts_B, counts, moved=size > 1)
         passed = _now(self.target.device)
         # The next step finds the same context; the drafter's text grows, for which its state has room.
-        self.rows.cache.rewind(self.batch, 1)
+        cache = self.rows.cache
+        cache.lengths_B[: self.batch] -= 1
+        cache.host_lengths[: self.batch] = [length - 1 for length in cache.host_lengths[: self.batch]]
         if not drafts:
             return passed - drafted, 0.0
         answers = verified(tree, accepted, output) if self.drafter.reads_logits else None

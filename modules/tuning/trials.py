@@ -5,8 +5,7 @@ A stored answer is decoded with passes that are read from it (`replayed_answers`
 of its tokens (`ranked_text`). So the lengths are those of real decoding, greedy or drawn, without the target. Half of
 the answers choose, and the other half reports, since the best of many looks better on the answers that chose it.
 
-Shapes: A answers, R draws.
-"""
+Shapes: A answers, R draws."""
 
 import time
 from collections import defaultdict
@@ -20,26 +19,22 @@ from numpy.typing import NDArray
 
 from ..baselines.registry import COPIED, JOINED, PolicyName, joined_drafter, joined_policy, parse_joined
 from ..decoding.answers import decode
-from ..decoding.requests import DecodeSettings, Generation
+from ..decoding.requests import DecodeSettings
 from ..features import Features
 from ..interfaces.drafter import Drafter
-from ..interfaces.proposer import GuessesInPasses, virtual_nodes
 from ..policies.registry import MOST, SPARSE, STATIC, parse_policy, policy_named
-from ..policies.static_tree import StaticTree
+from ..policies.trees import StaticTree
 from ..target.model import Target
-from ..token_tree import TokenTree, Topology
-from ..verification.acceptance_rules import Accepted
-from .ranked_text import ranked_text
+from ..token_tree import Topology
 from .replayed_answers import Replay
 from .step_timing import CostTable
+from .tree_search import ranked_text
 
 SIZES = (2, 4, 8, 16, 32)  # Nodes of the static trees that are tried
 MOST_ANSWERS, ROWS, MOST_SECONDS = 32, 8, 5.0
 """Most answers that a way of drafting decodes, how many at once, and most seconds unless the first ROWS take more."""
-SIZING_TEMPERATURE = 1.0
-"""Temperature of the drawn answers by which drafts for sampled rows are chosen; at lower ones more is accepted."""
-MOST_BEYOND = 2
-"""Nodes of a pass as a multiple of the most that were timed up to which the last slope of their seconds is trusted."""
+SIZING_TEMPERATURE = 1.0  # Of the drawn answers that choose drafts for sampled rows; at lower ones more is accepted
+MOST_BEYOND = 2  # Multiple of the most nodes that were timed up to which the last slope of their seconds is trusted
 SURE_LENGTH = 1.2  # Tokens of a pass from which a draft stays in use where other programs disturbed the timing
 DRAWS = 1000  # Draws of the bootstrap
 Drawn = NDArray[np.intp]
@@ -49,13 +44,7 @@ def interval(count: int, figure: Callable[[Drawn], NDArray[np.float64]], share: 
              seed: int = 0) -> tuple[float, float] | None:
     """The interval that holds the middle `share` of a figure by a bootstrap: how much it would vary with other answers
     of the same kind (the percentile method; Efron and Tibshirani 1993, chapter 13). None with fewer than two answers.
-
-    Args:
-        count: answers, or groups of them that were decoded together.
-        figure: maps the indices of the answers in each draw, [R, A], to the figure of each draw, [R].
-        share: of the draws.
-        seed: of the draws.
-    """
+    `figure` maps the indices of the answers in each draw, [R, A], to the figure of each draw, [R]."""
     if count < 2:
         return None
     low, high = np.percentile(figure(draws(count, seed)), [50 * (1 - share), 50 * (1 + share)])
@@ -74,8 +63,7 @@ class Counted:
 
     accepted_length: float  # Tokens of a pass after that over the prompt, the bonus included
     nodes: float  # Mean nodes of a pass with one row, the root included
-    interval: tuple[float, float] | None = None
-    """90 % interval of the tokens of a pass by a bootstrap over answers; None of fewer than two."""
+    interval: tuple[float, float] | None = None  # Of that length, 90 %, by a bootstrap over two answers or more
 
     def __post_init__(self) -> None:
         if not 1 <= self.accepted_length <= MOST or not 1 <= self.nodes <= 2 * MOST:
@@ -101,8 +89,7 @@ class Counted:
 class Trial:
     """One way of drafting."""
 
-    policy: str
-    """Its name, with the nodes of the draft's tree and the tokens copied: static-8, static-8+lookup-7, sparse-16."""
+    policy: str  # With the nodes of the draft's tree and the tokens copied: static-8, static-8+lookup-7, sparse-16
     chosen: Counted  # On the answers by which it is compared with others
     reported: Counted | None = None  # On answers that chose nothing; None where there were too few
     virtual: int = 0  # Virtual nodes after each node of a timed tree, where the policy's number counts them too
@@ -151,11 +138,8 @@ class Trial:
 
 def trials(drafter: Drafter, target: Target, texts: Sequence[tuple[Sequence[Features], Topology]], cost: CostTable,
            sizes: Sequence[int], most: int) -> tuple[Trial, ...]:
-    """Ways of drafting, tried on the answers that choose and on those that report.
-
-    These are `texts`, the latter if there are any, each with a static tree; `sizes` are nodes of the trees to try,
-    ascending. Of an answer `most` tokens are decoded. The drafter is on the features' device, its ranks counted.
-    """
+    """Ways of drafting, tried on the `texts` that choose and on those that report, if there are any, each with a static
+    tree. `sizes` are nodes of the trees to try, ascending; of an answer `most` tokens are decoded."""
     rows = [([cut(one, most) for one in features[:MOST_ANSWERS]], tree) for features, tree in texts if features]
     if not rows:
         return ()
@@ -164,14 +148,14 @@ def trials(drafter: Drafter, target: Target, texts: Sequence[tuple[Sequence[Feat
     tried(drafter, target, rows[0][1], rows[0][0][:ROWS], [f"{STATIC}-{max(sizes, default=1)}+lookup-{COPIED}"])
     count = ROWS * max(1, int(MOST_SECONDS / max(1e-9, time.monotonic() - started)))
     rows = [(features[:count], tree) for features, tree in rows]
-    virtual, found = virtual_nodes(drafter), [walked_sizes(drafter, features, tree, sizes) for features, tree in rows]
+    virtual, found = drafter.virtual_nodes, [walked_sizes(drafter, features, tree, sizes) for features, tree in rows]
     alone = [Trial(policy=name, chosen=one) for name, one in found[0].items()]
     fastest = max(alone, key=lambda one: one.speedup(cost)).nodes if alone else 1
     # Copies make passes larger: next to them the fastest tree alone, the next smaller one and the root are tried.
     small = dict.fromkeys([*([1] if len(sizes) != 1 else []), *[size for size in sizes if size <= fastest][-2:]])
     names = [f"{STATIC}-{size}+lookup-{COPIED}" for size in small]
-    chances_KR = drafter.rank_chances if isinstance(drafter, GuessesInPasses) else None
     # With virtual nodes: each size twice the one before, from a guess and those of the root on.
+    chances_KR = drafter.rank_chances
     size = len(chances_KR or ()) + 2
     while chances_KR is not None and size <= max(sizes, default=1) * (1 + virtual):
         names.append(f"{SPARSE}-{size}")
@@ -208,30 +192,17 @@ def tried(drafter: Drafter, target: Target, topology: Topology, features: Sequen
     """Decode stored answers with policies by name, whose trees are prefixes of a static one."""
     source, found = Replay(target, features, drafter=drafter), dict[str, Counted]()
     for name in names:
-        parts, counter = parse_joined(name), NodeCounter()
-        kind, count = parse_policy(parts.own)
+        parts, passes = parse_joined(name), list[tuple[int, int]]()
+        kind, number = parse_policy(parts.own)
         own = (policy_named(parts.own, topology, drafter) if kind == SPARSE else
-               StaticTree(topology.prefix(min(int(count or 1), topology.size))))
+               StaticTree(topology.prefix(min(int(number or 1), topology.size))))
         generations = decode(
             source, source.requests, DecodeSettings(batch_size=ROWS), drafter=joined_drafter(parts, drafter, target),
-            policy=joined_policy(parts, own, target), observer=counter if parts.partner else None).generations
-        found[name] = Counted.of([one.emitted for one in generations], counter.mean or float(count or 1))
+            policy=joined_policy(parts, own, target), observer=None if not parts.partner else (
+                lambda tree, _, generations, passes=passes: passes.append(
+                    (int(tree.real_BN.sum()), len(generations))))).generations
+        nodes = sum(size for size, _ in passes) / sum(rows for _, rows in passes) if passes else float(number or 1)
+        found[name] = Counted.of([one.emitted for one in generations], nodes)
     return found
 
 
-@dataclass
-class NodeCounter:
-    """An observer of the decoding loop that counts the nodes of all passes."""
-
-    nodes: int = 0
-    passes: int = 0
-
-    def __call__(self, tree: TokenTree, accepted: Accepted, generations: Sequence[Generation]) -> None:
-        """Count one pass."""
-        self.nodes += int(tree.real_BN.sum())
-        self.passes += len(generations)
-
-    @property
-    def mean(self) -> float:
-        """Nodes of a pass; 0 without passes."""
-        return self.nodes / max(1, self.passes)

@@ -1,16 +1,12 @@
-"""Rules of acceptance: which drafted tokens are kept, under one interface.
-
-Exact rules, which emit the target's distribution: equality for point masses (the default), rejection for tokens that
-were sampled from a q that the tree carries. Typical acceptance is not exact and says so.
+"""Rules of acceptance: which drafted tokens are kept, under one interface. Exact ones emit the target's distribution:
+equality for point masses (the default), rejection for tokens that were sampled from a q that the tree carries.
 
 Verification by equality: the target chooses a token at every node, greedily or by sampling from its own distribution,
 and the walk from the root goes down as long as a child holds the chosen token. For proposals that are point masses
-this is the acceptance rule with probability p(x) and the residual with p(x) set to zero, in one step; the emitted
-tokens have the target's distribution whatever was drafted.
+this is the acceptance rule with probability p(x) and the residual with p(x) set to zero, in one step.
 
 Shapes: B rows, N nodes, K children of one node or nodes of the longest path, V target vocabulary. p is the target's
-processed distribution, q the draft's.
-"""
+processed distribution, q the draft's."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -33,10 +29,9 @@ class Accepted:
 
 
 def follow(tree: TokenTree, choices_BN: Tensor) -> Accepted:
-    """Walk from the root along the target's choices as far as the tree goes.
-
-    A node is accepted when it and all its ancestors hold what the target chose at their parents. Computed for all nodes
-    at once; of equal paths (duplicate siblings) any one is taken."""
+    """Walk from the root along the target's choices as far as the tree goes. A node is accepted when it and all its
+    ancestors hold what the target chose at their parents. Computed for all nodes at once; of equal paths (duplicate
+    siblings) any one is taken."""
     if tree.size == 1:
         # Plain decoding: there is nothing to walk.
         return Accepted(path_BK=torch.zeros_like(choices_BN), counts_B=torch.ones_like(choices_BN[:, 0]),
@@ -80,18 +75,16 @@ class Rule(ABC):
 
 
 class Equality(Rule):
-    """A node is accepted when it is what the target chose: exact for point masses, and for any tree in greedy rows.
-
-    The same law as accepting x with probability p(x) and going on with p(x) = 0, renormalised (EAGLE-2's rule), and the
+    """A node is accepted when it is what the target chose: exact for point masses, and for any tree in greedy rows. The
+    same law as accepting x with probability p(x) and going on with p(x) = 0, renormalised (EAGLE-2's rule), and the
     emitted tokens do not depend on what was drafted."""
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
         return follow(tree, choose(logits_BNV, chances.choices_BN, sampling))
 
 
-def reject_siblings(
-    target_BV: Tensor, log_q_BV: Tensor, tokens_BK: Tensor, real_BK: Tensor, sampled_BK: Tensor
-) -> tuple[Tensor, Tensor]:
+def reject_siblings(target_BV: Tensor, log_q_BV: Tensor, tokens_BK: Tensor, real_BK: Tensor,
+                    sampled_BK: Tensor) -> tuple[Tensor, Tensor]:
     """Recursive rejection over siblings in the order they were drawn (arXiv:2402.14160; EAGLE-1's code): (chance of
     accepting each child once the ones before it were rejected, 0 where there is none, [B, K]; distribution of the
     emitted token when all were rejected, [B, V]). `target_BV` is p and `log_q_BV` log q at the node, in float64, the
@@ -131,10 +124,9 @@ def renormalised(log_q: Tensor) -> Tensor:
 
 
 class Rejection(Rule):
-    """Recursive rejection down the tree, one level at a time; siblings sampled, point masses, or both.
-
-    It accepts at least as much as equality does, an oracle's samples always, but what is emitted depends on what was
-    drafted, token by token though not in distribution."""
+    """Recursive rejection down the tree, one level at a time; siblings sampled, point masses, or both. It accepts at
+    least as much as equality does, an oracle's samples always, but what is emitted depends on what was drafted, token
+    by token though not in distribution."""
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
         rows_B = torch.arange(logits_BNV.shape[0], device=logits_BNV.device)
@@ -160,7 +152,6 @@ class Rejection(Rule):
 
 class ChainRejection(Rule):
     """Rejection along a chain, all places at once (arXiv:2211.17192, algorithm 1): what `Rejection` does, in one step.
-
     Accept x with probability min(1, p(x) / q(x)); after the last accepted token draw from max(p - q, 0), normalised,
     and from p when the chain ends there."""
 
@@ -203,15 +194,10 @@ class ChainRejection(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class Typical(Rule):
-    """Medusa's typical acceptance (arXiv:2401.10774, eq. 4): faster, and not the target's distribution.
-
-    In sampled rows a token is accepted when p(x) > min(epsilon, delta exp(-H(p))), H in nats; the longest accepted
-    path wins, then the likeliest. The token after it is drawn from p. Greedy rows are verified by equality. The
-    official code adds 1e-5 inside the logarithm; here 0 log 0 = 0.
-
-    Raises:
-        UserError: if a number is out of its range.
-    """
+    """Medusa's typical acceptance (arXiv:2401.10774, eq. 4): faster, and not the target's distribution. In sampled rows
+    a token is accepted when p(x) > min(epsilon, delta exp(-H(p))), H in nats; the longest accepted path wins, then the
+    likeliest. The token after it is drawn from p. Greedy rows are verified by equality. The official code adds 1e-5
+    inside the logarithm; here 0 log 0 = 0. Raises UserError if a number is out of its range."""
 
     lossless = False
     epsilon: float = 0.09  # Probability that is always enough
@@ -250,10 +236,9 @@ class Typical(Rule):
 
 
 class AcceptAll(Rule):
-    """Accepts every drafted token of a chain (ValueError for another tree); the target adds one after it.
-
-    What is emitted is the draft's own text, with a token of the target's after each chain. It is for data that a draft
-    is to learn on (arXiv:2310.08461), never for answers: it is not lossless, and says so."""
+    """Accepts every drafted token of a chain (ValueError for another tree); the target adds one after it. What is
+    emitted is the draft's own text, with a token of the target's after each chain. It is for data that a draft is to
+    learn on (arXiv:2310.08461), never for answers: it is not lossless, and says so."""
 
     lossless = False
 
@@ -268,9 +253,8 @@ _EQUALITY, _REJECTION, _CHAIN_REJECTION = Equality(), Rejection(), ChainRejectio
 
 
 def exact_rule(tree: TokenTree) -> Rule:
-    """The exact rule for a tree: equality for point masses, rejection for samples.
-
-    A tree in which no node has two children is taken for a chain, whose padding, if any, stands at its end."""
+    """The exact rule for a tree: equality for point masses, rejection for samples. A tree in which no node has two
+    children is taken for a chain, whose padding, if any, stands at its end."""
     if tree.drawn is None:
         return _EQUALITY
     return _CHAIN_REJECTION if tree.most_children == 1 else _REJECTION

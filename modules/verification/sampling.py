@@ -1,20 +1,23 @@
-"""The target's processed distribution, and its own choice of the next token.
+"""The target's processed distribution, its own choice of the next token, and the random numbers of a run.
 
-The choice of the token at place t of a row uses the row's t-th uniform number and nothing else random. So a sampled
-row is the same token for token in any batch, with any drafter and without one.
+Each number is a function of (seed, request, place, purpose). The choice of the token at place t of a row uses the row's
+t-th number of `uniform_stream` and nothing else random, so a sampled row is the same token for token in any batch, with
+any drafter and without one. Drafting by sampling and rejection need more numbers: they come from Philox4x32-10 (Salmon
+et al., SC 2011), evaluated on the device, so that neither the batch, nor the order of the queue, nor the host changes
+them.
 
-Shapes: B rows, N nodes, M nodes of a pass, V target vocabulary, R sampled rows.
+Shapes: B rows, N nodes, M nodes of a pass, F nodes asked for, V target vocabulary, Q draft vocabulary, R sampled rows.
 """
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..config_checks import Such
-from ..number_formats import widened
 
 LEAST_TEMPERATURE = 1e-3
 """Smallest temperature of a sampled row. Divided by it, logits of up to 100 are exact to 0.01 nats in float32, in which
@@ -33,6 +36,15 @@ _ENTRIES_TOGETHER = 1 << 26
 and a vocabulary of 152,000 would take 1.2 GB for each of the ten or so that are needed at once."""
 _STRIPES = 16  # Entries of a stripe, of which all are looked at for the largest ones or none
 _BLOCK = 128  # Entries of a block in which the largest logit, or the drawn token, is looked for
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_STEPS = (0x9E3779B9, 0xBB67AE85)
+_TESTS, _NOISE, _KEYS = 1, 2, 3
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Logits in float32, or in float64 if they already are, in which transformers processes them."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def is_temperature(value: float) -> bool:
@@ -52,14 +64,10 @@ class SamplingSetting:
 
     temperature: float = 0.0
     """0 is greedy."""
-    top_k: int = 0
-    """The k likeliest tokens; 0 is all."""
-    top_p: float = 1.0
-    """The likeliest tokens whose probabilities reach this sum."""
-    min_p: float = 0.0
-    """The tokens with at least this share of the likeliest one's probability; 0 is all."""
-    repetition_penalty: float = 1.0
-    """The penalty of tokens that occurred; 1 is none."""
+    top_k: int = 0  # The k likeliest tokens; 0 is all
+    top_p: float = 1.0  # The likeliest tokens whose probabilities reach this sum
+    min_p: float = 0.0  # The tokens with at least this share of the likeliest one's probability; 0 is all
+    repetition_penalty: float = 1.0  # The penalty of tokens that occurred; 1 is none
 
     def __post_init__(self) -> None:
         if self.temperature == 0:
@@ -90,23 +98,17 @@ class Sampling:
         if not self.sampling_rows:
             return greedy_BNV
         sampling_B11 = (self.temperature_B > 0)[:, None, None]
-        return torch.where(sampling_B11, self.processed(logits_BNV, self.divisor_B11), greedy_BNV)
+        return torch.where(sampling_B11, self.processed(logits_BNV, self.temperature_B), greedy_BNV)
 
-    @property
-    def divisor_B11(self) -> Tensor:
-        """The temperature of rows that sample, 1 in greedy ones, [B, 1, 1]."""
-        return torch.where(self.temperature_B > 0, self.temperature_B, 1.0)[:, None, None]
-
-    def processed(self, logits_BNV: Tensor, temperature_B11: Tensor) -> Tensor:
-        """The distributions of rows that sample, [B, N, V]."""
-        return probabilities(logits_BNV, temperature_B11, self.top_k, self.top_p, self.min_p)
+    def processed(self, logits_BNV: Tensor, temperature_B: Tensor) -> Tensor:
+        """The distributions of rows that sample, [B, N, V]; some others of greedy rows."""
+        divisor_B11 = torch.where(temperature_B > 0, temperature_B, 1.0)[:, None, None]
+        return probabilities(logits_BNV, divisor_B11, self.top_k, self.top_p, self.min_p)
 
 
-def probabilities(
-    logits: Tensor, temperature: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> Tensor:
+def probabilities(logits: Tensor, temperature: Tensor, top_k: int = 0, top_p: float = 1.0,
+                  min_p: float = 0.0) -> Tensor:
     """The target's processed distribution [..., V] in float32 (float64 logits stay so), at temperatures above 0.
-
     `top_k` keeps the k likeliest tokens and all that equal the last of them, 0 all; `top_p` the smallest set of
     likeliest tokens whose probabilities reach this sum; `min_p` those with at least this share of the likeliest
     one's."""
@@ -122,58 +124,48 @@ def probabilities(
 
 
 def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
-    """The smallest set of likeliest tokens whose probabilities reach `top_p`, renormalised.
-
-    Of tokens as likely as the last one kept, those with the highest ids stay, so that neither the order of a sort nor
-    the rest of the batch decides; transformers leaves it to its sort, which does the same in small vocabularies."""
+    """The smallest set of likeliest tokens whose probabilities reach `top_p`, renormalised. Of tokens as likely as the
+    last one kept, those with the highest ids stay, so that neither the order of a sort nor the rest of the batch
+    decides; transformers leaves it to its sort, which does the same in small vocabularies."""
     probs = scaled.softmax(-1)
     # Rounding leaves the sum next to 1. What is cut off is at most 1 - top_p, as transformers has it.
     total = _blocked(probs).sum(-1, dtype=torch.float64).sum(-1, keepdim=True)
-    end = _end(probs, top_p + (total - 1))
-    kept = probs >= end.last
+    last, count, tied = _end(probs, top_p + (total - 1))
+    kept = probs >= last
     # Ties are rare in float32, and looking at them takes longer than all the rest.
-    if _sorted_whole(probs) or bool(end.tied.any()):
-        equal = probs == end.last
-        wanted = end.count - (probs > end.last).sum(-1, keepdim=True)
+    if _sorted_whole(probs) or bool(tied.any()):
+        equal = probs == last
+        wanted = count - (probs > last).sum(-1, keepdim=True)
         kept &= ~equal | (equal.sum(-1, keepdim=True) - equal.cumsum(-1) < wanted)
     nucleus = torch.where(kept, probs, 0.0)
     return nucleus / nucleus.sum(-1, keepdim=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _End:
-    """The end of the fewest first entries that reach a sum, at least one; each [..., 1]."""
-
-    last: Tensor  # The last of them
-    count: Tensor  # Their number
-    tied: Tensor  # True where the entry after the last equals it
-
-    @classmethod
-    def of(cls, ordered: Tensor, bound: Tensor) -> "_End":
-        """Of entries in descending order and a sum, which is added in float64."""
-        before = ordered.cumsum(-1, dtype=torch.float64) - ordered
-        count = (before < bound).sum(-1, keepdim=True).clamp(min=1)
-        last, after = (ordered.gather(-1, places.clamp(max=ordered.shape[-1] - 1)) for places in (count - 1, count))
-        return cls(last=last, count=count, tied=(count < ordered.shape[-1]) & (last == after))
+def _end_of(ordered: Tensor, bound: Tensor) -> list[Tensor]:
+    """The end of the fewest first entries, in descending order, that reach a sum, which is added in float64: the last
+    of them, their number, at least one, and True where the entry after the last equals it, [..., 1] each."""
+    before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+    count = (before < bound).sum(-1, keepdim=True).clamp(min=1)
+    last, after = (ordered.gather(-1, places.clamp(max=ordered.shape[-1] - 1)) for places in (count - 1, count))
+    return [last, count, (count < ordered.shape[-1]) & (last == after)]
 
 
-def _end(probs: Tensor, bound: Tensor) -> _End:
-    """The end of the smallest set of likeliest tokens that reaches a sum, float64 [..., 1]. On a CPU sorting the whole
+def _end(probs: Tensor, bound: Tensor) -> list[Tensor]:
+    """The same of the smallest set of likeliest tokens that reaches a sum, float64 [..., 1]. On a CPU sorting the whole
     vocabulary costs more than the target's pass; ordering the first few hundred tokens is mostly enough."""
     size = probs.shape[-1]
     if _sorted_whole(probs):
-        return _End.of(probs.sort(dim=-1, descending=True).values, bound)
+        return _end_of(probs.sort(dim=-1, descending=True).values, bound)
     rows_RV, bound_R1 = probs.reshape(-1, size), bound.reshape(-1, 1)
-    found = _End.of(_largest(rows_RV, _NUCLEUS_CANDIDATES[0]), bound_R1)
+    found = _end_of(_largest(rows_RV, _NUCLEUS_CANDIDATES[0]), bound_R1)
     for former, number in pairwise((*(few for few in _NUCLEUS_CANDIDATES if few < size), size)):
         # The entry after the last must be among them too.
-        short_R = (found.count == former)[:, 0]
+        short_R = (found[1] == former)[:, 0]
         if not bool(short_R.any()):
             break
-        more = _End.of(_largest(rows_RV[short_R], number), bound_R1[short_R])
-        for name, values in vars(more).items():
-            getattr(found, name)[short_R] = values
-    return _End(**{name: values.view_as(bound) for name, values in vars(found).items()})
+        for one, more in zip(found, _end_of(_largest(rows_RV[short_R], number), bound_R1[short_R]), strict=True):
+            one[short_R] = more
+    return [one.view_as(bound) for one in found]
 
 
 def _sorted_whole(probs: Tensor) -> bool:
@@ -204,10 +196,9 @@ def log_probabilities(logits_BMV: Tensor, tokens_BM: Tensor) -> Tensor:
 
 def penalise(logits_BMV: Tensor, penalty: float, seen_BV: Tensor, paths_BMN: Tensor) -> Tensor:
     """transformers' repetition penalty on raw logits [B, M, V], for the tokens that the row has read and those of
-    `paths_BMN`, from the root to each node; repeat any of these to fill up.
-
-    A logit of a token that occurred is divided by the penalty when positive and multiplied when negative, once however
-    often it occurred (arXiv:1909.05858, eq. 2)."""
+    `paths_BMN`, from the root to each node; repeat any of these to fill up. A logit of a token that occurred is divided
+    by the penalty when positive and multiplied when negative, once however often it occurred (arXiv:1909.05858, eq.
+    2)."""
     # A mark for each token, so that one that both the text and the path hold is penalised once.
     occurred_BMV = seen_BV[:, None].expand_as(logits_BMV).scatter(-1, paths_BMN, True)
     penalised_BMV = torch.where(logits_BMV < 0, logits_BMV * penalty, logits_BMV / penalty)
@@ -273,13 +264,78 @@ def choose(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tenso
     if logits_BNV.device.type != "cpu":
         # Greedy rows too: an accelerator would wait for a list of the others.
         drawn_BN = torch.cat([
-            draw(sampling.processed(logits_BNV[:, nodes], sampling.divisor_B11), uniforms_BN[:, nodes])
+            draw(sampling.processed(logits_BNV[:, nodes], sampling.temperature_B), uniforms_BN[:, nodes])
             for nodes in node_groups(*logits_BNV.shape)], dim=1)
         return torch.where(sampling.temperature_B[:, None] > 0, drawn_BN, chosen_BN)
     # A few rows at a time, so that their distributions stay in the cache.
     together = max(1, _ROWS_TOGETHER // logits_BNV.shape[1])
     for start in range(0, len(sampling.sampling_rows), together):
         rows_R = list(sampling.sampling_rows[start : start + together])
-        probs_RNV = sampling.processed(logits_BNV[rows_R], sampling.temperature_B[rows_R][:, None, None])
+        probs_RNV = sampling.processed(logits_BNV[rows_R], sampling.temperature_B[rows_R])
         chosen_BN[rows_R] = draw(probs_RNV, uniforms_BN[rows_R])
     return chosen_BN
+
+
+def uniform_stream(seed: int, index: int, count: int) -> Any:
+    """`count` uniform numbers in [0, 1) for one request, float64; the same whatever the batch and the drafter."""
+    # An array of whole numbers: a list with an entry from 2^63 becomes float64 in numpy, which loses its low digits.
+    key = np.array([seed % 2**64, index % 2**64], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).random(count)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four 32-bit words, int64, of each 128-bit counter under each 64-bit key; words broadcast against each other."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # The products wrap modulo 2^64; their halves are right all the same.
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (((second >> 32) & _MASK) ^ c1 ^ k0, second & _MASK, ((first >> 32) & _MASK) ^ c3 ^ k1,
+                          first & _MASK)
+        k0, k1 = (k0 + _STEPS[0]) & _MASK, (k1 + _STEPS[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """The random numbers of one pass of a batch, and each row's temperature. Key: the low words of seed and request
+    index. Counter: number, place of the tree's root in the answer, purpose and node, high word of the seed. An index
+    whose high word is not 0 gets a key and a last counter word derived from all 128 bits by the generator itself. A
+    pass emits at least one token, so no two passes of a request share a place."""
+
+    seed: int  # The run's
+    requests_B: Tensor  # Index of each row's request, int64
+    places_B: Tensor  # Tokens the row had emitted when the tree was grown, int64
+    temperature_B: Tensor  # The row's temperature, float32; 0 is greedy
+
+    @property
+    def sampling_B(self) -> Tensor:
+        """Rows that sample."""
+        return self.temperature_B > 0
+
+    def tests(self, size: int) -> Tensor:
+        """A uniform number for the acceptance test of each node, [B, N], float64 in (0, 1)."""
+        purpose_B1 = torch.full_like(self.places_B, _TESTS << 24)[:, None]
+        return (self._words(purpose_B1, size)[:, 0].double() + 0.5) / 2**32
+
+    def gumbels(self, nodes_BF: Tensor, count: int) -> Tensor:
+        """Standard Gumbel noise for `count` entries below each node, [B, F, count], float32. -log(E) with E = -log(1 -
+        u): float32 keeps the many digits of small u, where the largest noise comes from."""
+        words_BFQ = self._words((_NOISE << 24) + nodes_BF, count)
+        uniforms = ((words_BFQ.float() + 0.5) / 2**32).clamp(max=1 - 2**-24)
+        return -(-torch.log1p(-uniforms)).log()
+
+    def _words(self, purpose_BF: Tensor, count: int) -> Tensor:
+        """`count` words of 32 bits, int64, for each purpose, [B, F, count]."""
+        blocks = torch.arange(-(-count // 4), device=self.places_B.device)
+        places_B11, requests_B11 = self.places_B[:, None, None], self.requests_B[:, None, None]
+        low_B11, high_B11 = (torch.full_like(places_B11, (self.seed >> shift) & _MASK) for shift in (0, 32))
+        plain = (low_B11, requests_B11 & _MASK, high_B11)
+        # Seed and index have 128 bits, key and last word of the counter 96. Where the index is above 2^32 the three
+        # words are derived from all bits, so that no two requests share their numbers.
+        beyond_B11 = (requests_B11 >> 32) & _MASK
+        purpose = torch.full_like(places_B11, _KEYS << 24)
+        derived = philox((beyond_B11, torch.zeros_like(places_B11), purpose, high_B11), plain[:2])
+        first, second, last_B11 = (torch.where(beyond_B11 == 0, a, b) for a, b in zip(plain, derived, strict=False))
+        words = torch.stack(philox((blocks, places_B11, purpose_BF[..., None], last_B11), (first, second)), dim=-1)
+        return words.flatten(-2)[..., :count]

@@ -13,7 +13,7 @@ from ...export import load_artifact, save_head
 from ...export.acceptance_heads import check_rule
 from ...modules import AcceptanceHeadConfig, Examples, SamplingSetting, TargetConfig, UserError, rollouts
 from ...modules.config_checks import CheckedSettings, Size
-from ...modules.files.folder_locks import sole_writer
+from ...modules.files.folders import sole_writer
 from ...modules.policies.registry import MOST
 from ...modules.verification.sampling import Temperatures
 from ...trainers.acceptance_head import HELD_OUT, HeadFitConfig, fit_head

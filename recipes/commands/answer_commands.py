@@ -24,8 +24,8 @@ from ...modules import (
     stream,
 )
 from ...modules.config_checks import CheckedSettings, Whole
-from ...modules.decoding.recorders import PROMPT_PASS, PassRecorder, WrittenToken
-from ...modules.decoding.token_text import TokenText, visible
+from ...modules.decoding.recorders import GuessedPass, PassRecorder, WrittenToken
+from ...modules.decoding.requests import TokenText, visible
 from ...modules.verification.sampling import Temperature
 from ..chat_settings import TemplateConfig, artifact_target, own_target
 from ..reading.command_line import Command, Parsed
@@ -80,7 +80,7 @@ class MarkedAnswer:
         """The marked text of each pass, as it comes; the prompt's pass is the first."""
         pieces = TokenText(self.tokenizer)
         for place, tokens in enumerate(passes):
-            found = self.recorder.passes[self.index][place - 1] if place else PROMPT_PASS
+            found = self.recorder.passes[self.index][place - 1] if place else GuessedPass()
             yield "".join(self._marked(one, pieces) for one in found.written(tokens))
         yield visible(pieces.rest())
 

@@ -38,8 +38,8 @@ from ...export.layouts.registry import (
 )
 from ...export.stored_drafter import read_description
 from ...modules import Adapter, Target, TargetConfig, UserError, load_target
-from ...modules.files.bounded_reading import require_ordinary
-from ...modules.files.folder_locks import sole_writer
+from ...modules.files.folders import sole_writer
+from ...modules.files.json_records import require_ordinary
 from ...modules.target.loading.loading import gguf_of, sketch_target
 from ..chat_settings import (
     ARTIFACT_TARGET,

@@ -16,7 +16,7 @@ from ...export.report.family_comparison import write_standings
 from ...modules import BASELINES, TargetConfig, UserError, load_target
 from ...modules.config_checks import Positive
 from ...modules.files.atomic_files import write_file
-from ...modules.files.folder_locks import sole_writer
+from ...modules.files.folders import sole_writer
 from ...trainers import Precision
 from ..chat_settings import TemplateConfig, prompt_sets
 from ..reading.command_line import Command, Parsed, process_words, trust_words

@@ -18,10 +18,10 @@ from ...export.page import Block, Figure, Heading, Passage, Table, Text, as_html
 from ...export.report import plots
 from ...modules import Target, TargetConfig, TargetIdentity, UserError, load_target
 from ...modules.config_checks import CheckedSettings
-from ...modules.decoding.token_text import visible
+from ...modules.decoding.requests import visible
 from ...modules.files.atomic_files import write_file
-from ...modules.target.loading.identity import SHAPE
 from ...modules.target.loading.loading import sketch_target
+from ...modules.target.loading.model_parts import SHAPE
 from ...modules.tuning.tree_search import acceptance_of
 from ...modules.verification.sampling import Temperature
 from ..chat_settings import TemplateConfig, handwritten_prompts, named_target, own_target

@@ -16,8 +16,8 @@ from ...export.layouts.registry import EXPORT_FORMATS, IMPORTED, format_named
 from ...export.model_card import hub_card
 from ...export.stored_drafter import read_description
 from ...modules import Drafter, StaticTree, TargetConfig, Topology, UserError, load_target
+from ...modules.files.folders import MARKER, own_files
 from ...modules.files.json_records import read_object
-from ...modules.files.owned_folders import MARKER, own_files
 from ...modules.policies.registry import MOST
 from ...modules.target.loading.hf_folder import own_folder
 from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, handwritten_prompts, own_target

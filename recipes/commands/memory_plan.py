@@ -20,13 +20,12 @@ from ...data.store.feature_shards import format_named
 from ...data.store.feature_store import in_words
 from ...export.evaluation.schedule import UNTIMED_ROWS
 from ...modules import Features, Target, TokenTree, Topology, UserError
-from ...modules.interfaces.proposer import virtual_nodes
 from ...modules.target.devices.placement import Zero3
 from ...modules.target.kv_cache import FIRST_SLOTS
 from ...modules.target.linear_forms import has_packed_product, linear_layers
 from ...modules.target.loading.loading import is_local, sketch_target
-from ...modules.tuning.ranked_text import ranked_text
 from ...modules.tuning.step_timing import timed_slots
+from ...modules.tuning.tree_search import ranked_text
 from ...modules.tuning.trials import MOST_ANSWERS
 from ...trainers import DraftModule
 from ...trainers.fitting import precision_of
@@ -202,7 +201,7 @@ class Plan:
     def tree(self) -> StagePlan:
         """`artifact`: proposals along held-out text, row by row, and timed passes of several batches, with all rows."""
         nodes = self.recipe.tree.searched_nodes
-        timed = timed_slots(nodes, virtual_nodes(self.module.drafter)) * cache_bytes(self.target)
+        timed = timed_slots(nodes, self.module.drafter.virtual_nodes) * cache_bytes(self.target)
         parts = {**self.base, "drafter": 2 * self.drafter + self.borrowed, "timed passes": timed // self.sharing,
                  "replayed answers": MOST_ANSWERS * self.longest * self.kinds * self.width,
                  "proposals": self.held_out // self.sharing}

@@ -29,13 +29,12 @@ from ...export.report.evaluation_page import terminal_table, write_report
 from ...export.stored_drafter import read_description
 from ...modules import JOINED, STATIC, Features, Topology, UserError, answered_anew, measure_cost
 from ...modules.features import ReadRows
-from ...modules.files.folder_locks import sole_writer
+from ...modules.files.folders import sole_writer
 from ...modules.files.json_records import shortened
-from ...modules.interfaces.proposer import GuessesInPasses, JudgesGuesses
+from ...modules.interfaces.proposer import JudgesGuesses
 from ...modules.processes import ALONE, Processes, local_rank
-from ...modules.tuning.confidence_calibration import calibrate_judgement
-from ...modules.tuning.ranked_text import ranked_text
-from ...modules.tuning.tree_search import held_out_acceptance, search_tree
+from ...modules.tuning.acceptance_examples import calibrate_judgement
+from ...modules.tuning.tree_search import held_out_acceptance, ranked_text, search_tree
 from ...modules.tuning.trials import SIZES, SIZING_TEMPERATURE, trials
 from ...trainers import DraftModule, FitResult, fit
 from ...trainers.train_config import UNDECISIVE
@@ -185,8 +184,7 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
                   if part or not held_out]
     table_PK = torch.cat(tables)
     for one in (module.drafter, drafter):
-        if isinstance(one, GuessesInPasses):
-            one.count_ranks(table_PK)
+        one.count_ranks(table_PK)
     if isinstance(module.drafter, JudgesGuesses) and module.drafter.judges:
         module.drafter.judge_temperatures_K.copy_(calibrate_judgement(drafter, held_out))
     topology, expected = search_tree(table_PK, config.searched_nodes)
@@ -235,7 +233,7 @@ def encoded(workspace: Workspace, module: DraftModule, rows: ReadRows) -> ReadRo
 
     def read(row: Features) -> Features:
         moved = row.to(target.device)
-        return moved if moved.encoded else target.encode(moved, taps)
+        return moved if moved.final_BLD is not None else target.encode(moved, taps)
 
     return rows.mapped(read)
 

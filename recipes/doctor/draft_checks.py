@@ -33,8 +33,7 @@ from ...modules.files.json_records import read_object, record_of
 from ...modules.interfaces.proposer import SharesTargetRows
 from ...modules.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.parts.feature_drafter import FeatureDrafter, block_like
-from ...modules.tuning.ranked_text import UNROLLED, ranked_text
-from ...modules.tuning.tree_search import Acceptance, acceptance_of, held_out_acceptance
+from ...modules.tuning.tree_search import UNROLLED, Acceptance, acceptance_of, held_out_acceptance, ranked_text
 from .case import Case, DataSample, Finding, judged, spread, unchecked
 from .target_checks import ROUNDED_STATES, in_words
 

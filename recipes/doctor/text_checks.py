@@ -14,7 +14,7 @@ from ...data import ChatTemplate
 from ...data.answers.distill import TRUNCATED_SHARE
 from ...data.batches.learned_tokens import LearnedTokens, coverage, repetitions
 from ...modules import UserError
-from ...modules.decoding.token_text import TokenText
+from ...modules.decoding.requests import TokenText
 from .case import Case, DataSample, Finding, group, judged, unchecked
 
 LEAST_INSIDE, LEAST_INSIDE_ROW = 0.9, 0.75

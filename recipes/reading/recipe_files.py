@@ -9,8 +9,7 @@ from typing import Any
 import yaml
 
 from ...modules import UserError
-from ...modules.files.bounded_reading import read_bounded_text
-from ...modules.files.json_records import typed
+from ...modules.files.json_records import read_bounded_text, typed
 
 EXTENDS, FAMILY, DRAFTER, BY_FAMILY = "extends", "family", "drafter", "by_family"
 RECIPE_BYTES = 2**20  # Largest recipe file

@@ -21,7 +21,7 @@ from ...export import load_artifact
 from ...export.artifact_files import CONFIG
 from ...modules import TargetConfig, UserError
 from ...modules.files.atomic_files import file_sha256
-from ...modules.files.folder_locks import FolderLocks, has_locks
+from ...modules.files.folders import FolderLocks, has_locks
 from ...modules.processes import Processes
 from ...trainers import DraftModule
 from ..reading.command_line import Parsed, process_words, trust_words

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...modules import UserError
 from ...modules.files.atomic_files import file_sha256, files_digest, write_file
-from ...modules.files.folder_locks import remove_leftovers
+from ...modules.files.folders import remove_leftovers
 from ...modules.files.json_records import read_record
 from ...modules.processes import ALONE, Processes
 from ..reading.recipe_files import flat

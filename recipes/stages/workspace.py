@@ -23,7 +23,7 @@ from ...export.stored_drafter import read_description
 from ...modules import Mtp, MtpConfig, Target, TargetConfig, TargetIdentity, UserError, load_target
 from ...modules.baselines.registry import NATIVE
 from ...modules.files.atomic_files import file_sha256, write_file
-from ...modules.files.folder_locks import FolderLocks
+from ...modules.files.folders import FolderLocks
 from ...modules.files.json_records import read_record
 from ...modules.processes import Processes
 from ...modules.target.devices.placement import Placement, placement_named

@@ -39,7 +39,7 @@ from draftsmith.modules import (
     Topology,
     decode,
 )
-from draftsmith.modules.baselines.token_recycling import recycling_tree
+from draftsmith.modules.baselines.memories import recycling_tree
 from support.model_shapes import SHAPES, shaped_prompt, shaped_target
 from support.oracle import Oracle
 from support.shaped_modules import RECIPES, shaped_module, shaped_recipe

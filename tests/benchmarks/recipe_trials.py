@@ -49,14 +49,13 @@ from draftsmith.modules import (
     Topology,
     UserError,
     decode,
-    search_tree,
 )
 from draftsmith.modules.config_checks import MOST_STEPS
 from draftsmith.modules.features import ReadRows
 from draftsmith.modules.files.atomic_files import write_file
 from draftsmith.modules.files.json_records import read_json, record_of
 from draftsmith.modules.progress import ProgressLine
-from draftsmith.modules.tuning.ranked_text import RankedText, ranked_text
+from draftsmith.modules.tuning.tree_search import RankedText, ranked_text, search_tree
 from draftsmith.recipes.chat_settings import handwritten_prompts
 from draftsmith.recipes.commands.pipeline import COMMANDS, encoded, held_out_rows, perform_stages
 from draftsmith.recipes.stages.training_folder import read_result

@@ -18,7 +18,7 @@ from draftsmith.modules import (
     Target,
     decode,
 )
-from draftsmith.modules.baselines.token_recycling import recycling_tree
+from draftsmith.modules.baselines.memories import recycling_tree
 from draftsmith.modules.parts.block_cache import BlockRows
 from draftsmith.modules.parts.decoder_block import AttentionContext
 from support.model_shapes import STRIDE, shaped_prompt, shaped_target

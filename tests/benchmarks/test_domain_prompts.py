@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from draftsmith.export import save_artifact
 from draftsmith.modules import Eagle3, Eagle3Config, TargetConfig, Topology, load_target
-from draftsmith.modules.target.loading.identity import SHAPE
+from draftsmith.modules.target.loading.model_parts import SHAPE
 from draftsmith.recipes.__main__ import main
 from support.families import randomised
 

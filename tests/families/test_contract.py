@@ -31,7 +31,6 @@ from draftsmith.modules import (
     decode,
     ranked_text,
 )
-from draftsmith.modules.interfaces.proposer import virtual_nodes
 from draftsmith.modules.target.draft_vocabulary import OwnOutput
 from draftsmith.trainers import DraftModule, fit
 from draftsmith.trainers.losses.chunked_losses import supervise
@@ -357,7 +356,7 @@ def test_the_target_processes_each_node_once(name: str, tiny_target: Target) -> 
         handle.remove()
     nodes = len(request.tokens) + TREE.size * result.stats.target_calls
     # Virtual nodes come after the prompt's last token and after every node of a tree.
-    nodes += virtual_nodes(drafter) * (1 + TREE.size * result.stats.target_calls)
+    nodes += drafter.virtual_nodes * (1 + TREE.size * result.stats.target_calls)
     assert set(seen.values()) == {nodes}
     assert result.stats.target_calls == len(result.generations[0].emitted)
 

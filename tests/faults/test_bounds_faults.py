@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.modules.files import bounded_reading
+from draftsmith.modules.files import json_records
 from draftsmith.recipes.__main__ import main
 from support.faults import Fault, Place, check, ids
 from support.tiers import some_long
@@ -159,8 +159,8 @@ FAULTS = [
 @pytest.fixture(autouse=True)
 def _small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds that are reached in a moment."""
-    monkeypatch.setattr(bounded_reading, "SILENCE", 0.2)
-    monkeypatch.setattr(bounded_reading, "STREAM_BYTES", 2**20)
+    monkeypatch.setattr(json_records, "SILENCE", 0.2)
+    monkeypatch.setattr(json_records, "STREAM_BYTES", 2**20)
     monkeypatch.setattr("draftsmith.data.prompts.bounded_template.MOST_STEPS", 20_000)
 
 

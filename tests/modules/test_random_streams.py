@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from draftsmith.modules import Draws
-from draftsmith.modules.decoding.requests import uniform_stream
-from draftsmith.modules.random_streams import philox
+from draftsmith.modules.verification.sampling import philox, uniform_stream
 from support.tables import draws_for
 
 

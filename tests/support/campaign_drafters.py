@@ -13,7 +13,6 @@ from draftsmith.modules import (
     DraftState,
     DySpecTree,
     Eagle2Tree,
-    EarlyExit,
     Ensemble,
     Frontier,
     Observation,
@@ -32,6 +31,7 @@ from draftsmith.modules import (
     baseline,
 )
 from draftsmith.modules.interfaces.proposer import VerifiedRows
+from draftsmith.modules.policies.stopping_chains import EarlyExit
 from support.campaign_targets import RECURRENT_TARGETS, target_of
 from support.families import CASES, Case, cases_of, randomised
 from support.fixed_length import FixedLength

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from draftsmith.modules import DecodeSettings, DySpecTree, Policy, Proposer, Rejection, Request, decode
-from draftsmith.modules.policies import static_tree
+from draftsmith.modules.policies import trees
 from references import wrong_rules
 from scipy.special import xlogy
 from support.campaign_drafters import GUESSERS, POLICIES, Growth, Reduced, TooSure, make
@@ -101,7 +101,7 @@ def right_cells() -> dict[str, Callable[[], Outcome]]:
 
 def likeliest_as_samples() -> AbstractContextManager[Any]:
     """The likeliest tokens pass for samples of q."""
-    return patch.object(static_tree, "sample", lambda log_q, nodes, width, draws: log_q.topk(width).indices)
+    return patch.object(trees, "sample", lambda log_q, nodes, width, draws: log_q.topk(width).indices)
 
 
 def wrong_cells() -> dict[str, Callable[[], Outcome]]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from draftsmith.modules import Drafted, StoppingRule
+from draftsmith.modules.policies.stopping_chains import Drafted, StoppingRule
 from torch import Tensor
 
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from draftsmith.modules.files.folder_locks import FolderLocks, sole_writer
+from draftsmith.modules.files.folders import FolderLocks, sole_writer
 
 
 def start(work: Callable[[], object], *, killed_at: int = 0) -> int:

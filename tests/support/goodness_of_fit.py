@@ -1,7 +1,8 @@
 """G-tests of what one pass emits against the target's distribution."""
 
 import torch
-from draftsmith.modules import Accepted, Chances, Drafter, Policy, Rule, Sampling, TokenTree, exact_rule
+from draftsmith.modules import Accepted, Drafter, Policy, Rule, Sampling, TokenTree
+from draftsmith.modules.verification.acceptance_rules import Chances, exact_rule
 from draftsmith.modules.verification.sampling import draw
 from support.tables import draws_for
 from torch import Tensor

@@ -4,20 +4,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from draftsmith.modules import DraftState, Frontier, Observation, Proposer, Scores
-from draftsmith.modules.compiler import Compiler
-from draftsmith.modules.interfaces.proposer import (
-    ChainLimits,
-    GuessesInPasses,
-    LimitsChains,
-    Remembers,
-    RunsCompiled,
-    SharesTargetRows,
-    VerifiedRows,
-    compiled,
-    extended,
-    started,
-    virtual_nodes,
-)
+from draftsmith.modules.interfaces.proposer import SharesTargetRows, VerifiedRows, started
+from draftsmith.modules.target.devices.compiled_layers import Compiler
 from draftsmith.modules.token_tree import TokenTree
 from torch import Tensor
 
@@ -38,14 +26,13 @@ class WrappedState(DraftState):
         self.inner.advance(counts)
 
 
-class Wrapped(Proposer, SharesTargetRows, GuessesInPasses, LimitsChains, RunsCompiled, Remembers):
+class Wrapped(Proposer, SharesTargetRows):
     """Another drafter, of which a subclass changes a part."""
 
     def __init__(self, inner: Proposer) -> None:
         self.inner, self.family = inner, inner.family  # type: ignore[misc]
         self.taps, self.reach, self.reads_logits = inner.taps, inner.reach, inner.reads_logits
-        self.virtual_nodes = virtual_nodes(inner)
-        self.chain_limits = inner.chain_limits if isinstance(inner, LimitsChains) else ChainLimits()
+        self.virtual_nodes, self.chain_limits = inner.virtual_nodes, inner.chain_limits
 
     def state_of(self, state: DraftState) -> DraftState:
         """The other drafter's state, within that of this one."""
@@ -53,13 +40,13 @@ class Wrapped(Proposer, SharesTargetRows, GuessesInPasses, LimitsChains, RunsCom
 
     @property
     def rank_chances(self) -> tuple[tuple[float, ...], ...] | None:
-        return self.inner.rank_chances if isinstance(self.inner, GuessesInPasses) else None
+        return self.inner.rank_chances
 
     def start(self, rows: int, capacity: int, verified: VerifiedRows | None = None) -> DraftState:
         return started(self.inner, verified, rows, capacity)
 
     def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
-        return extended(self.inner, self.state_of(state), tree)
+        return self.inner.extended(self.state_of(state), tree)
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         self.inner.observe(self.state_of(state), rows_R, observation)
@@ -68,8 +55,7 @@ class Wrapped(Proposer, SharesTargetRows, GuessesInPasses, LimitsChains, RunsCom
         return self.inner.expand(self.state_of(state), frontier)
 
     def compiled(self, compiler: Compiler) -> AbstractContextManager[None]:
-        return compiled(self.inner, compiler)
+        return self.inner.compiled(compiler)
 
     def forget(self) -> None:
-        if isinstance(self.inner, Remembers):
-            self.inner.forget()
+        self.inner.forget()

@@ -12,7 +12,7 @@ import torch
 from draftsmith.modules import Features, Medusa, Target, UserError
 from draftsmith.modules.families.medusa.drafter import MedusaConfig
 from draftsmith.modules.interfaces.drafter import Drafts
-from draftsmith.modules.target.loading.identity import hash_weights
+from draftsmith.modules.target.loading.model_parts import hash_weights
 from draftsmith.trainers import DraftModule, FitResult, TrainConfig, draft_module, fit, train_config
 from draftsmith.trainers.losses.metrics import weighted_mean_loss
 from support.cycle import CYCLE, CycleData, cycle_rows, cycle_target, interrupted

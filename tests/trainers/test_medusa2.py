@@ -13,7 +13,7 @@ from draftsmith.export.report.family_comparison import markdown, read_standing
 from draftsmith.modules import Features, Target, UserError, ranked_text
 from draftsmith.modules.families.medusa.drafter import MedusaConfig
 from draftsmith.modules.target.adapter import choose_layers
-from draftsmith.modules.target.loading.identity import hash_weights
+from draftsmith.modules.target.loading.model_parts import hash_weights
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.modules.tuning.tree_search import answered_anew
 from draftsmith.trainers import FitResult, Medusa2Module, Medusa2TrainConfig, fit, lora, medusa2

@@ -129,7 +129,7 @@ def test_a_draft_is_carried_over_to_a_rounded_form_of_its_target(
 
 def test_another_shape_is_refused_with_both_values(tiny_target: Target, tmp_path: Path) -> None:
     save_artifact(tmp_path, CASES["medusa"].make(tiny_target), tiny_target.identity, {}, TREE)
-    identity = tiny_target.identity.to_dict()
+    identity = vars(tiny_target.identity)
     for name, value, here in (("hidden_size", 48, "32"), ("vocab_size", 99, str(tiny_target.vocab_size)),
                               ("num_layers", 3, "2"), ("architecture", "Qwen2ForCausalLM", "LlamaForCausalLM")):
         edit(tmp_path, target=identity | {name: value, "weights_hash": "other"})

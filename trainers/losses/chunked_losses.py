@@ -20,7 +20,7 @@ from torch.nn import functional
 from ...modules.errors import UserError
 from ...modules.features import Features
 from ...modules.interfaces.drafter import Drafts
-from ...modules.number_formats import widened
+from ...modules.verification.sampling import widened
 from .metrics import COLUMNS, rank_hits, weighted, weighted_mean_loss
 from .objectives import ObjectiveName, PathWeights, Teacher, TeacherOutput, accepted, objective_loss, path_weights
 

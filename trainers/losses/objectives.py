@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...modules.number_formats import widened
 from ...modules.target.draft_vocabulary import OutputRows
 from ...modules.target.model import Target
+from ...modules.verification.sampling import widened
 
 ObjectiveName = Literal["hard", "argmax", "soft", "reverse_kl", "jsd", "tvd", "hard_tvd", "lk_alpha", "lk_hybrid"]
 """Names for recipes; each is a function in this file."""

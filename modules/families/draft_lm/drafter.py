@@ -42,8 +42,7 @@ from ...target.draft_vocabulary import carry_rows, over_all_tokens, require_ids
 from ...target.kv_cache import RowCache
 from ...target.linear_forms import LinearForms
 from ...target.loading.hf_folder import folder_digest, read_model, require_vocabulary
-from ...target.loading.identity import TargetIdentity
-from ...target.loading.model_parts import decoder_of, layer_list
+from ...target.loading.model_parts import TargetIdentity, decoder_of, layer_list
 from ...target.model import Target, post_process
 from ...target.recurrent.recurrent_passes import install
 from ...target.submodel import config_of, copy_layers, fields_of, new_model

@@ -22,7 +22,6 @@ from ...interfaces.proposer import (
     ChainLimits,
     DraftState,
     Frontier,
-    LimitsChains,
     Observation,
     Scores,
     SharesTargetRows,
@@ -82,7 +81,7 @@ class KangarooState(DraftState):
         self.rows.drop_tree()
 
 
-class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows, LimitsChains):
+class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows):
     """RMSNorm(x + Attention(RMSNorm(x))) of the output x of the target's first layers, read by its output layer.
 
     Own weights, named as in the official code: `layers.0.input_layernorm.weight`, `layers.0.self_attn.*`,

@@ -2,14 +2,12 @@
 scores where no fused kernel computes it: capped before the softmax, as in Gemma 2, or joined by that of a sink, as in
 gpt-oss.
 
-A mask of L x L positions has a GiB at 32,768 tokens, four as numbers to be added to the scores, and where no fused
-kernel takes it the scores of every head are as large. A segment of a packed row is a text of its own: its attention is
+A mask of L x L positions has a GiB at 32,768 tokens. A segment of a packed row is a text of its own: its attention is
 plain causal attention, which fused kernels compute without a mask and without the other segments. Layers of another
 form go through their queries in blocks, each with the keys that it can see.
 
 Shapes: B rows, L positions, H query heads, G key-value heads, R query heads of a key-value head, N queries or tokens of
-a segment, W keys of a block of queries, E width of a key, X width of a value.
-"""
+a segment, W keys of a block of queries, E width of a key, X width of a value."""
 
 import sys
 from collections.abc import Callable
@@ -39,11 +37,6 @@ class AttentionForm:
     softcap: float | None = None  # Bound of the scores; None for none
     sinks_H: Tensor | None = None  # Score of one more key of each head, which every query sees, of value zero; or None
 
-    @property
-    def reach(self) -> tuple[int | None, int | None]:
-        """Bounds of the keys that a token sees: (window, chunk)."""
-        return self.window, self.chunk
-
     def near(self, places_N: Tensor, others_W: Tensor) -> Tensor:
         """True where the window and the chunk of a query at a place [..., N] hold the place of a key, [..., N, W]."""
         queries, keys = places_N[..., :, None], others_W[..., None, :]
@@ -54,14 +47,12 @@ class AttentionForm:
 PLAIN = AttentionForm()
 
 
-def attend_by_scores(
-    query_BHNE: Tensor, key_BGWE: Tensor, value_BGWX: Tensor, mask: Tensor | None, form: AttentionForm
-) -> Tensor:
+def attend_by_scores(query_BHNE: Tensor, key_BGWE: Tensor, value_BGWX: Tensor, mask: Tensor | None,
+                     form: AttentionForm) -> Tensor:
     """Attention output [B, H, N, X] with capped scores (arXiv:2408.00118, section 2) and sinks (arXiv:2508.10925), by
-    scores written out for `QUERIES` queries at a time. H is a multiple of G.
-
-    The mask [..., N, W] is True, or above minus infinity, where a query sees a key, and holds the form's window and
-    chunk too; None is causal attention of the last N of W."""
+    scores written out for `QUERIES` queries at a time. H is a multiple of G. The mask [..., N, W] is True, or above
+    minus infinity, where a query sees a key, and holds the form's window and chunk too; None is causal attention of the
+    last N of W."""
     rows, heads, queries, width = query_BHNE.shape
     groups, keys = key_BGWE.shape[1:3]
     if mask is None:
@@ -157,10 +148,8 @@ def mask_arguments(visible: Sight, decoder: Any, like: Tensor) -> dict[str, Any]
     return {"attention_mask": mask if takes_segments(decoder) else additive(mask, like.dtype)}
 
 
-def attend_inside(
-    query_BHLE: Tensor, key_BGLE: Tensor, value_BGLX: Tensor, segments: Segments, form: AttentionForm = PLAIN,
-    first: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+def attend_inside(query_BHLE: Tensor, key_BGLE: Tensor, value_BGLX: Tensor, segments: Segments,
+                  form: AttentionForm = PLAIN, first: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Attention output [B, H, L, X] inside each segment; zero at padding. `first` is a key [B, G, 1, E] and a value [B,
     G, 1, X] before each segment that all of its tokens see; with no form but another scaling."""
     rows = []
@@ -178,7 +167,7 @@ def attend_inside(
 def _text(query_HNE: Tensor, key_GNE: Tensor, value_GNX: Tensor, form: AttentionForm,
           first: tuple[Tensor, Tensor] | None) -> Tensor:
     """Attention output of one text, [H, N, X]."""
-    least = min(size for size in (*form.reach, query_HNE.shape[1]) if size is not None)
+    least = min(size for size in (form.window, form.chunk, query_HNE.shape[1]) if size is not None)
     scored = form.softcap is not None or form.sinks_H is not None or key_GNE.shape[-1] != value_GNX.shape[-1]
     if first is None and (least < query_HNE.shape[1] or scored):
         return _in_blocks(query_HNE, key_GNE, value_GNX, form)

@@ -5,8 +5,7 @@ another way, and sliding windows and chunks need further ones. This function tak
 windows and chunks by position ids. In a compiled layer it is one operation that the compiler does not look into, and
 that calls what the pass has set: the cache grows and the masks change from pass to pass, and no graph depends on them.
 
-Shapes: B rows, H query heads, G key-value heads, N queries, W keys, E width of a key, X width of a value.
-"""
+Shapes: B rows, H query heads, G key-value heads, N queries, W keys, E width of a key, X width of a value."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,10 +36,8 @@ _ATTEND: ContextVar[Callable[[Asked], Tensor]] = ContextVar("attention of the ru
 
 
 @torch.library.custom_op("draftsmith::attend", mutates_args=())
-def attend_apart(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None, window: int | None = None,
-    chunk: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:
+def attend_apart(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None, window: int | None = None,
+                 chunk: int | None = None, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
     """Attention output [B, N, H, X] of queries [B, H, N, E] by what the running layer's pass has set."""
     form = AttentionForm(scaling=scaling, window=window, chunk=chunk, softcap=softcap, sinks_H=sinks)
     return _ATTEND.get()(Asked(query, key, value, form))
@@ -95,18 +92,16 @@ def place_arguments(positions_BN: Tensor, key_positions_BW: Tensor) -> dict[str,
             "near_masks": {}}
 
 
-def tree_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    dropout: float = 0.0, softcap: float | None = None, sliding_window: int | None = None,
-    query_positions: Tensor | None = None, key_positions: Tensor | None = None, s_aux: Tensor | None = None,
-    segments: Segments | None = None, near_masks: dict[tuple[int | None, int | None], Tensor] | None = None,
-    apart: bool = False, **_: Any,
-) -> tuple[Tensor, None]:
+def tree_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                   scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None,
+                   sliding_window: int | None = None, query_positions: Tensor | None = None,
+                   key_positions: Tensor | None = None, s_aux: Tensor | None = None, segments: Segments | None = None,
+                   near_masks: dict[tuple[int | None, int | None], Tensor] | None = None, apart: bool = False,
+                   **_: Any) -> tuple[Tensor, None]:
     """Attend with a mask [B, 1, N, W]; `key_positions` [B, W] lets windows and chunks follow positions, not slots;
-    UserError where they need them and there are none. transformers' attention modules call this signature.
-
-    With `segments` the mask is not read: whole rows attend inside them; UserError for a long row to which the model did
-    not hand them. With `apart` the layer is compiled, and attention is the operation that its pass has set."""
+    UserError where they need them and there are none. transformers' attention modules call this signature. With
+    `segments` the mask is not read: whole rows attend inside them; UserError for a long row to which the model did not
+    hand them. With `apart` the layer is compiled, and attention is the operation that its pass has set."""
     form = AttentionForm(scaling=scaling, window=sliding_window, chunk=chunk_of(module), softcap=softcap, sinks_H=s_aux)
     if tuned(module):
         # Llama 4 widens the scores of late queries by their slots, which are no positions in a tree or a packed row.
@@ -127,23 +122,23 @@ def tree_attention(
     return attend_masked(query, key, value, mask, form, query_positions, key_positions, near_masks), None
 
 
-def attend_masked(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form: AttentionForm, query_positions: Tensor | None,
-    key_positions: Tensor | None, near_masks: dict[tuple[int | None, int | None], Tensor] | None,
-) -> Tensor:
+def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form: AttentionForm,
+                  query_positions: Tensor | None, key_positions: Tensor | None,
+                  near_masks: dict[tuple[int | None, int | None], Tensor] | None) -> Tensor:
     """Attention output [B, N, H, X] under a mask that is boolean or `additive`: every layer makes a boolean one
     additive anew. The first layer of a pass with a window or a chunk puts its mask into `near_masks` for the others.
     UserError for a window or a chunk without positions."""
     queries, grouped = query.shape[2], query.shape[1] != key.shape[1]
-    if mask is not None and form.reach != (None, None):
+    reach = form.window, form.chunk
+    if mask is not None and reach != (None, None):
         if query_positions is None or key_positions is None:
-            raise UserError(f"an attention layer has {reach_words(form.reach)} and is not given the positions to apply "
+            raise UserError(f"an attention layer has {reach_words(reach)} and is not given the positions to apply "
                             "that by; choose another target")
         shared = {} if near_masks is None else near_masks
-        if form.reach not in shared:
+        if reach not in shared:
             near = form.near(query_positions, key_positions)[:, None]
-            shared[form.reach] = mask & near if mask.dtype is torch.bool else mask.masked_fill(~near, -torch.inf)
-        mask = shared[form.reach]
+            shared[reach] = mask & near if mask.dtype is torch.bool else mask.masked_fill(~near, -torch.inf)
+        mask = shared[reach]
     if mask is not None and mask.dtype is not torch.bool:
         mask = mask.to(query.dtype)
     # On a CPU no fused kernel takes values of another width than keys: torch would write out all scores at once.

@@ -5,8 +5,7 @@ Only the decoder's layers are split or spread. Embedding, last norm and output l
 process trains: a drafter borrows them, and its own rows pass through them without a word to other processes. What is
 split is read with transformers' `DistributedConfig`, each process its own part.
 
-Shapes: B rows, L positions.
-"""
+Shapes: B rows, L positions."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -21,13 +20,11 @@ import torch.distributed as dist
 
 from ...errors import UserError
 from ...features import Features
-from ...processes import local_rank, require_deepspeed
+from ...processes import DTYPES, gather_by_layer, local_rank, read_divided, require_deepspeed, zero3_settings
 from ..linear_forms import Pack
 from ..loading.model_parts import decoder_of, layer_list
-from .split_weights import DTYPES, gather_by_layer, read_divided, zero3_settings
 
-PlacementName = Literal["replicated", "tensor_parallel", "fully_sharded", "zero3", "layers", "disk"]
-"""Names of placements in a recipe."""
+PlacementName = Literal["replicated", "tensor_parallel", "fully_sharded", "zero3", "layers", "disk"]  # In a recipe
 Encode = Callable[[Features], Features]  # A pass of the target over whole rows
 
 
@@ -37,8 +34,7 @@ class Placement:
 
     name: ClassVar[str] = "replicated"
     shared: ClassVar[bool] = False  # Whether several processes hold one target: all must take part in each pass
-    spread: ClassVar[bool] = False
-    """Whether the layers are not plain tensors on one device: then they cannot be packed, copied or moved."""
+    spread: ClassVar[bool] = False  # Whether layers are no plain tensors on one device, to be packed, copied or moved
     slow: ClassVar[bool] = False  # Whether every pass reads the layers anew, so that an engine answers and gives states
 
     def __init__(self, degree: int | None = None, *, offload: bool = False) -> None:
@@ -99,7 +95,6 @@ class _Shared(Placement):
     shared, spread = True, True
 
     def size(self, world: int) -> int:
-        """The degree, or all processes."""
         size = world if self.degree is None else self.degree
         if world == 1:
             raise UserError(f"target.placement {self.name} shares one target among several processes, but this is one; "
@@ -113,8 +108,7 @@ class _Shared(Placement):
         return size
 
     def require_fit(self, sketch: Any, world: int, *, gguf: bool) -> None:
-        """Refuse numbers of processes that cannot share it, before its files are looked at."""
-        self.size(world)
+        self.size(world)  # Refuses numbers of processes that cannot share it, before its files are looked at
         super().require_fit(sketch, world, gguf=gguf)
 
     def settled(self, model: Any, device: torch.device) -> Any:
@@ -138,7 +132,6 @@ class TensorParallel(_Shared):
     group: Any  # The processes that share one target
 
     def require_fit(self, sketch: Any, world: int, *, gguf: bool) -> None:
-        """Refuse heads that do not divide, and models without a plan of what is split."""
         super().require_fit(sketch, world, gguf=gguf)
         size, config = self.size(world), sketch.config.get_text_config()
         for field in ("num_attention_heads", "num_key_value_heads"):
@@ -152,7 +145,6 @@ class TensorParallel(_Shared):
 
     @contextmanager
     def reading(self, sketch: Any, device: torch.device, world: int) -> Iterator[dict[str, Any]]:
-        """Each process reads its share of every layer, and all of the rest."""
         from transformers.distributed.configuration_utils import DistributedConfig
 
         self.require_accelerator(device)
@@ -163,12 +155,11 @@ class TensorParallel(_Shared):
             yield {"distributed_config": config}
 
     def settled(self, model: Any, device: torch.device) -> Any:
-        """The model as it is; its group is kept."""
         self.group = model._device_mesh["tp"].get_group()
         return super().settled(model, device)
 
     def own_states(self, encode: Encode, features: Features) -> Features:
-        """The rows of each process of the group in turn, read by all of them; each keeps its own states."""
+        # The rows of each process of the group in turn, read by all of them; each keeps its own states.
         own, own_rank, tokens_BL = features, dist.get_rank(), features.tokens_BL
         # A broadcast needs to know the size of what comes, and rows are as long as the texts of their batch.
         shape_2 = torch.tensor(tokens_BL.shape, device=tokens_BL.device)
@@ -195,7 +186,6 @@ class FullySharded(_Shared):
 
     @contextmanager
     def reading(self, sketch: Any, device: torch.device, world: int) -> Iterator[dict[str, Any]]:
-        """Each process reads its part of every weight."""
         from transformers.distributed.configuration_utils import DistributedConfig
 
         self.require_accelerator(device)
@@ -224,14 +214,12 @@ class Zero3(_Shared):
     name = "zero3"
 
     def size(self, world: int) -> int:
-        """All processes."""
         if self.degree not in (None, world):
             raise UserError(f"target.placement zero3 divides the target among all {world} processes, but target.degree "
                             f"is {self.degree}; leave it out, or set target.placement: fully_sharded")
         return super().size(world)
 
     def require_fit(self, sketch: Any, world: int, *, gguf: bool) -> None:
-        """Refuse number formats that DeepSpeed does not divide, and a machine without it."""
         super().require_fit(sketch, world, gguf=gguf)
         require_deepspeed("target.placement zero3", "target.placement: fully_sharded")
         if sketch.dtype not in DTYPES:
@@ -240,14 +228,12 @@ class Zero3(_Shared):
 
     @contextmanager
     def reading(self, sketch: Any, device: torch.device, world: int) -> Iterator[dict[str, Any]]:
-        """Each process keeps its part of every weight that the first one reads."""
         self.require_accelerator(device)
         self.size(world)
         with read_divided(zero3_settings(sketch.dtype, offload=self.offload)):
             yield {}
 
     def settled(self, model: Any, device: torch.device) -> Any:
-        """The model with everything but its layers gathered for good."""
         model.requires_grad_(False)
         gather_by_layer(model, _layers_name(model), zero3_settings(model.dtype, offload=self.offload))
         return model
@@ -260,7 +246,6 @@ class Layers(Placement):
     spread = True
 
     def reading(self, sketch: Any, device: torch.device, world: int) -> AbstractContextManager[dict[str, Any]]:
-        """The weights are read to their devices."""
         count = torch.accelerator.device_count()
         if count < 2 or device.type == "cpu":
             raise UserError("target.placement layers spreads the target over the devices of one process, but there "
@@ -276,7 +261,6 @@ class Disk(Placement):
     spread = slow = True
 
     def reading(self, sketch: Any, device: torch.device, world: int) -> AbstractContextManager[dict[str, Any]]:
-        """Everything but the layers is read to the device."""
         inside = f"{_layers_name(sketch)}."
         # It warns of what is asked for here.
         logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
@@ -297,7 +281,6 @@ class Disk(Placement):
 
 
 PLACEMENTS: tuple[type[Placement], ...] = (Placement, TensorParallel, FullySharded, Zero3, Layers, Disk)
-"""Every placement."""
 
 
 def placement_named(name: str, degree: int | None, *, offload: bool = False) -> Placement:

@@ -3,33 +3,25 @@
 Decoding promises the answer that `generate` gives with the same settings, so every setting of the config that
 `generate` would apply unasked has one of three fates when the target is loaded:
 
-1. Applied: the end tokens, and biases of single tokens (`suppress_tokens`, `begin_suppress_tokens`, `min_new_tokens`,
-   `bad_words_ids` and `sequence_bias` of one token), which `generate` adds to their logits before it penalises and
-   samples. Where the config declares no end token, `generate` has none to stop at and is normally given the
-   tokenizer's; so is decoding.
+1. Applied: the end tokens, and biases of single tokens, which `generate` adds to their logits before it penalises and
+   samples. Where the config declares no end token, `generate` is normally given the tokenizer's; so is decoding.
 2. Left to the caller: repetition penalty, temperature, top-k, top-p and min-p, in this order as in `generate`. They
-   are fields of `DecodeSettings` and `Request`, whose defaults are neutral; `DecodeSettings.as_generate` and
-   `GenerationDefaults.temperature` give the config's own. A repetition penalty changes greedy answers as well, so one
-   in the config is logged as a warning.
+   are fields of `DecodeSettings` and `Request`, whose defaults are neutral. A repetition penalty changes greedy answers
+   as well, so one in the config is logged as a warning.
 3. Refused by name: everything else that would change the answer. Filters of sampled answers are refused where the
    config samples by default; in a greedy config `generate` does not apply them either.
 
 Settings that change no answer (of the cache, of assisted generation, of what `generate` returns, the length limits that
-a request states itself) are ignored.
-
-Shapes: B rows, M nodes, V vocabulary.
-"""
+a request states itself) are ignored."""
 
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import torch
-from torch import Tensor
-
 from ...errors import UserError
-from ...number_formats import widened
+
+log = logging.getLogger(__name__)
 
 NEVER = -float("inf")
 
@@ -78,30 +70,6 @@ class TokenBiases:
         return {name: value for name, value in asked.items() if value is not None}
 
 
-class AppliedBiases:
-    """The biases of all rows as tensors, which a replayed pass reads where they are."""
-
-    def __init__(self, biases: TokenBiases, eos_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> None:
-        self.least = biases.least_tokens
-        self.added_V = torch.zeros(vocab_size)
-        self.not_first_V, self.ends_V = (torch.zeros(vocab_size, dtype=torch.bool) for _ in range(2))
-        for token, value in biases.added:
-            self.added_V[token] = value
-        self.not_first_V[list(biases.not_first)] = True
-        self.ends_V[[token for token in eos_ids if token < vocab_size]] = True
-        self.added_V, self.not_first_V, self.ends_V = (
-            one_V.to(device) for one_V in (self.added_V, self.not_first_V, self.ends_V))
-
-    def add(self, logits_BMV: Tensor, places_BM: Tensor) -> Tensor:
-        """The logits [B, M, V] in float32 or wider with the biases added; `places_BM` are the places of the next tokens
-        in their answers, from 0."""
-        ruled_out_BMV = ((places_BM < 1)[..., None] & self.not_first_V) | (
-            (places_BM < self.least)[..., None] & self.ends_V)
-        return (widened(logits_BMV) + self.added_V).masked_fill(ruled_out_BMV, NEVER)
-
-
-log = logging.getLogger(__name__)
-
 _CHANGES_ANSWERS: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1), "num_beam_groups": (None, 1), "penalty_alpha": (None, 0), "dola_layers": (None,),
     "constraints": (None,), "force_words_ids": (None,), "stop_strings": (None, []), "max_time": (None,),
@@ -113,8 +81,7 @@ _CHANGES_ANSWERS: dict[str, tuple[object, ...]] = {
     "begin_suppress_tokens": (None, []), "watermarking_config": (None,), "remove_invalid_values": (None, False),
     "cache_implementation": (None, "dynamic", "offloaded", "static", "offloaded_static", "paged", "sliding_window",
                              "hybrid", "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked"),
-}
-"""Settings that change greedy and sampled answers, with the values at which they do not."""
+}  # Settings that change greedy and sampled answers, with the values at which they do not
 _CHANGES_SAMPLES: dict[str, tuple[object, ...]] = {  # The same for sampled answers alone
     "top_h": (None,), "typical_p": (None, 1), "epsilon_cutoff": (None, 0), "eta_cutoff": (None, 0)}
 _UNSET_TOP_K = 50  # The top-k that `generate` samples with where a config names none

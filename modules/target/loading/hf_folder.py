@@ -2,8 +2,7 @@
 token further ahead (multi-token prediction, DeepSeek-V3, arXiv:2412.19437, section 2.2), which transformers leaves out.
 
 Models with several such modules in a row have them numbered; the first one is read and the others are left alone, as
-vLLM does with MiMo-V2. Of DeepSeek-V3 and GLM-4.5 it takes them by turns where a draft is longer than one token.
-"""
+vLLM does with MiMo-V2. Of DeepSeek-V3 and GLM-4.5 it takes them by turns where a draft is longer than one token."""
 
 import hashlib
 import sys
@@ -21,23 +20,12 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...files.atomic_files import files_digest
-from ...files.bounded_reading import without_marks
-from ...files.json_records import read_object, record_of
+from ...files.json_records import read_object, record_of, without_marks
 from ..attention.tree_attention import NAME, attend_by, register
-from ..devices.split_weights import whole
 from ..model import Target
 from ..submodel import is_causal_lm, new_model
-from .model_parts import decoder_of
-from .stored_formats import quantisation_of, read_quantised
-from .stored_weights import (
-    all_finite,
-    check_claims,
-    check_layers,
-    check_parameters,
-    read_model_whole,
-    require_finite,
-    stored_bytes,
-)
+from . import stored_weights as weights
+from .model_parts import decoder_of, whole
 
 _MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 """Files that define the model in a Hugging Face folder; the tokenizer only decides whether it fits."""
@@ -86,7 +74,7 @@ def read_config(folder: Path, target: Target) -> Any:
         raise UserError(f"{folder} holds no config.json; give a folder written by save_pretrained or by "
                         "draftsmith export --format huggingface")
     try:
-        check_claims(PreTrainedConfig.get_config_dict(folder)[0], str(folder))
+        weights.check_claims(PreTrainedConfig.get_config_dict(folder)[0], str(folder))
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except UserError:
         raise
@@ -108,15 +96,16 @@ def read_model(folder: Path, target: Target) -> Any:
     from transformers import AutoModelForCausalLM
 
     config, name, folder = read_config(folder, target), f"the model in {folder}", without_marks(folder)
-    check_layers(config.num_hidden_layers, folder, str(folder))
+    stored = weights.check_layers(config.num_hidden_layers, folder, str(folder))
     try:
         with torch.device("meta"):
             sketch = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-        check_parameters(sketch, stored_bytes(folder), str(folder))
+        weights.check_parameters(sketch, stored, str(folder))
         with without_bars():
-            model = read_quantised(folder, name, quantisation_of(config, None, name), torch.device("cpu"),
-                                   dtype=torch.float32, config=config, trust_remote_code=False)
-            require_finite(model, name)
+            form = weights.quantisation_of(config, None, name)
+            model = weights.read_quantised(folder, name, form, torch.device("cpu"), dtype=torch.float32, config=config,
+                                           trust_remote_code=False)
+            weights.require_finite(model, name)
     except UserError:
         raise
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
@@ -188,8 +177,7 @@ NAMES = (
               projection="input_proj", last_norm="final_layernorm", state_first=True),
     HeadNames(prefix="model.mtp.layers.0.", token_norm="enorm", state_norm="hnorm", projection="eh_proj",
               last_norm="final_layernorm"),
-)
-"""The order of token and state is the one in which vLLM's model of each line concatenates them."""
+)  # The order of token and state is the one in which vLLM's model of each line concatenates them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +267,7 @@ class NativeHead:
                     raise UserError(f"{file} holds {name} in {kind}, and a head is read unquantised alone; choose the "
                                     "target's unquantised weights")
                 found[self.renamed[name]] = tensor = opened.get_tensor(name).float()
-            if not all_finite(tensor):
+            if not weights.all_finite(tensor):
                 raise UserError(f"{file} holds {name} with values that are not finite (nan or inf); save or copy the "
                                 "target again")
         width = target.hidden_size
@@ -297,7 +285,7 @@ class NativeHead:
         where = f"the head in {self.folder}, read as {LAYER}*,"
         try:
             with without_bars():
-                model = read_model_whole(None, where, config=config, dtype=torch.float32, state_dict=tensors)
+                model = weights.read_model_whole(None, where, config=config, dtype=torch.float32, state_dict=tensors)
         except RuntimeError as error:
             raise UserError(f"the experts of {where} lack a tensor, or one has another shape; copy or save the target "
                             "again") from error

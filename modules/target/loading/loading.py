@@ -14,17 +14,15 @@ import torch
 from torch import nn
 
 from ...errors import UserError
-from ...files.bounded_reading import read_bounded_text, require_ordinary, without_marks
+from ...files.json_records import read_bounded_text, require_ordinary, without_marks
 from ...processes import Processes, destroy_group_at_exit, local_rank, name_deepspeeds_device
 from ..devices.placement import Placement, PlacementName, placement_named
-from ..devices.split_weights import is_quantised
 from ..linear_forms import Pack, fastest_dtype
 from ..model import Target
+from . import stored_weights as weights
 from .hf_folder import refuse_adapter, without_bars
-from .model_parts import auto_class
+from .model_parts import auto_class, is_quantised
 from .self_check import LIBRARY_ERRORS
-from .stored_formats import Quantization, gguf_config, parsed_once, quantisation_of, read_quantised
-from .stored_weights import check_claims, check_layers, check_parameters, read_tokenizer, require_rows, stored_bytes
 from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
 
 DEFAULT_NAME = "smollm2-135m-instruct"  # The embedded default target
@@ -66,7 +64,7 @@ class TargetConfig:
     """File with a chat template that replaces the tokenizer's own."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
-    quantization: Quantization | None = None
+    quantization: weights.Quantization | None = None
     """Round the weights of linear layers on reading, to draft for a model that is served so: int8 and float8 by
     torchao, with a scale for each row, nf4 by bitsandbytes. None takes them as they are stored."""
     trust_remote_code: bool = False
@@ -82,12 +80,8 @@ def is_local(name: str) -> bool:
 
 
 def load_target(config: TargetConfig) -> Target:
-    """Load a target, frozen and checked.
-
-    Raises:
-        UserError: if the name leads nowhere, the device does not exist, the architecture cannot be verified, or the
-            placement does not fit the target or the processes.
-    """
+    """Load a target, frozen and checked. Raises UserError if the name leads nowhere, the device does not exist, the
+    architecture cannot be verified, or the placement does not fit the target or the processes."""
     name_deepspeeds_device()
     device = device_named(config.device)
     dtype = _dtype(fastest_format(config) if config.dtype == FASTEST else config.dtype, device)
@@ -166,7 +160,7 @@ def _sketched(config: TargetConfig) -> Any:
     dtype = _dtype("auto" if config.dtype == FASTEST else config.dtype, device_named(config.device))
     if config.name == TINY_NAME:
         sketch = _sketch(tiny_model().config, dtype)
-        sketch.quantised_as = quantisation_of(sketch.config, config.quantization, repr(config.name))
+        sketch.quantised_as = weights.quantisation_of(sketch.config, config.quantization, repr(config.name))
         return sketch
     source, options = _source(config)
     with _one_sentence(config):
@@ -184,22 +178,21 @@ def _shape_and_sketch(config: TargetConfig, source: str, options: dict[str, Any]
     if "gguf_file" not in options:
         revision = {key: value for key, value in options.items() if key == "revision"}
         fields, _ = PreTrainedConfig.get_config_dict(source, **revision)
-        check_claims(fields, name)
+        weights.check_claims(fields, name)
         shape = AutoConfig.from_pretrained(source, **options)
         # Where tensors that transformers leaves out lie, such as a head's, in the same revision.
         stored_in = Path(str(cached_file(source, "config.json", local_files_only=True, **revision))).parent
     else:
-        shape = gguf_config(folder / options["gguf_file"])
+        shape = weights.gguf_config(folder / options["gguf_file"])
     # Again: the class of a configuration adds fields of its own, and those of a GGUF file have not been seen yet.
-    check_claims(shape.to_dict(), name)
+    weights.check_claims(shape.to_dict(), name)
     if "gguf_file" in options:
         stored = (folder / options["gguf_file"]).stat().st_size
     else:
-        check_layers(getattr(shape.get_text_config(), "num_hidden_layers", 0), folder, name)
-        stored = stored_bytes(folder)
+        stored = weights.check_layers(getattr(shape.get_text_config(), "num_hidden_layers", 0), folder, name)
     sketch = _sketch(shape, dtype, trust=config.trust_remote_code)
-    check_parameters(sketch, stored, name)
-    sketch.quantised_as = quantisation_of(None if "gguf_file" in options else shape, config.quantization, name)
+    weights.check_parameters(sketch, stored, name)
+    sketch.quantised_as = weights.quantisation_of(None if "gguf_file" in options else shape, config.quantization, name)
     sketch.stored_in = stored_in
     return shape, sketch
 
@@ -217,14 +210,14 @@ def _read_stored(config: TargetConfig, source: str, options: dict[str, Any], dty
     destroy_group_at_exit()
     # Its warning that float32 is faster is about weights that stay quantised, and these are dequantised on reading.
     logging.getLogger("transformers.quantizers.quantizer_gguf").setLevel(logging.ERROR)
-    with _one_sentence(config), parsed_once() if "gguf_file" in options else nullcontext():
+    with _one_sentence(config), weights.parsed_once() if "gguf_file" in options else nullcontext():
         shape, sketch = _shape_and_sketch(config, source, options, dtype)
         placement.require_fit(sketch, world, gguf="gguf_file" in options)
-        tokenizer = _with_template(config, read_tokenizer(source, name, options))
-        require_rows(tokenizer, sketch.get_input_embeddings().weight.shape[0], name)
+        tokenizer = _with_template(config, weights.read_tokenizer(source, name, options))
+        weights.require_rows(tokenizer, sketch.get_input_embeddings().weight.shape[0], name)
         with placement.reading(sketch, device, world) as places, without_bars():
-            model = read_quantised(source, name, sketch.quantised_as, device, spread=placement.spread, config=shape,
-                                   dtype=dtype, **options, **places)
+            model = weights.read_quantised(source, name, sketch.quantised_as, device, spread=placement.spread,
+                                           config=shape, dtype=dtype, **options, **places)
     model.stored_in = sketch.stored_in
     if "gguf_file" in options:
         # The weights were dequantised on reading; without this, saving the model would claim that they are not.

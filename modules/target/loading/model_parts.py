@@ -1,16 +1,127 @@
-"""Parts of a model of transformers: the text of one that reads pictures or sound too, without the towers of the others;
-copies that share its weights; and an excerpt of it that can be checked exactly at little cost.
-"""
+"""Parts of a model of transformers: weights that are no plain tensors, the text of a model that reads pictures or sound
+too, copies that share its weights, an excerpt that can be checked exactly at little cost; and the identity of a target,
+so that a draft made for one is not used with another."""
 
 import copy
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...config_checks import Whole
 from ...errors import UserError
-from ..devices.split_weights import dequantise, plain_class, whole
+from ...files.json_records import record_of
+from ...processes import whole_in_zero3
+
+
+def is_quantised(weight: Tensor) -> bool:
+    """True for a weight in few bits, which only its own layer or package can multiply with."""
+    return type(weight).__module__.partition(".")[0] in ("bitsandbytes", "torchao")
+
+
+def dequantise(model: nn.Module) -> None:
+    """Give the layers of a model the plain values of torchao's weights."""
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if type(weight).__module__.startswith("torchao."):
+                setattr(module, name, nn.Parameter(weight.dequantize(), requires_grad=False))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a weight of which this process holds a part; its processes must call it together. The values of a
+    quantised one; others as they are, without a gradient."""
+    if hasattr(tensor, "stored"):
+        # A layer's, which stays in its file; see the placement `Disk`.
+        return tensor.stored()  # type: ignore[no-any-return]
+    if hasattr(tensor, "ds_id"):
+        return whole_in_zero3(tensor)
+    if dist.is_available():
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(tensor, DTensor):
+            with torch.no_grad():
+                return tensor.full_tensor()
+    if hasattr(tensor, "quant_state"):
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(tensor.data, tensor.quant_state)  # type: ignore[no-any-return]
+    return (tensor.dequantize() if is_quantised(tensor) else tensor).detach()
+
+
+def plain_class(model: nn.Module) -> type[Any]:
+    """The class of a model as transformers has it: splitting its weights makes another class of it."""
+    if dist.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    return type(model)
+
+
+SAMPLES_PER_TENSOR = 4096  # Evenly spaced elements of each tensor that enter the hash
+SHAPE = ("vocab_size", "hidden_size", "num_layers")  # Fields that decide the sizes of what a drafter reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetIdentity:
+    """Shape and weights hash, which must agree between the target of training and the one in use."""
+
+    name: str  # Origin of the target; for people, not compared
+    architecture: str  # Class of the model
+    vocab_size: Whole  # Rows of the output layer
+    hidden_size: Whole  # Width of the hidden states
+    num_layers: Whole  # Number of decoder layers
+    weights_hash: str  # Hash of the weights, see `hash_weights`
+    quantization: str = ""  # Of quantised weights, as files or `target.quantization` name it, or empty. Not compared
+    tokens_hash: str = ""  # Of tokens and ids, empty without a tokenizer. Compared where a draft changes its target
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, name: str) -> "TargetIdentity":
+        """The identity of a language model, without a hash of weights on torch's meta device."""
+        config, rows = model.config.get_text_config(), model.get_output_embeddings().weight.shape[0]
+        # SHA-256 over a tokenizer's tokens in the order of their ids: equal ones mean the same text by an id.
+        tokens = [] if tokenizer is None else sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+        return cls(name=name, architecture=plain_class(model).__name__, vocab_size=int(rows),
+                   hidden_size=int(config.hidden_size), num_layers=int(config.num_hidden_layers),
+                   weights_hash="" if model.get_input_embeddings().weight.is_meta else hash_weights(model),
+                   quantization=getattr(model, "quantised_as", ""),
+                   tokens_hash=hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:32] if tokens else "")
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "TargetIdentity":
+        """Read the fields from JSON; UserError if a field is missing, unknown or of the wrong kind."""
+        return record_of(cls, fields, "the identity of a target", "make the file again, or copy it again")
+
+    def require_same(self, other: "TargetIdentity", compared: Sequence[str] = (*SHAPE, "weights_hash"),
+                     remedy: str = "load the target it was made for", what: str = "this") -> None:
+        """Refuse another target by the first of the `compared` fields that differs: UserError, whose sentence begins
+        with what was made for this one and ends with the remedy."""
+        for name in compared:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise UserError(f"{what} was made for the target {self.name} with {name} {mine}, but the target here, "
+                                f"{other.name}, has {theirs}; {remedy}")
+
+
+def hash_weights(model: nn.Module) -> str:
+    """SHA-256 over names, shapes and evenly spaced elements of all parameters, each rounded to bfloat16. The rounding
+    makes a model loaded in float32 and in bfloat16 the same; the spacing keeps it to a moment for models of any size,
+    and training of any kind moves elements in every tensor it touches. Weights that are split among processes have the
+    hash of the whole ones; all of these processes must call it."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        found = whole(parameter)
+        flat = found.reshape(-1)
+        step = max(1, -(-flat.numel() // SAMPLES_PER_TENSOR))
+        sample = flat[::step].to(torch.bfloat16).contiguous().cpu()
+        digest.update(f"{name} {tuple(found.shape)}".encode())
+        # The same bytes as whole numbers: numpy has no bfloat16.
+        digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 def rope_by_kind(said: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
@@ -30,10 +141,9 @@ def auto_class(config: Any) -> Any:
 
 
 def text_of(model: Any, *, spread: bool = False) -> Any:
-    """The language model inside a model, around the very same weights; itself where nothing is wrapped around it.
-
-    It is of the class that transformers has for such a text. Where there is none, or layers that are `spread` over
-    processes or devices belong to the model that was read, that loses all but its decoder and output layer."""
+    """The language model inside a model, around the very same weights; itself where nothing is wrapped around it. It is
+    of the class that transformers has for such a text. Where there is none, or layers that are `spread` over processes
+    or devices belong to the model that was read, that loses all but its decoder and output layer."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config, head = model.config.get_text_config(), model.get_output_embeddings()
@@ -77,11 +187,10 @@ def copy_modules(model: nn.Module) -> Any:
 
 def excerpt(model: Any, *, short_windows: bool, spread: bool = False) -> Any:
     """The first layers of a model, at least one of each kind, in float32 or wider; the model itself stays as it is, and
-    tensors that need no conversion are shared. `short_windows` are left by a short text.
-
-    It computes what the model computes, with fewer layers and token ids, so whatever is wrong with masks, positions or
-    windows is wrong there too, and float32 tells it from rounding. Layers that are `spread` over processes or devices
-    are gathered on the device of the embeddings: all processes that share the model must call it."""
+    tensors that need no conversion are shared. `short_windows` are left by a short text. It computes what the model
+    computes, with fewer layers and token ids, so whatever is wrong with masks, positions or windows is wrong there too,
+    and float32 tells it from rounding. Layers that are `spread` over processes or devices are gathered on the device of
+    the embeddings: all processes that share the model must call it."""
     if spread:
         # Made anew: a copy would hold parts of weights, and the hooks that gather or move them.
         with torch.device("meta"):
@@ -127,7 +236,12 @@ def excerpt(model: Any, *, short_windows: bool, spread: bool = False) -> Any:
             size = getattr(owner, name, None)
             if isinstance(size, int) and size > least:
                 setattr(owner, name, least)
-    _widen(small)
+    # Float32 copies of half-precision tensors; the tensors themselves stay.
+    for module in small.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.dtype in (torch.float16, torch.bfloat16):
+                    tensors[name] = _frozen(tensor.float()) if isinstance(tensor, nn.Parameter) else tensor.float()
     return small
 
 
@@ -160,17 +274,6 @@ def _first_of_every_kind(layers: nn.ModuleList, layer_types: list[str] | None) -
             for name, module in layer.named_modules())
         kinds.append((modules, layer_types[place] if layer_types else ""))
     return min(len(layers), max(_FEWEST_LAYERS, 1 + max(kinds.index(kind) for kind in set(kinds))))
-
-
-def _widen(model: nn.Module) -> None:
-    """Give the modules float32 copies of their half-precision tensors; the tensors themselves stay."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.dtype in (torch.float16, torch.bfloat16):
-                module._parameters[name] = _frozen(parameter.float())
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype in (torch.float16, torch.bfloat16):
-                module._buffers[name] = buffer.float()
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

@@ -1,7 +1,6 @@
 """The check of a target at load: what may be verified at all, and whether token trees are read as the model reads text.
 
-Shapes: L tokens of the check's text, V vocabulary.
-"""
+Shapes: L tokens of the check's text, V vocabulary."""
 
 import inspect
 import struct
@@ -75,36 +74,12 @@ def refuse_unverifiable(model: Any) -> None:
             "Choose a target with rotary or learned positions")
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Form float32 products in float32 inside the block: the shorter mantissas that torch may use look like errors."""
-    allowed = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(allowed)
-
-
-def layer_reaches(config: Any, context_length: int) -> list[tuple[int | None, int | None]]:
-    """The sliding window and the chunk of each layer by a text config, in tokens; None where it never ends within the
-    context."""
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    window, chunk = (size if size and size < context_length else None for size in (
-        getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)))
-    return [(window if kind in ("sliding_attention", "hybrid_sliding") else None, chunk if kind == CHUNKED else None)
-            for kind in kinds]
-
-
-def check_attention(
-    name: str, config: Any, reaches: dict[int, tuple[int | None, int | None]], calls: Sequence[AttentionCall],
-    passes: int, context_length: int,
-) -> int:
+def check_attention(name: str, config: Any, reaches: dict[int, tuple[int | None, int | None]],
+                    calls: Sequence[AttentionCall], passes: int, context_length: int) -> int:
     """Compare what each layer handed to the attention function with what the config declares (UserError); `reaches` are
-    the windows and chunks of the layers with attention. Returns how often a layer calls it in a pass.
-
-    A layer may call it several times a pass, all layers equally often. Models that never call it form their attention
-    themselves: the logits show whether they read the mask, but a window would show in longer texts only."""
+    the windows and chunks of the layers with attention. Returns how often a layer calls it in a pass. A layer may call
+    it several times a pass, all layers equally often. Models that never call it form their attention themselves: the
+    logits show whether they read the mask, but a window would show in longer texts only."""
     fields = config.to_dict()
     if not calls and not any(("window" in key or "chunk" in key) and value for key, value in fields.items()):
         return 0
@@ -161,9 +136,8 @@ def read_as_tree(rows: TargetRows, text_1L: Tensor) -> Tensor:
     return torch.cat(logits, dim=1)
 
 
-def check_logits(
-    name: str, dtype: torch.dtype, found_1LV: Tensor, expected_1LV: Tensor, *, recurrent: bool = False
-) -> None:
+def check_logits(name: str, dtype: torch.dtype, found_1LV: Tensor, expected_1LV: Tensor, *,
+                 recurrent: bool = False) -> None:
     """Compare the logits of tree passes along the check's text with the model's own: UserError if they differ by more
     than rounding, or are not finite. Some models return wider logits than their `dtype`, which are no more exact, and
     the code of `recurrent` layers computes in float32 at most."""

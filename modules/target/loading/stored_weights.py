@@ -1,56 +1,67 @@
-"""Weights and tokenizer of a model as its files hold them: all there, in their shapes, finite, a row for each token.
+"""Weights and tokenizer of a model as its files hold them: all there, in their shapes, finite, a row for each token;
+GGUF files, each parsed once; and quantised weights, of published files or rounded on reading.
 
 transformers draws at random what a checkpoint lacks, leaves out what its model has no place for, and makes some
-tokenizers without a vocabulary: such a folder would answer nonsense.
+tokenizers without a vocabulary: such a folder would answer nonsense. It asks for a GGUF file's header, which holds the
+whole vocabulary, with the configuration, the tokenizer and the weights, and builds the table of tensor names once for
+every module: 17 seconds for a model of 135 million weights, most of them spent on the same work again.
 
 The sizes that a configuration claims are compared with the weights before memory is taken for them: a configuration of
 a few bytes can ask for a billion layers. The weights cannot lie about their size: a parameter takes at least a bit of
 them, and a layer at least one tensor.
-"""
+
+Layers that keep 4 or 8 bits stay so on accelerators. Others are dequantised once they are read: on a CPU plain ones are
+faster, drafters borrow rows of embedding and output layer, and decoding is not exact where activations are rounded."""
 
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ...errors import UserError
-from ..devices.split_weights import whole
-from .model_parts import auto_class, text_of
+from .model_parts import auto_class, dequantise, is_quantised, text_of, whole
 from .self_check import LIBRARY_ERRORS
 
+log = logging.getLogger(__name__)
+_REPORT = logging.getLogger("transformers.modeling_utils")
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")  # Files with a tokenizer's tokens
+_MARK = re.compile(r"<.*>|\[.*\]")
+Quantization = Literal["int8", "float8", "nf4"]  # Formats that weights can be rounded to on reading
+_STORED = {"compressed-tensors": ("compressed_tensors",), "fp8": (), "mxfp4": (), "torchao": ("torchao",),
+           "bitsandbytes": ("bitsandbytes", "accelerate")}
+_PACKAGES = _STORED | {"int8": ("torchao",), "float8": ("torchao",), "nf4": ("bitsandbytes", "accelerate")}
+"""Packages that read a format: the names of quant_method in config.json, and those of `Quantization`."""
 MOST_LAYERS = 10_000  # Most layers or experts of a model: each may be a module of its own
 MOST_WIDTH = 2**26  # Largest width, number of heads or vocabulary
 _PARTS = re.compile(r"(.*_)?(n_)?layers?|.*expert.*")
 _WIDTHS = re.compile(r"(num|n|d)_.*|.*_(size|dim|rank)")
-_WEIGHTS = ("*.safetensors", "*.bin")  # Files of weights in a Hugging Face folder
 
 
 def check_claims(fields: Mapping[str, Any], name: str) -> None:
     """Refuse sizes in a configuration, as JSON gave it, that no model has: UserError with field, value and bound."""
-    for key, value in _integers(fields):
-        most = MOST_LAYERS if _PARTS.fullmatch(key) else MOST_WIDTH if _WIDTHS.fullmatch(key) else None
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            check_claims(value, name)
+        if not isinstance(value, int):
+            continue
+        most = MOST_LAYERS if _PARTS.fullmatch(str(key)) else MOST_WIDTH if _WIDTHS.fullmatch(str(key)) else None
         if most is not None and not abs(value) <= most:
             raise UserError(f"the configuration of {name} has {key} {value}, more than any model ({most:,}); correct "
                             "it, or copy the model again")
 
 
-def _integers(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """(key, value) of all whole numbers in a configuration, sections included."""
-    for key, value in fields.items():
-        if isinstance(value, Mapping):
-            yield from _integers(value)
-        elif isinstance(value, int):
-            yield str(key), value
-
-
-def check_layers(num_layers: int, folder: Path, name: str) -> None:
-    """Refuse more layers than a folder's safetensors files have tensors, before a module is made for each. Raises
-    UserError, of a damaged file too."""
+def check_layers(num_layers: int, folder: Path, name: str) -> int:
+    """Bytes of the weights in a Hugging Face folder; 0 where it is none. Refuses more layers than its safetensors files
+    have tensors, before a module is made for each: UserError, of a damaged file too."""
     files = sorted(folder.glob("*.safetensors"))
     tensors = 0
     for file in files:
@@ -63,6 +74,7 @@ def check_layers(num_layers: int, folder: Path, name: str) -> None:
     if files and num_layers > tensors:
         raise UserError(f"the configuration of {name} has {num_layers:,} layers, but its weights hold {tensors:,} "
                         "tensors; correct it, or copy the model again")
+    return sum(file.stat().st_size for file in (*files, *folder.glob("*.bin")) if file.is_file())
 
 
 def check_parameters(sketch: nn.Module, stored: int, name: str) -> None:
@@ -74,24 +86,11 @@ def check_parameters(sketch: nn.Module, stored: int, name: str) -> None:
                         "bytes; correct it, or copy the model again")
 
 
-def stored_bytes(folder: Path) -> int:
-    """Bytes of the weights in a Hugging Face folder; 0 where it is none."""
-    return sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern) if file.is_file())
-
-
-log = logging.getLogger(__name__)
-
-_REPORT = logging.getLogger("transformers.modeling_utils")
-_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")  # Files with a tokenizer's tokens
-_MARK = re.compile(r"<.*>|\[.*\]")
-
-
 def read_model_whole(source: Any, name: str, *, spread: bool = False, **options: Any) -> Any:
     """The causal language model of a folder, hub id or GGUF file, all of whose weights are those of its files. `source`
-    is None for tensors that `options`, of `from_pretrained`, hold; for `spread` see `text_of`.
-
-    UserError names tensors that are missing, that are of another shape, or that belong to modules of the model whose
-    configuration has no place for them."""
+    is None for tensors that `options`, of `from_pretrained`, hold; for `spread` see `text_of`. UserError names tensors
+    that are missing, that are of another shape, or that belong to modules of the model whose configuration has no place
+    for them."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config: Any = options.get("config")
@@ -216,3 +215,123 @@ def require_rows(tokenizer: Any, rows: int, name: str) -> None:
             raise UserError(f"{sentence}; use the tokenizer that the model was trained with, or the model after "
                             "model.resize_token_embeddings(len(tokenizer))")
         log.warning("%s; text with that token cannot be read", sentence)
+
+
+@contextmanager
+def parsed_once() -> Iterator[None]:
+    """A block in which the header of a GGUF file and a table of tensor names are parsed once, however often they are
+    asked for."""
+    import gguf
+
+    # transformers imports both names inside the functions that use them, so it finds what stands here for the moment.
+    reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
+    replaced: Any = gguf
+    replaced.GGUFReader, replaced.get_tensor_name_map = lru_cache(reader), lru_cache(names)
+    try:
+        yield
+    finally:
+        replaced.GGUFReader, replaced.get_tensor_name_map = reader, names
+
+
+def gguf_config(file: Path) -> Any:
+    """transformers' configuration of a GGUF file; a file that has not changed is not read again."""
+    # A copy for each caller: loading a model writes to its configuration.
+    stat = file.stat()
+    return deepcopy(_config(file, stat.st_size, stat.st_mtime_ns))
+
+
+@lru_cache(maxsize=4)
+def _config(file: Path, _size: int, _changed: int) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+
+
+def quantisation_of(config: Any, wanted: Quantization | None, name: str) -> str:
+    """The format of a model's weights, that of its files or the wanted one; empty for plain weights. The configuration
+    then has transformers dequantise what it can. Raises UserError if the format or its package is not known here."""
+    # A GGUF file, which has no configuration, is dequantised by another reader.
+    settings = {"quant_method": ""} if config is None else getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None) or {}
+    if not isinstance(settings, dict):
+        raise UserError(f"quantization_config of {name} is {settings!r} and no mapping; correct its config.json")
+    # Files of bitsandbytes once named no method.
+    form = wanted or (str(settings.get("quant_method", "bitsandbytes")) if settings else "")
+    if settings and wanted is not None:
+        raise UserError(f"the weights of {name} are already quantised, and target.quantization {wanted} would round "
+                        "them again; leave it out, or choose the model's unquantised weights")
+    if form and form not in _PACKAGES:
+        raise UserError(f"the weights of {name} are quantised by {form!r}, and this version reads "
+                        f"{', '.join(_STORED)}; choose another checkpoint, or unquantised weights")
+    if missing := [package for package in _PACKAGES.get(form, ()) if find_spec(package) is None]:
+        packages = " ".join(missing).replace("_", "-")
+        raise UserError(f"{name} has weights in the format {form}, for which {packages} is not installed; install it "
+                        f"(pip install {packages}), or choose the model's unquantised weights")
+    if form in ("compressed-tensors", "fp8", "mxfp4"):
+        config.quantization_config = {**settings, "dequantize": True}
+    return form
+
+
+@torch.no_grad()
+def read_quantised(source: Any, name: str, form: str, device: torch.device, *, dtype: torch.dtype,
+                   **options: Any) -> Any:
+    """`read_model_whole` for weights of a format, kept or dequantised by the rule of this file."""
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    given, bitsandbytes = {"dtype": dtype, **options}, "bitsandbytes" in _PACKAGES.get(form, ())
+    cpu, rounded = device.type == "cpu", form in ("int8", "float8")
+    if form == "fp8" and Path(source).is_dir():
+        _require_scales(Path(source), name)
+    if bitsandbytes:
+        # Without a place it would take the first accelerator, whatever was asked for.
+        given["device_map"] = {"": device}
+    if form == "nf4":
+        given["quantization_config"] = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    elif rounded:
+        from torchao import quantization
+
+        given["quantization_config"] = TorchAoConfig(getattr(quantization, f"{form.capitalize()}WeightOnlyConfig")())
+    if rounded or (form == "nf4" and cpu):
+        # Rounded from the target's own number format, the weights would be others in each.
+        given["dtype"] = torch.float32
+    model = read_model_whole(source, name, **given)
+    model.quantised_as, weights = form, [weight for weight in model.parameters() if is_quantised(weight)]
+    borrowed = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    # By either package, what the weight of a layer has that rounds activations.
+    marks = ("SCB", "act_quant_kwargs", "activation_quantization")
+    plain = cpu or rounded or any(map(is_quantised, borrowed)) or any(
+        getattr(weight, mark, None) is not None for weight in weights for mark in marks)
+    if not form or (weights and not plain):
+        return model
+    # bitsandbytes reads blocks row by row on a CPU, and has rounded them one after the other.
+    if cpu and any(hasattr(one, "quant_state") and one.quant_state.shape[-1] % one.blocksize for one in weights):
+        raise UserError(f"{name} has 4-bit blocks that cross rows, which bitsandbytes does not read on a CPU; choose "
+                        "the model's unquantised weights, or set target.device: cuda")
+    if bitsandbytes:
+        logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)
+        model = model.dequantize(dtype=dtype)
+    elif weights:
+        dequantise(model)
+        model.hf_quantizer.remove_quantization_config(model)
+    log.warning("the weights of %s are quantised (%s) and dequantised on reading; what an engine rounds besides, such "
+                "as activations, is not rounded here", name, form)
+    return model.to(dtype)
+
+
+def _require_scales(folder: Path, name: str) -> None:
+    """Refuse float8 weights without the scales of their blocks, and scales without such weights: transformers reads
+    either as other values. Raises UserError."""
+    kinds: dict[str, str] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            names: list[str] = list(opened.keys())
+            kinds |= {key: opened.get_slice(key).get_dtype() for key in names}
+    for key, kind in kinds.items():
+        weight, scale = key.removesuffix("_scale_inv"), f"{key}_scale_inv"
+        if kind.startswith("F8") and scale not in kinds:
+            raise UserError(f"the weights of {name} hold {key} in float8 and lack its scale, {scale}; save or copy the "
+                            "model again")
+        if weight != key and not kinds.get(weight, "").startswith("F8"):
+            raise UserError(f"the weights of {name} hold {key}, the scale of a float8 weight, and {weight} is none; "
+                            "save or copy the model again")

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 
 from ...token_tree import TokenTree
 from ..attention.segment_attention import Segments, Span
-from .scans import SCANS, Branches, Committed, Scan
+from .scans import SCANS, Branches, Columns, Committed, Scan
 
 Function = Callable[..., Any]
 Place = tuple[int, str, int]  # A layer, the function that it calls, and the number of this call in the layer
@@ -47,21 +47,11 @@ class LayerCall:
         return self.function(*placed, **given)
 
 
-class RecurrentPass(Protocol):
-    """The pass that the functions of recurrent layers ask while it runs."""
-
-    def convolve(self, call: LayerCall) -> Tensor:
-        """The outputs of a causal convolution, [B, D, N]."""
-
-    def scan(self, scan: Scan, call: LayerCall) -> Any:
-        """The outputs of a recurrence, and the state after it if the function was asked for that."""
-
-
-_RUNNING: ContextVar[RecurrentPass | None] = ContextVar("recurrent pass", default=None)
+_RUNNING: ContextVar["NodePass | SegmentPass | None"] = ContextVar("recurrent pass", default=None)
 
 
 @contextmanager
-def running(work: RecurrentPass | None) -> Iterator[None]:
+def running(work: "NodePass | SegmentPass | None") -> Iterator[None]:
     """A block whose recurrent layers ask this pass; without one they run as transformers made them."""
     token = _RUNNING.set(work)
     try:
@@ -96,24 +86,6 @@ def _asking(function: Function, scan: Scan | None) -> Function:
 
     asking.asks_the_pass = True  # type: ignore[attr-defined]
     return asking
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The inputs of a convolution in a pass: those before it and those of its nodes."""
-
-    columns_BDX: Tensor
-    windows_BNW: Tensor | None  # The column of each tap of each node; None along a prompt
-
-    def after(self, path_BP: Tensor, counts_B: Tensor) -> Tensor:
-        """The last W - 1 columns up to the end of the path, [B, D, W - 1]."""
-        if self.windows_BNW is None:
-            width = self.columns_BDX.shape[2] - path_BP.shape[1]
-            last_BW = counts_B[:, None] + torch.arange(width, device=counts_B.device)
-        else:
-            rows_B = torch.arange(len(path_BP), device=path_BP.device)
-            last_BW = self.windows_BNW[rows_B, path_BP[rows_B, (counts_B - 1).clamp(min=0)]][:, 1:]
-        return self.columns_BDX.gather(2, last_BW[:, None].expand(-1, self.columns_BDX.shape[1], -1))
 
 
 class NodePass:
@@ -207,12 +179,10 @@ class SegmentPass:
         self._groups = [list(group) for _, group in groupby(spans, key=lambda span: _tokens(span).bit_length())]
 
     def convolve(self, call: LayerCall) -> Tensor:
-        """The convolution of each segment from its own start."""
         out: Tensor = self._apart(call, ("hidden_states",), 2)
         return out
 
     def scan(self, scan: Scan, call: LayerCall) -> Any:
-        """The recurrence of each segment from its own start."""
         return self._apart(call, scan.tokenwise, scan.time)
 
     def _apart(self, call: LayerCall, tokenwise: tuple[str, ...], time: int) -> Any:
@@ -257,12 +227,9 @@ class RecurrentStates:
     @contextmanager
     def reading(self, tree: TokenTree, rows: slice | Tensor) -> Iterator[None]:
         """A block whose layers read the nodes of a tree after the states of these rows."""
-
-        def former(place: Place) -> Tensor | None:
-            held = self.held.get(place)
-            return None if held is None else held[_there(rows, held)]
-
-        self.work = NodePass(tree, former)
+        self.work = NodePass(tree, lambda place: (
+            None if (held := self.held.get(place)) is None else
+            held[rows if isinstance(rows, slice) else rows.to(held.device)]))
         with running(self.work):
             yield
 
@@ -272,7 +239,7 @@ class RecurrentStates:
             counts = counts_B.to(device)
             state = left.after(path_BP.to(device), counts)
             held = self.held.setdefault(place, state.new_zeros(self.rows, *state.shape[1:]))
-            there = _there(rows, held)
+            there = rows if isinstance(rows, slice) else rows.to(held.device)
             taken_B = (counts > 0).view(-1, *(1 for _ in state.shape[1:]))
             held[there] = torch.where(taken_B, state.to(held.dtype), held[there])
         self.work = None
@@ -286,11 +253,6 @@ class RecurrentStates:
         """Let a row have the states of another."""
         for held in self.held.values():
             held[destination] = held[source]
-
-
-def _there(rows: slice | Tensor, held: Tensor) -> slice | Tensor:
-    """Rows of a tensor, on its device."""
-    return rows if isinstance(rows, slice) else rows.to(held.device)
 
 
 class RecurrentCache(Cache):
@@ -309,9 +271,6 @@ class RecurrentCache(Cache):
         """None."""
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """The new inputs of a convolution alone."""
         return conv_states
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """The given state."""
-        return recurrent_states
+    update_recurrent_state = update_conv_state

@@ -7,25 +7,17 @@ computed twice at commit: each node leaves what it adds to the state. Mamba-1 ha
 no such form; its nodes are computed one after the other, each from its parent's state.
 
 Shapes: B rows, N nodes, P nodes of a path, H heads, K width of a key, V width of a value, C decays of a head (1 or K),
-D channels, S states of a channel.
-"""
+D channels, S states of a channel, W taps of a convolution, X columns: those before the pass and those of its nodes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from ...token_tree import TokenTree
-
-
-class Branches(Protocol):
-    """A layer's record of the nodes of a pass, for the commit of a path of them."""
-
-    def after(self, path_BP: Tensor, counts_B: Tensor) -> Tensor:
-        """The state after the first counts_B[b] nodes of each row's path."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +79,36 @@ class Steps:
         return state_BDS
 
 
-def linear_attention(
-    query_BHNK: Tensor, key_BHNK: Tensor, value_BHNV: Tensor, log_decay_BHNC: Tensor, strength_BHN1: Tensor | None,
-    former_BHKV: Tensor | None, tree: TokenTree, *, transposed: bool = False,
-) -> tuple[Tensor, Additions]:
-    """Outputs [B, H, N, V] of linear attention with decays at the nodes of a tree, and what they add to the state.
+@dataclass(frozen=True)
+class Columns:
+    """The inputs of a convolution in a pass: those before it and those of its nodes."""
 
-    With the decays' sum G_i from the root to node i and D_ij = exp(G_i - G_j) for its ancestors j and itself, else 0:
-    out_i = exp(G_i) q_i S + sum_j D_ij (q_i k_j) u_j, where u = v, or by the delta rule of strength b the solution of
-    u_i + b_i sum_{j<i} D_ij (k_i k_j) u_j = b_i (v_i - exp(G_i) k_i S)."""
+    columns_BDX: Tensor
+    windows_BNW: Tensor | None  # The column of each tap of each node; None along a prompt
+
+    def after(self, path_BP: Tensor, counts_B: Tensor) -> Tensor:
+        """The last W - 1 columns up to the end of the path, [B, D, W - 1]."""
+        if self.windows_BNW is None:
+            width = self.columns_BDX.shape[2] - path_BP.shape[1]
+            last_BW = counts_B[:, None] + torch.arange(width, device=counts_B.device)
+        else:
+            rows_B = torch.arange(len(path_BP), device=path_BP.device)
+            last_BW = self.windows_BNW[rows_B, path_BP[rows_B, (counts_B - 1).clamp(min=0)]][:, 1:]
+        return self.columns_BDX.gather(2, last_BW[:, None].expand(-1, self.columns_BDX.shape[1], -1))
+
+
+Branches = Committed | Additions | Steps | Columns
+"""A layer's record of the nodes of a pass: `after` gives the state after the first counts_B[b] nodes of a row's
+path."""
+
+
+def linear_attention(query_BHNK: Tensor, key_BHNK: Tensor, value_BHNV: Tensor, log_decay_BHNC: Tensor,
+                     strength_BHN1: Tensor | None, former_BHKV: Tensor | None, tree: TokenTree, *,
+                     transposed: bool = False) -> tuple[Tensor, Additions]:
+    """Outputs [B, H, N, V] of linear attention with decays at the nodes of a tree, and what they add to the state. With
+    the decays' sum G_i from the root to node i and D_ij = exp(G_i - G_j) for its ancestors j and itself, else 0: out_i
+    = exp(G_i) q_i S + sum_j D_ij (q_i k_j) u_j, where u = v, or by the delta rule of strength b the solution of u_i +
+    b_i sum_{j<i} D_ij (k_i k_j) u_j = b_i (v_i - exp(G_i) k_i S)."""
     if former_BHKV is None:
         former_BHKV = key_BHNK.new_zeros(*key_BHNK.shape[:2], key_BHNK.shape[3], value_BHNV.shape[3])
     seen_B1NN, dtype = tree.ancestors_BNN[:, None], key_BHNK.dtype
@@ -209,5 +222,4 @@ SCANS = {
     "chunk_kimi_delta_attention": _DELTA,
     "mamba2_chunk_scan": Scan(("hidden_states", "dt", "B", "C"), 1, "initial_states", "return_final_states", mamba2),
     "mamba_selective_scan": Scan(("hidden_states", "dt", "B", "C", "z"), 2, None, "return_last_state", mamba1),
-}
-"""The recurrences by the names of transformers' functions, which all of its models share."""
+}  # The recurrences by the names of transformers' functions, which all of its models share

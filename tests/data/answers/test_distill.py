@@ -33,7 +33,7 @@ from draftsmith.data.answers.shard_queue import HELD_OUT, MERGE, ShardQueue
 from draftsmith.data.prompts import self_prompting, sources
 from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode, progress
 from draftsmith.modules.decoding.loop import Loop
-from draftsmith.modules.files.folder_locks import FolderLocks
+from draftsmith.modules.files.folders import FolderLocks
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_model, tiny_tokenizer
 from support.chats import THINKING
 from support.forked_workers import Killed, die, killed_after, killed_in

@@ -38,7 +38,7 @@ from draftsmith.data.prompts.self_prompting import OwnPrompts
 from draftsmith.data.prompts.sources import Taken
 from draftsmith.data.store.feature_shards import state_file
 from draftsmith.modules import Target, UserError
-from draftsmith.modules.files.folder_locks import FolderLocks, has_locks, remove_leftovers, sole_writer
+from draftsmith.modules.files.folders import FolderLocks, has_locks, remove_leftovers, sole_writer
 from draftsmith.modules.processes import Processes
 from draftsmith.recipes.stages.answer_workers import leading
 from support.forked_workers import ended, holding, kill, start

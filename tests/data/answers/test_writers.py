@@ -15,7 +15,7 @@ from draftsmith.data.prompts.given_answers import GivenAnswers
 from draftsmith.data.store.token_store import SOURCES
 from draftsmith.modules import DecodeSettings, Medusa, Request, Target, UserError, decode
 from draftsmith.modules.families.medusa.drafter import MedusaConfig
-from draftsmith.modules.policies.static_tree import Chain, StaticTree
+from draftsmith.modules.policies.trees import Chain, StaticTree
 from draftsmith.modules.token_tree import Topology
 from draftsmith.modules.verification.acceptance_rules import AcceptAll
 from draftsmith.recipes.stages.answer_workers import require_teacher

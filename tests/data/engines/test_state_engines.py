@@ -72,7 +72,7 @@ def test_the_guides_engine_gives_the_targets_states(data: Path, tiny_target: Tar
     assert len(answered) == 1 + len(Manifest.load(data).shards), "the trial, and a request for each shard"
     assert not list((tmp_path / "engine").iterdir()), "nothing stays in shared memory"
     require_own_states(tiny_target, data, tmp_path)
-    assert DraftDataModule(data, BatchConfig(row_length=128), TAPS).packed_batch(0).to("cpu").encoded
+    assert DraftDataModule(data, BatchConfig(row_length=128), TAPS).packed_batch(0).to("cpu").final_BLD is not None
 
 
 def test_vllm_gives_the_targets_states(data: Path, tiny_target: Target, tmp_path: Path) -> None:

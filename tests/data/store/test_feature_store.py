@@ -11,7 +11,7 @@ from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
 from draftsmith.data.store import token_store
 from draftsmith.data.store.feature_store import Encoding
 from draftsmith.modules import Target, TargetConfig, UserError
-from draftsmith.modules.files.folder_locks import remove_leftovers
+from draftsmith.modules.files.folders import remove_leftovers
 from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.recipes.recipe import dry_run
@@ -50,7 +50,7 @@ def test_missing_states_are_reported(tokens: Path, tiny_target: Target) -> None:
         DraftDataModule(tokens, STORED, TAPS)
     files = encode(tiny_target, tokens, TAPS)
     assert len(files) == 2 * len(Manifest.load(tokens).shards)
-    assert DraftDataModule(tokens, STORED, TAPS).packed_batch(0).to("cpu").encoded
+    assert DraftDataModule(tokens, STORED, TAPS).packed_batch(0).to("cpu").final_BLD is not None
 
 
 def test_two_recipes_that_store_states_of_the_same_data_at_once_keep_each_others(

@@ -35,7 +35,7 @@ def test_a_batch_of_several_files_is_decoded_on_its_device(name: str, device: to
     assert batch.final is not None
     assert batch.final.codes_BLD.dtype == FORMATS[name].dtype, "decoded too early"
     found = (batch if device.type == "cpu" else batch.moved(torch.Tensor.pin_memory)).to(device)
-    assert found.encoded
+    assert found.final_BLD is not None
     assert found.final().device.type == device.type
     wanted_BLD = torch.zeros(2, 30, WIDTH, dtype=torch.bfloat16)
     wanted_BLD[0, :12], wanted_BLD[0, 12:24], wanted_BLD[1, :12] = first.states(), second.states(), second.states()

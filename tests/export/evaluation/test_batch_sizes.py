@@ -22,7 +22,7 @@ from draftsmith.modules import (
     UserError,
     decode,
 )
-from draftsmith.modules.compiler import Compiler
+from draftsmith.modules.target.devices.compiled_layers import Compiler
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.artifacts import trial
 from support.families import randomised

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from draftsmith.export.evaluation.results import Answer, Comparison, Timing
 from draftsmith.export.evaluation.summary import acceptance_by_position, summarise
-from draftsmith.modules import repeats_itself
+from draftsmith.modules.decoding.requests import repeats_itself
 
 
 def test_acceptance_by_position_sums_to_the_accepted_length() -> None:

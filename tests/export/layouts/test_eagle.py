@@ -120,14 +120,14 @@ def test_the_first_eagle_expands_the_recorded_tree(tmp_path: Path) -> None:
     drafter, features = import_drafter("eagle", tmp_path / "official", target), features_of(tensors)
     state = drafter.start(1, 32)
     drafter.observe(state, torch.tensor([0]), observation(features, 0, 6))
-    best = drafter.expand(state, level([0], [-1], [0])).best(10).tokens_BFHR[0, :, 0]
+    best = drafter.expand(state, level([0], [-1], [0])).best(10)[0][0, :, 0]
     proposed, rows = {(): best[0].tolist()}, [best]
     for depth in range(1, 5):
         nodes = [path for path in TREE if len(path) == depth]
         frontier = level([TREE.index(path) + 1 for path in nodes],
                          [TREE.index(path[:-1]) + 1 if depth > 1 else 0 for path in nodes],
                          [proposed[path[:-1]][path[-1]] for path in nodes])
-        rows.append(drafter.expand(state, frontier).best(10).tokens_BFHR[0, :, 0])
+        rows.append(drafter.expand(state, frontier).best(10)[0][0, :, 0])
         proposed |= dict(zip(nodes, rows[-1].tolist(), strict=True))
     assert torch.equal(torch.cat(rows), tensors["output/tree_topk_tokens"])
 

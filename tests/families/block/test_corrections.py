@@ -21,7 +21,7 @@ from draftsmith.modules import (
     policy_named,
 )
 from draftsmith.modules.families.block.corrections import Markov, Shape
-from draftsmith.modules.tuning.confidence_calibration import TEMPERATURES, calibrate_judgement
+from draftsmith.modules.tuning.acceptance_examples import TEMPERATURES, calibrate_judgement
 from draftsmith.modules.verification.acceptance_rules import reject_siblings
 from draftsmith.trainers import DraftModule, draft_module, train_config
 from families.block.reference import plain_state

@@ -10,7 +10,6 @@ import torch
 from draftsmith.modules import (
     DecodeSettings,
     Eagle2Tree,
-    EarlyExit,
     Ensemble,
     Features,
     Frontier,
@@ -33,6 +32,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.families.kangaroo.drafter import KangarooState
 from draftsmith.modules.interfaces.proposer import DraftState
+from draftsmith.modules.policies.stopping_chains import EarlyExit
 from draftsmith.modules.verification.acceptance_rules import Accepted
 from families.kangaroo.reference import adapter, chain, draft_logits
 from support.campaign_drafters import POLICIES

@@ -62,10 +62,10 @@ def test_rejected_nodes_are_not_stored_and_rows_share_the_memory() -> None:
     state = drafter.start(2, 32)
     teach(drafter, state, 0, [1, 2, 3], [[9], [2], [3]], places=[-1, 0, 1])
     teach(drafter, state, 1, [1, 2], [[2]])
-    scores = drafter.expand(state, frontier([0], [-1], [[3], [2]])).best(1)
-    assert scores.guessed_BFHR is not None
-    assert scores.guessed_BFHR.flatten().tolist() == [False, True]
-    assert scores.tokens_BFHR.flatten().tolist()[1] == 3
+    best, known = drafter.expand(state, frontier([0], [-1], [[3], [2]])).best(1)
+    assert known is not None
+    assert known.flatten().tolist() == [False, True]
+    assert best.flatten().tolist()[1] == 3
 
 
 def test_nodes_of_a_tree_have_the_contexts_of_their_own_paths() -> None:

@@ -16,7 +16,7 @@ from draftsmith.modules import (
     UserError,
     decode,
 )
-from draftsmith.modules.baselines.self_speculation import every_other_layer, first_layers
+from draftsmith.modules.baselines.registry import every_other_layer, first_layers
 from draftsmith.modules.interfaces.proposer import DraftState
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.modules.target.partial_passes import skipping

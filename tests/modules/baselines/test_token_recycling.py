@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from draftsmith.modules import StaticTree, TokenRecycling, Topology, UserError, Verified, recycling_tree
+from draftsmith.modules import StaticTree, TokenRecycling, Topology, UserError, Verified
+from draftsmith.modules.baselines.memories import recycling_tree
 from support.observations import frontier, logits_of, observation
 from support.tree_shapes import paths
 
@@ -51,10 +52,10 @@ def test_the_tree_is_filled_from_the_matrix_and_ends_where_a_token_is_new() -> N
 def test_proposals_are_ordered_by_rank() -> None:
     drafter = taught(seen([4], [[7, 2, 9]]))
     scores = drafter.expand(drafter.start(1, 8), frontier([0, 1], [-1, 0], [[4, 5]]))
-    proposals = scores.best(4)
-    assert proposals.tokens_BFHR[0, 0, 0].tolist() == [7, 2, 9, 0]
-    assert proposals.guessed_BFHR is not None
-    assert proposals.guessed_BFHR[0, :, 0].tolist() == [[True, True, True, False], [False] * 4]
+    best, known = scores.best(4)
+    assert best[0, 0, 0].tolist() == [7, 2, 9, 0]
+    assert known is not None
+    assert known[0, :, 0].tolist() == [[True, True, True, False], [False] * 4]
 
 
 def test_the_tree_is_best_first() -> None:

@@ -15,8 +15,7 @@ from draftsmith.modules import (
     baseline,
     decode,
 )
-from draftsmith.modules.baselines.token_recycling import recycling_tree
-from draftsmith.modules.interfaces.proposer import virtual_nodes
+from draftsmith.modules.baselines.memories import recycling_tree
 from draftsmith.modules.parts.feature_drafter import FeatureDrafter
 from draftsmith.modules.parts.lookahead_drafter import LookaheadDrafter
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
@@ -35,7 +34,7 @@ def way(original: Target, name: str) -> tuple[Target, Proposer | None, Policy | 
         target = CASES[name].verifier(original)
         drafter = CASES[name].make(target).eval()
         # Virtual nodes make a pass several times larger than its tree.
-        return target, drafter, Chain(1) if virtual_nodes(drafter) else StaticTree(recycling_tree(NODES))
+        return target, drafter, Chain(1) if drafter.virtual_nodes else StaticTree(recycling_tree(NODES))
     return original, baseline(name, original)[0], Chain(NODES - 1)
 
 
@@ -61,7 +60,7 @@ def steady(original: Target, name: str, context: int) -> tuple[int, int]:
 def test_no_pass_copies_the_cache(tiny_target: Target, name: str) -> None:
     (short, _), (long, keys) = steady(tiny_target, name, 30), steady(tiny_target, name, 400)
     _, drafter, policy = way(tiny_target, name)
-    nodes = NODES if drafter is None or policy is None else policy.max_size * (1 + virtual_nodes(drafter))
+    nodes = NODES if drafter is None or policy is None else policy.max_size * (1 + drafter.virtual_nodes)
     again = drafter.block_size - 1 if isinstance(drafter, FeatureDrafter) else 0
     # The mask: a number for each node, or repeated query, and slot. Anything else that grows would have the size of a
     # layer's keys.

@@ -16,8 +16,8 @@ from draftsmith.modules import (
     baseline,
     decode,
 )
-from draftsmith.modules.compiler import MOST_GRAPHS, Compiler, bounded
 from draftsmith.modules.policies.ensemble import Ensemble, Union
+from draftsmith.modules.target.devices.compiled_layers import MOST_GRAPHS, Compiler, bounded
 from draftsmith.modules.target.linear_forms import Packing
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.families import CASES, randomised

@@ -8,7 +8,6 @@ import pytest
 import torch
 from draftsmith.modules import (
     Chain,
-    EarlyExit,
     MaxProbability,
     Medusa,
     MedusaConfig,
@@ -21,13 +20,13 @@ from draftsmith.modules import (
     SamplingSetting,
     StaticTree,
     StoppedChain,
-    StoppingRule,
     Target,
     Typical,
 )
 from draftsmith.modules.baselines.registry import BASELINES
 from draftsmith.modules.interfaces.proposer import DraftState, Observation
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_trees
+from draftsmith.modules.policies.stopping_chains import EarlyExit, StoppingRule
 from support.families import CASES
 from support.policy_cases import EVERY
 from support.pretended_device import DEVICE, Waits, files, pretended_device

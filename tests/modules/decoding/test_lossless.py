@@ -15,7 +15,6 @@ from draftsmith.modules import (
     Drafter,
     DySpecTree,
     Eagle2Tree,
-    EarlyExit,
     MaxProbability,
     PathProbability,
     Policy,
@@ -31,11 +30,12 @@ from draftsmith.modules import (
     baseline,
     choose,
     decode,
-    follow,
 )
 from draftsmith.modules.decoding import verifier
+from draftsmith.modules.policies.stopping_chains import EarlyExit
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.verification import acceptance_rules as rules
+from draftsmith.modules.verification.acceptance_rules import follow
 from draftsmith.modules.verification.sampling import probabilities
 from scipy.stats import chi2
 from support.architectures import random_model

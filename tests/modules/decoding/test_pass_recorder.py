@@ -14,7 +14,7 @@ from draftsmith.modules import (
     decode,
     stream,
 )
-from draftsmith.modules.decoding.recorders import PROMPT_PASS, GuessedPass, PassRecorder, WrittenToken
+from draftsmith.modules.decoding.recorders import GuessedPass, PassRecorder, WrittenToken
 from draftsmith.modules.verification.acceptance_rules import follow
 from support.drafters import ScriptedDrafter
 from support.policy_cases import EVERY, medusa
@@ -75,7 +75,7 @@ def test_a_stream_is_observed_before_its_tokens(tiny_target: Target) -> None:
 def test_plain_decoding_guesses_nothing(tiny_target: Target) -> None:
     recorder = PassRecorder()
     answer, = decode(tiny_target, requests()[:1], DecodeSettings(ignore_eos=True), observer=recorder).generations
-    assert recorder.passes[0] == [PROMPT_PASS] * answer.passes
+    assert recorder.passes[0] == [GuessedPass()] * answer.passes
     assert recorder.written(answer) == [WrittenToken(token=token, guessed=False) for token in answer.tokens]
 
 

@@ -20,7 +20,6 @@ from draftsmith.modules import (
     DecodeResult,
     DecodeSettings,
     DraftState,
-    EarlyExit,
     Ensemble,
     Loop,
     MaxProbability,
@@ -32,20 +31,19 @@ from draftsmith.modules import (
     SampledTree,
     StaticTree,
     StoppedChain,
-    StoppingRule,
     Target,
     Union,
     baseline,
-    compiler,
     decode,
 )
-from draftsmith.modules.baselines.registry import BASELINES
-from draftsmith.modules.baselines.self_speculation import LayerDraft
+from draftsmith.modules.baselines.registry import BASELINES, LayerDraft
 from draftsmith.modules.decoding import rounds
 from draftsmith.modules.decoding.recorders import PassRecorder, StateRecorder
 from draftsmith.modules.decoding.rounds import steps_to
 from draftsmith.modules.interfaces.proposer import VerifiedRows
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_trees
+from draftsmith.modules.policies.stopping_chains import EarlyExit, StoppingRule
+from draftsmith.modules.target.devices import compiled_layers
 from support.families import CASES, randomised
 from support.held_tensors import held_tensors
 from support.oracle import Oracle
@@ -151,8 +149,8 @@ def test_replayed_rounds_decode_the_same_in_windows(records: Records) -> None:
 def test_rounds_with_compiled_layers_are_replayed(tiny_target_f64: Target, records: Records,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a compiled layer a record holds what its attention does, and not the call that asks for it."""
-    monkeypatch.setattr(compiler, "BACKEND", "eager")
-    monkeypatch.setattr(tiny_target_f64, "compiler", compiler.Compiler())
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+    monkeypatch.setattr(tiny_target_f64, "compiler", compiled_layers.Compiler())
     monkeypatch.setattr(tiny_target_f64, "_compiled", None)
     found = both(tiny_target_f64, drafted("eagle3", StaticTree(WIDE)), records, compile=True)
     check(found, records)

@@ -19,7 +19,6 @@ from draftsmith.modules import (
     decode,
 )
 from draftsmith.modules.decoding.recorders import RecordedStates, StateRecorder
-from draftsmith.modules.interfaces.proposer import virtual_nodes
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.drafters import ScriptedDrafter
 from support.families import CASES, randomised
@@ -55,7 +54,7 @@ def recorded(target: Target, requests: list[Request], settings: DecodeSettings,
              drafter: Drafter | None = None) -> tuple[DecodeResult, dict[int, RecordedStates]]:
     """The answers, which recording must not change, and the states; both layers of the target without a drafter."""
     recorder = StateRecorder((0, 1) if drafter is None else drafter.taps, target.dtype)
-    policy = None if drafter is None else Chain(2) if virtual_nodes(drafter) else StaticTree(TREE)
+    policy = None if drafter is None else Chain(2) if drafter.virtual_nodes else StaticTree(TREE)
     plain = decode(target, requests, settings)
     result = decode(target, requests, settings, drafter=drafter, policy=policy, recorder=recorder)
     assert [one.tokens for one in result.generations] == [one.tokens for one in plain.generations]

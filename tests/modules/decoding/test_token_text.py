@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from draftsmith.modules import Target
-from draftsmith.modules.decoding.token_text import TokenText
+from draftsmith.modules.decoding.requests import TokenText
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

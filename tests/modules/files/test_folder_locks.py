@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from draftsmith.modules import UserError
-from draftsmith.modules.files import folder_locks, owned_folders
+from draftsmith.modules.files import folders
 from draftsmith.modules.files.atomic_files import write_atomically, write_file
-from draftsmith.modules.files.folder_locks import FolderLocks, remove_leftovers, sole_writer
-from draftsmith.modules.files.owned_folders import whole_folder
+from draftsmith.modules.files.folders import FolderLocks, remove_leftovers, sole_writer, whole_folder
 from support.forked_workers import ended, kill, start
 
 
@@ -49,7 +48,7 @@ def test_two_that_write_one_file_at_once_both_end_well(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_work_is_refused_until_its_writer_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_locks, "PATIENCE", 0.1)
+    monkeypatch.setattr(folders, "PATIENCE", 0.1)
     process = holding(tmp_path / "new")
     with pytest.raises(UserError, match=r"another process is writing .*/new; start again when it has ended, or choose"):
         write(tmp_path / "new", "second")
@@ -108,11 +107,11 @@ def test_there_is_no_moment_without_the_folder(tmp_path: Path, monkeypatch: pyte
 
     write(folder, "first")
     monkeypatch.setattr(Path, "rename", watched(renaming))
-    monkeypatch.setattr(owned_folders, "_exchanged", watched(owned_folders._exchanged))
+    monkeypatch.setattr(folders, "_exchanged", watched(folders._exchanged))
     write(folder, "second")
     assert seen == [True]
     # A disk that exchanges nothing: the former one is put back at the next start, which another test shows.
-    monkeypatch.setattr(owned_folders, "_exchanged", lambda *_: False)
+    monkeypatch.setattr(folders, "_exchanged", lambda *_: False)
     write(folder, "third")
     assert (folder / "file").read_text() == "third"
     assert os.listdir(tmp_path) == ["new"]

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from draftsmith.modules import UserError
 from draftsmith.modules.files.atomic_files import write_file
-from draftsmith.modules.files.folder_locks import remove_leftovers
-from draftsmith.modules.files.owned_folders import MARKER, whole_folder
+from draftsmith.modules.files.folders import MARKER, remove_leftovers, whole_folder
 
 
 def write(folder: Path, content: str = "ours", kind: str = "export") -> Path:

@@ -130,9 +130,9 @@ def test_a_row_that_lacks_virtual_nodes_has_no_guess_at_those_depths(tiny_target
     state.present.values[0, :2] = True
     state.whole = False
     root = torch.zeros(2, 1, dtype=torch.long)
-    found = drafter.expand(state, Frontier(nodes_BF=root, parents_BF=root - 1, tokens_BF=root)).best(2)
-    assert found.guessed_BFHR is not None
-    assert found.guessed_BFHR[:, 0, :, 0].tolist() == [[True, True, False], [False, False, False]]
+    _, known = drafter.expand(state, Frontier(nodes_BF=root, parents_BF=root - 1, tokens_BF=root)).best(2)
+    assert known is not None
+    assert known[:, 0, :, 0].tolist() == [[True, True, False], [False, False, False]]
 
 
 def test_virtual_nodes_follow_the_nodes_that_want_them() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import (
-    Chances,
     Drafter,
     Draws,
     DySpecTree,
@@ -25,12 +24,12 @@ from draftsmith.modules import (
     TokenTree,
     Topology,
     UserError,
-    exact_rule,
 )
 from draftsmith.modules.decoding.verifier import examine, pruned
 from draftsmith.modules.families.hydra.drafter import HydraState
-from draftsmith.modules.policies.level_queries import sample
+from draftsmith.modules.policies.base import sample
 from draftsmith.modules.target.kv_cache import RowCache
+from draftsmith.modules.verification.acceptance_rules import Chances, exact_rule
 from references.dynamic import best_sum, candidates
 from support.fixed_length import FixedLength
 from support.goodness_of_fit import chi2_bound, pass_statistic

@@ -146,7 +146,7 @@ def test_samples_merged_with_point_masses_and_judged_as_before_are_seen(
 ) -> None:
     """The samples that remain were not drawn from all of q."""
     monkeypatch.setattr(ensemble, "_without_children",
-                        lambda tree, drawn: ensemble._rows(drawn.log_q_BIQ, drawn.inner_BN))
+                        lambda tree, drawn: ensemble.spread(drawn.log_q_BIQ, drawn.inner_BN))
     statistic, cells = pass_statistic(union("chain", name), ensemble_of("flat"), TARGET, 0.7, rows=ROWS)
     assert statistic > chi2_bound(cells, CHANCE)
 

@@ -6,17 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 from draftsmith.modules import (
-    EarlyExit,
     MaxProbability,
     PathProbability,
     RejectionRisk,
     SampledChain,
     SamplingSetting,
     StoppedChain,
-    StoppingRule,
     UserError,
 )
-from draftsmith.modules.policies.stopping_chains import JudgedPath, PaidGuesses
+from draftsmith.modules.policies.stopping_chains import EarlyExit, JudgedPath, PaidGuesses, StoppingRule
 from support.fixed_length import FixedLength
 from support.goodness_of_fit import chi2_bound, pass_statistic
 from support.tables import DepthDrafter, TableDrafter, draws_for, random_log_probs

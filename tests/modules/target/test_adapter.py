@@ -7,7 +7,7 @@ import pytest
 import torch
 from draftsmith.modules import Adapter, DecodeSettings, Features, Request, Target, UserError, decode
 from draftsmith.modules.target.adapter import LowRank, choose_layers
-from draftsmith.modules.target.loading.identity import hash_weights
+from draftsmith.modules.target.loading.model_parts import hash_weights
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.trainers import lora
 from draftsmith.trainers.lora import LearningTarget, LoraConfig

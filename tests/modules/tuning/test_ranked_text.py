@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from draftsmith.modules import Drafter, Features, Request, Target, Topology, search_tree
-from draftsmith.modules.tuning.ranked_text import RankedText, ranked_text
-from draftsmith.modules.tuning.tree_search import acceptance_of
+from draftsmith.modules import Drafter, Features, Request, Target, Topology
+from draftsmith.modules.tuning.tree_search import RankedText, acceptance_of, ranked_text, search_tree
 from support.encoded_answers import encoded_answers, replay
 from support.families import CASES, randomised
 from support.tiers import others_long

@@ -5,8 +5,7 @@ from math import prod
 
 import pytest
 import torch
-from draftsmith.modules import search_tree
-from draftsmith.modules.tuning.tree_search import PathEstimate
+from draftsmith.modules.tuning.tree_search import PathEstimate, search_tree
 from references.trees import best_expected_length
 from support.tree_shapes import paths
 

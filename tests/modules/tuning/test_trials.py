@@ -16,12 +16,12 @@ from draftsmith.modules import (
     decode,
     parse_joined,
     ranked_text,
-    search_tree,
     trials,
 )
 from draftsmith.modules.baselines.registry import COPIED, joined_drafter, joined_policy
 from draftsmith.modules.policies.registry import policy_named
 from draftsmith.modules.tuning import trials as module
+from draftsmith.modules.tuning.tree_search import search_tree
 from draftsmith.modules.tuning.trials import cut
 from support.artifacts import costs, trial
 from support.encoded_answers import encoded_answers

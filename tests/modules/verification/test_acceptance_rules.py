@@ -6,22 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draftsmith.modules import (
+from draftsmith.modules import Drawn, Equality, Rejection, Rule, Sampling, TokenTree, Topology, Typical, UserError
+from draftsmith.modules.verification import sampling as sampling_module
+from draftsmith.modules.verification.acceptance_rules import (
+    AcceptAll,
     ChainRejection,
     Chances,
-    Drawn,
-    Equality,
-    Rejection,
-    Rule,
-    Sampling,
-    TokenTree,
-    Topology,
-    Typical,
-    UserError,
     exact_rule,
+    reject_siblings,
 )
-from draftsmith.modules.verification import sampling as sampling_module
-from draftsmith.modules.verification.acceptance_rules import AcceptAll, reject_siblings
 from draftsmith.modules.verification.sampling import draw, penalise
 from draftsmith.recipes.counted_work import CountedStorages
 from references import wrong_rules

@@ -5,9 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from draftsmith.modules import Sampling, TokenTree, Topology, choose, follow
+from draftsmith.modules import Sampling, TokenTree, Topology, choose
 from draftsmith.modules.target.loading.tiny_model import tiny_model
 from draftsmith.modules.verification import sampling as sampling_module
+from draftsmith.modules.verification.acceptance_rules import follow
 from draftsmith.modules.verification.sampling import (
     _NUCLEUS_CANDIDATES,
     GREATEST_TEMPERATURE,

@@ -14,7 +14,7 @@ import pytest
 from draftsmith.data import ChatTemplate
 from draftsmith.modules import Chain, DecodeSettings, Request, Target, decode, stream
 from draftsmith.modules.decoding.recorders import PassRecorder
-from draftsmith.modules.decoding.token_text import visible
+from draftsmith.modules.decoding.requests import visible
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import answer_commands
 from draftsmith.recipes.commands.answer_commands import BRACKETS, COLOURS, MarkedAnswer, Marks, marks_for

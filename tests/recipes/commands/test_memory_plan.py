@@ -76,8 +76,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_a_sketch_has_the_shape_of_the_target_and_no_values() -> None:
     sketch, target = sketch_target(TargetConfig(name="tiny-random")), load_target(TargetConfig(name="tiny-random"))
-    same = {**target.identity.to_dict(), "weights_hash": "", "tokens_hash": ""}
-    assert sketch.identity.to_dict() == same
+    same = {**vars(target.identity), "weights_hash": "", "tokens_hash": ""}
+    assert vars(sketch.identity) == same
     assert sketch.output_weight().device == torch.device("meta")
     assert sketch.eos_ids == () or set(sketch.eos_ids) <= set(target.eos_ids)
 

@@ -33,11 +33,11 @@ from draftsmith.modules import (
     TargetConfig,
     Topology,
     UserError,
-    compiler,
     decode,
     load_target,
     stream,
 )
+from draftsmith.modules.target.devices import compiled_layers
 from draftsmith.modules.target.linear_forms import can_pack
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import compare_families, pipeline
@@ -478,7 +478,7 @@ def test_generate_says_why_graphs_were_not_replayed_and_compiles_where_it_can(
     """With unpacked layers, whose compiler is watched; packed ones are named."""
     answers = []
     for asked in ([], ["--graphs"], ["--compile"], ["--compile", "--target.pack", "0"]):
-        with patch.object(compiler, "BACKEND", "eager"):
+        with patch.object(compiled_layers, "BACKEND", "eager"):
             assert main(["generate", "--artifact", str(tiny_run / "artifact"), "--prompt", "hello", "--max-new-tokens",
                          "9", *asked]) == 0
         answers.append(capsys.readouterr())

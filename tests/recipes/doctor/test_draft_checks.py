@@ -14,8 +14,7 @@ from draftsmith.data import ChatTemplate, Manifest
 from draftsmith.data.store.token_store import Row
 from draftsmith.export import Artifact, TrainingRecord, load_artifact
 from draftsmith.modules import Drafter, Features, MeasuredStep, Target, Topology, UserError
-from draftsmith.modules.tuning.ranked_text import RankedText
-from draftsmith.modules.tuning.tree_search import Acceptance
+from draftsmith.modules.tuning.tree_search import Acceptance, RankedText
 from draftsmith.recipes.commands.doctor import diagnose
 from draftsmith.recipes.doctor import draft_checks
 from draftsmith.recipes.doctor.case import Case, DataSample, Finding, findings_of, unchecked

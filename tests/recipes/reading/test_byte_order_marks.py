@@ -9,8 +9,7 @@ import torch
 from draftsmith.data import read_prompts
 from draftsmith.export.layouts.parts.safetensors_reader import Checkpoint
 from draftsmith.modules import DraftLM, DraftLMConfig, Target, TargetConfig, UserError, load_target
-from draftsmith.modules.files.bounded_reading import SETTINGS_BYTES, without_marks
-from draftsmith.modules.files.json_records import read_json
+from draftsmith.modules.files.json_records import SETTINGS_BYTES, read_json, without_marks
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_model, tiny_tokenizer
 from draftsmith.recipes.chat_settings import TemplateConfig
 from draftsmith.recipes.reading.recipe_files import read_recipe

@@ -6,8 +6,8 @@ from draftsmith.export import EVERY_FORMAT, export_artifact
 from draftsmith.export.artifact import Artifact
 from draftsmith.modules import Frontier, Target, Topology, UserError
 from draftsmith.modules.families.bigram.drafter import Bigram, BigramConfig
-from families.bigram.reference import scores_after
 from support.families import randomised
+from support.new_family.reference import scores_after
 
 
 def made(target: Target) -> Bigram:

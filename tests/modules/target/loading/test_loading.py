@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import TargetConfig, load_target
-from draftsmith.modules.target.loading import loading, stored_formats
+from draftsmith.modules.target.loading import loading, stored_weights
 from draftsmith.modules.target.loading.loading import load_in_format
-from draftsmith.modules.target.loading.stored_formats import gguf_config, parsed_once
+from draftsmith.modules.target.loading.stored_weights import gguf_config, parsed_once
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers.utils import logging as transformers_logging
@@ -102,7 +102,7 @@ def test_the_configuration_of_a_gguf_file_is_read_again_when_the_file_changed(
         return SimpleNamespace(text=(folder / gguf_file).read_text(), layers=[])
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", read)
-    stored_formats._config.cache_clear()
+    stored_weights._config.cache_clear()
     file = tmp_path / "model.gguf"
     file.write_text("one")
     first = gguf_config(file)

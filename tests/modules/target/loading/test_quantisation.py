@@ -11,7 +11,7 @@ from draftsmith.modules import DecodeSettings, Request, Target, TargetConfig, Us
 from draftsmith.modules.target.adapter import choose_layers
 from draftsmith.modules.target.draft_vocabulary import OutputRows
 from draftsmith.modules.target.linear_forms import Packing
-from draftsmith.modules.target.loading import stored_formats
+from draftsmith.modules.target.loading import stored_weights
 from draftsmith.modules.target.loading.loading import load_in_format, sketch_target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from safetensors.torch import load_file, save_file
@@ -152,7 +152,7 @@ def test_layers_of_torchao_that_a_target_keeps_are_checked_hashed_and_left_alone
 def test_what_cannot_be_read_here_is_refused_with_what_it_needs(
     find: str, stored: Any, wanted: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_formats, "find_spec", lambda name: None)
+    monkeypatch.setattr(stored_weights, "find_spec", lambda name: None)
     tiny_model().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     if stored is not None:
@@ -164,9 +164,9 @@ def test_what_cannot_be_read_here_is_refused_with_what_it_needs(
 
 
 def test_weights_of_a_gguf_file_are_not_rounded_again() -> None:
-    assert stored_formats.quantisation_of(None, None, "x.gguf") == ""
+    assert stored_weights.quantisation_of(None, None, "x.gguf") == ""
     with pytest.raises(UserError, match=r"already quantised, and target\.quantization int8 would round them again"):
-        stored_formats.quantisation_of(None, "int8", "x.gguf")
+        stored_weights.quantisation_of(None, "int8", "x.gguf")
 
 
 def test_blocks_that_cross_rows_are_refused_where_their_package_misreads_them() -> None:

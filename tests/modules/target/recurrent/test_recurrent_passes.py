@@ -187,7 +187,7 @@ def test_the_multipliers_of_falcon_h1_are_applied() -> None:
 def test_a_row_of_padding_alone_is_encoded() -> None:
     blank = torch.zeros(1, 4, dtype=torch.int64)
     features = Features(tokens_BL=blank, supervised_BL=blank > 0, segments_BL=blank - 1, positions_BL=blank)
-    assert target_of("Qwen3Next").encode(features).encoded
+    assert target_of("Qwen3Next").encode(features).final_BLD is not None
 
 
 def test_no_tree_is_sent_inside_a_native_block() -> None:
