@@ -56,9 +56,8 @@ def test_a_rate_says_nothing_before_some_work_is_done_and_knows_an_earlier_run(t
     assert clock(7325) == "2:02:05"
 
 
-def test_a_log_gets_one_line_in_ten_seconds_and_none_of_a_short_stage(
-    time: Ticking, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_gets_one_line_in_ten_seconds_and_none_of_a_short_stage(time: Ticking,
+                                                                      capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressLine("answers", 1000, "tok") as line:
         for _ in range(100):
             time.now += 0.25
@@ -74,9 +73,8 @@ def test_a_log_gets_one_line_in_ten_seconds_and_none_of_a_short_stage(
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_shows_one_line_that_fits(
-    time: Ticking, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_shows_one_line_that_fits(time: Ticking, monkeypatch: pytest.MonkeyPatch,
+                                             capfd: pytest.CaptureFixture[str]) -> None:
     become_terminal(monkeypatch)
     with ProgressLine("answers", 1000, "tok") as line:
         line.figures = "12% of slots idle, " * 9
@@ -93,9 +91,8 @@ def test_a_terminal_shows_one_line_that_fits(
     assert lines[-1].rstrip() == "end: 1,000 of 1,000 tok in 0:10, 0:00 left, 100.0 tok/s"
 
 
-def test_a_stage_of_answers_ends_with_the_number_that_the_data_have(
-    time: Ticking, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stage_of_answers_ends_with_the_number_that_the_data_have(time: Ticking, monkeypatch: pytest.MonkeyPatch,
+                                                                    capfd: pytest.CaptureFixture[str]) -> None:
     become_terminal(monkeypatch)
     bar = Progress(shown=True, seconds_left=lambda: 60.0)
     with bar.stage("answers", 1000, "tok", done=100):

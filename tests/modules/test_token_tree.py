@@ -49,27 +49,21 @@ def test_padding_nodes_see_only_themselves() -> None:
     assert bool(tree.ancestors_BNN[1, 2, 2])
 
 
-@pytest.mark.parametrize(
-    ("parents", "ranks", "message"),
-    [
-        ((-1, 1), (0, 0), "parent of node 1 must be a node before it"),
-        ((0,), (0,), "root and its parent must be -1"),
-        ((-1, 0, 0), (0, 1, 1), "same parent and the same rank"),
-        ((-1, 0), (0,), "as many parents as ranks"),
-        ((-1, 0), (0, -2), "ranks must be at least 0"),
-    ],
-)
+@pytest.mark.parametrize(("parents", "ranks", "message"), [
+    ((-1, 1), (0, 0), "parent of node 1 must be a node before it"),
+    ((0,), (0,), "root and its parent must be -1"),
+    ((-1, 0, 0), (0, 1, 1), "same parent and the same rank"),
+    ((-1, 0), (0,), "as many parents as ranks"),
+    ((-1, 0), (0, -2), "ranks must be at least 0"),
+])
 def test_wrong_topologies_are_refused(parents: tuple[int, ...], ranks: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Topology(parents, ranks)
 
 
-def test_a_parent_after_its_child_is_refused_with_its_row() -> None:
+def test_trees_prefixes_and_paths_refuse_what_does_not_exist() -> None:
     with pytest.raises(ValueError, match="row 1: a node's parent must come before"):
         TokenTree.from_parents(torch.zeros(2, 3, dtype=torch.long), torch.tensor([[-1, 0, 1], [-1, 2, 0]]))
-
-
-def test_prefix_and_paths_refuse_what_does_not_exist() -> None:
     with pytest.raises(ValueError, match="size must be between 1 and 3"):
         Topology.chain(2).prefix(4)
     with pytest.raises(ValueError, match="comes before its parent"):

@@ -2,32 +2,12 @@
 
 import pytest
 import torch
-from draftsmith.modules import (
-    BASELINES,
-    PARTNERS,
-    POLICIES,
-    SPARSE,
-    SPECDEC,
-    Chain,
-    DecodeSettings,
-    Ensemble,
-    Generation,
-    Observation,
-    PromptLookup,
-    Request,
-    Target,
-    TokenRecycling,
-    Topology,
-    Union,
-    UserError,
-    Verified,
-    baseline,
-    decode,
-    parse_joined,
-    policy_named,
-)
-from draftsmith.modules.baselines.registry import COPIED, PolicyName, joined_drafter, joined_policy
-from draftsmith.modules.interfaces.proposer import DraftState
+from draftsmith.modules import Chain, Ensemble, Target, Topology, Union, UserError, baseline, decode, parse_joined
+from draftsmith.modules.baselines.memories import PromptLookup, TokenRecycling
+from draftsmith.modules.baselines.registry import BASELINES, COPIED, PARTNERS, PolicyName, joined_drafter, joined_policy
+from draftsmith.modules.decoding.requests import DecodeSettings, Generation, Request
+from draftsmith.modules.interfaces.proposer import DraftState, Observation, Verified
+from draftsmith.modules.policies.registry import POLICIES, SPARSE, SPECDEC, policy_named
 from support.families import CASES, randomised
 from support.native_answers import native_greedy, requests_for
 from support.observations import frontier, observation
@@ -149,9 +129,8 @@ def test_observed_logits_belong_to_the_accepted_tokens(tiny_target_f64: Target) 
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_expanding_never_waits_for_the_device(
-    tiny_target_f64: Target, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expanding_never_waits_for_the_device(tiny_target_f64: Target, name: str,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target_f64
     drafter, policy = baseline(name, target)
     decode(target, [Request((5, 6, 5, 6), 0, 20)], DecodeSettings(), drafter=drafter, policy=policy)

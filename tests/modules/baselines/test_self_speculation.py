@@ -4,20 +4,10 @@ import random
 
 import pytest
 import torch
-from draftsmith.modules import (
-    Chain,
-    DecodeSettings,
-    DraftLM,
-    DraftLMConfig,
-    LayerDraft,
-    StaticTree,
-    Target,
-    Topology,
-    UserError,
-    decode,
-)
-from draftsmith.modules.baselines.registry import every_other_layer, first_layers
+from draftsmith.modules import DecodeSettings, DraftLM, DraftLMConfig, StaticTree, Target, Topology, UserError, decode
+from draftsmith.modules.baselines.registry import LayerDraft, every_other_layer, first_layers
 from draftsmith.modules.interfaces.proposer import DraftState
+from draftsmith.modules.policies.trees import Chain
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.modules.target.partial_passes import skipping
 from support.architectures import random_trait

@@ -2,20 +2,9 @@
 
 import pytest
 import torch
-from draftsmith.modules import (
-    Chain,
-    DecodeSettings,
-    Loop,
-    Mtp,
-    Policy,
-    Proposer,
-    Request,
-    StaticTree,
-    Target,
-    baseline,
-    decode,
-)
+from draftsmith.modules import Chain, DecodeSettings, Loop, Mtp, Policy, Proposer, StaticTree, Target, baseline, decode
 from draftsmith.modules.baselines.memories import recycling_tree
+from draftsmith.modules.decoding.requests import Request
 from draftsmith.modules.parts.feature_drafter import FeatureDrafter
 from draftsmith.modules.parts.lookahead_drafter import LookaheadDrafter
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer

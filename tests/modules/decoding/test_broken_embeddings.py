@@ -5,28 +5,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from draftsmith.modules import (
-    Chain,
-    DecodeError,
-    DecodeSettings,
-    DraftLM,
-    DraftLMConfig,
-    DraftState,
-    DySpecTree,
-    Eagle3,
-    Eagle3Config,
-    Frontier,
-    Generation,
-    LayerDraft,
-    Policy,
-    Proposer,
-    Request,
-    Scores,
-    StaticTree,
-    Target,
-    Topology,
-    decode,
-)
+from draftsmith.modules import DecodeError, DraftLM, DraftLMConfig, Eagle3, LayerDraft, Policy, Target, Topology, decode
+from draftsmith.modules.decoding.requests import DecodeSettings, Generation, Request
+from draftsmith.modules.families.eagle3.drafter import Eagle3Config
+from draftsmith.modules.interfaces.proposer import DraftState, Frontier, Proposer, Scores
+from draftsmith.modules.policies.trees import Chain, DySpecTree, StaticTree
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from scipy.stats import chisquare
 from support.tables import TableDrafter

@@ -5,17 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import (
-    DraftState,
-    DySpecTree,
-    Observation,
-    Policy,
-    Sampling,
-    StaticTree,
-    Target,
-    TokenTree,
-    Topology,
-)
+from draftsmith.modules import DySpecTree, Observation, Policy, Sampling, StaticTree, Target, TokenTree, Topology
+from draftsmith.modules.interfaces.proposer import DraftState
 from draftsmith.modules.target.kv_cache import RowCache
 from draftsmith.modules.verification.acceptance_rules import Chances, exact_rule
 from support.families import CASES, randomised

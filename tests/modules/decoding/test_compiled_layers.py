@@ -4,18 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from draftsmith.modules import (
-    DecodeResult,
-    DecodeSettings,
-    Policy,
-    Proposer,
-    Request,
-    StaticTree,
-    Target,
-    Topology,
-    baseline,
-    decode,
-)
+from draftsmith.modules import DecodeSettings, Policy, Proposer, Request, StaticTree, Target, Topology, baseline, decode
+from draftsmith.modules.decoding.requests import DecodeResult
 from draftsmith.modules.policies.ensemble import Ensemble, Union
 from draftsmith.modules.target.devices.compiled_layers import MOST_GRAPHS, Compiler, bounded
 from draftsmith.modules.target.linear_forms import Packing

@@ -6,27 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import (
-    Chain,
-    MaxProbability,
-    Medusa,
-    MedusaConfig,
-    PathProbability,
-    Policy,
-    Proposer,
-    RejectionRisk,
-    SampledChain,
-    SampledTree,
-    SamplingSetting,
-    StaticTree,
-    StoppedChain,
-    Target,
-    Typical,
-)
+from draftsmith.modules import Policy, RejectionRisk, SampledChain, SamplingSetting, StoppedChain, Target, Typical
 from draftsmith.modules.baselines.registry import BASELINES
-from draftsmith.modules.interfaces.proposer import DraftState, Observation
+from draftsmith.modules.families.medusa.drafter import Medusa, MedusaConfig
+from draftsmith.modules.interfaces.proposer import DraftState, Observation, Proposer
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_trees
-from draftsmith.modules.policies.stopping_chains import EarlyExit, StoppingRule
+from draftsmith.modules.policies.stopping_chains import EarlyExit, MaxProbability, PathProbability, StoppingRule
+from draftsmith.modules.policies.trees import Chain, SampledTree, StaticTree
 from support.families import CASES
 from support.policy_cases import EVERY
 from support.pretended_device import DEVICE, Waits, files, pretended_device

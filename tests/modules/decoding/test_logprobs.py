@@ -5,23 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from draftsmith.modules import (
-    Chain,
-    DecodeError,
-    DecodeResult,
-    DecodeSettings,
-    Generation,
-    Policy,
-    Proposer,
-    Request,
-    StaticTree,
-    Target,
-    Topology,
-    Typical,
-    decode,
-)
+from draftsmith.modules import Chain, DecodeError, Policy, Proposer, StaticTree, Target, Topology, decode
+from draftsmith.modules.decoding.requests import DecodeResult, DecodeSettings, Generation, Request
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from draftsmith.modules.verification.acceptance_rules import AcceptAll
+from draftsmith.modules.verification.acceptance_rules import AcceptAll, Typical
 from support.drafters import ScriptedDrafter
 from support.families import CASES, randomised
 from support.native_answers import requests_for

@@ -8,35 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draftsmith.modules import (
-    Accepted,
-    Chain,
-    DecodeSettings,
-    Drafter,
-    DySpecTree,
-    Eagle2Tree,
-    MaxProbability,
-    PathProbability,
-    Policy,
-    Request,
-    SampledChain,
-    Sampling,
-    StaticTree,
-    StoppedChain,
-    Target,
-    TokenTree,
-    Topology,
-    Typical,
-    baseline,
-    choose,
-    decode,
-)
+from draftsmith.modules import Drafter, Policy, Request, StoppedChain, Target, TokenTree, Topology, baseline, decode
 from draftsmith.modules.decoding import verifier
-from draftsmith.modules.policies.stopping_chains import EarlyExit
+from draftsmith.modules.decoding.requests import DecodeSettings
+from draftsmith.modules.policies.stopping_chains import EarlyExit, MaxProbability, PathProbability, SampledChain
+from draftsmith.modules.policies.trees import Chain, DySpecTree, Eagle2Tree, StaticTree
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.verification import acceptance_rules as rules
-from draftsmith.modules.verification.acceptance_rules import follow
-from draftsmith.modules.verification.sampling import probabilities
+from draftsmith.modules.verification.acceptance_rules import Accepted, Typical, follow
+from draftsmith.modules.verification.sampling import Sampling, choose, probabilities
 from scipy.stats import chi2
 from support.architectures import random_model
 from support.drafters import ScriptedDrafter, TargetDrafter

@@ -15,34 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import (
-    Chain,
-    DecodeResult,
-    DecodeSettings,
-    DraftState,
-    Ensemble,
-    Loop,
-    MaxProbability,
-    PathProbability,
-    Policy,
-    Proposer,
-    Replay,
-    Request,
-    SampledTree,
-    StaticTree,
-    StoppedChain,
-    Target,
-    Union,
-    baseline,
-    decode,
-)
-from draftsmith.modules.baselines.registry import BASELINES, LayerDraft
+from draftsmith.modules import Ensemble, Loop, Policy, Replay, StoppedChain, Target, Union, decode
+from draftsmith.modules.baselines.registry import BASELINES, LayerDraft, baseline
 from draftsmith.modules.decoding import rounds
 from draftsmith.modules.decoding.recorders import PassRecorder, StateRecorder
+from draftsmith.modules.decoding.requests import DecodeResult, DecodeSettings, Request
 from draftsmith.modules.decoding.rounds import steps_to
-from draftsmith.modules.interfaces.proposer import VerifiedRows
+from draftsmith.modules.interfaces.proposer import DraftState, Proposer, VerifiedRows
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_trees
-from draftsmith.modules.policies.stopping_chains import EarlyExit, StoppingRule
+from draftsmith.modules.policies.stopping_chains import EarlyExit, MaxProbability, PathProbability, StoppingRule
+from draftsmith.modules.policies.trees import Chain, SampledTree, StaticTree
 from draftsmith.modules.target.devices import compiled_layers
 from support.families import CASES, randomised
 from support.held_tensors import held_tensors
@@ -170,9 +152,8 @@ def looking(stop: StoppingRule) -> StoppedChain:
 
 @pytest.mark.parametrize("stop", some_long([PathProbability(0.02), MaxProbability(0.05), EarlyExit(0.1)], 3),
                          ids=lambda stop: type(stop).__name__)
-def test_a_chain_that_looks_between_its_steps_is_replayed_without_looks(
-    tiny_target_f64: Target, stop: StoppingRule, records: Records
-) -> None:
+def test_a_chain_that_looks_between_its_steps_is_replayed_without_looks(tiny_target_f64: Target, stop: StoppingRule,
+                                                                        records: Records) -> None:
     check(both(tiny_target_f64, drafted("eagle", looking(stop)), records), records)
 
 
@@ -198,18 +179,16 @@ class Held(Wrapped):
 
 
 @pytest.mark.parametrize("name", some_long(["eagle3", "draft-lm"], 9, 1))
-def test_replayed_rounds_decode_the_same_with_a_drafter_inside_another(
-    tiny_target_f64: Target, name: str, records: Records
-) -> None:
+def test_replayed_rounds_decode_the_same_with_a_drafter_inside_another(tiny_target_f64: Target, name: str,
+                                                                       records: Records) -> None:
     def held(origin: Target, there: Target) -> tuple[Proposer, Policy]:
         return Held(moved(randomised(CASES[name].make(origin)), there)), StaticTree(WIDE)
 
     check(both(tiny_target_f64, held, records), records)
 
 
-def test_replayed_rounds_decode_the_same_with_guesses_of_stated_acceptance(
-    tiny_target_f64: Target, records: Records
-) -> None:
+def test_replayed_rounds_decode_the_same_with_guesses_of_stated_acceptance(tiny_target_f64: Target,
+                                                                           records: Records) -> None:
     """The drafter of benchmarks, whose rows leave one after another."""
     lengths = LENGTHS[:4]
     answered = decode(tiny_target_f64, requests(GREEDY, lengths), DecodeSettings(batch_size=4, ignore_eos=True))
@@ -228,9 +207,8 @@ def test_replayed_rounds_decode_the_same_with_guesses_of_stated_acceptance(
 
 
 @pytest.mark.parametrize("length", some_long([3, 17], 9, 1))
-def test_a_draft_that_is_always_right_is_read_as_far_as_it_was_accepted(
-    tiny_target_f64: Target, length: int, records: Records
-) -> None:
+def test_a_draft_that_is_always_right_is_read_as_far_as_it_was_accepted(tiny_target_f64: Target, length: int,
+                                                                        records: Records) -> None:
     """With the next root, or at once where a chain is longer than what a draft model may leave unread."""
 
     def whole(_origin: Target, there: Target) -> tuple[Proposer, Policy]:
@@ -295,24 +273,21 @@ def check_places(loops: Iterator[Loop]) -> None:
 
 
 @pytest.mark.parametrize("name", others_long(FIRST_CASES))
-def test_a_steady_round_of_every_family_writes_to_the_same_places(
-    tiny_target: Target, name: str, records: Records
-) -> None:
+def test_a_steady_round_of_every_family_writes_to_the_same_places(tiny_target: Target, name: str,
+                                                                  records: Records) -> None:
     """And nothing but replays runs in it."""
     check_places(steady(CASES[name].verifier(tiny_target), drafted(name, StaticTree(WIDE)), records))
 
 
 @pytest.mark.parametrize("policy", some_long(EVERY, 3, 1), ids=lambda policy: type(policy).__name__)
-def test_a_steady_round_of_every_policy_writes_to_the_same_places(
-    tiny_target: Target, policy: Policy, records: Records
-) -> None:
+def test_a_steady_round_of_every_policy_writes_to_the_same_places(tiny_target: Target, policy: Policy,
+                                                                  records: Records) -> None:
     check_places(steady(tiny_target, drafted("eagle3", policy), records, MIXED))
 
 
 @pytest.mark.parametrize("name", some_long(BASELINES, 3, 2))
-def test_a_steady_round_of_every_baseline_writes_to_the_same_places(
-    tiny_target: Target, name: str, records: Records
-) -> None:
+def test_a_steady_round_of_every_baseline_writes_to_the_same_places(tiny_target: Target, name: str,
+                                                                    records: Records) -> None:
     check_places(steady(tiny_target, without_training(name), records))
 
 

@@ -6,30 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import (
-    Chain,
-    DecodeError,
-    DecodeSettings,
-    DraftState,
-    Draws,
-    DySpecTree,
-    Eagle2Tree,
-    Generation,
-    PassOutput,
-    Policy,
-    Proposer,
-    Request,
-    SampledChain,
-    SampledTree,
-    StaticTree,
-    StoppedChain,
-    Target,
-    TokenTree,
-    Topology,
-    UserError,
-    decode,
-    stream,
-)
+from draftsmith.modules import DecodeError, Draws, PassOutput, Policy, Target, TokenTree, UserError, decode, stream
+from draftsmith.modules.decoding.requests import DecodeSettings, Generation, Request
+from draftsmith.modules.interfaces.proposer import DraftState, Proposer
+from draftsmith.modules.policies.stopping_chains import SampledChain, StoppedChain
+from draftsmith.modules.policies.trees import Chain, DySpecTree, Eagle2Tree, SampledTree, StaticTree
+from draftsmith.modules.token_tree import Topology
 from support.drafters import ScriptedDrafter
 from support.fixed_length import FixedLength
 from support.tables import TableDrafter, random_log_probs
@@ -217,10 +199,8 @@ def with_entry(tree: TokenTree, name: str, value: int) -> TokenTree:
     (lambda tree: with_entry(tree, "parents_BN", 2), "a node whose parent does not come before it"),
     (lambda tree: with_entry(tree, "parents_BN", 1), "a node whose parent does not come before it"),
     (lambda tree: with_entry(tree, "parents_BN", 99), "a node whose parent does not come before it"),
-    (
-        lambda tree: TokenTree.from_parents(tree.tokens_BN, with_entry(tree, "parents_BN", 2).parents_BN),
-        "a node whose parent does not come before it",
-    ),
+    (lambda tree: TokenTree.from_parents(tree.tokens_BN, with_entry(tree, "parents_BN", 2).parents_BN),
+     "a node whose parent does not come before it"),
 ])
 def test_trees_that_cannot_be_verified_end_their_row_alone(
     tiny_target_f64: Target, spoil: Callable[[TokenTree], TokenTree], message: str

@@ -5,28 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draftsmith.modules import (
-    Chain,
-    DecodeSettings,
-    Drawn,
-    Ensemble,
-    Medusa,
-    MedusaConfig,
-    PromptLookup,
-    PromptLookupConfig,
-    Request,
-    StaticTree,
-    Target,
-    TokenRecycling,
-    TokenTree,
-    Topology,
-    Union,
-    baseline,
-    decode,
-)
+from draftsmith.modules import Chain, DecodeSettings, Medusa, MedusaConfig, StaticTree, Target, baseline, decode
+from draftsmith.modules.baselines.memories import PromptLookup, PromptLookupConfig, TokenRecycling
+from draftsmith.modules.decoding.requests import Request
 from draftsmith.modules.errors import UserError
-from draftsmith.modules.policies.ensemble import joined
-from draftsmith.modules.token_tree import Lookahead
+from draftsmith.modules.policies.ensemble import Ensemble, Union, joined
+from draftsmith.modules.token_tree import Drawn, Lookahead, TokenTree, Topology
 from support.drafters import ScriptedDrafter
 from support.native_answers import native_greedy, requests_for
 from support.observations import ROOT, observe
@@ -180,9 +164,8 @@ def test_nobody_has_a_guess() -> None:
 
 @pytest.mark.parametrize("temperature", some_long([0.0, 0.9], 3))
 @pytest.mark.parametrize("budget", [2, 6, 16])
-def test_heads_and_lookup_and_recycling_in_one_tree_are_lossless(
-    tiny_target_f64: Target, temperature: float, budget: int
-) -> None:
+def test_heads_and_lookup_and_recycling_in_one_tree_are_lossless(tiny_target_f64: Target, temperature: float,
+                                                                 budget: int) -> None:
     target = tiny_target_f64
     requests = [
         Request((*request.tokens, *request.tokens[:2]), request.index, request.max_new_tokens, temperature)

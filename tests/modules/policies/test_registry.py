@@ -8,25 +8,9 @@ from draftsmith.export import load_artifact as load
 from draftsmith.export.page import as_markdown
 from draftsmith.export.report.evaluation_page import evaluation_page
 from draftsmith.export.report.phrases import verdicts
-from draftsmith.modules import (
-    POLICIES,
-    SPARSE,
-    SPECDEC,
-    DecodeSettings,
-    DySpecTree,
-    Eagle2Tree,
-    Policy,
-    Request,
-    SampledTree,
-    StaticTree,
-    StoppedChain,
-    Target,
-    Topology,
-    UserError,
-    decode,
-    parse_policy,
-    policy_named,
-)
+from draftsmith.modules import DecodeSettings, Policy, Request, StoppedChain, Target, Topology, UserError, decode
+from draftsmith.modules.policies.registry import POLICIES, SPARSE, SPECDEC, parse_policy, policy_named
+from draftsmith.modules.policies.trees import DySpecTree, Eagle2Tree, SampledTree, StaticTree
 from support.artifacts import tuning
 from support.families import CASES, randomised
 from support.tiers import some_long

@@ -2,21 +2,10 @@
 
 import pytest
 import torch
-from draftsmith.modules import (
-    Chain,
-    DySpecTree,
-    Ensemble,
-    MaxProbability,
-    Policy,
-    Rejection,
-    SampledChain,
-    SampledTree,
-    StaticTree,
-    Topology,
-    Union,
-)
+from draftsmith.modules import Chain, MaxProbability, Policy, Rejection, SampledChain, SampledTree, StaticTree, Topology
 from draftsmith.modules.policies import ensemble
-from draftsmith.modules.policies.ensemble import whole_size
+from draftsmith.modules.policies.ensemble import Ensemble, Union, whole_size
+from draftsmith.modules.policies.trees import DySpecTree
 from references import wrong_rules
 from support.fixed_length import FixedLength
 from support.goodness_of_fit import chi2_bound, pass_statistic
@@ -141,9 +130,8 @@ def test_point_masses_beside_samples_leave_the_targets_distribution(name: str, c
 
 
 @pytest.mark.parametrize("name", ["tree", "dyspec", "chain"])
-def test_samples_merged_with_point_masses_and_judged_as_before_are_seen(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_merged_with_point_masses_and_judged_as_before_are_seen(name: str,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """The samples that remain were not drawn from all of q."""
     monkeypatch.setattr(ensemble, "_without_children",
                         lambda tree, drawn: ensemble.spread(drawn.log_q_BIQ, drawn.inner_BN))

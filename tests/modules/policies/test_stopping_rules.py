@@ -5,16 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draftsmith.modules import (
-    MaxProbability,
-    PathProbability,
-    RejectionRisk,
-    SampledChain,
-    SamplingSetting,
-    StoppedChain,
-    UserError,
-)
-from draftsmith.modules.policies.stopping_chains import EarlyExit, JudgedPath, PaidGuesses, StoppingRule
+from draftsmith.modules import PathProbability, RejectionRisk, SampledChain, SamplingSetting, StoppedChain, UserError
+from draftsmith.modules.policies.stopping_chains import EarlyExit, JudgedPath, MaxProbability, PaidGuesses, StoppingRule
 from support.fixed_length import FixedLength
 from support.goodness_of_fit import chi2_bound, pass_statistic
 from support.tables import DepthDrafter, TableDrafter, draws_for, random_log_probs
@@ -50,18 +42,15 @@ def drafted(policy: StoppedChain, drafter: DepthDrafter) -> list[int]:
     return tree.tokens_BN[0][tree.real_BN[0]].tolist()[1:]
 
 
-@pytest.mark.parametrize(
-    ("rule", "count"),
-    [
-        (FixedLength(2), 2),
-        (FixedLength(0), 0),
-        (FixedLength(9), 5),
-        (MaxProbability(0.5), 2),  # the third peak is below it: not drafted
-        (EarlyExit(0.5), 3),  # the same token says stop and is kept
-        (PathProbability(0.5), 3),  # .9 * .8 * .4 = .288
-        (PathProbability(0.75), 2),
-    ],
-)
+@pytest.mark.parametrize(("rule", "count"), [
+    (FixedLength(2), 2),
+    (FixedLength(0), 0),
+    (FixedLength(9), 5),
+    (MaxProbability(0.5), 2),  # the third peak is below it: not drafted
+    (EarlyExit(0.5), 3),  # the same token says stop and is kept
+    (PathProbability(0.5), 3),  # .9 * .8 * .4 = .288
+    (PathProbability(0.75), 2),
+])
 @pytest.mark.parametrize("check_every", [0, 1, 2])
 def test_where_each_rule_stops(rule: StoppingRule, count: int, check_every: int) -> None:
     drafter = DepthDrafter(peaked(0.9, 0.8, 0.4, 0.9, 0.9))
@@ -204,18 +193,15 @@ def test_a_batch_ends_by_nothing_that_comes_later() -> None:
     assert len(seen) > 2
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: MaxProbability(0.0), "threshold must be above 0 and below 1, got 0.0"),
-        (lambda: risk(1.0), "threshold must be above 0 and below 1, got 1.0"),
-        (lambda: risk(0.5, least=0), "least must be at least 1, got 0"),
-        (lambda: EarlyExit(1.0), "threshold must be above 0 and below 1, got 1.0"),
-        (lambda: StoppedChain(0, FixedLength(1)), "length must be at least 1, got 0"),
-        (lambda: StoppedChain(2, FixedLength(1), check_every=-1), "check_every must be at least 0, got -1"),
-        (lambda: SampledChain(2, FixedLength(1), temperature=0.0), "temperature must be above 0, got 0.0"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: MaxProbability(0.0), "threshold must be above 0 and below 1, got 0.0"),
+    (lambda: risk(1.0), "threshold must be above 0 and below 1, got 1.0"),
+    (lambda: risk(0.5, least=0), "least must be at least 1, got 0"),
+    (lambda: EarlyExit(1.0), "threshold must be above 0 and below 1, got 1.0"),
+    (lambda: StoppedChain(0, FixedLength(1)), "length must be at least 1, got 0"),
+    (lambda: StoppedChain(2, FixedLength(1), check_every=-1), "check_every must be at least 0, got -1"),
+    (lambda: SampledChain(2, FixedLength(1), temperature=0.0), "temperature must be above 0, got 0.0"),
+])
 def test_bad_rules_say_so(make: object, message: str) -> None:
     assert callable(make)
     with pytest.raises(ValueError, match=message):
@@ -246,9 +232,8 @@ def risk(threshold: float, least: int = 1) -> RejectionRisk:
     ([1.0, 1.0, 1.0, 1.0, 1.0], risk(0.7), 6),  # the longest draft
 ])
 @pytest.mark.parametrize("check_every", [0, 1, 3])
-def test_the_risk_counts_the_tokens_that_were_read(
-    accepted: list[float], rule: RejectionRisk, count: int, check_every: int
-) -> None:
+def test_the_risk_counts_the_tokens_that_were_read(accepted: list[float], rule: RejectionRisk, count: int,
+                                                   check_every: int) -> None:
     drafter = Stated(peaked(*[0.9] * 6), accepted)
     assert len(drafted(StoppedChain(6, rule, check_every=check_every), drafter)) == count
 

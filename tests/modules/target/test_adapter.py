@@ -127,10 +127,9 @@ def test_layers_that_the_target_lacks_are_refused(tiny_target: Target) -> None:
         tiny_target.adapted(wide)
 
 
-@pytest.mark.parametrize(("settings", "message"), [({"rank": 0}, "rank must be at least 1, got 0")])
-def test_impossible_adapters_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        LoraConfig(**settings)
+def test_impossible_adapters_are_refused() -> None:
+    with pytest.raises(UserError, match="rank must be at least 1, got 0"):
+        LoraConfig(rank=0)
 
 
 def test_only_the_low_rank_weights_learn(tiny_target: Target) -> None:

@@ -13,15 +13,10 @@ from hypothesis import strategies as st
 COUNTS = torch.tensor([5, 0, 9, 5, 1, 7])
 
 
-def test_the_most_frequent_tokens_in_ascending_order() -> None:
+def test_the_most_frequent_tokens_and_required_ones_in_ascending_order() -> None:
+    """Equal counts go to the lower id."""
     assert choose(COUNTS, 3).tolist() == [0, 2, 5]
-
-
-def test_equal_counts_go_to_the_lower_id() -> None:
     assert choose(torch.tensor([1, 3, 3, 3]), 2).tolist() == [1, 2]
-
-
-def test_required_tokens_are_in_whatever_their_count() -> None:
     assert choose(COUNTS, 2, always=(1,)).tolist() == [1, 2]
 
 

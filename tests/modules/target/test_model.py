@@ -7,18 +7,8 @@ import pytest
 import torch
 import transformers
 from draftsmith.export.evaluation.lossless import Judge
-from draftsmith.modules import (
-    DecodeSettings,
-    Features,
-    Request,
-    StaticTree,
-    Target,
-    TargetConfig,
-    TokenTree,
-    UserError,
-    decode,
-    load_target,
-)
+from draftsmith.modules import DecodeSettings, Features, Request, StaticTree, Target, TokenTree, UserError, decode
+from draftsmith.modules.target.loading.loading import TargetConfig, load_target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.architectures import TRAITS, random_model, random_trait
 from support.drafters import ScriptedDrafter

@@ -68,5 +68,3 @@ def test_compiled_layers_answer_the_same_or_are_refused(family: str) -> None:
                     for compiled in (False, True))
     assert [one.tokens for one in quick.generations] == [one.tokens for one in plain.generations]
     assert bool(quick.stats.compile_refusal) != bool(target.compiler.graphs)
-
-

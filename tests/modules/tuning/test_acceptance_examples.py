@@ -4,19 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draftsmith.modules import (
-    DecodeSettings,
-    Drafter,
-    DraftLM,
-    Features,
-    Request,
-    SamplingSetting,
-    Target,
-    UserError,
-    chain_for,
-    decode,
-    rollouts,
-)
+from draftsmith.modules import Drafter, DraftLM, Features, SamplingSetting, Target, UserError, chain_for, decode
+from draftsmith.modules.decoding.requests import DecodeSettings, Request
+from draftsmith.modules.tuning.acceptance_examples import rollouts
 from references import specdec
 from support.families import CASES, randomised
 from support.fixed_length import FixedLength
@@ -60,9 +50,8 @@ def chains(target: Target, drafter: Drafter, setting: SamplingSetting) -> list[t
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ["draft-lm", "draft-lm-reduced"])
-def test_rollouts_have_the_exact_chances_and_the_states_of_their_tokens(
-    tiny_target_f64: Target, name: str, setting: str
-) -> None:
+def test_rollouts_have_the_exact_chances_and_the_states_of_their_tokens(tiny_target_f64: Target, name: str,
+                                                                        setting: str) -> None:
     target, drafter = tiny_target_f64, draft_lm(tiny_target_f64, name)
     found = rollouts(target, drafter, PROMPTS, SETTINGS[setting], length=LENGTH, max_new_tokens=ANSWER, batch_size=2)
     texts = chains(target, drafter, SETTINGS[setting])

@@ -8,21 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import (
-    Chain,
-    CostTable,
-    DecodeSettings,
-    Request,
-    StaticTree,
-    Target,
-    Topology,
-    baseline,
-    decode,
-    measure_cost,
-)
+from draftsmith.modules import Chain, CostTable, DecodeSettings, Request, StaticTree, Target, Topology, baseline, decode
 from draftsmith.modules.files.json_records import record_of
 from draftsmith.modules.tuning import step_timing
-from draftsmith.modules.tuning.step_timing import timed_slots
+from draftsmith.modules.tuning.step_timing import measure_cost, timed_slots
 from support.artifacts import costs
 from support.drafters import ScriptedDrafter
 from support.families import CASES, randomised

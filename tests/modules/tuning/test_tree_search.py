@@ -1,12 +1,16 @@
-"""Tree search against brute force."""
+"""Tree search against brute force; a walk along ranks counts what a replay decodes, for every family."""
 
 from itertools import product
 from math import prod
 
 import pytest
 import torch
-from draftsmith.modules.tuning.tree_search import PathEstimate, search_tree
+from draftsmith.modules import Drafter, Features, Request, Target, Topology
+from draftsmith.modules.tuning.tree_search import PathEstimate, RankedText, acceptance_of, ranked_text, search_tree
 from references.trees import best_expected_length
+from support.encoded_answers import encoded_answers, replay
+from support.families import CASES, randomised
+from support.tiers import others_long
 from support.tree_shapes import paths
 
 
@@ -39,3 +43,47 @@ def test_prefixes_are_nested_and_lengths_grow() -> None:
     assert list(expected) == sorted(expected)
     small, _ = search_tree(table, 7)
     assert tree.prefix(7) == small
+
+
+WIDE = Topology.from_paths([(0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0), (2, 1), (5,), (0, 2), (9,)])
+"""A tree of two depths."""
+
+
+def made(name: str, original: Target) -> tuple[Drafter, Target]:
+    target = CASES[name].verifier(original)
+    torch.manual_seed(7)
+    return randomised(CASES[name].make(target).to(target.dtype)), target
+
+
+def answers(drafter: Drafter, target: Target) -> list[Features]:
+    """Greedy answers, of which one has two tokens and one a single one, several in a batch."""
+    lengths = (25, 2, 40, 1, 33, 28, 30)
+    requests = [Request((5, 20 + at, 7), at, length) for at, length in enumerate(lengths)]
+    return [target.encode(batch, drafter.taps) for batch in encoded_answers(target, requests)]
+
+
+@pytest.mark.parametrize("name", others_long(CASES))
+def test_a_walk_along_ranks_counts_what_a_replay_decodes(name: str, tiny_target_f64: Target) -> None:
+    drafter, target = made(name, tiny_target_f64)
+    features = answers(drafter, target)
+    text = ranked_text(drafter, features)
+    deep, _ = search_tree(text.ranks_PK, 24)
+    for tree in (WIDE, deep.prefix(5), deep):
+        found = acceptance_of(text.walk(tree)[1], tree.depth)
+        assert found == replay(drafter, target, features, tree)
+    assert deep.depth >= min(2, drafter.reach or 2)
+    assert found.accepted_length > 1.02, "nothing is accepted: the test would see nothing"
+
+
+def test_a_pass_starts_after_the_accepted_tokens_and_the_bonus() -> None:
+    """Two answers of 6 and 2 tokens, the first entries of each before its first token; the chain accepts up to 2."""
+    ranks_PK = torch.tensor([[0, 0], [0, 0], [9, 9], [9, 9], [0, 0], [0, 9], [0, 0], [0, 9]])
+    left_P = torch.tensor([0, 5, 4, 3, 2, 1, 0, 1])
+    places_P = torch.arange(8)
+    text = RankedText(ranks_PK=ranks_PK, labelled_PK=ranks_PK < 9, rows_P=places_P // 6, roots_P=places_P,
+                      left_P=left_P)
+    # Three of five tokens; then two places on, where an answer of two tokens has no room for a bonus; then one token.
+    starts_S, emitted = text.walk(Topology.chain(2))
+    assert (starts_S.tolist(), emitted) == ([1, 4, 7], [3, 2, 1])
+    assert text.walk(Topology.chain(0))[1] == [1] * 6
+    assert text.walk(Topology.from_paths([(1,)]))[1] == [1] * 6

@@ -7,14 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from draftsmith.modules import Drawn, Equality, Rejection, Rule, Sampling, TokenTree, Topology, Typical, UserError
+from draftsmith.modules.verification import acceptance_rules
 from draftsmith.modules.verification import sampling as sampling_module
-from draftsmith.modules.verification.acceptance_rules import (
-    AcceptAll,
-    ChainRejection,
-    Chances,
-    exact_rule,
-    reject_siblings,
-)
+from draftsmith.modules.verification.acceptance_rules import ChainRejection, Chances, exact_rule, reject_siblings
 from draftsmith.modules.verification.sampling import draw, penalise
 from draftsmith.recipes.counted_work import CountedStorages
 from references import wrong_rules
@@ -260,7 +255,8 @@ def test_the_penalty_equals_transformers_at_every_node(penalty: float) -> None:
 @pytest.mark.parametrize("name", ["chain", "typical", "all", "equality"])
 def test_few_distributions_are_held_at_a_time_and_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, nodes, vocab_size = 3, 17, 640
-    rule: Rule = {"chain": ChainRejection(), "typical": Typical(), "all": AcceptAll(), "equality": Equality()}[name]
+    rule: Rule = {"chain": ChainRejection(), "typical": Typical(), "all": acceptance_rules.AcceptAll(),
+                  "equality": Equality()}[name]
     generator = torch.Generator().manual_seed(0)
     log_q_BIQ = torch.randn(rows, nodes - 1, vocab_size, generator=generator).log_softmax(-1)
     tree = replace(Topology.chain(nodes - 1).plant(torch.randint(vocab_size, (rows, nodes), generator=generator)),

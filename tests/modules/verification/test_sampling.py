@@ -9,15 +9,7 @@ from draftsmith.modules import Sampling, TokenTree, Topology, choose
 from draftsmith.modules.target.loading.tiny_model import tiny_model
 from draftsmith.modules.verification import sampling as sampling_module
 from draftsmith.modules.verification.acceptance_rules import follow
-from draftsmith.modules.verification.sampling import (
-    _NUCLEUS_CANDIDATES,
-    GREATEST_TEMPERATURE,
-    LEAST_TEMPERATURE,
-    _largest,
-    argmax,
-    draw,
-    probabilities,
-)
+from draftsmith.modules.verification.sampling import argmax, draw, probabilities
 from references import sampling as plain
 from references.walk import walk
 from support.pretended_device import DEVICE, pretended_device
@@ -156,7 +148,7 @@ def test_temperatures_at_the_ends_of_the_range(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     logits = 30 * torch.randn(1, 1, 500).to(dtype)
     logits[..., 400:] = torch.finfo(dtype).min
-    for temperature in (LEAST_TEMPERATURE, 0.1, 1.0, GREATEST_TEMPERATURE):
+    for temperature in (sampling_module.LEAST_TEMPERATURE, 0.1, 1.0, sampling_module.GREATEST_TEMPERATURE):
         sampling = Sampling(temperature_B=torch.tensor([temperature]), top_p=0.99, min_p=0.001, sampling_rows=(0,))
         probs = sampling.distribution(logits)[0, 0]
         expected = (logits.double()[0, 0] / temperature).softmax(-1)
@@ -192,7 +184,7 @@ def test_the_nucleus_of_a_large_vocabulary_is_the_plain_one(entries: int, dtype:
             assert torch.equal(found[row] > 0, expected > 0), row
             torch.testing.assert_close(found[row].double(), expected, atol=1e-9, rtol=2e-6)
             sizes.add(int((expected > 0).sum()))
-    limits = (0, *_NUCLEUS_CANDIDATES, entries)
+    limits = (0, *sampling_module._NUCLEUS_CANDIDATES, entries)
     stages = sum(any(low < size <= high for size in sizes) for low, high in pairwise(limits) if low < entries)
     assert stages == sum(limit < entries for limit in limits)
 
@@ -200,7 +192,8 @@ def test_the_nucleus_of_a_large_vocabulary_is_the_plain_one(entries: int, dtype:
 @pytest.mark.parametrize("count", [1, 50, 512, 4096])
 def test_the_largest_entries_are_those_of_a_sort(count: int) -> None:
     for values in (*spread_logits(49152, torch.float32), torch.full((49152,), 2.0), torch.arange(49152.0)):
-        assert torch.equal(_largest(values[None], count)[0], values.sort(descending=True).values[:count])
+        found = sampling_module._largest(values[None], count)[0]
+        assert torch.equal(found, values.sort(descending=True).values[:count])
 
 
 @pytest.mark.parametrize("entries", [5, 600, 1280, 49152])

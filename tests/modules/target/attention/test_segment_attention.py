@@ -4,13 +4,8 @@ their own width, a key in front."""
 import pytest
 import torch
 from draftsmith.modules import Features, UserError
-from draftsmith.modules.target.attention.segment_attention import (
-    AttentionForm,
-    Segments,
-    attend_inside,
-    mask_arguments,
-    visible_text,
-)
+from draftsmith.modules.target.attention import segment_attention
+from draftsmith.modules.target.attention.segment_attention import AttentionForm, Segments, attend_inside, visible_text
 from draftsmith.modules.target.attention.tree_attention import tree_attention
 from support.targets import random_target
 from torch import Tensor
@@ -110,6 +105,7 @@ def test_a_scattered_segment_is_refused() -> None:
 def test_a_model_that_drops_the_segments_is_refused() -> None:
     """Its attention would see whole rows, the future included."""
     query = torch.randn(1, 2, 5, 8)
-    blank = mask_arguments(Segments(lengths=((5,),), padding=((False,),)), None, query)["attention_mask"]
+    segments = Segments(lengths=((5,),), padding=((False,),))
+    blank = segment_attention.mask_arguments(segments, None, query)["attention_mask"]
     with pytest.raises(UserError, match="Linear does not hand on the segments of a row of 5 tokens; set row_length to"):
         tree_attention(torch.nn.Linear(1, 1), query, query, query, blank)

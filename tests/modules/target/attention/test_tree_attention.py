@@ -36,9 +36,8 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling:
 @pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
 @pytest.mark.parametrize(("wide", "sinking"), [(8, False), (8, True), (5, False), (12, True)],
                          ids=["plain", "sinks", "narrow values", "sinks and wide values"])
-def test_each_group_of_heads_attends_with_its_own_key_under_its_rows_mask(
-    dtype: torch.dtype, queries: int, masks: int, wide: int, sinking: bool
-) -> None:
+def test_each_group_of_heads_attends_with_its_own_key_under_its_rows_mask(dtype: torch.dtype, queries: int, masks: int,
+                                                                          wide: int, sinking: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(shape, generator=generator).to(dtype)
                          for shape in ((3, 6, queries, 8), (3, 2, 11, 8), (3, 2, 11, wide)))

@@ -9,20 +9,10 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.data import ChatTemplate, DistillConfig, WantedStates, distill
-from draftsmith.modules import (
-    DecodeSettings,
-    Request,
-    StaticTree,
-    Target,
-    TargetConfig,
-    TokenTree,
-    Topology,
-    UserError,
-    decode,
-    load_target,
-)
+from draftsmith.modules import DecodeSettings, Request, StaticTree, Target, TokenTree, Topology, UserError, decode
 from draftsmith.modules.target import linear_forms
 from draftsmith.modules.target.linear_forms import TOKENS, LinearTimes, Packing, has_packed_product
+from draftsmith.modules.target.loading.loading import TargetConfig, load_target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.families import CASES, randomised
 from support.forked_workers import Killed, killed_after

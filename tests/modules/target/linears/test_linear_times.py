@@ -1,19 +1,16 @@
-"""The measured form of linear layers: which one pays, from how many tokens on, and in which number format."""
+"""The measured form of linear layers: which one pays, from how many tokens on, and in which number format; and packed
+linear layers of drafters: the same scores, packed again when a weight changes, never while training."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from draftsmith.modules import DecodeSettings, Drafter, Request, StaticTree, Target, Topology, decode
 from draftsmith.modules.target import linear_forms
-from draftsmith.modules.target.linear_forms import (
-    TOKENS,
-    LinearTimes,
-    fastest_dtype,
-    has_packed_product,
-    measure_linears,
-    worth_measuring,
-)
+from draftsmith.modules.target.linear_forms import LinearTimes, has_packed_product, measure_linears, worth_measuring
 from draftsmith.modules.target.loading.tiny_model import tiny_model
+from support.families import CASES, randomised
 from torch import nn
 
 AVX2 = ((36, 67, 56, 69, 99, 136), (22, 24, 26, 31, 39, 60))
@@ -23,7 +20,7 @@ AMX = ((61, 63, 84, 86, 90, 101), (77, 81, 80, 79, 82, 93))
 
 
 def times(plain: tuple[float, ...], packed: tuple[float, ...], dtype: str = "float32") -> LinearTimes:
-    return LinearTimes(dtype=dtype, tokens=TOKENS, plain=plain, packed=packed)
+    return LinearTimes(dtype=dtype, tokens=linear_forms.TOKENS, plain=plain, packed=packed)
 
 
 @pytest.mark.parametrize(("plain", "packed", "expected"), [
@@ -94,7 +91,7 @@ def test_bfloat16_is_taken_where_it_pays(half: tuple[tuple[float, ...], tuple[fl
     monkeypatch.setattr(linear_forms, "measure_linears", lambda _model, _dtypes, **_given: found)
     monkeypatch.setattr(linear_forms, "worth_measuring", lambda _model: True)
     monkeypatch.setattr(linear_forms, "has_packed_product", lambda _dtype: True)
-    assert fastest_dtype(nn.Linear(4, 4)) == expected
+    assert linear_forms.fastest_dtype(nn.Linear(4, 4)) == expected
 
 
 def test_rows_at_once_are_compared_in_packed_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,14 +103,14 @@ def test_rows_at_once_are_compared_in_packed_layers_alone(monkeypatch: pytest.Mo
                                        packed=(seconds if dtype == torch.bfloat16 else 1.0,)) for dtype in dtypes}
 
         monkeypatch.setattr(linear_forms, "measure_linears", measured)
-        assert fastest_dtype(nn.Linear(4, 4), rows=40) == expected
+        assert linear_forms.fastest_dtype(nn.Linear(4, 4), rows=40) == expected
 
 
 def test_without_instructions_for_bfloat16_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_forms, "worth_measuring", lambda _model: True)
     monkeypatch.setattr(linear_forms, "has_packed_product", lambda dtype: dtype == torch.float32)
     monkeypatch.setattr(linear_forms, "measure_linears", None)
-    assert fastest_dtype(nn.Linear(4, 4)) == torch.float32
+    assert linear_forms.fastest_dtype(nn.Linear(4, 4)) == torch.float32
 
 
 def test_small_models_are_not_measured() -> None:
@@ -121,3 +118,65 @@ def test_small_models_are_not_measured() -> None:
     assert worth_measuring(nn.Linear(2048, 2048))
     with torch.device("meta"):
         assert worth_measuring(nn.Linear(2048, 2048))
+
+
+TREE = Topology((-1, 0, 0, 1), (0, 0, 1, 0))
+PACKABLE = [name for name in CASES if not name.startswith(("medusa-2", "prompt-tokens"))]
+"""The others differ in their target alone, or have no linear layer."""
+
+
+def decoded(drafter: Drafter, target: Target) -> list[float]:
+    """Log-probabilities at the root after a text, from a state of their own, and after decoding a few tokens."""
+    decode(target, [Request((5, 9, 11), 0, 4)], DecodeSettings(), drafter=drafter, policy=StaticTree(TREE))
+    seen: list[float] = []
+    original = drafter.expand
+
+    def watch(state: object, frontier: object) -> object:
+        scores = original(state, frontier)  # type: ignore[arg-type]
+        seen.extend(scores.log_probs_BFHQ.flatten()[:40].tolist())
+        return scores
+
+    drafter.expand = watch  # type: ignore[assignment, method-assign]
+    try:
+        decode(target, [Request((5, 9, 11), 0, 4)], DecodeSettings(), drafter=drafter, policy=StaticTree(TREE))
+    finally:
+        del drafter.expand
+    return seen
+
+
+@pytest.mark.parametrize("name", PACKABLE)
+def test_one_changed_element_is_packed_again(name: str, tiny_target: Target) -> None:
+    drafter = randomised(CASES[name].make(tiny_target))
+    assert linear_forms.can_pack(drafter)
+    before = decoded(drafter, tiny_target)
+    with torch.no_grad():
+        for module in drafter.modules():
+            if isinstance(module, nn.Linear) and module.weight.numel() >= 1024:
+                # The second element: a sum over a few of many passes it over.
+                module.weight.view(-1)[1] += 3.0
+    after, fresh = decoded(drafter, tiny_target), decoded(copy.deepcopy(drafter), tiny_target)
+    assert after != pytest.approx(before, abs=1e-3)
+    assert after == pytest.approx(fresh, abs=1e-5)
+    assert not any("forward" in module.__dict__ for module in drafter.modules())
+
+
+@pytest.mark.parametrize("name", PACKABLE)
+def test_training_gives_the_packed_forms_back(name: str, tiny_target: Target) -> None:
+    drafter = randomised(CASES[name].make(tiny_target))
+    decoded(drafter, tiny_target)
+    assert drafter.packing._layers is not None
+    assert drafter.train().packing._layers is None
+
+
+def test_a_target_that_is_not_packed_wants_no_packed_draft(tiny_target: Target) -> None:
+    drafter = randomised(CASES["medusa-copy"].make(tiny_target))
+    before = tiny_target.linears.packing
+    assert before.packed_from == 1
+    tiny_target.linears.use(linear_forms.Packing(packed_from=0))
+    try:
+        drafter.start(1, 32)
+        assert drafter.packing._layers is None
+    finally:
+        tiny_target.linears.use(before)
+    drafter.start(1, 32)
+    assert drafter.packing._layers is not None

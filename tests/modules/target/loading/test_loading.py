@@ -58,9 +58,8 @@ def saved_buffer(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [kept_module, one_weight_of_its_own, saved_buffer])
-def test_a_model_with_values_in_a_format_of_their_own_is_read_again(
-    change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_with_values_in_a_format_of_their_own_is_read_again(change: Any, tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     config = saved(tmp_path, tied=False)
     loaded = load_target(config)
     change(loaded.model)
@@ -90,9 +89,8 @@ def test_a_gguf_file_is_parsed_once_and_the_library_is_as_it_was_afterwards(monk
     assert gguf.get_tensor_name_map is names
 
 
-def test_the_configuration_of_a_gguf_file_is_read_again_when_the_file_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_configuration_of_a_gguf_file_is_read_again_when_the_file_changed(tmp_path: Path,
+                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     asked: list[str] = []

@@ -159,9 +159,8 @@ def test_a_window_applied_otherwise_than_declared_is_refused(monkeypatch: pytest
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("wrong", ["sibling", "slot"])
-def test_a_wrong_mask_or_position_is_refused_in_every_number_type(
-    dtype: torch.dtype, wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_mask_or_position_is_refused_in_every_number_type(dtype: torch.dtype, wrong: str,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     right = PassLayout.of
 
     def changed(tree: TokenTree, lengths_B1: Any, width: int, context_length: int) -> PassLayout:

@@ -1,4 +1,4 @@
-"""Checkpoints that lack weights, hold others, or hold values that are no numbers are named as that."""
+"""Checkpoints that lack weights or a tokenizer, hold others, or hold values that are no numbers are named as that."""
 
 import json
 import logging
@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from draftsmith.export.layouts.llama_cpp import write_model
 from draftsmith.modules import DraftLM, DraftLMConfig, Target, TargetConfig, UserError, load_target
 from draftsmith.modules.families.draft_lm.drafter import as_model
@@ -79,9 +81,8 @@ FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_target_whose_weights_are_not_whole_is_refused_by_name(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_target_whose_weights_are_not_whole_is_refused_by_name(name: str, tmp_path: Path,
+                                                                 capfd: pytest.CaptureFixture[str]) -> None:
     change, says = FAULTS[name]
     config = settings(written(tmp_path, change))
     capfd.readouterr()
@@ -173,9 +174,8 @@ def test_an_adapter_without_a_model_is_named_as_one(tmp_path: Path, tiny_target:
             read()
 
 
-def test_what_a_model_has_no_module_for_is_left_out_with_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_model_has_no_module_for_is_left_out_with_one_line(tmp_path: Path,
+                                                                  caplog: pytest.LogCaptureFixture) -> None:
     # A layer for further tokens, as DeepSeek's, and a part for images.
     extra = {f"model.layers.2.{part}.weight": torch.ones(32, 32) for part in ("eh_proj", "self_attn.q_proj")}
     extra |= {f"vision_tower.{layer}.weight": torch.ones(3) for layer in range(4)}
@@ -189,9 +189,8 @@ def test_what_a_model_has_no_module_for_is_left_out_with_one_line(
         "which its model does not have; they are left out"]
 
 
-def test_some_tokens_without_a_finite_embedding_are_said_and_used_as_before(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_some_tokens_without_a_finite_embedding_are_said_and_used_as_before(tmp_path: Path,
+                                                                            caplog: pytest.LogCaptureFixture) -> None:
     def broken(tensors: Tensors) -> Tensors:
         tensors["model.embed_tokens.weight"][70:72] = NAN
         return tensors
@@ -257,12 +256,61 @@ def write_gguf(file: Path, change: Callable[[Tensors], Tensors]) -> Path:
     (with_tensor("output_norm.weight", torch.full((32,), NAN)), r"the tensor model\.norm\.weight of .* not finite"),
     (lambda tensors: tensors, ""),
 ])
-def test_a_gguf_file_whose_weights_are_not_whole_is_refused_by_name(
-    change: Callable[[Tensors], Tensors], says: str, tmp_path: Path
-) -> None:
+def test_a_gguf_file_whose_weights_are_not_whole_is_refused_by_name(change: Callable[[Tensors], Tensors], says: str,
+                                                                    tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", change)
     if not says:
         assert load_target(settings(file)).num_layers == 1
         return
     with pytest.raises(UserError, match=says):
         load_target(settings(file))
+
+
+def with_tokenizer(folder: Path, tokenizer: Any) -> TargetConfig:
+    """Settings of the tiny model in a folder with a tokenizer."""
+    tiny_model().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return TargetConfig(name=str(folder), dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "GPT2", "Gemma"])
+@pytest.mark.parametrize("rest", [False, True])
+def test_a_folder_without_a_tokenizer_is_named_as_that(family: str, rest: bool, tmp_path: Path) -> None:
+    # transformers fails for some architectures, and makes a tokenizer without tokens for others.
+    random_model(family).save_pretrained(tmp_path)
+    if rest:
+        tiny_tokenizer().save_pretrained(tmp_path)
+        (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"the target '.*' has no tokenizer .*copy those of the model"):
+        load_target(TargetConfig(name=str(tmp_path), dtype="float32", device="cpu"))
+
+
+@pytest.mark.parametrize("added", ["special", "plain", "template"])
+def test_a_token_without_a_row_is_named_with_both_numbers(added: str, tmp_path: Path,
+                                                          caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = tiny_tokenizer()
+    if added == "special":
+        tokenizer.add_special_tokens({"eos_token": "<|over|>"})
+    elif added == "template":
+        tokenizer.add_tokens(["<|turn|>"], special_tokens=True)
+        tokenizer.chat_template = "{{ '<|turn|>' }}"
+    else:
+        # The model was cut, or the tokenizer is another model's.
+        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**tiny_model().config.to_dict(),
+                                                                               "vocab_size": 90}))
+        tokenizer.save_pretrained(tmp_path)
+        model.save_pretrained(tmp_path)
+    config = with_tokenizer(tmp_path, tokenizer) if added != "plain" else TargetConfig(name=str(tmp_path), device="cpu")
+    token, rows = {"special": (r"<\|over\|>", 100), "template": (r"<\|turn\|>", 100), "plain": (".", 90)}[added]
+    with pytest.raises(UserError, match=rf"gives '{token}' the id {rows}, but its embedding has {rows} rows; use the"):
+        load_target(config)
+    assert not caplog.records
+
+
+def test_a_further_token_that_no_prompt_needs_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # As the mark of an image in the tokenizers of published models that read text alone.
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    with caplog.at_level(logging.WARNING):
+        load_target(with_tokenizer(tmp_path, tokenizer))
+    assert "gives '<image>' the id 100, but its embedding has 100 rows; text with that token" in caplog.text

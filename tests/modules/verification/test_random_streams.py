@@ -9,18 +9,12 @@ from draftsmith.modules.verification.sampling import philox, uniform_stream
 from support.tables import draws_for
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "words"),
-    [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("counter", "key", "words"), [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
+     (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+])
 def test_the_vectors_of_random123(counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]) -> None:
     c0, c1, c2, c3 = (torch.tensor(word) for word in counter)
     assert tuple(int(word) for word in philox((c0, c1, c2, c3), (torch.tensor(key[0]), torch.tensor(key[1])))) == words
@@ -62,8 +56,7 @@ INDICES = (0, 1, 5, 2**32, 2**32 + 1, 2**33, 2**53 + 1, 2**62, 2**62 + 1, 2**63 
 
 def numbers(seed: int, index: int) -> tuple[float, ...]:
     """Some numbers of a request."""
-    draws = Draws(seed=seed, requests_B=torch.tensor([index]), places_B=torch.tensor([2]),
-                  temperature_B=torch.ones(1))
+    draws = Draws(seed=seed, requests_B=torch.tensor([index]), places_B=torch.tensor([2]), temperature_B=torch.ones(1))
     noise = draws.gumbels(torch.tensor([[1]]), 2)
     return tuple(draws.tests(2).flatten().tolist() + noise.flatten().tolist())
 

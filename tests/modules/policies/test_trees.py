@@ -7,28 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import (
-    Drafter,
-    Draws,
-    DySpecTree,
-    Eagle2Tree,
-    Hydra,
-    HydraConfig,
-    Medusa,
-    Policy,
-    SampledChain,
-    SampledTree,
-    Sampling,
-    StaticTree,
-    Target,
-    TokenTree,
-    Topology,
-    UserError,
-)
+from draftsmith.modules import Drafter, Draws, HydraConfig, Medusa, SampledChain, Sampling, Target, TokenTree, UserError
 from draftsmith.modules.decoding.verifier import examine, pruned
-from draftsmith.modules.families.hydra.drafter import HydraState
-from draftsmith.modules.policies.base import sample
+from draftsmith.modules.families.hydra.drafter import Hydra, HydraState
+from draftsmith.modules.policies.base import Policy, sample
+from draftsmith.modules.policies.trees import DySpecTree, Eagle2Tree, SampledTree, StaticTree
 from draftsmith.modules.target.kv_cache import RowCache
+from draftsmith.modules.token_tree import Topology
 from draftsmith.modules.verification.acceptance_rules import Chances, exact_rule
 from references.dynamic import best_sum, candidates
 from support.fixed_length import FixedLength
@@ -229,10 +214,9 @@ def functions_that_remember() -> list[Any]:
 @pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
 @pytest.mark.parametrize("hot", [False, True])
 @pytest.mark.parametrize("family", [medusa, hydra])
-def test_drafting_accepting_and_committing_read_nothing_on_the_host(
-    request: pytest.FixtureRequest, tiny_target: Target, policy: Policy, hot: bool,
-    family: Callable[[Target], Medusa | Hydra],
-) -> None:
+def test_drafting_accepting_and_committing_read_nothing_on_the_host(request: pytest.FixtureRequest, tiny_target: Target,
+                                                                    policy: Policy, hot: bool,
+                                                                    family: Callable[[Target], Medusa | Hydra]) -> None:
     """Under FakeTensorMode a hidden `.item()` raises."""
     # The constants of a topology outlive a test: fake ones must neither be found nor remain.
     for remembered in functions_that_remember():
@@ -269,16 +253,13 @@ def test_a_tree_deeper_than_the_family_is_refused_and_others_are_cut(tiny_target
     assert grow(Eagle2Tree(9, 6, 2), heads, [3]).max_depth == 3
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Eagle2Tree(1), "nodes must be at least 2, got 1"),
-        (lambda: DySpecTree(9, 0), "depth must be at least 1, got 0"),
-        (lambda: DySpecTree(temperature=0.0), "temperature must be above 0, got 0.0"),
-        (lambda: SampledTree(Topology((-1, 0, 0), (0, 1, 0))), "children of node 0 must have the ranks 0, 1, …"),
-        (lambda: SampledTree(Topology.chain(1), -1.0), "temperature must be above 0, got -1.0"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Eagle2Tree(1), "nodes must be at least 2, got 1"),
+    (lambda: DySpecTree(9, 0), "depth must be at least 1, got 0"),
+    (lambda: DySpecTree(temperature=0.0), "temperature must be above 0, got 0.0"),
+    (lambda: SampledTree(Topology((-1, 0, 0), (0, 1, 0))), "children of node 0 must have the ranks 0, 1, …"),
+    (lambda: SampledTree(Topology.chain(1), -1.0), "temperature must be above 0, got -1.0"),
+])
 def test_bad_policies_say_so(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -1,4 +1,5 @@
-"""Models that read pictures too are loaded as their text: one causal language model with the wrapper's own answers."""
+"""Models that read pictures too are loaded as their text, with the wrapper's own answers; and rotary parameters that a
+configuration nests by kind of layer."""
 
 import logging
 from pathlib import Path
@@ -7,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import DecodeSettings, Request, Target, TargetConfig, TokenTree, UserError, decode, load_target
+from draftsmith.modules.parts.feature_drafter import block_like
 from draftsmith.modules.target.loading.loading import sketch_target
+from draftsmith.modules.target.loading.model_parts import rope_by_kind
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors.torch import load_file, save_file
+from support.architectures import random_model
 from support.wrappers import WRAPPERS, random_wrapper
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3TextConfig, Olmo3Config
 
 PROMPT = tuple(range(5, 25))
 
@@ -78,9 +82,8 @@ def test_a_target_saved_again_is_the_same_target(written: tuple[Path, Any], tmp_
     load_target(settings(again, written[1])).identity.require_same(target.identity)
 
 
-def test_weights_of_the_towers_may_be_missing_and_those_of_the_text_may_not(
-    written: tuple[Path, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_of_the_towers_may_be_missing_and_those_of_the_text_may_not(written: tuple[Path, Any],
+                                                                            caplog: pytest.LogCaptureFixture) -> None:
     (folder, wrapper), file = written, written[0] / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     text = {name: tensor for name, tensor in tensors.items() if "language_model" in name or "lm_head" in name}
@@ -102,3 +105,41 @@ def test_a_model_that_needs_a_picture_is_refused_in_one_sentence(monkeypatch: py
     monkeypatch.setattr(type(model), "forward", lambda self, pixel_values, **rest: forward(self, **rest))
     with pytest.raises(UserError, match=r"cannot run a pass .*'pixel_values'\)\. Choose another target"):
         Target(model, tiny_tokenizer(), name="pictures only")
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+LONG = {"rope_type": "longrope", "rope_theta": 1_000_000.0, "factor": 4.0, "original_max_position_embeddings": 48,
+        "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+
+
+def nested(config: type[Any], rope: dict[str, Any]) -> Target:
+    """A random target of two kinds of layers, of which those with full attention are rotated by `rope`."""
+    settings = config(
+        vocab_size=len(tiny_tokenizer()), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=192, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"], pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        rope_parameters={"sliding_attention": PLAIN, "full_attention": rope})
+    return Target(AutoModelForCausalLM.from_config(settings).eval(), tiny_tokenizer(), name="nested")
+
+
+@pytest.mark.parametrize("config", [Gemma3TextConfig, Olmo3Config])
+def test_a_nested_longrope_bounds_the_context_where_its_frequencies_switch(config: type[Any]) -> None:
+    assert nested(config, LONG).context_length == 48
+    assert nested(config, {**PLAIN, "rope_theta": 1_000_000.0}).context_length == 192
+
+
+def test_a_context_ends_where_the_length_of_a_pass_decides_what_is_attended_to() -> None:
+    """Doge keeps the best keys beyond its window; of equal ones, of repeated tokens, another pass keeps others."""
+    assert Target(random_model("Doge", keep_window_size=24), None, name="doge").context_length == 24
+    assert Target(random_model("Llama"), None, name="llama").context_length == 128
+
+
+def test_a_drafters_layers_are_rotated_as_those_with_full_attention() -> None:
+    block = block_like(nested(Gemma3TextConfig, {**PLAIN, "rope_theta": 500_000.0}))
+    assert (block.rope_base, block.rope_scaling) == (500_000.0, None)
+
+
+def test_parameters_without_kinds_are_of_one_kind() -> None:
+    assert rope_by_kind(PLAIN) == {"": PLAIN}
+    assert rope_by_kind(None) == {"": {}}
+    assert rope_by_kind({"sliding_attention": PLAIN}) == {"sliding_attention": PLAIN}
