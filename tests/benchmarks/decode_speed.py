@@ -7,7 +7,7 @@ Compared are the plain loop, `generate` of transformers with its growing and its
 with the target's first layers, and every family of drafters with a chain and a tree; where they run, also with CUDA
 graphs, with layers that torch.compile has compiled, and with both. The drafters have random weights
 and do all their work, but their guesses are replaced: the guess of rank r after a node is right with chance
-a (1 - a)^r, by the target's answers, which are computed once (`tests/support/oracle.py`). So a figure is the speed that
+a (1 - a)^r, by the target's answers, which are computed once (`parts/shapes.py`). So a figure is the speed that
 a drafter of this acceptance would have. Each method decodes twice; the second time counts, prompts included. What no
 time is left for is named.
 """
@@ -27,6 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.against_transformers import generated, truncated_model
+from benchmarks.parts.shapes import RECIPES, SHAPES, Oracle, shaped_module, shaped_prompt, shaped_recipe, shaped_target
 from draftsmith.modules import (
     Chain,
     DecodeSettings,
@@ -40,10 +41,7 @@ from draftsmith.modules import (
     decode,
 )
 from draftsmith.modules.baselines.memories import recycling_tree
-from support.model_shapes import SHAPES, shaped_prompt, shaped_target
-from support.oracle import Oracle
-from support.shaped_modules import RECIPES, shaped_module, shaped_recipe
-from support.tree_shapes import paths
+from support.policies import paths
 
 CHAIN, TREE, WIDEST = 3, 32, 4
 """Tokens of the drafted chains; nodes of the drafted trees, and the most guesses after a node."""

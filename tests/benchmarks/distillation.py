@@ -26,7 +26,7 @@ from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig,
 from draftsmith.modules import DEFAULT_NAME, Sampling, Target, TargetConfig, load_target
 from draftsmith.modules.decoding import verifier
 from draftsmith.modules.verification import acceptance_rules
-from support.stored_states import encode
+from support.data.data_folders import encode
 from torch import Tensor
 
 WAYS = ("sorted", "ours", "kept", "half")

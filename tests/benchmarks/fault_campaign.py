@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import yaml
-from support.forked_command import Disturbance, Ended, call, import_everything
+from support.processes import Disturbance, Ended, call, import_everything
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
 FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "falcon", "kangaroo", "prompt_tokens", "hidden_transfer", "draft_lm",

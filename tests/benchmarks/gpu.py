@@ -26,10 +26,10 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.parts.gpu_parts import PARTS, ROOT, Settings
 from draftsmith.export.evaluation.contention import processor
 from draftsmith.modules.target.loading.loading import find_default_gguf
 from packaging.requirements import Requirement
-from support.gpu_parts import PARTS, ROOT, Settings
 
 MINUTES = 9.0  # Most minutes of a part, where nothing else is asked for
 SPARE = 0.15  # Share of them in which nothing further is started

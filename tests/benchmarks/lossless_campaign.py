@@ -33,11 +33,11 @@ from pathlib import Path
 
 import torch
 import transformers
+from benchmarks.parts import campaign_fuzz, campaign_greedy, campaign_sampled
+from benchmarks.parts.campaign_targets import Outcome
 from draftsmith.modules import UserError
 from draftsmith.modules.files import atomic_files
 from scipy.stats import kstest
-from support import campaign_fuzz, campaign_greedy, campaign_sampled
-from support.campaign_outcome import Outcome
 
 PARTS: dict[str, Callable[[], dict[str, Callable[[], Outcome]]]] = {
     "greedy": campaign_greedy.tiny_cells,
@@ -49,6 +49,7 @@ PARTS: dict[str, Callable[[], dict[str, Callable[[], Outcome]]]] = {
 """The parts and what makes their cells, by name."""
 SEEN = 1e-3  # A wrong rule is seen when its p-value is at most this: G is larger than in all of 999 samples
 UNIFORM = 1e-3  # Right cells are in doubt when the test of all their p-values gives less than this
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 CODE = Path(atomic_files.__file__).parent  # The room of the decoding loop, whose state a file of outcomes belongs to
 
 
@@ -89,7 +90,7 @@ def run_cell(cell: Cell) -> Outcome:
 
 def state_of_the_code() -> dict[str, str]:
     """Versions and a hash of all source that outcomes depend on."""
-    files = [*CODE.rglob("*.py"), *Path(campaign_greedy.__file__).parent.rglob("*.py"), Path(__file__)]
+    files = [*CODE.rglob("*.py"), *SUPPORT.rglob("*.py"), *Path(__file__).parent.rglob("*.py")]
     together = hashlib.sha256()
     for file in sorted(files):
         together.update(file.read_bytes())

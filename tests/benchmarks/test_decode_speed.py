@@ -6,6 +6,7 @@ import pytest
 import torch
 from benchmarks import decode_speed
 from benchmarks.decode_speed import Bench, Speed
+from benchmarks.parts.shapes import RANKS, STRIDE, Oracle, shaped_prompt, shaped_target
 from draftsmith.modules import (
     Chain,
     DecodeSettings,
@@ -21,8 +22,6 @@ from draftsmith.modules import (
 from draftsmith.modules.baselines.memories import recycling_tree
 from draftsmith.modules.parts.block_cache import BlockRows
 from draftsmith.modules.parts.decoder_block import AttentionContext
-from support.model_shapes import STRIDE, shaped_prompt, shaped_target
-from support.oracle import RANKS, Oracle
 
 A = 0.6
 ROWS, PROMPT, LENGTH = 3, 10, 60

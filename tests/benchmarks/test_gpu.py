@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import gpu
-from support import gpu_parts
+from benchmarks.parts import gpu_parts
 
 WORDS = ["--device", "cpu", "--small"]
 

@@ -7,10 +7,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from benchmarks.parts.campaign_drafters import FAMILIES, GUESSERS, POLICIES
+from benchmarks.parts.campaign_sampled import FILTERS, TEMPERATURES, VOCABULARY, law, p_value
+from benchmarks.parts.campaign_targets import Outcome
 from draftsmith.modules import BASELINES, DRAFTERS
-from support.campaign_drafters import FAMILIES, GUESSERS, POLICIES
-from support.campaign_outcome import Outcome
-from support.campaign_sampled import FILTERS, TEMPERATURES, VOCABULARY, law, p_value
 from support.families import CASES
 
 CHOSEN = {

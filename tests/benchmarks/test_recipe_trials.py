@@ -10,7 +10,7 @@ import pytest
 import torch
 from draftsmith.modules import DecodeSettings, Features, Request, Target, decode
 from draftsmith.recipes.commands import pipeline
-from support.encoded_answers import replay
+from support.answers import replay
 from support.families import CASES, randomised
 
 ROOT = Path(__file__).resolve().parents[2]

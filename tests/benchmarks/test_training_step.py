@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import training_step
+from benchmarks.parts.shapes import RECIPES, shaped_module, shaped_recipe, shaped_target
 from benchmarks.training_step import Bench, Clock, Taken, Way, measure
 from draftsmith.modules import Target
-from support.model_shapes import shaped_target
-from support.shaped_modules import RECIPES, shaped_module, shaped_recipe
 from support.tiers import others_long
 
 

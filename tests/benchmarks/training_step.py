@@ -33,6 +33,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.parts.shapes import RECIPES, SHAPES, shaped_module, shaped_recipe, shaped_target
 from draftsmith.data.batches.datamodule import Prefetched
 from draftsmith.data.store.collate import PackedBatch, Piece, packed, pad, plan_bins
 from draftsmith.modules import Drafter, DraftLM, Features, Target
@@ -42,8 +43,6 @@ from draftsmith.trainers import DraftModule
 from draftsmith.trainers.losses.chunked_losses import VocabularyLoss
 from draftsmith.trainers.losses.metrics import weighted_mean_loss
 from references.textbook_step import textbook_gradient
-from support.model_shapes import SHAPES, shaped_target
-from support.shaped_modules import RECIPES, shaped_module, shaped_recipe
 
 PARTS = ("target", "vocabulary loss", "drafter", "optimizer", "data")
 PRECISIONS = ("32-true", "bf16-mixed")

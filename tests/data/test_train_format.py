@@ -10,7 +10,7 @@ from draftsmith.data.store.feature_shards import read_features
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from safetensors.torch import load_file
-from support.prompt_files import contents, many, write_prompts
+from support.data.data_folders import contents, many, write_prompts
 
 SMALL = DistillConfig(shard_prompts=8, slots=4, max_new_tokens=24, temperatures=(0.0, 1.0), validation_prompts=2)
 HALF = replace(SMALL, train_dtype="bfloat16")

@@ -15,7 +15,7 @@ from draftsmith.export.acceptance_profile import (
 )
 from draftsmith.export.evaluation.results import Answer
 from draftsmith.modules import Request, Target, Topology, UserError, ranked_text
-from support.encoded_answers import encoded_answers, replay
+from support.answers import encoded_answers, replay
 from support.families import CASES, randomised
 
 FACTS = {"family": "medusa", "target": "a target", "weights_sha256": "5eed"}

@@ -16,7 +16,7 @@ from draftsmith.modules import DraftLM, DraftLMConfig, Eagle3, Eagle3Config, Tar
 from safetensors.torch import load_file
 from support.artifacts import TREE
 from support.families import IDS
-from support.gguf_vocabulary import write_vocabulary
+from support.target_folders import write_vocabulary
 from support.targets import six_layers
 
 from .layouts.test_engine_contracts import written

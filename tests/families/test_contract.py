@@ -35,9 +35,9 @@ from draftsmith.modules.target.draft_vocabulary import OwnOutput
 from draftsmith.trainers import DraftModule, fit
 from draftsmith.trainers.losses.chunked_losses import supervise
 from safetensors.torch import load_file
-from support.cycle import CycleData, cycle_target
+from support.answers import frontier, observed
+from support.cases import CycleData, cycle_target
 from support.families import CASES, randomised
-from support.observations import frontier, observed
 from support.tiers import FIRST_CASES, others_long
 from torch import Tensor
 

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.forked_command import Disturbance, call
+from support.processes import Disturbance, call
 
 
 @pytest.mark.long

@@ -20,8 +20,8 @@ from draftsmith.recipes.commands import answer_commands, pipeline
 from draftsmith.recipes.terminal import Stopped, call, stopped_by_signals
 from draftsmith.trainers import draft_module
 from safetensors.torch import load_file
+from support.processes import HANGING
 from support.tiers import others_long
-from support.torchrun import HANGING
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

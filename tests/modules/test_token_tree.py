@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from draftsmith.modules import TokenTree, Topology
-from support.tree_shapes import paths
-from support.virtual_nodes import unplaced
+from support.answers import unplaced
+from support.policies import paths
 
 
 def test_ancestors_and_depths_of_a_written_out_tree() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.pass_cost import busy_programs
-from support.forked_command import Disturbance, call
+from support.processes import Disturbance, call
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 OTHERS = 4

@@ -9,8 +9,8 @@ from draftsmith.data import Prompt
 from draftsmith.modules import UserError
 from draftsmith.recipes.chat_settings import TemplateConfig, prompt_sets
 from draftsmith.recipes.commands.pipeline import COMMANDS
-from support import template_shapes as shapes
-from support.template_shapes import shaped_tokenizer
+from support.data import chat_templates as shapes
+from support.data.chat_templates import shaped_tokenizer
 
 
 def target_of(template: str | None, *ends: str, eos: str = "<eos>") -> Any:

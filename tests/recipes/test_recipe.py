@@ -25,7 +25,7 @@ from draftsmith.recipes.recipe import choose_states, dry_run
 from draftsmith.recipes.stages import workspace
 from draftsmith.recipes.stages.training_folder import read_result
 from draftsmith.recipes.stages.workspace import Workspace
-from support.stored_states import encode
+from support.data.data_folders import encode
 
 AUTO = ("--batch.states", "auto")
 Disk = namedtuple("Disk", "total used free")

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from draftsmith.recipes.__main__ import main
-from support.torchrun import ROOT, environment, launcher, torchrun
+from support.processes import ROOT, environment, launcher, torchrun
 
 STEPS = 6
 

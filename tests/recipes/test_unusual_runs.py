@@ -16,11 +16,9 @@ from draftsmith.modules import TargetConfig, load_target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.recipes.__main__ import main
 from draftsmith.trainers.base import LEAST_STEPS
-from support.answer_servers import serving
-from support.prompt_files import many, write_prompts
-from support.quantised_folders import compressed_tensors, write_quantised
-from support.served_targets import SERVED
-from support.state_engines import StatesServer
+from support.data.data_folders import many, write_prompts
+from support.data.servers import StatesServer, serving
+from support.target_folders import SERVED, compressed_tensors, write_quantised
 
 LAYOUTS = {"medusa": "medusa", "eagle3": "eagle"}
 TAPPED = ("gated delta rule and experts", "sinks", "layers of unlike shape", "pictures")

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from draftsmith.modules import Features
 from draftsmith.modules.families.medusa.drafter import MedusaConfig
 from draftsmith.trainers import fit
-from support.cycle import CycleData, cycle_target
+from support.cases import CycleData, cycle_target
 from torch import Tensor
 
 

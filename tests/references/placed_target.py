@@ -20,7 +20,7 @@ from draftsmith.modules import DecodeSettings, Features, Request, StaticTree, Ta
 from draftsmith.modules.families.eagle3.drafter import Eagle3Config
 from draftsmith.modules.target.loading.loading import TargetConfig, load_target
 from draftsmith.trainers import FitResult, fit
-from support.cycle import CYCLE, CycleData, cycle_rows
+from support.cases import CYCLE, CycleData, cycle_rows
 
 TAPS = (0, 2, 5)
 BATCHES = 4  # Micro-batches of a step, whoever reads them

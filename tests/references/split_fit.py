@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from draftsmith.modules import Features
 from draftsmith.trainers import DraftModule, fit
-from support.cycle import CycleData, cycle_target
+from support.cases import CycleData, cycle_target
 from support.families import CASES
 from torch import Tensor
 

@@ -2,7 +2,7 @@
 `make test-llamacpp SERVING=--record` and `make test-openvino SERVING=--record`.
 
 It is made from the export formats, the families' own cards, the figures of those commands (figures.json) and the
-contracts of `support/engine_contracts.py`.
+contracts of `serving/engine_contracts.py`.
 """
 
 import json
@@ -15,7 +15,7 @@ from draftsmith.export.layouts.registry import EXPORT_FORMATS
 from draftsmith.modules import DRAFTERS, Drafter
 from draftsmith.modules.files.atomic_files import write_file
 from draftsmith.recipes.commands.written_pages import filled
-from support.engine_contracts import CONTRACTS
+from serving.engine_contracts import CONTRACTS
 
 FIGURES = Path(__file__).with_name("figures.json")
 ROOT = Path(__file__).resolve().parents[2]

@@ -33,7 +33,7 @@ from draftsmith.modules.files.atomic_files import write_atomically
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
-from support.gguf_vocabulary import write_vocabulary
+from support.target_folders import write_vocabulary
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config

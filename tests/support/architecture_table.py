@@ -14,8 +14,7 @@ from draftsmith.modules import Target, TokenTree, UserError
 from draftsmith.modules.target.loading.self_check import LIBRARY_ERRORS
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from huggingface_hub.errors import StrictDataclassError
-from support.architectures import SHAPE
-from support.recurrent_models import RECURRENT
+from support.targets import RECURRENT, SHAPE
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 GUIDE = Path(__file__).resolve().parents[2] / "recipes/guides/your-model-and-data.md"

@@ -1,18 +1,92 @@
-"""Cases: the kinds of drafters on which the tests of all families run."""
+"""Cases: the kinds of drafters on which the tests of all families run, and the endless text that they learn."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import lightning as L
+import pytest
 import torch
-from draftsmith.modules import Adapter, Drafter, Target
+from draftsmith.modules import Adapter, Drafter, Features, Target
 from draftsmith.modules.interfaces.drafter import DrafterConfig
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.trainers import DraftModule, draft_module
-from support.cycle import cycle_target
+from torch.utils.data import DataLoader, IterableDataset
+
+CYCLE = tuple(range(30, 46))
+LENGTH = 24
+
+
+def cycle_target() -> Target:
+    return Target(tiny_model(), tiny_tokenizer(), name="tiny-random")
+
+
+def cycle_rows(number: int, rows: int = 2) -> Features:
+    """Rows from a random start on the cycle with a prompt of 3 to 7 unsupervised tokens, both set by `number`."""
+    starts = torch.randint(len(CYCLE), (rows,), generator=torch.Generator().manual_seed(number)).tolist()
+    tokens = [[CYCLE[(start + place) % len(CYCLE)] for place in range(LENGTH)] for start in starts]
+    supervised = [place >= 3 + number % 5 for place in range(LENGTH)]
+    return Features.from_rows([(row, supervised) for row in tokens])
+
+
+def merged(batches: list[Features]) -> Features:
+    """The rows of several batches as one batch."""
+    return Features(**{name: torch.cat([getattr(batch, name) for batch in batches])
+                       for name in ("tokens_BL", "supervised_BL", "segments_BL", "positions_BL")})
+
+
+class _Endless(IterableDataset[Features]):
+    def __init__(self, first: int, rank: int, world: int, merge: int) -> None:
+        self.first, self.rank, self.world, self.merge = first, rank, world, merge
+
+    def __iter__(self) -> Iterator[Features]:
+        number = self.first
+        while True:
+            first = (number * self.world + self.rank) * self.merge
+            yield merged([cycle_rows(first + part) for part in range(self.merge)])
+            number += 1
+
+
+class CycleData(L.LightningDataModule):
+    """Micro-batch n of rank r is global batch n * world + r, as in the data room; `merge` of them form one."""
+
+    def __init__(self, held_out: int = 2, merge: int = 1) -> None:
+        super().__init__()
+        self.held_out, self.merge = held_out, merge
+
+    def train_dataloader(self) -> Any:
+        trainer = self.trainer
+        first = trainer.global_step * trainer.accumulate_grad_batches
+        return DataLoader(_Endless(first, trainer.global_rank, trainer.world_size, self.merge), batch_size=None)
+
+    def validation_features(self) -> list[Features]:
+        return [cycle_rows(10_000 + number, rows=1) for number in range(self.held_out)]
+
+
+class Power(Exception):
+    """An interruption of the run."""
+
+
+@contextmanager
+def interrupted(kind: Any, at: int) -> Iterator[None]:
+    """The training of this kind of module that the block starts is interrupted in one micro-batch."""
+    step = kind.training_step
+
+    def training_step(self: Any, batch: Features, batch_idx: int) -> torch.Tensor:
+        if batch_idx == at:
+            raise Power
+        return step(self, batch, batch_idx)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "training_step", training_step)
+        with pytest.raises(Power):
+            yield
+
 
 D = TypeVar("D", bound=Drafter)
 IDS = torch.tensor([0, 1, 2, 5, 9, *range(28, 48), 60])
-"""A reduced vocabulary that contains the cycle of tests/support/cycle.py."""
+"""A reduced vocabulary that contains `CYCLE`."""
 
 
 def _unchanged(_target: Target) -> None:
@@ -27,7 +101,7 @@ class Case:
     module: Callable[..., DraftModule]  # Its LightningModule, from (target, **training settings)
     change: Callable[[Target], Adapter | None] = _unchanged
     """A change of the target as training might make it, for families that train it: the same every time."""
-    steps: int = 80  # Optimizer steps in which it learns the cycle of tests/support/cycle.py
+    steps: int = 80  # Optimizer steps in which it learns `CYCLE`
     lr: float = 1.5e-2  # Learning rate with which it does
     learned: float = 0.9  # Share of right guesses of the first step that it exceeds then
     teacher: Callable[[], Target] = cycle_target  # The target that it learns the cycle with

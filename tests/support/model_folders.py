@@ -8,8 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-
-from .faults import Place
+from support.faults import Place
 
 CODE = ("from transformers import LlamaConfig, LlamaForCausalLM\nopen('ran', 'w')\n"
         "class C(LlamaConfig):\n    model_type = 'own'\nclass M(LlamaForCausalLM):\n    config_class = C\n")

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from _pytest.mark.structures import ParameterSet
-
-from .families import CASES, DRAFTERS, cases_of
+from support.families import CASES, DRAFTERS, cases_of
 
 FIRST_CASES = tuple(next(iter(cases_of(cls.family))) for cls in DRAFTERS)  # The first case of each family
 DRAFTING = tuple(name for name in CASES if name not in (

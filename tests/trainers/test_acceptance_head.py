@@ -16,7 +16,7 @@ from draftsmith.modules import (
 from draftsmith.trainers import acceptance_head
 from draftsmith.trainers.acceptance_head import HeadFitConfig, fit_head, weighted_loss
 from references import specdec
-from support.tables import DepthDrafter
+from support.drafters import DepthDrafter
 
 TOKENS = 8
 CHANCES = torch.tensor([0.95, 0.9, 0.95, 0.97, 0.9, 0.1, 0.05, 0.0])  # Tokens from 5 on are hardly ever accepted

@@ -15,7 +15,7 @@ from draftsmith.modules.interfaces.drafter import Drafts
 from draftsmith.modules.target.loading.model_parts import hash_weights
 from draftsmith.trainers import DraftModule, FitResult, TrainConfig, draft_module, fit, train_config
 from draftsmith.trainers.losses.metrics import weighted_mean_loss
-from support.cycle import CYCLE, CycleData, cycle_rows, cycle_target, interrupted
+from support.cases import CYCLE, CycleData, cycle_rows, cycle_target, interrupted
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only")

@@ -14,7 +14,7 @@ from draftsmith.modules.families.medusa.drafter import MedusaConfig
 from draftsmith.trainers import draft_module, fit, fitting, train_config
 from draftsmith.trainers.steps.checkpoints import load_weights, save_weights
 from safetensors.torch import load_file
-from support.cycle import CycleData, cycle_target, interrupted
+from support.cases import CycleData, cycle_target, interrupted
 
 SETTINGS = train_config(Medusa)(max_steps=7, lr=1e-2, warmup_steps=1, validate_every=2, validation_nodes=4,
                              checkpoint_every=3, drafter=MedusaConfig(num_heads=2), precision="32-true",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.torchrun import start, torchrun
+from support.processes import python, torchrun
 
 SCRIPT = Path(__file__).resolve().parents[1] / "references" / "distributed_fit.py"
 
@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "references" / "distributed_fit.p
 def run(out: Path, accumulate: int, processes: int, *more: str) -> list[str]:
     """Output of each process."""
     command = [str(SCRIPT), str(out), str(accumulate), *more]
-    answer = torchrun(processes, *command) if processes > 1 else start(*command)
+    answer = torchrun(processes, *command) if processes > 1 else python(*command)
     assert answer.returncode == 0, answer.stderr[-3000:]
     assert answer.stdout.count("joined at the end: False.") == processes, "Python may abort with them joined"
     # Two processes write to one pipe: their lines may be joined.

@@ -9,9 +9,9 @@ from draftsmith.data.store.collate import PackedBatch, Piece, packed
 from draftsmith.modules import Target
 from draftsmith.trainers.losses.metrics import weighted_mean_loss
 from draftsmith.trainers.steps.checkpoints import READ_EVERY, FinishedStep, StepGuard
+from support.devices.pretended_device import DEVICE, Waits, files, pretended_device
+from support.devices.waits import moved, on_device
 from support.families import CASES, randomised
-from support.pretended_device import DEVICE, Waits, files, pretended_device
-from support.steady_waits import moved, on_device
 from support.tiers import others_long
 
 READING = {"draft-lm-depths": {"modules/parts/causal_drafter.py": 1},

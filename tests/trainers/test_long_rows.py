@@ -7,9 +7,9 @@ import torch
 from draftsmith.data.store.collate import Piece, packed
 from draftsmith.modules import Features, Target
 from support.families import CASES
+from support.processes import python
 from support.summed_gradients import gradients, module_of
 from support.tiers import others_long
-from support.torchrun import start
 
 DENSE = "draftsmith.modules.target.attention.segment_attention.DENSE_LENGTH"
 SCRIPT = Path(__file__).resolve().parents[1] / "references" / "long_row.py"
@@ -45,6 +45,6 @@ def test_long_rows_learn_as_short_ones_do(name: str, tiny_target_f64: Target, mo
 @pytest.mark.parametrize(("family", "bound"), [("eagle3", 400), ("kangaroo", 200)])
 def test_a_step_on_32768_tokens_takes_memory_by_the_token(family: str, bound: int) -> None:
     """One boolean mask of all positions takes 1,024 MiB; the whole step took 275 MiB (EAGLE-3) and 129 (Kangaroo)."""
-    answer = start(str(SCRIPT), family, "32768")
+    answer = python(str(SCRIPT), family, "32768")
     assert answer.returncode == 0, answer.stderr[-3000:]
     assert float(answer.stdout) < bound

@@ -20,8 +20,8 @@ from draftsmith.trainers import FitResult, Medusa2Module, Medusa2TrainConfig, fi
 from draftsmith.trainers.lora import LearningTarget, LoraConfig
 from families.medusa.reference import joint_loss
 from safetensors.torch import load_file
-from support.cycle import CYCLE, CycleData, cycle_rows, cycle_target
-from support.recurrent_models import recurrent_model
+from support.cases import CYCLE, CycleData, cycle_rows, cycle_target
+from support.targets import recurrent_model
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only", "ignore:.*is_gradient_checkpointing",

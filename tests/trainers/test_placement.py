@@ -11,7 +11,7 @@ from draftsmith.modules.target.loading.loading import TargetConfig
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.trainers import FitResult
 from references.placed_target import Found, show, train
-from support.torchrun import torchrun
+from support.processes import torchrun
 from transformers import MistralConfig, MistralForCausalLM
 
 SCRIPT = Path(__file__).resolve().parents[1] / "references" / "placed_target.py"

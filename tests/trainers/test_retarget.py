@@ -27,10 +27,9 @@ from draftsmith.trainers import DraftModule, fit
 from draftsmith.trainers.train_config import Start
 from safetensors.torch import load_file
 from support.artifacts import edit
-from support.cases import asked_for
-from support.cycle import CycleData, cycle_rows
+from support.cases import CycleData, asked_for, cycle_rows
 from support.families import CASES, randomised
-from support.quantised_folders import write_quantised
+from support.target_folders import write_quantised
 from support.tiers import FIRST_CASES, others_long
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only", "ignore:.*is_gradient_checkpointing")

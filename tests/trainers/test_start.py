@@ -32,8 +32,7 @@ from draftsmith.trainers.families import family_module
 from draftsmith.trainers.lora import LoraConfig
 from draftsmith.trainers.train_config import Start
 from safetensors.torch import load_file
-from support.cases import asked_for
-from support.cycle import CycleData, cycle_rows, interrupted
+from support.cases import CycleData, asked_for, cycle_rows, interrupted
 from support.families import CASES, randomised
 from support.tiers import others_long
 

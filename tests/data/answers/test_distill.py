@@ -35,9 +35,9 @@ from draftsmith.modules import DecodeSettings, Request, Target, UserError, decod
 from draftsmith.modules.decoding.loop import Loop
 from draftsmith.modules.files.folders import FolderLocks
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_model, tiny_tokenizer
-from support.chats import THINKING
-from support.forked_workers import Killed, die, killed_after, killed_in
-from support.prompt_files import WORDS, asked_prompts, contents, many, rows, shards, spoken, write_prompts
+from support.data.chat_templates import THINKING
+from support.data.data_folders import WORDS, asked_prompts, contents, many, rows, shards, spoken, write_prompts
+from support.processes import Killed, die, killed_after, killed_in
 from support.targets import templated_target
 from support.tiers import others_long
 

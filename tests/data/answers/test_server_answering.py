@@ -13,9 +13,8 @@ from draftsmith.data.answers.answer_server import PROBES, AnswerServer, ServerAn
 from draftsmith.data.answers.shard_queue import QUEUE
 from draftsmith.modules import DecodeSettings, Target, UserError
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from support.answer_servers import Change, Server, serving
-from support.prompt_files import contents, many, rows, write_prompts
-from support.stored_states import encode
+from support.data.data_folders import contents, encode, many, rows, write_prompts
+from support.data.servers import Change, Server, serving
 from support.tiers import some_long
 
 SMALL = DistillConfig(shard_prompts=4, slots=4, max_new_tokens=24, validation_prompts=2, test_prompts=1)

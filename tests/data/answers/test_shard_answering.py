@@ -41,8 +41,8 @@ from draftsmith.modules import Target, UserError
 from draftsmith.modules.files.folders import FolderLocks, has_locks, remove_leftovers, sole_writer
 from draftsmith.modules.processes import Processes
 from draftsmith.recipes.stages.answer_workers import leading
-from support.forked_workers import ended, holding, kill, start
-from support.prompt_files import asked_prompts, contents, many, write_prompts
+from support.data.data_folders import asked_prompts, contents, many, write_prompts
+from support.processes import ended, holding, kill, start
 from support.targets import templated_target
 from support.tiers import others_long, some_long
 

@@ -20,10 +20,10 @@ from draftsmith.modules.token_tree import Topology
 from draftsmith.modules.verification.acceptance_rules import AcceptAll
 from draftsmith.recipes.stages.answer_workers import require_teacher
 from draftsmith.trainers import draft_module, train_config
-from support import prompt_files
+from support.data import data_folders
+from support.data.data_folders import answered, contents, many, shards, write_prompts
 from support.drafters import ScriptedDrafter
-from support.forked_workers import Killed
-from support.prompt_files import answered, contents, many, shards, write_prompts
+from support.processes import Killed
 
 SMALL = DistillConfig(shard_prompts=6, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2)
 MIX: dict[str, float] = {"target": 0.5, "text": 0.25, "draft": 0.25}
@@ -47,7 +47,7 @@ def make(target: Target, prompts: PromptConfig, config: DistillConfig, out: Path
 def rows(out: Path) -> list[tuple[list[int], list[bool], int, str]]:
     """(tokens, supervised, prompt, source) of the train rows."""
     sources = [SOURCES[number] for shard in shards(out) for number in shard.sources_R.tolist()]
-    return [(*row[:3], source) for row, source in zip(prompt_files.rows(out), sources, strict=True)]
+    return [(*row[:3], source) for row, source in zip(data_folders.rows(out), sources, strict=True)]
 
 
 # Shares ---------------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_documents_are_learnt_whole_in_pieces(tmp_path: Path, tiny_target: Targe
 def test_of_a_held_out_document_the_target_continues_the_beginning(tmp_path: Path, tiny_target: Target) -> None:
     prompts = write_prompts(tmp_path, [{"text": SEA + str(number)} for number in range(5)])
     make(tiny_target, prompts, replace(SMALL, answered_by="text"), tmp_path / "out")
-    tokens, flags, *_ = next(prompt_files.rows(tmp_path / "out", "validation"))
+    tokens, flags, *_ = next(data_folders.rows(tmp_path / "out", "validation"))
     opening = flags.index(True)
     assert tokens[:opening] == tiny_target.tokenizer(SEA + "0")["input_ids"][:32]
     greedy = decode(tiny_target, [Request(tuple(tokens[:opening]), 0, 8)], DecodeSettings()).generations[0].tokens

@@ -13,8 +13,7 @@ from draftsmith.data.batches.learned_tokens import prompts_learnable
 from draftsmith.data.store.collate import pad
 from draftsmith.data.store.token_store import Row, ShardRecord, hash_file
 from draftsmith.modules import Features, Target, UserError
-from support.prompt_files import conversations
-from support.stored_states import encode
+from support.data.data_folders import conversations, encode
 
 lightning = pytest.importorskip("lightning")
 CONFIG = BatchConfig(row_length=96, rows_per_batch=2)

@@ -8,7 +8,7 @@ import torch
 from draftsmith.data import Manifest, TokenShard
 from draftsmith.data.batches.learned_tokens import LearnedTokens, count_labels, coverage
 from draftsmith.modules import Target
-from support.prompt_files import conversations
+from support.data.data_folders import conversations
 
 
 @pytest.fixture(scope="module")

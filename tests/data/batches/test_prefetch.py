@@ -21,8 +21,7 @@ from draftsmith.data.store.feature_shards import FINAL, state_file
 from draftsmith.modules import Features, Medusa, MedusaConfig, Target, UserError, progress
 from draftsmith.recipes.__main__ import main
 from draftsmith.trainers import DraftModule, draft_module, fit, train_config
-from support.prompt_files import conversations
-from support.stored_states import encode
+from support.data.data_folders import conversations, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CONFIG = BatchConfig(row_length=96, rows_per_batch=2)

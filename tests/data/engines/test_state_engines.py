@@ -15,10 +15,8 @@ from draftsmith.data.state_engines import PROBE, engine_at, probe
 from draftsmith.data.store.feature_store import Encoding
 from draftsmith.modules import Target, UserError
 from safetensors.torch import load_file
-from support.answer_servers import serving
-from support.prompt_files import contents, many, write_prompts
-from support.state_engines import States, StatesServer, working
-from support.stored_states import encode
+from support.data.data_folders import contents, encode, many, write_prompts
+from support.data.servers import States, StatesServer, serving, working
 
 TAPS = (0,)
 

@@ -8,9 +8,8 @@ import pytest
 from draftsmith.data import ChatTemplate, Prompt
 from draftsmith.modules import UserError
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_tokenizer
-from support import template_shapes as shapes
-from support.chats import MISTRAL, THINKING, merging_tokenizer
-from support.template_shapes import shaped_tokenizer
+from support.data import chat_templates as shapes
+from support.data.chat_templates import MIXTRAL, THINKING, merging_tokenizer, shaped_tokenizer
 from tokenizers import AddedToken
 
 
@@ -65,7 +64,7 @@ def test_what_precedes_and_ends_a_users_turn() -> None:
     around = ChatTemplate(tokenizer).user_turn()
     assert tokenizer.decode(list(around.before)) == "<|im_start|>user\n"
     assert tokenizer.decode(list(around.after)) == "<|im_end|>\n"
-    mistral = ChatTemplate(merging_tokenizer(MISTRAL))
+    mistral = ChatTemplate(merging_tokenizer(MIXTRAL))
     assert mistral.tokenizer.decode(list(mistral.user_turn().after)) == "[/INST]"
 
 

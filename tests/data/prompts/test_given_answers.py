@@ -10,9 +10,8 @@ from draftsmith.data.prompts.prompt import Message
 from draftsmith.modules import UserError
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import template_shapes as shapes
-from support.chats import merging_tokenizer
-from support.template_shapes import shaped_tokenizer
+from support.data import chat_templates as shapes
+from support.data.chat_templates import merging_tokenizer, shaped_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {"a": 1}}}

@@ -15,7 +15,7 @@ from draftsmith.data.prompts import prompt_files
 from draftsmith.data.prompts.prompt_files import decoded, file_rows
 from draftsmith.data.prompts.rows import ROLES, parse_prompt
 from draftsmith.modules import UserError
-from support.prompt_files import spoken
+from support.data.data_folders import spoken
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -13,8 +13,8 @@ from draftsmith.data.prompts.prompt_kinds import SYSTEM_PROMPTS, drawn
 from draftsmith.data.prompts.self_prompting import OwnPrompts
 from draftsmith.modules import Generation, Request, Target, UserError, decode
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_model, tiny_tokenizer
-from support.chats import MISTRAL, merging_tokenizer
-from support.prompt_files import spoken
+from support.data.chat_templates import MIXTRAL, merging_tokenizer
+from support.data.data_folders import spoken
 
 
 def write_lines(folder: Path, *rows: Any) -> Path:
@@ -371,7 +371,7 @@ def test_unfit_prompts_are_dropped(tiny_target: Target) -> None:
 
 
 def test_a_turn_that_ends_in_no_end_token_is_cut_at_its_end(tiny_target: Target) -> None:
-    tokenizer = merging_tokenizer(MISTRAL)
+    tokenizer = merging_tokenizer(MIXTRAL)
     around = ChatTemplate(tokenizer).user_turn()
     assert tokenizer.decode(list(around.before)) == "<bos>[INST]"
     source = own(tiny_target)

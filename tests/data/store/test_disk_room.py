@@ -9,7 +9,7 @@ from draftsmith.data import Manifest, WantedStates
 from draftsmith.data.store.feature_store import Encoding, in_words, require_room
 from draftsmith.modules import Target, UserError
 from draftsmith.recipes.__main__ import main
-from support.stored_states import encode
+from support.data.data_folders import encode
 
 Disk = namedtuple("Disk", "total used free")
 

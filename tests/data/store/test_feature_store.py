@@ -15,9 +15,8 @@ from draftsmith.modules.files.folders import remove_leftovers
 from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.recipes.recipe import dry_run
-from support.forked_workers import ended, start
-from support.prompt_files import conversations
-from support.stored_states import encode
+from support.data.data_folders import conversations, encode
+from support.processes import ended, start
 
 TAPS = (0,)
 STORED = BatchConfig(row_length=128, rows_per_batch=2)

@@ -30,9 +30,9 @@ from draftsmith.data.store.feature_store import Encoding
 from draftsmith.modules import DecodeSettings, Target, UserError
 from draftsmith.modules.families.medusa.drafter import Medusa, MedusaConfig
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from support.chats import THINKING
-from support.forked_workers import Killed, killed_after
-from support.prompt_files import WORDS, answered, contents, many, write_prompts
+from support.data.chat_templates import THINKING
+from support.data.data_folders import WORDS, answered, contents, many, write_prompts
+from support.processes import Killed, killed_after
 
 SMALL = DistillConfig(shard_prompts=4, slots=3, max_new_tokens=8, temperatures=(0.0, 1.0), validation_prompts=2,
                       test_prompts=1)

@@ -26,8 +26,7 @@ from draftsmith.recipes.commands.memory_plan import plan_recipe
 from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.trainers import draft_module, train_config
 from safetensors.torch import load_file
-from support.prompt_files import conversations
-from support.stored_states import encode
+from support.data.data_folders import conversations, encode
 from torch import Tensor
 
 EIGHT_BITS = ("int8", "fp8")

@@ -25,8 +25,7 @@ from draftsmith.data.store.token_store import (
 )
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from support.prompt_files import conversations
-from support.stored_states import encode
+from support.data.data_folders import conversations, encode
 
 ROWS = [
     Row(tokens=(5, 6, 7), supervised=(False, True, True), prompt=3, temperature=0.7),

@@ -28,8 +28,8 @@ from draftsmith.modules import (
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.verification.sampling import Sampling
 from support.drafters import ScriptedDrafter
+from support.policies import branching
 from support.tiers import some_long
-from support.tree_shapes import branching
 
 KEYS = {
     "family", "target", "prompts", "batch_size", "temperature", "new_tokens", "target_passes", "accepted_length",

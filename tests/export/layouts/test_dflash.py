@@ -23,10 +23,10 @@ from draftsmith.recipes.__main__ import main
 from draftsmith.trainers.train_config import continued_settings
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
+from serving.engine_contracts import ANCHORS, CAUSAL
 from support.artifacts import TREE, edit
-from support.engine_contracts import ANCHORS, CAUSAL
 from support.families import IDS, randomised
-from support.gguf_vocabulary import write_vocabulary
+from support.target_folders import write_vocabulary
 from support.tiers import others_long
 
 from .test_engine_contracts import padded, written

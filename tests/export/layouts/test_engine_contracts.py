@@ -23,8 +23,7 @@ from draftsmith.modules import (
     Target,
 )
 from safetensors.torch import load_file, save_file
-from support.artifacts import TREE, edit, heads
-from support.engine_contracts import (
+from serving.engine_contracts import (
     CONTRACTS,
     Folder,
     states_of_llama_cpp,
@@ -33,6 +32,7 @@ from support.engine_contracts import (
     third_for_sglang,
     third_for_tensorrt,
 )
+from support.artifacts import TREE, edit, heads
 from support.families import IDS
 from support.targets import six_layers, tied_target
 

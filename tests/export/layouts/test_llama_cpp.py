@@ -15,7 +15,7 @@ from draftsmith.modules.parts.attention import rotation
 from draftsmith.modules.target.loading.loading import find_default_gguf, gguf_of
 from support.artifacts import heads
 from support.families import IDS
-from support.gguf_vocabulary import write_vocabulary
+from support.target_folders import write_vocabulary
 from support.targets import six_layers, tied_target
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config
 

@@ -17,8 +17,8 @@ from draftsmith.trainers import draft_module, fit, train_config
 from draftsmith.trainers.train_config import Start
 from families.mtp.cases import head
 from safetensors.torch import load_file, save_file
-from support.cycle import CycleData
-from support.native_heads import LINES, change, load, with_head
+from support.cases import CycleData
+from support.target_folders import LINES, change, load, with_head
 from support.tiers import others_long
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only", "ignore:.*is_gradient_checkpointing")

@@ -28,7 +28,7 @@ from serving.vllm_cases import LOADER, VLLM_CASES
 from support.artifacts import TREE, heads
 from support.documents import ROOT
 from support.families import CASES
-from support.gguf_vocabulary import write_vocabulary
+from support.target_folders import write_vocabulary
 from support.targets import six_layers
 
 from .test_engine_contracts import MADE, target_of, written

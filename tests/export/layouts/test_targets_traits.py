@@ -29,8 +29,8 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from references.engine_readers import READERS, Read
-from support.architectures import random_model
 from support.families import IDS, randomised
+from support.targets import random_model
 from support.tiers import others_long
 from transformers import AutoModelForCausalLM
 

@@ -23,9 +23,9 @@ from draftsmith.modules import (
 from draftsmith.modules.token_tree import TokenTree
 from draftsmith.trainers import draft_module, train_config
 from families.block.reference import plain_slots
+from support.answers import level, news, packed, read, text
+from support.drafters import Wrapped
 from support.families import randomised
-from support.observations import level, news, packed, read, text
-from support.wrapped_drafter import Wrapped
 
 CONFIGS = {
     "next": BlockDraftConfig(block_size=3),

@@ -26,8 +26,8 @@ from draftsmith.modules.verification.acceptance_rules import reject_siblings
 from draftsmith.trainers import DraftModule, draft_module, train_config
 from families.block.reference import plain_state
 from references.rejection import level_law
+from support.answers import level, read, text
 from support.families import randomised
-from support.observations import level, read, text
 from torch import Tensor
 
 NAMES = ("markov", "gated", "rnn", "gru", "state", "refiner")

@@ -12,7 +12,7 @@ from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target, U
 from draftsmith.trainers import draft_module, fit, train_config
 from draftsmith.trainers.losses.metrics import weighted_mean_loss
 from families.block.reference import plain_gru, plain_refiner, plain_slots
-from support.cycle import CYCLE, CycleData, cycle_target
+from support.cases import CYCLE, CycleData, cycle_target
 from support.families import randomised
 from torch import Tensor
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.parts.campaign_targets import build
 from draftsmith.export import Artifact, export_artifact
 from draftsmith.modules import (
     Chain,
@@ -35,10 +36,8 @@ from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.modules.tuning.step_timing import BATCHES
 from draftsmith.trainers import draft_module, train_config
 from families.draft_lm.reference import state_behind
-from support.campaign_targets import build
+from support.answers import frontier, native_greedy, observe, requests_for
 from support.families import randomised
-from support.native_answers import native_greedy, requests_for
-from support.observations import frontier, observe
 from support.targets import random_target, tied_target
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

@@ -11,8 +11,8 @@ from draftsmith.modules.parts.shared_embeddings import shifted
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.trainers import DraftModule, draft_module, train_config
 from families.eagle.reference import fspad, harmonised
+from support.answers import level, packed, read, text
 from support.families import randomised
-from support.observations import level, packed, read, text
 
 FSPAD = EagleConfig(feature_sampling=True, partial_alignment=True, steps=2)
 

@@ -9,8 +9,8 @@ from draftsmith.modules import Eagle3, Eagle3Config, Target, UserError
 from draftsmith.modules.parts.feature_drafter import chosen_taps
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.trainers import draft_module, train_config
+from support.answers import text
 from support.families import randomised
-from support.observations import text
 from transformers import LlamaConfig, LlamaForCausalLM
 
 

@@ -21,8 +21,8 @@ from draftsmith.modules import (
 from draftsmith.modules.families.falcon.recurrence import LSTM, SegmentSteps
 from draftsmith.trainers import draft_module, train_config
 from families.falcon.reference import told, torch_lstm
+from support.answers import check_tree, level, news, packed, read, text
 from support.families import randomised
-from support.observations import check_tree, level, news, packed, read, text
 
 CONFIGS = {"one": FalconConfig(block_size=1), "two": FalconConfig(), "three": FalconConfig(block_size=3)}
 TOKENS = list(range(20, 38))

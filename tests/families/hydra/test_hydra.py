@@ -12,7 +12,7 @@ import torch
 from draftsmith.modules import Features, StaticTree, Target, Topology, UserError
 from draftsmith.modules.families.hydra.drafter import Hydra, HydraConfig, HydraState, PrefixLayer
 from families.hydra.reference import hydra_state
-from support.observations import encoded, frontier, observed
+from support.answers import encoded, frontier, observed
 from torch import Tensor
 
 IDS = torch.tensor([2, 5, 9, 30, 31, 60])

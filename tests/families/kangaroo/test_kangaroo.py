@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.parts.campaign_drafters import POLICIES
+from benchmarks.parts.campaign_greedy import tiny
+from benchmarks.parts.campaign_targets import ARCHITECTURES
 from draftsmith.modules import (
     DecodeSettings,
     Eagle2Tree,
@@ -35,9 +38,6 @@ from draftsmith.modules.interfaces.proposer import DraftState
 from draftsmith.modules.policies.stopping_chains import EarlyExit
 from draftsmith.modules.verification.acceptance_rules import Accepted
 from families.kangaroo.reference import adapter, chain, draft_logits
-from support.campaign_drafters import POLICIES
-from support.campaign_greedy import tiny
-from support.campaign_targets import ARCHITECTURES
 from support.families import randomised
 from support.targets import random_target
 from support.tiers import some_long

@@ -12,7 +12,7 @@ from draftsmith.modules import Target, UserError
 from draftsmith.modules.families.medusa.drafter import Medusa, MedusaConfig
 from draftsmith.modules.target.draft_vocabulary import OutputRows
 from safetensors import safe_open
-from support.observations import encoded, frontier, observed
+from support.answers import encoded, frontier, observed
 
 FIXTURES = Path(__file__).resolve().parents[4] / "shared" / "fixtures"
 IDS = torch.tensor([2, 5, 9, 30, 31, 60])

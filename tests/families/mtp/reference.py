@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from support.native_heads import LINES
+from support.target_folders import LINES
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 

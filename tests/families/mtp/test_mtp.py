@@ -33,9 +33,8 @@ from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from families.mtp.reference import head_logits
 from safetensors.torch import load_file, save_file
-from support.architectures import random_model
-from support.native_heads import LINES, change, load, with_head
-from support.recurrent_models import recurrent_model
+from support.target_folders import LINES, change, load, with_head
+from support.targets import random_model, recurrent_model
 from support.tiers import others_long
 from torch import Tensor
 

@@ -8,8 +8,7 @@ import torch
 from draftsmith.modules import PromptTokens, PromptTokensConfig, Target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.trainers import draft_module, train_config
-from support.cases import IDS, Case, case
-from support.cycle import cycle_rows, cycle_target
+from support.cases import IDS, Case, case, cycle_rows, cycle_target
 
 
 @cache

@@ -8,8 +8,8 @@ import torch
 from draftsmith.modules import Chain, StaticTree, TokenRecycling, Topology, UserError, Verified
 from draftsmith.modules.baselines.memories import NgramConfig, Ngrams, PromptLookup, PromptLookupConfig, recycling_tree
 from draftsmith.modules.interfaces.proposer import DraftState
-from support.observations import ROOT, frontier, logits_of, observation, observe
-from support.tree_shapes import paths
+from support.answers import ROOT, frontier, logits_of, observation, observe
+from support.policies import paths
 
 CPU = torch.device("cpu")
 V = 12

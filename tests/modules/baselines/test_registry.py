@@ -8,9 +8,8 @@ from draftsmith.modules.baselines.registry import BASELINES, COPIED, PARTNERS, P
 from draftsmith.modules.decoding.requests import DecodeSettings, Generation, Request
 from draftsmith.modules.interfaces.proposer import DraftState, Observation, Verified
 from draftsmith.modules.policies.registry import POLICIES, SPARSE, SPECDEC, policy_named
+from support.answers import frontier, native_greedy, observation, requests_for
 from support.families import CASES, randomised
-from support.native_answers import native_greedy, requests_for
-from support.observations import frontier, observation
 from support.tiers import some_long
 from torch import Tensor
 

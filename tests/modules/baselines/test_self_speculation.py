@@ -10,10 +10,8 @@ from draftsmith.modules.interfaces.proposer import DraftState
 from draftsmith.modules.policies.trees import Chain
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.modules.target.partial_passes import skipping
-from support.architectures import random_trait
-from support.native_answers import native_greedy, requests_for
-from support.observations import frontier, observe
-from support.targets import random_target
+from support.answers import frontier, native_greedy, observe, requests_for
+from support.targets import random_target, random_trait
 from support.tiers import others_long
 from torch import Tensor
 

@@ -12,11 +12,10 @@ from draftsmith.modules.interfaces.proposer import DraftState, Frontier, Propose
 from draftsmith.modules.policies.trees import Chain, DySpecTree, StaticTree
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from scipy.stats import chisquare
-from support.tables import TableDrafter
+from support.drafters import TableDrafter, Wrapped
+from support.policies import branching
 from support.targets import with_broken
 from support.tiers import some_long
-from support.tree_shapes import branching
-from support.wrapped_drafter import Wrapped
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 

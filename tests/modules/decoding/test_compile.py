@@ -9,9 +9,9 @@ from draftsmith.modules import DySpecTree, Observation, Policy, Sampling, Static
 from draftsmith.modules.interfaces.proposer import DraftState
 from draftsmith.modules.target.kv_cache import RowCache
 from draftsmith.modules.verification.acceptance_rules import Chances, exact_rule
+from support.drafters import draws_for
 from support.families import CASES, randomised
-from support.policy_cases import EVERY, medusa
-from support.tables import draws_for
+from support.policies import EVERY, medusa
 from support.tiers import DRAFTING, FIRST_CASES, others_long, some_long
 from torch import Tensor
 

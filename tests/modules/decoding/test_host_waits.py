@@ -13,10 +13,10 @@ from draftsmith.modules.interfaces.proposer import DraftState, Observation, Prop
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_trees
 from draftsmith.modules.policies.stopping_chains import EarlyExit, MaxProbability, PathProbability, StoppingRule
 from draftsmith.modules.policies.trees import Chain, SampledTree, StaticTree
+from support.devices.pretended_device import DEVICE, Waits, files, pretended_device
+from support.devices.waits import GREEDY, MIXED, WIDE, drafted, moved, plain, steady, together, without_training
 from support.families import CASES
-from support.policy_cases import EVERY
-from support.pretended_device import DEVICE, Waits, files, pretended_device
-from support.steady_waits import GREEDY, MIXED, WIDE, drafted, moved, plain, steady, together, without_training
+from support.policies import EVERY
 from support.tiers import DRAFTING, others_long, some_long
 from torch import Tensor
 

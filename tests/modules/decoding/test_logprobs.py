@@ -9,10 +9,10 @@ from draftsmith.modules import Chain, DecodeError, Policy, Proposer, StaticTree,
 from draftsmith.modules.decoding.requests import DecodeResult, DecodeSettings, Generation, Request
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.verification.acceptance_rules import AcceptAll, Typical
+from support.answers import requests_for
 from support.drafters import ScriptedDrafter
 from support.families import CASES, randomised
-from support.native_answers import requests_for
-from support.policy_cases import EVERY, medusa
+from support.policies import EVERY, medusa
 from support.tiers import some_long
 
 pytestmark = pytest.mark.usefixtures("on_device")

@@ -18,13 +18,11 @@ from draftsmith.modules.verification import acceptance_rules as rules
 from draftsmith.modules.verification.acceptance_rules import Accepted, Typical, follow
 from draftsmith.modules.verification.sampling import Sampling, choose, probabilities
 from scipy.stats import chi2
-from support.architectures import random_model
-from support.drafters import ScriptedDrafter, TargetDrafter
-from support.fixed_length import FixedLength
-from support.native_answers import greedy_answers, native_greedy, requests_for, texts_of
-from support.tables import DepthDrafter, TableDrafter, random_log_probs
+from support.answers import greedy_answers, native_greedy, requests_for, texts_of
+from support.drafters import DepthDrafter, ScriptedDrafter, TableDrafter, TargetDrafter, random_log_probs
+from support.policies import FixedLength, branching
+from support.targets import random_model
 from support.tiers import others_long, some_long
-from support.tree_shapes import branching
 from torch import Tensor
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from draftsmith.modules import Features, Target, Topology
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from support.on_device import tensors_on
-from support.pretended_device import DEVICE, pretended_device
+from support.devices.on_device import tensors_on
+from support.devices.pretended_device import DEVICE, pretended_device
 
 
 def test_what_a_test_makes_is_on_the_device() -> None:

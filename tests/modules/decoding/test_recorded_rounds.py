@@ -1,8 +1,7 @@
 """Rounds that are recorded once and replayed give what computed ones give, and write to the same places for good.
 
-Records of torch's operations on a pretended device stand in for CUDA graphs (`tests/support/recorded_operations.py`,
-`tests/support/pretended_device.py`): the code takes the branches of an accelerator, and whatever would make the host
-wait is refused. Tests marked `gpu` replay real graphs.
+Records of torch's operations on a pretended device stand in for CUDA graphs (`tests/support/devices`): the code takes
+the branches of an accelerator, and whatever would make the host wait is refused. Tests marked `gpu` replay real graphs.
 """
 
 import gc
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.parts.shapes import Oracle
 from draftsmith.modules import Ensemble, Loop, Policy, Replay, StoppedChain, Target, Union, decode
 from draftsmith.modules.baselines.registry import BASELINES, LayerDraft, baseline
 from draftsmith.modules.decoding import rounds
@@ -26,16 +26,14 @@ from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_tr
 from draftsmith.modules.policies.stopping_chains import EarlyExit, MaxProbability, PathProbability, StoppingRule
 from draftsmith.modules.policies.trees import Chain, SampledTree, StaticTree
 from draftsmith.modules.target.devices import compiled_layers
+from support.devices.pretended_device import place, pretended_device
+from support.devices.recorded_operations import Records, held_tensors
+from support.devices.waits import GREEDY, MIXED, WIDE, Way, drafted, moved, on_device, plain, together, without_training
+from support.drafters import Wrapped, WrappedState
 from support.families import CASES, randomised
-from support.held_tensors import held_tensors
-from support.oracle import Oracle
-from support.policy_cases import EVERY
-from support.pretended_device import place, pretended_device
-from support.recorded_operations import Records
-from support.steady_waits import GREEDY, MIXED, WIDE, Way, drafted, moved, on_device, plain, together, without_training
+from support.policies import EVERY
 from support.targets import random_target
 from support.tiers import DRAFTING, FIRST_CASES, others_long, some_long
-from support.wrapped_drafter import Wrapped, WrappedState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LENGTHS = (26, 9, 17, 12, 14)

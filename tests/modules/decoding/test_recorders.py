@@ -13,10 +13,10 @@ from draftsmith.modules.policies.trees import StaticTree
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.token_tree import TokenTree, Topology
 from draftsmith.modules.verification.acceptance_rules import follow
+from support.answers import native_greedy
 from support.drafters import ScriptedDrafter
 from support.families import CASES, randomised
-from support.native_answers import native_greedy
-from support.policy_cases import EVERY, medusa
+from support.policies import EVERY, medusa
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -12,11 +12,9 @@ from draftsmith.modules.interfaces.proposer import DraftState, Proposer
 from draftsmith.modules.policies.stopping_chains import SampledChain, StoppedChain
 from draftsmith.modules.policies.trees import Chain, DySpecTree, Eagle2Tree, SampledTree, StaticTree
 from draftsmith.modules.token_tree import Topology
-from support.drafters import ScriptedDrafter
-from support.fixed_length import FixedLength
-from support.tables import TableDrafter, random_log_probs
+from support.drafters import ScriptedDrafter, TableDrafter, random_log_probs
+from support.policies import FixedLength, branching
 from support.targets import with_broken
-from support.tree_shapes import branching
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_device")

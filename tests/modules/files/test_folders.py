@@ -12,7 +12,7 @@ from draftsmith.modules import UserError
 from draftsmith.modules.files import folders
 from draftsmith.modules.files.atomic_files import write_atomically, write_file
 from draftsmith.modules.files.folders import MARKER, FolderLocks, remove_leftovers, sole_writer, whole_folder
-from support.forked_workers import ended, kill, start
+from support.processes import ended, kill, start
 
 
 def write(folder: Path, content: str = "ours", kind: str = "export") -> Path:

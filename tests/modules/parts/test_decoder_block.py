@@ -11,8 +11,7 @@ from draftsmith.modules.parts.attention import rotate, rotation
 from draftsmith.modules.parts.block_cache import BlockRows
 from draftsmith.modules.parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock, RMSNorm
 from references.decoder_block import block as plain_block
-from support.architectures import random_model
-from support.recurrent_models import RECURRENT
+from support.targets import RECURRENT, random_model
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding

@@ -12,9 +12,9 @@ from draftsmith.modules.parts.feature_drafter import EagleDrafter
 from draftsmith.modules.parts.training_time_test import step_attentions
 from draftsmith.trainers import draft_module, train_config
 from families.eagle.reference import plain_steps
-from support.cycle import cycle_rows, cycle_target
+from support.answers import check_tree, level, news, packed, read, text
+from support.cases import cycle_rows, cycle_target
 from support.families import randomised
-from support.observations import check_tree, level, news, packed, read, text
 
 MAKERS: dict[str, Callable[[Target], EagleDrafter]] = {
     "eagle": lambda target: Eagle.create(EagleConfig(), target),

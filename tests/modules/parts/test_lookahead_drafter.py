@@ -28,10 +28,9 @@ from draftsmith.modules.parts.lookahead_drafter import LookaheadState, with_virt
 from draftsmith.modules.token_tree import Lookahead
 from draftsmith.trainers import draft_module, train_config
 from references.lookahead import states_after
-from support.encoded_answers import encoded_answers
+from support.answers import encoded_answers, native_greedy
 from support.families import randomised
-from support.native_answers import native_greedy
-from support.tree_shapes import paths
+from support.policies import paths
 from torch import Tensor
 
 TREE = Topology.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])

@@ -11,11 +11,9 @@ from draftsmith.modules.decoding.requests import Request
 from draftsmith.modules.errors import UserError
 from draftsmith.modules.policies.ensemble import Ensemble, Union, joined
 from draftsmith.modules.token_tree import Drawn, Lookahead, TokenTree, Topology
+from support.answers import ROOT, native_greedy, observe, requests_for, unplaced
 from support.drafters import ScriptedDrafter
-from support.native_answers import native_greedy, requests_for
-from support.observations import ROOT, observe
 from support.tiers import some_long
-from support.virtual_nodes import unplaced
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_device")

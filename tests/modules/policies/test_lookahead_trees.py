@@ -10,8 +10,8 @@ from draftsmith.modules.baselines.registry import joined_drafter, joined_policy,
 from draftsmith.modules.policies.lookahead_trees import AheadTree, LookaheadTrees, _solved, ahead_trees
 from draftsmith.modules.policies.registry import policy_named
 from draftsmith.modules.token_tree import Topology
+from support.answers import native_greedy
 from support.families import randomised
-from support.native_answers import native_greedy
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

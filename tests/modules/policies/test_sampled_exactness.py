@@ -7,11 +7,9 @@ from draftsmith.modules.policies import ensemble
 from draftsmith.modules.policies.ensemble import Ensemble, Union, whole_size
 from draftsmith.modules.policies.trees import DySpecTree
 from references import wrong_rules
-from support.fixed_length import FixedLength
-from support.goodness_of_fit import chi2_bound, pass_statistic
-from support.tables import CandidateDrafter, DepthDrafter, TableDrafter, random_log_probs
+from support.drafters import CandidateDrafter, DepthDrafter, TableDrafter, random_log_probs
+from support.policies import FixedLength, branching, chi2_bound, pass_statistic
 from support.tiers import others_long, some_long
-from support.tree_shapes import branching
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_device")

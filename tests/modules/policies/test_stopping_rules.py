@@ -7,9 +7,8 @@ import pytest
 import torch
 from draftsmith.modules import PathProbability, RejectionRisk, SampledChain, SamplingSetting, StoppedChain, UserError
 from draftsmith.modules.policies.stopping_chains import EarlyExit, JudgedPath, MaxProbability, PaidGuesses, StoppingRule
-from support.fixed_length import FixedLength
-from support.goodness_of_fit import chi2_bound, pass_statistic
-from support.tables import DepthDrafter, TableDrafter, draws_for, random_log_probs
+from support.drafters import DepthDrafter, TableDrafter, draws_for, random_log_probs
+from support.policies import FixedLength, chi2_bound, pass_statistic
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_device")

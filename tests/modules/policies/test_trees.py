@@ -16,12 +16,9 @@ from draftsmith.modules.target.kv_cache import RowCache
 from draftsmith.modules.token_tree import Topology
 from draftsmith.modules.verification.acceptance_rules import Chances, exact_rule
 from references.dynamic import best_sum, candidates
-from support.fixed_length import FixedLength
-from support.goodness_of_fit import chi2_bound, pass_statistic
-from support.policy_cases import EVERY, medusa
-from support.tables import CandidateDrafter, DepthDrafter, TableDrafter, draws_for, random_log_probs
+from support.drafters import CandidateDrafter, DepthDrafter, TableDrafter, draws_for, random_log_probs
+from support.policies import EVERY, FixedLength, branching, chi2_bound, medusa, pass_statistic
 from support.tiers import some_long
-from support.tree_shapes import branching
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.usefixtures("on_device")

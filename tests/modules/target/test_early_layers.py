@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.parts.campaign_targets import ARCHITECTURES, target_of
 from draftsmith.modules import PassOutput, Target, TargetRows, TokenTree
 from draftsmith.modules.target.partial_passes import EarlyLayers
-from support.campaign_targets import ARCHITECTURES, target_of
-from support.tree_shapes import commit_path
-from support.virtual_nodes import unplaced
+from support.answers import unplaced
+from support.policies import commit_path
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_device")

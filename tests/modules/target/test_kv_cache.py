@@ -11,7 +11,7 @@ from draftsmith.modules.target import kv_cache
 from draftsmith.modules.target.kv_cache import RowCache
 from draftsmith.recipes.counted_work import CountedStorages
 from support.families import CASES, randomised
-from support.tree_shapes import commit_path, random_trees
+from support.policies import commit_path, random_trees
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -10,12 +10,11 @@ from draftsmith.export.evaluation.lossless import Judge
 from draftsmith.modules import DecodeSettings, Features, Request, StaticTree, Target, TokenTree, UserError, decode
 from draftsmith.modules.target.loading.loading import TargetConfig, load_target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from support.architectures import TRAITS, random_model, random_trait
+from support.answers import native_greedy, texts_of, unplaced
 from support.drafters import ScriptedDrafter
-from support.native_answers import native_greedy, texts_of
+from support.policies import branching, commit_path, random_trees
+from support.targets import TRAITS, random_model, random_trait
 from support.tiers import others_long
-from support.tree_shapes import branching, commit_path, random_trees
-from support.virtual_nodes import unplaced
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

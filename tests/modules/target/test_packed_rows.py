@@ -8,7 +8,7 @@ from draftsmith.modules import DecodeSettings, Features, Request, Target, UserEr
 from draftsmith.modules.target.attention import segment_attention
 from draftsmith.modules.target.devices.compiled_layers import Compiler
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
-from support.architectures import MUST_LOAD, TRAITS, random_model, random_trait
+from support.targets import MUST_LOAD, TRAITS, random_model, random_trait
 from support.tiers import others_long, some_long
 
 LENGTHS = (12, 21)

@@ -9,7 +9,7 @@ from draftsmith.modules.decoding.requests import DecodeSettings, Request
 from draftsmith.modules.tuning.acceptance_examples import rollouts
 from references import specdec
 from support.families import CASES, randomised
-from support.fixed_length import FixedLength
+from support.policies import FixedLength
 
 PROMPTS = [[3, 9, 30], [4, 8, 15, 16], [5, 5, 6]]
 SETTINGS = {

@@ -8,10 +8,10 @@ import torch
 from draftsmith.modules import Drafter, Features, Request, Target, Topology
 from draftsmith.modules.tuning.tree_search import PathEstimate, RankedText, acceptance_of, ranked_text, search_tree
 from references.trees import best_expected_length
-from support.encoded_answers import encoded_answers, replay
+from support.answers import encoded_answers, replay
 from support.families import CASES, randomised
+from support.policies import paths
 from support.tiers import others_long
-from support.tree_shapes import paths
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 6])

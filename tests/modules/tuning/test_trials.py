@@ -13,8 +13,8 @@ from draftsmith.modules.tuning import trials as module
 from draftsmith.modules.tuning.tree_search import search_tree
 from draftsmith.modules.tuning.trials import DRAWS, Counted, Trial, cut, draws, interval, trials
 from scipy import stats
+from support.answers import encoded_answers
 from support.artifacts import costs, trial
-from support.encoded_answers import encoded_answers
 from support.families import CASES, randomised
 from support.tiers import some_long
 

@@ -14,9 +14,8 @@ from draftsmith.modules.verification.sampling import draw, penalise
 from draftsmith.recipes.counted_work import CountedStorages
 from references import wrong_rules
 from references.rejection import pair_law, walk
-from support.goodness_of_fit import chi2_bound, g_statistic
-from support.tables import TableDrafter, draws_for, random_log_probs
-from support.tree_shapes import branching
+from support.drafters import TableDrafter, draws_for, random_log_probs
+from support.policies import branching, chi2_bound, g_statistic
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_device")

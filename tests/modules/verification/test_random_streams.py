@@ -6,7 +6,7 @@ import pytest
 import torch
 from draftsmith.modules import Draws
 from draftsmith.modules.verification.sampling import philox, uniform_stream
-from support.tables import draws_for
+from support.drafters import draws_for
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), [

@@ -12,9 +12,9 @@ from draftsmith.modules.verification.acceptance_rules import follow
 from draftsmith.modules.verification.sampling import argmax, draw, probabilities
 from references import sampling as plain
 from references.walk import walk
-from support.pretended_device import DEVICE, pretended_device
+from support.devices.pretended_device import DEVICE, pretended_device
+from support.policies import random_parents
 from support.tiers import others_long
-from support.tree_shapes import random_parents
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import LogitsProcessorList

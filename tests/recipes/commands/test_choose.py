@@ -13,7 +13,7 @@ from draftsmith.export.layouts.registry import EXPORT_FORMATS
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.choose import grown, predicted
 from support.artifacts import trial, tuning
-from support.served_targets import SERVED
+from support.target_folders import SERVED
 
 ROOT = Path(__file__).resolve().parents[3]
 

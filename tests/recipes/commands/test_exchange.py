@@ -46,8 +46,8 @@ from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.exchange import PushArguments, listing, planned, upload
 from safetensors.torch import load_file, save_file
 from support.artifacts import TREE, heads
+from support.data.data_folders import many, write_prompts
 from support.families import CASES, randomised
-from support.prompt_files import many, write_prompts
 from support.tiers import others_long
 
 TINY = Path(__file__).resolve().parents[3] / "recipes" / "tiny.yaml"

@@ -20,8 +20,8 @@ from draftsmith.recipes.counted_work import CountedStorages
 from draftsmith.recipes.reading.recipe_files import read_recipe
 from draftsmith.recipes.recipe import dry_run
 from draftsmith.recipes.stages.workspace import Workspace
+from support.stage_peaks import wide_model
 from support.tiers import others_long
-from support.wide_model import wide_model
 from transformers import LlamaConfig, NemotronHConfig
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"

@@ -44,7 +44,7 @@ from draftsmith.recipes.commands import compare_families, pipeline
 from draftsmith.recipes.stages.workspace import Workspace
 from safetensors.torch import load_file
 from support.artifacts import costs, trial, tuning
-from support.forked_workers import kill, working
+from support.processes import kill, working
 
 ROOT = Path(__file__).resolve().parents[3]
 STAGES = 5  # Stages of a run

@@ -18,8 +18,8 @@ from draftsmith.recipes.doctor.case import Case, DataSample, Finding, findings_o
 from draftsmith.recipes.doctor.target_checks import TARGET_CHECKS, agreement
 from draftsmith.recipes.doctor.text_checks import TEXT_CHECKS, rendered
 from support.artifacts import TREE, heads, tuning
-from support.families import cases_of, randomised
-from support.planted_faults import (
+from support.data.chat_templates import GEMMA, LLAMA3, QWEN3, shaped_tokenizer
+from support.data.planted_faults import (
     Change,
     answer,
     answered,
@@ -33,8 +33,8 @@ from support.planted_faults import (
     with_answer,
     with_opening,
 )
-from support.recurrent_models import recurrent_model
-from support.template_shapes import GEMMA, LLAMA3, QWEN3, shaped_tokenizer
+from support.families import cases_of, randomised
+from support.targets import recurrent_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TENTH = pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.long), 0.1])

@@ -20,9 +20,9 @@ from draftsmith.recipes.doctor import draft_checks
 from draftsmith.recipes.doctor.case import Case, DataSample, Finding, findings_of, unchecked
 from draftsmith.recipes.doctor.draft_checks import Gains, Texts, expected_of_chain, read_gains
 from support.artifacts import TREE, costs, heads, tuning
-from support.cycle import cycle_rows
+from support.cases import cycle_rows
+from support.data.planted_faults import answered, sample_of
 from support.families import CASES, cases_of, randomised
-from support.planted_faults import answered, sample_of
 from support.tiers import DRAFTING, others_long
 
 

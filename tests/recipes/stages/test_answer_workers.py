@@ -21,8 +21,8 @@ from draftsmith.recipes.reading.command_line import process_words, trust_words
 from draftsmith.recipes.stages import answer_workers
 from draftsmith.recipes.stages.answer_workers import HELPS, LOCK, RANK, answers, helpers, on_own_device
 from draftsmith.recipes.stages.workspace import Workspace
-from support.forked_workers import ended, holding, kill, start, working
-from support.prompt_files import contents
+from support.data.data_folders import contents
+from support.processes import ended, holding, kill, start, working
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = ("distill", "--config", "tiny", "--distill.validation_prompts", "2", "--distill.test_prompts", "1",

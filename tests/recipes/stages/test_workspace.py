@@ -20,7 +20,7 @@ from draftsmith.recipes.commands import pipeline
 from draftsmith.recipes.commands.pipeline import ALL, COMMANDS
 from draftsmith.recipes.stages import workspace
 from draftsmith.recipes.stages.workspace import Workspace
-from support.native_heads import change, with_head
+from support.target_folders import change, with_head
 from support.tiers import some_long
 
 TWO = ("--train.devices", "2", "--train.accelerator", "cpu")

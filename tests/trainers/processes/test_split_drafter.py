@@ -12,7 +12,7 @@ from draftsmith.trainers import Medusa2Module, Medusa2TrainConfig, train_config
 from draftsmith.trainers.fitting import require_devices
 from draftsmith.trainers.train_config import ZERO_STAGES
 from safetensors.torch import load_file
-from support.torchrun import start, torchrun
+from support.processes import python, torchrun
 
 SCRIPT = Path(__file__).resolve().parents[2] / "references" / "split_fit.py"
 NAMES = ("medusa-copy", "hydra++", "eagle-fspad-reduced", "eagle3", "falcon", "kangaroo-reduced", "prompt-tokens",
@@ -29,7 +29,7 @@ order have changed none of a size of 1 by more."""
 def run(out: Path, strategy: str, accumulate: int, processes: int, *more: str) -> str:
     """Output of a training, or of several."""
     command = [str(SCRIPT), str(out), strategy, str(accumulate), *more]
-    answer = torchrun(processes, *command) if processes > 1 else start(*command)
+    answer = torchrun(processes, *command) if processes > 1 else python(*command)
     assert answer.returncode == 0, answer.stderr[-4000:]
     return answer.stdout
 

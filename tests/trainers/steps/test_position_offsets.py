@@ -11,7 +11,7 @@ from draftsmith.modules.families.falcon.drafter import FalconConfig
 from draftsmith.trainers import DraftModule, TrainConfig, draft_module, fit, train_config
 from draftsmith.trainers.steps import position_offsets
 from draftsmith.trainers.steps.position_offsets import PositionConfig, with_offsets
-from support.cycle import CycleData, cycle_target, interrupted
+from support.cases import CycleData, cycle_target, interrupted
 from torch import Tensor
 
 SMALL = train_config(Eagle3)(max_steps=6, lr=1e-2, warmup_steps=2, validate_every=3, validation_nodes=4,

@@ -12,7 +12,7 @@ from draftsmith.trainers import DraftModule, draft_module, fit, train_config
 from draftsmith.trainers.steps.checkpoints import READ_EVERY, StepGuard
 from lightning.pytorch.loggers import TensorBoardLogger
 from safetensors.torch import load_file
-from support.cycle import CycleData, cycle_rows, cycle_target
+from support.cases import CycleData, cycle_rows, cycle_target
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only")

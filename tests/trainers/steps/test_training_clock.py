@@ -14,7 +14,7 @@ from draftsmith.modules.families.medusa.drafter import MedusaConfig
 from draftsmith.trainers import DraftModule, FitResult, draft_module, fit, fitting, train_config
 from draftsmith.trainers.base import LEAST_STEPS
 from draftsmith.trainers.steps import training_clock as clock
-from support.cycle import CycleData, cycle_target, interrupted
+from support.cases import CycleData, cycle_target, interrupted
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:validation decodes only")

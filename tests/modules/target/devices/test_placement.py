@@ -12,9 +12,8 @@ from draftsmith.modules.target.kv_cache import RowCache
 from draftsmith.modules.target.loading import loading
 from draftsmith.modules.target.loading.loading import TargetConfig, sketch_target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from support.architectures import random_trait
-from support.native_answers import native_greedy
-from support.targets import random_target
+from support.answers import native_greedy
+from support.targets import random_target, random_trait
 from transformers import GPT2Config, GPT2LMHeadModel
 
 CPU, META = torch.device("cpu"), torch.device("meta")

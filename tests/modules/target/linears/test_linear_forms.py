@@ -14,10 +14,9 @@ from draftsmith.modules.target import linear_forms
 from draftsmith.modules.target.linear_forms import TOKENS, LinearTimes, Packing, has_packed_product
 from draftsmith.modules.target.loading.loading import TargetConfig, load_target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
+from support.data.data_folders import contents, encode, many, write_prompts
 from support.families import CASES, randomised
-from support.forked_workers import Killed, killed_after
-from support.prompt_files import contents, many, write_prompts
-from support.stored_states import encode
+from support.processes import Killed, killed_after
 from support.tiers import some_long
 
 pytestmark = pytest.mark.skipif(not has_packed_product(torch.float32), reason="this build has no packed product")

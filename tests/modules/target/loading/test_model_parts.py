@@ -13,8 +13,7 @@ from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.modules.target.loading.model_parts import rope_by_kind
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors.torch import load_file, save_file
-from support.architectures import random_model
-from support.wrappers import WRAPPERS, random_wrapper
+from support.targets import WRAPPERS, random_model, random_wrapper
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3TextConfig, Olmo3Config
 
 PROMPT = tuple(range(5, 25))

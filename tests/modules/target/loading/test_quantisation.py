@@ -15,7 +15,7 @@ from draftsmith.modules.target.loading import stored_weights
 from draftsmith.modules.target.loading.loading import load_in_format, sketch_target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from safetensors.torch import load_file, save_file
-from support.quantised_folders import compressed_tensors, write_quantised
+from support.target_folders import compressed_tensors, write_quantised
 from transformers import LlamaConfig, LlamaForCausalLM
 
 PROMPT = (5, 9, 33, 71)

@@ -18,7 +18,7 @@ from draftsmith.modules.target.loading.model_parts import excerpt
 from draftsmith.modules.target.loading.self_check import check_logits
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.target.partial_passes import PassLayout
-from support.architectures import MUST_LOAD, SLIDING, TRAITS, random_model, random_trait
+from support.targets import MUST_LOAD, SLIDING, TRAITS, random_model, random_trait
 from support.tiers import others_long
 
 WINDOWED = ("Qwen2", "Qwen3", "Mistral", "Mixtral", "Gemma2", "Phi3", "Cohere2", "Olmo3", "Starcoder2", "Exaone4",

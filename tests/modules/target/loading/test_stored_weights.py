@@ -16,8 +16,8 @@ from draftsmith.modules import DraftLM, DraftLMConfig, Target, TargetConfig, Use
 from draftsmith.modules.families.draft_lm.drafter import as_model
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from safetensors.torch import load_file, save_file
-from support.architectures import MUST_LOAD, random_model, random_trait
-from support.gguf_vocabulary import write_vocabulary
+from support.target_folders import write_vocabulary
+from support.targets import MUST_LOAD, random_model, random_trait
 from support.tiers import others_long
 from torch import Tensor
 

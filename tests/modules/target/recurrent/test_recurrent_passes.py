@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.parts.campaign_drafters import make
 from draftsmith.modules import DraftLM, DraftLMConfig, Features, Target, TokenTree, Topology, UserError
 from draftsmith.modules.target.attention import segment_attention
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
@@ -14,9 +15,8 @@ from draftsmith.modules.target.recurrent.recurrent_passes import LayerCall
 from draftsmith.modules.target.recurrent.scans import delta_rule, linear_attention, mamba1, mamba2
 from draftsmith.modules.target.submodel import chosen, smaller
 from draftsmith.modules.target.target_rows import TargetRows
-from support.campaign_drafters import make
-from support.recurrent_models import KINDS, RECURRENT, recurrent_model
-from support.tree_shapes import commit_path, random_trees
+from support.policies import commit_path, random_trees
+from support.targets import KINDS, RECURRENT, recurrent_model
 from torch import Tensor
 
 FAMILIES = [pytest.param(family, marks=[] if place < KINDS else [pytest.mark.long])

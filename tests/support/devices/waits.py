@@ -19,8 +19,8 @@ from draftsmith.modules import (
     Union,
     baseline,
 )
+from support.devices.pretended_device import DEVICE, Waits, pretended_device
 from support.families import CASES, randomised
-from support.pretended_device import DEVICE, Waits, pretended_device
 
 Way = Callable[[Target, Target], tuple[Proposer | None, Policy | None]]
 """A drafter that was made with the first target, moved to the second one, and its policy."""

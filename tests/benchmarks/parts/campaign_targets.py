@@ -1,13 +1,38 @@
-"""Tiny random targets of many architectures, in float64, and one whose answers can be enumerated."""
+"""Tiny random targets of the lossless campaign, one whose answers can be enumerated, and the outcome of a cell."""
 
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from draftsmith.modules import Target
+from draftsmith.modules import DecodeResult, Target
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
-from support.architectures import random_model, random_trait
-from support.recurrent_models import recurrent_model
+from support.targets import random_model, random_trait, recurrent_model
+
+
+@dataclass
+class Outcome:
+    """Counts of one cell."""
+
+    tokens: int = 0  # Tokens compared, or sampled
+    divergences: int = 0  # Answers that differ and must not, or sampled answers that the target cannot give
+    drafted: int = 0  # Tokens of passes after the prompts'
+    passes: int = 0  # Such passes of single rows
+    p: float | None = None  # Probability of a G as large by chance; None where nothing is left to chance
+    seconds: float = 0.0  # Wall-clock time
+    note: str = ""  # Description of the fault; empty where there is none
+
+    @property
+    def wrong(self) -> bool:
+        """True if an answer differs."""
+        return self.divergences > 0
+
+    def count(self, result: DecodeResult) -> None:
+        """Add the tokens and passes of a run."""
+        self.tokens += sum(len(generation.tokens) for generation in result.generations)
+        self.drafted += sum(sum(generation.emitted) for generation in result.generations)
+        self.passes += sum(generation.passes for generation in result.generations)
+
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Llama": {},

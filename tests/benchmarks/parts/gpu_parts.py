@@ -1,6 +1,6 @@
 """The parts of `gpu.py`: each measures one thing with the functions of another benchmark, within its minutes.
 
-All targets have random weights of a stated shape (`tests/support/model_shapes.py`), but for the embedded model.
+All targets have random weights of a stated shape (`tests/benchmarks/parts/shapes.py`), but for the embedded model.
 """
 
 import os
@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from benchmarks import decode_speed, distillation, pass_cost, training_step
 from benchmarks.against_transformers import chat_prompts
+from benchmarks.parts.shapes import RECIPES, shaped_module, shaped_recipe, shaped_target
 from draftsmith.data import DistillConfig, PromptConfig
 from draftsmith.export import load_artifact
 from draftsmith.modules import Chain, StaticTree, Target, TargetConfig, baseline, load_target
 from draftsmith.modules.target.loading.loading import find_default_gguf
-from support.model_shapes import shaped_target
-from support.shaped_modules import RECIPES, shaped_module, shaped_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ACCEPTANCE = 0.7  # Chance that the first guess of a drafter is right
 LARGE, MEDIUM, SMALL = "llama-3.1-8b", "qwen3-0.6b", "tiny"  # Shapes of the targets
 WAYS_OF_ANSWERING = {"states kept": True, "states by a second pass": False}  # Whether states are kept, by name

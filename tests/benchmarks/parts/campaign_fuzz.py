@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from draftsmith.modules import BASELINES, DecodeSettings, Proposer, Request, Target, decode
-from support.campaign_drafters import (
+from benchmarks.parts.campaign_drafters import (
     GUESSERS,
     OTHER_PROJECTIONS,
     POLICIES,
@@ -19,9 +18,9 @@ from support.campaign_drafters import (
     make,
     verifier,
 )
-from support.campaign_outcome import Outcome
-from support.campaign_targets import ARCHITECTURES, target_of
-from support.native_answers import native_greedy
+from benchmarks.parts.campaign_targets import ARCHITECTURES, Outcome, target_of
+from draftsmith.modules import BASELINES, DecodeSettings, Proposer, Request, Target, decode
+from support.answers import native_greedy
 
 INDICES = (0, 1, 7, 2**31, 2**32, 2**32 + 1, 5 << 32, 2**53 + 1, 2**63 - 1)
 CELLS = 1000  # Fuzzed cases

@@ -13,14 +13,13 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from benchmarks.parts.campaign_drafters import GUESSERS, POLICIES, Growth, Reduced, TooSure, make
+from benchmarks.parts.campaign_targets import VOCABULARY, Outcome, enumerable_target
 from draftsmith.modules import DecodeSettings, DySpecTree, Policy, Proposer, Rejection, Request, decode
 from draftsmith.modules.policies import trees
 from references import wrong_rules
 from scipy.special import xlogy
-from support.campaign_drafters import GUESSERS, POLICIES, Growth, Reduced, TooSure, make
-from support.campaign_outcome import Outcome
-from support.campaign_targets import VOCABULARY, enumerable_target
-from support.tree_shapes import branching
+from support.policies import branching
 from transformers import GenerationConfig
 
 TEMPERATURES = (0.1, 0.3, 0.7, 1.0, 1.2)

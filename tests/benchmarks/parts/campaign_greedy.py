@@ -6,9 +6,7 @@ from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from itertools import cycle
 
-from draftsmith.export.evaluation.lossless import Judge, generate, native_model
-from draftsmith.modules import DecodeSettings, Request, Target, TargetConfig, decode, load_target
-from support.campaign_drafters import (
+from benchmarks.parts.campaign_drafters import (
     GUESSERS,
     OTHER_PROJECTIONS,
     POLICIES,
@@ -20,9 +18,10 @@ from support.campaign_drafters import (
     takes_recurrent,
     verifier,
 )
-from support.campaign_outcome import Outcome
-from support.campaign_targets import ARCHITECTURES, RECURRENT_TARGETS, TRAIT_TARGETS, target_of
-from support.native_answers import greedy_answers, requests_for, texts_of
+from benchmarks.parts.campaign_targets import ARCHITECTURES, RECURRENT_TARGETS, TRAIT_TARGETS, Outcome, target_of
+from draftsmith.export.evaluation.lossless import Judge, generate, native_model
+from draftsmith.modules import DecodeSettings, Request, Target, TargetConfig, decode, load_target
+from support.answers import greedy_answers, requests_for, texts_of
 
 REQUESTS, TOKENS = 10, 56  # Requests of a cell on a tiny target, and tokens of the shortest answer
 BATCHES = {1: 1, 2: 3, 5: 8, REQUESTS: 8}
@@ -87,7 +86,7 @@ def embedded_target() -> Target:
 @lru_cache(maxsize=1)
 def embedded_prompts() -> list[tuple[int, ...]]:
     """The handwritten prompts under its chat template."""
-    from against_transformers import chat_prompts
+    from benchmarks.against_transformers import chat_prompts
 
     return chat_prompts(embedded_target(), EMBEDDED_PROMPTS * EMBEDDED_CELLS, 400)
 

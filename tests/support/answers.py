@@ -1,11 +1,84 @@
-"""Hand-written observations for tests of drafters: of tokens alone, and of texts that a target has encoded."""
+"""Requests, the answers of transformers' own `generate` to them, and observations written by hand."""
 
+import random
+from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from draftsmith.modules import Drafter, Features, Frontier, Observation, Proposer, Target, Verified
+from draftsmith.modules import (
+    Acceptance,
+    DecodeSettings,
+    Drafter,
+    Features,
+    Frontier,
+    Observation,
+    Proposer,
+    Replay,
+    Request,
+    StaticTree,
+    Target,
+    Topology,
+    Verified,
+    decode,
+)
 from draftsmith.modules.interfaces.proposer import DraftState
+from draftsmith.modules.token_tree import VirtualNodes
+from draftsmith.modules.tuning.tree_search import acceptance_of
 from torch import Tensor
+
+_KEPT: WeakKeyDictionary[Target, dict[tuple[object, ...], list[int]]] = WeakKeyDictionary()
+"""Answers of each target by what they follow from. Weights that were written since have another version."""
+
+
+def native_greedy(target: Target, prompt: tuple[int, ...], count: int, *, eos: bool = False,
+                  penalty: float = 1.0) -> list[int]:
+    """The answer of `generate`, which tests of a target ask for again and again: a shorter one is the start of a longer
+    one, unless an end token may end it."""
+    weights = tuple((weight.data_ptr(), weight._version) for weight in target.model.parameters())
+    kept = _KEPT.setdefault(target, {})
+    asked = (tuple(prompt), penalty, (count, *target.eos_ids) if eos else (), weights)
+    if len(kept.get(asked, ())) < count and not (eos and asked in kept):
+        kept[asked] = _generated(target, prompt, count, eos=eos, penalty=penalty)
+    return kept[asked][:count]
+
+
+def greedy_answers(target: Target, requests: list[Request], penalty: float = 1.0) -> list[list[int]]:
+    return [native_greedy(target, one.tokens, one.max_new_tokens, penalty=penalty) for one in requests]
+
+
+def texts_of(requests: list[Request], answers: list[list[int]]) -> list[list[int]]:
+    """Prompts with their answers."""
+    return [[*request.tokens, *answer] for request, answer in zip(requests, answers, strict=True)]
+
+
+def _generated(target: Target, prompt: tuple[int, ...], count: int, *, eos: bool, penalty: float) -> list[int]:
+    with target.native() as model:
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, repetition_penalty=penalty,
+                             pad_token_id=0, attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                             eos_token_id=list(target.eos_ids) if eos else None)
+    return out[0, len(prompt) :].tolist()
+
+
+def requests_for(target: Target, count: int, new_tokens: int, temperature: float = 0.0) -> list[Request]:
+    rng = random.Random(1)
+    return [Request(tuple(rng.randrange(4, target.vocab_size) for _ in range(rng.randrange(2, 12))), index,
+                    new_tokens + rng.randrange(8), temperature) for index in range(count)]
+
+
+def encoded_answers(target: Target, requests: list[Request]) -> list[Features]:
+    result = decode(target, requests, DecodeSettings(batch_size=4))
+    rows = [([*g.request.tokens, *g.tokens], [False] * len(g.request.tokens) + [True] * len(g.tokens))
+            for g in result.generations]
+    return [target.encode(Features.from_rows(rows[:3])), target.encode(Features.from_rows(rows[3:]))]
+
+
+def replay(drafter: Drafter, target: Target, features: Sequence[Features], topology: Topology) -> Acceptance:
+    """The acceptance of a static tree by decoding stored answers, in place of a walk along their ranks."""
+    source = Replay(target, features, drafter=drafter)
+    result = decode(source, source.requests, DecodeSettings(batch_size=8), drafter=drafter, policy=StaticTree(topology))
+    return acceptance_of([count for one in result.generations for count in one.emitted], topology.depth)
+
 
 ROOT = Frontier(nodes_BF=torch.tensor([[0]]), parents_BF=torch.tensor([[-1]]), tokens_BF=torch.tensor([[0]]))
 
@@ -114,3 +187,10 @@ def logits_of(successors: list[list[int]], vocab_size: int) -> Tensor:
         for rank, token in enumerate(tokens):
             logits[0, node, token] = float(len(tokens) - rank)
     return logits
+
+
+def unplaced(embedded_BMD: Tensor) -> VirtualNodes:
+    """Virtual nodes with these embeddings whose places the tree itself says; no node is named as their anchor."""
+    slots_BM = torch.arange(embedded_BMD.shape[1]).expand(embedded_BMD.shape[:2])
+    return VirtualNodes(embedded_BMD=embedded_BMD, anchors_BM=torch.full_like(slots_BM, -1), slots_BM=slots_BM,
+                        slots=embedded_BMD.shape[1])

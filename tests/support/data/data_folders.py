@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from draftsmith.data import ChatTemplate, DistillConfig, Manifest, Message, PromptConfig, TokenShard, distill
 from draftsmith.data.answers.answering import Answerer
+from draftsmith.data.store.feature_store import Encoding
 from draftsmith.modules import Target
+
+
+def encode(target: Target, folder: Path, taps: tuple[int, ...] = (), *, form: str | None = None) -> list[Path]:
+    """Store the final states and taps of whatever has none; returns the files."""
+    return Encoding(target, folder, taps, form=form).run(progress=False)
+
 
 WORDS = ("tell me of the sea", "how far?", "Why", "a b c", "write it down", "and then", "ok", "12 apples or 13 pears")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
+from benchmarks.parts.campaign_targets import RECURRENT_TARGETS, target_of
 from draftsmith.modules import (
     BASELINES,
     DRAFTERS,
@@ -32,10 +33,9 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.interfaces.proposer import VerifiedRows
 from draftsmith.modules.policies.stopping_chains import EarlyExit
-from support.campaign_targets import RECURRENT_TARGETS, target_of
+from support.drafters import Wrapped
 from support.families import CASES, Case, cases_of, randomised
-from support.fixed_length import FixedLength
-from support.wrapped_drafter import Wrapped
+from support.policies import FixedLength
 from torch import Tensor
 
 FAMILIES = {family: next(iter(cases_of(family))) for family in (cls.family for cls in DRAFTERS)}

@@ -31,7 +31,7 @@ DEVICE = torch.device("privateuseone", 0)
 INSIDE = {attend_apart._opoverload: attend_apart._init_fn}
 """Operations of this package, by what they stand for: functions of torch's own operations."""
 _CPU = torch.device("cpu")
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 _MARKS = (torch.bool, torch.uint8)
 
 
