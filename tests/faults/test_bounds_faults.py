@@ -4,12 +4,11 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from draftsmith.modules.files import json_records
 from draftsmith.recipes.__main__ import main
-from support.faults import Fault, Place, check, ids
+from support.faults import Fault, Place, check, edited, ids, written
 from support.tiers import some_long
 
 PLAN = "plan --config {tiny} --out out"
@@ -20,30 +19,9 @@ ESCAPE = "\x1b[2J\x07"
 SHOWN = r"\\x1b\[2J\\x07"
 
 
-def written(name: str, content: str) -> Callable[[Place], object]:
-    """A preparation that writes a file."""
-    return lambda place: place.write(name, content)
-
-
 def pipe(name: str) -> Callable[[Place], object]:
     """A preparation that makes a pipe to which nobody writes."""
     return lambda place: os.mkfifo(place.folder / name)
-
-
-def edited(edit: Callable[[dict[str, Any]], object]) -> Callable[[Place], object]:
-    """A preparation that changes config.json of the artifact."""
-    def prepare(place: Place) -> None:
-        file = place.artifact / "config.json"
-        content = json.loads(file.read_text())
-        edit(content)
-        file.write_text(json.dumps(content))
-
-    return prepare
-
-
-def raw(file: str, content: str) -> Callable[[Place], object]:
-    """A preparation that replaces a file of the run."""
-    return lambda place: (place.run / file).write_text(content)
 
 
 DEEP, DIGITS = "[" * 100_000, "9" * 5_000
@@ -121,17 +99,17 @@ FAULTS = [
           written("p.jsonl", f'{{"prompt": "hi", "question_id": {DIGITS}}}')),
     Fault("a deep list of stages", "run --config {tiny} --out {run}",
           r"stages\.json cannot be read as JSON \(nested more than 100 levels deep.*delete it",
-          raw("stages.json", DEEP)),
+          written("run/stages.json", DEEP)),
     Fault("a deep manifest", "train --config {tiny} --out {run}",
           r"manifest\.json cannot be read as JSON .*; delete the folder",
-          raw("data/manifest.json", DEEP)),
+          written("run/data/manifest.json", DEEP)),
     # Artifacts.
     Fault("a deep artifact", GENERATE, r"cannot be read as JSON \(nested more than 100 levels deep.*copy or train",
-          raw("artifact/config.json", DEEP)),
+          written("run/artifact/config.json", DEEP)),
     Fault("an artifact of many digits", GENERATE, r"cannot be read as JSON \(a number of too many digits.*copy",
-          raw("artifact/config.json", f'{{"format_version": {DIGITS}}}')),
+          written("run/artifact/config.json", f'{{"format_version": {DIGITS}}}')),
     Fault("deep measurements", GENERATE, r"tuning\.json cannot be read as JSON .*delete it, it will be measured again",
-          raw("artifact/tuning.json", DEEP)),
+          written("run/artifact/tuning.json", DEEP)),
     Fault("an artifact of a billion heads", GENERATE, r"num_heads must be at most 256, got 1000000000; copy or",
           edited(lambda content: content["drafter"].update(num_heads=10**9))),
     Fault("an artifact of more heads than weights", GENERATE,

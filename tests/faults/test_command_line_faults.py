@@ -1,10 +1,12 @@
-"""Wrong words on the command line."""
+"""Wrong words on the command line, wrong prompt files, and folders that an export must not replace."""
 
+import gzip
 import sys
+from pathlib import Path
 
 import pytest
 from draftsmith.recipes.__main__ import main
-from support.faults import Fault, Place, check, ids
+from support.faults import Fault, Place, check, ids, written
 from support.tiers import some_long
 
 LONG = "n" * 300
@@ -111,3 +113,134 @@ def test_wrong_words_are_refused_in_one_sentence(fault: Fault, place: Place) -> 
 def test_a_closed_output_costs_no_traceback(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["generate", "--artifact", str(place.artifact), "--prompt", "hi", "--max_new_tokens", "4"]) == 0
+
+
+# Exports -------------------------------------------------------------------------------------------------------------
+
+EXPORT = "export --artifact {artifact} --format medusa --out {here}/model"
+
+
+def model_folder(place: Place) -> Path:
+    """Somebody's model, whose files have the names that an export has too."""
+    for name in ("config.json", "medusa_lm_head.safetensors", "README.md"):
+        place.write(f"model/{name}", "years of work")
+    return place.folder / "model"
+
+
+def link(place: Place) -> None:
+    """A link to an empty folder elsewhere."""
+    (place.folder / "elsewhere").mkdir()
+    (place.folder / "model").symlink_to("elsewhere")
+
+
+def changed_export(place: Place) -> None:
+    """An earlier export, whose README somebody has written on since."""
+    out = place.folder / "model"
+    assert main(["export", "--artifact", str(place.artifact), "--format", "medusa", "--out", str(out)]) == 0
+    with (out / "README.md").open("a") as file:
+        file.write("my own notes\n")
+
+
+EXPORT_FAULTS = [
+    Fault("a model folder with our file names", EXPORT,
+          r"model holds other files \(README.md, config.json, medusa_lm_head.safetensors\) than an unchanged export",
+          model_folder),
+    Fault("an export that was changed since", EXPORT, r"holds other files \(README.md\) than an unchanged export",
+          changed_export),
+    Fault("a copy of the marker over other files", EXPORT, r"holds other files \(README.md, config.json, medusa_lm",
+          lambda place: (changed_export(place), model_folder(place))),
+    Fault("the artifact itself", "export --artifact {artifact} --format medusa --out {artifact}",
+          r"artifact holds other files \(.*, \.\.\.\) than an unchanged export .*choose another folder"),
+    Fault("a link to a folder", EXPORT, r"model is a link to elsewhere and would be replaced.*give the path of", link),
+    Fault("a link to nothing", EXPORT, r"model is a link to gone and would be replaced",
+          lambda place: (place.folder / "model").symlink_to("gone")),
+    Fault("a file", EXPORT, r"model is a file, a folder was expected", lambda place: place.write("model", "text")),
+]
+
+
+@pytest.mark.parametrize("fault", EXPORT_FAULTS, ids=ids(EXPORT_FAULTS))
+def test_an_export_replaces_nothing_but_its_own(fault: Fault, place: Place) -> None:
+    check(fault, place)
+
+
+def test_an_earlier_export_is_replaced_with_what_a_killed_one_left(place: Place) -> None:
+    out = place.folder / "model"
+    words = ["export", "--artifact", str(place.artifact), "--format", "medusa", "--out", str(out)]
+    assert main(words) == 0
+    before = place.fingerprints()
+    place.write("model/.README.md.partial", "half")
+    place.write(".model.partial/config.json", "half")
+    assert main(words) == 0
+    assert place.fingerprints() == before
+
+
+# Prompt files --------------------------------------------------------------------------------------------------------
+
+WORDS = {
+    "evaluate": "evaluate --out o --artifact {artifact} --prompts p.jsonl",
+    "run": "run --config {tiny} --out o --prompts.origin file --prompts.path p.jsonl",
+}
+"""Commands that read a prompt file."""
+GOOD = '{"prompt": "hi"}\n'
+CONTENTS: list[tuple[str, str | bytes, str]] = [
+    ("an empty file", "", "holds no prompt; write one JSON object a line"),
+    ("blank lines", "\n\n", "holds no prompt; write one"),
+    ("Latin-1", '{"prompt": "caf\xe9"}'.encode("latin-1"), "is not UTF-8 text .* at byte 15.*; save it as UTF-8"),
+    ("UTF-16", GOOD.encode("utf-16"), r"p\.jsonl is neither JSON Lines nor a JSON array in UTF-8, .*; write"),
+    ("CSV", "prompt,answer\na,b\n", "CSV and plain text are not read; write each row as a JSON object"),
+    ("a text that does not end", '{"prompt": "hi', r"p\.jsonl:1: not JSON \(Unterminated string starting at column 12"),
+    ("an object that does not end", '{"prompt": "hi"', r"p\.jsonl:1: not JSON \(.* at column \d+\); write one object"),
+    ("two objects in a line", '{"prompt": "a"} {"prompt": "b"}', r"not JSON \(Extra data at column 17\); write one"),
+    ("brackets without end", "[" * 50_000,
+     r"p\.jsonl is damaged \(its list has no end\); write it anew"),
+    ("a number of 5000 digits", '{"prompt": ' + "1" * 5000 + "}", r"p\.jsonl:1: not JSON \(.*digits.*; write one"),
+    ("a list", "[1]", r"p\.jsonl:1 \(row 1\): expected a JSON object, got 1; write one object a line"),
+    ("null", "[null]", r"p\.jsonl:1 .*: expected a JSON object, got null; write one"),
+    ("an archive that is cut off", gzip.compress(GOOD.encode(), mtime=0)[:20],
+     r"p\.jsonl is damaged \(.*\); write it anew"),
+    ("half a surrogate pair", '{"prompt": "a\\ud800b"}', r"p\.jsonl:1: .* holds half of a surrogate pair.*write"),
+    ("half a pair in a name", '{"prompt": "a", "question_id": "\\udcff"}', "holds half of a surrogate"),
+    ("no known key", '{"words": "hi"}', r"the row has none of the keys messages, .*rename one, or set prompts\.column"),
+    ("a prompt of null", '{"prompt": null}', r"p\.jsonl:1: the row has none of the keys messages, .* rename one"),
+    ("a prompt of a number", '{"prompt": 3}', "prompt must be text or a list of messages, got 3; give each message"),
+    ("a prompt of spaces", '{"prompt": "  "}', "prompt is empty; write its text, or leave the row out"),
+    ("a system of a number", '{"prompt": "a", "system": 1}', "system must be text, got 1; write it as text"),
+    ("turns of numbers", '{"turns": [1]}', "a message must be an object, got 1; give its role"),
+    ("a message of text", '{"messages": ["hi"]}', "messages must be a list of messages, .*give each message"),
+    ("a message without role", '{"messages": [{"content": "hi"}]}', "the role of a message must be one of"),
+    ("a message of another role", '{"messages": [{"role": "cat", "content": "hi"}]}', "must be one of .*got 'cat'"),
+    ("a message without text", '{"messages": [{"role": "user"}]}', "a message of the user is empty; write its text"),
+    ("a picture", '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "of the kind image; leave"),
+    ("an assistant alone", '{"messages": [{"role": "assistant", "content": "a"}]}', "no user message"),
+    ("the second line is wrong", f"{GOOD}3\n", r"p\.jsonl:2: expected a JSON object"),
+]
+PROMPT_FAULTS = [
+    *(Fault(f"{command}: {name}", words, says, written("p.jsonl", content))
+      for command, words in WORDS.items() for name, content, says in CONTENTS),
+    *(Fault(f"{command}: a file that is missing", words, r"cannot read the prompts p\.jsonl: .*; check the path")
+      for command, words in WORDS.items()),
+    *(Fault(f"{command}: a folder in place of a file", words, says, lambda place: (place.folder / "p.jsonl").mkdir())
+      for (command, words), says in zip(WORDS.items(), (
+          r"cannot read the prompts p\.jsonl: .*; check the path",
+          r"prompts\.path p\.jsonl is a folder; name a file .* --prompts\.origin dataset"), strict=True)),
+    Fault("evaluate: plain documents", WORDS["evaluate"], r"p\.jsonl holds plain documents \(p\.jsonl:2\), .*; give pr",
+          lambda place: place.write("p.jsonl", GOOD + '{"text": "a document"}\n')),
+    Fault("run: as many prompts as are held out",
+          WORDS["run"] + " --distill.validation_prompts 60 --distill.test_prompts 4",
+          r"p\.jsonl gives 64 prompts, and 64 are to be held out .*leaves none to train on; give more",
+          lambda place: place.write("p.jsonl", GOOD * 64)),
+    Fault("run: fewer prompts by a limit", WORDS["run"] + " --prompts.limit 28", "gives 28 prompts, and 28 are to",
+          lambda place: place.write("p.jsonl", GOOD * 64)),
+]
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize("fault", some_long(PROMPT_FAULTS, 3), ids=ids(PROMPT_FAULTS))
+def test_a_wrong_prompt_file_is_refused_before_the_target_is_loaded(fault: Fault, place: Place) -> None:
+    check(fault, place)
+
+
+def test_a_category_that_is_broken_tex_is_plain_text_in_the_report(place: Place) -> None:
+    from draftsmith.export.report.plots import accepted_lengths
+
+    assert "\\frac{$" in accepted_lengths({"a": {"\\frac{$": 1.5, "$x$": 1.2, "$": 1.1}}, 1.3)

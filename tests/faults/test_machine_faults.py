@@ -1,8 +1,10 @@
-"""A machine that refuses: rights, open files, memory, a full disk, a clock that moved."""
+"""A machine that refuses or kills: rights, open files, memory, a full disk, a clock that moved, SIGKILL."""
 
+import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from draftsmith.recipes.__main__ import main, out_of_memory, system_error
 from support.faults import ERROR, Fault, Place, check, ids
+from support.processes import Disturbance, call
 from support.tiers import some_long
 
 TINY = str(Path(__file__).resolve().parents[2] / "recipes" / "tiny.yaml")
@@ -134,3 +137,23 @@ def test_a_clock_that_moved_changes_no_byte(place: Place, monkeypatch: pytest.Mo
     os.utime(place.run / "data" / "manifest.json", (max(0.0, now() + seconds),) * 2)
     assert main(["distill", "--config", TINY, "--out", str(place.run)]) == 0
     assert (place.run / "data" / "manifest.json").read_bytes() == manifest
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_killed_doctor_leaves_the_old_page_or_the_new_one(renames: int, tiny_run: Path, tmp_path: Path) -> None:
+    words, names = ["doctor", "--artifact", str(tiny_run), "--out", str(tmp_path)], ("doctor.json", "doctor.html")
+    for name in names:
+        (tmp_path / name).write_text("old")
+    killed = call(words, tmp_path, Disturbance(rename=renames))
+    assert killed.code == -signal.SIGKILL, killed.last
+    found = [(tmp_path / name).read_text() for name in names]
+    # Of the files before the last one nothing old is left.
+    assert [text == "old" for text in found] == [place + 1 >= renames for place in range(len(names))]
+    again = call(words, tmp_path)
+    assert again.code == 0, again.last
+    # A killed process cannot remove the hidden file that it was writing.
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == sorted(names)
+    assert (tmp_path / "doctor.html").read_text().rstrip().endswith("</html>")
+    if renames == 2:
+        assert json.loads(found[0])["findings"]

@@ -1,10 +1,10 @@
-"""Wrong recipe files and wrong settings."""
+"""Wrong recipe files, wrong settings and wrong names of draft policies."""
 
 import os
 from pathlib import Path
 
 import pytest
-from support.faults import Fault, Place, check, ids
+from support.faults import Fault, Place, check, ids, written
 from support.tiers import some_long
 
 FAULTS = [
@@ -124,7 +124,7 @@ def recipe_fault(content: str, says: str) -> Fault:
     lines = [f"{key}: {value}" for key, value in BASE.items() if key not in given]
     whole = content if content.startswith(("%", "---")) else "\n".join([*lines, content])
     return Fault(content if len(content) < 60 else f"{content[:57]}...", "plan --config r.yaml", says,
-                 lambda place: place.write("r.yaml", whole + "\n"))
+                 written("r.yaml", whole + "\n"))
 
 
 FAULTS += [recipe_fault(content, says) for content, says in CONTENTS]
@@ -139,7 +139,7 @@ ROWS = [
     ("rows: [families]", "names no family and cannot be a row; give"),
 ]
 FAULTS += [Fault(f"families: {content}", "families --config f.yaml", says,
-                 lambda place, content=content: place.write("f.yaml", f"out: o\n{content}\n"))  # type: ignore[misc]
+                 written("f.yaml", f"out: o\n{content}\n"))
            for content, says in ROWS]
 FAULTS += [Fault(f"a row whose section train is {train}", "families --config f.yaml",
                  r"r\.yaml: train must be a section of keys and values, got .*; write it as",
@@ -151,4 +151,25 @@ FAULTS += [Fault(f"a row whose section train is {train}", "families --config f.y
 
 @pytest.mark.parametrize("fault", some_long(FAULTS, 3), ids=ids(FAULTS))
 def test_a_wrong_recipe_is_refused_in_one_sentence(fault: Fault, place: Place) -> None:
+    check(fault, place)
+
+
+NAMED = ["", "-", "chain-", "chain-0", "chain--1", "chain-1.5", "chain-x", "chain-\u0663", "static-0", "static-",
+         "eagle2-1", "eagle2-0", "dyspec-1", "sampled-", "stopping-0", "Static", "static ", "chain-3-3", "eagle-3",
+         "tree", "None", "sampled-chain-", "sampled-chain-0", "static\n", "'static'", "static,chain", "eagle2-\u00b2"]
+NO_POLICY = "there is no policy|ends in .*wants a whole number of at least"
+LISTED = [("[]", "policies must hold at least one name"), ("[chain-0]", NO_POLICY), ("[null]", "there is no policy"),
+          ("{a: b}", "there is no policy"), ("3", "there is no policy"), ("[[static]]", "there is no policy"),
+          ("[static,nothing]", "there is no policy 'nothing'")]
+POLICY_FAULTS = [
+    *(Fault(f"generate with the policy {name!a}", "generate --artifact {artifact} --prompt hi", NO_POLICY,
+            given=(f"--policy={name}",)) for name in NAMED),
+    *(Fault(f"{words.split()[0]} with the policies {value}", words, says, given=(f"--evaluate.policies={value}",))
+      for words in ("evaluate --out o --artifact {artifact}", "plan --config {tiny}") for value, says in LISTED),
+]
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize("fault", POLICY_FAULTS, ids=ids(POLICY_FAULTS))
+def test_a_wrong_policy_is_refused_before_the_target_is_loaded(fault: Fault, place: Place) -> None:
     check(fault, place)

@@ -1,40 +1,99 @@
-"""Target folders that bring code, claim other sizes than their weights have, or are named by an artifact."""
+"""Targets that cannot be used: folders that bring code, claim other sizes than their weights have, or are named by an
+artifact; encoders, broken tokenizers, chat templates that fail."""
 
 import json
 import os
 import struct
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.recipes.__main__ import main
 from safetensors.torch import load_file, save_file
-from support.faults import Fault, Place, check, ids
-from support.model_folders import CODE, model, with_code, write_model
+from support.faults import Fault, Place, check, edited, ids, written
 from support.tiers import some_long
 
 PLAN = "plan --config {tiny} --out out --target.name ./model"
 DISTILL = "distill --config {tiny} --out out --target.name ./model"
 GENERATE = "generate --prompt hi --artifact {artifact}"
+SHORT = f"{GENERATE} --max_new_tokens 1"
 TOKENIZER = json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own_code.T", None]}})
+CODE = ("from transformers import LlamaConfig, LlamaForCausalLM\nopen('ran', 'w')\n"
+        "class C(LlamaConfig):\n    model_type = 'own'\nclass M(LlamaForCausalLM):\n    config_class = C\n")
+"""Code of a model, which leaves a file when it runs."""
+AUTO_MAP = {"AutoConfig": "own_code.C", "AutoModelForCausalLM": "own_code.M"}  # The entry of config.json that names it
+TEMPLATES = {
+    "divides by zero": "{{ 1 // 0 }}", "divides by a length": "{{ 1 / (messages | length - 1) }}",
+    "calls itself": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "does not end": "{% if true %}",
+    "adds text and number": "{{ 'a' + 1 }}", "takes an entry that is not there": "{{ messages[3].content }}",
+    "refuses": "{{ raise_exception('no users here') }}", "calls a text": "{{ 'a'() }}", "has no filter": "{{ 1 | x }}",
+    "imports": "{% include 'other' %}", "has a bad format": "{{ '%d' % 'a' }}",
+    "compares": "{{ 'a' < 1 }}", "reaches for a class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+}
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 32,
+         "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIGS: list[tuple[str, Any, str]] = [
+    ("BERT", {"model_type": "bert", "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 1,
+              "num_attention_heads": 4}, "is an encoder, .* Choose a decoder-only target"),
+    ("T5", {"model_type": "t5", "vocab_size": 100, "d_model": 32, "num_layers": 1}, "could not be loaded .*set target"),
+    ("ViT", {"model_type": "vit", "hidden_size": 32}, "could not be loaded .*set target.name"),
+    ("no type", {}, "could not be loaded .*set target.name"),
+    ("an unknown type", {"model_type": "nonsense"}, "could not be loaded .*set target.name"),
+    ("a list", [], "could not be loaded .*set target.name"),
+    ("null", None, "could not be loaded .*set target.name"),
+    ("layers of text", {**LLAMA, "num_hidden_layers": "two"}, "could not be loaded .*set target.name"),
+    ("a width that heads do not divide", {**LLAMA, "hidden_size": 33}, "could not be loaded|Choose another"),
+    ("no heads", {**LLAMA, "num_attention_heads": 0}, "could not be loaded .*set target.name"),
+    ("a negative width", {**LLAMA, "hidden_size": -32}, "could not be loaded .*set target.name"),
+    ("an unknown activation", {**LLAMA, "hidden_act": "none"}, "could not be loaded .*set target.name"),
+    ("rotary settings of text", {**LLAMA, "rope_scaling": "x"}, "could not be loaded .*set target.name"),
+]
+TOKENIZERS = {"cut short": "{", "empty": "", "an empty object": "{}", "a list": "[]", "null": "null",
+              "of another kind": '{"version": "1.0", "model": {"type": "nonsense"}}', "bytes": b"\xff\xfe"}
 
 
-def gguf(content: bytes) -> Callable[[Place], object]:
-    """A preparation that writes a GGUF file with this content."""
-    return lambda place: place.write("m.gguf", content)
+@cache
+def tiny_files() -> dict[str, bytes]:
+    """The files of the tiny random model in the layout of Hugging Face."""
+    with TemporaryDirectory() as folder:
+        tiny_model().save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
-def targets(name: str, **changes: object) -> object:
+def write_model(place: Place, files: dict[str, str | bytes] | None = None, **changes: Any) -> Path:
+    """Write the folder `model` of a case."""
+    for name, content in {**tiny_files(), **(files or {})}.items():
+        place.write(f"model/{name}", content)
+    config = json.loads(tiny_files()["config.json"]) | changes
+    if "config.json" not in (files or {}):
+        place.write("model/config.json", json.dumps(config))
+    return place.folder / "model"
+
+
+def model(files: dict[str, str | bytes] | None = None, **changes: Any) -> Callable[[Place], Path]:
+    """A preparation that writes the folder."""
+    return lambda place: write_model(place, files, **changes)
+
+
+def with_code(**changes: Any) -> Callable[[Place], Path]:
+    """A preparation that writes a folder with code of its own."""
+    return model({"own_code.py": CODE}, auto_map=AUTO_MAP, **changes)
+
+
+def targets(name: str, **changes: object) -> Callable[[Place], object]:
     """A preparation that changes the target that the artifact names."""
-    def prepare(place: Place) -> None:
-        file = place.artifact / "config.json"
-        config = json.loads(file.read_text())
-        config["target"] |= {"name": name, **changes}
-        file.write_text(json.dumps(config))
-        if name.endswith("model"):
-            write_model(place)
+    change = edited(lambda content: content["target"].update(name=name, **changes))
+    return lambda place: (change(place), write_model(place) if name.endswith("model") else None)
 
-    return prepare
+
+def bare(config: Any, tokenizer: str | bytes = "") -> Callable[[Place], object]:
+    """A preparation that writes the folder of a model without weights."""
+    return lambda place: (place.write("m/config.json", json.dumps(config)), place.write("m/tokenizer.json", tokenizer))
 
 
 def lacking_output(place: Place) -> None:
@@ -78,7 +137,7 @@ FAULTS = [
     Fault("a folder with an adapter of another model", PLAN, r"adapter_config\.json.* names another model.* merge",
           model({"adapter_config.json": '{"base_model_name_or_path": "/else/where", "peft_type": "LORA"}'})),
     *(Fault(f"a GGUF file {name}", "plan --config {tiny} --out out --target.name ./m.gguf",
-            r"the target '\./m\.gguf' could not be loaded \(.*set target\.name to", gguf(content))
+            r"the target '\./m\.gguf' could not be loaded \(.*set target\.name to", written("m.gguf", content))
       for name, content in (
           ("of four bytes", b"GGUF"), ("cut in its header", b"GGUF\x03\0\0\0\x01"),
           ("cut in a key", b"GGUF\x03\0\0\0" + struct.pack("<QQQ", 1, 1, 20) + b"general"),
@@ -125,7 +184,22 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", some_long(FAULTS, 3), ids=ids(FAULTS))
+MODEL_FAULTS = [
+    *(Fault(f"a chat template {name}", f"{SHORT} --target.chat_template t.jinja",
+            r"chat template fails: .*; change the messages, or set target\.chat_template", written("t.jinja", source))
+      for name, source in TEMPLATES.items()),
+    *(Fault(f"a config of {name}", "plan --config {tiny} --target.name m", says, bare(config))
+      for name, config, says in CONFIGS),
+    *(Fault(f"a tokenizer {name}", f"{SHORT} --target.name m", "could not be loaded .*set target.name",
+            bare(LLAMA, content)) for name, content in TOKENIZERS.items()),
+    Fault("devices that are not here", "run --config {tiny} --out o --train.accelerator gpu",
+          r"train\.accelerator 'gpu'.* cannot train here .*; set train\.accelerator: auto", leaves=("o/*",)),
+    Fault("a strategy that does not exist", "run --config {tiny} --out o --train.strategy fast",
+          r"train\.strategy must be one of auto, ddp, .*, got 'fast'"),
+]
+
+
+@pytest.mark.parametrize("fault", [*some_long(FAULTS, 3), *some_long(MODEL_FAULTS, 2)], ids=ids(FAULTS + MODEL_FAULTS))
 def test_a_wrong_target_is_refused_before_it_runs_or_takes_memory(
     fault: Fault, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +224,7 @@ def test_code_runs_for_who_asks_on_the_command_line(place: Place, monkeypatch: p
 
 
 def test_an_artifact_of_a_folder_decodes_with_the_folder_that_the_user_names(place: Place) -> None:
-    targets("./model")(place)  # type: ignore[operator]
+    targets("./model")(place)
     words = ["generate", "--artifact", str(place.artifact), "--prompt", "hi", "--max_new_tokens", "4"]
     assert main([*words, "--target.name", "./model"]) == 0
     assert "tokens per pass" in place.capfd.readouterr().err

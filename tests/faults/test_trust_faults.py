@@ -12,7 +12,7 @@ import pytest
 from draftsmith.data.store.token_store import _json, hash_bytes
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import compare_families
-from support.faults import Fault, Place, check, ids
+from support.faults import Fault, Place, check, edited, ids
 
 MARK = "import pathlib; pathlib.Path({!r}).write_text('ran')\n"
 FLAG = r"is a class outside the package, .* add --trust to the command line"
@@ -25,21 +25,12 @@ def hostile(place: Place) -> None:
 
 def recipe(text: str) -> Callable[[Place], object]:
     """A preparation that writes the module and a recipe that would run it."""
-    def prepare(place: Place) -> None:
-        hostile(place)
-        place.write("r.yaml", text)
-
-    return prepare
+    return lambda place: (hostile(place), place.write("r.yaml", text))
 
 
 def artifact(**changes: Any) -> Callable[[Place], object]:
     """A preparation that writes the module and changes config.json of the artifact."""
-    def prepare(place: Place) -> None:
-        hostile(place)
-        file = place.artifact / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-    return prepare
+    return lambda place: (hostile(place), edited(lambda content: content.update(changes))(place))
 
 
 def foreign_shard(place: Place) -> None:

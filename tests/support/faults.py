@@ -1,11 +1,13 @@
 """Clumsy and hostile input on the command line: what is given, and what must come of it."""
 
 import hashlib
+import json
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from draftsmith.recipes.__main__ import main
@@ -40,8 +42,8 @@ class Place:
         return self.run / "artifact"
 
     def write(self, name: str, content: str | bytes) -> Path:
-        """Write a file of the case."""
-        file = self.folder / name
+        """Write a file of the case, below run/ one of the copied run."""
+        file = self.run / name.removeprefix("run/") if name.startswith("run/") else self.folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content.encode() if isinstance(content, str) else content)
         return file
@@ -66,6 +68,22 @@ def flip(file: Path, at: int) -> None:
 
 def nothing(_place: Place) -> None:
     """No preparation."""
+
+
+def written(name: str, content: str | bytes) -> Callable[[Place], object]:
+    """A preparation that writes a file."""
+    return lambda place: place.write(name, content)
+
+
+def edited(edit: Callable[[Any], object], name: str = "artifact/config.json") -> Callable[[Place], object]:
+    """A preparation that changes a JSON file of the run."""
+    def prepare(place: Place) -> None:
+        file = place.run / name
+        content = json.loads(file.read_text())
+        edit(content)
+        file.write_text(json.dumps(content))
+
+    return prepare
 
 
 @dataclass(frozen=True)
