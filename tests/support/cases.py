@@ -12,6 +12,8 @@ from draftsmith.modules import Adapter, Drafter, Features, Target
 from draftsmith.modules.interfaces.drafter import DrafterConfig
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.trainers import DraftModule, draft_module
+from draftsmith.trainers.losses.metrics import weighted_mean_loss
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 CYCLE = tuple(range(30, 46))
@@ -139,3 +141,29 @@ def asked_for(config: DrafterConfig) -> dict[str, Any]:
     """The settings that a drafter which continues one of this configuration has only if its recipe states them."""
     return {name: value for name, value in vars(config).items()
             if name in config.training_only or not config.inherits(name, config)}
+
+
+def module_of(case: Case, target: Target, *, training: bool = True) -> DraftModule:
+    """The training module of a case at three quarters of a run, when all weights are trained, with random weights."""
+    module = case.module(target, max_minutes=1.0)
+    module.configure_model()
+    module.seconds = 45.0
+    randomised(module.drafter)
+    return module.to(target.dtype).train(training)
+
+
+def gradients(module: DraftModule, batches: list[Features]) -> tuple[Tensor, dict[str, Tensor]]:
+    """(mean loss, gradient of each trained weight) of one optimizer step over these micro-batches, as
+    `DraftModule.training_step` sums and `on_before_optimizer_step` divides them."""
+    module.zero_grad()
+    sums_KC, weights = None, ()
+    for number, batch in enumerate(batches):
+        torch.manual_seed(number)
+        learned = module.loss(batch)
+        learned.total.backward()
+        sums_KC = learned.sums_KC if sums_KC is None else sums_KC + learned.sums_KC
+        weights = learned.weights
+    assert sums_KC is not None
+    total, count = weighted_mean_loss(sums_KC, weights)
+    return total / count, {name: parameter.grad / count for name, parameter in module.named_parameters()
+                           if parameter.grad is not None}

@@ -8,16 +8,13 @@ from typing import Any
 import torch
 from draftsmith.modules import (
     Drafter,
-    Drafts,
     DraftState,
     Draws,
-    Features,
     Frontier,
     Observation,
     Proposer,
     Scores,
     Target,
-    TargetIdentity,
 )
 from draftsmith.modules.interfaces.proposer import SharesTargetRows, VerifiedRows, started
 from draftsmith.modules.target.devices.compiled_layers import Compiler
@@ -40,8 +37,27 @@ class History(DraftState):
     def keep(self, rows_R: Tensor) -> None:
         self.rows = [self.rows[row] for row in rows_R.tolist()]
 
+    def read(self, rows_R: Tensor, observation: Observation) -> None:
+        """Add the new tokens. The target has processed the last root now; it is the first of them."""
+        columns = (rows_R.tolist(), observation.counts_B.tolist(), observation.tokens_BN.tolist(),
+                   observation.roots_B.tolist())
+        for row, count, tokens, root in zip(*columns, strict=True):
+            self.rows[row] = [*self.rows[row][:-1], *tokens[:count], root]
 
-class ScriptedDrafter(Drafter):
+
+class Untrained(Drafter):
+    """A drafter without weights: what only training and artifacts ask for is not there."""
+
+    create = rebuild = forward = project = None  # type: ignore[assignment]
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def bind(self, target: Target) -> None:
+        pass
+
+
+class ScriptedDrafter(Untrained):
     """A drafter that has the full texts and scores the next tokens by `mode`: oracle, wrong, random or mixed."""
 
     family = "scripted"
@@ -51,40 +67,13 @@ class ScriptedDrafter(Drafter):
         self.vocab_size, self.texts, self.mode = vocab_size, texts, mode
         self.generator = torch.Generator().manual_seed(seed)
 
-    @classmethod
-    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None) -> "ScriptedDrafter":
-        raise NotImplementedError
-
-    def describe(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "ScriptedDrafter":
-        return cls(identity.vocab_size, [], "random")
-
-    def bind(self, target: Target) -> None:
-        pass
-
-    @property
-    def state_size(self) -> int:
-        raise NotImplementedError
-
-    def forward(self, features: Features) -> Drafts:
-        raise NotImplementedError
-
-    def project(self, hidden: Tensor, step: int) -> Tensor:
-        raise NotImplementedError
-
     def start(self, rows: int, capacity: int) -> History:
         return History([[] for _ in range(rows)])
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         assert isinstance(state, History)
-        for place, row in enumerate(rows_R.tolist()):
-            new = observation.tokens_BN[place, : int(observation.counts_B[place])].tolist()
-            # The target has processed the last root now; it is the first of the new tokens.
-            state.rows[row] = [*state.rows[row][:-1], *new, int(observation.roots_B[place])]
-            assert observation.final_BND.shape[1] == observation.tokens_BN.shape[1]
+        assert observation.final_BND.shape[1] == observation.tokens_BN.shape[1]
+        state.read(rows_R, observation)
 
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:
         assert isinstance(state, History)
@@ -136,7 +125,7 @@ class TargetDrafter(ScriptedDrafter):
         return self.known[prefix]
 
 
-class TableDrafter(Drafter):
+class TableDrafter(Untrained):
     """Recurrent: the children of a node are scored by its token's row of a table [V, Q] of log-probabilities."""
 
     family = "table"
@@ -144,30 +133,6 @@ class TableDrafter(Drafter):
     def __init__(self, log_q_VQ: Tensor, token_ids_Q: Tensor | None = None) -> None:
         super().__init__()
         self.log_q_VQ, self.ids_Q, self.calls = log_q_VQ, token_ids_Q, 0
-
-    @classmethod
-    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None) -> "TableDrafter":
-        raise NotImplementedError
-
-    def describe(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def rebuild(cls, description: dict[str, Any], identity: TargetIdentity) -> "TableDrafter":
-        raise NotImplementedError
-
-    def bind(self, target: Target) -> None:
-        pass
-
-    @property
-    def state_size(self) -> int:
-        raise NotImplementedError
-
-    def forward(self, features: Features) -> Drafts:
-        raise NotImplementedError
-
-    def project(self, hidden: Tensor, step: int) -> Tensor:
-        raise NotImplementedError
 
     def start(self, rows: int, capacity: int) -> DraftState:
         return DraftState()

@@ -9,8 +9,8 @@ import torch
 from draftsmith.data.store.collate import Piece, packed, pad
 from draftsmith.modules import Features, Medusa, Target, UserError
 from draftsmith.trainers import DraftModule, draft_module, train_config
+from support.cases import gradients, module_of
 from support.families import CASES
-from support.summed_gradients import gradients, module_of
 from support.tiers import others_long
 from torch import Tensor
 
@@ -37,7 +37,7 @@ def equal(found: Step, expected: Step) -> None:
 
 @pytest.mark.parametrize("name", others_long(CASES))
 def test_rows_and_micro_batches_change_nothing(name: str, tiny_target_f64: Target) -> None:
-    module, pieces = module_of(name, tiny_target_f64, training=False), conversations(tiny_target_f64)
+    module, pieces = module_of(CASES[name], tiny_target_f64, training=False), conversations(tiny_target_f64)
     a, b, c, d, e, f = pieces
     expected = gradients(module, [pad(pieces)])
     equal(gradients(module, [pad([piece]) for piece in pieces]), expected)

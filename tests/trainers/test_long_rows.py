@@ -6,9 +6,9 @@ import pytest
 import torch
 from draftsmith.data.store.collate import Piece, packed
 from draftsmith.modules import Features, Target
+from support.cases import gradients, module_of
 from support.families import CASES
 from support.processes import python
-from support.summed_gradients import gradients, module_of
 from support.tiers import others_long
 
 DENSE = "draftsmith.modules.target.attention.segment_attention.DENSE_LENGTH"
@@ -29,7 +29,7 @@ def two_rows(target: Target) -> Features:
 def test_long_rows_learn_as_short_ones_do(name: str, tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mask tokens of draft models, and steps of a target's own head after the first one, keep the mask of all
     positions."""
-    module, batch = module_of(name, tiny_target_f64), two_rows(tiny_target_f64)
+    module, batch = module_of(CASES[name], tiny_target_f64), two_rows(tiny_target_f64)
     expected, dense = gradients(module, [batch])
     monkeypatch.setattr(DENSE, 0)
     monkeypatch.setattr(Features, "visible", None)

@@ -33,7 +33,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.interfaces.proposer import VerifiedRows
 from draftsmith.modules.policies.stopping_chains import EarlyExit
-from support.drafters import Wrapped
+from support.drafters import History, Wrapped
 from support.families import CASES, Case, cases_of, randomised
 from support.policies import FixedLength
 from torch import Tensor
@@ -147,20 +147,17 @@ class Reduced(Wrapped):
 
 
 @dataclass
-class HelpedState(DraftState):
-    """The inner drafter's state, each row's tokens with the root last, and depths of the nodes of the growing tree."""
+class HelpedState(History):
+    """The same next to the inner drafter's state."""
 
-    inner: DraftState
-    rows: list[list[int]]
-    depths: dict[tuple[int, int], int] = field(default_factory=dict)
+    inner: DraftState = field(kw_only=True)
 
     def clear(self, rows_R: Tensor) -> None:
-        for row in rows_R.tolist():
-            self.rows[row] = []
+        super().clear(rows_R)
         self.inner.clear(rows_R)
 
     def keep(self, rows_R: Tensor) -> None:
-        self.rows = [self.rows[row] for row in rows_R.tolist()]
+        super().keep(rows_R)
         self.inner.keep(rows_R)
 
 
@@ -174,7 +171,7 @@ class Helped(Wrapped):
         self.texts, self.share, self.random = texts, share, random.Random(0)
 
     def start(self, rows: int, capacity: int, verified: VerifiedRows | None = None) -> DraftState:
-        return HelpedState(super().start(rows, capacity, verified), [[] for _ in range(rows)])
+        return HelpedState([[] for _ in range(rows)], inner=super().start(rows, capacity, verified))
 
     def state_of(self, state: DraftState) -> DraftState:
         assert isinstance(state, HelpedState)
@@ -182,10 +179,7 @@ class Helped(Wrapped):
 
     def observe(self, state: DraftState, rows_R: Tensor, observation: Observation) -> None:
         assert isinstance(state, HelpedState)
-        columns = (rows_R.tolist(), observation.counts_B.tolist(), observation.tokens_BN.tolist(),
-                   observation.roots_B.tolist())
-        for row, count, tokens, root in zip(*columns, strict=True):
-            state.rows[row] = [*state.rows[row][:-1], *tokens[:count], root]
+        state.read(rows_R, observation)
         self.inner.observe(state.inner, rows_R, observation)
 
     def expand(self, state: DraftState, frontier: Frontier) -> Scores:

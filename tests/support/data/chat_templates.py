@@ -21,37 +21,6 @@ THINKING = (
 """Like Qwen3's: the thoughts of earlier turns are stripped."""
 
 
-@cache
-def trained() -> Any:
-    """Byte-level BPE in which spaces, line breaks and common words merge."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=list(SPECIAL), show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator(CORPUS * 3, trainer)
-    return tokenizer
-
-
-def merging_tokenizer(template: str | None, *, eos: str = "<eos>", pad: str = "<pad>") -> Any:
-    """The trained tokenizer with a chat template."""
-    from transformers import PreTrainedTokenizerFast
-
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=trained(), bos_token="<bos>", eos_token=eos, pad_token=pad,
-        additional_special_tokens=[name for name in SPECIAL if name not in (eos, pad, "<bos>")],
-        clean_up_tokenization_spaces=False)
-    fast.chat_template = template
-    return fast
-
-
 TOKENS = ("<pad>", "<s>", "</s>", "<eos>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|bot|>", "<|head|>",
           "<|/head|>", "<|eot|>", "[INST]", "[/INST]", "[TOOLS]", "[/TOOLS]", "[CALLS]", "[RESULTS]", "[/RESULTS]",
           "<turn>", "</turn>", "<｜User｜>", "<｜Assistant｜>", "<｜end｜>", "[gMASK]", "<|user|>", "<|assistant|>",
@@ -144,8 +113,8 @@ REWRITING = CHATML.replace("{{ m.content }}", "{{ messages | length }} {{ m.cont
 
 
 @cache
-def shaped_backend() -> Any:
-    """Byte-level BPE with the special tokens of all shapes."""
+def backend(special: tuple[str, ...], size: int) -> Any:
+    """Byte-level BPE in which spaces, line breaks and common words merge."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -155,17 +124,28 @@ def shaped_backend() -> Any:
     ])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(
-        vocab_size=420, special_tokens=list(TOKENS), show_progress=False,
+        vocab_size=size, special_tokens=list(special), show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    tokenizer.add_tokens([AddedToken(name, normalized=False) for name in PLAIN_TOKENS])
+    if special is TOKENS:
+        tokenizer.add_tokens([AddedToken(name, normalized=False) for name in PLAIN_TOKENS])
     return tokenizer
 
 
+def merging_tokenizer(template: str | None, *, eos: str = "<eos>", pad: str = "<pad>") -> Any:
+    """A tokenizer with few special tokens and a chat template."""
+    others = [name for name in SPECIAL if name not in (eos, pad, "<bos>")]
+    return _with_template(template, backend(SPECIAL, 400), bos_token="<bos>", eos_token=eos, pad_token=pad,
+                          additional_special_tokens=others)
+
+
 def shaped_tokenizer(template: str | None, *, eos: str = "<eos>") -> Any:
-    """The tokenizer of these shapes with a chat template."""
+    """The tokenizer with the special tokens of all shapes and a chat template."""
+    return _with_template(template, backend(TOKENS, 420), bos_token="<s>", eos_token=eos, pad_token="<pad>")
+
+
+def _with_template(template: str | None, merging: Any, **tokens: Any) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    fast = PreTrainedTokenizerFast(tokenizer_object=shaped_backend(), bos_token="<s>", eos_token=eos, pad_token="<pad>",
-                                   clean_up_tokenization_spaces=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=merging, clean_up_tokenization_spaces=False, **tokens)
     fast.chat_template = template
     return fast
