@@ -12,34 +12,30 @@ intervals over prompts, both loops drawn together.
 """
 
 import argparse
-import copy
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.decode_speed import Method, Outcome, assisted, own, peer
 from draftsmith.export.evaluation.contention import ContentionProbe
 from draftsmith.export.evaluation.summary import CONFIDENCE, Floats
 from draftsmith.modules import (
     DEFAULT_NAME,
     Chain,
-    DecodeSettings,
     LayerDraft,
-    Policy,
     PromptLookup,
     PromptLookupConfig,
-    Proposer,
-    Request,
     Target,
     TargetConfig,
-    decode,
     load_target,
 )
 from draftsmith.modules.target.linear_forms import Pack
@@ -52,37 +48,20 @@ PAIRS = {"plain": "transformers, plain", "prompt lookup": "transformers, prompt_
 AIM = 1.3  # Speed that this loop should reach, as a multiple of transformers'
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One decoded prompt."""
-
-    tokens: list[int]
-    passes: int
-    seconds: float
-
-
 @dataclass
 class Tally:
-    """The answers of one method."""
+    """The answers of one method, prompt by prompt."""
 
-    answers: list[Answer] = field(default_factory=list)
-
-    @property
-    def speed(self) -> float:
-        """New tokens per second, prompts included."""
-        return sum(len(answer.tokens) for answer in self.answers) / sum(answer.seconds for answer in self.answers)
+    outcomes: list[Outcome] = field(default_factory=list)
 
     @property
-    def accepted_length(self) -> float:
-        """New tokens per pass of the target."""
-        return sum(len(answer.tokens) for answer in self.answers) / sum(answer.passes for answer in self.answers)
+    def answers(self) -> list[list[int]]:
+        """Tokens of the answers."""
+        return [answer for outcome in self.outcomes for answer in outcome.answers]
 
-    def equal(self, reference: Sequence[Sequence[int]]) -> int:
-        """Number of answers that equal the reference token by token."""
-        return sum(answer.tokens == wanted for answer, wanted in zip(self.answers, reference, strict=True))
-
-
-Way = Callable[[tuple[int, ...]], Answer]
+    def rate(self, amount: str) -> float:
+        """New tokens per second, or per pass of the target."""
+        return sum(map(len, self.answers)) / sum(getattr(outcome, amount) for outcome in self.outcomes)
 
 
 def chat_prompts(target: Target, count: int, longest: int) -> list[tuple[int, ...]]:
@@ -98,117 +77,34 @@ def chat_prompts(target: Target, count: int, longest: int) -> list[tuple[int, ..
     return found[:count]
 
 
-def truncated_model(target: Target, layers: int) -> Any:
-    """A transformers model of the target's first layers that shares its weights."""
-    config = copy.deepcopy(target.model.config)
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
-    config._attn_implementation = target.native_attention
-    with torch.device("meta"):
-        model = type(target.model)(config)
-    for name, child in target.decoder.named_children():
-        shared = torch.nn.ModuleList(target.layers[:layers]) if child is target.layers else child
-        setattr(model.get_decoder(), name, shared)
-    model.set_output_embeddings(target.head)
-    model.generation_config = copy.deepcopy(target.model.generation_config)
-    return model.eval()
-
-
-@contextmanager
-def counted(layer: torch.nn.Module) -> Iterator[list[int]]:
-    """Counts the calls of a layer inside the block."""
-    calls = [0]
-
-    def count(*_: object) -> None:
-        calls[0] += 1
-
-    handle = layer.register_forward_hook(count)
-    try:
-        yield calls
-    finally:
-        handle.remove()
-
-
-def peer(target: Target, new_tokens: int, **options: Any) -> Way:
-    """Decode with transformers' `generate`."""
-
-    def run(prompt: tuple[int, ...]) -> Answer:
-        (tokens,), passes, seconds = generated(target, [prompt], new_tokens, **options)
-        return Answer(tokens, passes, seconds)
-
-    return run
-
-
-def generated(target: Target, prompts: Sequence[tuple[int, ...]], new_tokens: int,
-              **options: Any) -> tuple[list[list[int]], int, float]:
-    """(answers of a batch, passes of the target, seconds) of transformers' `generate`, prompts padded on the left."""
-    width = max(map(len, prompts))
-    tokens, mask = (torch.tensor([[fill] * (width - len(prompt)) + list(values) for prompt, values in rows],
-                                 device=target.device)
-                    for fill, rows in ((0, [(prompt, prompt) for prompt in prompts]),
-                                       (0, [(prompt, [1] * len(prompt)) for prompt in prompts])))
-    with target.native() as model, counted(target.layers[-1]) as calls, torch.no_grad():
-        started = now(target)
-        found = model.generate(tokens, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False,
-                               eos_token_id=None, pad_token_id=0, use_cache=True, **options)
-        seconds = now(target) - started
-    return found[:, width:].tolist(), calls[0], seconds
-
-
-def own(target: Target, new_tokens: int, drafter: Proposer | None = None, policy: Policy | None = None) -> Way:
-    """Decode with this project's loop."""
-
-    def run(prompt: tuple[int, ...]) -> Answer:
-        started = now(target)
-        result = decode(target, [Request(prompt, 0, new_tokens)], DecodeSettings(ignore_eos=True), drafter=drafter,
-                        policy=policy)
-        seconds = now(target) - started
-        return Answer(result.generations[0].tokens, result.stats.target_calls + result.stats.prefill_calls, seconds)
-
-    return run
-
-
-def now(target: Target) -> float:
-    """Seconds, after the device has finished its work."""
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
-    return time.perf_counter()
-
-
-def ways(target: Target, options: argparse.Namespace) -> dict[str, Way]:
+def ways(target: Target, options: argparse.Namespace) -> dict[str, Method]:
     """All methods by name."""
-    assistant = truncated_model(target, options.layers)
-    assistant.generation_config.num_assistant_tokens = options.draft_tokens
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    # Our chain does not stop early, so the assistant must not either.
-    assistant.generation_config.assistant_confidence_threshold = 0.0
     lookup = PromptLookup(PromptLookupConfig(shortest=1, longest=options.ngram, copied=options.copied), target.device)
     count = options.new_tokens
     return {
         "plain": own(target, count),
         "transformers, plain": peer(target, count),
         "first layers": own(target, count, LayerDraft(target, range(options.layers)), Chain(options.draft_tokens)),
-        "transformers, assistant_model": peer(target, count, assistant_model=assistant),
+        "transformers, assistant_model": assisted(target, count, options.layers, options.draft_tokens),
         "prompt lookup": own(target, count, lookup, Chain(options.copied)),
         "transformers, prompt_lookup": peer(target, count, prompt_lookup_num_tokens=options.copied,
                                             max_matching_ngram_size=options.ngram),
     }
 
 
-def measure(target: Target, named: dict[str, Way], prompts: Sequence[tuple[int, ...]],
+def measure(target: Target, named: dict[str, Method], prompts: Sequence[tuple[int, ...]],
             minutes: float) -> tuple[dict[str, Tally], ContentionProbe]:
     """Decode every prompt by every method, each time another one first, and probe the machine for contention."""
     tallies, names = {name: Tally() for name in named}, list(named)
     for name in names:
-        named[name](prompts[0])
+        named[name]([prompts[0]])
     probe, started = ContentionProbe(target), time.monotonic()
     for turn, prompt in enumerate(prompts):
         if turn > 1 and time.monotonic() - started > 60 * minutes:
             break
         probe.sample()
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
-            tallies[name].answers.append(named[name](prompt))
+            tallies[name].outcomes.append(named[name]([prompt]))
         print(f"prompt {turn + 1} of {len(prompts)}, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     probe.sample()
     return tallies, probe
@@ -217,14 +113,14 @@ def measure(target: Target, named: dict[str, Way], prompts: Sequence[tuple[int, 
 def ratio(ours: Tally, theirs: Tally) -> tuple[float, tuple[float, float] | None]:
     """Our tokens per second over theirs, with its interval."""
     tokens_NW, seconds_NW = (np.array([[amount(one) for one in pair]
-                                       for pair in zip(ours.answers, theirs.answers, strict=True)])
-                             for amount in (lambda one: len(one.tokens), lambda one: one.seconds))
+                                       for pair in zip(ours.outcomes, theirs.outcomes, strict=True)])
+                             for amount in (lambda one: len(one.answers[0]), lambda one: one.seconds))
 
     def figure(drawn_RN: Drawn) -> Floats:
         speeds_RW = tokens_NW[drawn_RN].sum(1) / seconds_NW[drawn_RN].sum(1)
         return np.asarray(speeds_RW[:, 0] / speeds_RW[:, 1])
 
-    count = len(ours.answers)
+    count = len(ours.outcomes)
     return float(figure(np.arange(count)[None])[0]), interval(count, figure, CONFIDENCE)
 
 
@@ -233,15 +129,15 @@ def show(tallies: dict[str, Tally], probe: ContentionProbe) -> None:
     print("| drafts | this loop, tokens/s | transformers, tokens/s | ratio (95 %) | accepted length here / there | "
           "answers like transformers' plain, here / there |")
     print("|---|---|---|---|---|---|")
-    reference = [answer.tokens for answer in tallies["transformers, plain"].answers]
+    reference = tallies["transformers, plain"].answers
     ratios = {}
     for name, other in PAIRS.items():
         ours, theirs = tallies[name], tallies[other]
         ratios[name], ends = ratio(ours, theirs)
         shown = "" if ends is None else f" ({ends[0]:.2f}–{ends[1]:.2f})"
-        equal = " / ".join(f"{tally.equal(reference)}" for tally in (ours, theirs))
-        print(f"| {name} | {ours.speed:.1f} | {theirs.speed:.1f} | {ratios[name]:.2f}{shown} | "
-              f"{ours.accepted_length:.2f} / {theirs.accepted_length:.2f} | {equal} of {len(reference)} |")
+        equal = " / ".join(str(sum(map(list.__eq__, tally.answers, reference))) for tally in (ours, theirs))
+        print(f"| {name} | {ours.rate('seconds'):.1f} | {theirs.rate('seconds'):.1f} | {ratios[name]:.2f}{shown} | "
+              f"{ours.rate('passes'):.2f} / {theirs.rate('passes'):.2f} | {equal} of {len(reference)} |")
     below = [f"{name} {value:.2f}" for name, value in ratios.items() if value < AIM]
     print(f"below the aim of {AIM} times transformers: {', '.join(below)}" if below else
           f"every ratio reaches the aim of {AIM} times transformers")

@@ -13,6 +13,7 @@ time is left for is named.
 """
 
 import argparse
+import copy
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.against_transformers import generated, truncated_model
 from benchmarks.parts.shapes import RECIPES, SHAPES, Oracle, shaped_module, shaped_prompt, shaped_recipe, shaped_target
 from draftsmith.modules import (
     Chain,
@@ -62,6 +62,15 @@ class Speed:
     left_out: str = ""  # Why nothing was measured; empty where it was
     graph_refusal: str = ""  # Why passes were not replayed as CUDA graphs where they were to be
     compile_refusal: str = ""  # Why layers were not compiled where they were to be
+
+    @classmethod
+    def measured(cls, method: str, batch: int, outcomes: list["Outcome"], reference: list[list[int]]) -> "Speed":
+        """The figures of some batches, whose answers are compared with those of the plain loop."""
+        answers = [answer for outcome in outcomes for answer in outcome.answers]
+        seconds, count = sum(one.seconds for one in outcomes), sum(map(len, answers))
+        return cls(method, batch, count / seconds, count / sum(one.passes * len(one.answers) for one in outcomes),
+                   sum(one.draft_seconds for one in outcomes) / seconds, sum(map(list.__eq__, answers, reference)),
+                   len(answers), graph_refusal=outcomes[0].graph_refusal, compile_refusal=outcomes[0].compile_refusal)
 
 
 @dataclass
@@ -112,11 +121,55 @@ def peer(target: Target, new_tokens: int, **options: Any) -> Method:
     return lambda prompts: Outcome(*generated(target, prompts, new_tokens, **options))
 
 
-def assisted(target: Target, new_tokens: int) -> Method:
-    """Decode with transformers and the target's first quarter of layers as a draft model."""
-    assistant = truncated_model(target, max(1, target.num_layers // 4))
-    assistant.generation_config.num_assistant_tokens = CHAIN
+def truncated_model(target: Target, layers: int) -> Any:
+    """A transformers model of the target's first layers that shares its weights."""
+    config = copy.deepcopy(target.model.config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    config._attn_implementation = target.native_attention
+    with torch.device("meta"):
+        model = type(target.model)(config)
+    for name, child in target.decoder.named_children():
+        shared = torch.nn.ModuleList(target.layers[:layers]) if child is target.layers else child
+        setattr(model.get_decoder(), name, shared)
+    model.set_output_embeddings(target.head)
+    model.generation_config = copy.deepcopy(target.model.generation_config)
+    return model.eval()
+
+
+def generated(target: Target, prompts: Sequence[tuple[int, ...]], new_tokens: int,
+              **options: Any) -> tuple[list[list[int]], int, float]:
+    """(answers of a batch, passes of the target, seconds) of transformers' `generate`, prompts padded on the left."""
+    width, calls = max(map(len, prompts)), list[None]()
+    rows = [([0] * (width - len(prompt)), prompt) for prompt in prompts]
+    tokens = torch.tensor([[*padding, *prompt] for padding, prompt in rows], device=target.device)
+    mask = torch.tensor([[*padding, *[1] * len(prompt)] for padding, prompt in rows], device=target.device)
+    handle = target.layers[-1].register_forward_hook(lambda *_: calls.append(None))
+    try:
+        with target.native() as model, torch.no_grad():
+            started = now(target)
+            found = model.generate(tokens, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False,
+                                   eos_token_id=None, pad_token_id=0, use_cache=True, **options)
+            seconds = now(target) - started
+        return found[:, width:].tolist(), len(calls), seconds
+    finally:
+        handle.remove()
+
+
+def now(target: Target) -> float:
+    """Seconds, after the device has finished its work."""
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return time.perf_counter()
+
+
+def assisted(target: Target, new_tokens: int, layers: int, drafted: int) -> Method:
+    """Decode with transformers and the target's first layers as a draft model."""
+    assistant = truncated_model(target, layers)
+    assistant.generation_config.num_assistant_tokens = drafted
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    # Our chain does not stop early, so the assistant must not either.
     assistant.generation_config.assistant_confidence_threshold = 0.0
     return peer(target, new_tokens, assistant_model=assistant)
 
@@ -134,7 +187,7 @@ def without_drafter(target: Target, new_tokens: int, brief: bool) -> Iterator[tu
         yield "generate, static cache, compiled", peer(target, new_tokens, cache_implementation="static"), None
     first = max(1, target.num_layers // 4)
     yield "first layers, chain", own(target, new_tokens, LayerDraft(target, range(first)), Chain(CHAIN)), None
-    yield "generate, assisted by the first layers", assisted(target, new_tokens), 1
+    yield "generate, assisted by the first layers", assisted(target, new_tokens, first, CHAIN), 1
 
 
 def shapes(drafter: Proposer) -> dict[str, Policy]:
@@ -183,13 +236,10 @@ class Bench:
             # Too little memory, or what torch cannot compile here: the other methods are measured nevertheless.
             torch.cuda.empty_cache()
             return Speed(name, batch, left_out=f"failed: {str(error).splitlines()[0][:100]}")
-        count = sum(map(len, found.answers))
+        speed = Speed.measured(name, batch, [found], reference)
         # Told at once: a machine may be lent for less time than the whole table takes.
-        print(f"{name}, {batch} rows: {count / found.seconds:.1f} tokens/s", file=sys.stderr, flush=True)
-        return Speed(name, batch, count / found.seconds, count / batch / found.passes,
-                     found.draft_seconds / found.seconds,
-                     sum(answer == wanted for answer, wanted in zip(found.answers, reference, strict=True)), batch,
-                     graph_refusal=found.graph_refusal, compile_refusal=found.compile_refusal)
+        print(f"{name}, {batch} rows: {speed.tokens_per_second:.1f} tokens/s", file=sys.stderr, flush=True)
+        return speed
 
     def drafted(self, recipe: str, batches: Sequence[int], deadline: float) -> Iterator[Speed]:
         """The speeds of a family with chain and tree."""

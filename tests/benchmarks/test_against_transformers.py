@@ -29,7 +29,7 @@ def test_a_mistake_is_one_sentence(benchmark: ModuleType, capsys: pytest.Capture
 
 def test_the_ratio_is_of_sums_and_paired(benchmark: ModuleType) -> None:
     def tally(*seconds: float) -> object:
-        return benchmark.Tally([benchmark.Answer([1] * 10, 5, second) for second in seconds])
+        return benchmark.Tally([benchmark.Outcome([[1] * 10], 5, second) for second in seconds])
 
     value, ends = benchmark.ratio(tally(1.0, 9.0), tally(2.0, 18.0))
     assert value == pytest.approx(2.0)

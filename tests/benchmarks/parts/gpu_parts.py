@@ -132,13 +132,8 @@ def _timed(methods: dict[str, decode_speed.Method], prompts: Sequence[tuple[int,
             continue
         method(groups[0])
         outcomes = [method(group) for group in groups]
-        answers = [answer for outcome in outcomes for answer in outcome.answers]
-        reference = reference or answers
-        seconds, count = sum(one.seconds for one in outcomes), sum(map(len, answers))
-        rows = sum(one.passes * len(one.answers) for one in outcomes)
-        equal = sum(answer == wanted for answer, wanted in zip(answers, reference, strict=True))
-        found.append(decode_speed.Speed(name, batch, count / seconds, count / rows,
-                                        sum(one.draft_seconds for one in outcomes) / seconds, equal, len(answers)))
+        reference = reference or [answer for outcome in outcomes for answer in outcome.answers]
+        found.append(decode_speed.Speed.measured(name, batch, outcomes, reference))
     return found
 
 
