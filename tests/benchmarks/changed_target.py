@@ -10,11 +10,15 @@ bits with a scale for each row, as servers quantise on loading, and saved as the
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from domain_prompts import rows
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.domain_prompts import rows
 from draftsmith.modules import DecodeSettings, Request, Target, TargetConfig, decode, load_target
 from draftsmith.modules.progress import ProgressLine
 from torch.nn import functional

@@ -1,10 +1,11 @@
-"""The benchmark of decoding: drafters accept exactly what is stated, and all answers are those of the plain loop."""
+"""The benchmarks of decoding: drafters accept exactly what is stated, all answers are those of the plain loop, and the
+ratio to transformers is that of the sums."""
 
 from typing import Any
 
 import pytest
 import torch
-from benchmarks import decode_speed
+from benchmarks import against_transformers, decode_speed
 from benchmarks.decode_speed import Bench, Speed
 from benchmarks.parts.shapes import RANKS, STRIDE, Oracle, shaped_prompt, shaped_target
 from draftsmith.modules import (
@@ -142,3 +143,31 @@ def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         decode_speed.main(["--acceptance", "1.5"])
     assert "--acceptance must lie between 0 and 1 and --batches be at least 1, got 1.5" in capsys.readouterr().err
+
+
+def test_the_table_has_a_row_for_each_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    against_transformers.main(["--target", "tiny-random", "--prompts", "3", "--new-tokens", "8", "--minutes", "0"])
+    printed = capsys.readouterr()
+    rows = [line for line in printed.out.splitlines() if line.startswith("| ")][1:]
+    assert [row.split(" | ")[0] for row in rows] == ["| plain", "| prompt lookup", "| first layers"]
+    assert all(row.endswith("2 / 2 of 2 |") for row in rows)  # no third prompt was started after the time
+    assert "prompt 2 of 3" in printed.err
+    assert "times transformers" in printed.out
+
+
+def test_too_few_prompts_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        against_transformers.main(["--prompts", "0"])
+    assert "must be at least 1, got 0 and 96" in capsys.readouterr().err
+
+
+def test_the_ratio_is_of_sums_and_paired() -> None:
+    def tally(*seconds: float) -> object:
+        return against_transformers.Tally([against_transformers.Outcome([[1] * 10], 5, second) for second in seconds])
+
+    value, ends = against_transformers.ratio(tally(1.0, 9.0), tally(2.0, 18.0))
+    assert value == pytest.approx(2.0)
+    assert ends == pytest.approx((2.0, 2.0))
+    value, ends = against_transformers.ratio(tally(1.0, 1.0), tally(1.0, 3.0))
+    assert value == pytest.approx(2.0)
+    assert ends == pytest.approx((1.0, 3.0))

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 from benchmarks import gpu
-from benchmarks.parts import gpu_parts
 
 WORDS = ["--device", "cpu", "--small"]
 
 
 def test_a_part_runs_and_is_skipped_the_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                   capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(gpu, "PARTS", {"passes": gpu_parts.PARTS["passes"]})
+    monkeypatch.setattr(gpu, "PARTS", {"passes": gpu.PARTS["passes"]})
     monkeypatch.setattr(gpu, "run_apart", lambda name, words, _minutes: gpu.main([*words, "--here", name]) or "")
     words = [*WORDS, "--out", str(tmp_path)]
     assert gpu.main(words) == 0

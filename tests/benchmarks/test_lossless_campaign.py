@@ -1,16 +1,16 @@
 """A minute of the lossless campaign: some cells of each part but the embedded one, and what it says of wrong ones."""
 
-import importlib
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from benchmarks import lossless_campaign as campaign
 from benchmarks.parts.campaign_drafters import FAMILIES, GUESSERS, POLICIES
 from benchmarks.parts.campaign_sampled import FILTERS, TEMPERATURES, VOCABULARY, law, p_value
 from benchmarks.parts.campaign_targets import Outcome
 from draftsmith.modules import BASELINES, DRAFTERS
+from scipy.stats import kstest
 from support.families import CASES
 
 CHOSEN = {
@@ -31,14 +31,9 @@ CHOSEN = {
 """Cells by part and name; a name that ends with a space is followed by the kind of draft."""
 
 
-@pytest.fixture(scope="module")
-def campaign() -> ModuleType:
-    return importlib.import_module("benchmarks.lossless_campaign")
-
-
 @pytest.mark.long
 @pytest.mark.slow
-def test_some_cells_of_each_part_hold(campaign: ModuleType, tmp_path: Path) -> None:
+def test_some_cells_of_each_part_hold(tmp_path: Path) -> None:
     chosen = [cell for cell in campaign.cells() for part, name in CHOSEN
               if cell.part == part and (cell.name.startswith(name) if name.endswith(" ") else cell.name == name)]
     assert len(chosen) == len(CHOSEN)
@@ -53,7 +48,7 @@ def test_some_cells_of_each_part_hold(campaign: ModuleType, tmp_path: Path) -> N
     assert "embedded cells" in campaign.unfinished(again, ["embedded"])[0]
 
 
-def test_a_file_of_other_code_is_refused(campaign: ModuleType, tmp_path: Path) -> None:
+def test_a_file_of_other_code_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "campaign.json"
     campaign.Store(file).add(campaign.Cell("greedy", "a"), Outcome(tokens=1))
     file.write_text(file.read_text().replace(torch.__version__, "0.0.1"))
@@ -61,7 +56,7 @@ def test_a_file_of_other_code_is_refused(campaign: ModuleType, tmp_path: Path) -
         campaign.Store(file)
 
 
-def test_every_family_and_every_case_is_in_the_campaign(campaign: ModuleType) -> None:
+def test_every_family_and_every_case_is_in_the_campaign() -> None:
     names = [cell.name.split() for cell in campaign.cells() if cell.part == "greedy"]
     assert {drafter for _, drafter, _ in names} == {*CASES, *BASELINES}
     sampled = {tuple(cell.name.split()[:2]) for cell in campaign.cells() if cell.part == "sampled"}
@@ -69,7 +64,7 @@ def test_every_family_and_every_case_is_in_the_campaign(campaign: ModuleType) ->
     assert {cls.family for cls in DRAFTERS} == set(FAMILIES)
 
 
-def test_what_is_wrong_is_said(campaign: ModuleType) -> None:
+def test_what_is_wrong_is_said() -> None:
     store = campaign.Store(None)
     store.outcomes["greedy"]["a"] = Outcome(tokens=9, divergences=1, note="answers [3] differ")
     store.outcomes["rules"]["b"] = Outcome(p=0.2)
@@ -93,8 +88,6 @@ def test_the_enumerated_distribution_leaves_something_to_chance() -> None:
 
 @pytest.mark.long
 def test_p_values_are_uniform_for_samples_of_the_distribution_and_0_for_others() -> None:
-    from scipy.stats import kstest
-
     chance, right = np.random.default_rng(0), law(1.0, "none")
     found = [p_value(chance.multinomial(1000, right / right.sum()), right, seed) for seed in range(100)]
     assert kstest(found, "uniform").pvalue > 0.01

@@ -18,8 +18,7 @@ from serving.engine_table import record
 from serving.llama_cpp_cases import LLAMA_CPP_CASES, LlamaCpp
 from serving.openvino_cases import OPENVINO_CASES, OpenVino
 from serving.proof import Case, Engine, prove
-from serving.vllm_cases import VLLM_CASES, Vllm
-from serving.vllm_states import NAME, prove_states
+from serving.vllm_cases import NAME, VLLM_CASES, Vllm, prove_states
 
 ENGINES: dict[str, tuple[Callable[[Path, Path], Engine], tuple[Case, ...]]] = {
     "vllm": (Vllm, VLLM_CASES),

@@ -87,8 +87,7 @@ def interrupted(kind: Any, at: int) -> Iterator[None]:
 
 
 D = TypeVar("D", bound=Drafter)
-IDS = torch.tensor([0, 1, 2, 5, 9, *range(28, 48), 60])
-"""A reduced vocabulary that contains `CYCLE`."""
+IDS = torch.tensor([0, 1, 2, 5, 9, *range(28, 48), 60])  # A reduced vocabulary that contains `CYCLE`
 
 
 def _unchanged(_target: Target) -> None:

@@ -16,7 +16,11 @@ from draftsmith.modules import (
     Scores,
     Target,
 )
-from draftsmith.modules.interfaces.proposer import SharesTargetRows, VerifiedRows, started
+from draftsmith.modules.interfaces.proposer import (
+    SharesTargetRows,
+    VerifiedRows,
+    started,
+)
 from draftsmith.modules.target.devices.compiled_layers import Compiler
 from draftsmith.modules.token_tree import TokenTree
 from torch import Tensor
