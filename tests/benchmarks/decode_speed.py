@@ -17,7 +17,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -286,11 +286,6 @@ def table(speeds: Sequence[Speed]) -> list[str]:
         lines.append(f"| {speed.method}{refused} | {speed.batch} | {speed.tokens_per_second:.1f} | {ratio:.2f} | "
                      f"{speed.accepted_length:.2f} | {100 * speed.draft_share:.0f} | {speed.equal} of {speed.of} |")
     return lines
-
-
-def figures(speeds: Sequence[Speed]) -> list[dict[str, Any]]:
-    """The speeds, ready for JSON."""
-    return [asdict(speed) for speed in speeds]
 
 
 def main(words: Sequence[str] | None = None) -> None:

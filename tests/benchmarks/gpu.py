@@ -20,7 +20,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def decoding(name: str) -> Callable[[Settings], Measured]:
         recipes = RECIPES[:3] if settings.small else RECIPES[:4] if settings.brief else RECIPES
         speeds = decode_speed.measure(bench, batches, recipes, settings.deadline)
         title = f"Decoding, {shape}, {bench.new_tokens} tokens after {bench.context}, acceptance {ACCEPTANCE}"
-        return Measured(decode_speed.figures(speeds), {title: decode_speed.table(speeds)})
+        return Measured([asdict(speed) for speed in speeds], {title: decode_speed.table(speeds)})
 
     return run
 
@@ -123,8 +123,8 @@ def embedded(settings: Settings) -> Measured:
         for folder in sorted(settings.artifacts.iterdir()) if settings.artifacts else ():
             methods |= _of_artifact(folder, target, new_tokens)
         speeds += _timed(methods, prompts, batch, settings.deadline)
-    return Measured(decode_speed.figures(speeds), {f"Decoding, embedded model, {new_tokens} tokens": decode_speed.table(
-        speeds)})
+    title = f"Decoding, embedded model, {new_tokens} tokens"
+    return Measured([asdict(speed) for speed in speeds], {title: decode_speed.table(speeds)})
 
 
 def _of_artifact(folder: Path, target: Target, new_tokens: int) -> dict[str, decode_speed.Method]:
@@ -237,12 +237,7 @@ PARTS: dict[str, Callable[[Settings], Measured]] = {
 def needed(artifacts: Path | None) -> list[str]:
     """Sentences that say what has to be on the machine, and what of it is missing."""
     lines = ["The machine needs no network. Carry to it: this folder, Python 3.11 or newer, and"]
-    missing = []
-    for requirement in sorted({Requirement(text).name for text in _requirements()}):
-        try:
-            metadata.version(requirement)
-        except metadata.PackageNotFoundError:
-            missing.append(requirement)
+    missing = [name for name in sorted({Requirement(text).name for text in _requirements()}) if not _installed(name)]
     lines.append("* the packages of pyproject.toml with the extras train and dev: "
                  + (f"MISSING {' '.join(missing)} (elsewhere: pip download --dest wheels {' '.join(missing)}; here: "
                     "pip install --no-index --find-links wheels ...)" if missing else "all are here"))

@@ -33,18 +33,18 @@ from pathlib import Path
 
 import torch
 import transformers
-from benchmarks.parts import campaign_fuzz, campaign_greedy, campaign_sampled
-from benchmarks.parts.campaign_targets import Outcome
+from benchmarks.parts import campaign_exact, campaign_sampled
+from benchmarks.parts.campaign_drafters import Outcome
 from draftsmith.modules import UserError
 from draftsmith.modules.files import atomic_files
 from scipy.stats import kstest
 
 PARTS: dict[str, Callable[[], dict[str, Callable[[], Outcome]]]] = {
-    "greedy": campaign_greedy.tiny_cells,
-    "embedded": campaign_greedy.embedded_cells,
+    "greedy": campaign_exact.tiny_cells,
+    "embedded": campaign_exact.embedded_cells,
     "sampled": campaign_sampled.right_cells,
     "rules": campaign_sampled.wrong_cells,
-    "fuzz": campaign_fuzz.cells,
+    "fuzz": campaign_exact.fuzzed_cells,
 }
 """The parts and what makes their cells, by name."""
 SEEN = 1e-3  # A wrong rule is seen when its p-value is at most this: G is larger than in all of 999 samples

@@ -51,7 +51,6 @@ from draftsmith.modules import (
     decode,
 )
 from draftsmith.modules.config_checks import MOST_STEPS
-from draftsmith.modules.features import ReadRows
 from draftsmith.modules.files.atomic_files import write_file
 from draftsmith.modules.files.json_records import read_json, record_of
 from draftsmith.modules.progress import ProgressLine
@@ -188,13 +187,14 @@ class Trials:
 
     def _measured(self, trial: str, seed: int, key: str, workspace: Workspace, module: DraftModule) -> Outcome:
         with self.target.reproducible(), torch.no_grad():
-            target, rows = module.verifier(encoded(workspace, module, held_out_rows(workspace, module).whole()))
+            held_out = held_out_rows(workspace, module)
+            target, rows = module.verifier(encoded(workspace, module, held_out.whole()))
             _, asked = module.verifier(self._answers(module.drafter.taps))
             drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
             drafter.bind(target)
             drafter.eval()
             own, handwritten, tree = accepted_lengths(drafter, rows, asked)
-            _, cut = module.verifier(encoded(workspace, module, self._before_loops(workspace, module)))
+            _, cut = module.verifier(encoded(workspace, module, held_out.up_to_repetitions()))
             before_loops, *_ = accepted_lengths(drafter, cut, asked[:1])
             decoded = self._decoded(target, drafter, tree, lossless=target is self.target)
         known: dict[str, Any] = {"steps": 0, "seconds": 0.0, "precision": "",
@@ -222,10 +222,6 @@ class Trials:
         if lossless and differing:
             print(f"     answers that differ from the target's: {differing}", flush=True)
         return sum(len(one.tokens) for one in found) / sum(one.passes for one in found)
-
-    def _before_loops(self, workspace: Workspace, module: DraftModule) -> ReadRows:
-        """Held-out own answers as far as their loops, whatever the trial learns."""
-        return held_out_rows(workspace, module).up_to_repetitions()
 
     def _answers(self, taps: tuple[int, ...]) -> list[Features]:
         """The target's greedy answers to the hand-written prompts, with its states."""

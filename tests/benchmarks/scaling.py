@@ -19,10 +19,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch
+from draftsmith.data.batches.datamodule import BatchConfig, BatchPlan
+from draftsmith.data.store.collate import Piece, packed
+from draftsmith.modules import BlockDraftConfig, Eagle3Config, HydraConfig, KangarooConfig, MedusaConfig, Target
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
+from draftsmith.recipes.counted_work import CountedStorages
+from draftsmith.trainers.families import family_configs, family_module
+from transformers import LlamaConfig, LlamaForCausalLM
 
 FAMILIES = ("eagle3", "medusa", "hydra", "kangaroo", "dflash", "dspark")
 TABLES = ("tokens", "length", "vocabulary", "steps")
@@ -59,9 +65,6 @@ def cases(base: Case, longest: int) -> dict[str, list[Case]]:
 
 def measure(case: Case) -> dict[str, float]:
     """Seconds and MiB of one case, in this process."""
-    import torch
-    from draftsmith.recipes.counted_work import CountedStorages
-
     torch.set_num_threads(1)
     torch.manual_seed(0)
     module = made(case)
@@ -85,12 +88,6 @@ def measure(case: Case) -> dict[str, float]:
 
 def made(case: Case) -> Any:
     """The training module of a case."""
-    import torch
-    from draftsmith.modules import BlockDraftConfig, Eagle3Config, HydraConfig, KangarooConfig, MedusaConfig, Target
-    from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
-    from draftsmith.trainers.families import family_configs, family_module
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=case.vocabulary, hidden_size=case.width, intermediate_size=3 * case.width, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1 << 20, pad_token_id=0, bos_token_id=1,
@@ -111,9 +108,6 @@ def made(case: Case) -> Any:
 
 def batch(case: Case) -> Any:
     """Rows of conversations with labels everywhere."""
-    import torch
-    from draftsmith.data.store.collate import Piece, packed
-
     size = min(case.segment, case.length)
     piece = Piece(tokens_N=torch.randint(4, case.vocabulary, (size,)), supervised_N=torch.ones(size, dtype=torch.bool))
     return packed([[piece] * (case.length // size)] * case.rows).to("cpu")
@@ -135,10 +129,6 @@ def peak() -> float:
 
 def batches(lengths: list[int], row_length: int, rows: int) -> tuple[float, float]:
     """(share of padding in the batches of an epoch, seconds to make one of them)."""
-    import torch
-    from draftsmith.data.batches.datamodule import BatchConfig, BatchPlan
-    from draftsmith.data.store.collate import Piece, packed
-
     plan = BatchPlan(lengths, BatchConfig(row_length=row_length, rows_per_batch=rows, states="computed"))
     plan.batch(0)
     count = plan.ends[0]
@@ -154,8 +144,6 @@ def batches(lengths: list[int], row_length: int, rows: int) -> tuple[float, floa
 
 def conversations(count: int, longest: int) -> list[int]:
     """Lengths of conversations in tokens: log-normal with a median of 300, cut at the longest."""
-    import torch
-
     drawn = torch.randn(count, generator=torch.Generator().manual_seed(0)).mul(0.8).add(5.7).exp()
     return [max(8, min(longest, int(length))) for length in drawn.tolist()]
 

@@ -7,6 +7,7 @@ The picture shows the command and the end of its real output, as `--lines` of `-
 """
 
 import argparse
+import contextlib
 import fcntl
 import io
 import os
@@ -17,7 +18,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -34,23 +35,15 @@ def record(command: Sequence[str], columns: int) -> str:
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs,
                                env=environment | {"TERM": "xterm-256color", "COLUMNS": str(columns)})
     os.close(theirs)
-    output = b"".join(_read(ours))
+    output = b""
+    # Linux reports as an error that the other end is closed.
+    with contextlib.suppress(OSError):
+        while piece := os.read(ours, 65536):
+            output += piece
     os.close(ours)
     if process.wait():
         raise subprocess.CalledProcessError(process.returncode, command, output)
     return output.decode(errors="replace")
-
-
-def _read(descriptor: int) -> Iterator[bytes]:
-    """Pieces of the output until the other end is closed, which Linux reports as an error."""
-    while True:
-        try:
-            piece = os.read(descriptor, 65536)
-        except OSError:
-            return
-        if not piece:
-            return
-        yield piece
 
 
 def screen(output: str, columns: int) -> list[Text]:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import lossless_campaign as campaign
-from benchmarks.parts.campaign_drafters import FAMILIES, GUESSERS, POLICIES
+from benchmarks.parts.campaign_drafters import FAMILIES, GUESSERS, POLICIES, Outcome
 from benchmarks.parts.campaign_sampled import FILTERS, TEMPERATURES, VOCABULARY, law, p_value
-from benchmarks.parts.campaign_targets import Outcome
 from draftsmith.modules import BASELINES, DRAFTERS
 from scipy.stats import kstest
 from support.families import CASES

@@ -47,6 +47,7 @@ BLOCK_MASK = 999  # That of drafters of blocks: a row of the target's embedding 
 HEAD_DIM, ROPE_BASE = 32, 20000.0  # Width of a head, and rotary base
 VOCABULARY = "vocabulary.gguf"  # The target's tokens in GGUF
 ENTRIES = 300  # Tokens of a reduced vocabulary
+Maker = Callable[[Target, Tensor], Drafter]  # Of a drafter, given the ids of a reduced vocabulary
 _MOST, _ENOUGH = 1500, 0.05  # Most optimizer steps; loss of a token at which a drafter knows it for certain
 
 
@@ -150,25 +151,24 @@ HELD = {"midlayer.input_layernorm.weight": 0.02, "fc.bias": 1.0}
 EAGLE-1's bias, so large that who drops it guesses otherwise; a trained one may do without."""
 
 
-def third(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
+def maker(kind: Any, config: Any) -> Maker:
+    """Maker of a drafter with these settings."""
+    return lambda target, ids_Q: kind.create(config, target, None if config.vocabulary_size is None else ids_Q)
+
+
+def third(**settings: Any) -> Maker:
     """Maker of an EAGLE-3 drafter over three layers and a reduced vocabulary."""
-    config = Eagle3Config(taps=(1, 2, 4), steps=STEPS, vocabulary_size=ENTRIES, **settings)
-    return lambda target, ids_Q: Eagle3.create(config, target, ids_Q)
+    return maker(Eagle3, Eagle3Config(taps=(1, 2, 4), steps=STEPS, **{"vocabulary_size": ENTRIES, **settings}))
 
 
-def borrowing(target: Target, ids_Q: Tensor) -> Drafter:
-    """An EAGLE-3 drafter with the target's output layer, over the whole vocabulary."""
-    return Eagle3.create(Eagle3Config(taps=(1, 2, 4), steps=STEPS, output="shared"), target)
-
-
-def blocks(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
+def blocks(**settings: Any) -> Maker:
     """Maker of a drafter of blocks that drafts as many tokens as are asked for."""
-    same = settings.get("aligned") == "same"
-    config = BlockDraftConfig(taps=(1, 2, 4), block_size=STEPS + same, mask_token_id=BLOCK_MASK, rank=16, **settings)
-    return lambda target, ids_Q: BlockDraft.create(config, target, ids_Q if config.vocabulary_size else None)
+    size = STEPS + (settings.get("aligned") == "same")
+    return maker(BlockDraft, BlockDraftConfig(taps=(1, 2, 4), block_size=size, mask_token_id=BLOCK_MASK, rank=16,
+                                              **settings))
 
 
-def choosing(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
+def choosing(**settings: Any) -> Maker:
     """Maker of a drafter of blocks that chooses among few candidates: llama.cpp keeps the table of their pairs in a
     state, which is narrow here."""
     def made(target: Target, ids_Q: Tensor) -> Drafter:
@@ -178,9 +178,9 @@ def choosing(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
     return made
 
 
-def draft_model(**settings: Any) -> Callable[[Target, Tensor], Drafter]:
+def draft_model(**settings: Any) -> Maker:
     """Maker of a draft language model."""
-    return lambda target, ids_Q: DraftLM.create(DraftLMConfig(num_layers=2, **settings), target)
+    return maker(DraftLM, DraftLMConfig(num_layers=2, **settings))
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16,
@@ -199,7 +199,7 @@ def stretched(target: Target, ids_Q: Tensor) -> Drafter:
     return drafter
 
 
-def from_folder(config: type[Any], **settings: Any) -> Callable[[Target, Tensor], Drafter]:
+def from_folder(config: type[Any], **settings: Any) -> Maker:
     """Maker of a draft language model of a stated architecture, whose first weights come from a folder."""
     def made(target: Target, ids_Q: Tensor) -> Drafter:
         with tempfile.TemporaryDirectory() as folder:
@@ -211,13 +211,7 @@ def from_folder(config: type[Any], **settings: Any) -> Callable[[Target, Tensor]
     return made
 
 
-def medusa(target: Target, ids_Q: Tensor) -> Drafter:
-    """Medusa heads with one output layer over a reduced vocabulary."""
-    return Medusa.create(MedusaConfig(num_heads=STEPS, num_layers=2, output="one_copy", vocabulary_size=ENTRIES),
-                         target, ids_Q)
-
-
-MAKERS: dict[str, Callable[[Target, Tensor], Drafter]] = {
+MAKERS: dict[str, Maker] = {
     "draft_lm": from_folder(LlamaConfig, rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE}),
     "draft_lm, mask tokens": draft_model(depths=STEPS, mask_token_id=MASK),
     "draft_lm, own output": draft_model(),
@@ -233,16 +227,16 @@ MAKERS: dict[str, Callable[[Target, Tensor], Drafter]] = {
     "block, DSpark, same": blocks(aligned="same", causal=True, correction="markov"),
     "block, DFlash 2": choosing(causal=False, correction="selector", conv=True),
     "block, DFlash 2, causal": choosing(correction="selector", conv=True, num_layers=1),
-    "eagle": lambda target, ids_Q: Eagle.create(EagleConfig(bias=False, steps=STEPS), target),
-    "eagle, bias": lambda target, ids_Q: Eagle.create(EagleConfig(bias=True, steps=STEPS), target),
+    "eagle": maker(Eagle, EagleConfig(bias=False, steps=STEPS)),
+    "eagle, bias": maker(Eagle, EagleConfig(bias=True, steps=STEPS)),
     "eagle3": third(),
     "eagle3.1": third(fc_norm=True, norm_output=True),
     "eagle3, other norms": third(norm_before_fc=True, norm_before_residual=True),
     "eagle3, two layers": third(num_layers=2),
-    "eagle3, borrowed output": borrowing,
+    "eagle3, borrowed output": third(output="shared", vocabulary_size=None),
     "eagle3, YaRN": stretched,
     "eagle3, narrow": third(hidden_size=64),
-    "medusa": medusa,
+    "medusa": maker(Medusa, MedusaConfig(num_heads=STEPS, num_layers=2, output="one_copy", vocabulary_size=ENTRIES)),
 }
 """Drafters by name: the family, and what is special about it."""
 

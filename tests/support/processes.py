@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,8 +53,22 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
+@contextmanager
+def before_write(number: int | None, act: Callable[[], object]) -> Iterator[None]:
+    """A block in which something happens before this write of a file, counted from 0."""
+    count, replacing = itertools.count(), Path.replace
+
+    def replaced(self: Path, to: Path) -> Path:
+        if next(count) == number:
+            act()
+        return replacing(self, to)
+
+    with patch.object(Path, "replace", replaced):
+        yield
+
+
 def start(work: Callable[[], object], *, killed_at: int = 0) -> int:
-    """Start a process that does some work; returns its id."""
+    """Start a process that does some work, killed before this write of a file, counted from 1; returns its id."""
     process = os.fork()
     if process:
         return process
@@ -62,9 +76,8 @@ def start(work: Callable[[], object], *, killed_at: int = 0) -> int:
     try:
         # The threads of the parent are not here.
         torch.set_num_threads(1)
-        if killed_at:
-            _die_at(killed_at)
-        work()
+        with before_write(killed_at - 1, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+            work()
         code = 0
     except BaseException:  # noqa: BLE001 the end of a process: whatever it is belongs into what it said
         traceback.print_exc()
@@ -81,18 +94,6 @@ def kill(process: int) -> None:
     """End a process as `kill -9` does, if it has not ended before."""
     os.kill(process, signal.SIGKILL)
     ended(process)
-
-
-def _die_at(last: int) -> None:
-    replacing, calls = Path.replace, []
-
-    def replaced(self: Path, to: Path) -> Path:
-        calls.append(to)
-        if len(calls) == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return replacing(self, to)
-
-    Path.replace = replaced  # type: ignore[method-assign,assignment]
 
 
 def holding(locks: Path, number: int) -> int:
@@ -131,22 +132,13 @@ class Killed(BaseException):
     """Stands for a process that ends here: nothing cleans up."""
 
 
-@contextmanager
-def killed_after(writes: int | None) -> Iterator[None]:
-    """A block that ends before this write of a file, counted from 0; None lets it finish."""
-    left, replacing = itertools.count(), Path.replace
-
-    def stop(self: Path, to: Path) -> Path:
-        if next(left) == writes:
-            raise Killed
-        return replacing(self, to)
-
-    with patch.object(Path, "replace", stop):
-        yield
-
-
 def die(*_given: Any, **_more: Any) -> Any:
     raise Killed
+
+
+def killed_after(writes: int | None) -> AbstractContextManager[None]:
+    """A block that ends before this write of a file, counted from 0; None lets it finish."""
+    return before_write(writes, die)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Decode an artifact where none of the extras is installed, and check that the words are the target's own.
+"""Import every module of two rooms and decode an artifact where none of the extras is installed, and check that the
+words are the target's own.
 
     python tests/wheel/decode_without_extras.py runs/tiny/artifact
 
@@ -6,12 +7,14 @@
 """
 
 import importlib.util
+import pkgutil
 import sys
 from pathlib import Path
 
 from draftsmith.export import load_artifact, read_description
 from draftsmith.modules import DecodeSettings, Request, TargetConfig, decode, load_target
 
+ROOMS = ("draftsmith.modules", "draftsmith.export")  # That work without extras
 EXTRAS = ("lightning", "datasets", "peft", "tensorboard", "matplotlib", "deepspeed")
 
 
@@ -21,6 +24,11 @@ def main() -> int:
     if present:
         print(f"this environment holds extras ({', '.join(present)}): nothing would be shown", file=sys.stderr)
         return 2
+    names = [info.name for room in ROOMS
+             for info in pkgutil.walk_packages(importlib.import_module(room).__path__, f"{room}.")]
+    for name in names:
+        importlib.import_module(name)
+    print(f"{len(names)} modules of {', '.join(ROOMS)} import without extras")
     folder = Path(sys.argv[1])
     target = load_target(TargetConfig(name=read_description(folder)["target"]["name"]))
     artifact = load_artifact(folder, target)

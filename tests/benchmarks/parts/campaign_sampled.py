@@ -13,8 +13,17 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from benchmarks.parts.campaign_drafters import GUESSERS, POLICIES, Growth, Reduced, TooSure, make
-from benchmarks.parts.campaign_targets import VOCABULARY, Outcome, enumerable_target
+from benchmarks.parts.campaign_drafters import (
+    GUESSERS,
+    POLICIES,
+    VOCABULARY,
+    Growth,
+    Outcome,
+    Reduced,
+    TooSure,
+    enumerable_target,
+    make,
+)
 from draftsmith.modules import DecodeSettings, DySpecTree, Policy, Proposer, Rejection, Request, decode
 from draftsmith.modules.policies import trees
 from references import wrong_rules
@@ -105,27 +114,27 @@ def likeliest_as_samples() -> AbstractContextManager[Any]:
 
 def wrong_cells() -> dict[str, Callable[[], Outcome]]:
     """Every wrong rule where it shows: none of these may pass for right."""
-    tree, static = POLICIES["sampled"].policy, POLICIES["static"].policy
-    rules: dict[str, tuple[Any, Policy, float, str, Rejection | None]] = {
-        "unchanged_q": (wrong_rules.unchanged_q, tree(), 1.0, "own", Rejection()),
-        "one_entry_residual": (wrong_rules.one_entry_residual, tree(), 1.0, "own", Rejection()),
-        "no_renormalisation": (wrong_rules.no_renormalisation, static(), 1.0, "own", Rejection()),
-        "typical": (wrong_rules.typical, static(), 1.0, "own", Rejection()),
-        "no_residual": (wrong_rules.no_residual, tree(), 1.0, "own", Rejection()),
-        "underflowing_q": (wrong_rules.underflowing_q, tree(), 0.1, "too sure", Rejection()),
-        "likeliest_as_samples": (None, tree(), 1.0, "own", None),
-        "inclusive_sums": (None, wrong_rules.InclusiveSums(4, 2, 3), 0.3, "too sure", None),
-        "drops_unlikely": (None, wrong_rules.DropsUnlikely(branching(2, 2), 0.12), 1.0, "own", None),
-        "drops_unlikely_dyspec": (None, wrong_rules.DropsUnlikely(DySpecTree(8, 2, 3), 0.12), 1.0, "own", None),
+    tree, static, by = POLICIES["sampled"].policy, POLICIES["static"].policy, wrong_rules.rejecting_by
+    rules: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Policy, float, str]] = {
+        "unchanged_q": (partial(by, wrong_rules.unchanged_q), tree(), 1.0, "own"),
+        "one_entry_residual": (partial(by, wrong_rules.one_entry_residual), tree(), 1.0, "own"),
+        "no_renormalisation": (partial(by, wrong_rules.no_renormalisation), static(), 1.0, "own"),
+        "typical": (partial(by, wrong_rules.typical), static(), 1.0, "own"),
+        "no_residual": (partial(by, wrong_rules.no_residual), tree(), 1.0, "own"),
+        "underflowing_q": (partial(by, wrong_rules.underflowing_q), tree(), 0.1, "too sure"),
+        "likeliest_as_samples": (likeliest_as_samples, tree(), 1.0, "own"),
+        "inclusive_sums": (nullcontext, wrong_rules.InclusiveSums(4, 2, 3), 0.3, "too sure"),
+        "drops_unlikely": (nullcontext, wrong_rules.DropsUnlikely(branching(2, 2), 0.12), 1.0, "own"),
+        "drops_unlikely_dyspec": (nullcontext, wrong_rules.DropsUnlikely(DySpecTree(8, 2, 3), 0.12), 1.0, "own"),
     }
     return {name: partial(_wrong, name, *given) for name, given in rules.items()}
 
 
-def _wrong(name: str, rule: Any, policy: Policy, temperature: float, draft: str, judged: Rejection | None) -> Outcome:
-    inside: Callable[[], AbstractContextManager[Any]] = partial(wrong_rules.rejecting_by, rule) if rule else nullcontext
-    if name == "likeliest_as_samples":
-        inside = likeliest_as_samples
-    outcome = sampled(name, "eagle3", Growth(lambda: policy), temperature, "none", draft, inside=inside, rule=judged,
+def _wrong(name: str, inside: Callable[[], AbstractContextManager[Any]], policy: Policy, temperature: float,
+           draft: str) -> Outcome:
+    # Rules are judged where the loop is told to reject by them.
+    rule = Rejection() if isinstance(inside, partial) else None
+    outcome = sampled(name, "eagle3", Growth(lambda: policy), temperature, "none", draft, inside=inside, rule=rule,
                       answers=4 * ANSWERS)
     outcome.divergences, outcome.note = 0, ""
     return outcome

@@ -9,6 +9,7 @@ Shapes: B rows, F nodes, H depths, Q entries of the draft vocabulary, S texts, T
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,25 +43,23 @@ class Shape:
     dtype: torch.dtype
 
 
-def _llama(vocab_size: int, width: int, inner: int, layers: int, heads: int, kv_heads: int) -> LlamaConfig:
-    return LlamaConfig(vocab_size=vocab_size, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
-                       num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=16384,
-                       rms_norm_eps=1e-5, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-
-
-def _qwen3(vocab_size: int, width: int, inner: int, layers: int, heads: int, kv_heads: int) -> Qwen3Config:
-    # The original's output layer is its embedding. Untied it is read just as often, and can say what comes next.
-    return Qwen3Config(
-        vocab_size=vocab_size, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=128, max_position_embeddings=16384,
-        tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+def _config(kind: Any, vocab_size: int, width: int, inner: int, layers: int, heads: int, kv_heads: int,
+            **more: Any) -> Any:
+    # The output layer of Qwen3-0.6B is its embedding. Untied it is read just as often, and can say what comes next.
+    return kind(vocab_size=vocab_size, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
+                num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=16384,
+                tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2, **more)
 
 
 SHAPES: dict[str, Shape] = {
-    "llama-3.1-8b": Shape(lambda: _llama(128256, 4096, 14336, 32, 32, 8), LlamaForCausalLM, 32000, torch.bfloat16),
-    "qwen3-0.6b": Shape(lambda: _qwen3(151936, 1024, 3072, 28, 16, 8), Qwen3ForCausalLM, 32000, torch.bfloat16),
-    "smollm2-135m": Shape(lambda: _llama(49152, 576, 1536, 30, 9, 3), LlamaForCausalLM, 4096, torch.float32),
-    "tiny": Shape(lambda: _llama(512, 64, 128, 4, 4, 2), LlamaForCausalLM, 128, torch.float32),
+    "llama-3.1-8b": Shape(partial(_config, LlamaConfig, 128256, 4096, 14336, 32, 32, 8, rms_norm_eps=1e-5),
+                          LlamaForCausalLM, 32000, torch.bfloat16),
+    "qwen3-0.6b": Shape(partial(_config, Qwen3Config, 151936, 1024, 3072, 28, 16, 8, head_dim=128),
+                        Qwen3ForCausalLM, 32000, torch.bfloat16),
+    "smollm2-135m": Shape(partial(_config, LlamaConfig, 49152, 576, 1536, 30, 9, 3, rms_norm_eps=1e-5),
+                          LlamaForCausalLM, 4096, torch.float32),
+    "tiny": Shape(partial(_config, LlamaConfig, 512, 64, 128, 4, 4, 2, rms_norm_eps=1e-5),
+                  LlamaForCausalLM, 128, torch.float32),
 }
 """By name: a target of recipes for 8B models, a small one, the embedded model, and one for trying a measurement."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.parts.campaign_targets import build
+from benchmarks.parts.campaign_drafters import build
 from draftsmith.export import Artifact, export_artifact
 from draftsmith.modules import (
     Chain,

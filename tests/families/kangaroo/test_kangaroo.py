@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.parts.campaign_drafters import POLICIES
-from benchmarks.parts.campaign_greedy import tiny
-from benchmarks.parts.campaign_targets import ARCHITECTURES
+from benchmarks.parts.campaign_drafters import ARCHITECTURES, POLICIES
+from benchmarks.parts.campaign_exact import tiny
 from draftsmith.modules import (
     DecodeSettings,
     Eagle2Tree,

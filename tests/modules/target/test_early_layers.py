@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.parts.campaign_targets import ARCHITECTURES, target_of
+from benchmarks.parts.campaign_drafters import ARCHITECTURES, target_of
 from draftsmith.modules import PassOutput, Target, TargetRows, TokenTree
 from draftsmith.modules.target.partial_passes import EarlyLayers
 from support.answers import unplaced

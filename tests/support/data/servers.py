@@ -115,12 +115,6 @@ def serving(server: Server) -> Iterator[Server]:
 States = dict[str, Tensor]
 
 
-def guide() -> str:
-    """The engine that the guide to large targets shows."""
-    [block] = [one for one in blocks("recipes/guides/large-targets-and-clusters.md") if one.language == "python"]
-    return block.text
-
-
 @contextmanager
 def working(folder: Path, change: Callable[[States], States] = dict, seed: int = 0) -> Iterator[list[Path]]:
     """Context in which the guide's engine works in a folder with the tiny model of a seed; gives the files of the
@@ -135,7 +129,8 @@ def working(folder: Path, change: Callable[[States], States] = dict, seed: int =
         else:
             file.write_bytes(b"half of a file")
 
-    lines = [line for line in guide().splitlines() if not line.startswith(("from safetensors", "name,", "model ="))]
+    [guide] = [one for one in blocks("recipes/guides/large-targets-and-clusters.md") if one.language == "python"]
+    lines = [line for line in guide.text.splitlines() if not line.startswith(("from safetensors", "name,", "model ="))]
     names: dict[str, Any] = {"model": tiny_model(seed=seed), "folder": folder, "load_file": load_file,
                              "save_file": saved}
     folder.mkdir(exist_ok=True)
