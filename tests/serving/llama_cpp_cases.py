@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ from serving.proof import Case
 TARGET = "target.gguf"
 
 
+def held(folder: Path, key: str) -> Any:
+    """What a folder's file has under a key."""
+    return GGUFReader(folder / GGUF_FILE).fields[key].contents()
+
+
 def changed(folder: Path, key: str, values: list[float]) -> None:
     """Overwrite a number or a list of numbers in place."""
     field = GGUFReader(folder / GGUF_FILE, "r+").fields[key]
@@ -24,31 +30,15 @@ def changed(folder: Path, key: str, values: list[float]) -> None:
         field.parts[place][0] = value
 
 
-def shifted(folder: Path) -> None:
+def shifted(kind: str) -> Callable[[Path], None]:
     """Name the layer before each tapped one, as if the numbers counted outputs."""
-    key = "eagle3.target_layers"
-    changed(folder, key, [layer - 1 for layer in GGUFReader(folder / GGUF_FILE).fields[key].contents()])
-
-
-def slower(folder: Path) -> None:
-    """Name the rotary base that a file without the key would have."""
-    changed(folder, "llama.rope.freq_base", [10000.0])
-
-
-def shorter(folder: Path) -> None:
-    """Leave out the factor by which YaRN lengthens queries and keys."""
-    changed(folder, "llama.rope.scaling.attn_factor", [1.0])
-
-
-def shifted_taps(folder: Path) -> None:
-    """The same of a drafter of blocks."""
-    key = "dflash.target_layers"
-    changed(folder, key, [layer - 1 for layer in GGUFReader(folder / GGUF_FILE).fields[key].contents()])
+    key = f"{kind}.target_layers"
+    return lambda folder: changed(folder, key, [layer - 1 for layer in held(folder, key)])
 
 
 def flipped(key: str) -> Callable[[Path], None]:
     """Turn a truth value over."""
-    return lambda folder: changed(folder, key, [not GGUFReader(folder / GGUF_FILE).fields[key].contents()])
+    return lambda folder: changed(folder, key, [not held(folder, key)])
 
 
 def scaled(tensor: str) -> Callable[[Path], None]:
@@ -62,33 +52,36 @@ def scaled(tensor: str) -> Callable[[Path], None]:
 SIMPLE, THIRD = (("method", "draft-simple"),), (("method", "draft-eagle3"),)
 FLASH, SPARK = (("method", "draft-dflash"),), (("method", "draft-dspark"),)
 CAUSAL, ANCHOR = flipped("dflash.attention.causal"), flipped("dflash.sample_from_anchor")
+OTHER_BASE = partial(changed, key="llama.rope.freq_base", values=[10000.0])  # That of a file without the key
+SHORTER = partial(changed, key="llama.rope.scaling.attn_factor", values=[1.0])
+"""Without the factor by which YaRN lengthens queries and keys."""
 SHIFTED, OTHER_SIGHT = "layers shifted by one", "slots see the other part of their block"
 LLAMA_CPP_CASES = (
     Case(name="draft_lm", layout="gguf", asked=SIMPLE, printed=True),
-    Case(name="draft_lm", layout="gguf", asked=SIMPLE, wrong="another rotary base", change=slower),
+    Case(name="draft_lm", layout="gguf", asked=SIMPLE, wrong="another rotary base", change=OTHER_BASE),
     Case(name="draft_lm, Qwen 2", layout="gguf", asked=SIMPLE),
     Case(name="draft_lm, Qwen 3", layout="gguf", asked=SIMPLE),
     Case(name="draft_lm, YaRN", layout="gguf", asked=SIMPLE),
-    Case(name="draft_lm, YaRN", layout="gguf", asked=SIMPLE, wrong="another attention factor", change=shorter),
+    Case(name="draft_lm, YaRN", layout="gguf", asked=SIMPLE, wrong="another attention factor", change=SHORTER),
     Case(name="draft_lm, Qwen 3, YaRN", layout="gguf", asked=SIMPLE),
     Case(name="eagle3", layout="gguf", asked=THIRD, printed=True),
-    Case(name="eagle3", layout="gguf", asked=THIRD, wrong=SHIFTED, change=shifted),
+    Case(name="eagle3", layout="gguf", asked=THIRD, wrong=SHIFTED, change=shifted("eagle3")),
     Case(name="eagle3, other norms", layout="gguf", asked=THIRD),
     Case(name="eagle3, narrow", layout="gguf", asked=THIRD),
     Case(name="eagle3, borrowed output", layout="gguf", asked=THIRD),
     Case(name="eagle3, YaRN", layout="gguf", asked=THIRD),
     Case(name="block, DFlash", layout="gguf", asked=FLASH, printed=True),
-    Case(name="block, DFlash", layout="gguf", asked=FLASH, wrong=SHIFTED, change=shifted_taps),
+    Case(name="block, DFlash", layout="gguf", asked=FLASH, wrong=SHIFTED, change=shifted("dflash")),
     Case(name="block, DFlash, reduced", layout="gguf", asked=FLASH),
     Case(name="block, JetSpec", layout="gguf", asked=FLASH),
     Case(name="block, DSpark", layout="gguf", asked=SPARK, printed=True),
-    Case(name="block, DSpark", layout="gguf", asked=SPARK, wrong=SHIFTED, change=shifted_taps),
+    Case(name="block, DSpark", layout="gguf", asked=SPARK, wrong=SHIFTED, change=shifted("dflash")),
     Case(name="block, DSpark", layout="gguf", asked=SPARK, wrong=OTHER_SIGHT, change=CAUSAL),
     Case(name="block, DSpark", layout="gguf", asked=SPARK, wrong="slots predict the token before", change=ANCHOR),
     Case(name="block, DSpark, reduced", layout="gguf", asked=SPARK),
     Case(name="block, DSpark, same", layout="gguf", asked=SPARK),
     Case(name="block, DFlash 2", layout="gguf", asked=FLASH, printed=True),
-    Case(name="block, DFlash 2", layout="gguf", asked=FLASH, wrong=SHIFTED, change=shifted_taps),
+    Case(name="block, DFlash 2", layout="gguf", asked=FLASH, wrong=SHIFTED, change=shifted("dflash")),
     Case(name="block, DFlash 2", layout="gguf", asked=FLASH, wrong="another selector",
          change=scaled("selector_hidden.weight")),
     Case(name="block, DFlash 2", layout="gguf", asked=FLASH, wrong="another convolution",

@@ -13,17 +13,8 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from benchmarks.parts.campaign_drafters import (
-    GUESSERS,
-    POLICIES,
-    VOCABULARY,
-    Growth,
-    Outcome,
-    Reduced,
-    TooSure,
-    enumerable_target,
-    make,
-)
+from benchmarks.parts import campaign_drafters as campaign
+from benchmarks.parts.campaign_drafters import VOCABULARY
 from draftsmith.modules import DecodeSettings, DySpecTree, Policy, Proposer, Rejection, Request, decode
 from draftsmith.modules.policies import trees
 from references import wrong_rules
@@ -35,7 +26,7 @@ TEMPERATURES = (0.1, 0.3, 0.7, 1.0, 1.2)
 FILTERS: dict[str,
               dict[str, Any]] = {"none": {}, "top-k": {"top_k": 5}, "top-p": {"top_p": 0.8}, "min-p": {"min_p": 0.3}}
 DRAFTS: dict[str, Callable[[Proposer], Proposer]] = {
-    "own": lambda proposer: proposer, "too sure": TooSure, "reduced": Reduced,
+    "own": lambda proposer: proposer, "too sure": campaign.TooSure, "reduced": campaign.Reduced,
 }
 PROMPT, PLACES = (1, 4, 2), 4  # The request and the tokens of its answer; the first comes from the prompt's pass
 ANSWERS, SIMULATED = 1000, 999
@@ -49,7 +40,7 @@ def law(temperature: float, filtered: str) -> np.ndarray[Any, np.dtype[np.float6
     settings = GenerationConfig(do_sample=True, temperature=temperature, **kept)  # type: ignore[no-untyped-call]
     prefixes, chances = torch.tensor([PROMPT]), torch.ones(1, dtype=torch.float64)
     tokens = torch.arange(VOCABULARY)
-    with enumerable_target(temperature).native() as model, torch.no_grad():
+    with campaign.enumerable_target(temperature).native() as model, torch.no_grad():
         processors = model._get_logits_processor(settings)
         for _ in range(PLACES):
             next_SV = processors(prefixes, model(prefixes, use_cache=False).logits[:, -1]).softmax(-1)
@@ -73,17 +64,17 @@ def p_value(counts: Any, probabilities: Any, seed: int) -> float:
     return float((above + chance.random() * (equal + 1)) / (SIMULATED + 1))
 
 
-def sampled(name: str, drafter: str, growth: Growth, temperature: float, filtered: str, draft: str, *,
+def sampled(name: str, drafter: str, growth: campaign.Growth, temperature: float, filtered: str, draft: str, *,
             inside: Callable[[], AbstractContextManager[Any]] = nullcontext, rule: Rejection | None = None,
-            answers: int = ANSWERS) -> Outcome:
+            answers: int = ANSWERS) -> campaign.Outcome:
     """Sample answers and compare how often each triple occurs with its probability."""
-    target, seed = enumerable_target(temperature), zlib.crc32(name.encode())
+    target, seed = campaign.enumerable_target(temperature), zlib.crc32(name.encode())
     requests = [Request(PROMPT, index, PLACES, temperature) for index in range(answers)]
     settings = DecodeSettings(batch_size=500, ignore_eos=True, seed=seed, lossy=rule, **FILTERS[filtered])
-    proposer = growth.drafter(DRAFTS[draft](make(drafter, target)), target)
+    proposer = growth.drafter(DRAFTS[draft](campaign.make(drafter, target)), target)
     with inside():
         result = decode(target, requests, settings, drafter=proposer, policy=growth.policy())
-    outcome = Outcome()
+    outcome = campaign.Outcome()
     outcome.count(result)
     numbers = [(g.tokens[1] * VOCABULARY + g.tokens[2]) * VOCABULARY + g.tokens[3] for g in result.generations]
     counts, probabilities = np.bincount(numbers, minlength=VOCABULARY**3), law(temperature, filtered)
@@ -94,11 +85,11 @@ def sampled(name: str, drafter: str, growth: Growth, temperature: float, filtere
     return outcome
 
 
-def right_cells() -> dict[str, Callable[[], Outcome]]:
+def right_cells() -> dict[str, Callable[[], campaign.Outcome]]:
     """Every drafter, policy, temperature and filter, the kinds of drafts by turns: as it is, too sure, or reduced."""
     found, drafts = {}, cycle(DRAFTS)
-    for drafter in GUESSERS:
-        for policy, growth in POLICIES.items():
+    for drafter in campaign.GUESSERS:
+        for policy, growth in campaign.POLICIES.items():
             for temperature in TEMPERATURES:
                 for filtered in FILTERS:
                     draft = next(drafts)
@@ -112,9 +103,9 @@ def likeliest_as_samples() -> AbstractContextManager[Any]:
     return patch.object(trees, "sample", lambda log_q, nodes, width, draws: log_q.topk(width).indices)
 
 
-def wrong_cells() -> dict[str, Callable[[], Outcome]]:
+def wrong_cells() -> dict[str, Callable[[], campaign.Outcome]]:
     """Every wrong rule where it shows: none of these may pass for right."""
-    tree, static, by = POLICIES["sampled"].policy, POLICIES["static"].policy, wrong_rules.rejecting_by
+    tree, static, by = campaign.POLICIES["sampled"].policy, campaign.POLICIES["static"].policy, wrong_rules.rejecting_by
     rules: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Policy, float, str]] = {
         "unchanged_q": (partial(by, wrong_rules.unchanged_q), tree(), 1.0, "own"),
         "one_entry_residual": (partial(by, wrong_rules.one_entry_residual), tree(), 1.0, "own"),
@@ -131,10 +122,10 @@ def wrong_cells() -> dict[str, Callable[[], Outcome]]:
 
 
 def _wrong(name: str, inside: Callable[[], AbstractContextManager[Any]], policy: Policy, temperature: float,
-           draft: str) -> Outcome:
+           draft: str) -> campaign.Outcome:
     # Rules are judged where the loop is told to reject by them.
     rule = Rejection() if isinstance(inside, partial) else None
-    outcome = sampled(name, "eagle3", Growth(lambda: policy), temperature, "none", draft, inside=inside, rule=rule,
-                      answers=4 * ANSWERS)
+    outcome = sampled(name, "eagle3", campaign.Growth(lambda: policy), temperature, "none", draft, inside=inside,
+                      rule=rule, answers=4 * ANSWERS)
     outcome.divergences, outcome.note = 0, ""
     return outcome
