@@ -25,7 +25,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import cache
 from multiprocessing import get_context
@@ -118,20 +118,10 @@ class Store:
             atomic_files.write_file(self.path, json.dumps({"code": self.code, "outcomes": plain}, indent=0) + "\n")
 
 
-class Here(Executor):
-    """Runs what is submitted at once, in this process."""
-
-    def submit(self, function: Callable[[Cell], Outcome], /, *args: Cell) -> Future[Outcome]:  # type: ignore[override]
-        """A future that is done."""
-        future: Future[Outcome] = Future()
-        future.set_result(function(*args))
-        return future
-
-
 def executor_of(processes: int) -> Executor:
-    """The executor of cells: processes with one thread each, or this one."""
+    """The executor of cells: processes with one thread each, or a thread of this one."""
     if processes <= 1:
-        return Here()
+        return ThreadPoolExecutor(1)
     return ProcessPoolExecutor(processes, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,))
 
 

@@ -139,10 +139,14 @@ def test_a_tree_is_no_deeper_than_the_drafter_reaches(target: Target) -> None:
     assert policies["tree"].topology.depth <= 2 < recycling_tree(decode_speed.TREE, decode_speed.WIDEST).depth
 
 
-def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("main", "words", "said"), [
+    (decode_speed.main, ["--acceptance", "1.5"], "must lie between 0 and 1 and --batches be at least 1, got 1.5"),
+    (against_transformers.main, ["--prompts", "0"], "must be at least 1, got 0 and 96"),
+])
+def test_a_mistake_is_one_sentence(main: Any, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        decode_speed.main(["--acceptance", "1.5"])
-    assert "--acceptance must lie between 0 and 1 and --batches be at least 1, got 1.5" in capsys.readouterr().err
+        main(words)
+    assert said in capsys.readouterr().err
 
 
 def test_the_table_has_a_row_for_each_pair(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,12 +157,6 @@ def test_the_table_has_a_row_for_each_pair(capsys: pytest.CaptureFixture[str]) -
     assert all(row.endswith("2 / 2 of 2 |") for row in rows)  # no third prompt was started after the time
     assert "prompt 2 of 3" in printed.err
     assert "times transformers" in printed.out
-
-
-def test_too_few_prompts_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        against_transformers.main(["--prompts", "0"])
-    assert "must be at least 1, got 0 and 96" in capsys.readouterr().err
 
 
 def test_the_ratio_is_of_sums_and_paired() -> None:
