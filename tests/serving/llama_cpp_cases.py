@@ -19,7 +19,7 @@ TARGET = "target.gguf"
 
 
 def held(folder: Path, key: str) -> Any:
-    """What a folder's file has under a key."""
+    """The value of a key in a folder's file."""
     return GGUFReader(folder / GGUF_FILE).fields[key].contents()
 
 

@@ -123,7 +123,7 @@ def wrong_cells() -> dict[str, Callable[[], campaign.Outcome]]:
 
 def _wrong(name: str, inside: Callable[[], AbstractContextManager[Any]], policy: Policy, temperature: float,
            draft: str) -> campaign.Outcome:
-    # Rules are judged where the loop is told to reject by them.
+    # The loop judges where it rejects by a rule of these.
     rule = Rejection() if isinstance(inside, partial) else None
     outcome = sampled(name, "eagle3", campaign.Growth(lambda: policy), temperature, "none", draft, inside=inside,
                       rule=rule, answers=4 * ANSWERS)
