@@ -12,8 +12,7 @@ from draftsmith.export.engines.llama_cpp_run import SCRIPT
 from draftsmith.export.layouts.llama_cpp import GGUF_FILE, write_model
 from gguf import GGUFReader
 from serving.overfitted import ANSWER_TOKENS, PROMPT_TOKENS, STEPS, VOCABULARY, Texts, tiny_llama
-from serving.printed import command
-from serving.proof import Case
+from serving.proof import Case, command
 
 TARGET = "target.gguf"
 

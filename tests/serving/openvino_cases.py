@@ -10,8 +10,7 @@ from draftsmith.export.engine_process import EngineProcess
 from draftsmith.export.engines import openvino_run
 from draftsmith.export.layouts.parts import openvino_conversion
 from serving.overfitted import ANSWER_TOKENS, HEAD_DIM, ROPE_BASE, STEPS, Texts
-from serving.printed import blocks, command, ran
-from serving.proof import Case
+from serving.proof import Case, blocks, command, ran
 
 TARGET = "target-openvino"
 

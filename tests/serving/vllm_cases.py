@@ -17,8 +17,7 @@ from draftsmith.modules import TargetConfig, UserError, load_target
 from safetensors.torch import load_file, save_file
 from serving.openai_client import SCRIPT
 from serving.overfitted import ANSWER_TOKENS, PROMPT_TOKENS, STEPS, Texts
-from serving.printed import command, environment, ran, server
-from serving.proof import Case
+from serving.proof import Case, command, environment, ran, server
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 LOADER = "loader"  # Not a key of vLLM's configuration of drafts but its extra settings for loading

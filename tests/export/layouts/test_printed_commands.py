@@ -23,7 +23,7 @@ from draftsmith.modules import DraftLM, DraftLMConfig, Target, TargetConfig, Top
 from draftsmith.recipes.__main__ import COMMANDS, main
 from draftsmith.recipes.reading.keys import command_keys
 from serving.llama_cpp_cases import options
-from serving.printed import blocks, commands
+from serving.proof import blocks, commands
 from serving.vllm_cases import LOADER, VLLM_CASES
 from support.artifacts import TREE, heads
 from support.documents import ROOT
