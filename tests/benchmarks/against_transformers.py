@@ -1,7 +1,6 @@
 """Tokens per second and accepted lengths of transformers' assisted generation and of this project's loop.
 
-    python tests/benchmarks/against_transformers.py [--minutes N] [--target NAME] [--prompts N] [--new-tokens N]
-        [--layers N] [--draft-tokens N] [--copied N] [--plain-linears]
+    python tests/benchmarks/against_transformers.py [--help]
 
 The same prompts, the same draft model (the target's first layers), the same number of drafted tokens, one row, greedy.
 All methods take turns prompt by prompt in one process, so that contention affects them alike; each method's

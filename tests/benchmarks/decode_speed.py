@@ -1,7 +1,6 @@
 """Tokens per second of decoding by method and batch, with drafters of stated acceptance, on random weights of a shape.
 
-    python tests/benchmarks/decode_speed.py [--shape NAME] [--acceptance 0.7] [--batches 1 4 16 64] [--new-tokens N]
-        [--context N] [--recipes NAME ...] [--minutes N] [--device cpu|cuda]
+    python tests/benchmarks/decode_speed.py [--help]
 
 Compared are the plain loop, `generate` of transformers with its growing and its static cache, its assisted generation
 with the target's first layers, and every family of drafters with a chain and a tree; where they run, also with CUDA

@@ -1,7 +1,6 @@
 """Tokens per second of the prompts and answers that a target writes, and seconds until its states are stored.
 
-    python tests/benchmarks/distillation.py [--target NAME] [--answers N] [--slots N] [--new-tokens N] [--taps N ...]
-                                            [--repeats N]
+    python tests/benchmarks/distillation.py [--help]
 
 Each repeat distils the same small folder in four ways that take turns: with a sampler that sorts the whole vocabulary
 and adds up all of it; with the sampling of this package; with that, while the states are kept; and so again, with

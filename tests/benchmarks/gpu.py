@@ -1,7 +1,6 @@
 """Every figure of this project on one accelerator: tests, decoding, passes, training, distillation.
 
-    python tests/benchmarks/gpu.py [--device cuda|cpu] [--small] [--out DIR] [--part NAME ...] [--artifacts DIR]
-        [--minutes N]
+    python tests/benchmarks/gpu.py [--help]
 
 Each part runs in a process of its own for at most --minutes (9) and writes NAME.json into --out; finished parts are
 skipped, so that the same command goes on where it was stopped. After each part all tables so far are written to

@@ -2,8 +2,7 @@
 optimizer and data; with `--against plain` next to the textbook's in the same run, and with `--against checkpointing`
 next to steps that compute states inside of layers again.
 
-    python tests/benchmarks/training_step.py [--shape NAME] [--recipes NAME ...] [--precisions 32-true bf16-mixed]
-        [--against plain checkpointing] [--steps N] [--row-length N] [--rows N] [--device cpu|cuda]
+    python tests/benchmarks/training_step.py [--help]
 
 The target has random weights of a stated shape, so that nothing is loaded; the cost of a step does not depend on
 them. Its states are computed in the step. Each step reads the same new conversations in every way: packed into rows

@@ -1,4 +1,4 @@
-"""Proof that a serving engine loads what is exported here: its cases, how they run, and what must come out. Commands and
+"""Proof that a serving engine loads what is exported here: its cases, their run, and what must come out. Commands and
 Python of an exported README.md are read and started as they stand there."""
 
 import os
