@@ -83,6 +83,8 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
     config, own = given.get("generation_config"), target.model.generation_config.stop_strings
     named = (given.pop("stop_strings", None), None if config is None else config.stop_strings, own)
     stops = next((one for one in named if one is not None), None)
+    if stops is not None and not (isinstance(stops, str | list | tuple) and all(isinstance(one, str) for one in stops)):
+        raise UserError(f"stop_strings must be a text or a list of texts, got {stops!r}; give for example ['\\n\\n']")
     if config is not None:
         given["generation_config"] = config = copy(config)
         config.stop_strings = None

@@ -159,9 +159,10 @@ def in_words(identity: TargetIdentity) -> str:
 def _origin(stored_ND: Tensor, name: str, own: dict[str, Tensor]) -> str:
     """Origin of wrong states: another layer, other positions, or another target."""
     gaps = {other: gap(stored_ND, states_ND) for other, states_ND in own.items() if other != name}
-    nearest = min(gaps, key=lambda other: gaps[other])
+    # A draft that taps nothing has no other states to compare with.
+    nearest = min(gaps, key=lambda other: gaps[other], default=None)
     whole = gap(stored_ND, own[name])
-    if gaps[nearest] < whole / 2:
+    if nearest is not None and gaps[nearest] < whole / 2:
         return f"the states {nearest} in place of {name}"
     # The first token sees itself alone, wherever it stands: only rotations of later ones can differ.
     first = gap(stored_ND[:1], own[name][:1])

@@ -152,6 +152,9 @@ def test_stop_texts_end_answers_as_by_generate(artifact: Artifact, place: int, m
             artifact, PROMPT, tokenizer=tokenizer, **settings).tolist()
     batch: dict[str, Any] = {"input_ids": PADDED, "attention_mask": MASK, **given}
     assert artifact.generate(**batch).tolist() == native(artifact, **batch).tolist()
+    for wrong in (5, [3]):
+        with pytest.raises(UserError, match="stop_strings must be a text or a list of texts, got "):
+            artifact.generate(PROMPT, stop_strings=wrong)
 
 
 @pytest.mark.parametrize("settings", [

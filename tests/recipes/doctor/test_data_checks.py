@@ -192,13 +192,16 @@ def test_some_short_answers_are_no_fault_of_a_draft_with_many_steps(tiny_target:
 @TENTH
 @pytest.mark.parametrize(("fault", "words"), [
     ("another target", "states tap_1 of another target"), ("another layer", "the states tap_0 in place of tap_1"),
-    ("another rotary base", "another rotary base"),
+    ("another rotary base", "another rotary base"), ("another target, no taps", "states final of another target"),
 ])
 def test_wrong_states_are_found(tiny_target: Target, healthy: list[Row], tmp_path: Path, fault: str, words: str,
                                 share: float) -> None:
     data = sample_of(healthy, tiny_target, folder=tmp_path)
+    drafter, taps = cases_of("eagle3")["eagle3-shared"].make(tiny_target), (0, 1)
+    if fault == "another target, no taps":
+        drafter, taps = heads(tiny_target), ()
     if fault == "another layer":
-        store_states(data, tiny_target, (0, 1), share=share, layer=0)
+        store_states(data, tiny_target, taps, share=share, layer=0)
     else:
         model = tiny_model(seed=1)
         if fault == "another rotary base":
@@ -206,8 +209,8 @@ def test_wrong_states_are_found(tiny_target: Target, healthy: list[Row], tmp_pat
                                                                                  "rope_theta": 4.0}}
             model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
             model.load_state_dict(tiny_target.model.state_dict())
-        store_states(data, tiny_target, (0, 1), share=share, wrong=Target(model, tiny_tokenizer(), name="other"))
-    found = faults_of(data, tiny_target, drafter=cases_of("eagle3")["eagle3-shared"].make(tiny_target))
+        store_states(data, tiny_target, taps, share=share, wrong=Target(model, tiny_tokenizer(), name="other"))
+    found = faults_of(data, tiny_target, drafter=drafter)
     assert set(found) == {"stored states"}
     assert words in found["stored states"].verdict
 
