@@ -188,7 +188,7 @@ class DraftModule(L.LightningModule):
             return features
         # Stored states were made without autocast, and computed ones are the same numbers.
         with torch.autocast(self.target.device.type, enabled=False):
-            return self.target.encode_own(features, self.drafter.taps)
+            return self.target.placement.own_states(lambda rows: self.target.encode(rows, self.drafter.taps), features)
 
     def loss(self, features: Features) -> BatchLoss:
         """Summed loss of a batch, see `VocabularyLoss`."""

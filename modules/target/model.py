@@ -17,7 +17,7 @@ from ..errors import UserError
 from ..features import Features
 from .adapter import Adapter
 from .attention.segment_attention import Segments, additive, mask_arguments, visible_text
-from .attention.tree_attention import NAME, attend_by, place_arguments, recording, register, tuned
+from .attention.tree_attention import CHUNKED, NAME, attend_by, place_arguments, recording, register, tuned
 from .devices.compiled_layers import PACKED, CompiledLayers, Compiler, of_transformers
 from .devices.placement import Placement
 from .linear_forms import LinearForms, Pack, Packing
@@ -94,7 +94,7 @@ class Target:
         window, chunk = (size if size and size < self.context_length else None for size in (
             getattr(self.config, "sliding_window", None), getattr(self.config, "attention_chunk_size", None)))
         reaches = [(window if kind in ("sliding_attention", "hybrid_sliding") else None,
-                    chunk if kind == self_check.CHUNKED else None) for kind in kinds]
+                    chunk if kind == CHUNKED else None) for kind in kinds]
         # A window that the check's text does not leave shows nothing, and in half precision rounding hides errors: an
         # excerpt in float32 is checked too. It is copied while the model still has its own attention to compare with.
         bounds: list[Any] = [part.floor_scale for part in self.decoder.modules() if tuned(part)]
@@ -311,11 +311,6 @@ class Target:
     def encode(self, features: Features, taps: Sequence[int] = ()) -> Features:
         """Run whole rows through the target, segments isolated, and fill in final states and taps."""
         return self.trace(features, taps)
-
-    def encode_own(self, features: Features, taps: Sequence[int] = ()) -> Features:
-        """`encode` for the rows of this process, where each process that shares the target has rows of its own. All of
-        these processes must call it equally often."""
-        return self.placement.own_states(lambda batch: self.encode(batch, taps), features)
 
     def trace(self, features: Features, taps: Sequence[int] = ()) -> Features:
         """`encode` with a graph for gradients, for a target of which something is trained."""

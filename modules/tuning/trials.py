@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 
 from ..baselines.registry import COPIED, JOINED, PolicyName, joined_drafter, joined_policy, parse_joined
 from ..decoding.answers import decode
-from ..decoding.requests import DecodeSettings
+from ..decoding.requests import DecodeSettings, Generation
 from ..features import Features
 from ..interfaces.drafter import Drafter
 from ..policies.registry import MOST, SPARSE, STATIC, parse_policy, policy_named
 from ..policies.trees import StaticTree
 from ..target.model import Target
-from ..token_tree import Topology
+from ..token_tree import TokenTree, Topology
+from ..verification.acceptance_rules import Accepted
 from .replayed_answers import Replay
 from .step_timing import CostTable
 from .tree_search import ranked_text
@@ -193,14 +194,17 @@ def tried(drafter: Drafter, target: Target, topology: Topology, features: Sequen
     source, found = Replay(target, features, drafter=drafter), dict[str, Counted]()
     for name in names:
         parts, passes = parse_joined(name), list[tuple[int, int]]()
+
+        def count(tree: TokenTree, _accepted: Accepted, generations: Sequence[Generation],
+                  passes: list[tuple[int, int]] = passes) -> None:
+            passes.append((int(tree.real_BN.sum()), len(generations)))
+
         kind, number = parse_policy(parts.own)
         own = (policy_named(parts.own, topology, drafter) if kind == SPARSE else
                StaticTree(topology.prefix(min(int(number or 1), topology.size))))
         generations = decode(
             source, source.requests, DecodeSettings(batch_size=ROWS), drafter=joined_drafter(parts, drafter, target),
-            policy=joined_policy(parts, own, target), observer=None if not parts.partner else (
-                lambda tree, _, generations, passes=passes: passes.append(
-                    (int(tree.real_BN.sum()), len(generations))))).generations
+            policy=joined_policy(parts, own, target), observer=count if parts.partner else None).generations
         nodes = sum(size for size, _ in passes) / sum(rows for _, rows in passes) if passes else float(number or 1)
         found[name] = Counted.of([one.emitted for one in generations], nodes)
     return found

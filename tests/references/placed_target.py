@@ -60,7 +60,8 @@ def module_for(target: Target, *, world: int, strategy: str = "auto") -> DraftMo
 def show(target: Target, numbers: list[int]) -> Found:
     """Read batches, one of this process at a time, and decode with all processes at once."""
     module = module_for(target, world=1)
-    read = {number: target.encode_own(batch(number), TAPS) for number in numbers}
+    read = {number: target.placement.own_states(lambda rows: target.encode(rows, TAPS), batch(number))
+            for number in numbers}
     requests = [Request(index=place, tokens=tuple(CYCLE[place : place + 5]), max_new_tokens=12) for place in range(3)]
     result = decode(target, requests, DecodeSettings(batch_size=2), drafter=module.drafter.eval(),
                     policy=StaticTree(Topology.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)])))

@@ -273,4 +273,4 @@ class RecurrentCache(Cache):
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         return conv_states
 
-    update_recurrent_state = update_conv_state
+    update_recurrent_state = update_conv_state  # type: ignore[assignment]
