@@ -59,12 +59,13 @@ def planted(rows: Sequence[Row], share: float, change: Change) -> list[Row]:
 
 def store_states(data: DataSample, target: Target, taps: Sequence[int], *, share: float = 0.0,
                  wrong: Target | None = None, layer: int | None = None) -> None:
-    """Write the states of the rows; in a share of them tap_1 are those of the target `wrong`, or of another layer."""
+    """Write the states of the rows; in a share of them the last kind is that of the target `wrong`, or of another
+    layer."""
     names = (FINAL, *map(tap, taps))
     right, others = (read_rows(one, data.shard, range(ROWS), names, torch.float32) for one in (target, wrong or target))
     (record, _, _), files = data.places[0], {}
     for name in names:
-        states = [others[row]["tap_1" if layer is None else tap(layer)] if name == "tap_1" and faulty(row, share)
+        states = [others[row][name if layer is None else tap(layer)] if name == names[-1] and faulty(row, share)
                   else right[row][name] for row in range(ROWS)]
         save_file({"states": torch.cat(states)}, data.folder / f"{name}-{record.file}")
         files[f"{name}-{record.file}"] = {"tokens": record.sha256, "sha256": "0"}
