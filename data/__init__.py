@@ -3,10 +3,11 @@
 from .answers.answering import Writer
 from .answers.data_folder import read_held_out
 from .answers.distill import distill
-from .answers.distill_config import DistillConfig
+from .answers.distill_task import DistillConfig
 from .prompts.chat import ChatTemplate
 from .prompts.prompt import Message, Prompt
-from .prompts.sources import PromptConfig, ReadPrompts, read_prompts
+from .prompts.prompt_files import ReadPrompts, read_prompts
+from .prompts.sources import PromptConfig
 from .store.feature_store import WantedStates
 from .store.token_store import Manifest, ShardRecord, TokenShard
 

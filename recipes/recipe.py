@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..data import DistillConfig, Manifest, PromptConfig, ReadPrompts, WantedStates
-from ..data.batches.datamodule import BatchConfig
+from ..data.datamodule import BatchConfig
 from ..data.store.feature_shards import format_named, unlisted
 from ..data.store.feature_store import in_words, nearest
 from ..data.store.token_store import MANIFEST

@@ -7,13 +7,6 @@ from .medusa2 import Medusa2Module, Medusa2TrainConfig
 from .train_config import Precision, TrainConfig, train_config
 
 __all__ = [
-           "DraftModule",
-           "FitResult",
-           "Medusa2Module",
-           "Medusa2TrainConfig",
-           "Precision",
-           "TrainConfig",
-           "draft_module",
-           "fit",
-           "train_config",
+    "DraftModule", "FitResult", "Medusa2Module", "Medusa2TrainConfig", "Precision", "TrainConfig", "draft_module",
+    "fit", "train_config",
 ]

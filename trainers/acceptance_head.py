@@ -5,14 +5,16 @@ Shapes: E examples, N of a batch, D width of the drafter's states."""
 import copy
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ..modules.config_checks import CheckedSettings, Positive
 from ..modules.errors import UserError
 from ..modules.parts.heads import AcceptanceHead, AcceptanceHeadConfig
 from ..modules.tuning.acceptance_examples import Examples
-from .steps.optimizers import warmup_cosine
+from .optimizers import warmup_cosine
 
 BATCH_SIZE = 512  # Examples of an optimizer step
 WARMUP_SHARE = 0.03  # Share of the steps over which the learning rate rises from zero; it falls along a cosine then
@@ -22,18 +24,15 @@ SEED = 0  # Seed of the order of the examples and of the first weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadFitConfig:
+class HeadFitConfig(CheckedSettings):
     """Settings of the fit."""
 
-    lr: float = 5e-4
-    """Peak learning rate of AdamW; the paper's is 5e-5 for a head of 4096."""
-    reject_weight: float = 6.0
-    """Weight of a rejection in the loss, where an acceptance has 1; above 1 the head is too cautious on purpose."""
+    section: ClassVar[str] = "fit"
 
-    def __post_init__(self) -> None:
-        for name in ("lr", "reject_weight"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"fit.{name} must be above 0 and finite, got {getattr(self, name)}")
+    lr: Positive = 5e-4
+    """Peak learning rate of AdamW; the paper's is 5e-5 for a head of 4096."""
+    reject_weight: Positive = 6.0
+    """Weight of a rejection in the loss, where an acceptance has 1; above 1 the head is too cautious on purpose."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,19 +24,16 @@ from torch import Tensor
 from ..modules.errors import UserError
 from ..modules.features import Features
 from ..modules.files.json_records import record_of
-from ..modules.interfaces.drafter import Drafter, FamilyCard
+from ..modules.interfaces.drafter import Drafter, Drafts, FamilyCard
 from ..modules.interfaces.proposer import JudgesGuesses
 from ..modules.target.adapter import Adapter
 from ..modules.target.draft_vocabulary import choose, draft_index
 from ..modules.target.model import Target
-from .losses.chunked_losses import VocabularyLoss
-from .losses.metrics import BatchLoss, describe, weighted_mean_loss
-from .losses.objectives import NEEDS_MASS, Teacher
-from .steps.checkpoints import KINDS, FinishedStep, StepGuard, require_same_settings
-from .steps.optimizers import optimizer_for, time_leads, warmup_cosine
-from .steps.position_offsets import with_offsets
-from .steps.training_clock import Clock, DataWait, TrainingCurve, peak_memory_bytes
-from .train_config import WARMUP_SHARE, ZERO_STAGES, Start, TrainConfig, continued, decisive_settings, train_config
+from .checkpoints import Clock, StepGuard, TrainingCurve, peak_memory_bytes, require_same_settings
+from .chunked_losses import VocabularyLoss
+from .objectives import NEEDS_MASS, BatchLoss, Teacher, describe, weighted_mean_loss
+from .optimizers import optimizer_for, time_leads, warmup_cosine
+from .train_config import WARMUP_SHARE, ZERO_STAGES, Start, TrainConfig, decisive_settings, train_config, with_offsets
 from .zero_drafter import SplitDrafter, ZeroDrafter, whole_state
 
 LEAST_STEPS = 4  # Optimizer steps of a run whatever its minutes: it ends with a draft that has learned something
@@ -53,12 +50,11 @@ class DraftModule(L.LightningModule):
     Args:
         target: the frozen model.
         config: training settings and the drafter's shape; a family's defaults when left out.
-        token_counts: how often each token is a label, [V]; a reduced draft vocabulary holds the
-            most frequent ones.
+        token_counts: how often each token is a label, [V]; a reduced draft vocabulary holds the most frequent ones.
 
     Raises:
-        UserError: if a reduced vocabulary is requested without counts or with a size that does not fit, settings do
-            not fit the target, or positions would leave its context.
+        UserError: if a reduced vocabulary has no counts or a size that does not fit, settings do not fit the target, or
+            positions would leave its context.
     """
 
     drafter_class: ClassVar[type[Drafter]]  # The family's drafter
@@ -87,7 +83,7 @@ class DraftModule(L.LightningModule):
         """Whether the objective reads the target's distribution."""
         self.figures: dict[str, float] = {}
         self.curve = TrainingCurve()
-        self.clock, self.wait = Clock(), DataWait()
+        self.clock = Clock()
         self.seconds = 0.0  # Trained up to the newest optimizer step; equal in all processes of a run that ends by time
         self.stopped = False  # Whether the run ends after this optimizer step although it is not finished
         self.peak_memory_bytes = 0
@@ -114,7 +110,7 @@ class DraftModule(L.LightningModule):
 
     def continue_from(self, start: Start) -> None:
         """Let the drafter, which is still to be built, start as a trained one. Raises UserError if that cannot be."""
-        self.config = continued(self.config, start, self.drafter_class.family, adapts=self.changes_target)
+        self.config = start.continued(self.config, self.drafter_class.family, adapts=self.changes_target)
         self.start = start
         size, ids_Q = self.config.drafter.vocabulary_size, start.draft_ids_Q
         if size is not None and ids_Q is not None and len(ids_Q) <= size:
@@ -196,17 +192,15 @@ class DraftModule(L.LightningModule):
         drafts = self.drafter(features)
         # The first micro-batch decides for its step: weights may depend on progress, which goes on meanwhile.
         weights = self.weights(len(drafts.offsets)) if self._pending is None else self._pending.weights
-        ids_Q = self.drafter.token_ids_Q
-        index_V = None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size)
-        total, sums_KC = self._vocabulary_loss(weights, ids_Q)(drafts, features, index_V)
-        return BatchLoss(total, sums_KC, weights, drafts.offsets)
+        return BatchLoss(*self.vocabulary_loss(drafts, features, weights), weights, drafts.offsets)
 
-    def _vocabulary_loss(self, weights: tuple[float, ...], ids_Q: Tensor | None) -> VocabularyLoss:
-        objective, paths = self.config.objective, self.config.step_weights
+    def vocabulary_loss(self, drafts: Drafts, features: Features, weights: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+        """(total, sums_KC) of drafts whose steps have these weights, see `VocabularyLoss`."""
+        objective, paths, ids_Q = self.config.objective, self.config.step_weights, self.drafter.token_ids_Q
         judge = self.drafter.judge if isinstance(self.drafter, JudgesGuesses) and self.drafter.judges else None
         mass = objective in NEEDS_MASS or paths == "e2e" or judge is not None
         teacher = Teacher(self.target, ids_Q, mass=mass) if self.needs_teacher else None
-        return VocabularyLoss(
+        loss = VocabularyLoss(
             project=self.drafter.project,
             entries=self.target.vocab_size if ids_Q is None else len(ids_Q),
             weights=weights,
@@ -217,6 +211,7 @@ class DraftModule(L.LightningModule):
             objective=objective, teacher=teacher, feature_weight=self.config.feature_weight,
             paths=paths if isinstance(paths, str) else None, confidence=judge,
         )
+        return loss(drafts, features, None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size))
 
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
         """Seed the micro-batch by the run's seed and its number among those of all processes, so that a resumed run
@@ -233,8 +228,7 @@ class DraftModule(L.LightningModule):
             # The target reads its true positions. The last step of the last position has the highest position id.
             highest = self.target.context_length - self.drafter.trained_steps
             batch = with_offsets(self.encoded(batch), limit=self._largest_offset, highest=highest)
-        # Without states: tokens say which row it was, and states would be kept for a whole step.
-        self.guard.batches.append((batch_idx, Features(**{kind: getattr(batch, kind) for kind in KINDS})))
+        self.guard.keep(batch_idx, batch)
         learned, before = self.loss(batch), self._pending
         sums_KC = learned.sums_KC if before is None else before.sums_KC + learned.sums_KC
         # The graph of a micro-batch ends with its own backward pass; only figures are carried on.
@@ -248,10 +242,7 @@ class DraftModule(L.LightningModule):
         # Not read here: on an accelerator the host would wait for all its work at every step.
         pending, self._pending = self._pending, None
         sums_KC = self.trainer.strategy.reduce(pending.sums_KC, reduce_op="sum")
-        self.guard.unread.append(FinishedStep(
-            number=self.global_step + 1, sums_KC=sums_KC, weights=pending.weights, offsets=pending.offsets,
-            learning_rate=optimizer.param_groups[0]["lr"], batches=tuple(self.guard.batches)))
-        self.guard.batches.clear()
+        self.guard.finish(self.global_step + 1, pending._replace(sums_KC=sums_KC), optimizer.param_groups[0]["lr"])
         if self.guard.due:
             self.read_figures()
         # The gradient is a sum over micro-batches and processes; DeepSpeed divides it itself just before it clips.
@@ -272,17 +263,17 @@ class DraftModule(L.LightningModule):
         """Read the figures of the finished steps and log them. Raises UserError at a wrong loss, whose step may be one
         of the last few on an accelerator: no checkpoint and no measurement comes between."""
         for step, sums_KC in self.guard.read():
-            total, count = (float(value) for value in weighted_mean_loss(sums_KC, step.weights))
+            total, count = (float(value) for value in weighted_mean_loss(sums_KC, step.learned.weights))
             if not math.isfinite(loss := total / max(count, 1.0)):
-                raise self.guard.error(loss, step.number, step.batches, self.trainer,
-                                       f"lower lr (now {self.config.lr}) or clip (now {self.config.clip})")
+                raise step.error(loss, self.trainer,
+                                 f"lower lr (now {self.config.lr}) or clip (now {self.config.clip})")
             self._learned += count
             if not self._learned and step.number >= min(PATIENCE, self.config.max_steps or PATIENCE):
                 reason = "no token is supervised; check the chat template and the data"
                 if missed := float(sums_KC[:, 1].sum()):
                     reason = f"all {missed:.0f} labels lie outside the reduced vocabulary; raise vocabulary_size"
                 raise UserError(f"nothing to learn in the first {step.number} optimizer steps: {reason}")
-            self.figures = self.describe(sums_KC, step.weights, step.offsets) | {
+            self.figures = self.describe(sums_KC, step.learned.weights, step.learned.offsets) | {
                 "learning_rate": step.learning_rate, "data_wait": self.data_wait}
             # Of several draft steps, the one that reads most labels is the one that reads them all.
             self.curve.add(self.figures, float(sums_KC[:, :2].sum(1).max()))
@@ -319,7 +310,7 @@ class DraftModule(L.LightningModule):
     @property
     def data_wait(self) -> float:
         """Share of the training time in which this process waited for batches; 0 where the data do not tell."""
-        return self.wait.seconds / self.seconds if self.seconds else 0.0
+        return self.clock.waited / self.seconds if self.seconds else 0.0
 
     def progress_at(self, step: int) -> float:
         """Progress of the run from 0 to 1 after `step` finished optimizer steps: by steps, or by time where that is
@@ -337,7 +328,7 @@ class DraftModule(L.LightningModule):
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self.stopped, self.trainer.should_stop = False, self.finished
-        self.wait.start(self.trainer.datamodule)  # type: ignore[attr-defined]
+        self.clock.watch(self.trainer.datamodule)  # type: ignore[attr-defined]
         self.clock.start()
 
     def on_train_batch_end(self, outputs: Any, batch: Features, batch_idx: int) -> None:
@@ -395,7 +386,7 @@ class DraftModule(L.LightningModule):
         """Add the settings that identify the run, and its counters."""
         self.read_figures()
         checkpoint["draftsmith"] = {"recipe": self.recipe(), "learned": self._learned, "seconds": self.seconds,
-                                    "waited": self.wait.seconds, "peak_memory_bytes": self.peak_memory_bytes,
+                                    "waited": self.clock.waited, "peak_memory_bytes": self.peak_memory_bytes,
                                     "curve": asdict(self.curve)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -419,4 +410,4 @@ class DraftModule(L.LightningModule):
         self.curve = record_of(TrainingCurve, stored["curve"], "the curve in the checkpoint of the training",
                                "delete it to start training again")
         self.seconds = self.clock.before = stored["seconds"]
-        self.wait.before = stored["waited"]
+        self.clock.waited_before = stored["waited"]

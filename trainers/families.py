@@ -5,7 +5,7 @@ import inspect
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, TypeGuard, get_type_hints
+from typing import Any, get_type_hints
 
 from ..modules import DRAFTERS, Drafter
 from ..modules.errors import UserError
@@ -37,15 +37,9 @@ def family_names() -> tuple[str, ...]:
 
 
 def family_module(name: str, *, trust: bool = False) -> type[DraftModule]:
-    """The LightningModule of a family.
-
-    Args:
-        name: a family's name, or the dotted path of a DraftModule subclass outside the package.
-        trust: whether such a class may be imported, which runs the code of its file.
-
-    Raises:
-        UserError: if there is no such family or class, the class is no DraftModule, or it is not trusted.
-    """
+    """The LightningModule of a family, by its name or by the dotted path of a DraftModule subclass outside the package;
+    `trust` lets such a class be imported, which runs the code of its file. UserError if there is no such family or
+    class, the class is no DraftModule, or it is not trusted."""
     if name in VARIANTS:
         return VARIANTS[name]
     if name in family_names():
@@ -63,7 +57,7 @@ def family_module(name: str, *, trust: bool = False) -> type[DraftModule]:
             raise UserError(f"family {name} cannot be imported ({error}); give the dotted path of a class, or one of "
                             f"{', '.join(family_names())}") from error
         # Checked before anything of it is called.
-        if not _is_module(found):
+        if not (inspect.isclass(found) and issubclass(found, DraftModule)):
             raise UserError(f"family {name} is not a subclass of draftsmith.trainers.DraftModule; choose one of "
                             f"{', '.join(family_names())}, or give the dotted path of such a class")
         return found
@@ -73,15 +67,8 @@ def family_module(name: str, *, trust: bool = False) -> type[DraftModule]:
 
 
 def family_configs(name: str, *, trust: bool = False) -> FamilyConfigs:
-    """The dataclasses of a family's settings.
-
-    Args:
-        name: as in `family_module`.
-        trust: as there.
-
-    Raises:
-        UserError: as `family_module` does, or if its module names neither a drafter nor a TrainConfig with one.
-    """
+    """The dataclasses of a family's settings. UserError as `family_module`, or if its module names neither a drafter
+    nor a TrainConfig with one."""
     module = family_module(name, trust=trust)
     train = module.settings() if hasattr(module, "drafter_class") else None
     drafter = get_type_hints(train).get("drafter") if inspect.isclass(train) else None
@@ -89,7 +76,3 @@ def family_configs(name: str, *, trust: bool = False) -> FamilyConfigs:
         raise UserError(f"family {name} must set `drafter_class` to its drafter, and may annotate `config` with a "
                         f"subclass of TrainConfig whose field `drafter` is a dataclass, got {train}")
     return FamilyConfigs(drafter=drafter if inspect.isclass(drafter) else type(drafter), train=train)
-
-
-def _is_module(value: object) -> TypeGuard[type[DraftModule]]:
-    return inspect.isclass(value) and issubclass(value, DraftModule)

@@ -1,38 +1,113 @@
 """Training Medusa heads and the target together (Medusa-2, arXiv:2401.10774, sections 2.2.2 and 2.3.2).
 
-The adapted target's output layer is trained like a draft step of offset 1 whose teacher is the original target. The
-loss is then the shared one with one more step: L_LM + lambda_0 * sum_k decay^k L_k, as a weighted mean.
+The adapted target shares all weights with the original but the low-rank changes of its linear layers, made by peft. Its
+output layer is trained like a draft step of offset 1 whose teacher is the original target. The loss is then the shared
+one with one more step: L_LM + lambda_0 * sum_k decay^k L_k, as a weighted mean.
 
-Shapes: B rows, L positions, K heads, C columns of sums.
+Shapes: B rows, L positions, K heads, C columns of sums, R rank, I inputs of a layer, O its outputs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
 
-from ..modules.config_checks import Positive
+from ..modules.config_checks import CheckedSettings, Positive, Size
 from ..modules.errors import UserError
 from ..modules.families.medusa.drafter import Medusa, MedusaConfig
 from ..modules.features import Features
 from ..modules.interfaces.drafter import Drafts, FamilyCard
-from ..modules.target.adapter import PREFIX, Adapter
-from ..modules.target.draft_vocabulary import draft_index
+from ..modules.target.adapter import PREFIX, Adapter, LowRank, choose_layers
 from ..modules.target.model import Target
 from ..modules.tuning.tree_search import answered_anew
 from .base import DraftModule
-from .lora import LearningTarget, LoraConfig
-from .losses.chunked_losses import VocabularyLoss
-from .losses.metrics import COLUMNS, BatchLoss, weighted_mean_loss
-from .losses.metrics import describe as describe_steps
-from .losses.objectives import Teacher
-from .steps.optimizers import BETAS, stage_factor
+from .chunked_losses import VocabularyLoss
+from .objectives import COLUMNS, BatchLoss, Teacher, weighted_mean_loss
+from .objectives import describe as describe_steps
+from .optimizers import BETAS, stage_factor
 from .train_config import Rate, Start, TrainConfig
+
+_NAME = "default"
+ALPHA = 16.0  # The changes are scaled by ALPHA / rank
+DROPOUT = 0.05  # Dropout of the inputs of the low-rank changes in training
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(CheckedSettings):
+    """Size of the low-rank changes of the target's layers, all but the output layer (arXiv:2106.09685)."""
+
+    rank: Size = 32
+    """Rank of the change of each layer."""
+
+
+class LearningTarget(nn.Module):
+    """The trained part of a target. Its parameters are the low-rank weights alone; the changed copy is `target`, a
+    plain object that is neither saved nor wrapped.
+
+    All other weights of the copy are the original's tensors: the original is not changed, moved or duplicated."""
+
+    def __init__(self, original: Target, config: LoraConfig) -> None:
+        super().__init__()
+        chosen = choose_layers(original.model, (), without=original.head)
+        model = original.copy_model()
+        # An expression matches whole names; peft would match a list against the ends of names. In a module without a
+        # configuration, since peft would add the experts of some models, and refuse layers of Mamba that it fears are
+        # read past their modules, as they are in no pass here.
+        inject_adapter_in_model(
+            PeftConfig(r=config.rank, lora_alpha=ALPHA, lora_dropout=DROPOUT,  # type: ignore[arg-type]
+                       target_modules="|".join(f"model.{name}".replace(".", r"\.") for name in chosen)),
+            nn.ModuleDict({"model": model}),
+        )
+        self.names, self.scale = tuple(chosen), ALPHA / config.rank
+        self.target = Target(model, original.tokenizer, name=original.identity.name, pack=0)
+        # Half precision would lose small updates: trained weights stay in float32.
+        wide = torch.promote_types(original.dtype, torch.float32)
+        for layer in self._layers():
+            layer.lora_A[_NAME].to(wide).requires_grad_(True)
+            layer.lora_B[_NAME].to(wide).requires_grad_(True)
+        self.a = nn.ParameterList([layer.lora_A[_NAME].weight for layer in self._layers()])
+        self.b = nn.ParameterList([layer.lora_B[_NAME].weight for layer in self._layers()])
+
+    def _layers(self) -> Iterator[LoraLayer]:
+        for name in self.names:
+            layer = self.target.model.get_submodule(name)
+            if not isinstance(layer, LoraLayer):
+                raise TypeError(f"{name} has no low-rank weights")
+            yield layer
+
+    def train(self, mode: bool = True) -> "LearningTarget":
+        """Switch the dropout of the low-rank changes; the copied model itself stays in evaluation mode."""
+        super().train(mode)
+        for layer in self._layers():
+            layer.lora_dropout.train(mode)
+        return self
+
+    @property
+    def unchanged(self) -> bool:
+        """True while the copy still equals the original: all changes are zero."""
+        return not any(bool(b.any()) for b in self.b)
+
+    def read(self) -> Adapter:
+        """A copy of the current weights on the CPU."""
+        layers = {name: LowRank(a_RI=a.detach().to("cpu", copy=True), b_OR=b.detach().to("cpu", copy=True))
+                  for name, a, b in zip(self.names, self.a, self.b, strict=True)}
+        return Adapter(layers, self.scale)
+
+    @torch.no_grad()
+    def load(self, adapter: Adapter) -> None:
+        """Load an adapter's weights in place."""
+        for name, a, b in zip(self.names, self.a, self.b, strict=True):
+            a.copy_(adapter.layers[name].a_RI)
+            b.copy_(adapter.layers[name].b_OR)
+
 
 HEADS_WEIGHT = {"two_stage": 0.2, "sine": 0.01}
 """The paper's lambda_0 of each schedule: the peak weight of the heads' loss relative to the target's own."""
@@ -69,8 +144,7 @@ class Medusa2Module(DraftModule):
 
     Memory: the copy shares all weights but the low-rank ones; only these and the heads have gradients and moments. In
     its second stage a step stores the copy's activations. While the heads are trained alone a step costs as much as
-    Medusa-1's.
-    """
+    Medusa-1's."""
 
     card = FamilyCard(
         name="Medusa-2", papers=("2401.10774",),
@@ -162,9 +236,7 @@ class Medusa2Module(DraftModule):
         with torch.autocast(self.target.device.type, enabled=False):
             states = original if alone else self.learning.target.trace(features)
         drafts = self.drafter(states)
-        ids_Q = self.drafter.token_ids_Q
-        index_V = None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size)
-        total, sums_KC = self._vocabulary_loss(weights[1:], ids_Q)(drafts, original, index_V)
+        total, sums_KC = self.vocabulary_loss(drafts, original, weights[1:])
         if alone:
             # Every process must have a gradient for every weight: these weights have zero.
             total = total + 0.0 * sum(weight.sum() for weight in self.learning.parameters())
@@ -197,10 +269,8 @@ class Medusa2Module(DraftModule):
         return self.learning.read()
 
     def verifier(self, rows: Sequence[Features]) -> tuple[Target, Sequence[Features]]:
-        """The adapted target and its own greedy answers to some of the held-out prompts.
-
-        The stored answers are the original's; they are used as long as the target has not changed.
-        """
+        """The adapted target and its own greedy answers to some of the held-out prompts. The stored answers are the
+        original's; they are used as long as the target has not changed."""
         chosen = rows[: self.validation_rows]
         if self.learning.unchanged:
             return self.target, chosen

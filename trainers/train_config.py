@@ -1,4 +1,8 @@
-"""Settings of training that all families share, with their bounds, and a trained drafter that a training continues."""
+"""Settings of training that all families share, with their bounds; offsets of positions; and a trained drafter that a
+training continues.
+
+Shapes: B rows, L positions.
+"""
 
 import math
 from copy import copy
@@ -10,14 +14,26 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..modules.config_checks import CheckedSettings, Natural, NotNegative, Positive, Processes, Rows, Seed, Share, Steps
+from ..modules.config_checks import (
+    CheckedSettings,
+    Natural,
+    NotNegative,
+    Positive,
+    Processes,
+    Rows,
+    Seed,
+    Share,
+    Steps,
+    Whole,
+)
 from ..modules.errors import UserError
+from ..modules.features import Features
 from ..modules.files.json_records import shortened
 from ..modules.interfaces.drafter import Drafter, DrafterConfig
 from ..modules.target.adapter import Adapter
-from .losses.objectives import ObjectiveName
-from .steps.optimizers import OptimizerName
-from .steps.position_offsets import PositionConfig
+from ..modules.target.model import Target
+from .objectives import ObjectiveName
+from .optimizers import OptimizerName
 
 Rate = Annotated[float, Field(gt=0, le=100)]  # Beyond it no optimizer here learns, and float32 overflows
 Precision = Literal["auto", "32-true", "bf16-mixed"]  # Lightning's names of precisions, and `auto`
@@ -25,6 +41,35 @@ UNDECISIVE = ("activation_checkpointing",)  # Decide no weight but by rounding: 
 DIVISION = ("accumulate", "devices", "num_nodes")  # Their product, the micro-batches of a step, alone decides
 ZERO_STAGES = {f"deepspeed_stage_{stage}": stage for stage in (1, 2, 3)}
 """Lightning's names of DeepSpeed's strategies, and the stage of ZeRO (arXiv:1910.02054, section 5)."""
+
+
+ANCHORS = 4  # First tokens of a conversation without an offset; attention relies on them in long texts too
+_UNKNOWN = 1 << 30  # Context length of a target whose configuration has none
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionConfig(CheckedSettings):
+    """Offsets of the position ids that the drafter gets in training."""
+
+    offset: Literal["max"] | Whole | None = None
+    """Largest offset of the position ids; each conversation of a micro-batch draws one uniformly from 0 up. `max` is
+    the largest that fits the target's context, which no offset exceeds. None adds no offsets: a drafter then never
+    learns positions beyond its rows."""
+
+    def limit(self, target: Target) -> int:
+        """The largest offset for this target; UserError if it is larger than the context, or the context is unknown."""
+        name, context = target.identity.name, target.context_length
+        if self.offset is None:
+            return 0
+        if isinstance(self.offset, int):
+            if self.offset >= context:
+                raise UserError(f"positions.offset is {self.offset}, but the context of {name} ends at {context} "
+                                "tokens; lower it, or set it to max")
+            return self.offset
+        if context >= _UNKNOWN:
+            raise UserError(f"positions.offset is 'max', but the configuration of {name} does not say how long its "
+                            "context is; give a number")
+        return context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,12 +194,9 @@ A few steps of it stay, as AdamW's first ones are as long as the learning rate w
 class Start:
     """A drafter in the number format of its artifact, not bound to a target."""
 
-    drafter: Drafter
-    """The drafter; without values for a sketch of its target."""
-    adapter: Adapter | None = None
-    """Changes of the target's weights that belong to it; None if there are none, and for a sketch."""
-    weights_sha256: str
-    """Hash of its weights."""
+    drafter: Drafter  # Without values for a sketch of its target
+    adapter: Adapter | None = None  # Changes of the target that belong to it; None if there are none, and for a sketch
+    weights_sha256: str  # Hash of its weights
 
     @property
     def draft_ids_Q(self) -> Tensor | None:
@@ -162,17 +204,17 @@ class Start:
         ids_Q = self.drafter.token_ids_Q
         return torch.arange(len(ids_Q)) if ids_Q is not None and ids_Q.is_meta else ids_Q
 
-
-def continued(config: TrainConfig, start: Start, family: str, *, adapts: bool) -> TrainConfig:
-    """The settings of a training that continues `start`; `adapts` if the target is trained too. UserError if it is of
-    another family, or does not fit the settings."""
-    if start.drafter.family != family:
-        raise UserError(f"train.start holds a drafter of the family {start.drafter.family}, and this recipe trains "
-                        f"{family}; name an artifact of {family}, or set family to {start.drafter.family}")
-    if start.adapter is not None and not adapts:
-        raise UserError("train.start holds a drafter that guesses for a changed target, whose changes only medusa2 "
-                        f"trains; set family to medusa2, or name an artifact of {family} without changes of the target")
-    return replace(config, drafter=continued_settings(config.drafter, start.drafter.config))
+    def continued(self, config: TrainConfig, family: str, *, adapts: bool) -> TrainConfig:
+        """The settings of a training that continues it; `adapts` if the target is trained too. UserError if it is of
+        another family, or does not fit the settings."""
+        if self.drafter.family != family:
+            raise UserError(f"train.start holds a drafter of the family {self.drafter.family}, and this recipe trains "
+                            f"{family}; name an artifact of {family}, or set family to {self.drafter.family}")
+        if self.adapter is not None and not adapts:
+            raise UserError("train.start holds a drafter that guesses for a changed target, whose changes only medusa2 "
+                            f"trains; set family to medusa2, or name an artifact of {family} without changes of the "
+                            "target")
+        return replace(config, drafter=continued_settings(config.drafter, self.drafter.config))
 
 
 def continued_settings(config: DrafterConfig, start: DrafterConfig) -> DrafterConfig:
@@ -195,3 +237,22 @@ def continued_settings(config: DrafterConfig, start: DrafterConfig) -> DrafterCo
                             f"weights do not fit; set drafter.{name} to {said}, or leave train.start out for a new "
                             "drafter")
     return replace(found)
+
+
+def with_offsets(features: Features, *, limit: int, highest: int) -> Features:
+    """The batch with one offset of at most `limit` for each conversation on its position ids from ANCHORS up, to
+    `highest`; positions already beyond that get none.
+
+    Nothing else changes: order, attention and labels follow the index, and the states are the target's at its own
+    positions. (LongSpec's code offsets the target's positions as well, which stored states do not allow.) A draft from
+    the anchors themselves continues right after them, as at the start of a text. Offsets come from torch's generator on
+    the CPU, so that the seed of a micro-batch determines them."""
+    numbers_BL, positions_BL = features.segments_BL.clamp(min=0), features.positions_BL
+    there_BL = positions_BL.masked_fill(features.segments_BL < 0, 0)
+    last_BL = torch.zeros_like(there_BL).scatter_reduce(1, numbers_BL, there_BL, "amax").gather(1, numbers_BL)
+    room_BL = (highest - last_BL).clamp(min=0, max=limit)
+    # In float32 the offsets of a long context would not be equally likely.
+    drawn_BL = torch.rand(positions_BL.shape, dtype=torch.float64).to(positions_BL.device).gather(1, numbers_BL)
+    offsets_BL = (drawn_BL * (room_BL + 1)).long()
+    stays_BL = (positions_BL < ANCHORS) | (features.segments_BL < 0)
+    return replace(features, positions_BL=positions_BL + offsets_BL.masked_fill(stays_BL, 0))

@@ -63,74 +63,20 @@ class LaidOut:
     shape: torch.Size
 
 
-def optimizer_layout(optimizer: Optimizer) -> tuple[LaidOut, ...]:
-    """The weights of an optimizer, whole yet."""
-    numbered = optimizer.state_dict()["param_groups"]
-    return tuple(LaidOut(weight, number, place, weight.shape)
-                 for place, group in enumerate(optimizer.param_groups)
-                 for weight, number in zip(group["params"], numbered[place]["params"], strict=True))
-
-
-@dataclass(frozen=True)
-class Part:
-    """The elements of a weight that this process keeps, perhaps none."""
-
-    vector: Tensor  # The vector that holds them, a key of the optimizer's states
-    there: slice  # Their places in it
-    own: slice  # Their places in the flattened weight
-
-
-def part_of(zero: Any, one: LaidOut) -> Part:
-    """The part of a weight in this process, by DeepSpeed's optimizer of stage 1, 2 or 3."""
+def part_of(zero: Any, one: LaidOut) -> tuple[Tensor, slice, slice]:
+    """(vector, places in it, places in the flattened weight) of the elements of a weight that this process keeps,
+    perhaps none, by DeepSpeed's optimizer of stage 1, 2 or 3; the vector is a key of the optimizer's states."""
     if hasattr(one.weight, "ds_id"):
         place, start, length = zero.grad_position[zero.get_param_id(one.weight)]
         first = dist.get_rank() * length
         # All parts are equally long: the last ones are filled up.
         length = min(length, max(0, one.shape.numel() - first))
-        return Part(zero.fp32_partitioned_groups_flat[place], slice(start, start + length),
-                    slice(first, first + length))
+        return zero.fp32_partitioned_groups_flat[place], slice(start, start + length), slice(first, first + length)
     vector, mapping = zero.single_partition_of_fp32_groups[one.group], one.weight._hp_mapping
     if mapping is None:
-        return Part(vector, slice(0), slice(0))
+        return vector, slice(0), slice(0)
     held, first = mapping.get_hp_fragment_address(), mapping.lp_fragment_address.start
-    return Part(vector, slice(held.start, held.start + held.numel), slice(first, first + held.numel))
-
-
-def whole_optimizer_state(zero: Any, layout: tuple[LaidOut, ...]) -> dict[str, Any]:
-    """The state that one process has, on the CPU; all processes must call it."""
-    inner: Optimizer = zero.optimizer
-    states: dict[int, dict[str, Tensor]] = {}
-    for one in layout:
-        part = part_of(zero, one)
-        states[one.number] = {}
-        for name, value in inner.state[part.vector].items():
-            if not value.ndim:
-                states[one.number][name] = value.cpu().clone()  # Shared, it would be counted by each weight.
-                continue
-            # Each element comes from the process that keeps it; the others add zeros.
-            whole = value.new_zeros(one.shape.numel())
-            whole[part.own] = value[part.there]
-            dist.all_reduce(whole)
-            states[one.number][name] = whole.reshape(one.shape).cpu()
-    groups = [{name: value for name, value in group.items() if name != "params"}
-              | {"params": [one.number for one in layout if one.group == place]}
-              for place, group in enumerate(inner.param_groups)]
-    return {"state": states, "param_groups": groups}
-
-
-def load_optimizer_state(zero: Any, layout: tuple[LaidOut, ...], state: dict[str, Any]) -> None:
-    """Take this process's parts of a state that `whole_optimizer_state` or one process gave."""
-    inner: Optimizer = zero.optimizer
-    for one in layout:
-        part = part_of(zero, one)
-        for name, value in state["state"][one.number].items():
-            if not value.ndim:
-                inner.state[part.vector][name] = value.clone()
-                continue
-            held = inner.state[part.vector].setdefault(name, torch.zeros_like(part.vector, requires_grad=False))
-            held[part.there] = value.reshape(-1)[part.own]
-    for group, stored in zip(inner.param_groups, state["param_groups"], strict=True):
-        group.update({name: value for name, value in stored.items() if name != "params"})
+    return vector, slice(held.start, held.start + held.numel), slice(first, first + held.numel)
 
 
 BUCKET = 50_000_000  # Most elements of gradients that are sent at once
@@ -199,8 +145,12 @@ class ZeroDrafter(DeepSpeedStrategy):
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
         import deepspeed
 
-        self._layout, one = optimizer_layout(optimizer), OneModule(
-            model, mixed=self.precision_plugin.precision == "bf16-mixed")
+        # The weights of the optimizer, whole yet.
+        numbered = optimizer.state_dict()["param_groups"]
+        self._layout = tuple(LaidOut(weight, number, place, weight.shape)
+                             for place, group in enumerate(optimizer.param_groups)
+                             for weight, number in zip(group["params"], numbered[place]["params"], strict=True))
+        one = OneModule(model, mixed=self.precision_plugin.precision == "bf16-mixed")
         engine, zero, _, _ = deepspeed.initialize(
             args=Namespace(device_rank=self.local_rank), config=self.config, model=one, optimizer=optimizer,
             model_parameters=[weight for weight in one.parameters() if weight.requires_grad],
@@ -248,12 +198,39 @@ class ZeroDrafter(DeepSpeedStrategy):
     save_checkpoint = DDPStrategy.save_checkpoint
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state of the optimizer; all processes must call it."""
-        return whole_optimizer_state(self.deepspeed_engine.optimizer, self._layout)
+        """The state of the optimizer that one process has, on the CPU; all processes must call it."""
+        zero = self.deepspeed_engine.optimizer
+        states: dict[int, dict[str, Tensor]] = {}
+        for one in self._layout:
+            vector, there, own = part_of(zero, one)
+            states[one.number] = {}
+            for name, value in zero.optimizer.state[vector].items():
+                if not value.ndim:
+                    states[one.number][name] = value.cpu().clone()  # Shared, it would be counted by each weight.
+                    continue
+                # Each element comes from the process that keeps it; the others add zeros.
+                whole = value.new_zeros(one.shape.numel())
+                whole[own] = value[there]
+                dist.all_reduce(whole)
+                states[one.number][name] = whole.reshape(one.shape).cpu()
+        groups = [{**group, "params": [one.number for one in self._layout if one.group == place]}
+                  for place, group in enumerate(zero.optimizer.param_groups)]
+        return {"state": states, "param_groups": groups}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep this process's part of each state."""
-        load_optimizer_state(self.deepspeed_engine.optimizer, self._layout, checkpoint["optimizer_states"][0])
+        zero, state = self.deepspeed_engine.optimizer, checkpoint["optimizer_states"][0]
+        for one in self._layout:
+            vector, there, own = part_of(zero, one)
+            kept = zero.optimizer.state[vector]
+            for name, value in state["state"][one.number].items():
+                if not value.ndim:
+                    kept[name] = value.clone()
+                    continue
+                held = kept.setdefault(name, torch.zeros_like(vector, requires_grad=False))
+                held[there] = value.reshape(-1)[own]
+        for group, stored in zip(zero.optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({name: value for name, value in stored.items() if name != "params"})
 
 
 class EnginePrecision(DeepSpeedPrecision):

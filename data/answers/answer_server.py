@@ -22,30 +22,17 @@ from urllib.parse import urlsplit
 
 import torch
 
-from ...modules import (
-    DecodeResult,
-    DecodeSettings,
-    DecodeStats,
-    Features,
-    Generation,
-    Request,
-    Target,
-    UserError,
-    decode,
-)
+from ...modules import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode
 from ...modules.decoding.recorders import StateRecorder
 from ...modules.files.json_records import MistypedError, parse_json, shortened, typed
 from ..prompts.chat import ChatTemplate
-from ..store.collate import Piece, pad
+from ..store.feature_shards import Piece, pad
 from .answering import Answerer
 
 PROBES = ("Why is the sky blue?", "Name three colours.", "1, 2, 3, 4,", "Write a short poem about the sea.",
           "def add(a, b):", "Wie heißt du?", "What is 17 times 3?", "Once upon a time")  # Prompts of the trial
 PROBE_TOKENS = 32  # Longest answer of the trial, in tokens
 STEPS = 2  # Rounding steps of bfloat16, at the size of the best logit, within which another engine may choose otherwise
-log = logging.getLogger(__name__)
-
-
 KEY = "DRAFTSMITH_SERVER_KEY"  # Variable of the environment with the server's key, where it asks for one
 GENERATE = "/generate"  # End of the address of SGLang's own endpoint
 ANSWER_SECONDS = 600.0  # Longest wait for an answer
@@ -54,10 +41,7 @@ ANSWER_BYTES = 64 * 2**20  # Largest response
 Asked = TypeVar("Asked")
 Given = TypeVar("Given")
 REMEDY = "set distill.engine: own, or use a server of the same model"
-
-
-class ServerError(Exception):
-    """A request that may succeed when it is repeated."""
+log = logging.getLogger(__name__)
 
 
 class AnswerServer:
@@ -133,16 +117,29 @@ class AnswerServer:
                         f" end token ({finish}); raise its context length, or lower distill.max_new_tokens")
 
     def response(self, where: str, sent: dict[str, Any] | None) -> Any:
-        """The response to a request, which is repeated where the connection or the server fails."""
+        """The JSON that a request gives, which is repeated where the connection or the server fails. UserError if that
+        does not help, the server refuses the request, or its response is not JSON."""
+        headers = {"Content-Type": "application/json"}
+        if KEY in os.environ:
+            headers["Authorization"] = f"Bearer {os.environ[KEY]}"
+        asked = urllib.request.Request(where, None if sent is None else json.dumps(sent).encode(), headers)
         for pause in (*PAUSES, None):
             try:
-                return _response(where, sent)
-            except ServerError as error:
-                if pause is None:
-                    raise UserError(f"{self.address} does not answer ({error}); start the server and the same command "
-                                    "again: finished shards are kept") from error
+                with urllib.request.urlopen(asked, timeout=ANSWER_SECONDS) as response:
+                    return parse_json(response.read(ANSWER_BYTES), where, "give the address of an inference server")
+            except urllib.error.HTTPError as error:
+                with error:
+                    said = " ".join(error.read(2000).decode("utf-8", "replace").split())[:200]
+                reason = f"status {error.code}: {said}"
+                if error.code < 500 and error.code not in (408, 429):
+                    raise UserError(f"{where} refuses a request ({reason}); correct the address or the server's "
+                                    "settings") from error
+            except (OSError, http.client.HTTPException) as error:
+                reason = str(getattr(error, "reason", "") or error or type(error).__name__)
+            if pause is not None:
                 time.sleep(pause)
-        raise AssertionError("the last try returns or raises")
+        raise UserError(f"{self.address} does not answer ({reason}); start the server and the same command again: "
+                        "finished shards are kept")
 
 
 class ServerAnswerer(Answerer):
@@ -183,7 +180,7 @@ class ServerAnswerer(Answerer):
         if place is None:
             return None
         before_N = torch.tensor([*own.request.tokens, *own.tokens[:place]])
-        text: Features = pad([Piece(tokens_N=before_N, supervised_N=torch.ones_like(before_N, dtype=torch.bool))])
+        text = pad([Piece(tokens_N=before_N, supervised_N=torch.ones_like(before_N, dtype=torch.bool))])
         with torch.no_grad():
             final_BLD = self.target.encode(text.to(self.target.device)).final()
             logits_V = self.target.logits(final_BLD[0, -1]).float()
@@ -269,25 +266,3 @@ def check_address(address: str, possible: str = "distill.engine must be own or")
         known = False
     if not known:
         raise UserError(f"{possible} an address such as http://localhost:8000/v1, got {address!r}")
-
-
-def _response(where: str, sent: dict[str, Any] | None) -> Any:
-    """The JSON that one request gives. ServerError if the connection or the server fails; UserError if the server
-    refuses the request, or its response is not JSON."""
-    headers = {"Content-Type": "application/json"}
-    if KEY in os.environ:
-        headers["Authorization"] = f"Bearer {os.environ[KEY]}"
-    body = None if sent is None else json.dumps(sent).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(where, body, headers), timeout=ANSWER_SECONDS) as response:
-            content = response.read(ANSWER_BYTES)
-    except urllib.error.HTTPError as error:
-        with error:
-            said = " ".join(error.read(2000).decode("utf-8", "replace").split())[:200]
-        if error.code >= 500 or error.code in (408, 429):
-            raise ServerError(f"status {error.code}: {said}") from error
-        raise UserError(f"{where} refuses a request (status {error.code}: {said}); correct the address or the "
-                        "server's settings") from error
-    except (OSError, http.client.HTTPException) as error:
-        raise ServerError(str(getattr(error, "reason", "") or error or type(error).__name__)) from error
-    return parse_json(content, where, "give the address of an inference server")

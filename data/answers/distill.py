@@ -20,16 +20,14 @@ from pathlib import Path
 from ...modules import DecodeStats, Target, UserError
 from ...modules.files.folders import FolderLocks
 from ..prompts.chat import ChatTemplate
-from ..prompts.self_prompting import OwnPrompts, Source
-from ..prompts.sources import PromptConfig, ReadPrompts
+from ..prompts.prompt_files import ReadPrompts, Source
+from ..prompts.sources import OwnPrompts, PromptConfig
 from ..store.feature_store import ShardStates, WantedStates
 from ..store.token_store import Manifest, ShardRecord, shard_file, write_bytes
 from .answer_server import ServerAnswerer
 from .answering import Writer, shard_of, states_of
-from .data_folder import DataFolder, Progress, read_stats
-from .distill_config import DistillConfig
-from .distill_task import DistillTask, RowWriters
-from .held_out import answer_validation, set_aside
+from .data_folder import DataFolder, Progress, answer_validation, read_stats, set_aside
+from .distill_task import DistillConfig, DistillTask, RowWriters
 from .shard_queue import (
     FIRST,
     HELD_OUT,

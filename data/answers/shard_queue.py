@@ -16,8 +16,8 @@ from ...modules import UserError
 from ...modules.files.folders import FolderLocks, remove_leftovers
 from ...modules.files.json_records import read_record
 from ..prompts.prompt import Prompt
-from ..prompts.self_prompting import OwnPrompts, Source
-from ..prompts.sources import Skipped, Taken
+from ..prompts.prompt_files import Source
+from ..prompts.sources import OwnPrompts, Skipped, Taken
 from ..store.feature_shards import StoredFile
 from ..store.token_store import Manifest, ShardRecord, write_bytes
 

@@ -1,19 +1,28 @@
-"""Tokens of chat messages before an answer: the template's rendering with its generation prompt."""
+"""Tokens of chat messages before an answer: the template's rendering with its generation prompt. Templates come with a
+model: they are programs, and one that never ends would stop a run, so that they have bounds."""
 
 import hashlib
 import json
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
+from types import FrameType
 from typing import Any
 
+import jinja2
+from jinja2.exceptions import TemplateRuntimeError
+
 from ...modules import UserError
-from .bounded_template import MOST_CHARACTERS, bounded_rendering, refuse_powers
 from .prompt import Message, Prompt
 
+MOST_STEPS = 2_000_000  # Most lines of compiled template code in a rendering; 100 messages take some thousands
+MOST_CHARACTERS = 2**24  # Longest rendering
+_JINJA = os.path.dirname(jinja2.__file__) + os.sep
 TODAY = date(2024, 7, 26)  # Day for templates that ask for it: a recipe must give the same tokens tomorrow
 TEMPLATE_FAILS = "the chat template fails: {}; change the messages, or set target.chat_template"
 PROBE = "\ue000"  # A private character, which stands in no template: a message in a trial
@@ -22,6 +31,48 @@ AS_JSON = partial(json.dumps, ensure_ascii=False)
 _MARK = r"((?:\w+:)?think\w*|thought|reasoning)"
 THOUGHT_END = re.compile(rf"</{_MARK}>")  # In the source of a template whose model thinks
 EMPTY_THOUGHT = re.compile(rf"\A\s*<{_MARK}>\s*</\1>\s*")  # Starts answers, also of another model than the target
+
+
+@contextmanager
+def bounded_rendering() -> Iterator[None]:
+    """A block in which templates are rendered; TemplateRuntimeError ends one with more steps, memory or stack than
+    there is. Steps are counted, not seconds: whether a template is accepted does not depend on the machine."""
+    steps = 0
+
+    def count(_frame: FrameType, event: str, _value: Any) -> Any:
+        nonlocal steps
+        steps += event == "line"
+        if steps > MOST_STEPS:
+            raise TemplateRuntimeError(f"it takes more than {MOST_STEPS:,} steps")
+        return count
+
+    def enter(frame: FrameType, _event: str, _value: Any) -> Any:
+        file = frame.f_code.co_filename
+        return count if file == "<template>" or file.startswith(_JINJA) else None
+
+    # Coverage and debuggers trace too: what was set before is set again.
+    former = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        yield
+    except (MemoryError, OverflowError) as error:
+        raise TemplateRuntimeError("it takes more memory than there is") from error
+    except RecursionError as error:
+        raise TemplateRuntimeError("it calls itself without end") from error
+    finally:
+        sys.settrace(former)
+
+
+def refuse_powers(source: str) -> None:
+    """Refuse a template with the operator **, whose number of digits no count of steps bounds. Raises UserError if
+    there is one; a template that is no valid Jinja is left to its reader."""
+    try:
+        powers = [line for line, kind, value in jinja2.Environment().lex(source) if (kind, value) == ("operator", "**")]
+    except jinja2.TemplateError:
+        return
+    if powers:
+        raise UserError(f"the chat template raises a number to a power (** in line {powers[0]}), which may never end; "
+                        "set target.chat_template to one without")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Rows of a prompt file, one after the other: JSON Lines, one JSON array or Parquet, each plain or gzipped."""
+"""Prompts of a dataset or a file (JSON Lines, one JSON array or Parquet, each plain or gzipped): which rows are read,
+which are skipped, and why."""
 
 import gzip
 import json
@@ -7,15 +8,20 @@ import re
 import tempfile
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedReader, BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 from ...modules import UserError
 from ...modules.files.json_records import PROMPT_BYTES, SETTINGS_BYTES, bounded_json, problem, read_bounded
+from .prompt import LeftOutError, Prompt, parse_prompt
+from .sources import OwnPrompts, PromptConfig, Skipped, Taken
 
+STREAM_BUFFER = 10_000  # Rows a streamed dataset is shuffled among; of one without limit looked at beforehand
 ROW_BYTES = SETTINGS_BYTES
 PIECE = 2**20  # Bytes of a JSON array that are looked at together, at least
 MARK, GZIP, PARQUET = b"\xef\xbb\xbf", b"\x1f\x8b", b"PAR1"  # First bytes: UTF-8's order mark, and two kinds of file
@@ -23,6 +29,138 @@ OBJECT = re.compile(rb"^\s*[{\[]", re.MULTILINE)  # A line that may be a row, or
 TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+("?)|[\[\]{},]', re.DOTALL)
 """Tokens that decide where an element of a JSON array ends: texts, whose group is empty where they go on, and brackets
 and commas outside of them."""
+
+
+class ReadPrompts:
+    """Candidates from a file or dataset: its rows, in an order that is a pure function of the settings and the seed.
+    `check` raises UserError for the number and the prompt of one that cannot be used; `whole` is True where all rows
+    are used, and False where a budget may end the work before."""
+
+    def __init__(self, config: PromptConfig, seed: int, check: Callable[[int, Prompt], None] = lambda *_: None,
+                 whole: bool = True) -> None:
+        self.config, self.seed, self.check = config, seed, check
+        endless = config.origin == "dataset" and config.streaming and config.limit is None
+        self.looked = STREAM_BUFFER if endless or not whole else None  # Rows looked at before an answer; None: all
+        self.checked, self.bad = 0, dict[int, Skipped]()  # Rows that `skipped` has looked at, and the unusable ones
+        self.position = 0
+        self.rest = self._rows()
+        self.total = config.limit  # Largest number of candidates, where that is known
+        # To count a dataset's rows may mean to download all of it.
+        if config.origin == "file":
+            self.total = sum(1 for _ in islice(file_rows(Path(config.path or "")), config.limit))
+
+    def _rows(self) -> Iterator[tuple[str, Any]]:
+        config = self.config
+        rows = (file_rows(Path(config.path or ""), self.seed if config.shuffle else None) if config.origin == "file"
+                else _dataset_rows(config, self.seed))
+        return islice(rows, config.limit)
+
+    def _prompt(self, number: int, place: str, row: Any) -> Prompt | Skipped:
+        if number in self.bad:
+            return self.bad[number]
+        try:
+            prompt = read_row(row, place, self.config.column)
+            if number >= self.checked:
+                self.check(number, prompt)
+        except UserError as error:
+            return Skipped(row=place, reason=str(error).removeprefix(f"{place}: "),
+                           wanted=isinstance(error, LeftOutError))
+        return prompt
+
+    def take(self, start: int, count: int) -> Taken:
+        """Candidates start to start + count - 1, without those to be skipped; going back reads from the start again."""
+        # Shards come in any order where other processes take some; a source only goes forward.
+        if start < self.position:
+            self.rest, self.position = self._rows(), 0
+        for _ in islice(self.rest, start - self.position):
+            self.position += 1
+        found = [self._prompt(start + place, *row) for place, row in enumerate(islice(self.rest, count))]
+        self.position += len(found)
+        prompts = [(start + place, one) for place, one in enumerate(found) if isinstance(one, Prompt)]
+        late = () if self.looked is None else tuple(
+            one for place, one in enumerate(found, start) if isinstance(one, Skipped) and place >= self.looked)
+        return Taken(prompts=prompts, read=len(found), skipped=late)
+
+    def skipped(self) -> list[Skipped]:
+        """The rows that are not used, of all rows, or of the first 10,000 where it is open how many are read. Raises
+        UserError if the source cannot be read or holds no row, or as `require_few` does."""
+        found, number = dict[int, Skipped](), 0
+        for number, row in enumerate(islice(self._rows(), self.looked), 1):
+            if isinstance(one := self._prompt(number - 1, *row), Skipped):
+                found[number - 1] = one
+                if not self.config.most_skipped and not one.wanted:
+                    break
+        if not number:
+            raise UserError(f'{self.config.path} holds no prompt; write one JSON object a line, such as '
+                            '{"prompt": "..."}')
+        self.require_few([*found.values()], number)
+        self.checked, self.bad = number, found
+        return [*found.values()]
+
+    def require_few(self, found: Sequence[Skipped], rows: int) -> None:
+        """Refuse a source of which more of its `rows` are to be skipped, those `found`, than the recipe allows. Raises
+        UserError."""
+        most, bad = self.config.most_skipped, [one for one in found if not one.wanted]
+        if len(bad) > most * rows:
+            kinds = Counter(one.kind for one in bad).most_common(3)
+            first = {one.kind: one for one in reversed(bad)}
+            reasons = "; ".join(f"{count:,} like {first[kind].row}: {first[kind].reason}" for kind, count in kinds)
+            raise UserError(f"{len(bad):,} of {rows:,} rows of {self.config.path} cannot be used, and "
+                            f"prompts.most_skipped {most:g} allows fewer: {reasons}")
+
+
+def read_row(row: Any, place: str, column: str | None = None) -> Prompt:
+    """The prompt of a row as its source gives it. Raises UserError naming its place."""
+    try:
+        value = decoded(row)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
+    return parse_prompt(value, place, column)
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Read a file of prompts, all of them usable. Raises UserError if the file is missing, unreadable or empty, or a
+    row is malformed (the message says which)."""
+    prompts = [read_row(row, place) for place, row in file_rows(Path(path))]
+    if not prompts:
+        raise UserError(f'{path} holds no prompt; write one JSON object a line, such as {{"prompt": "..."}}')
+    return prompts
+
+
+Source = OwnPrompts | ReadPrompts  # Numbered candidates for prompts; candidate n is the same whenever it is asked for
+
+
+def _dataset_rows(config: PromptConfig, seed: int) -> Iterator[tuple[str, Any]]:
+    # Prompts of one's own and of files need no such package, which is large.
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError("prompts.origin dataset needs the package datasets; pip install 'draftsmith[train]'") from error
+    name = str(config.path)
+    from datasets.exceptions import DatasetsError
+
+    try:
+        # A folder that `save_to_disk` wrote; `load_dataset` would read its files as data of another kind.
+        if any((Path(name) / mark).exists() for mark in ("state.json", "dataset_dict.json")):
+            saved = datasets.load_from_disk(name)
+            data: Any = saved[config.split] if isinstance(saved, datasets.DatasetDict) else saved
+        else:
+            data = datasets.load_dataset(name, config.subset, split=config.split, streaming=config.streaming,
+                                         revision=config.revision)
+        if config.shuffle:
+            data = data.shuffle(seed=seed, buffer_size=STREAM_BUFFER) if config.streaming else data.shuffle(seed=seed)
+        # A streamed dataset fails only when its rows are read.
+        for number, row in enumerate(data):
+            yield f"{name}[{config.split}]:{number}", row
+    except UserError:
+        raise
+    except (DatasetsError, OSError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"cannot load the dataset {config.path!r}, split {config.split!r}: {reason}; "
+                        "check prompts.path, prompts.subset and prompts.split") from error
+
+
+# Rows of a file -------------------------------------------------------------------------------------------------------
 
 
 def file_rows(file: Path, seed: int | None = None) -> Iterator[tuple[str, bytes]]:

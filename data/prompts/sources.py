@@ -1,25 +1,32 @@
-"""Prompts of a file or a dataset: which rows are read, which are skipped, and why."""
+"""Sources of prompts: the settings, and the prompts that the target itself writes (Magpie, arXiv:2406.08464).
 
+An instruct model that continues the tokens before a user's turn writes a message like a user's. Its text up to the end
+of that turn is a prompt. After nothing but its chat template it writes those that are commonest in its training data. A
+system prompt before the user's turn steers it (section 2.2): those here say what the assistant is for, and the message
+that a user sends to such an assistant is written next. They do not stay in the training data: the prompt is answered as
+if it had come by itself. A target too small to follow them goes on from the first words of such a message instead,
+which stay."""
+
+import hashlib
+import json
+import random
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ...modules import UserError
+from ...modules import DecodeSettings, DecodeStats, Generation, Request, Target, UserError, decode
 from ...modules.config_checks import CheckedSettings, Whole
+from ...modules.decoding.requests import repeats_itself
 from ...modules.files.json_records import require_ordinary
 from ...modules.verification.sampling import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
+from .chat import ChatTemplate
 from .prompt import Prompt
-from .prompt_files import decoded, file_rows
-from .prompt_kinds import named_kinds
-from .rows import LeftOutError, parse_prompt
-
-STREAM_BUFFER = 10_000  # Rows a streamed dataset is shuffled among; of one without limit looked at beforehand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,127 +117,211 @@ class Taken:
     skipped: tuple[Skipped, ...] = ()  # Unusable ones that `ReadPrompts.skipped` has not looked at
 
 
-class ReadPrompts:
-    """Candidates from a file or dataset: its rows, in an order that is a pure function of the settings and the seed.
-    `check` raises UserError for the number and the prompt of one that cannot be used; `whole` is True where all rows
-    are used, and False where a budget may end the work before."""
+UNSTEERED = "any"  # The kind that no system prompt asks for
+ALL_KINDS = "all"  # Stands for every kind, the unsteered one included
+_ASSISTANT = "You are an AI assistant for {}. The user's message {}"
+_PURPOSES = {
+    "coding": ("programmers", "asks for a short program or for an explanation of a piece of code, and names the "
+               "language."),
+    "dialogue": ("everyday conversation", "talks about the user's day, plans or feelings and asks for advice."),
+    "extraction": ("extracting information", "contains a short text and asks for certain facts in it as a list or as "
+                   "JSON."),
+    "humanities": ("students of history, philosophy, politics and art", "asks for an explanation, a comparison or a "
+                   "discussion of a topic."),
+    "math": ("mathematics", "is an exercise with all its numbers: arithmetic, algebra, geometry or probability."),
+    "reasoning": ("logic", "is a puzzle or a question about a situation whose answer takes several steps of thought."),
+    "retrieval": ("questions about documents", "contains a paragraph and asks a question that the paragraph answers."),
+    "rewriting": ("editing", "contains a sentence or a short paragraph and asks to correct it, or to rewrite it in "
+                  "another style."),
+    "roleplay": ("role play", "asks the assistant to speak as a certain character in a certain situation."),
+    "stem": ("science and engineering", "asks how something in physics, chemistry, biology or technology works."),
+    "summary": ("summarising", "contains a short text and asks for a summary in one or two sentences."),
+    "translation": ("translation", "contains a sentence and asks to translate it from one language into another."),
+    "writing": ("writers", "asks for an email, a story, a poem, a description or another short text."),
+}
+SYSTEM_PROMPTS = {kind: _ASSISTANT.format(*purpose) for kind, purpose in _PURPOSES.items()}  # By kind
+OPENINGS = {
+    "coding": ("Write Python code that", "Implement a function in Java that", "How do I use",
+               "Debug the following code:", "Show me an example of", "Write a Bash script that",
+               "Create a class in C++ that", "What is wrong with", "Convert this code from Python to JavaScript:",
+               "Write a regular expression that", "In Python, how can I"),
+    "dialogue": ("I feel", "Today I", "My best friend", "I have been thinking about", "Hi! I just",
+                 "Do you think I should", "My daughter", "Last weekend we", "I can't decide", "How was your",
+                 "My boss"),
+    "extraction": ("Extract all names and places from the following text:",
+                   "List the products with their prices as JSON:", "From the paragraph below, pick out",
+                   "Read this email and tell me who", "Which numbers occur in",
+                   "Put the facts of this article into a table:", "Classify the following sentences:",
+                   "Identify the main events in this text:"),
+    "humanities": ("Who was", "Compare the philosophy of", "What caused the", "Discuss the influence of",
+                   "Explain how the", "When did the", "What role did", "Give me an overview of the history of",
+                   "How did art", "Is it right to", "What are the main arguments for"),
+    "math": ("Calculate", "If 5", "Solve the equation", "A store sells", "What is the area of", "Find the value of",
+             "Simplify the expression", "A car drives", "In a class of", "Maria has", "Prove that",
+             "What is the sum of", "How many different"),
+    "reasoning": ("There are four", "Suppose that", "All cats", "Tom is taller than", "You have two",
+                  "A man walks into", "Which one does not belong:", "If it rains", "What comes next:", "Yesterday was",
+                  "Is it possible that"),
+    "retrieval": ("Read the following passage and answer the question.", "According to this article, what",
+                  "Answer from the text below:", "Passage:", "Based on the following document,", "Context:"),
+    "rewriting": ("Correct the grammar of this sentence:", "Make the following paragraph shorter:", "Rephrase:",
+                  "Improve this text:", "Change the following sentence into the passive voice:", "Edit this email:",
+                  "Write the following text in simpler words:", "Paraphrase the sentence"),
+    "roleplay": ("Speak as", "You are now a", "Let's play a game. You are", "From now on you are",
+                 "Answer as if you were", "Take the role of", "Imagine you're", "I want you to act as",
+                 "We are in a castle."),
+    "stem": ("How do", "Why does", "What happens when", "Explain what", "What are the properties of", "Describe the",
+             "What causes", "How is energy", "What is the function of", "How can scientists measure", "Define"),
+    "summary": ("Summarize the following text in one sentence:", "Give me the main points of this article:", "TL;DR:",
+                "What is the main idea of this paragraph?", "Write a short summary of", "Shorten this report:"),
+    "translation": ("Translate into French:", "Translate the following sentence from English to Spanish:",
+                    "How do you say", "What does this mean in English:", "Give me the German word for"),
+    "writing": ("Write a story about", "Write a song about", "Help me write", "Write a letter to", "Write an essay on",
+                "Compose a poem", "Write a blog post about", "Describe a", "Write a dialogue between",
+                "Give me a title for", "Continue this story:", "Write an advertisement for"),
+}  # Words with which a message of each kind may begin
 
-    def __init__(self, config: PromptConfig, seed: int, check: Callable[[int, Prompt], None] = lambda *_: None,
-                 whole: bool = True) -> None:
-        self.config, self.seed, self.check = config, seed, check
-        endless = config.origin == "dataset" and config.streaming and config.limit is None
-        self.looked = STREAM_BUFFER if endless or not whole else None  # Rows looked at before an answer; None: all
-        self.checked, self.bad = 0, dict[int, Skipped]()  # Rows that `skipped` has looked at, and the unusable ones
-        self.position = 0
-        self.rest = self._rows()
-        self.total = config.limit  # Largest number of candidates, where that is known
-        # To count a dataset's rows may mean to download all of it.
-        if config.origin == "file":
-            self.total = sum(1 for _ in islice(file_rows(Path(config.path or "")), config.limit))
 
-    def _rows(self) -> Iterator[tuple[str, Any]]:
-        config = self.config
-        rows = (file_rows(Path(config.path or ""), self.seed if config.shuffle else None) if config.origin == "file"
-                else _dataset_rows(config, self.seed))
-        return islice(rows, config.limit)
+def named_kinds(names: Sequence[str]) -> tuple[str, ...]:
+    """The kinds of a list of names. Raises UserError if it is empty, a name is unknown or occurs twice, or `all` stands
+    next to others."""
+    known = (*SYSTEM_PROMPTS, UNSTEERED)
+    if list(names) == [ALL_KINDS]:
+        return known
+    if not names or len(set(names)) < len(names) or not set(names) <= set(known):
+        raise UserError(f"prompts.own_kinds must be one or more different names among {', '.join(known)}, or "
+                        f"{ALL_KINDS} alone, got {list(names)}; null writes prompts without a system prompt")
+    return tuple(names)
 
-    def _prompt(self, number: int, place: str, row: Any) -> Prompt | Skipped:
-        if number in self.bad:
-            return self.bad[number]
-        try:
-            prompt = read_row(row, place, self.config.column)
-            if number >= self.checked:
-                self.check(number, prompt)
-        except UserError as error:
-            return Skipped(row=place, reason=str(error).removeprefix(f"{place}: "),
-                           wanted=isinstance(error, LeftOutError))
-        return prompt
+
+def drawn(kinds: Sequence[str], seed: int, number: int) -> tuple[str, str]:
+    """(kind, opening) of prompt `number`, each of its list with equal chance; a pure function of the seed and the
+    number. The opening of the unsteered kind is empty."""
+    # Each has a stream of its own: the kinds are the same whether openings are given or not.
+    seeds = (hashlib.sha256(f"{what} {seed} {number}".encode()).digest() for what in ("kind", "opening"))
+    kind_stream, opening_stream = (random.Random(int.from_bytes(one[:8], "little")) for one in seeds)
+    kind = kind_stream.choice(kinds)
+    return kind, opening_stream.choice(OPENINGS.get(kind, ("",)))
+
+
+OPENING_TOKENS = 16  # Tokens of a prompt by a base model without a template: the start of a text to be continued
+TOP_P = 0.95  # Nucleus from which the target draws its prompts
+RECORDED = Path(__file__).with_name("recorded.jsonl")
+"""Candidates 0, 1, ... that the embedded target wrote once (`tests/benchmarks/record_prompts.py`), since to write them
+takes as long as to answer them. First comes `OwnPrompts.origin`, then the text of each, empty where it is unusable."""
+
+
+class OwnPrompts:
+    """Candidates that the target writes, so many slots at once; candidate n is a pure function of the weights, the
+    config and the seed of the run. None is written twice: what is recorded for these weights and settings is read, and
+    what was written is kept. `check` raises UserError for the number and the prompt of one that cannot be used, which
+    is left out.
+
+    Raises UserError if kinds are asked for and the chat template cannot show them."""
+
+    def __init__(self, target: Target, template: ChatTemplate, config: PromptConfig, *, seed: int, slots: int,
+                 check: Callable[[int, Prompt], None] = lambda *_: None) -> None:
+        self.target, self.template, self.config, self.seed, self.check = target, template, config, seed, check
+        self.total = config.limit  # Largest number of candidates; None where there is no limit
+        self.around = template.user_turn()
+        self.plain = template.source is None
+        self.kinds = (UNSTEERED,) if config.own_kinds is None else named_kinds(config.own_kinds)
+        self.befores = dict.fromkeys(self.kinds, self.around.before)  # Tokens after which one of each kind is written
+        if config.own_kinds is not None and not config.own_openings:
+            # The system prompt of each kind stands before its prompts, and must be seen there: a template that drops
+            # it would give prompts of no kind at all.
+            if self.plain:
+                raise UserError("prompts.own_kinds without prompts.own_openings needs a chat template, and this target "
+                                "has none; set prompts.own_openings: true")
+            for kind in (one for one in self.kinds if one != UNSTEERED):
+                asked = f"prompts.own_kinds asks for {kind} by a system prompt, which the chat template of this target"
+                try:
+                    shown = template.user_turn([{"role": "system", "content": SYSTEM_PROMPTS[kind]}])
+                except UserError as error:
+                    raise UserError(f"{asked} refuses ({error}); leave prompts.own_kinds out") from error
+                if shown == self.around:
+                    raise UserError(f"{asked} does not show; leave prompts.own_kinds out")
+                self.befores[kind] = shown.before
+        self.stats = DecodeStats()
+        self.watch: Callable[[], None] = lambda: None  # Called in every pass; what it raises ends the writing
+        # An end token of the target ends a message; where the template writes something else after one, that text does.
+        end = self.around.after
+        stop = () if not end or end[0] in target.eos_ids else (target.tokenizer.decode(list(end)),)
+        # Streams of their own: prompt n and answer n would otherwise draw the same numbers.
+        stream = int.from_bytes(hashlib.sha256(f"prompts {seed}".encode()).digest()[:8], "little")
+        self.settings = DecodeSettings(batch_size=slots, top_p=TOP_P, seed=stream, stop=stop)
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """All that decides the candidates, as JSON has it."""
+        return {"target": self.target.identity.weights_hash, "tokens": self.target.identity.tokens_hash,
+                "befores": {kind: list(tokens) for kind, tokens in self.befores.items()},
+                "stop": list(self.settings.stop), "seed": self.seed, "top_p": TOP_P,
+                **{name: getattr(self.config, name) for name in ("own_max_tokens", "own_temperature", "own_openings")}}
+
+    @cached_property
+    def texts(self) -> dict[int, str]:
+        """Candidates that are known, by number; the text of an unusable one is empty."""
+        with RECORDED.open(encoding="utf-8") as lines:
+            known = json.loads(next(lines)) == self.origin
+            return {number: json.loads(line) for number, line in enumerate(lines)} if known else {}
 
     def take(self, start: int, count: int) -> Taken:
-        """Candidates start to start + count - 1, without those to be skipped; going back reads from the start again."""
-        # Shards come in any order where other processes take some; a source only goes forward.
-        if start < self.position:
-            self.rest, self.position = self._rows(), 0
-        for _ in islice(self.rest, start - self.position):
-            self.position += 1
-        found = [self._prompt(start + place, *row) for place, row in enumerate(islice(self.rest, count))]
-        self.position += len(found)
-        prompts = [(start + place, one) for place, one in enumerate(found) if isinstance(one, Prompt)]
-        late = () if self.looked is None else tuple(
-            one for place, one in enumerate(found, start) if isinstance(one, Skipped) and place >= self.looked)
-        return Taken(prompts=prompts, read=len(found), skipped=late)
+        """Candidates start to start + count - 1, without the unusable ones."""
+        limit = self.config.limit
+        numbers = range(start, start + (count if limit is None else max(0, min(count, limit - start))))
+        self.texts.update(self._written(number for number in numbers if number not in self.texts))
+        prompts = []
+        for number in numbers:
+            if text := self.texts[number]:
+                prompt = Prompt.from_turns(text, id=str(number), category="own")
+                with suppress(UserError):
+                    self.check(number, prompt)
+                    prompts.append((number, prompt))
+        return Taken(prompts=prompts, read=len(numbers))
 
-    def skipped(self) -> list[Skipped]:
-        """The rows that are not used, of all rows, or of the first 10,000 where it is open how many are read. Raises
-        UserError if the source cannot be read or holds no row, or as `require_few` does."""
-        found, number = dict[int, Skipped](), 0
-        for number, row in enumerate(islice(self._rows(), self.looked), 1):
-            if isinstance(one := self._prompt(number - 1, *row), Skipped):
-                found[number - 1] = one
-                if not self.config.most_skipped and not one.wanted:
-                    break
-        if not number:
-            raise UserError(f'{self.config.path} holds no prompt; write one JSON object a line, such as '
-                            '{"prompt": "..."}')
-        self.require_few([*found.values()], number)
-        self.checked, self.bad = number, found
-        return [*found.values()]
+    def _written(self, numbers: Iterable[int]) -> dict[int, str]:
+        """These candidates, written now."""
+        longest = min(OPENING_TOKENS, self.config.own_max_tokens) if self.plain else self.config.own_max_tokens
+        openings, requests = dict[int, str](), list[Request]()
+        for number in numbers:
+            kind, opening = drawn(self.kinds, self.seed, number)
+            openings[number] = opening if self.config.own_openings else ""
+            first = self.target.tokenizer(openings[number], add_special_tokens=False)["input_ids"]
+            tokens = (*self.befores[kind], *first)
+            # A kind's system prompt may fill a short context; such a candidate counts as read and unusable.
+            if len(tokens) + longest <= self.target.context_length:
+                requests.append(Request(tokens, number, longest, self.config.own_temperature))
+        found = dict.fromkeys(openings, "")
+        if not requests:
+            return found
+        # Every slot holds a whole chunk of its prompt, so a chunk is no longer than the longest prompt.
+        chunk = min(self.settings.prefill_chunk, max(len(request.tokens) for request in requests))
+        result = decode(self.target, requests, replace(self.settings, prefill_chunk=chunk),
+                        on_tokens=lambda *_: self.watch())
+        self.stats.add(result.stats)
+        for generation in result.generations:
+            number = generation.request.index
+            if text := self._text(generation):
+                found[number] = f"{openings[number]}{text}".strip()
+        return found
 
-    def require_few(self, found: Sequence[Skipped], rows: int) -> None:
-        """Refuse a source of which more of its `rows` are to be skipped, those `found`, than the recipe allows. Raises
-        UserError."""
-        most, bad = self.config.most_skipped, [one for one in found if not one.wanted]
-        if len(bad) > most * rows:
-            kinds = Counter(one.kind for one in bad).most_common(3)
-            first = {one.kind: one for one in reversed(bad)}
-            reasons = "; ".join(f"{count:,} like {first[kind].row}: {first[kind].reason}" for kind, count in kinds)
-            raise UserError(f"{len(bad):,} of {rows:,} rows of {self.config.path} cannot be used, and "
-                            f"prompts.most_skipped {most:g} allows fewer: {reasons}")
-
-
-def read_row(row: Any, place: str, column: str | None = None) -> Prompt:
-    """The prompt of a row as its source gives it. Raises UserError naming its place."""
-    try:
-        value = decoded(row)
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from error
-    return parse_prompt(value, place, column)
-
-
-def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a file of prompts, all of them usable. Raises UserError if the file is missing, unreadable or empty, or a
-    row is malformed (the message says which)."""
-    prompts = [read_row(row, place) for place, row in file_rows(Path(path))]
-    if not prompts:
-        raise UserError(f'{path} holds no prompt; write one JSON object a line, such as {{"prompt": "..."}}')
-    return prompts
-
-
-def _dataset_rows(config: PromptConfig, seed: int) -> Iterator[tuple[str, Any]]:
-    # Prompts of one's own and of files need no such package, which is large.
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError("prompts.origin dataset needs the package datasets; pip install 'draftsmith[train]'") from error
-    name = str(config.path)
-    from datasets.exceptions import DatasetsError
-
-    try:
-        # A folder that `save_to_disk` wrote; `load_dataset` would read its files as data of another kind.
-        if any((Path(name) / mark).exists() for mark in ("state.json", "dataset_dict.json")):
-            saved = datasets.load_from_disk(name)
-            data: Any = saved[config.split] if isinstance(saved, datasets.DatasetDict) else saved
-        else:
-            data = datasets.load_dataset(name, config.subset, split=config.split, streaming=config.streaming,
-                                         revision=config.revision)
-        if config.shuffle:
-            data = data.shuffle(seed=seed, buffer_size=STREAM_BUFFER) if config.streaming else data.shuffle(seed=seed)
-        # A streamed dataset fails only when its rows are read.
-        for number, row in enumerate(data):
-            yield f"{name}[{config.split}]:{number}", row
-    except UserError:
-        raise
-    except (DatasetsError, OSError, ValueError, KeyError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot load the dataset {config.path!r}, split {config.split!r}: {reason}; "
-                        "check prompts.path, prompts.subset and prompts.split") from error
+    def _text(self, generation: Generation) -> str:
+        """The text of a turn, empty where it is not usable: cut off, repetitive, or with special tokens inside."""
+        tokens = generation.tokens
+        # A base model's text is a beginning that may stop anywhere; a message that was cut is none that a user sends.
+        if not self.plain:
+            if generation.finish == "length":
+                return ""
+            if self.settings.stop:
+                # The text that ends a turn may share its first token with the turn's last word.
+                before = self.target.tokenizer.decode(list(tokens)).split(self.settings.stop[0])[0]
+                tokens = list(self.target.tokenizer(before, add_special_tokens=False)["input_ids"])
+            else:
+                tokens = list(tokens[:-1])
+        # Special tokens inside are a turn of another role; repetitions are where a small model got stuck.
+        special = set(self.target.tokenizer.all_special_ids)
+        if special & set(tokens) or repeats_itself(tokens):
+            return ""
+        text: str = self.target.tokenizer.decode(tokens)
+        return text if any(character.isalpha() for character in text) else ""

@@ -13,7 +13,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,13 +24,15 @@ from ...modules import Target, UserError
 from ...modules.decoding.recorders import RecordedStates
 from ...modules.files.folders import sole_writer
 from ...modules.progress import ProgressLine
-from .collate import Piece, pad
 from .feature_shards import (
     FEATURES,
     FINAL,
+    Piece,
     StateFormat,
     StoredFile,
+    StoredStates,
     format_named,
+    pad,
     read_features,
     state_file,
     state_names,
@@ -92,23 +94,18 @@ class StateStore:
     def __init__(self, folder: Path, target: Target, form: StateFormat) -> None:
         self.folder, self.hidden_size, self.form = folder, target.hidden_size, form
         self.dtype = target.dtype if form.scaled else form.dtype  # Of states in memory, until they are written
-        self.key = {
-            "format_version": FORMAT_VERSION,
-            "target": target.identity.weights_hash,
-            "dtype": form.name,
-        }
+        self.empty = StoredStates(format_version=FORMAT_VERSION, target=target.identity.weights_hash, dtype=form.name,
+                                  files={})
         self.files = self.listed()
 
-    def listed(self) -> dict[str, dict[str, str]]:
+    def listed(self) -> dict[str, StoredFile]:
         """The files in the list. Raises UserError if it is damaged."""
         # States of another target or number format are others: their files are written over.
-        content = read_features(self.folder)
-        files: dict[str, dict[str, str]] = content.pop("files", {})
-        return files if content == self.key else {}
+        found = read_features(self.folder)
+        return {} if found is None or replace(found, files={}) != self.empty else found.files
 
-    def write(
-        self, record: ShardRecord, names: Sequence[str], rows: Sequence[Mapping[str, Tensor]]
-    ) -> dict[str, StoredFile]:
+    def write(self, record: ShardRecord, names: Sequence[str], rows: Sequence[Mapping[str, Tensor]]
+              ) -> dict[str, StoredFile]:
         """Write the named states of a shard, each [N, D] a row, one kind after the other; returns the hashes of the
         files by name, and `add` lists them. UserError if the disk is full."""
         written = {}
@@ -125,15 +122,15 @@ class StateStore:
         """List finished files. Raises UserError if the disk is full."""
         with sole_writer(self.folder / FEATURES):
             # Another recipe may store other states of the same data meanwhile.
-            self.files |= self.listed() | {name: asdict(file) for name, file in files.items()}
-            listed = {**self.key, "files": self.files}
+            self.files |= {**self.listed(), **files}
+            listed = asdict(replace(self.empty, files=self.files))
             write_bytes(self.folder / FEATURES, json.dumps(listed, indent=2, sort_keys=True).encode())
 
     def holds(self, name: str, tokens: str) -> bool:
         """True if a file is stored as it was written for data of this hash."""
         file, entry = self.folder / name, self.files.get(name)
         # A file that is listed may have been lost or replaced since.
-        return entry is not None and entry["tokens"] == tokens and file.exists() and hash_file(file) == entry["sha256"]
+        return entry is not None and entry.tokens == tokens and file.exists() and hash_file(file) == entry.sha256
 
     def keep(self, name: str, tokens: str, tensors: Mapping[str, Tensor]) -> None:
         """Write another file that the target and the data of this hash decide, then the list; UserError if the disk is
@@ -148,10 +145,8 @@ class Encoding:
     `form` names the number format of the stored states, such as float16 or int8; None keeps the target's. The outputs
     of the layers `taps` are stored too."""
 
-    def __init__(
-        self, target: Target, folder: Path, taps: tuple[int, ...] = (), *, form: str | None = None,
-        read: StateReader | None = None,
-    ) -> None:
+    def __init__(self, target: Target, folder: Path, taps: tuple[int, ...] = (), *, form: str | None = None,
+                 read: StateReader | None = None) -> None:
         manifest = Manifest.load(folder)
         manifest.target.require_same(target.identity)
         self.target, self.folder, self.names = target, folder, state_names(taps)
@@ -182,10 +177,8 @@ class Encoding:
         return [self.folder / state_file(record, name) for record in self.records for name in self.names]
 
 
-def read_rows(
-    target: Target, shard: TokenShard, rows: Sequence[int], names: Sequence[str], dtype: torch.dtype,
-    advance: Callable[[int], object] | None = None,
-) -> dict[int, dict[str, Tensor]]:
+def read_rows(target: Target, shard: TokenShard, rows: Sequence[int], names: Sequence[str], dtype: torch.dtype,
+              advance: Callable[[int], object] | None = None) -> dict[int, dict[str, Tensor]]:
     """The named states of these rows of a shard by number, each [N, D] on the CPU, by a pass of the target over the
     rows; `advance` gets the number of tokens of each pass."""
     taps = {name: int(name.removeprefix("tap_")) for name in names if name != FINAL}

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from transformers.integrations import moe
 
-from ...data.batches.datamodule import AHEAD
-from ...data.batches.learned_tokens import prompts_learnable
+from ...data.datamodule import AHEAD
 from ...data.store.feature_shards import format_named
 from ...data.store.feature_store import in_words
+from ...data.store.token_store import prompts_learnable
 from ...export.evaluation.schedule import UNTIMED_ROWS
 from ...modules import Features, Target, TokenTree, Topology, UserError
 from ...modules.target.devices.placement import Zero3
@@ -28,9 +28,9 @@ from ...modules.tuning.step_timing import timed_slots
 from ...modules.tuning.tree_search import ranked_text
 from ...modules.tuning.trials import MOST_ANSWERS
 from ...trainers import DraftModule
+from ...trainers.chunked_losses import CHUNK_ELEMENTS
 from ...trainers.fitting import precision_of
-from ...trainers.losses.chunked_losses import CHUNK_ELEMENTS
-from ...trainers.steps.optimizers import Together
+from ...trainers.optimizers import Together
 from ...trainers.train_config import ZERO_STAGES
 from ...trainers.zero_drafter import BUCKET
 from ..counted_work import CountedWork, blank_tensors

@@ -13,13 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from ...data import Manifest, Prompt, WantedStates, read_held_out
-from ...data.answers.distill_config import require_enough
+from ...data.answers.distill_task import require_enough
 from ...data.answers.shard_queue import QUEUE
-from ...data.batches.datamodule import BatchConfig, DraftDataModule, HeldOutRows
-from ...data.batches.learned_tokens import coverage
+from ...data.datamodule import BatchConfig, DraftDataModule, HeldOutRows
 from ...data.state_engines import engine_at, probe
 from ...data.store.feature_store import Encoding, require_room
-from ...data.store.token_store import MANIFEST
+from ...data.store.token_store import MANIFEST, coverage
 from ...export import Method, Tuning, evaluate, load_artifact, save_artifact, save_tuning
 from ...export.acceptance_profile import chain_measurements, described, save_acceptance
 from ...export.artifact_files import CONFIG, HEADS

@@ -8,8 +8,7 @@ from random import Random
 from typing import Any
 
 from ...data import ChatTemplate, Manifest, TokenShard
-from ...data.batches.learned_tokens import answers
-from ...data.store.token_store import SOURCES, Row, ShardRecord
+from ...data.store.token_store import SOURCES, Row, ShardRecord, answers
 from ...export import Artifact
 from ...modules import Target
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from ...data.batches.learned_tokens import LearnedTokens
 from ...data.state_engines import BOUNDS, gap
 from ...data.store.feature_shards import FINAL, tap
-from ...data.store.token_store import TokenShard
+from ...data.store.token_store import TokenShard, learned_tokens
 from ...export import TrainingRecord
 from ...modules import (
     CostTable,
@@ -103,7 +102,7 @@ def held_out_rows(case: Case, data: DataSample) -> list[Features]:
 
 def greedy_rows(shard: TokenShard, most: int) -> list[Features]:
     """At most so many greedy rows, spread over a shard, with what is learned of them; none where nothing is."""
-    learned_T, places = LearnedTokens().of(shard), (slice(*shard.span(row)) for row in spread(
+    learned_T, places = learned_tokens(shard), (slice(*shard.span(row)) for row in spread(
         shard.answered_at(0.0), most))
     return [Features.from_rows([(shard.tokens_T[place].tolist(), learned_T[place].tolist())]) for place in places
             if bool(learned_T[place].any())]

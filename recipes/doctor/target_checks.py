@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...data.batches.learned_tokens import LearnedTokens
 from ...data.state_engines import BOUNDS, gap
-from ...data.store.collate import Piece, pad
-from ...data.store.feature_shards import FINAL, FeatureShard, read_features, tap
+from ...data.store.feature_shards import FINAL, FeatureShard, Piece, pad, read_features, tap
 from ...data.store.feature_store import read_rows
-from ...data.store.token_store import SOURCES
+from ...data.store.token_store import SOURCES, learned_tokens
 from ...modules import Target, TargetIdentity, UserError
 from .case import Case, DataSample, Finding, group, judged, spread, unchecked
 
@@ -54,7 +52,7 @@ def _policy(case: Case, data: DataSample) -> Finding:
     chosen = spread(range(len(data.names)), ROWS)
     names = [data.names[row] for row in chosen]
     states = read_rows(case.target, data.shard, chosen, [FINAL], case.target.dtype)
-    labels_T, found = LearnedTokens().of(data.shard), dict[int, Agreement]()
+    labels_T, found = learned_tokens(data.shard), dict[int, Agreement]()
     for place, row in enumerate(chosen):
         start, stop = data.shard.span(row)
         # Repetitions are easy for any model, and hide an answer of another one.
@@ -123,8 +121,8 @@ def _states(case: Case, data: DataSample) -> Finding:
     wanted, chosen = (FINAL, *map(tap, sorted({*taps}))), spread(range(len(data.names)), STATE_ROWS)
     own = read_rows(target, data.shard, chosen, (FINAL, *map(tap, sorted(near))), target.dtype)
     opened, gaps, kinds = dict[str, FeatureShard](), dict[int, float](), dict[int, str]()
-    bound = ROUNDED_STATES if listed["dtype"] in ("int8", "fp8") else max(
-        BOUNDS.get(getattr(torch, listed["dtype"]), ROUNDED_STATES), BOUNDS.get(target.dtype, ROUNDED_STATES))
+    bound = ROUNDED_STATES if listed.dtype in ("int8", "fp8") else max(
+        BOUNDS.get(getattr(torch, listed.dtype), ROUNDED_STATES), BOUNDS.get(target.dtype, ROUNDED_STATES))
     for place, row in enumerate(chosen):
         record, _, first = data.places[row]
         start, stop = data.shard.span(row)

@@ -12,7 +12,7 @@ import torch
 
 from ...data import ChatTemplate
 from ...data.answers.distill import TRUNCATED_SHARE
-from ...data.batches.learned_tokens import LearnedTokens, coverage, repetitions
+from ...data.store.token_store import coverage, learned_tokens, repetitions
 from ...modules import UserError
 from ...modules.decoding.requests import TokenText
 from .case import Case, DataSample, Finding, group, judged, unchecked
@@ -187,7 +187,7 @@ def _repeated(_: Case, data: DataSample) -> Finding:
 
 def _lengths(case: Case, data: DataSample) -> Finding:
     """Rows that are too short for the draft's steps, and labels after the end of a packed row."""
-    steps, labels_T, batch = case.artifact.drafter.trained_steps, LearnedTokens().of(data.shard), case.recipe("batch")
+    steps, labels_T, batch = case.artifact.drafter.trained_steps, learned_tokens(data.shard), case.recipe("batch")
     rows = [labels_T[slice(*data.shard.span(row))] for row in range(len(data.names))]
     counts = [int(row.sum()) for row in rows]
     # With stored states a longer row becomes windows; without, the target would not see the tokens before one.

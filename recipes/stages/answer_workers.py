@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from ...data import Manifest, WantedStates, Writer, distill
-from ...data.answers.distill_config import AUTO
+from ...data.answers.distill_task import AUTO
 from ...data.answers.shard_queue import clear_queue
 from ...export import load_artifact
 from ...export.artifact_files import CONFIG

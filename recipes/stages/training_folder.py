@@ -9,7 +9,7 @@ from typing import Any
 
 from ...data import TokenShard
 from ...data.answers.data_folder import read_stats
-from ...data.batches.learned_tokens import repetitions
+from ...data.store.token_store import repetitions
 from ...export import TrainingRecord
 from ...modules import UserError
 from ...modules.files.atomic_files import write_file

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from ...data import ChatTemplate, DistillConfig, Manifest, Prompt, WantedStates
-from ...data.answers.distill_config import raised_limits
-from ...data.batches.datamodule import BatchConfig, learned
-from ...data.batches.learned_tokens import count_labels, prompts_learnable
+from ...data.answers.distill_task import raised_limits
+from ...data.datamodule import BatchConfig, learned_around
 from ...data.prompts.chat import Surroundings
-from ...data.store.token_store import MANIFEST
+from ...data.store.token_store import MANIFEST, count_labels, prompts_learnable
 from ...export.artifact_files import CONFIG
 from ...export.evaluation.schedule import require_context
 from ...export.stored_drafter import read_description
@@ -190,7 +189,7 @@ class Workspace:
     @cached_property
     def label_weights(self) -> Tensor:
         """Counts of each token of the vocabulary as a label in training, [V]."""
-        return count_labels(self.data, learned(self.manifest(), self.recipe.batch, self.around_prompts))
+        return count_labels(self.data, learned_around(self.manifest(), self.recipe.batch, self.around_prompts))
 
     @cached_property
     def decisive(self) -> dict[str, Any]:

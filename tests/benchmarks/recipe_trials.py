@@ -59,8 +59,7 @@ from draftsmith.recipes.chat_settings import handwritten_prompts
 from draftsmith.recipes.commands.pipeline import COMMANDS, encoded, held_out_rows, perform_stages
 from draftsmith.recipes.stages.training_folder import read_result
 from draftsmith.recipes.stages.workspace import Workspace
-from draftsmith.trainers import DraftModule
-from draftsmith.trainers.steps import training_clock
+from draftsmith.trainers import DraftModule, checkpoints
 from safetensors.torch import load_file
 
 SECTIONS = ("family", "drafter", "train", "batch", "retarget")
@@ -128,7 +127,7 @@ class Trials:
         if options.steps is not None and options.steps < 1:
             raise UserError(f"--steps must be at least 1, got {options.steps}")
         if options.processor:
-            training_clock.time = SimpleNamespace(perf_counter=time.process_time)
+            checkpoints.time = SimpleNamespace(perf_counter=time.process_time)
         self.turns = [(trial, seed) for number, seed in enumerate(options.seeds)
                       for trial in (self.trials[::-1] if number % 2 else self.trials)]
         self.workspaces = {turn: self._workspace(*turn) for turn in self.turns}

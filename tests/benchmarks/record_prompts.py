@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from tempfile import TemporaryDirectory
 
-from draftsmith.data.prompts.self_prompting import RECORDED, OwnPrompts
+from draftsmith.data.prompts.sources import RECORDED, OwnPrompts
 from draftsmith.modules.files.atomic_files import write_atomically
 from draftsmith.recipes.commands.pipeline import COMMANDS
 from draftsmith.recipes.stages.workspace import Workspace

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from draftsmith.data.batches.datamodule import BatchConfig, BatchPlan
-from draftsmith.data.store.collate import Piece, packed
+from draftsmith.data.datamodule import BatchConfig, BatchPlan
+from draftsmith.data.store.feature_shards import Piece, packed
 from draftsmith.modules import BlockDraftConfig, Eagle3Config, HydraConfig, KangarooConfig, MedusaConfig, Target
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.recipes.counted_work import CountedStorages
@@ -75,7 +75,7 @@ def measure(case: Case) -> dict[str, float]:
     features = module.encoded(batch(case))
     drafts = module.drafter(features)
     with CountedStorages() as tally:
-        module._vocabulary_loss(module.weights(len(drafts.offsets)), None)(drafts, features)
+        module.vocabulary_loss(drafts, features, module.weights(len(drafts.offsets)))
     states = 2 * drafts.hidden_BLKD.nbytes
     del drafts
     module.zero_grad()

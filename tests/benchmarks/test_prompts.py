@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from benchmarks import changed_target, domain_prompts, record_prompts
 from draftsmith.data import ChatTemplate, PromptConfig
-from draftsmith.data.prompts import self_prompting
-from draftsmith.data.prompts.self_prompting import OwnPrompts
+from draftsmith.data.prompts import sources
+from draftsmith.data.prompts.sources import OwnPrompts
 from draftsmith.export import save_artifact
 from draftsmith.modules import Eagle3, Eagle3Config, Target, TargetConfig, Topology, load_target
 from draftsmith.modules.target.loading.model_parts import SHAPE
@@ -79,21 +79,21 @@ def own(target: Target, config: PromptConfig = CONFIG, seed: int = 0) -> OwnProm
 def test_recorded_candidates_are_read_and_the_others_written(tiny_target_f64: Target, tmp_path: Path,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
-    monkeypatch.setattr(self_prompting, "TOP_P", 1.0)
-    for module in (self_prompting, record_prompts):
+    monkeypatch.setattr(sources, "TOP_P", 1.0)
+    for module in (sources, record_prompts):
         monkeypatch.setattr(module, "RECORDED", tmp_path / "recorded.jsonl")
     (tmp_path / "recorded.jsonl").write_text("{}\n")
     written = own(tiny_target_f64).take(0, 24)
     assert written.prompts
     record_prompts.record(own(tiny_target_f64), 1)
-    decode, recorded = self_prompting.decode, len((tmp_path / "recorded.jsonl").read_text().splitlines()) - 1
+    decode, recorded = sources.decode, len((tmp_path / "recorded.jsonl").read_text().splitlines()) - 1
     assert 8 <= recorded < 24
 
     def noted(target: Target, requests: Any, *given: Any, **more: Any) -> Any:
         asked.extend(request.index for request in requests)
         return decode(target, requests, *given, **more)
 
-    monkeypatch.setattr(self_prompting, "decode", noted)
+    monkeypatch.setattr(sources, "decode", noted)
     source = own(tiny_target_f64)
     assert source.take(0, 24) == written
     assert asked == list(range(recorded, 24))
@@ -111,7 +111,7 @@ def test_recorded_candidates_are_read_and_the_others_written(tiny_target_f64: Ta
 def test_the_recipes_of_the_embedded_target_read_recorded_prompts(
     real_target: Target, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(self_prompting, "decode", None)
+    monkeypatch.setattr(sources, "decode", None)
     given = COMMANDS["run"].parse(["--config", recipe]).values
     template, config = given.template.build(real_target), given.distill
     source = OwnPrompts(real_target, template, given.prompts, seed=config.seed, slots=config.slots)

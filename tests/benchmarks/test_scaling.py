@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from benchmarks import scaling
 from benchmarks.scaling import FAMILIES, TABLES, Case, batches, cases, conversations, measure
-from draftsmith.trainers.losses import chunked_losses
+from draftsmith.trainers import chunked_losses
 
 SMALL = Case(length=64, segment=32, vocabulary=128, steps=2, width=16)
 

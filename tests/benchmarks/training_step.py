@@ -33,14 +33,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.parts.shapes import RECIPES, SHAPES, shaped_module, shaped_recipe, shaped_target
-from draftsmith.data.batches.datamodule import Prefetched
-from draftsmith.data.store.collate import PackedBatch, Piece, packed, pad, plan_bins
+from draftsmith.data.datamodule import Prefetched
+from draftsmith.data.store.feature_shards import PackedBatch, Piece, packed, pad, plan_bins
 from draftsmith.modules import Drafter, DraftLM, Features, Target
 from draftsmith.modules.parts.decoder_block import GatedMLP
 from draftsmith.recipes.counted_work import CountedStorages
 from draftsmith.trainers import DraftModule
-from draftsmith.trainers.losses.chunked_losses import VocabularyLoss
-from draftsmith.trainers.losses.metrics import weighted_mean_loss
+from draftsmith.trainers.chunked_losses import VocabularyLoss
+from draftsmith.trainers.objectives import weighted_mean_loss
 from references.textbook_step import textbook_gradient
 
 PARTS = ("target", "vocabulary loss", "drafter", "optimizer", "data")

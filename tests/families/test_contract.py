@@ -33,7 +33,7 @@ from draftsmith.modules import (
 )
 from draftsmith.modules.target.draft_vocabulary import OwnOutput
 from draftsmith.trainers import DraftModule, fit
-from draftsmith.trainers.losses.chunked_losses import supervise
+from draftsmith.trainers.chunked_losses import supervise
 from safetensors.torch import load_file
 from support.answers import frontier, observed
 from support.cases import CycleData, cycle_target

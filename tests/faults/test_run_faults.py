@@ -13,7 +13,7 @@ from draftsmith.data.store.feature_shards import read_features
 from draftsmith.modules import UserError
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.stages.training_folder import read_result
-from draftsmith.trainers.steps.checkpoints import PARTS, AtomicCheckpointIO
+from draftsmith.trainers.checkpoints import PARTS, AtomicCheckpointIO
 from safetensors.torch import load_file, save_file
 from support.faults import Fault, Place, check, edited, flip, ids, written
 from support.tiers import others_long

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from draftsmith.data import Manifest
-from draftsmith.data.batches.datamodule import BatchConfig, DraftDataModule
+from draftsmith.data.datamodule import BatchConfig, DraftDataModule
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.recipes.__main__ import main

@@ -76,7 +76,7 @@ def test_one_process_distils_two_train_and_one_evaluates(
     assert (out / "report.html").is_file()
 
 
-# How a process dies does not depend on the strategy; test_split_drafter resumes the checkpoints of others.
+# How a process dies does not depend on the strategy; test_processes resumes the checkpoints of others.
 @pytest.mark.distributed
 @pytest.mark.long
 @pytest.mark.parametrize("trained", SHARED[:1], ids="-".join, indirect=True)

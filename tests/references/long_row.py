@@ -14,7 +14,7 @@ from draftsmith.trainers import draft_module, train_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from draftsmith.data.store.collate import Piece, packed
+from draftsmith.data.store.feature_shards import Piece, packed
 from draftsmith.modules import Eagle3Config, KangarooConfig, Target
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,4 +1,4 @@
-"""Slow plain twins of `draftsmith.trainers.losses.objectives`: one row, one entry of the vocabulary at a time.
+"""Slow plain twins of `draftsmith.trainers.objectives`: one row, one entry of the vocabulary at a time.
 
 `p` are the target's probabilities over its whole vocabulary, `q` the draft's, `ids` the target id of each entry of q.
 """

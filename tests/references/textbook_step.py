@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 from draftsmith.modules.target.draft_vocabulary import draft_index
-from draftsmith.trainers.losses.objectives import NEEDS_MASS, Teacher, objective_loss
+from draftsmith.trainers.objectives import NEEDS_MASS, Teacher, objective_loss
 from torch.nn import functional
 
 

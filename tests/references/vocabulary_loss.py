@@ -1,4 +1,4 @@
-"""Slow plain twin of `draftsmith.trainers.losses.chunked_losses`: one token at a time, whole logits, autograd."""
+"""Slow plain twin of `draftsmith.trainers.chunked_losses`: one token at a time, whole logits, autograd."""
 
 from torch import Tensor
 

@@ -12,7 +12,7 @@ from draftsmith.modules import Adapter, Drafter, Features, Target
 from draftsmith.modules.interfaces.drafter import DrafterConfig
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.trainers import DraftModule, draft_module
-from draftsmith.trainers.losses.metrics import weighted_mean_loss
+from draftsmith.trainers.objectives import weighted_mean_loss
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 

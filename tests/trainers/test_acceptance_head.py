@@ -96,15 +96,6 @@ def test_a_fit_depends_on_its_seed_alone() -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"lr": 0.0}, "fit.lr must be above 0 and finite, got 0"),
-    ({"reject_weight": -1.0}, "fit.reject_weight must be above 0"),
-])
-def test_settings_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        HeadFitConfig(**settings)  # type: ignore[arg-type]
-
-
 def test_a_fit_without_examples_or_that_diverges_is_refused() -> None:
     none = Examples(states_ED=torch.zeros(0, TOKENS), chances_E=torch.zeros(0))
     with pytest.raises(UserError, match=r"examples to learn and to hold out, got 0 and 50; raise labels.examples, or"):

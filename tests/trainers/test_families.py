@@ -1,14 +1,17 @@
-"""Families by name: the module of each, and its settings."""
+"""Families by name: the module of each, and its settings with their bounds."""
 
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from draftsmith.modules import DRAFTERS, Medusa, MedusaConfig, UserError
-from draftsmith.trainers import DraftModule, TrainConfig, draft_module
+from draftsmith.trainers import DraftModule, Medusa2TrainConfig, TrainConfig, draft_module
+from draftsmith.trainers.acceptance_head import HeadFitConfig
 from draftsmith.trainers.families import VARIANTS, family_configs, family_module, family_names
+from draftsmith.trainers.train_config import PositionConfig
 
 
 @pytest.mark.parametrize("name", family_names())
@@ -85,3 +88,31 @@ def test_a_class_outside_the_package_is_imported_only_when_trusted(
     with pytest.raises(UserError, match="is not a subclass"):
         family_module("outside_code.Module", trust=True)
     assert ran.exists()
+
+
+STEP_WEIGHTS = r"train\.step_weights must be (a number |above 0|at most 1)"
+
+
+@pytest.mark.parametrize(("kind", "settings", "told"), [
+    (TrainConfig, {"max_steps": 0}, "max_steps must be at least 1, got 0"),
+    (TrainConfig, {"accumulate": 0}, "accumulate"), (TrainConfig, {"validate_every": 0}, "validate_every"),
+    (TrainConfig, {"clip": -1.0}, "clip must be at least 0, got -1.0"),
+    (TrainConfig, {"validation_nodes": 1}, "validation_nodes must be at least 2"),
+    (TrainConfig, {"lr": 0.0}, "lr must be above 0"),
+    (TrainConfig, {"objective": "firm"}, "objective must be one of hard, argmax, .* got 'firm'"),
+    (TrainConfig, {"feature_weight": -1.0}, "feature_weight must be at least 0, got -1.0"),
+    *((TrainConfig, {"step_weights": wrong}, STEP_WEIGHTS) for wrong in (0.0, 1.5, "pace")),
+    (PositionConfig, {"offset": 0}, "offset must be at least 1, got 0"),
+    (PositionConfig, {"offset": "most"}, "offset must be one of max or a whole number of at least 1 or null, got"),
+    (Medusa2TrainConfig, {"heads_lr_factor": 0.0}, "heads_lr_factor must be above 0, got 0.0"),
+    (Medusa2TrainConfig, {"schedule": "cosine"}, "schedule must be one of two_stage, sine, got 'cosine'"),
+    (Medusa2TrainConfig, {"lr": 0.0}, "lr must be above 0"),
+    (Medusa2TrainConfig, {"optimizer": "muon"},
+     r"optimizer is 'muon', but the target's low-rank weights .*; set optimizer to"),
+    (HeadFitConfig, {"lr": 0.0}, "fit.lr must be above 0, got 0.0"),
+    (HeadFitConfig, {"lr": float("inf")}, "fit.lr must be .*, got inf"),
+    (HeadFitConfig, {"reject_weight": -1.0}, "fit.reject_weight must be above 0"),
+])
+def test_impossible_settings_are_refused(kind: type[Any], settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        kind(**settings)

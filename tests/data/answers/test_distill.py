@@ -23,14 +23,15 @@ from draftsmith.data import (
     distill,
     read_prompts,
 )
-from draftsmith.data.answers import answering, distill_task, held_out
+from draftsmith.data.answers import answering, data_folder, distill_task
 from draftsmith.data.answers import distill as shard_answering
 from draftsmith.data.answers.answering import Answerer
 from draftsmith.data.answers.data_folder import DataFolder
 from draftsmith.data.answers.distill import ShardAnswering
 from draftsmith.data.answers.distill_task import DistillTask, RowWriters, take_given
 from draftsmith.data.answers.shard_queue import HELD_OUT, MERGE, ShardQueue
-from draftsmith.data.prompts import self_prompting, sources
+from draftsmith.data.datamodule import BatchConfig
+from draftsmith.data.prompts import prompt_files, sources
 from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode, progress
 from draftsmith.modules.decoding.loop import Loop
 from draftsmith.modules.files.folders import FolderLocks
@@ -121,7 +122,7 @@ def test_held_out_prompts_and_duplicates_never_train(tmp_path: Path, tiny_target
 @pytest.mark.long
 def test_the_target_writes_its_own_prompts(tmp_path: Path, tiny_target: Target,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_prompting, "TOP_P", 1.0)
+    monkeypatch.setattr(sources, "TOP_P", 1.0)
     prompts = PromptConfig(own_max_tokens=150)
     config = replace(SMALL, shard_prompts=8, slots=8, budget_tokens=40)
     manifest = run(tiny_target, prompts, config, tmp_path / "out")
@@ -399,7 +400,7 @@ def test_the_list_of_skipped_rows_is_that_of_the_corrected_file(tmp_path: Path, 
 def test_a_run_killed_at_any_write_ends_in_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                           source: str) -> None:
     target = templated_target(None) if source == "own" else Target(tiny_model(), tiny_tokenizer(), name="tiny-random")
-    monkeypatch.setattr(self_prompting, "TOP_P", 1.0)
+    monkeypatch.setattr(sources, "TOP_P", 1.0)
     kinds = PromptConfig(own_kinds=("math", "any"), own_max_tokens=100)
     rows = [*many(2), {"prompt": 3}, *many(12)]
     prompts = {"file": write_prompts(tmp_path, rows), "own": PromptConfig(), "kinds": kinds}[source]
@@ -779,7 +780,7 @@ def test_as_many_validation_prompts_are_answered_as_their_part_of_the_minutes_al
         assert each == stats["answers_seconds"] / 8 > 0
         if len(order) == 1:
             raise Killed
-        return held_out.answer_validation(task, folder, states, seconds, on_tokens)
+        return data_folder.answer_validation(task, folder, states, seconds, on_tokens)
 
     monkeypatch.setattr(shard_answering, "answer_validation", paced)
     with pytest.raises(Killed):
@@ -871,8 +872,9 @@ def test_rows_of_an_endless_stream_are_skipped_and_counted_when_it_is_their_turn
     rows = many(40)
     for place in (2, 13, 26):
         rows[place] = {"prompt": place}
-    monkeypatch.setattr(sources, "STREAM_BUFFER", 10)
-    monkeypatch.setattr(sources, "_dataset_rows", lambda *_: ((f"x:{place}", row) for place, row in enumerate(rows)))
+    monkeypatch.setattr(prompt_files, "STREAM_BUFFER", 10)
+    monkeypatch.setattr(prompt_files, "_dataset_rows", lambda *_: (
+        (f"x:{place}", row) for place, row in enumerate(rows)))
     prompts = PromptConfig(origin="dataset", path="x", streaming=True, most_skipped=0.1)
     listed = [f"x:{place}" for place in (2, 13, 26)]
 
@@ -919,17 +921,55 @@ def test_recipes_that_cannot_work_are_refused(tmp_path: Path, tiny_target: Targe
         run(tiny_target, prompts, config, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"slots": 0}, "distill.slots must be at least 1, got 0"),
-    ({"temperatures": ()}, "distill.temperatures must be one or more"),
-    ({"temperatures": (-1.0,)}, r"distill.temperatures\[0\] must be 0 \(greedy\) or from"),
-    ({"temperatures": (0.0, 1e-4)}, r"temperatures\[1\] must be 0 \(greedy\) or from 0.001 to 1000, got 0.0001"),
-    ({"budget_tokens": 0}, "distill.budget_tokens must be at least 1, got 0"),
-    ({"top_p": 0.0}, "distill.top_p must be above 0, got 0.0"),
+WRITERS = {"answered_by": {"target": 0.5, "text": 0.3}}
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), [
+    (DistillConfig, {"slots": 0}, "distill.slots must be at least 1, got 0"),
+    (DistillConfig, {"temperatures": ()}, "distill.temperatures must be one or more"),
+    (DistillConfig, {"temperatures": (-1.0,)}, r"distill.temperatures\[0\] must be 0 \(greedy\) or from"),
+    (DistillConfig, {"temperatures": (0.0, 1e-4)},
+     r"temperatures\[1\] must be 0 \(greedy\) or from 0.001 to 1000, got 0.0001"),
+    (DistillConfig, {"budget_tokens": 0}, "distill.budget_tokens must be at least 1, got 0"),
+    (DistillConfig, {"top_p": 0.0}, "distill.top_p must be above 0, got 0.0"),
+    (DistillConfig, {"workers": 0}, "distill.workers must be at least 1, got 0"),
+    (DistillConfig, {"workers": 2000}, "distill.workers must be at most 1,024, got 2000; lower it"),
+    (DistillConfig, {"train_dtype": "int8"}, "must be one of own, fastest, float32, bfloat16, got 'int8'"),
+    (DistillConfig, WRITERS, r"sum to 1, got 0.8 \(target: 0.5, text: 0.3\)"),
+    (DistillConfig, {"answered_by": {"target": 1.5, "text": -0.5}},
+     "distill.answered_by must be at most 1, got 1.5; lower it"),
+    (DistillConfig, {"answered_by": {"target": 0.5, "books": 0.5}},
+     "answered_by must be one of target, text, draft or a mapping"),
+    (DistillConfig, {"answered_by": "books"},
+     "answered_by must be one of target, text, draft or a mapping .*, got 'books'"),
+    (DistillConfig, {"answered_by": "draft"},
+     "distill.draft is None, but a draft writes 100% of the train rows; name an artifact"),
+    (DistillConfig, {"answered_by": {"target": 0.8, "draft": 0.2}}, "distill.draft is None, but a draft writes 20%"),
+    (DistillConfig, {"draft": "a"}, "distill.draft is a, but a draft writes 0% of the train rows"),
+    (DistillConfig, {"engine": "file:///etc/passwd"},
+     r"must be own or an address such as http://localhost:8000/v1, got 'file"),
+    *((DistillConfig, {"engine": engine}, rf"distill.engine must be own or an address such as http.*, got '{engine}'")
+      for engine in ("localhost:8000", "vllm", "transformers")),
+    (DistillConfig, {"engine": "http://x/v1", "train_dtype": "bfloat16"}, r"bfloat16; set train_dtype: own"),
+    (DistillConfig, {"engine": "http://x/v1", "answered_by": "text"}, r"is text; set a share of the target"),
+    (PromptConfig, {"origin": "file"},
+     "prompts.origin is file and prompts.path is null; give the path of a file or the name of"),
+    (PromptConfig, {"origin": "dataset"}, "prompts.origin is dataset and prompts.path is null; give"),
+    (PromptConfig, {"path": "a/b"}, "prompts.origin is own and prompts.path is 'a/b'; .*only there"),
+    (PromptConfig, {"limit": 0}, "prompts.limit must be at least 1, got 0"),
+    (PromptConfig, {"most_skipped": 1.5}, "prompts.most_skipped must be at most 1, got 1.5"),
+    (PromptConfig, {"own_temperature": 0.0}, "own_temperature must be at least 0.001, got 0.0"),
+    (PromptConfig, {"own_openings": True},
+     r"own_openings is true, but prompts\.own_kinds is null, .* set prompts\.own_kinds: \[all"),
+    *((PromptConfig, {"own_kinds": names}, r"prompts\.own_kinds must be one or more different names among coding, .* "
+       r"any, or all alone, got \[") for names in ((), ("poems",), ("math", "math"), ("all", "math"))),
+    (BatchConfig, {"row_length": 1}, "row_length must be at least 2, got 1"),
+    (BatchConfig, {"states": "both"}, "batch.states must be one of stored, computed, auto, got 'both'"),
+    (BatchConfig, {"states_format": "int4"}, "batch.states_format must be one of .*float16, .*or null, got 'int4'"),
 ])
-def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused(kind: type[Any], fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        DistillConfig(**fields)
+        kind(**fields)
 
 
 def test_the_progress_bar_shows_tokens_and_idle_slots(

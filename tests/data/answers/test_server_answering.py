@@ -212,16 +212,3 @@ def test_finished_shards_outlive_the_server(tmp_path: Path, tiny_target: Target)
         assert len(server.received) == len(PROBES) + 30 - 3 - 8, "only what was missing"
         run(tiny_target, prompts, asking(server), tmp_path / "calm")
     assert contents(out) == contents(tmp_path / "calm")
-
-
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"engine": "file:///etc/passwd"}, r"must be own or an address such as http://localhost:8000/v1, got 'file"),
-    ({"engine": "localhost:8000"}, r"an address such as http"),
-    ({"engine": "http://x/v1", "train_dtype": "bfloat16"}, r"bfloat16; set train_dtype: own"),
-    ({"engine": "http://x/v1", "answered_by": "text"}, r"is text; set a share of the target"),
-    ({"engine": "vllm"}, r"distill.engine must be own or an address .*, got 'vllm'"),
-    ({"engine": "transformers"}, r"distill.engine must be own or an address .*, got 'transformers'"),
-])
-def test_settings_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        replace(SMALL, **fields)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, ShardRecord, WantedStates, distill
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill
 from draftsmith.data.answers import data_folder
 from draftsmith.data.answers.data_folder import DataFolder, Progress
 from draftsmith.data.answers.distill import BARREN_CANDIDATES, ShardAnswering
@@ -34,14 +34,13 @@ from draftsmith.data.answers.shard_queue import (
     clear_queue,
 )
 from draftsmith.data.prompts.prompt import Prompt
-from draftsmith.data.prompts.self_prompting import OwnPrompts
-from draftsmith.data.prompts.sources import Taken
+from draftsmith.data.prompts.sources import OwnPrompts, Taken
 from draftsmith.data.store.feature_shards import state_file
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.files.folders import FolderLocks, has_locks, remove_leftovers, sole_writer
 from draftsmith.modules.processes import Processes
 from draftsmith.recipes.stages.answer_workers import leading
-from support.data.data_folders import asked_prompts, contents, many, write_prompts
+from support.data.data_folders import asked_prompts, contents, many, shard_record, write_prompts
 from support.processes import ended, holding, kill, start
 from support.targets import templated_target
 from support.tiers import others_long, some_long
@@ -295,7 +294,7 @@ def test_the_progress_counts_what_others_have_finished(tmp_path: Path, tiny_targ
 
 def finished(number: int, supervised: int) -> FinishedShard:
     """A finished shard of four prompts with some answer tokens."""
-    return FinishedShard(read=4, fresh=4, repeated=0, record=shards_record(number, supervised), states={})
+    return FinishedShard(read=4, fresh=4, repeated=0, record=shard_record(number, supervised=supervised), states={})
 
 
 def test_no_shard_is_started_that_the_budget_will_hardly_need(tmp_path: Path) -> None:
@@ -307,7 +306,7 @@ def test_no_shard_is_started_that_the_budget_will_hardly_need(tmp_path: Path) ->
     assert queue.end() is None
     queue.publish(1, FinishedShard(read=4, fresh=0, repeated=0, record=None, states={}))
     assert list(queue._wanted(40.0)) == [3]
-    queue.publish(3, FinishedShard(read=2, fresh=2, repeated=0, record=shards_record(3, 10), states={}))
+    queue.publish(3, FinishedShard(read=2, fresh=2, repeated=0, record=shard_record(3, supervised=10), states={}))
     assert queue.end() == 4
     assert list(queue._wanted(40.0)) == []
 
@@ -324,14 +323,6 @@ def test_a_queue_that_another_process_clears_keeps_what_was_read(tmp_path: Path)
     queue.publish(1, replace(finished(1, 80), read=1, cut=True))
     queue.publish(0, finished(0, 10))
     assert queue.end() is None, "a cut shard is not the last one of the source"
-
-
-def shards_record(number: int, supervised: int) -> ShardRecord:
-    """An entry of the manifest with some answer tokens."""
-    counts = dict.fromkeys(("candidates", "prompts", "rows", "by_target", "by_text", "by_draft", "answers", "truncated",
-                            "full"), 0)
-    return ShardRecord(file=f"train-{number:05d}.safetensors", split="train", sha256="", tokens=supervised,
-                       supervised=supervised, **counts)
 
 
 def test_all_processes_store_the_states_that_the_first_was_asked_for(tmp_path: Path, tiny_target: Target) -> None:
@@ -412,13 +403,6 @@ def test_a_damaged_record_of_the_queue_is_named(tmp_path: Path, tiny_target: Tar
     make_data(tmp_path / "out")
     make_data(tmp_path / "calm")
     assert contents(tmp_path / "out") == contents(tmp_path / "calm")
-
-
-def test_more_workers_than_any_machine_has_are_refused() -> None:
-    with pytest.raises(UserError, match=r"distill.workers must be at least 1, got 0"):
-        replace(SMALL, workers=0)
-    with pytest.raises(UserError, match=r"distill.workers must be at most 1,024, got 2000; lower it"):
-        replace(SMALL, workers=2000)
 
 
 # Locks ---------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Writers of the training rows: the target, the given text, a draft, or a mix; a kill changes no byte."""
+"""Writers of the training rows: the target, perhaps in another number format than for held-out ones, the given text, a
+draft, or a mix; a kill changes no byte."""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,19 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, Writer, distill
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, Writer, distill
 from draftsmith.data.answers import distill_task
 from draftsmith.data.answers.answering import source_of
 from draftsmith.data.answers.shard_queue import FinishedShard, ShardQueue
 from draftsmith.data.prompts.given_answers import GivenAnswers
+from draftsmith.data.store.feature_shards import read_features
 from draftsmith.data.store.token_store import SOURCES
 from draftsmith.modules import DecodeSettings, Medusa, Request, Target, UserError, decode
 from draftsmith.modules.families.medusa.drafter import MedusaConfig
 from draftsmith.modules.policies.trees import Chain, StaticTree
+from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.token_tree import Topology
 from draftsmith.modules.verification.acceptance_rules import AcceptAll
 from draftsmith.recipes.stages.answer_workers import require_teacher
 from draftsmith.trainers import draft_module, train_config
+from safetensors.torch import load_file
 from support.data import data_folders
 from support.data.data_folders import answered, contents, many, shards, write_prompts
 from support.drafters import ScriptedDrafter
@@ -62,20 +66,6 @@ def test_shares_are_kept_and_hang_on_the_prompt_alone() -> None:
     assert dealt[1234] == source_of(1234, dict(reversed(config.shares.items())), seed=5)
     assert dealt != [source_of(number, config.shares, seed=6) for number in range(4000)]
     assert {source_of(number, {"text": 1.0}, 0) for number in range(50)} == {"text"}
-
-
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"answered_by": {"target": 0.5, "text": 0.3}}, r"sum to 1, got 0.8 \(target: 0.5, text: 0.3\)"),
-    ({"answered_by": {"target": 1.5, "text": -0.5}}, "distill.answered_by must be at most 1, got 1.5; lower it"),
-    ({"answered_by": {"target": 0.5, "books": 0.5}}, "answered_by must be one of target, text, draft or a mapping"),
-    ({"answered_by": "draft"}, "distill.draft is None, but a draft writes 100% of the train rows; name an artifact"),
-    ({"answered_by": {"target": 0.8, "draft": 0.2}}, "distill.draft is None, but a draft writes 20%"),
-    ({"draft": "a"}, "distill.draft is a, but a draft writes 0% of the train rows"),
-    ({"answered_by": "books"}, "answered_by must be one of target, text, draft or a mapping .*, got 'books'"),
-])
-def test_impossible_sources_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        DistillConfig(**settings)
 
 
 # The draft's own words ------------------------------------------------------------------------------------------------
@@ -240,3 +230,46 @@ def test_texts_that_are_all_refused_end_no_mix(tmp_path: Path, tiny_target: Targ
     assert manifest.total("train", "by_target") > 0
     with pytest.raises(UserError, match=r"26 of 26 rows .* cannot be rendered"):
         make(tiny_target, prompts, replace(SMALL, answered_by="text"), tmp_path / "text")
+
+
+FORMATTED = DistillConfig(shard_prompts=8, slots=4, max_new_tokens=24, temperatures=(0.0, 1.0), validation_prompts=2)
+HALF = replace(FORMATTED, train_dtype="bfloat16")
+
+
+def tiny(dtype: torch.dtype) -> Target:
+    return Target(tiny_model().to(dtype), tiny_tokenizer(), name="tiny-random")
+
+
+def distilled(out: Path, target: Target, config: DistillConfig, train_target: Target | None = None) -> dict[str, bytes]:
+    prompts = write_prompts(out, many(18))
+    distill(target, prompts, config, ChatTemplate(target.tokenizer), out / "data", train_target=train_target,
+            states=[WantedStates()], progress=False)
+    return contents(out / "data")
+
+
+def test_train_rows_are_those_of_the_other_format_and_held_out_rows_those_of_the_targets_own(tmp_path: Path) -> None:
+    full, half = tiny(torch.float32), tiny(torch.bfloat16)
+    own = distilled(tmp_path / "own", full, FORMATTED)
+    other = distilled(tmp_path / "other", half, FORMATTED)
+    mixed = distilled(tmp_path / "mixed", full, HALF, half)
+
+    shards = [name for name in own if name.startswith("train-")]
+    assert any(own[name] != other[name] for name in shards), "the formats write different answers"
+    assert [mixed[name] for name in shards] == [other[name] for name in shards]
+    assert own["validation-00000.safetensors"] != other["validation-00000.safetensors"]
+    assert mixed["validation-00000.safetensors"] == own["validation-00000.safetensors"]
+
+
+def test_states_are_stored_in_the_targets_own_format(tmp_path: Path) -> None:
+    distilled(tmp_path, tiny(torch.float32), HALF, tiny(torch.bfloat16))
+    assert read_features(tmp_path / "data").dtype == "float32"
+    kept = load_file(tmp_path / "data" / "final-train-00000.safetensors")
+    assert all(torch.equal(states, states.bfloat16().float()) for states in kept.values()), "recorded, not read again"
+
+
+def test_a_target_in_another_format_than_the_setting_is_refused(tmp_path: Path) -> None:
+    full, half = tiny(torch.float32), tiny(torch.bfloat16)
+    fastest = replace(FORMATTED, train_dtype="fastest")
+    for config, given in ((FORMATTED, half), (HALF, None), (HALF, full), (fastest, half)):
+        with pytest.raises(ValueError, match=r"^train_target is in"):
+            distilled(tmp_path, full, config, given)

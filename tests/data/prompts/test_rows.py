@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from draftsmith.data import Prompt, PromptConfig, ReadPrompts, read_prompts
 from draftsmith.data.prompts import prompt_files
+from draftsmith.data.prompts.prompt import ROLES, parse_prompt
 from draftsmith.data.prompts.prompt_files import decoded, file_rows
-from draftsmith.data.prompts.rows import ROLES, parse_prompt
 from draftsmith.modules import UserError
 from support.data.data_folders import spoken
 
@@ -297,12 +297,15 @@ def test_a_table_of_parquet(tmp_path: Path, packed: bool) -> None:
       for content in (b"prompt,response\na,b\n", b"Once upon a time\n\nthere was", '{"prompt": "a"}'.encode("utf-16"))),
     (gzip.compress(b'{"prompt": "a"}\n' * 99, mtime=0)[:40], "is damaged .*; write it anew"),
     (b"PAR1 and more", "is damaged"),
-    (b'{"prompt": "caf\xe9"}', "p:1: the row is not UTF-8 text .*; save it as UTF-8"), (b"\n\n", "holds no prompt"),
+    (b'{"prompt": "caf\xe9"}', "p:1: the row is not UTF-8 text .*; save it as UTF-8"),
+    (b"\n\n", "holds no prompt; write one JSON object a line"),
 ])
 def test_damaged_files_are_one_sentence(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "p").write_bytes(content)
     with pytest.raises(UserError, match=says):
         read_prompts(tmp_path / "p")
+    with pytest.raises(UserError, match=r"cannot read the prompts .*nowhere.*No such file"):
+        read_prompts(tmp_path / "nowhere.jsonl")
 
 
 def test_no_row_and_no_unpacked_file_is_without_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

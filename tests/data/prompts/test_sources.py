@@ -1,18 +1,27 @@
-"""Prompts are read in every shape people keep them in, and a bad line is named."""
+"""Prompts are read in every shape people keep them in, and a bad line is named; kinds are drawn by seed and number."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data import ChatTemplate, Prompt, PromptConfig, ReadPrompts, read_prompts
-from draftsmith.data.prompts import self_prompting, sources
-from draftsmith.data.prompts.prompt_kinds import SYSTEM_PROMPTS, drawn
-from draftsmith.data.prompts.self_prompting import OwnPrompts
+from draftsmith.data import ChatTemplate, Prompt, PromptConfig, ReadPrompts
+from draftsmith.data.prompts import prompt_files, sources
+from draftsmith.data.prompts.sources import (
+    ALL_KINDS,
+    OPENINGS,
+    SYSTEM_PROMPTS,
+    UNSTEERED,
+    OwnPrompts,
+    drawn,
+    named_kinds,
+)
 from draftsmith.modules import Generation, Request, Target, UserError, decode
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_model, tiny_tokenizer
+from draftsmith.recipes.chat_settings import handwritten_prompts
 from support.data.chat_templates import MIXTRAL, merging_tokenizer
 from support.data.data_folders import spoken
 
@@ -22,31 +31,6 @@ def write_lines(folder: Path, *rows: Any) -> Path:
     file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows),
                     encoding="utf-8")
     return file
-
-
-def test_missing_empty_and_undecodable_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read the prompts .*nowhere.*No such file"):
-        read_prompts(tmp_path / "nowhere.jsonl")
-    with pytest.raises(UserError, match="holds no prompt; write one JSON object a line"):
-        read_prompts(write_lines(tmp_path, ""))
-    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}')
-    with pytest.raises(UserError, match="not UTF-8 text"):
-        read_prompts(tmp_path / "latin.jsonl")
-
-
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"origin": "file"}, "prompts.origin is file and prompts.path is null; give the path of a file or the name of"),
-    ({"origin": "dataset"}, "prompts.origin is dataset and prompts.path is null; give"),
-    ({"path": "a/b"}, "prompts.origin is own and prompts.path is 'a/b'; .*only there"),
-    ({"limit": 0}, "prompts.limit must be at least 1, got 0"),
-    ({"most_skipped": 1.5}, "prompts.most_skipped must be at most 1, got 1.5"),
-    ({"own_temperature": 0.0}, "own_temperature must be at least 0.001, got 0.0"),
-    ({"own_kinds": ("poems",)}, "own_kinds must be one or more different names among"),
-    ({"own_openings": True}, r"own_openings is true, but prompts\.own_kinds is null, .* set prompts\.own_kinds: \[all"),
-])
-def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        PromptConfig(**fields)
 
 
 def test_messages_carry_the_answers_given_so_far() -> None:
@@ -201,7 +185,7 @@ def test_rows_are_checked_once_and_only_as_many_as_may_be_used(tmp_path: Path, m
         if number in (2, 15):
             raise UserError("no")
 
-    monkeypatch.setattr(sources, "STREAM_BUFFER", 10)
+    monkeypatch.setattr(prompt_files, "STREAM_BUFFER", 10)
     config = PromptConfig(origin="file", path=str(write_lines(tmp_path, *({"prompt": str(one)} for one in range(20)))),
                           most_skipped=0.5)
     for whole, looked in ((True, 20), (False, 10)):
@@ -216,8 +200,8 @@ def test_rows_are_checked_once_and_only_as_many_as_may_be_used(tmp_path: Path, m
 
 
 def test_a_limit_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, original = [], sources.decoded
-    monkeypatch.setattr(sources, "decoded", lambda row: read.append(row) or original(row))
+    read, original = [], prompt_files.decoded
+    monkeypatch.setattr(prompt_files, "decoded", lambda row: read.append(row) or original(row))
     config = replace(mixed(tmp_path, *["{"] * 9), limit=3)
     source = ReadPrompts(config, 0)
     assert (source.total, source.skipped(), source.take(0, 9).read, len(read)) == (3, [], 3, 6)
@@ -234,7 +218,7 @@ def own(target: Target, own_max_tokens: int = 200, **fields: Any) -> OwnPrompts:
 @pytest.fixture
 def all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a turn is seldom in the nucleus of a random target."""
-    monkeypatch.setattr(self_prompting, "TOP_P", 1.0)
+    monkeypatch.setattr(sources, "TOP_P", 1.0)
 
 
 @pytest.mark.usefixtures("all_tokens")
@@ -265,9 +249,8 @@ def test_kinds_depend_on_the_number_alone(tiny_target_f64: Target) -> None:
     fields = {"own_kinds": ("coding", "any", "summary"), "own_openings": True}
     written = dict(own(tiny_target_f64, 100, **fields).take(0, 32).prompts)
     assert written
-    again = dict(own(tiny_target_f64, 100, **fields).take(16, 16).prompts)
-    assert {number: prompt.key for number, prompt in again.items()} == {
-        number: prompt.key for number, prompt in written.items() if number >= 16}
+    first = min(written)
+    assert dict(own(tiny_target_f64, 100, **fields).take(first, 32 - first).prompts) == written
 
 
 @pytest.mark.usefixtures("all_tokens")
@@ -280,7 +263,7 @@ def test_each_prompt_is_written_after_the_system_prompt_of_its_kind(
         asked.update({request.index: target.tokenizer.decode(list(request.tokens)) for request in requests})
         return decode(target, requests, settings, **more)
 
-    monkeypatch.setattr(self_prompting, "decode", watched)
+    monkeypatch.setattr(sources, "decode", watched)
     written = own(tiny_target_f64, 100, own_kinds=kinds).take(0, 12)
     assert len(asked) == 12
     for number, before in asked.items():
@@ -303,7 +286,7 @@ def test_the_target_goes_on_from_the_opening_of_a_kind(tiny_target_f64: Target,
             written.setdefault(one.request.index, (asked, text.replace("<|im_end|>", "")))
         return result
 
-    monkeypatch.setattr(self_prompting, "decode", watched)
+    monkeypatch.setattr(sources, "decode", watched)
     prompts = dict(own(tiny_target_f64, 100, own_kinds=kinds, own_openings=True).take(0, 64).prompts)
     for number, (asked, text) in written.items():
         _, opening = drawn(kinds, 0, number)
@@ -379,3 +362,40 @@ def test_a_turn_that_ends_in_no_end_token_is_cut_at_its_end(tiny_target: Target)
     source.target = type("Stub", (), {"tokenizer": tokenizer})()  # type: ignore[assignment]
     tokens = tokenizer("how are you?[/INST]", add_special_tokens=False)["input_ids"]
     assert source._text(Generation(Request((1,), 0, 8), tokens=tokens, finish="stop")) == "how are you?"
+
+
+def test_every_kind_is_drawn_alike() -> None:
+    kinds = named_kinds([ALL_KINDS])
+    found = Counter(drawn(kinds, 5, number)[0] for number in range(2800))
+    assert set(found) == set(kinds) == {*SYSTEM_PROMPTS, UNSTEERED}
+    assert all(150 < count < 250 for count in found.values()), found
+
+
+def test_a_kind_depends_on_seed_and_number_alone() -> None:
+    kinds, numbers = ("math", "coding", UNSTEERED), range(20)
+    first, again, other = ([drawn(kinds, seed, number)[0] for number in numbers] for seed in (0, 0, 1))
+    assert first == again != other
+
+
+def test_the_kinds_of_the_hand_written_prompts_are_known() -> None:
+    asked = handwritten_prompts()
+    assert {prompt.category for prompt in asked} <= set(SYSTEM_PROMPTS)
+    turns = [message["content"] for prompt in asked for message in prompt.messages if "content" in message]
+    assert not any(turn in text for turn in turns for text in SYSTEM_PROMPTS.values())
+
+
+def test_every_kind_has_openings_and_each_is_drawn() -> None:
+    assert set(OPENINGS) == set(SYSTEM_PROMPTS)
+    for kind, openings in OPENINGS.items():
+        assert len(openings) == len(set(openings)) >= 5
+        assert all(opening == opening.strip() for opening in openings), kind
+        assert {drawn((kind,), 3, number)[1] for number in range(300)} == set(openings)
+    assert drawn((UNSTEERED,), 3, 0) == (UNSTEERED, "")
+
+
+def test_no_opening_is_that_of_a_hand_written_prompt() -> None:
+    """Drafts are judged by those prompts: two common words in a row is all that training may share with their start."""
+    asked = [str(message["content"]).lower() for prompt in handwritten_prompts() for message in prompt.messages
+             if "content" in message]
+    longer = [opening.lower() for openings in OPENINGS.values() for opening in openings if len(opening.split()) > 2]
+    assert not [(opening, turn) for opening in longer for turn in asked if turn.startswith(opening)]

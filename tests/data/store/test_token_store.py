@@ -1,42 +1,46 @@
-"""Shards and manifests are read back byte for byte, or refused by name."""
+"""Shards and manifests are read back byte for byte, or refused by name. Repetitions are found where an answer repeats a
+phrase to its end, and nowhere else; labels of the training text are counted exactly, and the coverage of a draft
+vocabulary is that of held-out text."""
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.data import Manifest, TokenShard
-from draftsmith.data.batches.datamodule import BatchConfig, Split
-from draftsmith.data.batches.learned_tokens import LearnedTokens
-from draftsmith.data.store.collate import pad
-from draftsmith.data.store.feature_shards import FEATURES, open_features
+from draftsmith.data.datamodule import BatchConfig, Split
+from draftsmith.data.prompts.chat import Surroundings
+from draftsmith.data.store.feature_shards import FEATURES, open_features, pad
 from draftsmith.data.store.token_store import (
+    LEAST_REPEATED,
+    LONGEST_PERIOD,
     MANIFEST,
     HeldOut,
+    Manifest,
     Row,
-    ShardRecord,
+    TokenShard,
     _json,
+    answers,
+    count_labels,
+    coverage,
     hash_bytes,
     hash_file,
+    learned_tokens,
+    repetition_start,
+    repetitions,
     write_bytes,
     write_tensors,
 )
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from support.data.data_folders import conversations, encode
+from support.data.data_folders import conversations, encode, shard_record
 
 ROWS = [
     Row(tokens=(5, 6, 7), supervised=(False, True, True), prompt=3, temperature=0.7),
     Row(tokens=(8, 9), supervised=(False, True), prompt=-1),
 ]
-
-
-def record(**fields: object) -> ShardRecord:
-    counts = dict.fromkeys(("candidates", "prompts", "rows", "by_target", "by_text", "by_draft", "tokens", "supervised",
-                            "answers", "truncated", "full"), 2)
-    return replace(ShardRecord(file="train-00000.safetensors", split="train", sha256="0", **counts), **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["train-last.safetensors", "train-1.safetensors", "validation-00000.safetensors",
@@ -95,7 +99,7 @@ def test_a_manifest_is_read_back_and_its_bytes_are_its_content(tmp_path: Path, t
     manifest = Manifest(target=tiny_target.identity, template_hash="t",
                         recipe={"prompts": {"origin": "own"}, "distill": {"seed": 0}}, versions={"torch": "2"},
                         candidates=4,
-                        shards=(record(), record(split="validation", file="validation-00000.safetensors")),
+                        shards=(shard_record(supervised=2), shard_record(split="validation")),
                         held_out=HeldOut(file="test.jsonl", sha256="1", prompts=2), complete=True)
     manifest.save(tmp_path)
     assert Manifest.load(tmp_path) == manifest
@@ -150,7 +154,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_stored_states_are_those_of_each_conversation_alone(distilled: Path, tiny_target: Target) -> None:
     encode(tiny_target, distilled, (0, 1))
-    split = Split(distilled, Manifest.load(distilled), "train", BatchConfig(), (0, 1), LearnedTokens())
+    split = Split(distilled, Manifest.load(distilled), "train", BatchConfig(), (0, 1))
     windows = split.windows(1024)
     assert len(windows) == 6
     for window in windows:
@@ -193,9 +197,10 @@ def test_drafters_with_other_taps_share_what_they_have_in_common(distilled: Path
 
 def test_missing_and_damaged_states_are_named(distilled: Path, tiny_target: Target) -> None:
     records = Manifest.load(distilled).shards
-    with pytest.raises(UserError, match=r"no states final for validation-00000.safetensors; run draftsmith distill"):
+    with pytest.raises(UserError, match=r"no states final for validation-00000.safetensors; run draftsmith distill .*"
+                                        r"states: computed"):
         open_features(distilled, records, ())
-    encode(tiny_target, distilled)
+    assert len(encode(tiny_target, distilled)) == len(records)
     with pytest.raises(UserError, match=r"no states tap_1 for validation-00000.safetensors"):
         open_features(distilled, records, (1,))
     (distilled / "final-train-00001.safetensors").write_bytes(b"")
@@ -212,3 +217,110 @@ def test_another_target_and_an_unknown_type_are_refused(distilled: Path, tiny_ta
         encode(other, distilled)
     with pytest.raises(UserError, match=r"states_format must be null or one of .* got 'int4'"):
         encode(tiny_target, distilled, form="int4")
+
+
+TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5]
+
+
+def brute(answer: list[int]) -> int | None:
+    """The same by comparing every tail with itself."""
+    found = [start for end in (len(answer), len(answer) - 1) for period in range(1, LONGEST_PERIOD + 1)
+             for start in range(period, end) if answer[start:end] == answer[start - period : end - period]
+             and end - start >= max(LEAST_REPEATED, 2 * period)]
+    return min(found, default=None)
+
+
+@pytest.mark.parametrize(("answer", "kept"), [
+    (TEXT, None),
+    ([], None),
+    ([7], None),
+    (TEXT + [30] * 17, len(TEXT) + 1),
+    (TEXT + [30] * 16, None),  # fifteen repetitions
+    (TEXT + [30, 31, 32] * 7, len(TEXT) + 3),
+    (TEXT + [30, 31, 32] * 6, None),  # fifteen repeated tokens
+    (TEXT + [30, 31, 32] * 6 + [30, 31], len(TEXT) + 3),  # cut inside the phrase
+    (TEXT + [30, 31, 32] * 7 + [0], len(TEXT) + 3),  # with an end token
+    (TEXT + [30, 31, 32] * 7 + [0, 1], None),  # it has got out of the loop
+    (list(range(100, 110)) * 3, 10),
+    (list(range(100, 110)) * 2 + list(range(100, 109)), None),  # not twice repeated
+    (TEXT + list(range(100, 110)) * 2 + list(range(100, 109)), None),  # nor after other text
+    (list(range(64)) * 3, 64),
+    (list(range(65)) * 3, None),
+    ([5] * 40, 1)])
+def test_a_loop_starts_after_the_phrase(answer: list[int], kept: int | None) -> None:
+    assert repetition_start(answer) == kept == brute(answer)
+
+
+def test_random_answers_agree_with_the_plain_search() -> None:
+    generator = torch.Generator().manual_seed(0)
+    found = 0
+    for _ in range(200):
+        period, times, before = (int(torch.randint(1, most, (1,), generator=generator)) for most in (9, 9, 12))
+        phrase = torch.randint(0, 3, (period,), generator=generator).tolist()
+        answer = [*torch.randint(0, 3, (before,), generator=generator).tolist(), *phrase * times]
+        assert repetition_start(answer) == brute(answer)
+        found += repetition_start(answer) is not None
+    assert 20 < found < 180
+
+
+def shard() -> TokenShard:
+    """A row with a loop in the first of two answers, one without, and one all of whose answer loops."""
+    prompt, loop = [40, 41, 42], [50, 51] * 12
+    rows = [(prompt + loop + prompt + TEXT, [False] * 3 + [True] * 24 + [False] * 3 + [True] * len(TEXT)),
+            (prompt + TEXT, [False] * 3 + [True] * len(TEXT)),
+            (prompt + TEXT + loop, [False] * 3 + [True] * (len(TEXT) + 24))]
+    return TokenShard.from_rows([Row(tokens=tuple(tokens), supervised=tuple(flags), prompt=number)
+                                 for number, (tokens, flags) in enumerate(rows)], [0, 1, 2])
+
+
+def test_every_answer_of_a_row_is_looked_at() -> None:
+    text = shard()
+    first, second = text.span(1)[0], text.span(2)[0]
+    assert list(answers(text)) == [(0, 3, 27), (0, 30, 62), (1, first + 3, first + 35), (2, second + 3, second + 59)]
+    assert list(repetitions(text)) == [(0, 5, 27), (2, second + 37, second + 59)]
+
+
+def test_the_repeated_part_of_an_answer_is_not_learned() -> None:
+    text = shard()
+    learned_T = learned_tokens(text)
+    assert [int(learned_T[slice(*text.span(row))].sum()) for row in range(3)] == [56 - 22, 32, 56 - 22]
+    assert not (learned_T & ~text.supervised_T).any(), "a token that the assistant did not write is learned"
+    assert learned_T[:5].tolist() == [False, False, False, True, True]
+    assert learned_T[30:62].all(), "the second answer has no loop"
+
+
+def test_prompts_between_their_surroundings_are_learned() -> None:
+    text = shard()
+    learned_T = learned_tokens(text, Surroundings(before=(40,), after=(42,)))
+    assert [int(learned_T[slice(*text.span(row))].sum()) for row in range(3)] == [35, 33, 35]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
+    """Twelve train and three validation conversations without states."""
+    return conversations(tmp_path_factory.mktemp("data"), tiny_target, temperatures=(0.0, 1.0))
+
+
+@pytest.fixture
+def folder(data: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(data, tmp_path / "data"))
+
+
+def test_every_label_is_counted(folder: Path) -> None:
+    manifest = Manifest.load(folder)
+    shards = [TokenShard.read(folder / record.file) for record in manifest.split("train")]
+    labels = torch.cat([shard.tokens_T[shard.supervised_T] for shard in shards])
+    counts_V = count_labels(folder)
+    assert torch.equal(counts_V, torch.bincount(labels, minlength=manifest.target.vocab_size))
+    assert int(counts_V.sum()) == manifest.total("train", "supervised")
+
+
+def test_coverage_is_that_of_greedy_held_out_answers(folder: Path) -> None:
+    record = Manifest.load(folder).split("validation")[0]
+    shard = TokenShard.read(folder / record.file)
+    greedy = [token for row in shard.answered_at(0.0) for token, flag in zip(
+        shard.tokens_T[slice(*shard.span(row))].tolist(), shard.supervised_T[slice(*shard.span(row))].tolist(),
+        strict=True) if flag]
+    ids_Q = torch.tensor(sorted(set(greedy))[::2])
+    assert coverage(folder, ids_Q) == sum(token in ids_Q.tolist() for token in greedy) / len(greedy)
+    assert 0 < coverage(folder, ids_Q) < 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from draftsmith.modules import BlockDraft, BlockDraftConfig, Features, Target, UserError
 from draftsmith.trainers import draft_module, fit, train_config
-from draftsmith.trainers.losses.metrics import weighted_mean_loss
+from draftsmith.trainers.objectives import weighted_mean_loss
 from families.block.reference import plain_gru, plain_refiner, plain_slots
 from support.cases import CYCLE, CycleData, cycle_target
 from support.families import randomised

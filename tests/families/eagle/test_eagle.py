@@ -140,7 +140,7 @@ def test_each_loss_trains_its_own_state_only(kept: str, taught: slice, untouched
         drafts = dataclasses.replace(drafts, hidden_BLKD=drafts.hidden_BLKD.detach())
     else:
         drafts = dataclasses.replace(drafts, estimated_BLKD=drafts.estimated_BLKD.detach())
-    total, _ = module._vocabulary_loss(module.weights(2), None)(drafts, features)
+    total, _ = module.vocabulary_loss(drafts, features, module.weights(2))
     total.backward()
     gradient = module.drafter.get_parameter("layers.0.mlp.down_proj.weight").grad
     assert gradient is not None

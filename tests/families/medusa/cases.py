@@ -3,8 +3,7 @@
 import torch
 from draftsmith.modules import Adapter, Medusa, MedusaConfig, Target
 from draftsmith.modules.target.adapter import LowRank, choose_layers
-from draftsmith.trainers.lora import ALPHA, LoraConfig
-from draftsmith.trainers.medusa2 import Medusa2Module
+from draftsmith.trainers.medusa2 import ALPHA, LoraConfig, Medusa2Module
 from support.cases import IDS, Case, case
 
 

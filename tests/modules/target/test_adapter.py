@@ -9,8 +9,8 @@ from draftsmith.modules import Adapter, DecodeSettings, Features, Request, Targe
 from draftsmith.modules.target.adapter import LowRank, choose_layers
 from draftsmith.modules.target.loading.model_parts import hash_weights
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from draftsmith.trainers import lora
-from draftsmith.trainers.lora import LearningTarget, LoraConfig
+from draftsmith.trainers import medusa2
+from draftsmith.trainers.medusa2 import LearningTarget, LoraConfig
 from support.targets import random_adapter, tied_target
 
 TOKENS = torch.tensor([[5, 9, 30, 31, 60, 7, 8, 44]])
@@ -33,7 +33,7 @@ def test_merged_equals_unmerged_equals_pefts_own_forward(make: Callable[[], Targ
     merged = target.adapted(adapter)
     if not modules:
         # Training changes all layers but the output layer.
-        monkeypatch.setattr(lora, "ALPHA", 2.1)
+        monkeypatch.setattr(medusa2, "ALPHA", 2.1)
         learning = LearningTarget(target, LoraConfig(rank=3))
         learning.load(adapter)
         learning.eval()
@@ -148,7 +148,7 @@ def test_only_the_low_rank_weights_learn(tiny_target: Target) -> None:
 
 
 def test_dropout_is_on_while_training_only(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "DROPOUT", 0.5)
+    monkeypatch.setattr(medusa2, "DROPOUT", 0.5)
     learning = LearningTarget(tiny_target, LoraConfig(rank=2))
     learning.load(random_adapter(tiny_target, rank=2))
     features = Features.from_rows([(TOKENS[0].tolist(), [True] * TOKENS.shape[1])])

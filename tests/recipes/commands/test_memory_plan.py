@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.data.batches.datamodule import HeldOutRows
+from draftsmith.data.datamodule import HeldOutRows
 from draftsmith.modules import TargetConfig, TokenTree, UserError, load_target
 from draftsmith.modules.features import ReadRows
 from draftsmith.modules.target.loading.loading import find_default_gguf, sketch_target

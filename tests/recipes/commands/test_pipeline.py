@@ -17,8 +17,8 @@ import pytest
 import torch
 import yaml
 from draftsmith.data import Manifest, TokenShard
-from draftsmith.data.batches.datamodule import BatchConfig, HeldOutRows
-from draftsmith.data.batches.learned_tokens import answers
+from draftsmith.data.datamodule import BatchConfig, HeldOutRows
+from draftsmith.data.store.token_store import answers
 from draftsmith.export import Artifact, Tuning, export_artifact, load_artifact
 from draftsmith.export.acceptance_profile import HELD_OUT
 from draftsmith.export.tuning import save_tuning
@@ -331,7 +331,7 @@ def test_loops_are_left_out_by_default_and_reported(tiny_run: Path, tmp_path: Pa
     def last_five(shard: TokenShard) -> Iterator[tuple[int, int, int]]:
         return ((row, stop - 5, stop) for row, start, stop in answers(shard) if stop - start > 40)
 
-    for module in ("data.batches.learned_tokens", "data.batches.datamodule", "recipes.stages.training_folder"):
+    for module in ("data.store.token_store", "data.datamodule", "recipes.stages.training_folder"):
         monkeypatch.setattr(f"draftsmith.{module}.repetitions", last_five)
     learned: list[int] = []
     original = pipeline.ranked_text

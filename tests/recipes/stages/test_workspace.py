@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.data import Manifest, TokenShard
-from draftsmith.data.batches.datamodule import DraftDataModule
+from draftsmith.data.datamodule import DraftDataModule
 from draftsmith.data.store.token_store import HeldOut, hash_bytes
 from draftsmith.modules import Target, UserError
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer

@@ -2,11 +2,21 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, Message, PromptConfig, TokenShard, distill
+from draftsmith.data import (
+    ChatTemplate,
+    DistillConfig,
+    Manifest,
+    Message,
+    PromptConfig,
+    ShardRecord,
+    TokenShard,
+    distill,
+)
 from draftsmith.data.answers.answering import Answerer
 from draftsmith.data.store.feature_store import Encoding
 from draftsmith.modules import Target
@@ -49,6 +59,12 @@ def conversations(folder: Path, target: Target, count: int = 15, **settings: Any
     config = DistillConfig(**usual | settings)
     distill(target, prompts, config, ChatTemplate(target.tokenizer), folder / "out", progress=False)
     return folder / "out"
+
+
+def shard_record(number: int = 0, split: str = "train", **counts: Any) -> ShardRecord:
+    """An entry of the manifest; what is not given is 0."""
+    none = {one.name: 0 for one in fields(ShardRecord) if one.name not in ("file", "split", "sha256")}
+    return ShardRecord(**{"file": f"{split}-{number:05d}.safetensors", "split": split, "sha256": "0", **none, **counts})
 
 
 def shards(out: Path, split: str = "train") -> list[TokenShard]:

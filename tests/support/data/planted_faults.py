@@ -9,10 +9,11 @@ import torch
 from draftsmith.data import ChatTemplate, Manifest, TokenShard
 from draftsmith.data.store.feature_shards import FINAL, tap
 from draftsmith.data.store.feature_store import read_rows
-from draftsmith.data.store.token_store import FORMAT_VERSION, Row, ShardRecord
+from draftsmith.data.store.token_store import FORMAT_VERSION, Row
 from draftsmith.modules import DecodeSettings, Request, Target, decode
 from draftsmith.recipes.doctor.case import DataSample
 from safetensors.torch import save_file
+from support.data.data_folders import shard_record
 
 ROWS = 40
 Change = Callable[[Row], Row]
@@ -36,10 +37,9 @@ def answered(target: Target, template: ChatTemplate | None = None, temperatures:
 def sample_of(rows: Sequence[Row], target: Target, template: ChatTemplate | None = None, folder: Path = Path("data")
               ) -> DataSample:
     """Rows as the doctor reads them."""
-    record = ShardRecord(file="train-00000.safetensors", split="train", sha256="0", candidates=0, prompts=len(rows),
-                         rows=len(rows), by_target=len(rows), by_text=0, by_draft=0, answers=len(rows), truncated=0,
-                         tokens=sum(len(row.tokens) for row in rows), full=0,
-                         supervised=sum(sum(row.supervised) for row in rows))
+    record = shard_record(prompts=len(rows), rows=len(rows), by_target=len(rows), answers=len(rows),
+                          tokens=sum(len(row.tokens) for row in rows),
+                          supervised=sum(sum(row.supervised) for row in rows))
     manifest = Manifest(target=target.identity, template_hash=(template or ChatTemplate(target.tokenizer)).hash,
                         recipe={}, versions={}, shards=(record,), complete=True)
     shard = TokenShard.from_rows(rows, [])

@@ -1,1 +1,0 @@
-"""Training batches: which tokens are learned, their weights, and the data module."""

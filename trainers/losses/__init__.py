@@ -1,1 +1,0 @@
-"""Losses over chunks of the vocabulary, and metrics."""

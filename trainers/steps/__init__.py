@@ -1,1 +1,0 @@
-"""A training step: optimiser, schedule, clock, guards, checkpoints."""
