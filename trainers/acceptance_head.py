@@ -10,10 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..modules import AcceptanceHead, AcceptanceHeadConfig, Examples, UserError
 from ..modules.config_checks import CheckedSettings, Positive
-from ..modules.errors import UserError
-from ..modules.parts.heads import AcceptanceHead, AcceptanceHeadConfig
-from ..modules.tuning.acceptance_examples import Examples
 from .optimizers import warmup_cosine
 
 BATCH_SIZE = 512  # Examples of an optimizer step

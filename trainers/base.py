@@ -21,20 +21,17 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
-from ..modules.errors import UserError
-from ..modules.features import Features
+from ..modules import Adapter, Drafter, Drafts, Features, Target, UserError
 from ..modules.files.json_records import record_of
-from ..modules.interfaces.drafter import Drafter, Drafts, FamilyCard
+from ..modules.interfaces.drafter import FamilyCard
 from ..modules.interfaces.proposer import JudgesGuesses
-from ..modules.target.adapter import Adapter
 from ..modules.target.draft_vocabulary import choose, draft_index
-from ..modules.target.model import Target
 from .checkpoints import Clock, StepGuard, TrainingCurve, peak_memory_bytes, require_same_settings
 from .chunked_losses import VocabularyLoss
 from .objectives import NEEDS_MASS, BatchLoss, Teacher, describe, weighted_mean_loss
 from .optimizers import optimizer_for, time_leads, warmup_cosine
 from .train_config import WARMUP_SHARE, ZERO_STAGES, Start, TrainConfig, decisive_settings, train_config, with_offsets
-from .zero_drafter import SplitDrafter, ZeroDrafter, whole_state
+from .zero_drafter import ZeroDrafter, whole_state
 
 LEAST_STEPS = 4  # Optimizer steps of a run whatever its minutes: it ends with a draft that has learned something
 PATIENCE = 8  # Optimizer steps without a supervised token that end a run: long prompts may fill one, but not eight
@@ -88,7 +85,7 @@ class DraftModule(L.LightningModule):
         self.stopped = False  # Whether the run ends after this optimizer step although it is not finished
         self.peak_memory_bytes = 0
         self.guard = StepGuard()
-        self.split: SplitDrafter | None = None  # Keeper of the drafter where its weights are split among processes
+        self.whole: tuple[Drafter, ...] = ()  # A copy of a drafter whose weights are split among processes
         self._pending: BatchLoss | None = None
         self._learned = 0.0
         self.token_counts = token_counts  # How often each token is a label, [V]; None where nothing was counted
@@ -351,13 +348,16 @@ class DraftModule(L.LightningModule):
     def decoding(self) -> Iterator[Drafter]:
         """A block with the whole drafter in evaluation mode. All processes must enter it."""
         self.read_figures()
-        if self.split is not None:
-            with self.split.decoding(self.target) as drafter:
-                yield drafter
-            return
-        self.drafter.eval()
-        yield self.drafter
-        self.drafter.train()
+        drafter = self.drafter
+        if self.whole:
+            # With the weights of now; on the CPU while it is not used.
+            [drafter] = self.whole
+            drafter.load_state_dict(whole_state(self.drafter))
+            drafter.to(self.target.device).bind(self.target)
+        yield drafter.eval()
+        drafter.train()
+        if self.whole:
+            drafter.to("cpu")
 
     def trained(self) -> dict[str, Tensor]:
         """All trained weights by name, those of an artifact. All processes must call it."""
@@ -365,8 +365,8 @@ class DraftModule(L.LightningModule):
 
     def restore(self, weights: dict[str, Tensor]) -> None:
         """Load the weights that `trained` returned, after training into a drafter that no process shares any more."""
-        if self.split is not None:
-            self.drafter, self.split = self.split.copy, None
+        if self.whole:
+            [self.drafter], self.whole = self.whole, ()
         self.drafter.load_state_dict(weights)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ class DraftModule(L.LightningModule):
             raise UserError(damage.format(min(lost)))
         require_same_settings(stored["recipe"], self.recipe())
         # Shared drafters are read part by part, and their strategy compares the parts.
-        own = self.state_dict() if self.split is None else {}
+        own = {} if self.whole else self.state_dict()
         if wrong := [name for name, tensor in own.items() if getattr(weights.get(name), "shape", None) != tensor.shape]:
             raise UserError(damage.format(f"its weight {wrong[0]}"))
         # Lightning counts the micro-batches of one process; another number of processes reads other numbers of them.

@@ -24,10 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..modules.errors import UserError
-from ..modules.features import Features
+from ..modules import Features, MeasuredStep, UserError
 from ..modules.files.atomic_files import file_sha256, write_atomically
-from ..modules.tuning.tree_search import MeasuredStep
 from .objectives import BatchLoss
 
 PARTS = {"state_dict": dict, "optimizer_states": list, "lr_schedulers": list, "loops": dict, "callbacks": dict,

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ..modules.errors import UserError
-from ..modules.features import Features
-from ..modules.interfaces.drafter import Drafts
+from ..modules import Drafts, Features, UserError
 from ..modules.verification.sampling import widened
 from .objectives import (
     COLUMNS,

@@ -7,8 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, get_type_hints
 
-from ..modules import DRAFTERS, Drafter
-from ..modules.errors import UserError
+from ..modules import DRAFTERS, Drafter, UserError
 from .base import DraftModule
 from .medusa2 import Medusa2Module
 from .train_config import TrainConfig

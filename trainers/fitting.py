@@ -7,10 +7,9 @@ import logging
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -20,13 +19,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from ..modules.errors import UserError
-from ..modules.features import Features
+from ..modules import Features, MeasuredStep, UserError
 from ..modules.files.atomic_files import make_folder
-from ..modules.interfaces.drafter import Drafter
 from ..modules.processes import Processes, destroy_group_at_exit
 from ..modules.progress import ProgressLine
-from ..modules.tuning.tree_search import Acceptance, MeasuredStep, held_out_acceptance
+from ..modules.tuning.tree_search import held_out_acceptance
 from .base import DraftModule
 from .checkpoints import AtomicCheckpointIO, load_weights, save_weights
 from .train_config import TrainConfig
@@ -76,13 +73,10 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     out = Path(out)
     make_folder(out)
     destroy_group_at_exit()
-    config = module.config
-    acceptance = DecodedAcceptance(
-        module, partial(_held_out, module, datamodule),
-        lambda drafter, rows: held_out_acceptance(drafter, rows, config.validation_nodes, Processes.grouped()), out=out)
+    config, acceptance = module.config, DecodedAcceptance(module, out)
     last, signals = out / LAST, StopAtSignal(module)
     # The order matters: a checkpoint contains the measurement before it, and is written before an early end.
-    callbacks = [acceptance, signals, LastCheckpoint(module, out=out)]
+    callbacks = [acceptance, signals, LastCheckpoint(module, out)]
     with explained_devices(config):
         trainer = L.Trainer(
             max_steps=config.max_steps or -1, max_epochs=-1, accumulate_grad_batches=config.accumulate,
@@ -149,21 +143,6 @@ def explained_devices(config: TrainConfig) -> Iterator[None]:
                         " 1 and train.strategy: auto") from error
 
 
-def _held_out(module: DraftModule, datamodule: Any) -> list[Features]:
-    """This process's share of the held-out rows, with target states, in pairs for `held_out_acceptance`."""
-    rows = datamodule.validation_features()[: module.validation_rows]
-    if not rows:
-        raise UserError("there is no held-out text to measure the accepted length on; distil with validation_prompts "
-                        "of at least 1")
-    processes = Processes.grouped()
-    # In pairs of neighbours: the tree is searched on one of them and measured on the other.
-    own = processes.share(rows, together=2)
-    # Processes that share a target read equally often: those with fewer rows read the first one in vain.
-    missing = processes.largest_share(len(rows), together=2) - len(own)
-    read = [module.encoded(row.to(module.target.device)) for row in [*own, *[rows[0]] * missing]]
-    return read[: len(own)]
-
-
 def precision_of(config: TrainConfig) -> Literal["32-true", "bf16-mixed"]:
     """Precision of the drafter's arithmetic here: the config's, or the one that `auto` stands for."""
     if config.precision != "auto":
@@ -196,17 +175,16 @@ def _quiet() -> Iterator[None]:
 
 
 FEWEST_TOKENS = 1000  # Fewest decoded tokens for a meaningful choice of the checkpoint; with fewer it is mostly noise
-Measure = Callable[[Drafter, Sequence[Features]], Acceptance]  # Counts what decoding held-out rows accepts: measured
 
 
 class EveryStep(L.Callback):
-    """Base of callbacks that act once after an optimizer step of however many micro-batches, with the clock paused."""
+    """Base of callbacks that act once after an optimizer step of however many micro-batches, with the clock paused;
+    `out` is the folder of those that write."""
 
     after_step: Callable[[L.Trainer, int], None]  # Act after an optimizer step, by its number counted from 1
 
-    def __init__(self, module: DraftModule) -> None:
-        self.module = module
-        self.seen = -1
+    def __init__(self, module: DraftModule, out: Path = Path()) -> None:
+        self.module, self.out, self.seen = module, out, -1
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Skip the steps before the one that the run resumes from."""
@@ -232,15 +210,11 @@ class DecodedAcceptance(EveryStep):
     """Validation by what decoding held-out text accepts; saves the drafter with the greatest accepted length in `out`.
 
     It runs after every `validate_every`-th step and after the last one: an interval in seconds would give a resumed run
-    other bytes. Of equal lengths the earlier step wins. The first process measures; all receive the result. `held_out`
-    returns the rows with target states; it is called at the first measurement."""
+    other bytes. Of equal lengths the earlier step wins. The first process measures; all receive the result."""
 
-    def __init__(
-        self, module: DraftModule, held_out: Callable[[], list[Features]], measure: Measure, *, out: Path
-    ) -> None:
-        super().__init__(module)
-        self.held_out, self.measure, self.every, self.out = held_out, measure, module.config.validate_every, out
-        self.rows: list[Features] | None = None
+    def __init__(self, module: DraftModule, out: Path) -> None:
+        super().__init__(module, out)
+        self.rows: list[Features] | None = None  # With target states, from the first measurement on
         self.best: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,7 +239,7 @@ class DecodedAcceptance(EveryStep):
 
     def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Measure at every `validate_every`-th step and save the weights if they are the best."""
-        if step % self.every and not self.module.finished:
+        if step % self.module.config.validate_every and not self.module.finished:
             return
         found = self._measured(trainer)
         self.module.curve.measured(step, found["accepted_length"])
@@ -284,26 +258,38 @@ class DecodedAcceptance(EveryStep):
     def _measured(self, trainer: L.Trainer) -> dict[str, Any]:
         # Only now: with a target shared among processes, states are computed by all of them together.
         if self.rows is None:
-            self.rows = self.held_out()
+            self.rows = self._held_out(trainer.datamodule)  # type: ignore[attr-defined]
         with self.module.decoding() as drafter, torch.no_grad():
-            found = self.measure(drafter, self.module.verifier(self.rows)[1])
+            found = held_out_acceptance(drafter, self.module.verifier(self.rows)[1],
+                                        self.module.config.validation_nodes, Processes.grouped())
         if found.tokens < FEWEST_TOKENS and not self.module.curve.steps and trainer.is_global_zero:
             warnings.warn(f"validation decodes only {found.tokens} tokens; distil more held-out text to reach "
                           f"{FEWEST_TOKENS}, or the choice of the checkpoint is mostly noise", stacklevel=2)
         return {"accepted_length": float(found.accepted_length), "tokens": int(found.tokens),
                 "by_position": [float(share) for share in found.by_position]}
 
+    def _held_out(self, datamodule: Any) -> list[Features]:
+        """This process's share of the held-out rows, with target states, in pairs for `held_out_acceptance`."""
+        rows = datamodule.validation_features()[: self.module.validation_rows]
+        if not rows:
+            raise UserError("there is no held-out text to measure the accepted length on; distil with "
+                            "validation_prompts of at least 1")
+        processes = Processes.grouped()
+        # In pairs of neighbours: the tree is searched on one of them and measured on the other.
+        own = processes.share(rows, together=2)
+        # Processes that share a target read equally often: those with fewer rows read the first one in vain.
+        missing = processes.largest_share(len(rows), together=2) - len(own)
+        read = [self.module.encoded(row.to(self.module.target.device)) for row in [*own, *[rows[0]] * missing]]
+        return read[: len(own)]
+
 
 class LastCheckpoint(EveryStep):
     """The checkpoint from which an interrupted run resumes; it runs after the callbacks whose state it saves."""
 
-    def __init__(self, module: DraftModule, *, out: Path) -> None:
-        super().__init__(module)
-        self.every, self.out = module.config.checkpoint_every, out
-
     def after_step(self, trainer: L.Trainer, step: int) -> None:
         """Write after every `checkpoint_every`-th step, after the last step, and before an early end."""
-        if step % self.every == 0 or self.module.finished or self.module.stopped:
+        due = step % self.module.config.checkpoint_every == 0
+        if due or self.module.finished or self.module.stopped:
             trainer.save_checkpoint(self.out / LAST)
 
 

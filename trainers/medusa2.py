@@ -20,14 +20,10 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from ..modules import Adapter, Drafts, Features, Medusa, MedusaConfig, Target, UserError, answered_anew
 from ..modules.config_checks import CheckedSettings, Positive, Size
-from ..modules.errors import UserError
-from ..modules.families.medusa.drafter import Medusa, MedusaConfig
-from ..modules.features import Features
-from ..modules.interfaces.drafter import Drafts, FamilyCard
-from ..modules.target.adapter import PREFIX, Adapter, LowRank, choose_layers
-from ..modules.target.model import Target
-from ..modules.tuning.tree_search import answered_anew
+from ..modules.interfaces.drafter import FamilyCard
+from ..modules.target.adapter import PREFIX, LowRank, choose_layers
 from .base import DraftModule
 from .chunked_losses import VocabularyLoss
 from .objectives import COLUMNS, BatchLoss, Teacher, weighted_mean_loss

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..modules import Target
 from ..modules.target.draft_vocabulary import OutputRows
-from ..modules.target.model import Target
 from ..modules.verification.sampling import widened
 
 ObjectiveName = Literal["hard", "argmax", "soft", "reverse_kl", "jsd", "tvd", "hard_tvd", "lk_alpha", "lk_hybrid"]

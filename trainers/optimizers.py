@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from ..modules.interfaces.drafter import Drafter
+from ..modules import Drafter
 from ..modules.processes import Processes
 
 LEAD = 0.05

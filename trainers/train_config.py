@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ..modules import Adapter, Drafter, Features, Target, UserError
 from ..modules.config_checks import (
     CheckedSettings,
     Natural,
@@ -26,12 +27,8 @@ from ..modules.config_checks import (
     Steps,
     Whole,
 )
-from ..modules.errors import UserError
-from ..modules.features import Features
 from ..modules.files.json_records import shortened
-from ..modules.interfaces.drafter import Drafter, DrafterConfig
-from ..modules.target.adapter import Adapter
-from ..modules.target.model import Target
+from ..modules.interfaces.drafter import DrafterConfig
 from .objectives import ObjectiveName
 from .optimizers import OptimizerName
 
@@ -41,8 +38,6 @@ UNDECISIVE = ("activation_checkpointing",)  # Decide no weight but by rounding: 
 DIVISION = ("accumulate", "devices", "num_nodes")  # Their product, the micro-batches of a step, alone decides
 ZERO_STAGES = {f"deepspeed_stage_{stage}": stage for stage in (1, 2, 3)}
 """Lightning's names of DeepSpeed's strategies, and the stage of ZeRO (arXiv:1910.02054, section 5)."""
-
-
 ANCHORS = 4  # First tokens of a conversation without an offset; attention relies on them in long texts too
 _UNKNOWN = 1 << 30  # Context length of a target whose configuration has none
 

@@ -23,29 +23,10 @@ from lightning.pytorch.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..modules.errors import UserError
-from ..modules.interfaces.drafter import Drafter
+from ..modules import UserError
 from ..modules.processes import prepare_deepspeed, require_deepspeed
 from ..modules.target.loading.model_parts import whole
-from ..modules.target.model import Target
 from .train_config import ZERO_STAGES, TrainConfig
-
-
-class SplitDrafter:
-    """Keeper of a drafter, whole yet, and bound, whose weights are to be split in place, and of its whole copy."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.copy = copy.deepcopy(drafter).to("cpu")  # Whole; on the CPU while it is not used
-
-    @contextmanager
-    def decoding(self, target: Target) -> Iterator[Drafter]:
-        """A block with the whole copy, its weights those of now, on the target's device and in evaluation mode. All
-        processes must enter it."""
-        self.copy.load_state_dict(whole_state(self.drafter))
-        self.copy.to(target.device).bind(target)
-        yield self.copy.eval()
-        self.copy.train().to("cpu")
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
@@ -138,7 +119,7 @@ class ZeroDrafter(DeepSpeedStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Divide the drafter, of which a whole copy is kept for decoding."""
-        self.lightning_module.split = SplitDrafter(self.lightning_module.drafter)
+        self.lightning_module.whole = (copy.deepcopy(self.lightning_module.drafter).to("cpu"),)
         self.lightning_module.to(self.root_device)
         super().setup(trainer)
 

@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any
 
 import jinja2
-from jinja2.exceptions import TemplateRuntimeError
 
 from ...modules import UserError
 from .prompt import Message, Prompt
@@ -24,7 +23,6 @@ MOST_STEPS = 2_000_000  # Most lines of compiled template code in a rendering; 1
 MOST_CHARACTERS = 2**24  # Longest rendering
 _JINJA = os.path.dirname(jinja2.__file__) + os.sep
 TODAY = date(2024, 7, 26)  # Day for templates that ask for it: a recipe must give the same tokens tomorrow
-TEMPLATE_FAILS = "the chat template fails: {}; change the messages, or set target.chat_template"
 PROBE = "\ue000"  # A private character, which stands in no template: a message in a trial
 REASONING = "reasoning_content"  # Key of a message: the thought of the assistant before its words
 AS_JSON = partial(json.dumps, ensure_ascii=False)
@@ -35,15 +33,16 @@ EMPTY_THOUGHT = re.compile(rf"\A\s*<{_MARK}>\s*</\1>\s*")  # Starts answers, als
 
 @contextmanager
 def bounded_rendering() -> Iterator[None]:
-    """A block in which templates are rendered; TemplateRuntimeError ends one with more steps, memory or stack than
-    there is. Steps are counted, not seconds: whether a template is accepted does not depend on the machine."""
+    """A block in which templates are rendered. A template is a program: one with more steps, memory or stack than there
+    is ends, and whatever it raises becomes one sentence. Steps are counted, not seconds: whether a template is accepted
+    does not depend on the machine."""
     steps = 0
 
     def count(_frame: FrameType, event: str, _value: Any) -> Any:
         nonlocal steps
         steps += event == "line"
         if steps > MOST_STEPS:
-            raise TemplateRuntimeError(f"it takes more than {MOST_STEPS:,} steps")
+            raise RuntimeError(f"it takes more than {MOST_STEPS:,} steps")
         return count
 
     def enter(frame: FrameType, _event: str, _value: Any) -> Any:
@@ -55,24 +54,16 @@ def bounded_rendering() -> Iterator[None]:
     sys.settrace(enter)
     try:
         yield
-    except (MemoryError, OverflowError) as error:
-        raise TemplateRuntimeError("it takes more memory than there is") from error
-    except RecursionError as error:
-        raise TemplateRuntimeError("it calls itself without end") from error
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, MemoryError | OverflowError):
+            reason = "it takes more memory than there is"
+        if isinstance(error, RecursionError):
+            reason = "it calls itself without end"
+        raise UserError(f"the chat template fails: {reason}; change the messages, or set target.chat_template"
+                        ) from error
     finally:
         sys.settrace(former)
-
-
-def refuse_powers(source: str) -> None:
-    """Refuse a template with the operator **, whose number of digits no count of steps bounds. Raises UserError if
-    there is one; a template that is no valid Jinja is left to its reader."""
-    try:
-        powers = [line for line, kind, value in jinja2.Environment().lex(source) if (kind, value) == ("operator", "**")]
-    except jinja2.TemplateError:
-        return
-    if powers:
-        raise UserError(f"the chat template raises a number to a power (** in line {powers[0]}), which may never end; "
-                        "set target.chat_template to one without")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +72,6 @@ class Surroundings:
 
     before: tuple[int, ...]  # Tokens before its text
     after: tuple[int, ...]  # Tokens after its text
-
-
-@contextmanager
-def explained_template() -> Iterator[None]:
-    """Turn what a chat template raises into one sentence: it is a program, and may raise anything."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(TEMPLATE_FAILS.format(reason)) from error
 
 
 class ChatTemplate:
@@ -143,7 +124,12 @@ class ChatTemplate:
         self.nothing = ""  # Words of an answer that has none, which some templates refuse
         known = tokenizer.chat_template or ""
         for source in known.values() if isinstance(known, dict) else (known,):
-            refuse_powers(source)
+            # No count of steps bounds the digits of a power. A template that is no valid Jinja is left to its reader.
+            with suppress(jinja2.TemplateError):
+                tokens = jinja2.Environment().lex(source)
+                if powers := [line for line, kind, value in tokens if (kind, value) == ("operator", "**")]:
+                    raise UserError(f"the chat template raises a number to a power (** in line {powers[0]}), which may "
+                                    "never end; set target.chat_template to one without")
         # A template that is no valid Jinja is refused now, not after the target has been loaded and asked.
         shown = {self.rendered([{"role": "user", "content": "a"}], mode, True) for mode in self.modes}
         try:
@@ -244,7 +230,7 @@ class ChatTemplate:
         thinking = self.modes[0] if thinking is None else thinking
         # DeepSeek's and Granite's templates call the switch thinking.
         settings: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
-        with explained_template(), bounded_rendering():
+        with bounded_rendering():
             source = str(self.tokenizer.get_chat_template(None, every))
             # Llama 3 writes today's date unless it is given one.
             if "date_string" in source:
@@ -258,7 +244,7 @@ class ChatTemplate:
             shown = [message if not message.get("tool_calls") else {**message, "tool_calls": [
                 {**call, "function": {**call["function"], "arguments": form(call["function"].get("arguments"))}}
                 for call in message["tool_calls"]]} for message in own]
-            with explained_template(), bounded_rendering():
+            with bounded_rendering():
                 text = str(self.tokenizer.apply_chat_template(
                     shown, tools=every, tokenize=False, add_generation_prompt=generation_prompt, **settings))
                 if len(text) > MOST_CHARACTERS:

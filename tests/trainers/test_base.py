@@ -5,13 +5,11 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Features, Medusa, Target, UserError
-from draftsmith.modules.families.medusa.drafter import MedusaConfig
-from draftsmith.modules.interfaces.drafter import Drafts
+from draftsmith.modules import Drafts, Features, Medusa, MedusaConfig, Target, UserError
 from draftsmith.modules.target.loading.model_parts import hash_weights
 from draftsmith.trainers import DraftModule, FitResult, TrainConfig, draft_module, fit, train_config
 from draftsmith.trainers.objectives import weighted_mean_loss
@@ -187,59 +185,43 @@ def test_a_drafter_built_before_fit_borrows_from_where_the_target_is(target: Tar
     assert bound[0] is target
 
 
-class Scheduled(DraftModule):
-    """A module in which the weight of the second head grows with progress."""
-
-    drafter_class = Medusa
-
-    def weights(self, steps: int) -> tuple[float, ...]:
-        self.asked.append(self.progress_at(self.global_step))
-        # As if time passed between two micro-batches.
-        return (1.0, self.progress_at(self.global_step) + 0.1 * len(self.asked))
-
-    asked: ClassVar[list[float]] = []
-
-
 def test_weights_may_follow_progress_and_are_constant_within_a_step(target: Target, tmp_path: Path) -> None:
-    Scheduled.asked.clear()
-    seen: list[tuple[Tensor, Tensor]] = []
+    asked, totals, seen = list[float](), list[Tensor](), list[tuple[Any, Tensor]]()
 
-    class Watched(Scheduled):
+    class Scheduled(DraftModule):
+        """The weight of the second head grows with progress."""
+
+        drafter_class = Medusa
+
+        def weights(self, steps: int) -> tuple[float, ...]:
+            asked.append(self.progress_at(self.global_step))
+            # As if time passed between two micro-batches.
+            return (1.0, asked[-1] + 0.1 * len(asked))
+
         def training_step(self, batch: Features, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
             assert self._pending is not None
             self.told = weighted_mean_loss(self._pending.sums_KC, self._pending.weights)
-            self.totals.append(loss.detach() / 2)
+            totals.append(loss.detach() / 2)
             return loss
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             super().on_before_optimizer_step(optimizer)
-            seen.append((sum(self.totals), self.told[0]))
+            seen.append((sum(totals), self.told[0]))
             assert self.figures["loss"] == pytest.approx(float(self.told[0] / self.told[1]))
-            self.totals.clear()
+            totals.clear()
 
-        totals: ClassVar[list[Tensor]] = []
-
-    train(target, tmp_path, config(accumulate=2, max_steps=4), kind=Watched)
-    assert Scheduled.asked == [0.0, 0.25, 0.5, 0.75], "once an optimizer step"
+    train(target, tmp_path, config(accumulate=2, max_steps=4), kind=Scheduled)
+    assert asked == [0.0, 0.25, 0.5, 0.75], "once an optimizer step"
     for summed, told in seen:
         torch.testing.assert_close(float(summed), float(told), atol=1e-3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("objective", ["reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid"])
 def test_every_objective_lowers_its_loss(objective: Any, target: Target, tmp_path: Path) -> None:
-    losses: list[float] = []
-
-    class Watched(DraftModule):
-        drafter_class = Medusa
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            super().on_before_optimizer_step(optimizer)
-            losses.append(self.figures["loss"])
-
     settings = config(objective=objective, max_steps=30, drafter=MedusaConfig(num_heads=2, output="copy"))
-    module, _ = train(target, tmp_path, settings, kind=Watched)
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    module, result = train(target, tmp_path, settings)
+    assert result.curve[-1].loss < 0.9 * result.curve[1].loss
     assert 0 < module.figures["head1/alpha"] < 1
 
 
@@ -253,22 +235,13 @@ class Blind(Medusa):
         return super().forward(dataclasses.replace(features, final_BLD=final_BLD))
 
 
-class BlindModule(DraftModule):
-    drafter_class = Medusa
-
-    def build_drafter(self) -> Medusa:
-        drafter = super().build_drafter()
-        drafter.__class__ = Blind
-        return drafter
-
-
 @pytest.mark.parametrize(("settings", "passes"), [({}, 0), ({"objective": "soft"}, 3)])
 def test_the_target_runs_in_a_step_only_when_it_is_read(settings: dict[str, Any], passes: int, target: Target,
                                                         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[int] = []
     encode = target.encode
     monkeypatch.setattr(target, "encode", lambda features, taps=(): (encoded.append(1), encode(features, taps))[1])
-    train(target, tmp_path, config(max_steps=3, **settings), kind=BlindModule)
+    train(target, tmp_path, config(max_steps=3, **settings), kind=draft_module(Blind))
     assert len(encoded) == passes + 2, "the two held-out rows are decoded all the same"
 
 

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Features, Target, UserError
-from draftsmith.modules.families.medusa.drafter import Medusa, MedusaConfig
-from draftsmith.modules.interfaces.drafter import Drafts
+from draftsmith.modules import Drafts, Features, Medusa, MedusaConfig, Target, UserError
 from draftsmith.modules.target.draft_vocabulary import draft_index
 from draftsmith.trainers.chunked_losses import VocabularyLoss, supervise
 from draftsmith.trainers.objectives import COLUMNS, NEEDS_MASS, RANKS, Teacher, describe, rank_hits, weighted_mean_loss

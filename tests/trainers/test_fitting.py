@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Medusa, Target, UserError
-from draftsmith.modules.families.medusa.drafter import MedusaConfig
+from draftsmith.modules import Medusa, MedusaConfig, Target, UserError
 from draftsmith.trainers import draft_module, fit, fitting, train_config
 from draftsmith.trainers.checkpoints import load_weights, save_weights
 from safetensors.torch import load_file

@@ -10,12 +10,10 @@ import pytest
 import torch
 import yaml
 from draftsmith.export.report.family_comparison import markdown, read_standing
-from draftsmith.modules import Target, ranked_text
-from draftsmith.modules.families.medusa.drafter import MedusaConfig
+from draftsmith.modules import MedusaConfig, Target, answered_anew, ranked_text
 from draftsmith.modules.target.adapter import choose_layers
 from draftsmith.modules.target.loading.model_parts import hash_weights
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
-from draftsmith.modules.tuning.tree_search import answered_anew
 from draftsmith.trainers import FitResult, Medusa2Module, Medusa2TrainConfig, fit, medusa2
 from draftsmith.trainers.medusa2 import LearningTarget, LoraConfig
 from families.medusa.reference import joint_loss

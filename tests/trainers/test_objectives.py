@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Features, Target
-from draftsmith.modules.interfaces.drafter import Drafts
+from draftsmith.modules import Drafts, Features, Target
 from draftsmith.trainers.chunked_losses import VocabularyLoss
 from draftsmith.trainers.objectives import (
     JSD_BETA,

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Eagle, Eagle3, Eagle3Config, Falcon, Features, Target, UserError
-from draftsmith.modules.families.falcon.drafter import FalconConfig
+from draftsmith.modules import Eagle, Eagle3, Eagle3Config, Falcon, FalconConfig, Features, Target, UserError
 from draftsmith.trainers import DraftModule, TrainConfig, draft_module, fit, train_config
 from draftsmith.trainers.train_config import PositionConfig, with_offsets
 from support.cases import CycleData, cycle_target, interrupted

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Medusa, Target, UserError, load_target, processes
-from draftsmith.modules.target.loading.loading import TargetConfig
+from draftsmith.modules import Medusa, Target, TargetConfig, UserError, load_target, processes
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.trainers import FitResult, Medusa2Module, Medusa2TrainConfig, train_config
 from draftsmith.trainers.fitting import require_devices

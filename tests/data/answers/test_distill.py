@@ -32,8 +32,7 @@ from draftsmith.data.answers.distill_task import DistillTask, RowWriters, take_g
 from draftsmith.data.answers.shard_queue import HELD_OUT, MERGE, ShardQueue
 from draftsmith.data.datamodule import BatchConfig
 from draftsmith.data.prompts import prompt_files, sources
-from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode, progress
-from draftsmith.modules.decoding.loop import Loop
+from draftsmith.modules import DecodeSettings, Loop, Request, Target, UserError, decode, progress
 from draftsmith.modules.files.folders import FolderLocks
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_model, tiny_tokenizer
 from support.data.chat_templates import THINKING
@@ -61,8 +60,11 @@ def task_of(target: Target, config: DistillConfig = SMALL, **settings: Any) -> D
 def test_rows_are_prompts_with_the_targets_own_answers(tmp_path: Path, tiny_target_f64: Target) -> None:
     target, config = tiny_target_f64, replace(SMALL, max_new_tokens=24)
     prompts = write_prompts(tmp_path, many(15))
-    run(target, prompts, config, tmp_path / "out")
+    held_out = run(target, prompts, config, tmp_path / "out").held_out
     template, given = ChatTemplate(target.tokenizer), read_prompts(str(prompts.path))
+    # Prompts of the test are only kept.
+    assert held_out is not None
+    assert [one.question for one in read_prompts(tmp_path / "out" / held_out.file)] == [given[2].question]
     found = list(rows(tmp_path / "out"))
     assert [number for _, _, number, _ in found] == list(range(3, 15))
     ends = set()
@@ -92,14 +94,6 @@ def test_validation_prompts_are_answered_greedily_and_drawn_without_filters(
         assert tokens[start:] == decode(target, [request], DecodeSettings(seed=config.seed)).generations[0].tokens
     [record] = manifest.split("validation")
     assert (record.prompts, record.rows, record.answers) == (2, 4, 4)
-
-
-def test_test_prompts_are_only_kept(tmp_path: Path, tiny_target: Target) -> None:
-    manifest = run(tiny_target, write_prompts(tmp_path, many(9)), SMALL, tmp_path / "out")
-    kept = read_prompts(tmp_path / "out" / "test.jsonl")
-    assert [prompt.question for prompt in kept] == [many(3)[2]["prompt"]]
-    assert manifest.held_out is not None
-    assert manifest.held_out.prompts == 1
 
 
 def test_held_out_prompts_and_duplicates_never_train(tmp_path: Path, tiny_target: Target) -> None:
@@ -824,10 +818,11 @@ def test_counts_and_the_warning_about_cut_answers(tmp_path: Path, tiny_target: T
     assert "answers were cut at 4 tokens" in caplog.text
 
 
-def test_prompts_that_do_not_fit(tmp_path: Path, tiny_target: Target) -> None:
-    rows_ = [*many(5), {"prompt": "x" * 600}, *many(8)[5:]]
-    prompts = write_prompts(tmp_path, rows_)
-    told = (r"the prompt leaves no room for an answer, got 6\d\d tokens, and the target's context of 512 less "
+@pytest.mark.parametrize(("row", "turns"), [
+    ({"prompt": "x" * 600}, ""), ({"turns": ["Say hi.", "x" * 300, "y" * 300]}, " in all its turns")])
+def test_prompts_that_do_not_fit(tmp_path: Path, tiny_target: Target, row: dict[str, Any], turns: str) -> None:
+    prompts = write_prompts(tmp_path, [*many(5), row, *many(8)[5:]])
+    told = (rf"the prompt leaves no room for an answer, got 6\d\d tokens{turns}, and the target's context of 512 less "
             r"distill.max_new_tokens holds 504; shorten it, or lower")
     with pytest.raises(UserError, match=rf"^1 of 9 rows .* allows fewer: 1 like prompts.jsonl:6: {told}"):
         run(tiny_target, prompts, SMALL, tmp_path / "refused")
@@ -854,16 +849,6 @@ def test_only_prompts_that_may_be_too_long_are_counted_in_tokens(
     assert isinstance(source, ReadPrompts)
     assert [one.row for one in source.skipped()] == []
     assert [text.count("x") + text.count("\u00e9") for text in counted] == [480, 240]
-
-
-def test_a_later_turn_that_does_not_fit_is_found_as_well(tmp_path: Path, tiny_target: Target) -> None:
-    later = {"turns": ["Say hi.", "x" * 300, "y" * 300]}
-    prompts = write_prompts(tmp_path, [*many(5), later, *many(8)[5:]])
-    with pytest.raises(UserError, match=r"prompts.jsonl:6: .*, got 6\d\d tokens in all its turns, and .* holds 504;"):
-        run(tiny_target, prompts, SMALL, tmp_path / "refused")
-    for words in ({"most_skipped": 0.2}, {"max_prompt_tokens": 504}):
-        manifest = run(tiny_target, replace(prompts, **words), SMALL, tmp_path / next(iter(words)))
-        assert manifest.total("train", "prompts") == 5
 
 
 def test_rows_of_an_endless_stream_are_skipped_and_counted_when_it_is_their_turn(

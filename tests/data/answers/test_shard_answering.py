@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.data import ChatTemplate, DistillConfig, Manifest, PromptConfig, WantedStates, distill
+from draftsmith.data import ChatTemplate, DistillConfig, Manifest, Prompt, PromptConfig, WantedStates, distill
 from draftsmith.data.answers import data_folder
 from draftsmith.data.answers.data_folder import DataFolder, Progress
 from draftsmith.data.answers.distill import BARREN_CANDIDATES, ShardAnswering
@@ -33,7 +33,6 @@ from draftsmith.data.answers.shard_queue import (
     answers_lock,
     clear_queue,
 )
-from draftsmith.data.prompts.prompt import Prompt
 from draftsmith.data.prompts.sources import OwnPrompts, Taken
 from draftsmith.data.store.feature_shards import state_file
 from draftsmith.modules import Target, UserError
@@ -173,8 +172,9 @@ def test_a_free_process_takes_over_while_another_holds_its_shard(tmp_path: Path,
 def test_the_files_are_those_of_a_process_with_all_threads(tmp_path: Path, tiny_target: Target) -> None:
     prompts = write_prompts(tmp_path, many(21))
     make(tiny_target, prompts, SMALL, tmp_path / "one thread each")
-    make(tiny_target, prompts, replace(SMALL, workers=None), tmp_path / "alone")
+    found = make(tiny_target, prompts, replace(SMALL, workers=None), tmp_path / "alone")
     assert contents(tmp_path / "one thread each") == contents(tmp_path / "alone")
+    assert make(tiny_target, prompts, replace(SMALL, workers=7), tmp_path / "alone") == found, "any number goes on"
 
 
 def test_the_budget_ends_the_data_at_the_shard_that_reaches_it(tmp_path: Path, tiny_target: Target) -> None:
@@ -384,12 +384,6 @@ def test_a_target_without_usable_prompts_is_refused(tmp_path: Path, tiny_target:
                      test_prompts=0, budget_tokens=9)
     with pytest.raises(UserError, match=rf"none of {BARREN_CANDIDATES} prompts that the target wrote can be used"):
         make(tiny_target, PromptConfig(own_max_tokens=4), config, tmp_path / "out")
-
-
-def test_any_number_of_processes_goes_on_with_a_folder(tmp_path: Path, tiny_target: Target) -> None:
-    prompts, out = write_prompts(tmp_path, many(25)), tmp_path / "out"
-    found = make(tiny_target, prompts, replace(SMALL, workers=None), out)
-    assert make(tiny_target, prompts, replace(SMALL, workers=7), out) == found
 
 
 def test_a_damaged_record_of_the_queue_is_named(tmp_path: Path, tiny_target: Target) -> None:

@@ -4,9 +4,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from draftsmith.data.prompts.chat import ChatTemplate
+from draftsmith.data import ChatTemplate, Message
 from draftsmith.data.prompts.given_answers import GivenAnswers, Turn, join_turns
-from draftsmith.data.prompts.prompt import Message
 from draftsmith.modules import UserError
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -31,8 +31,7 @@ from draftsmith.data.answers.shard_queue import LOCKS, clear_queue
 from draftsmith.data.store import feature_store, token_store
 from draftsmith.data.store.feature_shards import open_features
 from draftsmith.data.store.feature_store import Encoding, in_words, require_room
-from draftsmith.modules import DecodeSettings, Target, TargetConfig, UserError
-from draftsmith.modules.families.medusa.drafter import Medusa, MedusaConfig
+from draftsmith.modules import DecodeSettings, Medusa, MedusaConfig, Target, TargetConfig, UserError
 from draftsmith.modules.files.folders import remove_leftovers
 from draftsmith.modules.target.loading.loading import sketch_target
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer

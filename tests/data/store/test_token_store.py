@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from draftsmith.data import Manifest, TokenShard
 from draftsmith.data.datamodule import BatchConfig, Split
 from draftsmith.data.prompts.chat import Surroundings
 from draftsmith.data.store.feature_shards import FEATURES, open_features, pad
@@ -18,9 +19,7 @@ from draftsmith.data.store.token_store import (
     LONGEST_PERIOD,
     MANIFEST,
     HeldOut,
-    Manifest,
     Row,
-    TokenShard,
     _json,
     answers,
     count_labels,
