@@ -95,13 +95,13 @@ DENSE = "draftsmith.modules.target.attention.segment_attention.DENSE_LENGTH"
 SCRIPT = Path(__file__).resolve().parents[1] / "references" / "long_row.py"
 
 
-def two_rows(target: Target) -> Features:
+def two_rows(target: Target) -> PackedBatch:
     """A row of three conversations, and one of a window that starts amid its conversation, padded."""
     def piece(length: int, first: int = 0) -> Piece:
         tokens_N = torch.randint(4, target.vocab_size, (length,), generator=torch.Generator().manual_seed(length))
         return Piece(tokens_N=tokens_N, supervised_N=torch.arange(length) % 5 > 1, first=first)
 
-    return packed([[piece(9), piece(14), piece(7)], [piece(19, first=6), piece(6)]], 33).to("cpu")
+    return packed([[piece(9), piece(14), piece(7)], [piece(19, first=6), piece(6)]], 33)
 
 
 @pytest.mark.parametrize("name", others_long(
@@ -109,15 +109,16 @@ def two_rows(target: Target) -> Features:
 def test_long_rows_learn_as_short_ones_do(name: str, tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mask tokens of draft models, and steps of a target's own head after the first one, keep the mask of all
     positions."""
+<<<<<<< HEAD
     module, batch = module_of(CASES[name], tiny_target_f64), two_rows(tiny_target_f64)
     expected, dense = gradients(module, [batch])
+=======
+    module, batch = module_of(name, tiny_target_f64), two_rows(tiny_target_f64).to("cpu")
+    expected = gradients(module, [batch])
+>>>>>>> 539a3afd (Families' steps are tried on one batch; bounds of the fit in the list of keys)
     monkeypatch.setattr(DENSE, 0)
     monkeypatch.setattr(Features, "visible", None)
-    found, inside = gradients(module, [batch])
-    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
-    assert inside.keys() == dense.keys()
-    for weight, gradient in dense.items():
-        torch.testing.assert_close(inside[weight], gradient, atol=1e-9, rtol=1e-9)
+    equal(gradients(module, [batch]), expected)
 
 
 @pytest.mark.long
@@ -196,7 +197,7 @@ def test_gradients_are_the_same_or_the_family_is_refused(name: str, tiny_target:
         with pytest.raises(UserError, match=r"the .* drafter has none; set train\.activation_checkpointing: false"):
             wanted.configure_model()
         return
-    rows = two_rows(target)
+    rows = two_rows(target).to("cpu")
     expected, _ = measured_gradients(case.module(target), rows)
     found, _ = measured_gradients(wanted, rows)
     assert set(found) == set(expected)
@@ -220,13 +221,6 @@ UPLOADING = {"modules/target/partial_passes.py", "modules/families/mtp/drafter.p
 """Files whose uploads are empty: transformers makes a new cache of empty lists."""
 
 
-def packed_batch() -> PackedBatch:
-    def piece(length: int) -> Piece:
-        return Piece(tokens_N=torch.randint(4, 90, (length,)), supervised_N=torch.arange(length) >= 3)
-
-    return packed([[piece(12), piece(9)], [piece(20)]], 24)
-
-
 def waits_of(name: str, target: Target, **settings: Any) -> Waits:
     """Reads and uploads of the second micro-batch: the target's pass, the drafter's and the loss, without gradients:
     torch's engine for them does not know the device that is not there."""
@@ -236,7 +230,7 @@ def waits_of(name: str, target: Target, **settings: Any) -> Waits:
         module.configure_model()
         moved(randomised(module.drafter), there)
         module.to(DEVICE).train()
-        given = packed_batch().to(DEVICE)
+        given = two_rows(target).to(DEVICE)
         for _ in range(2):
             waits.clear()
             with torch.no_grad():
