@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Lock
@@ -217,10 +216,7 @@ class HeldOutRows:
                        if bool(self.split.learned[row.shard][row.start : row.stop].any())]
 
     def _read(self, rows: Iterable[Window], whole: bool = True) -> ReadRows:
-        def padded(row: Window) -> Features:
-            return pad([self.split.piece(row, whole=whole)])
-
-        return ReadRows(partial(padded, row) for row in rows)
+        return ReadRows((lambda row=row: pad([self.split.piece(row, whole=whole)])) for row in rows)
 
     def up_to_repetitions(self) -> ReadRows:
         """Rows with greedy answers, which end where their repetitions start."""

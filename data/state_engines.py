@@ -30,9 +30,9 @@ from ..modules import Target, UserError
 from ..modules.files.atomic_files import make_folder
 from ..modules.files.json_records import shortened
 from .answers.answer_server import ANSWER_SECONDS, AnswerServer, at_once
-from .store.feature_shards import FINAL, tap
+from .store.feature_shards import FINAL, StoredFile, tap
 from .store.feature_store import Encoding, read_rows
-from .store.token_store import Row, TokenShard, write_bytes
+from .store.token_store import Row, TokenShard, write_bytes, write_tensors
 
 AGAIN = "start the engine and the same command again: finished shards are kept"  # Remedy where an engine is not there
 
@@ -256,7 +256,8 @@ def own_states(encoding: Encoding) -> tuple[TokenShard, dict[str, Tensor]]:
     key = hashlib.sha256(repr([names, shard.tokens_T.tolist(), shard.starts_S.tolist()]).encode()).hexdigest()
     if not store.holds(PROBE, key):
         read = read_rows(target, shard, range(shard.num_rows), names, target.dtype)
-        store.keep(PROBE, key, {name: torch.cat([read[row][name] for row in sorted(read)]) for name in names})
+        states = {name: torch.cat([read[row][name] for row in sorted(read)]) for name in names}
+        store.add({PROBE: StoredFile(tokens=key, sha256=write_tensors(encoding.folder / PROBE, states))})
     return shard, load_file(Path(encoding.folder, PROBE))
 
 

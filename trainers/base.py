@@ -26,7 +26,7 @@ from ..modules.files.json_records import record_of
 from ..modules.interfaces.drafter import FamilyCard
 from ..modules.interfaces.proposer import JudgesGuesses
 from ..modules.target.draft_vocabulary import choose, draft_index
-from .checkpoints import Clock, StepGuard, TrainingCurve, peak_memory_bytes, require_same_settings
+from .checkpoints import KINDS, Clock, FinishedStep, StepGuard, TrainingCurve, peak_memory_bytes, require_same_settings
 from .chunked_losses import VocabularyLoss
 from .objectives import NEEDS_MASS, BatchLoss, Teacher, describe, weighted_mean_loss
 from .optimizers import optimizer_for, time_leads, warmup_cosine
@@ -225,7 +225,8 @@ class DraftModule(L.LightningModule):
             # The target reads its true positions. The last step of the last position has the highest position id.
             highest = self.target.context_length - self.drafter.trained_steps
             batch = with_offsets(self.encoded(batch), limit=self._largest_offset, highest=highest)
-        self.guard.keep(batch_idx, batch)
+        # Without states: tokens say which row it was, and states would be kept for a whole step.
+        self.guard.batches.append((batch_idx, Features(**{kind: getattr(batch, kind) for kind in KINDS})))
         learned, before = self.loss(batch), self._pending
         sums_KC = learned.sums_KC if before is None else before.sums_KC + learned.sums_KC
         # The graph of a micro-batch ends with its own backward pass; only figures are carried on.
@@ -239,7 +240,10 @@ class DraftModule(L.LightningModule):
         # Not read here: on an accelerator the host would wait for all its work at every step.
         pending, self._pending = self._pending, None
         sums_KC = self.trainer.strategy.reduce(pending.sums_KC, reduce_op="sum")
-        self.guard.finish(self.global_step + 1, pending._replace(sums_KC=sums_KC), optimizer.param_groups[0]["lr"])
+        self.guard.unread.append(FinishedStep(
+            number=self.global_step + 1, learned=pending._replace(sums_KC=sums_KC),
+            learning_rate=optimizer.param_groups[0]["lr"], batches=tuple(self.guard.batches)))
+        self.guard.batches.clear()
         if self.guard.due:
             self.read_figures()
         # The gradient is a sum over micro-batches and processes; DeepSpeed divides it itself just before it clips.

@@ -146,17 +146,6 @@ class StepGuard:
     batches: list[tuple[int, Features]] = field(default_factory=list)  # Of the running step by number, without states
     unread: list[FinishedStep] = field(default_factory=list)  # Whose figures are still to be read, in order
 
-    def keep(self, number: int, batch: Features) -> None:
-        """Keep a micro-batch of the running step."""
-        # Without states: tokens say which row it was, and states would be kept for a whole step.
-        self.batches.append((number, Features(**{kind: getattr(batch, kind) for kind in KINDS})))
-
-    def finish(self, number: int, learned: BatchLoss, learning_rate: float) -> None:
-        """Take the batches that were kept for those of this step."""
-        self.unread.append(FinishedStep(number=number, learned=learned, learning_rate=learning_rate,
-                                        batches=tuple(self.batches)))
-        self.batches.clear()
-
     @property
     def due(self) -> bool:
         """True once the finished steps are to be read."""

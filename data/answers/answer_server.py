@@ -95,11 +95,6 @@ class AnswerServer:
         # A server that tokenizes again or adds a start token would answer another prompt.
         if prompt is not None and prompt != list(request.tokens):
             raise UserError(f"{self.address} read another prompt than it was given, {shortened(prompt)}; {REMEDY}")
-        return self._ended(tokens, request, target, finish, stopped_by)
-
-    def _ended(self, tokens: list[int], request: Request, target: Target, finish: object, stopped_by: object
-               ) -> list[int]:
-        """The tokens of a sound answer, up to its end: the server names a reason, and perhaps the token."""
         if wrong := [token for token in tokens if not 0 <= token < target.vocab_size]:
             raise UserError(f"{self.address} wrote token {wrong[0]}, and the target's ids are 0 to "
                             f"{target.vocab_size - 1}; {REMEDY}")

@@ -291,11 +291,12 @@ def set_aside(task: DistillTask, source: Source, folder: DataFolder, progress: P
             "give more prompts, or lower distill.validation_prompts and distill.test_prompts")
     if any(prompt.document is not None for _, prompt in held[first:]):
         raise UserError("plain documents are no prompts to be asked in an evaluation; set distill.test_prompts: 0")
-    out = folder.out
-    if first:
-        write_bytes(out / VALIDATION_PROMPTS, _rows(held[:first]))
-    data = _rows(held[first:])
-    write_bytes(out / TEST, data)
+    for file, part in ((VALIDATION_PROMPTS, held[:first]), (TEST, held[first:])):
+        # Numbered prompts, one a line.
+        data = "".join(json.dumps({**prompt.row, "number": number}, ensure_ascii=False) + "\n"
+                       for number, prompt in part).encode()
+        if part or file == TEST:
+            write_bytes(folder.out / file, data)
     manifest = replace(folder.manifest, candidates=candidates, repeated=repeated,
                        skipped=folder.list_skipped(skipped), unwritten=unwritten,
                        held_out=HeldOut(file=TEST, sha256=hash_bytes(data), prompts=len(held) - first))
@@ -360,9 +361,3 @@ def answer_validation(task: DistillTask, folder: DataFolder, states: ShardStates
     files = states.write(record, text, states_of(conversations))
     shard = FinishedShard(read=0, fresh=0, repeated=0, record=record, states=files, cut=record.prompts < len(prompts))
     return shard, answerer.stats
-
-
-def _rows(prompts: Sequence[tuple[int, Prompt]]) -> bytes:
-    """Numbered prompts as a file, one a line."""
-    return "".join(json.dumps({**prompt.row, "number": number}, ensure_ascii=False) + "\n"
-                   for number, prompt in prompts).encode()

@@ -133,7 +133,7 @@ class ShardAnswering:
                 shard, stats = answer_validation(self.task, self.folder, states, each, lambda _: self._count(0))
                 self.writers.target.stats.add(stats)
                 with locks.holding(MERGE):
-                    queue.publish_validation(shard)
+                    queue.publish(None, shard)
                     self.folder.write_stats(self.amounts(states))
         finally:
             locks.drop(VALIDATION)

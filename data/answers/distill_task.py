@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -177,6 +177,8 @@ class DistillTask:
     config: DistillConfig
     template: ChatTemplate  # Of the target's tokenizer
     writer: Writer | None  # The draft that writes rows; None where none does
+    unwritten: Counter[str] = field(default_factory=Counter, init=False)
+    """Checks of rows of which the chat template leaves something out, by what: tools, tool calls, thoughts."""
 
     def __post_init__(self) -> None:
         prompts, config, context = self.prompts, self.config, self.target.context_length
@@ -223,11 +225,6 @@ class DistillTask:
     def given(self) -> GivenAnswers:
         """Turns of the answers that rows bring."""
         return GivenAnswers(self.template)
-
-    @cached_property
-    def unwritten(self) -> Counter[str]:
-        """Checks of rows of which the chat template leaves something out, by what: tools, tool calls, thoughts."""
-        return Counter()
 
     def check(self, number: int, prompt: Prompt) -> None:
         """Refuse a prompt that its writer cannot use: nobody answers documents, text brings answers, the template takes

@@ -52,10 +52,6 @@ class FinishedShard:
         """Answer tokens."""
         return 0 if self.record is None else self.record.supervised
 
-    def to_bytes(self) -> bytes:
-        """The JSON file."""
-        return json.dumps(asdict(self), indent=2, sort_keys=True).encode()
-
 
 class ShardQueue:
     """Numbers of train shards from `first` on, after those that the data had before, each answered by one process at a
@@ -126,19 +122,17 @@ class ShardQueue:
         """Give a shard back, finished or not."""
         self.locks.drop(answers_lock(number))
 
-    def publish(self, number: int, shard: FinishedShard) -> None:
-        """Add a finished shard. Raises UserError if the disk is full."""
-        write_bytes(self.folder / f"train-{number:05d}.json", shard.to_bytes())
-        self._finished[number] = shard
+    def publish(self, number: int | None, shard: FinishedShard) -> None:
+        """Add a finished shard; without a number that of validation. Raises UserError if the disk is full."""
+        name = "validation-00000" if number is None else f"train-{number:05d}"
+        write_bytes(self.folder / f"{name}.json", json.dumps(asdict(shard), indent=2, sort_keys=True).encode())
+        if number is not None:
+            self._finished[number] = shard
 
     def validation(self) -> FinishedShard | None:
         """The validation shard, once it is finished. Raises UserError if its record is damaged."""
         self._validation = self._validation or _record(self.folder / "validation-00000.json")
         return self._validation
-
-    def publish_validation(self, shard: FinishedShard) -> None:
-        """Add the validation shard. Raises UserError if the disk is full."""
-        write_bytes(self.folder / "validation-00000.json", shard.to_bytes())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,18 +45,13 @@ class StateFormat:
     largest: float = 0.0  # Largest code; 0 for formats without scales
     by_channel: bool = False  # True if channels have scales of their own, next to tokens
 
-    @property
-    def scaled(self) -> bool:
-        """True if numbers are codes with scales."""
-        return self.largest > 0
-
     def token_bytes(self, width: int) -> int:
         """Bytes on disk of a token's state of `width` numbers; the channels' scales, once in a file, come on top."""
-        return width * self.dtype.itemsize + (SCALE_BYTES if self.scaled else 0)
+        return width * self.dtype.itemsize + (SCALE_BYTES if self.largest else 0)
 
     def packed(self, states_TD: Tensor) -> dict[str, Tensor]:
         """The tensors of a file with these states."""
-        if not self.scaled:
+        if not self.largest:
             return {STATES: states_TD.to(self.dtype)}
         wide_TD = states_TD.float()
         channels_D = torch.ones(wide_TD.shape[1])

@@ -93,7 +93,7 @@ class StateStore:
 
     def __init__(self, folder: Path, target: Target, form: StateFormat) -> None:
         self.folder, self.hidden_size, self.form = folder, target.hidden_size, form
-        self.dtype = target.dtype if form.scaled else form.dtype  # Of states in memory, until they are written
+        self.dtype = target.dtype if form.largest else form.dtype  # Of states in memory, until they are written
         self.empty = StoredStates(format_version=FORMAT_VERSION, target=target.identity.weights_hash, dtype=form.name,
                                   files={})
         self.files = self.listed()
@@ -132,11 +132,6 @@ class StateStore:
         # A file that is listed may have been lost or replaced since.
         return entry is not None and entry.tokens == tokens and file.exists() and hash_file(file) == entry.sha256
 
-    def keep(self, name: str, tokens: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write another file that the target and the data of this hash decide, then the list; UserError if the disk is
-        full."""
-        self.add({name: StoredFile(tokens=tokens, sha256=write_tensors(self.folder / name, tensors))})
-
 
 class Encoding:
     """The second pass of the target that made the data, or else UserError, over their folder: it reads whatever has no
@@ -160,7 +155,7 @@ class Encoding:
         self.tokens = sum(record.tokens for record in self.missing)  # Number of tokens that have to be read
         width, stored = target.hidden_size, self.store.form
         # Scales of channels, in the target's own number format, stand once in a file.
-        channels = width * target.dtype.itemsize if stored.scaled else 0
+        channels = width * target.dtype.itemsize if stored.largest else 0
         self.bytes = sum((record.tokens * stored.token_bytes(width) + channels) * len(names)
                          for record, names in self.missing.items())  # Bytes of the states that will be written
 

@@ -14,7 +14,7 @@ from draftsmith.modules import DraftLM, Eagle3, Eagle3Config, Features, Medusa, 
 from draftsmith.modules.parts.decoder_block import GatedMLP
 from draftsmith.recipes.counted_work import CountedStorages
 from draftsmith.trainers import DraftModule, draft_module, train_config
-from draftsmith.trainers.checkpoints import READ_EVERY, StepGuard
+from draftsmith.trainers.checkpoints import READ_EVERY, FinishedStep, StepGuard
 from draftsmith.trainers.objectives import BatchLoss, weighted_mean_loss
 from support.cases import gradients, module_of
 from support.devices.pretended_device import DEVICE, Waits, files, pretended_device
@@ -260,7 +260,8 @@ def test_figures_are_read_together() -> None:
         for number in range(READ_EVERY):
             assert not guard.due
             weighted_mean_loss(sums, (1.0, 0.5))[1].clamp(min=1.0)
-            guard.finish(number, BatchLoss(sums, sums, (1.0, 0.5), (1, 2)), 0.1)
+            guard.unread.append(FinishedStep(number=number, learned=BatchLoss(sums, sums, (1.0, 0.5), (1, 2)),
+                                             learning_rate=0.1, batches=()))
         assert not waits.reads + waits.uploads
         assert guard.due
         found = list(guard.read())

@@ -314,8 +314,8 @@ def test_no_shard_is_started_that_the_budget_will_hardly_need(tmp_path: Path) ->
 def test_a_queue_that_another_process_clears_keeps_what_was_read(tmp_path: Path) -> None:
     queue = ShardQueue(tmp_path, FolderLocks(tmp_path / LOCKS), size=4, budget=100)
     assert queue.validation() is None
-    for publish in (partial(queue.publish, 0), queue.publish_validation):
-        publish(finished(0, 30))
+    for number in (0, None):
+        queue.publish(number, finished(0, 30))
     other = ShardQueue(tmp_path, queue.locks, size=4, budget=100)
     assert (other.validation(), other.finished()) == (finished(0, 30), {0: finished(0, 30)})
     shutil.rmtree(tmp_path / QUEUE)
@@ -340,7 +340,7 @@ def late_after(patch: pytest.MonkeyPatch, last: int, *processes: int) -> None:
     """Once this shard is answered, a hundred minutes have passed, and these processes end."""
     now, spent, publish = time.monotonic, [0.0], ShardQueue.publish
 
-    def late(self: ShardQueue, number: int, shard: FinishedShard) -> None:
+    def late(self: ShardQueue, number: int | None, shard: FinishedShard) -> None:
         publish(self, number, shard)
         if number == last:
             spent[0] = 6000.0
