@@ -137,15 +137,9 @@ FAULTS = [
 @pytest.fixture(autouse=True)
 def _small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds that are reached in a moment."""
-<<<<<<< HEAD
     monkeypatch.setattr(json_records, "SILENCE", 0.2)
     monkeypatch.setattr(json_records, "STREAM_BYTES", 2**20)
-    monkeypatch.setattr("draftsmith.data.prompts.bounded_template.MOST_STEPS", 20_000)
-=======
-    monkeypatch.setattr(bounded_reading, "SILENCE", 0.2)
-    monkeypatch.setattr(bounded_reading, "STREAM_BYTES", 2**20)
     monkeypatch.setattr("draftsmith.data.prompts.chat.MOST_STEPS", 20_000)
->>>>>>> 0ae7d823 (The best checkpoint is chosen without two functions handed through; a template's bounds are its one sentence; ZeRO's copy without a keeper)
 
 
 @pytest.mark.parametrize("fault", some_long(FAULTS, 3), ids=ids(FAULTS))

@@ -109,13 +109,8 @@ def two_rows(target: Target) -> PackedBatch:
 def test_long_rows_learn_as_short_ones_do(name: str, tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mask tokens of draft models, and steps of a target's own head after the first one, keep the mask of all
     positions."""
-<<<<<<< HEAD
-    module, batch = module_of(CASES[name], tiny_target_f64), two_rows(tiny_target_f64)
-    expected, dense = gradients(module, [batch])
-=======
-    module, batch = module_of(name, tiny_target_f64), two_rows(tiny_target_f64).to("cpu")
+    module, batch = module_of(CASES[name], tiny_target_f64), two_rows(tiny_target_f64).to("cpu")
     expected = gradients(module, [batch])
->>>>>>> 539a3afd (Families' steps are tried on one batch; bounds of the fit in the list of keys)
     monkeypatch.setattr(DENSE, 0)
     monkeypatch.setattr(Features, "visible", None)
     equal(gradients(module, [batch]), expected)
