@@ -2,17 +2,16 @@
 
 from .acceptance_heads import StoredHead, save_head
 from .artifact import Artifact, Drafting, load_artifact, save_artifact
-from .engines.trial import Trial, TrialSettings, served, try_export
 from .evaluation.contention import busy_warning, use_free_processors
-from .evaluation.evaluate import evaluate
+from .evaluation.engine_trial import Trial, TrialSettings, served, try_export
+from .evaluation.evaluate import Drift, evaluate, measure_drift, with_drift
 from .evaluation.methods import EvaluateConfig, Method, PromptSets, Question
 from .evaluation.results import Evaluation, EvaluationRun, Lossless, Measures, TrainingRecord
-from .evaluation.target_drift import Drift, measure_drift, with_drift
 from .layouts.parts.export_format import ExportSettings, ImportSettings
 from .layouts.registry import EVERY_FORMAT, export_artifact, import_drafter
+from .measured_files import Tuning, save_tuning
 from .report.evaluation_page import terminal_table, write_report
 from .stored_drafter import FORMAT_VERSION, read_description
-from .tuning import Tuning, save_tuning
 
 __all__ = [
     "EVERY_FORMAT", "FORMAT_VERSION", "Artifact", "Drafting", "Drift", "EvaluateConfig", "Evaluation", "EvaluationRun",

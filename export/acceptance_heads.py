@@ -15,13 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from ..modules import AcceptanceHead, AcceptanceHeadConfig, Policy, RejectionRisk, SamplingSetting, UserError, chain_for
+from ..modules import AcceptanceHead, AcceptanceHeadConfig, SamplingSetting, UserError
 from ..modules.files.atomic_files import write_atomically
 from ..modules.files.json_records import typed
 from ..modules.policies.registry import MOST
-from .artifact_files import HEADS
-from .stored_drafter import read_description
-from .weight_checks import require_weights
+from .stored_drafter import HEADS, read_description, require_weights
 
 RETRAIN = "delete that file and train the heads again with draftsmith specdec"
 """Remedy for damaged heads; an artifact with such is not loaded, for training either."""
@@ -49,12 +47,6 @@ class StoredHead:
 
     head: AcceptanceHead  # The head, on the drafter's device
     rule: HeadRule  # All else of it
-
-    def policy(self, threshold: float | None = None) -> Policy:
-        """The chain that ends by this head; `threshold` in place of its own."""
-        rule = self.rule
-        risk = RejectionRisk(self.head.log_acceptance, rule.setting, threshold or rule.threshold, rule.least)
-        return chain_for(rule.setting, rule.most, risk)
 
 
 @dataclass(frozen=True, kw_only=True)

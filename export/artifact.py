@@ -16,39 +16,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..modules import (
-    FASTEST,
-    JOINED,
-    NONE,
-    SIZING_TEMPERATURE,
-    SPARSE,
-    SPECDEC,
-    STATIC,
-    Adapter,
-    Drafter,
-    Policy,
-    Proposer,
-    Target,
-    TargetIdentity,
-    Topology,
-    UserError,
-    parse_joined,
-    parse_policy,
-    policy_named,
-)
-from ..modules.baselines.registry import PolicyName, joined_drafter, joined_policy
+from ..modules import Adapter, Drafter, Policy, Proposer, Target, TargetIdentity, Topology, UserError
+from ..modules.baselines.registry import JOINED, PolicyName, joined_drafter, joined_policy, parse_joined
 from ..modules.decoding.answers import drafted_generate
 from ..modules.files.atomic_files import file_sha256, write_file
 from ..modules.files.folders import whole_folder
 from ..modules.files.json_records import typed_fields
-from ..modules.policies.registry import CONFIDENT, MOST
+from ..modules.policies import registry as policies
+from ..modules.policies.registry import FASTEST, MOST, NONE, SPARSE, STATIC, policy_named
+from ..modules.policies.stopping_chains import RejectionRisk
 from ..modules.target.loading.loading import is_local
+from ..modules.tuning.acceptance_examples import chain_for
+from ..modules.tuning.trials import SIZING_TEMPERATURE
+from . import measured_files
 from .acceptance_heads import StoredHead, load_heads, temperature_name
-from .acceptance_profile import DECODED, acceptance_lines, described, profile, read_acceptance, save_acceptance
-from .artifact_files import ACCEPTANCE, AGAIN, CARD, CHANGING, CONFIG, WEIGHTS, as_json
+from .measured_files import PLAIN, Prediction, Tuning, read_tuning
 from .model_card import model_card
-from .stored_drafter import FORMAT_VERSION, load_drafter
-from .tuning import PLAIN, Prediction, Tuning, read_tuning
+from .stored_drafter import ACCEPTANCE, AGAIN, CARD, CHANGING, CONFIG, FORMAT_VERSION, WEIGHTS, as_json, load_drafter
 
 
 class Drafting(NamedTuple):
@@ -102,19 +86,8 @@ class Artifact:
         return STATIC if self.tuning is None else self.tuning.fastest(batch_size, temperature)
 
     def drafting(self, name: str = FASTEST, *, batch_size: int = 1, temperature: float = 0.0) -> Drafting:
-        """The drafter and the policy to decode with: by default what is predicted to be fastest.
-
-        With a partner in the name, such as static+lookup, the drafter is an ensemble with a new one of that kind.
-
-        Args:
-            name: fastest, or one of `modules.POLICIES`, with a number and a partner where you like: static-16,
-                eagle2-32+lookup.
-            batch_size: rows that are decoded at once.
-            temperature: their sampling temperature.
-
-        Raises:
-            UserError: as `policy` does.
-        """
+        """The drafter and the policy to decode with: by default what is predicted to be fastest, else as of `policy`.
+        With a partner in the name, such as static+lookup, the drafter is an ensemble with a new one of that kind."""
         if name == FASTEST:
             name = self.fastest(batch_size=batch_size, temperature=temperature)
         policy = self.policy(name, batch_size=batch_size, temperature=temperature)
@@ -157,15 +130,18 @@ class Artifact:
 
     def _own_policy(self, name: PolicyName, batch_size: int, temperature: float) -> Policy:
         """The part of a policy that grows the artifact's own drafts."""
-        kind, number = parse_policy(name.own)
-        if kind == SPECDEC:
+        kind, number = policies.parse_policy(name.own)
+        if kind == policies.SPECDEC:
             if temperature not in self.heads:
                 held = ", ".join(map(temperature_name, sorted(self.heads))) or "none"
                 wanted = temperature_name(temperature)
-                raise UserError(f"the policy {SPECDEC} needs an acceptance head for temperature {wanted}, this "
+                raise UserError(f"the policy {kind} needs an acceptance head for temperature {wanted}, this "
                                 f"artifact holds heads for: {held}; train one with draftsmith specdec --temperatures "
                                 f"'[{wanted}]', or choose another policy")
-            return self.heads[temperature].policy(number)
+            rule = self.heads[temperature].rule
+            risk = RejectionRisk(self.heads[temperature].head.log_acceptance, rule.setting, number or rule.threshold,
+                                 rule.least)
+            return chain_for(rule.setting, rule.most, risk)
         if number is not None or self.tuning is None:
             return policy_named(name.own, self.topology, self.drafter)
         # Virtual nodes are part of a pass: such trees have a size of their own.
@@ -176,7 +152,7 @@ class Artifact:
         size = self.size_for(batch_size, temperature)
         plain = size == 1 and temperature > 0 and kind != SPARSE
         # When a chain is cut, its block has been computed: an empty one took as long to draft as a single guess.
-        cost, steps = self.tuning.cost, range((self.drafter.reach or 0) + 1) if kind == CONFIDENT else ()
+        cost, steps = self.tuning.cost, range((self.drafter.reach or 0) + 1) if kind == policies.CONFIDENT else ()
         seconds = [cost.pass_seconds(1 + guesses, batch_size) + cost.draft_seconds(max(2, 1 + guesses), batch_size)
                    for guesses in steps]
         return policy_named(STATIC if plain else name.own, self.topology.prefix(size), self.drafter, seconds)
@@ -217,7 +193,7 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
         name = f"./{Path(PureWindowsPath(name).as_posix()).name}"
     former: Mapping[str, Any] = {}
     with suppress(UserError):
-        former = read_acceptance(folder)
+        former = measured_files.read_acceptance(folder)
     with whole_folder(folder, "artifact", changing=CHANGING) as partial:
         # One metadata key: safetensors writes several in an order of its own, and the bytes would differ.
         save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
@@ -236,14 +212,14 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
         if adapter is not None:
             config["adapter"] = adapter.describe()
         write_file(partial / CONFIG, as_json(config))
-        known = profile(described(config), acceptance)
+        known = measured_files.profile(measured_files.described(config), acceptance)
         write_file(partial / ACCEPTANCE, as_json(known))
         card = model_card(config, sum(weight.numel() for weight in weights.values()))
-        write_file(partial / CARD, "\n\n".join([card.rstrip("\n"), *acceptance_lines(known)]) + "\n")
+        write_file(partial / CARD, "\n\n".join([card.rstrip("\n"), *measured_files.acceptance_lines(known)]) + "\n")
     # An evaluation of the same weights counted decoded answers, which no training counts again.
-    decoded = [one for one in former.get("measurements", ()) if one["source"] == DECODED]
+    decoded = [one for one in former.get("measurements", ()) if one["source"] == measured_files.DECODED]
     if decoded and former.get("weights_sha256") == config["weights_sha256"]:
-        save_acceptance(folder, described(config), decoded)
+        measured_files.save_acceptance(folder, measured_files.described(config), decoded)
     return folder
 
 
@@ -282,7 +258,7 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False, retarget
         stored.head.to(target.device)
     return Artifact(drafter=drafter, target=decoder, topology=topology, identity=identity, provenance=provenance,
                     tuning=read_tuning(folder), adapter=adapter, heads=heads, weights_sha256=config["weights_sha256"],
-                    acceptance=read_acceptance(folder))
+                    acceptance=measured_files.read_acceptance(folder))
 
 
 def portable(value: Any) -> Any:

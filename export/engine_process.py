@@ -10,6 +10,7 @@ from typing import Any
 
 from ..modules import UserError
 
+JOBS = Path(__file__).with_name("engine_jobs.py")  # The script that knows the engines
 _SHOWN = 25  # Last lines of a failed process that are shown
 GIVE = "give the bin/python of an environment with {}"  # Remedy for a wrong interpreter
 _PATIENCE = 60  # Seconds in which an interpreter must answer: the first start from a slow disk takes some
@@ -19,24 +20,17 @@ _PATIENCE = 60  # Seconds in which an interpreter must answer: the first start f
 class EngineProcess:
     """A script that reads a job and writes a result, started anew for each job: engines give no memory back."""
 
-    engine: str  # Name of the engine, for people
+    engine: str  # Name of the engine, for people and for `engine_jobs.py`
     python: Path  # Interpreter of the environment
-    script: Path  # The script, called with the files of the job and of the result
+    script: Path = JOBS  # Called with the files of the job and of the result
     folder: Path  # Current folder of the process: files of a job are named from here
 
     def run(self, job: dict[str, Any], asked: str) -> dict[str, Any]:
-        """The result of a job.
-
-        Args:
-            job: JSON-ready.
-            asked: what is run, for an error.
-
-        Raises:
-            UserError: if the process does not start, or fails; with the end of its output.
-        """
+        """The result of a JSON-ready job. Raises UserError if the process does not start, or fails, with the end of its
+        output and what was `asked`."""
         with tempfile.TemporaryDirectory() as scratch:
             given, result = Path(scratch, "job.json"), Path(scratch, "result.json")
-            given.write_text(json.dumps(job))
+            given.write_text(json.dumps({"engine": self.engine, **job}))
             # Engines log to both streams: together they are in the order of what happened.
             try:
                 done = subprocess.run([str(self.python.absolute()), str(self.script), str(given), str(result)],
@@ -56,16 +50,8 @@ class EngineProcess:
 
 
 def require_engine(python: Path, engine: str, module: str) -> None:
-    """Refuse an interpreter that does not start, or has no engine, before anything is computed or written for it.
-
-    Args:
-        python: the interpreter.
-        engine: name of the engine, for people.
-        module: its Python module.
-
-    Raises:
-        UserError: if it is none of an environment with the engine.
-    """
+    """Refuse an interpreter that does not start, or has no such Python module of the engine, before anything is
+    computed or written for it. Raises UserError."""
     give = GIVE.format(engine)
     if not python.is_file():
         raise UserError(f"there is no interpreter {python}; {give}")

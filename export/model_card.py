@@ -12,7 +12,7 @@ from ..modules.files.json_records import read_object
 from ..modules.target.loading.loading import DEFAULT_HUB_ID, DEFAULT_NAME, is_local
 from ..modules.target.loading.stored_weights import Quantization
 from ..modules.target.loading.tiny_model import TINY_NAME
-from .artifact_files import WEIGHTS
+from .stored_drafter import WEIGHTS
 
 _GIVE = "give the evaluation.json that draftsmith evaluate wrote"
 
@@ -79,19 +79,10 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
 
 def hub_card(card: str, config: Mapping[str, Any], licence: str, evaluation: Path | None, base_model: str | None = None
              ) -> str:
-    """README.md for the Hub: the card of a folder with the Hub's fields before it, and measurements, training data and
-    recipe after it.
-
-    Args:
-        card: the folder's README.md.
-        config: config.json of the artifact.
-        licence: of the target, by the Hub's name of it: drafts are learnt from its answers.
-        evaluation: evaluation.json of the artifact; None for none.
-        base_model: the target's name on the Hub; None takes the artifact's.
-
-    Raises:
-        UserError: if the evaluation cannot be read or is that of another artifact.
-    """
+    """README.md for the Hub: the `card` of a folder with the Hub's fields before it, and measurements (of
+    evaluation.json), training data and recipe after it. Licence, by the Hub's name of it, and base model are the
+    target's; without a base model it is that of the artifact. Raises UserError if the evaluation cannot be read or is
+    that of another artifact."""
     name, provenance = config["target"]["name"], config["provenance"]
     base = DEFAULT_HUB_ID if name == DEFAULT_NAME else name
     fields = {"license": licence, "library_name": "draftsmith",

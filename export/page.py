@@ -88,13 +88,10 @@ def as_html(page: Sequence[Block]) -> str:
     # Figures that follow each other stand in pairs.
     groups = [(kind, list(blocks)) for kind, blocks in groupby(page, key=lambda one: type(one).__name__.lower())]
     title = next(one.text for one in page if isinstance(one, Heading))
-    return _TEMPLATES.get_template("page.html.jinja").render(title=title, groups=groups, themed=_themed)
-
-
-def _themed(figure: Figure) -> Markup:
-    """The plot in colours that follow the page's, light or dark."""
-    # A variable, since the SVG inside the page cannot know whether the reader prefers a dark one.
-    return Markup(_COLOUR.sub(r"var(--plot-\1, #\1)", figure.draw()))
+    # Plots have colours that follow the page's, light or dark: variables, since the SVG inside it cannot know which one
+    # the reader prefers.
+    return _TEMPLATES.get_template("page.html.jinja").render(title=title, groups=groups, themed=lambda figure: Markup(
+        _COLOUR.sub(r"var(--plot-\1, #\1)", figure.draw())))
 
 
 def as_markdown(page: Iterable[Block]) -> str:

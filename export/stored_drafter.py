@@ -1,13 +1,17 @@
-"""A stored drafter: what an artifact's config.json says of it, and its weights as they were trained."""
+"""A stored drafter: the files of an artifact's folder, what its config.json says of it, and its weights, checked before
+they take memory."""
 
 import importlib
+import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 
 from ..modules import DRAFTERS, Adapter, Drafter, Target, TargetIdentity, UserError
 from ..modules.files.atomic_files import file_sha256
@@ -15,9 +19,13 @@ from ..modules.files.json_records import read_object, shortened, typed_fields
 from ..modules.target.adapter import PREFIX
 from ..modules.target.draft_vocabulary import require_distinct
 from ..modules.target.loading.model_parts import SHAPE
-from .artifact_files import AGAIN, CONFIG, WEIGHTS
-from .weight_checks import check_shapes, require_weights
+from ..modules.target.loading.stored_weights import all_finite
 
+CONFIG, WEIGHTS, CARD, TUNING = "config.json", "model.safetensors", "README.md", "tuning.json"
+ACCEPTANCE = "acceptance.json"  # The file with what the target accepts, by position
+HEADS = "acceptance_heads.safetensors"  # The file of the acceptance heads
+CHANGING = frozenset({TUNING, ACCEPTANCE, HEADS})  # Files of an artifact that are written later than the others
+AGAIN = "copy or train the artifact again"  # Remedy for a damaged artifact
 FORMAT_VERSION = 1  # Raised when a reader of the previous version could not read the new files
 FIELDS: dict[str, Any] = {
     "format": str, "format_version": int, "family": str, "class": str, "drafter": dict[str, Any],
@@ -35,6 +43,11 @@ FORMER: dict[str, dict[str, Any]] = {
 them. Family -> key of the section `drafter` -> value."""
 
 
+def as_json(value: Any) -> str:
+    """Indented, keys in order, so that equal values give equal bytes."""
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
 class StoredDrafter(NamedTuple):
     """A drafter in the number format of its file, not bound to a target."""
 
@@ -44,11 +57,8 @@ class StoredDrafter(NamedTuple):
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """config.json of an artifact, its format version checked. Needs no target and loads no weights.
-
-    Raises:
-        UserError: if there is no artifact, it is damaged, or of another format version.
-    """
+    """config.json of an artifact, its format version checked. Needs no target and loads no weights. Raises UserError if
+    there is no artifact, it is damaged, or of another format version."""
     path = folder / CONFIG
     if not path.is_file():
         inside = folder / "artifact"
@@ -69,16 +79,8 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def load_drafter(folder: Path, target: Target, *, trust: bool = False, retarget: bool = False) -> StoredDrafter:
-    """The drafter of an artifact for its target, as it was trained. For a sketch of the target no weight is read.
-
-    Args:
-        target: the one it was trained for.
-        trust: as in `load_artifact`.
-        retarget: take a target of the same architecture and sizes with other weights too.
-
-    Raises:
-        UserError: as `load_artifact` does.
-    """
+    """The drafter of an artifact for its target, as it was trained; arguments and errors as of `load_artifact`. For a
+    sketch of the target no weight is read."""
     config, sketched = read_description(folder), target.device.type == "meta"
     try:
         # The target is compared before any weight is read: another one would show as a damaged artifact.
@@ -125,11 +127,8 @@ def _rebuilt(family: type[Drafter], description: dict[str, Any], identity: Targe
 
 
 def drafter_class(config: Mapping[str, Any], *, trust: bool) -> type[Drafter]:
-    """The class of an artifact's drafter: one of this package's families or, if trusted, the class it names.
-
-    Raises:
-        UserError: if the family is unknown and `trust` is False, or the class cannot be imported.
-    """
+    """The class of an artifact's drafter: one of this package's families or, if trusted, the class it names. Raises
+    UserError if the family is unknown and not trusted, or the class cannot be imported."""
     families = {cls.family: cls for cls in DRAFTERS}
     if config["family"] in families:
         return families[config["family"]]
@@ -169,3 +168,60 @@ def _load_weights(drafter: Drafter, path: Path, config: Mapping[str, Any]) -> Ad
     if "adapter" not in config and not changes:
         return None
     return Adapter.rebuild(config.get("adapter", {"layers": [], "scale": 1.0}), changes)
+
+
+# Checks of tensors ----------------------------------------------------------------------------------------------------
+
+
+def check_shapes(family: type[Drafter], description: dict[str, Any], identity: TargetIdentity, weights: Path) -> None:
+    """Refuse a description, from config.json, of other tensors than the file of weights holds, which may be missing.
+    Raises UserError naming the first tensor that differs."""
+    # A family outside the package is trusted code, which need not run on torch's meta device.
+    if family not in DRAFTERS or not weights.is_file():
+        return
+    described = _shapes(family, description, identity)
+    try:
+        with safe_open(weights, framework="pt") as opened:
+            names: list[str] = opened.keys()
+            # The same file may hold an adapter of the target, which the drafter knows nothing of.
+            held = {name: opened.get_slice(name).get_shape() for name in names if not name.startswith(PREFIX)}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{weights} is damaged ({error}); {AGAIN}") from error
+    for name in sorted(described.keys() | held.keys()):
+        if described.get(name) != held.get(name):
+            raise UserError(f"{weights} does not fit the drafter that config.json describes: the tensor {name} should "
+                            f"be {described.get(name, 'absent')} and is {held.get(name, 'absent')}; {AGAIN}")
+
+
+def require_described(drafter: Drafter, identity: TargetIdentity) -> None:
+    """Refuse a drafter with other tensors than its own description asks for: an engine passes over an unknown one and
+    leaves a missing one at random. Raises ValueError, which names five of them at most."""
+    if type(drafter) in DRAFTERS:
+        described = _shapes(type(drafter), drafter.describe(), identity)
+        held = {name: list(tensor.shape) for name, tensor in drafter.state_dict().items()}
+        if wrong := sorted(name for name in described | held if described.get(name) != held.get(name)):
+            raise ValueError(f"the export would hold wrong tensors: {', '.join(wrong[:5])}")
+
+
+def _shapes(family: type[Drafter], description: dict[str, Any], identity: TargetIdentity) -> dict[str, list[int]]:
+    """Shapes of the tensors that a description asks for."""
+    # On the meta device nothing is allocated: config.json could claim any size.
+    with torch.device("meta"):
+        return {name: list(tensor.shape) for name, tensor in family.rebuild(description, identity).state_dict().items()}
+
+
+def require_weights(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
+    """Refuse values that are not finite, and weights whose number format is of another kind than a drafter's: loading
+    would turn them into weights without a word. What is not `expected` is a matrix of real numbers; `where` names what
+    was read. Raises UserError naming the first such tensor."""
+    for name, tensor in tensors.items():
+        kind, wanted = (
+            "truth values" if dtype == torch.bool else "complex numbers" if dtype.is_complex else
+            "real numbers" if dtype.is_floating_point else "whole numbers"
+            for dtype in (tensor.dtype, expected[name].dtype if name in expected else torch.float32))
+        if kind != wanted:
+            raise UserError(f"the tensor {name} of {where} holds {kind} ({tensor.dtype}), {wanted} were expected; "
+                            "train, export or copy it again")
+        if not all_finite(tensor):
+            raise UserError(f"the tensor {name} of {where} holds values that are not finite (nan or inf); train, "
+                            "export or copy it again")

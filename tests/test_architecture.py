@@ -38,7 +38,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("objectives", "optimizers"), ("checkpoints", "chunked_losses", "train_config"), ("zero_drafter",),
         ("acceptance_head", "base"), ("medusa2",), ("families", "fitting"),
     ),
-    "export": (("",), ("layouts.parts",), ("layouts",), ("engines", "evaluation"), ("report",)),
+    "export": (("",), ("layouts.parts",), ("layouts",), ("evaluation",), ("report",)),
     "recipes": (
         ("chat_settings", "terminal"), ("reading",), ("recipe",), ("counted_work", "stages"), ("doctor",),
         ("commands",), ("__main__",),
@@ -46,7 +46,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 """The boxes of each room from the ground up; a file imports its own box and lower floors. A box is a folder, "" the
 room itself, "target.*" a folder with those inside it, or a single file of the room."""
-MOST_LINES, MOST_FUNCTIONS, LEAST_COMMENTS = 38_898, 60, 0.02
+MOST_LINES, MOST_FUNCTIONS, LEAST_COMMENTS = 38_105, 60, 0.02
 """Lines of source in all rooms, functions in a thousand of them, and the share of comments."""
 MOST_FILES = 15  # Python files of a folder, `__init__` apart
 

@@ -37,13 +37,13 @@ class ContentionProbe:
 
     def sample(self) -> None:
         """Measure both sizes once more."""
-        for size, seconds in self._sample().items():
-            self.samples[size].append(seconds)
+        for size, seconds in self.samples.items():
+            seconds.append(median(self._pass_seconds(size) for _ in range(REPEATS)))
 
     @property
     def excess(self) -> dict[int, float]:
         """Excess of the slowest sample over the fastest, as a share of it, by size; 0.0 with fewer than two samples."""
-        return {size: _excess(seconds) for size, seconds in self.samples.items()}
+        return {size: max(seconds) / min(seconds) - 1 if seconds else 0.0 for size, seconds in self.samples.items()}
 
     @property
     def contended(self) -> bool:
@@ -57,18 +57,11 @@ class ContentionProbe:
                 "worst_excess": {str(size): excess for size, excess in self.excess.items()},
                 "samples": len(self.samples[PROBED_SIZES[0]])}
 
-    def _sample(self) -> dict[int, float]:
-        return {size: median(self._pass_seconds(size) for _ in range(REPEATS)) for size in PROBED_SIZES}
-
     def _pass_seconds(self, size: int) -> float:
         started = clock(self.target)
         # Never committed: the next pass overwrites it.
         self.rows.run(self.trees[size])
         return clock(self.target) - started
-
-
-def _excess(seconds: Sequence[float]) -> float:
-    return max(seconds) / min(seconds) - 1 if seconds else 0.0
 
 
 def busy_warning(**looking: Any) -> str | None:

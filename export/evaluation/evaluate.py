@@ -1,23 +1,30 @@
-"""Measurement of drafts against the target alone: acceptance, speed, and whether a single word changed."""
+"""Measurement of drafts against the target alone: acceptance, speed, and whether a single word changed; and the drift
+of an adapted target, how much its answers differ from the original target's.
+
+Shapes: B rows, L positions, N tokens of the original's answers, V vocabulary.
+"""
 
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...modules import StaticTree, Target
+import torch
+
+from ...modules import DecodeSettings, Features, Request, Target, UserError, decode
+from ...modules.baselines.registry import baseline
 from ...modules.progress import ProgressLine
-from ..acceptance_profile import DECODED, measurements
+from .answering import References
 from .contention import ContentionProbe, busy_warning, machine
-from .methods import SEED, EvaluateConfig, Method, PromptSets
-from .reference_answers import References
-from .results import Answer, Evaluation, EvaluationRun, Measures, Timing
-from .runner import MethodRecord, Runner
+from .methods import EvaluateConfig, Method, PromptSets
+from .results import EvaluationRun
+from .runner import Runner
 from .schedule import Budget, Entry, Schedule, by_prompt_set, require_context
-from .summary import summarise
-from .uniformity import rounding
+
+CHUNK = 128  # Positions whose whole distributions are formed at once
 
 
 def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets, config: EvaluateConfig, *,
@@ -43,8 +50,13 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
         UserError: if there is no method or no prompt, two methods share a name, a prompt and its answers exceed the
             target's context, or a prompt set has too few prompts for whole timed batches of every size.
     """
-    baselines = [Method.of_baseline(name, target) for name in config.baseline_names]
-    schedule = Schedule.of([*methods, *baselines], prompt_sets, config)
+    every = [*methods]
+    for name in config.baseline_names:
+        # A new one, which has not read any text yet.
+        drafter, policy = baseline(name, target)
+        every.append(Method(name=name, family=drafter.family, drafter=drafter,
+                            policy_for=partial(lambda policy, _rows, _temperature: policy, policy)))
+    schedule = Schedule.of(every, prompt_sets, config)
     require_context(prompt_sets, config, target.context_length)
     runner = Runner(target, schedule, References(references, target, config), ContentionProbe(target))
     if schedule.timed and (warning := busy_warning()) is not None:
@@ -52,25 +64,23 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
     say(opening(schedule))
     compiled_before = target.compiler.seconds
     budget = Budget(config.budget_minutes)
-    with (ProgressLine("evaluate", schedule.answers, "answer", seconds_left=lambda: budget.seconds_left,
+    with (ProgressLine("evaluate", schedule.answers, "answer", seconds_left=lambda: budget.limit - budget.elapsed,
                        shown=progress) as budget.line,
           target.compiler.watched(lambda busy: budget.line.entitle("compile" if busy else "evaluate"))):
-        records = runner.run(budget)
+        evaluations = runner.run(budget)
     packing = target.linears.packing
     header = {**machine(target), "linear_layers": {"forms": packing.in_words, **asdict(packing)},
               "settings": asdict(config),
               # By them `push` knows whose figures these are: an artifact's weights are of one target alone.
               "artifacts": {method.name: method.weights_sha256 for method in schedule.methods},
-              "graph_refusals": list(dict.fromkeys(
-                  one.records.graph_refusal for one in records if one.records.graph_refusal)),
+              "graph_refusals": list(runner.graph_refusals),
               "compile_refusal": target.compiler.refusal if config.compile else "",
               "compile_seconds": target.compiler.seconds - compiled_before,
               # Planned next to measured: a reader of the JSON must see what a budget left out.
               **_coverage(runner.taken, schedule), "planned": _coverage(schedule.entries, schedule),
               "minutes": {"taken": budget.elapsed / 60, "budget": config.budget_minutes},
               "contention": runner.probe.to_dict()}
-    return EvaluationRun(header=header, samples=records[0].samples, left_out=left_out(header), evaluations=tuple(
-        _evaluation(record, target, runner.probe.contended, config) for record in records))
+    return EvaluationRun(header=header, samples=runner.samples, left_out=left_out(header), evaluations=evaluations)
 
 
 def opening(schedule: Schedule) -> str:
@@ -111,40 +121,58 @@ def left_out(header: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def acceptance_of(record: MethodRecord, config: EvaluateConfig) -> list[dict[str, Any]]:
-    """Records of acceptance.json from the answers of a method; none where nothing was drafted."""
-    method, rows, degree = record.method, record.batch_size, record.temperature
-    policy = None if method.policy_for is None else method.policy_for(rows, degree)
-    if policy is None or policy.max_size == 1:
-        return []
-    depth = policy.topology.depth if isinstance(policy, StaticTree) else max(
-        (max(answer.emitted, default=1) for answer in record.answers), default=1) - 1
-    setting = {"method": method.name, "chain": depth == policy.max_size - 1 and isinstance(policy, StaticTree),
-               "nodes": policy.max_size, **asdict(config.sampling(degree)), "batch_size": rows,
-               "answers": len(record.answers), "source": DECODED}
-    return measurements([one for answer in record.answers for one in answer.passes], setting, depth)
+# Drift of an adapted target -------------------------------------------------------------------------------------------
 
 
-def _evaluation(record: MethodRecord, target: Target, contended: bool, config: EvaluateConfig) -> Evaluation:
-    """The summary of one record, over all its answers and by groups of them."""
-    method, batch_size, temperature = record.method, record.batch_size, record.temperature
-    answers, timings = record.answers, record.records.timings
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """Difference between the adapted and the original target, on the original's greedy answers to held-out prompts."""
 
-    def measures(mine: Sequence[Answer], timed: Sequence[Timing]) -> Measures:
-        return summarise(mine, timed, seed=SEED, rounding=rounding(target.dtype, temperature))
+    prompts: int  # Answers compared
+    tokens: int  # Their tokens, at each of which the distributions of both targets are compared
+    kl: float  # Mean KL(original || adapted) of the next token's distributions, in nats
+    agreement: float  # Share of the tokens that the adapted target would also choose after the same text
 
-    def by(key: str, least: int = 1) -> dict[str, Measures]:
-        """The measures of each group, if there are so many."""
-        names = dict.fromkeys(getattr(answer, key) for answer in answers if getattr(answer, key))
-        return {str(name): measures([answer for answer in answers if getattr(answer, key) == name],
-                                    # A question is timed as a whole, so a turn has no speed of its own.
-                                    [timing for timing in timings if getattr(timing, key, None) == name])
-                for name in names if len(names) >= least}
 
-    return Evaluation(name=method.name, family=method.family, target=target.identity.name, batch_size=batch_size,
-                      temperature=temperature, nodes=method.nodes(batch_size, temperature),
-                      tree_nodes=method.own_nodes(batch_size, temperature), partners=method.parts[:-1],
-                      contended=contended, target_calls=record.records.target_calls,
-                      prediction=method.predicted(batch_size, config.sampling(temperature)),
-                      overall=measures(answers, timings), by_prompt_set=by("prompt_set"), by_category=by("category"),
-                      by_turn=by("turn", 2), by_mode=by("mode", 2), acceptance=tuple(acceptance_of(record, config)))
+@torch.no_grad()
+def measure_drift(original: Target, adapted: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
+                  batch_size: int = 8) -> Drift:
+    """Let the original answer the prompts greedily, and compare both targets' distributions at each token.
+
+    Raises:
+        UserError: if there is no prompt.
+    """
+    if not prompts:
+        raise UserError("there is no prompt to measure the target's drift on; give at least one")
+    requests = [Request(tuple(prompt), index, max_new_tokens) for index, prompt in enumerate(prompts)]
+    answers = decode(original, requests, DecodeSettings(batch_size=batch_size)).generations
+    # On the original's own answers: those are the texts whose distribution a user would miss.
+    divergence, agreed, tokens = 0.0, 0, 0
+    for answer in answers:
+        prompt = answer.request.tokens
+        row = Features.from_rows([([*prompt, *answer.tokens], [False] * len(prompt) + [True] * len(answer.tokens))])
+        own, theirs = (target.encode(row).final()[0, len(prompt) - 1 : -1] for target in (original, adapted))
+        # Two distributions over a large vocabulary in double precision: a long answer at once would fill the memory.
+        for start in range(0, len(own), CHUNK):
+            log_p_NV, log_q_NV = (target.logits(states[start : start + CHUNK]).double().log_softmax(-1)
+                                  for target, states in ((original, own), (adapted, theirs)))
+            divergence += float(torch.nn.functional.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True))
+            chosen_N = torch.tensor(answer.tokens[start : start + CHUNK], device=log_q_NV.device)
+            agreed += int((log_q_NV.argmax(-1) == chosen_N).sum())
+        tokens += len(answer.tokens)
+    return Drift(prompts=len(answers), tokens=tokens, kl=divergence / tokens, agreement=agreed / tokens)
+
+
+def with_drift(run: EvaluationRun, original: Target, adapted: Target, prompt_sets: PromptSets, *, max_new_tokens: int,
+               limit: int = 24) -> EvaluationRun:
+    """The same run with its target's drift, measured on the first turns of its own questions.
+
+    Args:
+        limit: most questions of each set, spread over it.
+    """
+    prompts = []
+    for questions in prompt_sets.values():
+        count = min(limit, len(questions))
+        prompts += [questions[place * len(questions) // count].prompt([]) for place in range(count)]
+    found = measure_drift(original, adapted, prompts, max_new_tokens=max_new_tokens)
+    return replace(run, header={**run.header, "drift": asdict(found)})

@@ -11,6 +11,7 @@ Shapes: B rows, L tokens of the longest prompt, T tokens of an answer, K likely 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Any, cast
@@ -18,19 +19,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as native
 
 from ...modules import DecodeSettings, Request, Target
 from ...modules.verification.sampling import uniform_stream, widened
@@ -70,11 +60,6 @@ def generate(model: Any, target: Target, prompts: Sequence[Sequence[int]], *, ma
     """Answers of transformers' `generate`, end token included; several prompts are padded on the left.
 
     With a repetition penalty they are answered one by one: `generate` would penalise the padding's token.
-
-    Args:
-        model: what `native_model` gives.
-        max_new_tokens: longest answer, in tokens.
-        settings: filters and penalty.
     """
     penalised = settings.repetition_penalty != 1.0
     if penalised and len(prompts) > 1:
@@ -112,33 +97,22 @@ def first_divergence(answer: Sequence[int], reference: Sequence[int]) -> int | N
 
 
 def law(logits_TV: Tensor, temperature: float, settings: DecodeSettings) -> Tensor:
-    """The distributions [T, V] that `generate` draws from, by transformers' own processors in its order.
-
-    Args:
-        logits_TV: penalised, float32 or wider.
-        temperature: above 0.
-        settings: filters.
-    """
-    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    """The distributions [T, V] that `generate` draws from at a temperature above 0, by transformers' own processors in
+    its order, of penalised logits in float32 or wider."""
+    processors = LogitsProcessorList([native.TemperatureLogitsWarper(temperature)])
     if settings.top_k:
-        processors.append(TopKLogitsWarper(settings.top_k))
+        processors.append(native.TopKLogitsWarper(settings.top_k))
     if settings.top_p < 1.0:
-        processors.append(TopPLogitsWarper(settings.top_p))
+        processors.append(native.TopPLogitsWarper(settings.top_p))
     if settings.min_p:
-        processors.append(MinPLogitsWarper(settings.min_p))
+        processors.append(native.MinPLogitsWarper(settings.min_p))
     # None of them looks at the text before.
     return processors(cast(Any, None), cast(Any, logits_TV)).softmax(-1)
 
 
 class NativeReading:
-    """An answer as the untouched model reads it: its logits at each token, and how far rounding moves them.
-
-    Args:
-        target: the model.
-        prompt: tokens before the answer.
-        answer: at least one token.
-        settings: the penalty.
-    """
+    """An answer of at least one token as the untouched model reads it: its logits at each, and how far rounding moves
+    them."""
 
     def __init__(self, target: Target, prompt: Sequence[int], answer: Sequence[int],
                  settings: DecodeSettings = PLAIN_SETTINGS) -> None:
@@ -160,14 +134,14 @@ class NativeReading:
         """The processors of `generate` that come before those of sampling, in its order."""
         found, biases, device = LogitsProcessorList(), self._target.biases, str(self._target.device)
         if biases.added:
-            found.append(SequenceBiasLogitsProcessor([[[token], value] for token, value in biases.added]))
+            found.append(native.SequenceBiasLogitsProcessor([[[token], value] for token, value in biases.added]))
         if self._penalty != 1.0:
-            found.append(RepetitionPenaltyLogitsProcessor(self._penalty))
+            found.append(native.RepetitionPenaltyLogitsProcessor(self._penalty))
         if biases.least_tokens and self._target.eos_ids:
-            found.append(MinNewTokensLengthLogitsProcessor(prompt, biases.least_tokens, list(self._target.eos_ids),
-                                                           device))
+            found.append(native.MinNewTokensLengthLogitsProcessor(prompt, biases.least_tokens,
+                                                                  list(self._target.eos_ids), device))
         if biases.not_first:
-            found.append(SuppressTokensAtBeginLogitsProcessor(list(biases.not_first), prompt, device))
+            found.append(native.SuppressTokensAtBeginLogitsProcessor(list(biases.not_first), prompt, device))
         return found
 
     @cached_property
@@ -186,7 +160,7 @@ class NativeReading:
             try:
                 model.generate(input_ids=prompt_1P, attention_mask=torch.ones_like(prompt_1P), do_sample=False,
                                max_new_tokens=len(self._answer), pad_token_id=0, use_cache=True,
-                               logits_processor=LogitsProcessorList([_Forced(self._prompt, self._answer)]))
+                               logits_processor=LogitsProcessorList([_Forced([*self._prompt, *self._answer])]))
             finally:
                 hook.remove()
         change_TK = self._raw_TV.gather(-1, likely_TK) - torch.stack(kept).to(self._raw_TV)
@@ -202,29 +176,25 @@ class NativeReading:
         return (logits_TV.amax(-1) - logits_TV.gather(-1, chosen_T1)[:, 0]).double()
 
 
+@dataclass(frozen=True, eq=False)
 class _Forced(LogitsProcessor):
     """A processor that lets `generate` write a given answer."""
 
-    def __init__(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        self._text = [*prompt, *answer]
+    text: Sequence[int]  # The prompt and the answer
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         forced_1V = torch.full_like(scores, -torch.inf)
-        forced_1V[0, self._text[input_ids.shape[1]]] = 0.0
+        forced_1V[0, self.text[input_ids.shape[1]]] = 0.0
         return forced_1V
 
 
+@dataclass(frozen=True, eq=False)
 class Judge:
-    """The comparison of answers of one target with their references.
+    """The comparison of answers of one target with their references."""
 
-    Args:
-        target: the model.
-        settings: filters, penalty and seed.
-    """
-
-    def __init__(self, target: Target, settings: DecodeSettings = PLAIN_SETTINGS) -> None:
-        self._target, self._settings = target, settings
-        self._drawn: dict[tuple[Request, tuple[int, ...]], tuple[int | None, float | None]] = {}
+    target: Target
+    settings: DecodeSettings = PLAIN_SETTINGS
+    _drawn: dict[tuple[Request, tuple[int, ...]], tuple[int | None, float | None]] = field(default_factory=dict)
 
     def compare(self, request: Request, answer: Sequence[int], reference: Sequence[int], *,
                 again: Callable[[], Sequence[int]] | None = None) -> Comparison:
@@ -257,17 +227,17 @@ class Judge:
         if place is None:
             return Comparison(divergence=None)
         # The answers have other texts from here on. All that follows is judged by the model's logits of this text.
-        reading = NativeReading(self._target, request.tokens, answer, self._settings)
+        reading = NativeReading(self.target, request.tokens, answer, self.settings)
         gap = float(reading.gaps(answer[place:]).max())
         # If the two tokens are the target's two best, as in every tie of two, their gap is the top-2 gap.
-        ends_there = NativeReading(self._target, request.tokens, [*answer[:place], reference[place]], self._settings)
+        ends_there = NativeReading(self.target, request.tokens, [*answer[:place], reference[place]], self.settings)
         gap = max(gap, float(ends_there.gaps(reference[place : place + 1])[0]))
         return Comparison(divergence=place, gap=gap if math.isfinite(gap) else None, near_tie=gap < reading.slack,
                           slack=reading.slack)
 
     def _ended(self, request: Request, answer: Sequence[int]) -> bool:
         """True if the answer ended at its first end token, or at its longest length."""
-        eos_ids = () if self._settings.ignore_eos else self._target.eos_ids
+        eos_ids = () if self.settings.ignore_eos else self.target.eos_ids
         ends = [place for place, token in enumerate(answer) if token in eos_ids]
         return ends == [len(answer) - 1] or (not ends and len(answer) == request.max_new_tokens)
 
@@ -278,9 +248,9 @@ class Judge:
         """
         key = request, tuple(answer)
         if key not in self._drawn and answer:
-            reading = NativeReading(self._target, request.tokens, answer, self._settings)
+            reading = NativeReading(self.target, request.tokens, answer, self.settings)
             # The loop takes one number of the stream a token, so the place in the answer is that in the stream.
-            uniforms = uniform_stream(self._settings.seed, request.index, len(answer)).tolist()
+            uniforms = uniform_stream(self.settings.seed, request.index, len(answer)).tolist()
             doubtful = [place for start in range(0, len(answer), PLACES) for place in self._outside(
                 request, reading, uniforms, answer, range(start, min(start + PLACES, len(answer))))]
             wrong = next((place for place in doubtful
@@ -291,7 +261,7 @@ class Judge:
     def _outside(self, request: Request, reading: NativeReading, uniforms: Sequence[float], answer: Sequence[int],
                  places: range) -> list[int]:
         """The places whose uniform number lies outside the share of the token."""
-        shares_TV = law(reading.logits_TV[places.start : places.stop], request.temperature, self._settings).double()
+        shares_TV = law(reading.logits_TV[places.start : places.stop], request.temperature, self.settings).double()
         chosen_T1 = torch.tensor([answer[place] for place in places], device=shares_TV.device)[:, None]
         upper_T = shares_TV.cumsum(-1).gather(-1, chosen_T1)[:, 0]
         lower_T = upper_T - shares_TV.gather(-1, chosen_T1)[:, 0]
@@ -305,7 +275,7 @@ class Judge:
         ends of filters move as well, and each of them is tried at both ends of its reach; of the tokens within s of
         such an end, any may stay and any may go.
         """
-        slack, settings = reading.slack, self._settings
+        slack, settings = reading.slack, self.settings
         # Beyond this both ends are everything, and exp would overflow.
         reach = min(slack / request.temperature, GREATEST_MOVE)
         moves = (-reach, 0.0, reach)
@@ -358,12 +328,6 @@ def positions(target: Target, request: Request, answer: Sequence[int], settings:
 
     A token that the filters leave no probability is at IMPOSSIBLE, and so is one after an end token, or the one that is
     missing where an answer ends too early.
-
-    Args:
-        target: the model whose distribution it is.
-        request: prompt, index and temperature.
-        answer: its tokens.
-        settings: filters, penalty and seed.
     """
     logits_TV = NativeReading(target, request.tokens, answer, settings).logits_TV
     probs_TV = law(logits_TV, request.temperature, settings).double()

@@ -7,27 +7,13 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from ...modules import (
-    BASELINES,
-    FASTEST,
-    JOINED,
-    STATIC,
-    DecodeSettings,
-    Ensemble,
-    Policy,
-    Proposer,
-    SamplingSetting,
-    Target,
-    Union,
-    UserError,
-    baseline,
-    parse_joined,
-)
-from ...modules.baselines.registry import NATIVE
+from ...modules import DecodeSettings, Ensemble, Policy, Proposer, SamplingSetting, Union, UserError
+from ...modules.baselines.registry import BASELINES, JOINED, NATIVE, parse_joined
 from ...modules.config_checks import MOST_TOKENS, CheckedSettings, Natural, Positive, Rows, RowsOrNone, Share, Whole
+from ...modules.policies.registry import FASTEST, STATIC
 from ...modules.verification.sampling import Temperature
 from ..artifact import Artifact
-from ..tuning import Prediction
+from ..measured_files import Prediction
 
 SEED = 0  # Seed of the random streams of the answers, and of the resampling for the intervals
 Answered = Sequence[Sequence[int]]  # The target's answers to the turns before, as tokens
@@ -163,10 +149,10 @@ class Method:
     name: str  # Its name in the report; names must differ
     family: str  # Its family, such as medusa
     drafter: Proposer | None  # The drafter, one for all batch sizes; None decodes with the target alone
-    policy_for: Callable[[int, float], Policy] | None
+    policy_for: Callable[[int, float], Policy | None] = lambda rows, temperature: None
     """Maps the number of rows decoded at once and their temperature to the policy that grows their trees; None for the
     target alone. Batch sizes with the same `shape` have the same policy."""
-    prediction: Callable[[int, float], Prediction | None] | None = None
+    prediction: Callable[[int, float], Prediction | None] = lambda rows, temperature: None
     """Prediction on this machine for a number of rows and their temperature; None where nothing was measured."""
     weights_sha256: str = ""  # Hash of the artifact's weights; empty for one that is not trained
 
@@ -176,7 +162,6 @@ class Method:
         """The method that drafts with an artifact.
 
         Args:
-            artifact: the drafter, with its tree.
             name: its name in the report; None takes the family's name.
             policy: name of the policy; `static` takes at each batch size the tree tuned for it, `fastest` is static or
                 static+lookup.
@@ -187,7 +172,6 @@ class Method:
         """
         if policy == FASTEST:
             policy = JOINED if artifact.fastest(temperature=temperature) == JOINED else STATIC
-
         # Made now, so that a policy which the artifact lacks is refused before anything is decoded.
         drafter = artifact.drafting(policy, temperature=temperature).drafter
         family = artifact.drafter.family
@@ -213,12 +197,6 @@ class Method:
             found[method.name] = method
         return list(found.values())
 
-    @classmethod
-    def of_baseline(cls, name: str, target: Target) -> "Method":
-        """The baseline drafter of this name, which has not read any text yet."""
-        drafter, policy = baseline(name, target)
-        return cls(name=name, family=drafter.family, drafter=drafter, policy_for=lambda _rows, _temperature: policy)
-
     @property
     def parts(self) -> tuple[str, ...]:
         """Families of the drafters that guess together; one where nothing is joined, none without drafts."""
@@ -226,29 +204,12 @@ class Method:
             return tuple(part.family for part in self.drafter.parts)
         return () if self.drafter is None else (self.drafter.family,)
 
-    def own_nodes(self, batch_size: int = 1, temperature: float = 0.0) -> int:
-        """Nodes of the tree of the last drafter, which is the trained one, for such rows, the root included."""
-        policy = None if self.policy_for is None else self.policy_for(batch_size, temperature)
-        last = policy.policies[-1] if isinstance(policy, Union) else policy
-        return 1 if last is None else last.max_size
-
-    def predicted(self, batch_size: int, sampling: SamplingSetting) -> Prediction | None:
-        """The prediction for so many rows; None where nothing is known, as of answers with filters."""
-        # The expected lengths were estimated without filters, which change what is accepted.
-        unfiltered = sampling == SamplingSetting(temperature=sampling.temperature)
-        if self.prediction is None or not unfiltered:
-            return None
-        return self.prediction(batch_size, sampling.temperature)
-
-    def nodes(self, batch_size: int, temperature: float) -> int:
-        """Most nodes of a row that a pass over so many rows verifies, the root included; 1 without drafts."""
-        return 1 if self.policy_for is None else self.policy_for(batch_size, temperature).max_size
-
     def shape(self, batch_size: int, temperature: float) -> tuple[int, ...]:
-        """The nodes, followed by those of each part where drafters guess together: equal shapes give equal answers."""
-        policy = None if self.policy_for is None else self.policy_for(batch_size, temperature)
+        """Most nodes of a row that a pass over so many rows verifies, the root included; then, where drafters guess
+        together, those of each part, the trained one last. Equal shapes give equal answers."""
+        policy = self.policy_for(batch_size, temperature)
         parts = policy.policies if isinstance(policy, Union) else ()
-        return (self.nodes(batch_size, temperature), *(part.max_size for part in parts))
+        return (1 if policy is None else policy.max_size, *(part.max_size for part in parts))
 
     def shapes(self, batch_sizes: Iterable[int], temperature: float) -> dict[tuple[int, ...], int]:
         """By the shapes that these batch sizes use, each once: the first batch size that uses it."""

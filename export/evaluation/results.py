@@ -6,12 +6,12 @@ from itertools import accumulate
 from typing import Any
 
 from ...modules import MeasuredStep
-from ..acceptance_profile import Pass
-from ..tuning import Prediction, figures
-from .uniformity import Distribution
+from ..measured_files import Pass, Prediction, figures
 
 OWN = "own"  # The prompt set of held-out prompts like those of the training
 Interval = tuple[float, float]  # Lower and upper end of a 95 % bootstrap interval
+IMPOSSIBLE_PER_TOKEN = 1 / 10_000
+"""More impossible tokens than this, and than one, are a fault: at the edge of a filter rounding may let one in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,26 @@ class Lossless:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Distribution:
+    """The check of sampled tokens against the target's distribution, by a Kolmogorov-Smirnov test."""
+
+    tokens: int  # Sampled tokens
+    distance: float
+    """Largest difference between the share of tokens up to some likelihood and the probability that the target gives
+    them."""
+    p_value: float  # Probability of a distance as large by chance
+    visible: float
+    """The distance that would have been taken for a fault: its p-value is 0.001 or less, and rounding does not explain
+    it."""
+    impossible: int  # Tokens to which the target, with these filters, gives no probability
+
+    @property
+    def differs(self) -> bool:
+        """True where neither chance nor rounding explains the distance, or impossible tokens were emitted."""
+        return self.distance > self.visible or self.impossible > max(1.0, self.tokens * IMPOSSIBLE_PER_TOKEN)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measures:
     """Measurements on a group of prompts: all of them, a set, or a category."""
 
@@ -169,11 +189,6 @@ class Evaluation:
     """Acceptance by position, kind of prompt and length of the context, as in acceptance.json."""
 
     @property
-    def predicted_for(self) -> tuple[str, Measures]:
-        """The prompt set that predictions are compared with, and its measures: prompts like the training's, or all."""
-        return (OWN, self.by_prompt_set[OWN]) if OWN in self.by_prompt_set else ("all", self.overall)
-
-    @property
     def biased(self) -> bool:
         """True where sampled drafts changed the distribution of the answers."""
         return self.overall.distribution is not None and self.overall.distribution.differs
@@ -232,11 +247,6 @@ class SampleAnswer:
     accepted_length: float  # Tokens added per target pass
     tokens: tuple[SampleToken, ...]  # The answer; the texts of its tokens together are its text
 
-    @property
-    def guessed(self) -> int:
-        """Tokens that the draft guessed."""
-        return sum(token.guessed for token in self.tokens)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecord:
@@ -268,11 +278,6 @@ class EvaluationRun:
                 "left_out": list(self.left_out),
                 "training": self.training and asdict(self.training),
                 "measurements": [record for one in self.evaluations for record in one.measurements()]}
-
-    @property
-    def acceptance(self) -> list[dict[str, Any]]:
-        """Records of acceptance.json, of all evaluations."""
-        return [record for one in self.evaluations for record in one.acceptance]
 
     @property
     def methods(self) -> tuple[str, ...]:

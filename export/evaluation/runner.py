@@ -1,34 +1,23 @@
 """Runner of an evaluation: the target's own answers first, then every method on the same prompts."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
-from ...modules import Generation, Request, Target, UserError
+from ...modules import Generation, Request, SamplingSetting, StaticTree, Target, UserError
 from ...modules.decoding.recorders import PassRecorder
+from ..measured_files import DECODED, measurements
+from .answering import Exchange, Records, References, TimedDecoder, untimed_batches
 from .contention import ContentionProbe, rotated
 from .lossless import Judge, positions
-from .methods import Method
-from .reference_answers import References
-from .results import Answer, SampleAnswer, Timing
+from .methods import SEED, Method
+from .results import Answer, Evaluation, Measures, SampleAnswer, Timing
 from .schedule import CLOSING_SHARE, UNTIMED_ROWS, Budget, Entry, Schedule, by_prompt_set
-from .summary import sample_answers
-from .timed_decoding import Exchange, Records, TimedDecoder, untimed_batches
+from .summary import rounding, sample_answers, summarise
 
 WARM_UP_TOKENS = 8  # Length of the answers decoded before anything is timed
 PLAIN, GENERATE = "plain", "generate"  # Baselines without drafts: this project's loop, and transformers'
-
-
-@dataclass(frozen=True, kw_only=True)
-class MethodRecord:
-    """Everything recorded of one method at one temperature and batch size."""
-
-    method: Method  # The method
-    batch_size: int  # Rows decoded at once where it was timed
-    temperature: float  # Sampling temperature; 0 is greedy
-    answers: list[Answer]  # Its answers, compared with the target's own
-    records: Records  # Its timed groups and counts
-    samples: tuple[SampleAnswer, ...]  # Three of its answers, of the first record
 
 
 @dataclass(kw_only=True)
@@ -50,15 +39,13 @@ class Runner:
         self.decoder = TimedDecoder(target, schedule.config)
         self.judge = Judge(target, schedule.config.settings(1))
         self.taken: list[Entry] = []  # The questions that were decoded
+        self.samples: tuple[SampleAnswer, ...] = ()  # Three answers of the first evaluation
+        self.graph_refusals = dict[str, None]()  # Why some work was not replayed as CUDA graphs
         self._warm: set[tuple[int, float]] = set()
 
-    def run(self, budget: Budget) -> list[MethodRecord]:
-        """Decode as many questions as fit: one record for each temperature, batch size and method, the methods changing
-        fastest.
-
-        Raises:
-            UserError: if a prompt with its answer exceeds the context.
-        """
+    def run(self, budget: Budget) -> tuple[Evaluation, ...]:
+        """Decode as many questions as fit: one evaluation for each temperature, batch size and method, the methods
+        changing fastest. Raises UserError if a prompt with its answer exceeds the context."""
         schedule, config = self.schedule, self.schedule.config
         found = [
             Decoded(temperature=temperature, exchanges=[],
@@ -81,12 +68,11 @@ class Runner:
                 self._decode(bundle, decoded, budget)
         for decoded in found:
             decoded.exchanges.sort(key=lambda one: (one.entry.number, one.turn))
-        return [
-            self._record(method, size, decoded,
-                         records.with_untimed(decoded.untimed[method.name, method.shape(size, decoded.temperature)]))
+        return tuple(
+            self._evaluation(method, size, decoded, records.with_untimed(
+                decoded.untimed[method.name, method.shape(size, decoded.temperature)]))
             for decoded in found for size, timed in decoded.timed.items()
-            for method, records in zip(schedule.methods, timed, strict=True)
-        ]
+            for method, records in zip(schedule.methods, timed, strict=True))
 
     def _decode(self, bundle: Sequence[Entry], found: Decoded, budget: Budget) -> None:
         """Every batch size and method on some questions at one temperature."""
@@ -119,11 +105,7 @@ class Runner:
 
     def _asked(self, entries: Sequence[Entry], turn: int, answers: Mapping[int, Sequence[Sequence[int]]],
                temperature: float) -> list[Exchange]:
-        """One turn of some questions, after the target's `answers` to the turns before it, by number of the question.
-
-        Raises:
-            UserError: if a prompt with its answer exceeds the context.
-        """
+        """One turn of some questions after the target's `answers` to the turns before it, by number of the question."""
         found = [Exchange(entry=entry, turn=turn, temperature=temperature,
                           prompt=tuple(entry.question.prompt(answers.get(entry.number, ()))))
                  for entry in entries if entry.question.turns >= turn]
@@ -153,19 +135,17 @@ class Runner:
         return sorted(found, key=lambda exchange: (exchange.entry.number, exchange.turn))
 
     def _references(self, entries: Sequence[Entry], temperature: float, budget: Budget) -> list[Exchange]:
-        """Let the target answer questions that are not timed alone, many rows at once.
-
-        Greedy answers are transformers' `generate`'s, sampled ones this project's plain loop's.
-        """
+        """Let the target answer questions that are not timed alone, many rows at once: greedy answers are transformers'
+        `generate`'s, sampled ones this project's plain loop's."""
         def answer(asked: Sequence[Exchange], _turn: int) -> dict[int, Sequence[int]]:
             missing = [one for one in asked if self.references.find(one.prompt, temperature, one.index) is None]
-            budget.answered(len(asked) - len(missing))
+            budget.line.advance(len(asked) - len(missing))
             found: dict[int, Sequence[int]] = {}
             for group in untimed_batches(missing):
                 made = (self.decoder.generate(group)[0] if temperature == 0 else
                         [one.tokens for one in self.decoder.decode(group, None, len(group))[0].generations])
                 found |= zip((one.index for one in group), made, strict=True)
-                budget.answered(len(group))
+                budget.line.advance(len(group))
             return found
 
         return self._answered(entries, temperature, answer)
@@ -195,7 +175,7 @@ class Runner:
                     draft_seconds[name] += result.stats.draft_seconds
                 tokens[name] += sum(map(len, made[name]))
                 seconds[name] += taken
-            budget.answered(len(names) * len(asked))
+            budget.line.advance(len(names) * len(asked))
             return dict(zip((one.index for one in asked), made[PLAIN if temperature else GENERATE], strict=True))
 
         exchanges = self._answered(group, temperature, answer)
@@ -211,16 +191,12 @@ class Runner:
 
     def _untimed(self, exchanges: Sequence[Exchange], found: Decoded, budget: Budget) -> None:
         """Decode what is not timed, many rows at once, and add to the records of each method, by the shape of its
-        trees.
-
-        Answers depend on the tree, but not on how many rows are decoded at once: batch sizes with the same tree share
-        them.
-        """
+        trees: answers depend on that, but not on how many rows are decoded at once, so that batch sizes share them."""
         ordered = [exchange for group in untimed_batches(exchanges) for exchange in group]
 
         def count(_generation: Generation, _tokens: list[int], finished: bool) -> None:
             if finished:
-                budget.answered(1)
+                budget.line.advance(1)
 
         for method in self.schedule.methods:
             for shape, batch_size in method.shapes(self.schedule.config.batches, found.temperature).items():
@@ -235,36 +211,65 @@ class Runner:
             if method.drafter is not None:
                 method.drafter.forget()
 
-    # The records -----------------------------------------------------------------------------------------------------
+    # The results -----------------------------------------------------------------------------------------------------
 
-    def _record(self, method: Method, batch_size: int, decoded: Decoded, records: Records) -> MethodRecord:
-        """Compare every answer with its reference; where drafts were sampled, with the target's distribution."""
-        temperature, settings = decoded.temperature, self.schedule.config.settings(1)
-        policy = None if method.policy_for is None else method.policy_for(batch_size, temperature)
+    def _evaluation(self, method: Method, batch_size: int, decoded: Decoded, records: Records) -> Evaluation:
+        """The summary of all answers and of groups of them."""
+        temperature, config = decoded.temperature, self.schedule.config
+        policy, shape = method.policy_for(batch_size, temperature), method.shape(batch_size, temperature)
         # Where drafts were drawn, answers are equal in distribution alone; all others must be so token by token.
-        compared = temperature == 0 or policy is None or not policy.samples or policy.max_size == 1
+        answers = self._compared(method, decoded, records, drawn=temperature > 0 and policy is not None and
+                                 policy.samples and policy.max_size > 1)
+        self.graph_refusals |= {records.graph_refusal: None} if records.graph_refusal else {}
+        if records.recorder is not None:
+            self.samples = sample_answers(self.target.tokenizer, answers, records.generations, records.recorder,
+                                          {one.entry.number: one.entry.question.text for one in decoded.exchanges})
+
+        measures = partial(summarise, seed=SEED, rounding=rounding(self.target.dtype, temperature))
+
+        def by(key: str, least: int = 1) -> dict[str, Measures]:
+            """The measures of each group, if there are so many."""
+            names = dict.fromkeys(getattr(answer, key) for answer in answers if getattr(answer, key))
+            return {str(name): measures([answer for answer in answers if getattr(answer, key) == name],
+                                        # A question is timed as a whole, so a turn has no speed of its own.
+                                        [timing for timing in records.timings if getattr(timing, key, None) == name])
+                    for name in names if len(names) >= least}
+
+        sampling, acceptance = config.sampling(temperature), list[dict[str, Any]]()
+        if policy is not None and policy.max_size > 1:
+            static = isinstance(policy, StaticTree)
+            depth = policy.topology.depth if isinstance(policy, StaticTree) else max(
+                (max(answer.emitted, default=1) for answer in answers), default=1) - 1
+            acceptance = measurements([one for answer in answers for one in answer.passes], {
+                "method": method.name, "chain": static and depth == policy.max_size - 1, "nodes": policy.max_size,
+                **asdict(sampling), "batch_size": batch_size, "answers": len(answers), "source": DECODED}, depth)
+        return Evaluation(
+            name=method.name, family=method.family, target=self.target.identity.name, batch_size=batch_size,
+            temperature=temperature, nodes=shape[0], tree_nodes=shape[-1], partners=method.parts[:-1],
+            contended=self.probe.contended, target_calls=records.target_calls,
+            # The expected lengths were estimated without filters, which change what is accepted.
+            prediction=method.prediction(batch_size, temperature) if sampling == SamplingSetting(
+                temperature=temperature) else None,
+            overall=measures(answers, records.timings), by_prompt_set=by("prompt_set"), by_category=by("category"),
+            by_turn=by("turn", 2), by_mode=by("mode", 2), acceptance=tuple(acceptance))
+
+    def _compared(self, method: Method, decoded: Decoded, records: Records, *, drawn: bool) -> list[Answer]:
+        """The answers, each compared with its reference; where drafts were drawn, with the target's distribution."""
+        temperature, settings = decoded.temperature, self.schedule.config.settings(1)
         answers = []
         for exchange in decoded.exchanges:
             entry, generation = exchange.entry, records.generations[exchange.index]
             # Greedy references came from a padded batch, which may flip a near-tie by itself.
-            again = partial(self._generated_alone, exchange) if temperature == 0 else None
+            again = (lambda one=exchange: self.decoder.generate([one])[0][0]) if temperature == 0 else None
             # The loop's law is held against transformers' even where all drafts were drawn: by the answers without.
-            found = self.judge.compare(generation.request, generation.tokens if compared else exchange.reference,
+            found = self.judge.compare(generation.request, exchange.reference if drawn else generation.tokens,
                                        exchange.reference, again=again)
             answers.append(Answer(
                 question=entry.number, turn=exchange.turn, prompt_set=entry.prompt_set,
                 category=entry.question.category, mode=entry.question.mode, prompt_tokens=len(exchange.prompt),
                 tokens=tuple(generation.tokens), emitted=tuple(generation.emitted),
-                truncated=generation.finish == "length", comparison=found if compared else None,
-                wrong_reference=not compared and found.divergence is not None,
-                positions=() if compared else positions(self.target, generation.request, generation.tokens, settings),
+                truncated=generation.finish == "length", comparison=None if drawn else found,
+                wrong_reference=drawn and found.divergence is not None,
+                positions=positions(self.target, generation.request, generation.tokens, settings) if drawn else (),
                 guessed_by=dict(zip(method.parts, records.parts.get(exchange.index, ()), strict=False))))
-        return MethodRecord(
-            method=method, batch_size=batch_size, temperature=temperature, answers=answers, records=records,
-            samples=() if records.recorder is None else sample_answers(
-                self.target.tokenizer, answers, records.generations, records.recorder,
-                {one.entry.number: one.entry.question.text for one in decoded.exchanges}),
-        )
-
-    def _generated_alone(self, exchange: Exchange) -> list[int]:
-        return self.decoder.generate([exchange])[0][0]
+        return answers

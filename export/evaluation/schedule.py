@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TypeVar
 
 from ...modules import UserError
@@ -37,12 +38,8 @@ class Schedule:
 
     @classmethod
     def of(cls, methods: Sequence[Method], prompt_sets: PromptSets, config: EvaluateConfig) -> "Schedule":
-        """Number the questions, choose those to decode and those to time.
-
-        Raises:
-            UserError: if there is no method or no prompt, two methods share a name, or a prompt set has too few prompts
-                for whole timed batches of every size; if a policy was made for other temperatures or filters.
-        """
+        """Number the questions, choose those to decode and those to time. Raises UserError for what `evaluate` refuses,
+        and if a policy was made for other temperatures or filters."""
         if not methods:
             raise UserError("an evaluation needs at least one method; give an artifact or a baseline")
         names = [method.name for method in methods]
@@ -51,9 +48,9 @@ class Schedule:
                 raise UserError(f"{names.count(method.name)} methods are called {method.name!r}; name each artifact "
                                 "and baseline once")
             # A policy for other answers is refused before the target has answered anything.
-            if method.policy_for is not None:
-                for temperature in config.degrees:
-                    method.policy_for(config.batches[0], temperature).check_sampling(config.sampling(temperature))
+            for temperature in config.degrees:
+                if (policy := method.policy_for(config.batches[0], temperature)) is not None:
+                    policy.check_sampling(config.sampling(temperature))
         entries: list[Entry] = []
         number = 0
         for name, questions in prompt_sets.items():
@@ -104,7 +101,8 @@ class Schedule:
         minutes are there are figures of each. Each set's first bundle is timed if any is.
         """
         sets = by_prompt_set(self.entries)
-        timed = alternating([self.groups(members, math.lcm(*self.config.batches)) for members in sets.values()])
+        groups = [self.groups(members, math.lcm(*self.config.batches)) for members in sets.values()]
+        timed = [group for turn in zip_longest(*groups) for group in turn if group]
         queues = list[list[Entry]]()
         for members in sets.values():
             kinds: dict[str, list[Entry]] = {}
@@ -114,17 +112,12 @@ class Schedule:
             # By the middle of its share of a category: each start of this list has all categories in their proportion.
             queues.append([entry for _, entry in sorted((((place + 0.5) / len(kind), entry) for kind in kinds.values()
                                                          for place, entry in enumerate(kind)), key=lambda one: one[0])])
-        others = alternating(queues)
+        others = [entry for turn in zip_longest(*queues) for entry in turn if entry]
         # The first timed bundle of each set stands before any batch that is not timed.
         placed = [(max(0, place + 1 - len(sets)) / len(timed), bundle) for place, bundle in enumerate(timed)]
         placed += [((start + UNTIMED_ROWS / 2) / len(others), others[start : start + UNTIMED_ROWS])
                    for start in range(0, len(others), UNTIMED_ROWS)]
         return [bundle for _, bundle in sorted(placed, key=lambda one: one[0])]
-
-
-def alternating(queues: Sequence[Sequence[T]]) -> list[T]:
-    """The members of several queues in one, a member of each in turn."""
-    return [queue[place] for place in range(max(map(len, queues), default=0)) for queue in queues if place < len(queue)]
 
 
 def spread(members: Sequence[T], count: int) -> list[T]:
@@ -135,11 +128,7 @@ def spread(members: Sequence[T], count: int) -> list[T]:
 
 def require_context(prompt_sets: PromptSets, config: EvaluateConfig, context_length: int) -> None:
     """Refuse questions whose turns and longest answers together do not fit the target's context, before anything is
-    answered: the answers of one turn are in the prompt of the next.
-
-    Raises:
-        UserError: naming the first of those that would be asked.
-    """
+    answered: the answers of one turn are in the prompt of the next. Raises UserError naming the first."""
     for name, questions in prompt_sets.items():
         for question in spread(questions, len(questions) if config.limit is None else config.limit):
             size = len(question.prompt([()] * (question.turns - 1)))
@@ -163,12 +152,8 @@ def by_prompt_set(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
 
 
 class Budget:
-    """Minutes of an evaluation, and the line that shows how much is done.
-
-    Args:
-        minutes: for everything from now on; None sets no limit.
-        clock: seconds of a monotonic clock.
-    """
+    """Minutes of an evaluation from now on, None for no limit, by a monotonic clock; and the line that shows how much
+    is done."""
 
     def __init__(self, minutes: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = math.inf if minutes is None else 60 * minutes  # Seconds of the whole evaluation
@@ -182,17 +167,12 @@ class Budget:
 
     def fitting(self, pieces: Sequence[T], *, least: int, share: float = 1.0,
                 sort: Callable[[T], Hashable] = lambda _: None) -> Iterator[T]:
-        """Yield the pieces in order, until the next one would not end within a share of the minutes.
+        """Yield the pieces, what matters most first, until the next one would not end within a share of the minutes;
+        `least` are done whatever time it is.
 
         The caller works on a piece before it asks for the next one; the mean seconds of those so far, of the same sort,
         are expected of the next. So the work ends one piece before or after the limit, however the machine's speed
         changes on the way.
-
-        Args:
-            pieces: work, what matters most first.
-            least: number of pieces that are done whatever time it is.
-            share: of the minutes, counted from the start of the evaluation.
-            sort: pieces that take about as long as one another.
         """
         seconds: dict[Hashable, list[float]] = {}
         for place, piece in enumerate(pieces):
@@ -204,12 +184,3 @@ class Budget:
             started = self.elapsed
             yield piece
             seconds[sort(piece)].append(self.elapsed - started)
-
-    @property
-    def seconds_left(self) -> float:
-        """Seconds that the limit leaves; infinite without one."""
-        return self.limit - self.elapsed
-
-    def answered(self, count: int) -> None:
-        """Count answers on the line."""
-        self.line.advance(count)

@@ -1,40 +1,49 @@
-"""Summary of answers and timings as measures, with bootstrap confidence intervals; and three answers to be shown.
+"""Summary of answers and timings as measures, with bootstrap confidence intervals; the uniformity of sampled tokens;
+and three answers to be shown.
 
 The draws of the intervals depend only on the seed and the number of prompts, so that all figures and all methods of an
 evaluation are drawn together: paired.
 
-Shapes: R draws, Q questions, N timed groups of them.
+Uniformity: let p be the target's distribution after a text, x the token that was emitted there, and v a uniform number.
+If x was drawn from p, the position u = (sum of p over the tokens likelier than x) + v p(x) is uniform on [0, 1], and
+independent of all positions before it (Rosenblatt, 1952). So the positions of all tokens of all answers are one sample
+of the uniform distribution if drafting is exact, and lie too low or too high where it prefers some tokens.
+
+Shapes: R draws, Q questions, N timed groups of them, or tokens.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ...modules import Generation, TokenText
 from ...modules.decoding.recorders import PassRecorder
 from ...modules.decoding.requests import repeats_itself
 from ...modules.tuning.trials import Drawn, draws, interval
-from .results import Answer, Interval, Lossless, Measures, SampleAnswer, SampleToken, Timing
-from .uniformity import distribution_of
+from .results import Answer, Distribution, Interval, Lossless, Measures, SampleAnswer, SampleToken, Timing
 
 Counts = NDArray[np.int_]
 Floats = NDArray[np.float64]
 CONFIDENCE = 0.95
 SHORTEST = 16  # Answers with fewer tokens are not shown while there are three longer ones
 BEST, MEDIAN, WORST = "best", "median", "worst"
+_UNLIKELY_DISTANCE = 1.9495  # Scaled distance of the p-value 0.001, below which sampled answers are in doubt
+_TERMS = 100  # Terms of the limit distribution's series
+ROUNDING = 2e-3
+"""Distance by which half precision may move the positions at temperature 1; divided by the temperature below it. In
+bfloat16 the positions of exact answers were about a third of it apart at temperatures from 0.03 to 0.1."""
+GREATEST_ROUNDING = 0.03  # Its bound: what a token's rank can lose to rounding does not grow for ever
 
 
 def summarise(answers: Sequence[Answer], timings: Sequence[Timing], *, seed: int = 0,
               rounding: float = 0.0) -> Measures:
-    """Reduce records to measures: acceptance as ratios of sums, speeds by medians over timed groups.
-
-    Args:
-        seed: of the intervals.
-        rounding: distance between distributions that the number format explains.
-    """
+    """Reduce records to measures: acceptance as ratios of sums, speeds by medians over timed groups. The seed is that
+    of the intervals, `rounding` the distance between distributions that the number format explains."""
     emitted = [count for answer in answers for count in answer.emitted]
     passes, tokens = len(emitted), sum(len(answer.tokens) for answer in answers)
     seconds = sum(timing.seconds for timing in timings)
@@ -122,17 +131,53 @@ def acceptance_by_position(emitted: Sequence[int]) -> tuple[float, ...]:
                  for position in range(1, max(emitted, default=1)))
 
 
+# Uniformity of sampled tokens -----------------------------------------------------------------------------------------
+
+
+def distribution_of(found: Sequence[float], rounding: float = 0.0) -> Distribution | None:
+    """The Kolmogorov-Smirnov test of positions against the uniform distribution, where the arithmetic explains the
+    distance `rounding`; None where there are none. Positions above 1 are tokens without probability, counted apart."""
+    if not found:
+        return None
+    every_N = np.asarray(found)
+    ordered_N, count = np.sort(every_N.clip(max=1.0)), len(found)
+    steps_N = np.arange(count + 1) / count
+    distance = float(max((steps_N[1:] - ordered_N).max(), (ordered_N - steps_N[:-1]).max()))
+    return Distribution(tokens=count, distance=distance, p_value=p_value(distance, count),
+                        visible=max(rounding, visible_distance(count)), impossible=int((every_N > 1.0).sum()))
+
+
+def p_value(distance: float, count: int) -> float:
+    """Probability of a distance at least as large by chance: Kolmogorov's limit, corrected for small samples
+    (Stephens, 1970)."""
+    scaled = distance * (math.sqrt(count) + 0.12 + 0.11 / math.sqrt(count))
+    # The series converges slowly there, and the probability is 1 to ten digits.
+    if scaled < 0.2:
+        return 1.0
+    terms = ((-1.0) ** (k - 1) * 2 * math.exp(-2 * (k * scaled) ** 2) for k in range(1, _TERMS))
+    return min(1.0, max(0.0, sum(terms)))
+
+
+def visible_distance(count: int) -> float:
+    """The smallest distance whose p-value is at most 0.001."""
+    return _UNLIKELY_DISTANCE / (math.sqrt(count) + 0.12 + 0.11 / math.sqrt(count))
+
+
+def rounding(dtype: torch.dtype, temperature: float) -> float:
+    """The distance between distributions that the rounding of a number format explains; none in float32 and wider."""
+    if dtype in (torch.float32, torch.float64) or temperature == 0:
+        return 0.0
+    return min(GREATEST_ROUNDING, ROUNDING / min(1.0, temperature))
+
+
+# Answers to be shown --------------------------------------------------------------------------------------------------
+
+
 def sample_answers(tokenizer: Any, answers: Sequence[Answer], generations: Mapping[int, Generation],
                    recorder: PassRecorder, texts: Mapping[int, str]) -> tuple[SampleAnswer, ...]:
-    """Three answers of a method with the author of each token.
-
-    Args:
-        tokenizer: the target's.
-        answers: the method's, from which the best, the median and the worst are chosen.
-        generations: the same by number of the question.
-        recorder: the guesses of their passes.
-        texts: the questions as they were written, by number; "" where only tokens are known.
-    """
+    """The best, the median and the worst of a method's answers with the author of each token: `generations` are the
+    same answers by number of the question, and `texts` the questions as they were written, "" where only tokens are
+    known."""
     samples = []
     for rank, answer in _chosen(answers).items():
         one, pieces, tokens = generations[answer.question], TokenText(tokenizer), list[SampleToken]()

@@ -26,14 +26,20 @@ from ...modules.files.json_records import typed
 from ...modules.interfaces.layout import here, there
 from ...modules.parts.feature_drafter import chosen_taps
 from ...modules.target.loading.stored_weights import check_parameters
+from .parts.checkpoint import Checkpoint, Contents, check_borrowed, output_bias, stored, write_layout
 from .parts.compressed_tensors import OUTPUT, as_compressed, compressed, compressed_config
-from .parts.eagle_folder import EMBEDDING, entries, layer_config, sglang_command
-from .parts.export_format import PLAIN, Engine, ExportFormat, ExportSettings, ImportSettings, Served
+from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Served
 from .parts.gguf_file import BFLOAT16, FLOAT32
-from .parts.head_blocks import output_bias
-from .parts.layout_folder import Contents, stored, write_layout
-from .parts.read_shapes import block_of, check_joined, take_vocabulary, vocabulary_marks
-from .parts.safetensors_reader import Checkpoint, check_borrowed, check_embedding
+from .parts.state_drafters import (
+    EMBEDDING,
+    block_of,
+    check_joined,
+    entries,
+    layer_config,
+    sglang_command,
+    take_vocabulary,
+    vocabulary_marks,
+)
 
 OPENS = ("taps", "aligned", "causal")  # Values that a checkpoint may leave open
 TEMPERATURES, _SCALES = "draftsmith_confidence_temperatures", "judge_temperatures_K"
@@ -41,7 +47,7 @@ TEMPERATURES, _SCALES = "draftsmith_confidence_temperatures", "judge_temperature
 WEIGHTS = (FLOAT32, BFLOAT16)  # Number formats of matrices
 
 
-# Writing -------------------------------------------------------------------------------------------------------------
+# Writing --------------------------------------------------------------------------------------------------------------
 
 
 def export_dflash(drafter: BlockDraft, target: Target, folder: Path, settings: ExportSettings = PLAIN,
@@ -137,17 +143,13 @@ def _scaled_logits(target: Target) -> str:
         "train with correction: none")
 
 
-# Reading -------------------------------------------------------------------------------------------------------------
+# Reading --------------------------------------------------------------------------------------------------------------
 
 
 def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[BlockDraft, dict[str, Tensor]]:
     """DFlash or one of its corrections as DeepSpec, z-lab, SpecForge, ModelOpt or the speculators library write it.
-
-    Raises:
-        UserError: if a key is missing, no value says which token a slot predicts or what it sees, the mask is a token
-            of the target's text or in a file of its own, the taps are no layers of it, or the checkpoint has a part
-            that is not implemented.
-    """
+    Raises UserError if a key is missing, no value says which token a slot predicts or what it sees, the mask is a token
+    of the target's text or in a file of its own, the taps are no layers of it, or a part is not implemented."""
     said, folder = given.settings, given.folder
     if masks := sorted(folder.glob("mask_embedding.*")):
         raise UserError(f"{masks[0]} holds a mask of its own, and only one that is a row of the target's embedding "
@@ -213,11 +215,11 @@ def _own_tensors(given: Checkpoint, target: Target) -> tuple[dict[str, Tensor], 
     """(its tensors by their names here, the size of its reduced vocabulary). Raises UserError where a matrix that it
     shares with its target is not the one of this target."""
     tensors, folder, rows_VD = given.tensors(), given.folder, target.output_weight()
-    check_embedding(tensors.pop(EMBEDDING, None), target, folder)
+    check_borrowed(tensors.pop(EMBEDDING, None), target, folder)
     own_QD = tensors.pop(OUTPUT, None)
     reduced = take_vocabulary(tensors, target, folder)
-    check_borrowed(own_QD, rows_VD if reduced is None else rows_VD[tensors["token_ids"].to(rows_VD.device)],
-                   "output layer", target, folder)
+    check_borrowed(own_QD, target, folder,
+                   rows_VD if reduced is None else rows_VD[tensors["token_ids"].to(rows_VD.device)])
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if (own := here(name, READ) or name) in found:
@@ -296,11 +298,6 @@ def _taps(given: Checkpoint, said: dict[str, Any], target: Target) -> tuple[int,
         raise UserError(f"{given.config} does not say which layers' outputs are read (target_layer_ids); give them, "
                         f"from 0 to {target.num_layers - 1}, with --taps")
     return tuple(said["target_layer_ids"])
-
-
-def corrections_of(engine: Engine) -> list[CorrectionName]:
-    """The corrections that an engine has."""
-    return [name for name, kind in KINDS.items() if engine in kind.engines]
 
 
 def _passed_over(drafter: BlockDraft) -> list[str]:

@@ -24,39 +24,32 @@ from ...modules.families.eagle3.layout import FIXED, LAYERS, NORM, NORMS, TWIN
 from ...modules.interfaces.layout import here, there
 from ...modules.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.parts.feature_drafter import chosen_taps
+from .parts.checkpoint import Checkpoint, Contents, check_borrowed, output_bias, stored, write_layout
 from .parts.compressed_tensors import COMPRESSED, OUTPUT, as_compressed, compressed, compressed_config
-from .parts.eagle_folder import (
+from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Served
+from .parts.state_drafters import (
     EMBEDDING,
     LAYER_IDS,
-    LOST_BIAS,
     ROPE_BASE,
     TAPS,
+    block_of,
+    check_joined,
     eagle_config,
     linear_names,
+    named_base,
     sglang_command,
+    take_vocabulary,
+    vocabulary_marks,
 )
-from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Served
-from .parts.head_blocks import output_bias
-from .parts.layout_folder import Contents, stored, write_layout
-from .parts.read_shapes import block_of, check_joined, named_base, take_vocabulary, vocabulary_marks
-from .parts.safetensors_reader import Checkpoint, check_embedding
 
 EAGLE_FILE = "model.safetensors"  # Official checkpoints hold the same tensors in pytorch_model.bin or here
 OPENS = ("taps", "rope_base")  # Values that a checkpoint may leave open
 
 
 def export_eagle(drafter: Eagle | Eagle3, target: Target, folder: Path, settings: ExportSettings = PLAIN) -> Contents:
-    """Write an EAGLE-1 or EAGLE-3 drafter as the official code and the serving engines read it.
-
-    EAGLE-1's layout has no output layer: a reduced draft vocabulary becomes the whole one. EAGLE-3's has one, into
-    which a shared one is copied.
-
-    Args:
-        drafter: bound to `target`.
-        target: the model it drafts for.
-        folder: an empty one.
-        settings: number format of the matrices, one of `COMPRESSED`; below 16 bits vLLM alone reads them.
-    """
+    """Write an EAGLE-1 or EAGLE-3 drafter as the official code and the serving engines read it; below 16 bits vLLM
+    alone does. EAGLE-1's layout has no output layer: a reduced draft vocabulary becomes the whole one. EAGLE-3's has
+    one, into which a shared one is copied."""
     weights = settings.weights
     if isinstance(drafter, Eagle):
         # EAGLE-1's official code loads its own embedding; EAGLE-3's readers take the target's.
@@ -115,17 +108,14 @@ def borrows_output(drafter: Eagle3) -> bool:
 
 
 def read_eagle(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Eagle | Eagle3, dict[str, Tensor]]:
-    """EAGLE-1 or EAGLE-3 in the official layout, or EAGLE-3 in that of the speculators library.
-
-    Raises:
-        UserError: if a key is missing, the stored embedding is not the target's, or the taps or the base of the rotary
-            embedding are ambiguous.
-    """
+    """EAGLE-1 or EAGLE-3 in the official layout, or EAGLE-3 in that of the speculators library. Raises UserError if a
+    key is missing, the stored embedding is not the target's, or taps or the base of the rotary embedding are
+    ambiguous."""
     tensors, said, folder = given.tensors(), given.said, given.folder
     block = block_of(given, target, _rope_base(given, settings.rope_base))
     depth = said.get("num_hidden_layers") or 1
     if block.hidden_size == target.hidden_size:
-        check_embedding(tensors.pop(EMBEDDING, None), target, folder)
+        check_borrowed(tensors.pop(EMBEDDING, None), target, folder)
     # EAGLE-1 has no norm before the output layer; not every configuration names the generation.
     if "norm.weight" in tensors:
         for layer in range(1, depth):
@@ -186,11 +176,6 @@ def _rope_base(given: Checkpoint, rope_base: float | None) -> float | None:
     return rope_base
 
 
-def served_by_vllm(drafter: Eagle | Eagle3) -> Served:
-    """The settings of vLLM, which calls both families as this project does."""
-    return Served(method={"method": drafter.family}, loader={})
-
-
 def _passed_over(drafter: Eagle | Eagle3) -> tuple[str, ...]:
     """Engines that know EAGLE-1 in another layout alone, or pass over `fc` where one layer is read."""
     return ("SGLang", "TensorRT-LLM") if isinstance(drafter, Eagle) or len(drafter.taps) == 1 else ()
@@ -199,7 +184,8 @@ def _passed_over(drafter: Eagle | Eagle3) -> tuple[str, ...]:
 def _lost(drafter: Eagle | Eagle3) -> str:
     """The part that engines leave out: a bias, the one layer that is read, or a norm."""
     if isinstance(drafter, Eagle):
-        return LOST_BIAS if drafter.config.bias else ""
+        return ("vLLM drops `fc.bias`, which this drafter was trained with, and then accepts hardly a draft; train "
+                "with `bias: false` for it.") if drafter.config.bias else ""
     if len(drafter.taps) == 1:
         return "SGLang and TensorRT-LLM pass over `fc` where one layer is read: serve it with vLLM."
     return "" if not drafter.config.norm_before_residual else (
@@ -212,7 +198,8 @@ EAGLE = ExportFormat[Eagle | Eagle3](
     readers={"the official code": "", "vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, passed_over=_passed_over,
     families=(Eagle, Eagle3), refusal=refusal, write=export_eagle, read=read_eagle, opens=OPENS, known=FIXED,
     file=EAGLE_FILE, weights=COMPRESSED,
-    as_read=as_compressed, vllm=served_by_vllm,
+    # vLLM calls both families as this project does.
+    as_read=as_compressed, vllm=lambda drafter: Served(method={"method": drafter.family}, loader={}),
     others=lambda drafter, places: {} if _passed_over(drafter) else {
         "SGLang": sglang_command("EAGLE3", places, num_steps=3, eagle_topk=1, num_draft_tokens=4)},
     lost=_lost,

@@ -13,12 +13,10 @@ from ...modules import DraftLM, DraftLMConfig, Target, UserError
 from ...modules.families.draft_lm.drafter import as_model
 from ...modules.files.atomic_files import write_file
 from ...modules.files.json_records import read_json, record_of
+from .parts.checkpoint import Checkpoint, Contents, Table, TensorForm
 from .parts.compressed_tensors import COMPRESSED, as_compressed, compressed, compressed_config
-from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Places, Served
-from .parts.folder_readme import hub_name
+from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Places, Served, hub_name
 from .parts.gguf_file import BFLOAT16, FLOAT32
-from .parts.layout_folder import Contents, Table, TensorForm
-from .parts.safetensors_reader import Checkpoint
 
 WEIGHTS = "model.safetensors"  # The file of weights, by the name that transformers gives it
 TRAINED = "draft_token_ids.json"  # The ids of a reduced vocabulary, ascending
@@ -48,13 +46,7 @@ def export_huggingface(drafter: DraftLM, target: Target, folder: Path, settings:
 
     The folder holds the target's whole vocabulary, since engines compare ids: a reduced output layer becomes a whole
     one, in which the tokens that the draft never learnt have the mean of the trained rows. A mask token, where there is
-    one, has the id `mask_token_id`.
-
-    Args:
-        drafter: bound to `target`.
-        target: the model it drafts for.
-        folder: an empty one.
-        settings: number format of the matrices, one of `COMPRESSED`; float32 keeps that of the model.
+    one, has the id `mask_token_id`. Of number formats float32 keeps that of the model.
     """
     model, weights = as_model(drafter), settings.weights
     if target.model.generation_config is not None:
@@ -92,10 +84,7 @@ def export_huggingface(drafter: DraftLM, target: Target, folder: Path, settings:
 
 def read_huggingface(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[DraftLM, dict[str, Tensor]]:
     """A draft language model in an ordinary folder, with the vocabulary that it was trained for where it says so.
-
-    Raises:
-        UserError: if it is none that fits the target, or the tokens that it guesses in a pass are unknown.
-    """
+    Raises UserError if it is none that fits the target, or the tokens that it guesses in a pass are unknown."""
     mask, depths = given.said.get(_MASK), settings.depths or given.said.get(_DEPTHS)
     if mask is None and settings.depths is not None:
         raise UserError(f"depths {settings.depths} counts the guesses of a draft with mask tokens, and {given.config} "
@@ -123,15 +112,12 @@ def _forms(folder: Path) -> Table:
         return {name: TensorForm(tuple(one.get_shape()), FORMATS[one.get_dtype()]) for name, one in slices.items()}
 
 
-def _served(drafter: DraftLM) -> Served:
-    masks = {"parallel_drafting": True} if drafter.config.mask_token_id is not None else {}
-    return Served(method={"method": "draft_model", **masks}, loader={}, tokens=max(3, drafter.config.depths))
-
-
 HUGGINGFACE = ExportFormat(
     name="huggingface", content="draft language models", families=(DraftLM,),
     readers={"transformers": "", "vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, write=export_huggingface,
-    read=read_huggingface, opens=("depths",), file=WEIGHTS, weights=COMPRESSED, as_read=as_compressed, vllm=_served,
+    read=read_huggingface, opens=("depths",), file=WEIGHTS, weights=COMPRESSED, as_read=as_compressed,
+    vllm=lambda drafter: Served(loader={}, tokens=max(3, drafter.config.depths), method={
+        "method": "draft_model", **({} if drafter.config.mask_token_id is None else {"parallel_drafting": True})}),
     lost=lambda drafter: "" if drafter.config.depths == 1 or drafter.config.mask_token_id is not None else (
         "It was trained to answer several tokens in one pass through a mask token that has no id and is not in this "
         "folder: here it drafts one by one. Train with `mask_token_id` to export it."),

@@ -25,12 +25,11 @@ from ...modules.parts.attention import frequencies
 from ...modules.target.submodel import config_of, fields_of
 from . import dflash
 from .eagle import borrows_output, third_tensors
+from .parts import gguf_file
+from .parts.checkpoint import Contents, Table, output_bias, stored
 from .parts.compressed_tensors import OUTPUT
 from .parts.export_format import ExportFormat, ExportSettings, Places
-from .parts.gguf_file import FLOAT32, WEIGHTS, gguf_forms, require_tokens, rounded, write_gguf
-from .parts.gguf_rope import BY_FACTORS, BY_KEYS, GgufRope, by_factors, by_keys, unsettled
-from .parts.head_blocks import output_bias
-from .parts.layout_folder import Contents, Table, stored
+from .parts.gguf_file import FLOAT32, WEIGHTS, require_tokens, rounded, write_gguf
 
 GGUF_FILE = "draft.gguf"  # The one file with settings, tokenizer and weights
 EAGLE3, DFLASH = "eagle3", "dflash"  # llama.cpp's names of the architectures; DSpark is DFlash with a correction
@@ -43,17 +42,8 @@ _TARGET_LAYERS = 3  # Tapped layers that llama.cpp reads
 
 def export_gguf(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, folder: Path,
                 settings: ExportSettings) -> Contents:
-    """Write a draft language model, an EAGLE-3 drafter or a drafter of blocks as llama.cpp reads it.
-
-    Args:
-        drafter: bound to `target`.
-        target: the model it drafts for.
-        folder: an empty one.
-        settings: GGUF file of the target, whose tokenizer is copied; number format of the matrices, one of `WEIGHTS`.
-
-    Raises:
-        UserError: if the GGUF file is not the target's.
-    """
+    """Write a draft language model, an EAGLE-3 drafter or a drafter of blocks as llama.cpp reads it, with the tokenizer
+    of the target's GGUF file. Raises UserError if that is not the target's."""
     file, weights = folder / GGUF_FILE, settings.weights
     tokens = require_tokens(settings.target_gguf, target.vocab_size, target.identity.name)
     held = f"`{Places.gguf}` stands for the target's GGUF file, {tokens.name}, from which the tokenizer was copied."
@@ -74,17 +64,17 @@ def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
         most = drafter.correction.most if isinstance(drafter.correction, Selector) else 0
         if reason := dflash.refusal(drafter, target):
             return reason
-        able = dflash.corrections_of("llama.cpp")
+        able = [name for name, kind in blocks.KINDS.items() if "llama.cpp" in kind.engines]
         wrong = {f"the correction {drafter.config.correction}": drafter.config.correction not in able,
                  # llama.cpp keeps candidates and the scores of their pairs in a slot's state.
                  f"a width of {drafter.hidden_size}, where a selector needs {most * (most + 1)}":
                      drafter.hidden_size < most * (most + 1),
-                 f"a rotary embedding of the kind {rope['rope_type']}": rope["rope_type"] not in BY_KEYS,
-                 f"YaRN with {unsettled(rope)}": bool(unsettled(rope))}
+                 f"a rotary embedding of the kind {rope['rope_type']}": rope["rope_type"] not in gguf_file.BY_KEYS,
+                 f"YaRN with {gguf_file.unsettled(rope)}": bool(gguf_file.unsettled(rope))}
         found = " and ".join(setting for setting, is_wrong in wrong.items() if is_wrong)
         return found and (
             f"llama.cpp runs drafters of blocks with one of the corrections {', '.join(able)}, rotated by one of "
-            f"{', '.join(BY_KEYS)}, this drafter has {found}; train another")
+            f"{', '.join(gguf_file.BY_KEYS)}, this drafter has {found}; train another")
     config = drafter.config
     wrong = {f"{drafter.num_layers} layers": drafter.num_layers != 1,
              f"{len(drafter.taps)} tapped layers": len(drafter.taps) != _TARGET_LAYERS,
@@ -95,30 +85,22 @@ def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
         f"this drafter has {found}; train another")
 
 
-# Draft language models -----------------------------------------------------------------------------------------------
+# Draft language models ------------------------------------------------------------------------------------------------
 
 
 def write_model(file: Path, model: Any, vocabulary: Path, weights: str = FLOAT32) -> Table:
-    """Write a causal language model of transformers as GGUF; returns the table of its tensors.
-
-    Args:
-        file: its path.
-        model: of one of `MODELS`.
-        vocabulary: GGUF file whose tokenizer is copied.
-        weights: number format of the matrices, one of `WEIGHTS`.
-
-    Raises:
-        UserError: if llama.cpp does not run the model, or only after its own conversion.
-    """
+    """Write a causal language model of transformers as GGUF, with the tokenizer of another GGUF file and matrices in a
+    number format of `WEIGHTS`; returns the table of its tensors. Raises UserError if llama.cpp does not run the model,
+    or only after its own conversion."""
     config = model.config
     if reason := _model_refusal(config):
         raise UserError(reason)
     # Llama's rotary embedding is written as factors of its frequencies, that of Qwen as keys.
     said, length = config.rope_parameters, float(model.get_decoder().rotary_emb.attention_scaling)
     if config.model_type in NEIGHBOURS:
-        rope = by_factors(model.get_decoder().rotary_emb.inv_freq, length, said["rope_theta"])
+        rope = gguf_file.by_factors(model.get_decoder().rotary_emb.inv_freq, length, said["rope_theta"])
     else:
-        rope = by_keys({"original_max_position_embeddings": config.max_position_embeddings, **said}, length)
+        rope = gguf_file.by_keys({"original_max_position_embeddings": config.max_position_embeddings, **said}, length)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shape = _settings(hidden=config.hidden_size, inner=config.intermediate_size, layers=config.num_hidden_layers,
                       heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, head=head,
@@ -129,23 +111,16 @@ def write_model(file: Path, model: Any, vocabulary: Path, weights: str = FLOAT32
     kind, heads = config.model_type, (config.num_attention_heads, config.num_key_value_heads)
     named = {_named(name, kind, config.num_hidden_layers): _in_order(name, tensor, kind, heads)
              for name, tensor in stored(tensors).items()}
-    return _written(file, kind, shape, named, rope, vocabulary, weights)
-
-
-def _written(file: Path, kind: str, settings: dict[str, Any], tensors: dict[str, Tensor], rope: GgufRope,
-             vocabulary: Path, weights: str, mask: int | None = None) -> Table:
-    """Write a file; returns the table of what it holds."""
-    write_gguf(file, kind, settings | rope.settings, tensors | rope.tensors, vocabulary, weights, mask=mask)
-    return gguf_forms(file)
+    return write_gguf(file, kind, shape, named, rope, vocabulary, weights)
 
 
 def _model_refusal(config: Any) -> str:
     own = "; export it with --format huggingface and convert that folder with llama.cpp's convert_hf_to_gguf.py"
     rope = config.rope_parameters or {}
     factors = config.model_type in NEIGHBOURS
-    known = BY_FACTORS if factors else BY_KEYS
+    known, own_setting = (gguf_file.BY_FACTORS, "") if factors else (gguf_file.BY_KEYS, gguf_file.unsettled(rope))
     # Gemma calls it hidden_activation.
-    own_setting, activation = "" if factors else unsettled(rope), getattr(config, "hidden_act", "another function")
+    activation = getattr(config, "hidden_act", "another function")
     wrong = {
         f"of the architecture {config.model_type}, not one of {', '.join(MODELS)}": config.model_type not in MODELS,
         f"activated by {activation}, not by silu": activation != "silu",
@@ -180,14 +155,8 @@ def _named(name: str, kind: str, layers: int, pairs: Pairs = ()) -> str:
 
 
 def _in_order(name: str, tensor: Tensor, kind: str, heads: tuple[int, int]) -> Tensor:
-    """A weight with the rows of queries and keys in llama.cpp's order.
-
-    Args:
-        name: transformers' name.
-        tensor: the weight.
-        kind: the architecture.
-        heads: number of heads of queries, of keys.
-    """
+    """A weight, of this name in transformers, with the rows of queries and keys in llama.cpp's order; `heads` are the
+    numbers of heads of queries and of keys."""
     part = name.split(".")[-2:][0]
     if kind not in NEIGHBOURS or part not in ("q_proj", "k_proj"):
         return tensor
@@ -224,14 +193,14 @@ def _write_states(file: Path, drafter: Eagle3 | BlockDraft, target: Target, voca
         # llama.cpp takes a whole output layer from the target.
         if borrows_output(drafter):
             del tensors[OUTPUT]
-        rope = by_factors(scaled, length, block.rope_base)
+        rope = gguf_file.by_factors(scaled, length, block.rope_base)
         settings |= {"target_hidden_size": drafter.hidden_size,
                      "norm_before_residual": drafter.config.norm_before_residual,
                      "norm_before_fc": drafter.config.norm_before_fc}
     else:
         kind, like, pairs, mask = DFLASH, "qwen3", blocks.GGUF, drafter.config.mask_token_id
         tensors = dflash.block_tensors(drafter, target)
-        rope = by_keys({"rope_type": "default", "original_max_position_embeddings": target.context_length,
+        rope = gguf_file.by_keys({"rope_type": "default", "original_max_position_embeddings": target.context_length,
                         **(block.rope_scaling or {})}, length)
         settings |= {
             "block_size": drafter.block_size, "sample_from_anchor": drafter.config.aligned == "next",
@@ -243,7 +212,7 @@ def _write_states(file: Path, drafter: Eagle3 | BlockDraft, target: Target, voca
     if drafter.token_ids_Q is not None:
         # The tokens themselves, where the official layout has offsets.
         named["d2t"] = drafter.token_ids_Q.cpu().long()
-    return _written(file, kind, settings, named, rope, vocabulary, weights, mask=mask)
+    return write_gguf(file, kind, settings, named, rope, vocabulary, weights, mask=mask)
 
 
 GGUF = ExportFormat[DraftLM | Eagle3 | BlockDraft](

@@ -11,15 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ...modules import BlockDraft, DraftLM, Eagle3, Target, UserError
+from ...modules.families.block.layout import KINDS
 from ..engine_process import EngineProcess
 from . import dflash
 from .eagle import EAGLE_FILE, export_eagle
 from .huggingface import export_huggingface
+from .parts.checkpoint import Contents, output_bias
 from .parts.compressed_tensors import OUTPUT
-from .parts.export_format import ExportFormat, ExportSettings, Places
-from .parts.head_blocks import output_bias
-from .parts.layout_folder import Contents
-from .parts.openvino_conversion import SCRIPT
+from .parts.export_format import ExportFormat, ExportSettings
 
 _TARGET_LAYERS = 3  # Tapped layers that OpenVINO GenAI reads
 PIPELINE = """OpenVINO GenAI decodes with both in Python, in this folder:
@@ -39,17 +38,8 @@ UNCACHED = {"given": ", scheduler_config=scheduler", "scheduler": (
 
 def export_openvino(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, folder: Path,
                     settings: ExportSettings) -> Contents:
-    """Write a draft language model, an EAGLE-3 drafter or DFlash as OpenVINO GenAI reads it, in float32.
-
-    Args:
-        drafter: bound to `target`.
-        target: the model it drafts for.
-        folder: an empty one.
-        settings: interpreter of an environment with optimum-intel.
-
-    Raises:
-        UserError: if no interpreter is given, or the conversion fails.
-    """
+    """Write a draft language model, an EAGLE-3 drafter or DFlash as OpenVINO GenAI reads it, in float32. Raises
+    UserError if no interpreter of an environment with optimum-intel is given, or the conversion fails."""
     if settings.convert_with is None:
         raise UserError("the format openvino is converted by optimum-intel in an environment of its own; give its "
                         "interpreter with --convert_with PYTHON")
@@ -71,8 +61,7 @@ def export_openvino(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, fold
             save_file(whole, source / EAGLE_FILE, metadata={"format": "pt"})
         else:
             export_huggingface(drafter, target, source)
-        process = EngineProcess(engine="optimum-intel", python=settings.convert_with, script=SCRIPT,
-                                folder=Path(scratch))
+        process = EngineProcess(engine="optimum-intel", python=settings.convert_with, folder=Path(scratch))
         process.run({"source": str(source), "out": str(folder), "layers": layers,
                      "own_code": not isinstance(drafter, DraftLM)}, f"converting {source}")
     if isinstance(drafter, BlockDraft):
@@ -88,10 +77,11 @@ def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
     if isinstance(drafter, DraftLM):
         return ""
     if isinstance(drafter, BlockDraft):
+        kind = KINDS.get(drafter.config.correction)
         # It has no mask within a block, drops the first slot, and knows no correction.
         wrong = {"causal slots": drafter.config.causal, "aligned: next": drafter.config.aligned == "next",
                  f"the correction {drafter.config.correction}":
-                     drafter.config.correction not in dflash.corrections_of("OpenVINO GenAI")}
+                     kind is None or "OpenVINO GenAI" not in kind.engines}
         found = " and ".join(setting for setting, is_wrong in wrong.items() if is_wrong)
         return dflash.refusal(drafter, target) if not found else (
             "OpenVINO GenAI runs DFlash alone, with slots that see their whole block, aligned: same and no correction, "
@@ -108,13 +98,10 @@ def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
         f"further norms, this drafter has {found}; train another")
 
 
-def _command(drafter: DraftLM | Eagle3 | BlockDraft, places: Places) -> dict[str, str]:
-    return {"optimum-intel, which converts the target": shlex.join([
-        "optimum-cli", "export", "openvino", "-m", places.target, "--task", "text-generation-with-past",
-        *("--weight-format", "fp32"), os.path.normpath(f"{places.folder}/../target-openvino")])}
-
-
 OPENVINO = ExportFormat[DraftLM | Eagle3 | BlockDraft](
     name="openvino", content="draft language models, EAGLE-3 drafters and DFlash drafters",
     readers={"OpenVINO GenAI": ""}, families=(DraftLM, Eagle3, BlockDraft), refusal=_refusal, write=export_openvino,
-    option="convert_with", others=_command, chain=dflash.chain_tokens)
+    option="convert_with", chain=dflash.chain_tokens,
+    others=lambda drafter, places: {"optimum-intel, which converts the target": shlex.join([
+        "optimum-cli", "export", "openvino", "-m", places.target, "--task", "text-generation-with-past",
+        *("--weight-format", "fp32"), os.path.normpath(f"{places.folder}/../target-openvino")])})

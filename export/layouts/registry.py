@@ -1,34 +1,33 @@
-"""Registry of the checkpoint layouts that an artifact can be exported to."""
+"""Registry of the checkpoint layouts that an artifact can be exported to; their writing and reading, and README.md of
+an exported folder."""
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from ...modules import Drafter, Target, UserError
+from ...modules import DRAFTERS, Drafter, Target, UserError
 from ...modules.files.atomic_files import write_file
 from ...modules.files.folders import whole_folder
-from ..acceptance_profile import profile
+from ...modules.target.loading.loading import is_local
 from ..artifact import Artifact, portable
-from ..artifact_files import ACCEPTANCE, as_json
-from ..weight_checks import require_described
+from ..measured_files import acceptance_lines, profile
+from ..page import Block, Heading, Text, as_markdown
+from ..stored_drafter import ACCEPTANCE, as_json, require_described
 from .dflash import DFLASH
 from .eagle import EAGLE, EAGLE_SGLANG
 from .huggingface import HUGGINGFACE
-from .hydra import HYDRA
-from .kangaroo import KANGAROO
 from .llama_cpp import GGUF
-from .medusa_vllm import MEDUSA_VLLM
-from .merged_target import MEDUSA, MERGED, TARGET
-from .mtp import MTP
+from .medusa import MEDUSA_VLLM
+from .official_code import HYDRA, KANGAROO, PPD
 from .openvino import OPENVINO
-from .parts.export_format import PLAIN, READ, ExportFormat, ExportSettings, ImportSettings, Reader
-from .parts.folder_readme import folder_readme
+from .parts import export_format
+from .parts.checkpoint import EXPORT, ORIGIN, Checkpoint, Contents, loaded, table_text
+from .parts.export_format import PLAIN, READ, ExportFormat, ExportSettings, ImportSettings, Places, Reader
 from .parts.gguf_file import FLOAT32
-from .parts.layout_folder import EXPORT, ORIGIN, Contents
-from .parts.safetensors_reader import Checkpoint, loaded
-from .ppd import PPD
 from .speculators import SPECULATORS
+from .target_folder import MEDUSA, MERGED, MTP, TARGET
 
 EXPORT_FORMATS: tuple[ExportFormat[Any], ...] = (DFLASH, EAGLE, EAGLE_SGLANG, HUGGINGFACE, SPECULATORS, GGUF, OPENVINO,
                                                  HYDRA, KANGAROO, MERGED, MEDUSA, MEDUSA_VLLM, MTP, PPD, TARGET)
@@ -36,6 +35,7 @@ EXPORT_FORMATS: tuple[ExportFormat[Any], ...] = (DFLASH, EAGLE, EAGLE_SGLANG, HU
 EVERY_FORMAT: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS))  # Their names
 IMPORTED: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS if one.read))
 """Names of those whose checkpoints are read."""
+REMOTE = "transformers_modules."  # Start of the names of modules that transformers has read next to a model
 
 
 def format_named(name: str, known: tuple[str, ...] = EVERY_FORMAT) -> ExportFormat[Any]:
@@ -54,7 +54,8 @@ def import_drafter(format_name: str, folder: Path | Checkpoint, target: Target, 
             settings that are not implemented, or leaves a value open that `settings` do not give.
     """
     chosen = format_named(format_name, IMPORTED)
-    given = chosen.checkpoint(folder) if isinstance(folder, Path) else folder
+    given = folder if isinstance(folder, Checkpoint) else Checkpoint(folder, chosen.file, chosen.config_file,
+                                                                     bare=chosen.bare)
     try:
         given.require(chosen.known, target)
         drafter, tensors = cast("Reader[Any]", chosen.read)(given, target, settings)
@@ -154,3 +155,56 @@ def require_number_format(chosen: ExportFormat[Any], weights: str) -> None:
 def in_fewer_bits() -> list[str]:
     """Names of the layouts whose matrices may have fewer bits than as trained."""
     return [one.name for one in EXPORT_FORMATS if one.weights]
+
+
+# README.md ------------------------------------------------------------------------------------------------------------
+
+
+def folder_readme(chosen: ExportFormat[Any], artifact: Artifact, contents: Contents,
+                  fitting: Sequence[ExportFormat[Any]]) -> str:
+    """README.md of an export: what the folder holds by its writer, the commands that serve it, and the `fitting`
+    formats that hold the same drafter."""
+    name, drafter = artifact.identity.name, artifact.drafter
+    page: list[Block] = [Heading(f"{contents.title} for {portable(name)}", 1),
+                         *(Text(said) for said in (contents.note, chosen.warning(drafter)) if said)]
+    hub = export_format.hub_name(name)
+    places = Places(target=hub or Places.target, on_hub=hub is not None)
+    # A folder with the adapted target and drafts in one is none that `commands` is about.
+    commands = chosen.commands(drafter, places) if artifact.adapter is None or chosen.write is None else {}
+    if commands:
+        page.append(Heading("Serve it"))
+        # An export keeps no path of this machine.
+        given = f"/path/to/{portable(name)}" if is_local(name) else None
+        if hub is None and (writing := target_command(artifact, commands, places, "../artifact", given)):
+            where = f"; replace `{given}` by the path of its folder or file" if given else ""
+            page += [Text(f"`{places.target}` is the target as a folder, which this command writes from the artifact"
+                          f"{where}:"), Text(f"```bash\n{writing}\n```")]
+        for engine, command in commands.items():
+            page += [Text(f"{engine}, in this folder:"), Text(f"```bash\n{command}\n```")]
+            if engine == export_format.ON_CPU and chosen.write is not None:
+                page.append(Text(export_format.WRONG_SAMPLES))
+    page += [Text(contents.example)] if contents.example else []
+    others = tuple(f"`--format {one.name}`: {one.read_by(drafter)}" for one in fitting if one.name != chosen.name)
+    if others and chosen.write is not None:
+        page += [Heading("Other formats of this drafter"), Text("", items=others)]
+    if contents.table is not None:
+        page += [Heading(f"Tensors of {chosen.file}"), Text(table_text(contents.table))]
+    if chosen.write_target is None:
+        page += map(Text, acceptance_lines(artifact.acceptance))
+    return as_markdown(page)
+
+
+def target_command(artifact: Artifact, commands: Mapping[str, str], places: Places, folder: str,
+                   name: str | None) -> str:
+    """The command that writes the target's folder, which one of `commands` reads; empty where none does. `folder` is
+    the artifact's, `name` the target's path, None where the artifact names it."""
+    if all(places.target not in shlex.split(command) for command in commands.values()):
+        return ""
+    words = ["--artifact", folder, *([] if name is None else ["--target.name", name]), "--format", "target",
+             "--out", places.target]
+    # Code of others runs only where the command line says so.
+    if all(artifact.drafter.family != one.family for one in DRAFTERS):
+        words += ["--trust", "true"]
+    if any(type(one).__module__.startswith(REMOTE) for one in (artifact.target.model, artifact.target.tokenizer)):
+        words += ["--target.trust_remote_code", "true"]
+    return shlex.join(["draftsmith", "export", *words])

@@ -21,11 +21,10 @@ from ...modules.interfaces.layout import there
 from ..artifact import portable
 from . import dflash, eagle
 from .eagle import EAGLE, EAGLE_FILE, OPENS, borrows_output, read_eagle, third_tensors
+from .parts.checkpoint import Checkpoint, Contents, write_layout
 from .parts.compressed_tensors import OUTPUT, compressed, compressed_config
-from .parts.eagle_folder import entries, layer_config, linear_names, tapped
-from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Served
-from .parts.layout_folder import Contents, write_layout
-from .parts.safetensors_reader import Checkpoint
+from .parts.export_format import ExportFormat, ExportSettings, ImportSettings
+from .parts.state_drafters import entries, layer_config, linear_names, tapped
 
 VERSION = "0.9.0"  # The version of the library whose layout this is
 _TOKENS = 3  # Tokens of a draft where the server is not given a number
@@ -108,11 +107,6 @@ def read_speculators(given: Checkpoint, target: Target, settings: ImportSettings
     return (dflash.read_blocks if blocks else read_eagle)(given, target, settings)
 
 
-def _served_by_vllm(drafter: Eagle3 | BlockDraft) -> Served | None:
-    served = (dflash.served_by_vllm(drafter) if isinstance(drafter, BlockDraft) else eagle.served_by_vllm(drafter))
-    return None if served is None else replace(served, names_target=True)
-
-
 SPECULATORS = replace(
     cast(ExportFormat[Any], EAGLE), name="speculators", content="EAGLE-3 drafters and drafters of blocks",
     families=(Eagle3, BlockDraft), readers={"vLLM": " as a model of its own", "the speculators library": ""},
@@ -121,5 +115,6 @@ SPECULATORS = replace(
     # The library loads drafters of the target's width alone.
     passed_over=lambda drafter: ["the speculators library"] * (drafter.block.hidden_size != drafter.hidden_size),
     others=lambda drafter, places: {}, refusal=_refusal, lost=lambda drafter: "",
-    vllm=_served_by_vllm,
+    vllm=lambda drafter: (served := dflash.served_by_vllm(drafter) if isinstance(drafter, BlockDraft) else
+                          EAGLE.vllm(drafter)) and replace(served, names_target=True),
 )

@@ -13,31 +13,8 @@ from ..artifact import Artifact
 from ..evaluation.methods import EvaluateConfig
 from ..evaluation.results import Evaluation, EvaluationRun, Lossless, Measures, SampleAnswer, TrainingRecord
 from ..page import Block, Cell, Figure, Heading, Passage, Table, Text, as_html, as_markdown, as_text
-from . import plots
-from .phrases import (
-    COLUMNS_NOTE,
-    LEFT_OUT,
-    PARTS_NOTE,
-    all_prompts,
-    contention_note,
-    drafting_note,
-    group_name,
-    headline,
-    how_measured,
-    identical,
-    label,
-    number,
-    of_what,
-    percent,
-    positions_note,
-    prediction_note,
-    span,
-    steadiness,
-    threads,
-    times,
-    verdicts,
-    where_measured,
-)
+from . import phrases, plots
+from .phrases import group_name, identical, label, number, percent, span, times
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "evaluation.json", "report.md", "report.html"
 FIGURES = ("answers", "tokens/pass", "tokens/s", "plain", "generate", "speed-up", "identical")
@@ -74,11 +51,11 @@ def terminal_table(run: EvaluationRun) -> str:
         groups += [(group_name(run, name), one) for name, one in run.evaluations[0].by_prompt_set.items()]
     firsts = run.at(temperature=run.temperatures[0], batch_size=run.batch_sizes[0])
     return as_text([
-        Heading(f"Drafts for {firsts[0].target}", 1), Text(headline(run)),
+        Heading(f"Drafts for {firsts[0].target}", 1), Text(phrases.headline(run)),
         Table(("", *FIGURES), [(name, *figures(measures)) for name, measures in groups]),
-        Text(f"{how_measured(run)}. plain and generate: tokens/s without drafts, by this project's loop and by "
+        Text(f"{phrases.how_measured(run)}. plain and generate: tokens/s without drafts, by this project's loop and by "
              "transformers; speed-up: over the faster of the two"),
-        *(Text(f"{one.name}: {positions_note(one)}") for one in firsts), *boxes(run)])
+        *(Text(f"{one.name}: {phrases.positions_note(one)}") for one in firsts), *boxes(run)])
 
 
 def evaluation_page(run: EvaluationRun, artifact: Artifact | None) -> list[Block]:
@@ -89,19 +66,19 @@ def evaluation_page(run: EvaluationRun, artifact: Artifact | None) -> list[Block
     title = (f"{len(firsts)} drafting methods for {first.target}" if len(firsts) > 1 else
              f"{first.name.capitalize()} drafts for {first.target}")
     trained = [run.training.time] if run.training else []
-    page = [Heading(title, 1), Text(headline(run), "headline"),
-            *(Text(said, "muted") for said in (how_measured(run), where_measured(run), *trained)),
+    page = [Heading(title, 1), Text(phrases.headline(run), "headline"),
+            *(Text(said, "muted") for said in (phrases.how_measured(run), phrases.where_measured(run), *trained)),
             *cards(run, first), *boxes(run), *written(run.samples, first.name),
             Heading("Accepted guesses and speed"), *drawn(run, firsts, artifact)]
     if several:
-        page += [Heading("The methods side by side"), side_by_side(run), Text(COLUMNS_NOTE, "muted")]
+        page += [Heading("The methods side by side"), side_by_side(run), Text(phrases.COLUMNS_NOTE, "muted")]
     for one in firsts:
         page += [Heading(label(run, one) if several else "All figures"), in_detail(run, one),
                  *(Text(note, "muted") for note in (
-                     "" if several else COLUMNS_NOTE, drafting_note(one), f"{positions_note(one).capitalize()}.",
-                     prediction_note(one)) if note)]
+                     "" if several else phrases.COLUMNS_NOTE, phrases.drafting_note(one),
+                     f"{phrases.positions_note(one).capitalize()}.", phrases.prediction_note(one)) if note)]
         if parts := parts_table(run, one):
-            page += [Text(PARTS_NOTE, "muted"), parts]
+            page += [Text(phrases.PARTS_NOTE, "muted"), parts]
     if run.training is not None:
         page += [Heading("The training of the draft"), Text(run.training.outcome), *training_plots(run.training)]
     return [*page, *(tree_section(artifact) if artifact else []), *facts(run, artifact)]
@@ -109,13 +86,13 @@ def evaluation_page(run: EvaluationRun, artifact: Artifact | None) -> list[Block
 
 def cards(run: EvaluationRun, evaluation: Evaluation) -> list[Block]:
     """The four figures of a method that matter most, with the method's name where there are several."""
-    measures = evaluation.overall
+    measures, joined = evaluation.overall, f" with {both}" if (both := phrases.partners(evaluation)) else ""
     # The speed-up is over the faster baseline, so the card names that one's speed.
     baselines = [speed for speed in (measures.plain_tokens_per_second, measures.generate_tokens_per_second)
                  if speed is not None]
     rows = [
         (Cell(f"{measures.accepted_length:.2f}", span(measures.accepted_length_interval, 2), "good"),
-         f"tokens per target pass, in {of_what(evaluation)}; 1 without drafts"),
+         f"tokens per target pass, in passes of at most {evaluation.nodes} nodes{joined}; 1 without drafts"),
         (Cell(times(measures.speedup), span(measures.speedup_interval, 2),
               "good" if measures.speedup is not None and measures.speedup > 1 else ""),
          f"speed-up: {number(measures.tokens_per_second, 1)} tokens/s with drafts, "
@@ -138,11 +115,14 @@ def boxes(run: EvaluationRun) -> list[Text]:
     lead = ("Drafting changed words." if drafting else "The loop without drafts is wrong." if changed else
             "Drafts were sampled." if not found.prompts else
             "Not a word changed." if found.identical == found.prompts else "Not a word changed but for near-ties.")
-    shown = [Text(" ".join(verdicts(run)), "warn" if changed else "good", lead)]
+    shown = [Text(" ".join(phrases.verdicts(run)), "warn" if changed else "good", lead)]
     if run.evaluations[0].contended:
-        shown.append(Text(contention_note(run), "warn", "The speeds are not reliable."))
+        shown.append(Text("The machine was busy with something else: repeating one pass of the target took up to "
+                          f"{phrases.steadiness(run)} longer than its fastest. Do not rely on the speeds; measure "
+                          "again when the machine is quiet. Tokens per pass and the comparison of answers are not "
+                          "affected.", "warn", "The speeds are not reliable."))
     if run.left_out:
-        shown.append(Text("", "warn", f"{LEFT_OUT}:", run.left_out))
+        shown.append(Text("", "warn", f"{phrases.LEFT_OUT}:", run.left_out))
     return shown
 
 
@@ -171,8 +151,8 @@ def written(samples: Sequence[SampleAnswer], method: str) -> Iterator[Block]:
                           if listed else (visible(token.text), "", ""))
         # Special tokens, and bytes inside a character, have no text of their own.
         yield Passage([one for one in pieces if one[0]], note=f"{sample.prompt_set} prompt: {prompt}", heading=(
-            f"{sample.rank.capitalize()}: {sample.accepted_length:.2f} tokens per pass, {sample.guessed} of "
-            f"{len(sample.tokens)} tokens guessed"))
+            f"{sample.rank.capitalize()}: {sample.accepted_length:.2f} tokens per pass, "
+            f"{sum(one.guessed for one in sample.tokens)} of {len(sample.tokens)} tokens guessed"))
 
 
 def drawn(run: EvaluationRun, firsts: Sequence[Evaluation], artifact: Artifact | None) -> Iterator[Figure]:
@@ -264,7 +244,7 @@ def side_by_side(run: EvaluationRun) -> Table:
 def in_detail(run: EvaluationRun, evaluation: Evaluation) -> Table:
     """One method on all prompts, and on each prompt set, category, turn and mode."""
     # All prompts first: the groups below have wide intervals, and invite to pick a lucky one.
-    rows: list[Sequence[str | Cell]] = [(all_prompts(run), *figures(evaluation.overall))]
+    rows: list[Sequence[str | Cell]] = [(phrases.all_prompts(run), *figures(evaluation.overall))]
     for heading, groups in groups_of(evaluation):
         rows.append((heading,))
         rows += [(group_name(run, name), *figures(measures)) for name, measures in groups.items()]
@@ -274,7 +254,7 @@ def in_detail(run: EvaluationRun, evaluation: Evaluation) -> Table:
 def parts_table(run: EvaluationRun, evaluation: Evaluation) -> Table | None:
     """Shares of the accepted guesses by the drafter that made them, by kind of prompt; None with a single drafter."""
     names, rows = tuple(evaluation.overall.guessed_by), list[Sequence[str]]()
-    for heading, groups in [("", {all_prompts(run): evaluation.overall}), *groups_of(evaluation)]:
+    for heading, groups in [("", {phrases.all_prompts(run): evaluation.overall}), *groups_of(evaluation)]:
         rows += [(heading,)] if heading else []
         for name, measures in groups.items():
             total = sum(measures.guessed_by.values())
@@ -341,14 +321,14 @@ def facts(run: EvaluationRun, artifact: Artifact | None) -> list[Block]:
     """The conditions as sentences; the JSON has each value under its key."""
     header, machine = run.header, run.header["machine"]
     rows = [
-        ("machine", f"{machine['processor']}, {machine['system']}, {threads(run)}; device {machine['device']}"),
+        ("machine", f"{machine['processor']}, {machine['system']}, {phrases.threads(run)}; device {machine['device']}"),
         ("number format", header["dtype"]),
         ("linear layers", _linear_layers(header["linear_layers"])),
         ("versions", ", ".join(f"{name} {text}" for name, text in header["versions"].items())),
         ("settings", _settings(header)),
         ("prompts", " and ".join(f"{count:,} {name}" for name, count in header["prompt_sets"].items())),
         ("steadiness", f"one pass of the target, repeated {header['contention']['samples']} times, took at most "
-                       f"{steadiness(run)} longer than its fastest"),
+                       f"{phrases.steadiness(run)} longer than its fastest"),
     ]
     if artifact is not None:
         # These hashes tell two measurements of seemingly equal artifacts apart.

@@ -43,7 +43,8 @@ def read_standing(name: str, folder: Path) -> dict[str, Any] | None:
     lengths: dict[str, float] = {}
     for record in measurements:
         if record["prompt_set"] is not None:
-            lengths.setdefault(_key(record["prompt_set"], record["temperature"]), record["accepted_length"])
+            # A readable key, since families.json has it too.
+            lengths.setdefault(f"{record['prompt_set']}, {record['temperature']:g}", record["accepted_length"])
     lossless = [record["lossless"] for record in whole]
     drift = content["header"].get("drift", {})
     return {
@@ -65,12 +66,8 @@ def read_standing(name: str, folder: Path) -> dict[str, Any] | None:
 
 
 def write_standings(out: Path, rows: Mapping[str, Path]) -> Path:
-    """Write families.json, families.md and families.svg from the measured rows; returns the path of the Markdown.
-
-    Args:
-        out: folder for the three files.
-        rows: folder of each row by its name, in the order of the table.
-    """
+    """Write families.json, families.md and families.svg from the folders of the measured rows, by their names, in the
+    order of the table; returns the path of the Markdown."""
     found = [standing for name, folder in rows.items() if (standing := read_standing(name, folder)) is not None]
     # All rows were measured with the same settings on one machine, so the header of the first stands for all.
     header = bounded_json(read_bounded_text(rows[found[0]["name"]] / JSON_NAME))["header"] if found else {}
@@ -110,7 +107,7 @@ def cells(one: dict[str, Any], sets: Sequence[str]) -> dict[str, str]:
         "peak memory, GiB": "–" if peak is None else f"{peak / 2**30:.1f}",
         "waiting for data": percent(one["data_wait"]),
         "tokens/pass untrained": number(one["untrained_accepted_length"], 2),
-        **{f"tokens/pass {name}, {kind}": number(one["accepted_length"].get(_key(name, degree)), 2)
+        **{f"tokens/pass {name}, {kind}": number(one["accepted_length"].get(f"{name}, {degree:g}"), 2)
            for name in sets for kind, degree in (("greedy", GREEDY), ("sampled", SAMPLED))},
         "nodes, greedy": greedy, "nodes, sampled": sampled,
         "passes accepting 1, 2, 3, 4 guesses": " ".join(percent(share) for share in one["acceptance_by_position"][:4]),
@@ -119,8 +116,3 @@ def cells(one: dict[str, Any], sets: Sequence[str]) -> dict[str, str]:
         "identical": f"{one['identical']}/{one['answers']}" + (f" + {one['near_ties']} near-ties" if one["near_ties"]
                                                                else ""),
     }
-
-
-def _key(prompt_set: str, temperature: float) -> str:
-    # A readable key, since families.json has it too.
-    return f"{prompt_set}, {temperature:g}"

@@ -66,14 +66,11 @@ def how_measured(run: EvaluationRun) -> str:
         refusal = run.header["compile_refusal"]
         notes += (f"; layers not compiled: {refusal}" if refusal else
                   f"; layers compiled in {run.header['compile_seconds']:.0f} s")
-    return (f"{of(prompts, sum(planned['prompt_sets'].values()))} prompts{turns}, answers of at most "
-            f"{settings['max_new_tokens']} tokens; {batches}; {drawn}; timed prompts: "
-            f"{of(run.header['timed_prompts'], planned['timed_prompts'])}{notes}")
-
-
-def of(measured: int, planned: int) -> str:
-    """A number of prompts, and how many were planned where some were left out."""
-    return f"{measured}" if measured == planned else f"{measured} of {planned}"
+    # Next to what was planned, where some were left out.
+    decoded, timed = (f"{measured}" if measured == wanted else f"{measured} of {wanted}" for measured, wanted in (
+        (prompts, sum(planned["prompt_sets"].values())), (run.header["timed_prompts"], planned["timed_prompts"])))
+    return (f"{decoded} prompts{turns}, answers of at most {settings['max_new_tokens']} tokens; {batches}; {drawn}; "
+            f"timed prompts: {timed}{notes}")
 
 
 def group_name(run: EvaluationRun, name: str) -> str:
@@ -83,7 +80,7 @@ def group_name(run: EvaluationRun, name: str) -> str:
         planned = header["planned"][groups].get(name)
         if planned is not None:
             measured = header[groups].get(name, 0)
-            return name if measured == planned else f"{name} ({of(measured, planned)})"
+            return name if measured == planned else f"{name} ({measured} of {planned})"
     return name
 
 
@@ -148,12 +145,6 @@ def partners(evaluation: Evaluation) -> str:
                         for name in evaluation.partners)
 
 
-def of_what(evaluation: Evaluation) -> str:
-    """The drafts that a figure of the method is measured with: their nodes, and the partners of the draft."""
-    joined = f" with {both}" if (both := partners(evaluation)) else ""
-    return f"passes of at most {evaluation.nodes} nodes{joined}"
-
-
 def drafting_note(evaluation: Evaluation) -> str:
     """Sentences on the size of the trees, the cost of drafting, and repetitive or cut answers."""
     overall = evaluation.overall
@@ -168,7 +159,7 @@ def drafting_note(evaluation: Evaluation) -> str:
 
 def prediction_note(evaluation: Evaluation) -> str:
     """Predicted figures next to measured ones; empty where nothing was predicted."""
-    found, (name, measures) = evaluation.prediction, evaluation.predicted_for
+    found, measures = evaluation.prediction, evaluation.by_prompt_set.get(OWN, evaluation.overall)
     if found is None:
         return ""
     # The seconds are those of this project's loop alone, so `generate` is no baseline here, even where it is faster.
@@ -179,7 +170,8 @@ def prediction_note(evaluation: Evaluation) -> str:
     def within(interval: tuple[float, float] | None) -> str:
         return "" if interval is None else f" (90 %: {interval[0]:.2f} to {interval[1]:.2f})"
 
-    whose = "prompts like the training's" if name == OWN else "all prompts, predicted for those like the training's"
+    whose = ("prompts like the training's" if OWN in evaluation.by_prompt_set else
+             "all prompts, predicted for those like the training's")
     chosen = ("" if found.interval is not None or found.accepted_length == 1 else
               " Too few answers were held out to predict from any that did not choose the draft: expect less.")
     return (f"Predicted and measured on {whose}: tokens per pass{joined} {found.accepted_length:.2f}"
@@ -292,13 +284,6 @@ def steadiness(run: EvaluationRun) -> str:
     listed = " and ".join(f"{excess:.0%} for {size} {'token' if size == '1' else 'tokens'}"
                           for size, excess in seen["worst_excess"].items())
     return f"{listed} (allowed: {seen['bound']:.0%})"
-
-
-def contention_note(run: EvaluationRun) -> str:
-    """Reason why the speeds of a run on a busy machine are not reliable."""
-    return (f"The machine was busy with something else: repeating one pass of the target took up to "
-            f"{steadiness(run)} longer than its fastest. Do not rely on the speeds; measure again when the "
-            "machine is quiet. Tokens per pass and the comparison of answers are not affected.")
 
 
 # The headline ---------------------------------------------------------------------------------------------------------

@@ -118,14 +118,7 @@ def accepted_lengths(methods: Mapping[str, Mapping[str, float]], overall: float)
 
 
 def with_ranges(name: str, methods: Mapping[str, Sequence[Point]], places: Sequence[str], **axis: Any) -> str:
-    """One line for each method over a few conditions, such as batch sizes, with intervals; baselines are grey.
-
-    Args:
-        name: name of the figure.
-        methods: by method, (value, interval) at each condition.
-        places: the conditions.
-        axis: settings of the axes.
-    """
+    """One line for each method over a few conditions, such as batch sizes, with intervals; baselines are grey."""
     drawn = []
     for number, (method, points) in enumerate(methods.items()):
         # Thin and grey, so that the eye goes to the methods and finds the baselines as a reference.

@@ -22,11 +22,9 @@ from ...export import (
     with_drift,
     write_report,
 )
-from ...export.acceptance_profile import described, held_out_length, save_acceptance
 from ...export.engine_process import require_engine
-from ...export.engines.trial import rounding_loss
-from ...export.layouts.parts.export_format import ON_CPU, WRONG_SAMPLES, ExportFormat, Places
-from ...export.layouts.parts.folder_readme import hub_name, target_command
+from ...export.evaluation.engine_trial import chain_length, rounded_artifact
+from ...export.layouts.parts.export_format import ON_CPU, WRONG_SAMPLES, ExportFormat, Places, hub_name
 from ...export.layouts.parts.gguf_file import FLOAT32
 from ...export.layouts.registry import (
     EVERY_FORMAT,
@@ -34,8 +32,10 @@ from ...export.layouts.registry import (
     format_named,
     in_fewer_bits,
     require_number_format,
+    target_command,
     writer_of,
 )
+from ...export.measured_files import described, held_out_length, save_acceptance
 from ...export.stored_drafter import read_description
 from ...modules import Adapter, Target, TargetConfig, UserError, load_target
 from ...modules.files.folders import sole_writer
@@ -118,7 +118,8 @@ def measure(given: EvaluateArguments, target: Target, folders: Sequence[Path], a
         written = write_report(given.out, result, artifacts[0] if artifacts else None)
         # Of several artifacts each profile holds its own methods, and only one fits the folder.
         if len(folders) == 1:
-            save_acceptance(given.out, described(read_description(folders[0])), result.acceptance)
+            records = [record for one in result.evaluations for record in one.acceptance]
+            save_acceptance(given.out, described(read_description(folders[0])), records)
     say(terminal_table(result))
     say(f"{written['html']} shows it with plots")
 
@@ -210,8 +211,8 @@ def export(parsed: Parsed[ExportArguments]) -> None:
         say(warning)
     if given.measure:
         prompts, size = trial_prompts(given.template.build(target)), TrialSettings()
-        trained, exported = rounding_loss(
-            artifact, lambda weight, linear: chosen.as_read(weight, given.weights, linear), prompts, size)
+        rounded = rounded_artifact(artifact, lambda weight, linear: chosen.as_read(weight, given.weights, linear))
+        trained, exported = (chain_length(one, prompts, size) for one in (artifact, rounded))
         say(f"{(folder / chosen.file).stat().st_size:,} bytes; with its weights this project accepts {exported:.3f} "
             f"tokens per pass, with those trained {trained:.3f} (chains of {size.draft_tokens} tokens, "
             f"{len(prompts)} prompts, {size.max_new_tokens} tokens each)")

@@ -17,11 +17,11 @@ from safetensors import safe_open
 from ...data import DistillConfig, PromptConfig
 from ...data.store.feature_store import in_words
 from ...export import Artifact, EvaluateConfig, Tuning, load_artifact
-from ...export.artifact_files import WEIGHTS
 from ...export.layouts.parts.export_format import Engine
 from ...export.layouts.registry import formats_of
+from ...export.measured_files import Prediction, figures
 from ...export.page import Block, Table, Text, as_markdown
-from ...export.tuning import Prediction, figures
+from ...export.stored_drafter import WEIGHTS
 from ...modules import (
     DEFAULT_NAME,
     JOINED,

@@ -13,9 +13,9 @@ from typing import Any
 from ...data import Manifest
 from ...data.store.token_store import MANIFEST
 from ...export import load_artifact, read_description
-from ...export.artifact_files import CONFIG
 from ...export.page import Block, Figure, Heading, Passage, Table, Text, as_html
 from ...export.report import plots
+from ...export.stored_drafter import CONFIG
 from ...modules import Target, TargetConfig, TargetIdentity, UserError, load_target
 from ...modules.config_checks import CheckedSettings
 from ...modules.decoding.requests import visible

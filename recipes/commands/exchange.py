@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...export import ImportSettings, import_drafter, load_artifact, save_artifact
-from ...export.acceptance_profile import described, read_acceptance
-from ...export.artifact_files import ACCEPTANCE, CARD, CHANGING, CONFIG, TUNING
-from ...export.layouts.parts.layout_folder import EXPORT, ORIGIN
+from ...export.layouts.parts.checkpoint import EXPORT, ORIGIN, Checkpoint
 from ...export.layouts.registry import EXPORT_FORMATS, IMPORTED, format_named
+from ...export.measured_files import described, read_acceptance
 from ...export.model_card import hub_card
-from ...export.stored_drafter import read_description
+from ...export.stored_drafter import ACCEPTANCE, CARD, CHANGING, CONFIG, TUNING, read_description
 from ...modules import Drafter, StaticTree, TargetConfig, Topology, UserError, load_target
 from ...modules.files.folders import MARKER, own_files
 from ...modules.files.json_records import read_object
@@ -100,7 +99,7 @@ def import_checkpoint(parsed: Parsed[ImportArguments]) -> None:
         # Which folder is a target's own is known when it is loaded.
         loaded = load_target(given.target)
         folder = own_folder(loaded)
-    checkpoint = chosen.checkpoint(folder)
+    checkpoint = Checkpoint(folder, chosen.file, chosen.config_file, bare=chosen.bare)
     known = {name: getattr(given, name) for name in chosen.opens if getattr(given, name) is not None}
     target = loaded or load_target(given.target)
     drafter = import_drafter(given.format, checkpoint, target, given)

@@ -20,12 +20,11 @@ from ...data.state_engines import engine_at, probe
 from ...data.store.feature_store import Encoding, require_room
 from ...data.store.token_store import MANIFEST, coverage
 from ...export import Method, Tuning, evaluate, load_artifact, save_artifact, save_tuning
-from ...export.acceptance_profile import chain_measurements, described, save_acceptance
-from ...export.artifact_files import CONFIG, HEADS
 from ...export.evaluation.contention import busy_warning, use_free_processors
-from ...export.evaluation.target_drift import with_drift
+from ...export.evaluation.evaluate import with_drift
+from ...export.measured_files import chain_measurements, described, save_acceptance
 from ...export.report.evaluation_page import terminal_table, write_report
-from ...export.stored_drafter import read_description
+from ...export.stored_drafter import CONFIG, HEADS, read_description
 from ...modules import JOINED, STATIC, Features, Topology, UserError, answered_anew, measure_cost
 from ...modules.features import ReadRows
 from ...modules.files.folders import sole_writer
@@ -292,7 +291,8 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     trained = training_folder.recorded(workspace, training_folder.read_result(workspace.training))
     result = replace(result, left_out=(*training_folder.left_out(workspace), *result.left_out), training=trained)
     written = write_report(workspace.out, result, artifact)
-    save_acceptance(workspace.artifact, described(read_description(workspace.artifact)), result.acceptance)
+    records = [record for one in result.evaluations for record in one.acceptance]
+    save_acceptance(workspace.artifact, described(read_description(workspace.artifact)), records)
     say(f"\n{terminal_table(result)}\n{written['html']} shows it with plots")
     return list(written.values())
 

@@ -18,7 +18,7 @@ from ...data import Manifest, WantedStates, Writer, distill
 from ...data.answers.distill_task import AUTO
 from ...data.answers.shard_queue import clear_queue
 from ...export import load_artifact
-from ...export.artifact_files import CONFIG
+from ...export.stored_drafter import CONFIG
 from ...modules import TargetConfig, UserError
 from ...modules.files.atomic_files import file_sha256
 from ...modules.files.folders import FolderLocks, has_locks

@@ -16,9 +16,8 @@ from ...data.answers.distill_task import raised_limits
 from ...data.datamodule import BatchConfig, learned_around
 from ...data.prompts.chat import Surroundings
 from ...data.store.token_store import MANIFEST, count_labels, prompts_learnable
-from ...export.artifact_files import CONFIG
 from ...export.evaluation.schedule import require_context
-from ...export.stored_drafter import read_description
+from ...export.stored_drafter import CONFIG, read_description
 from ...modules import Mtp, MtpConfig, Target, TargetConfig, TargetIdentity, UserError, load_target
 from ...modules.baselines.registry import NATIVE
 from ...modules.files.atomic_files import file_sha256, write_file

@@ -19,25 +19,11 @@ from draftsmith.export import (
     save_artifact,
     save_head,
 )
-from draftsmith.export.acceptance_heads import HeadRule
 from draftsmith.export.evaluation.runner import Runner
-from draftsmith.modules import (
-    AcceptanceHead,
-    AcceptanceHeadConfig,
-    DecodeSettings,
-    Ensemble,
-    RejectionRisk,
-    Request,
-    SampledChain,
-    SamplingSetting,
-    StoppedChain,
-    Target,
-    Topology,
-    Union,
-    UserError,
-    decode,
-    policy_named,
-)
+from draftsmith.modules import Ensemble, SamplingSetting, Target, Topology, Union, UserError, decode, policy_named
+from draftsmith.modules.decoding.requests import DecodeSettings, Request
+from draftsmith.modules.parts.heads import AcceptanceHead, AcceptanceHeadConfig
+from draftsmith.modules.policies.stopping_chains import RejectionRisk, SampledChain, StoppedChain
 from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 from support.families import CASES, randomised
@@ -116,7 +102,9 @@ def rewritten(artifact: Path, change: Callable[[dict[str, Any], dict[str, Tensor
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"threshold": 1.5}, r"is damaged \(threshold must be above 0 and below 1, got 1.5; .*; delete that file"),
+    ({"threshold": 1.0}, r"is damaged \(threshold must be above 0 and below 1, got 1.0; "),
     ({"least": 6}, r"is damaged \(least and most must satisfy 1 <= least <= most, got 6 and 5"),
+    ({"least": 0}, r"is damaged \(least and most must satisfy 1 <= least <= most, got 0 and 5"),
     ({"least": "2"}, r"is damaged \(\S*least must be a whole number, got '2'\); delete that file and"),
     ({"setting": {"temperature": 0.5}}, "the head for temperature 0.5 is named 0"),
     ({"width": 10**9}, "its tensors are not those of the head that it describes for temperature 0"),
@@ -246,7 +234,7 @@ def test_an_evaluation_takes_the_policy_by_name(tmp_path: Path, tiny_target_f64:
     assert run.methods == ("draft_lm, specdec-0.7",)
     assert run.evaluations[0].overall.lossless.identical == 1
     hot = load_artifact(saved(tmp_path / "b", tiny_target_f64, stored(HOT)), tiny_target_f64)
-    assert Method.of(hot, policy="specdec", temperature=1.0).nodes(1, 1.0) == 6
+    assert Method.of(hot, policy="specdec", temperature=1.0).shape(1, 1.0) == (6,)
     with pytest.raises(UserError, match="needs an acceptance head for temperature 0"):
         Method.of(hot, policy="specdec")
 
@@ -264,14 +252,3 @@ def test_an_evaluation_of_other_answers_is_refused_before_any_answer(
     with pytest.raises(UserError, match=message):
         evaluate(tiny_target_f64, [method], {"one": [Question.single([1, 2, 3])]},
                  EvaluateConfig(max_new_tokens=8, speed_prompts=0, **changes), progress=False)
-
-
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"threshold": 1.0}, "threshold must be above 0 and below 1, got 1"),
-    ({"least": 0}, "least and most must satisfy 1 <= least <= most, got 0 and 20"),
-    ({"least": 5, "most": 4}, "got 5 and 4"),
-    ({"most": 10**9}, "most must be at most 1,024 tokens of a draft, got 1000000000; lower it"),
-])
-def test_rules_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        HeadRule(config=AcceptanceHeadConfig(), width=24, setting=SamplingSetting(), **settings)

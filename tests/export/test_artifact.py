@@ -18,25 +18,12 @@ from draftsmith.export import (
     save_tuning,
     stored_drafter,
 )
-from draftsmith.modules import (
-    BlockDraft,
-    BlockDraftConfig,
-    DecodeSettings,
-    Ensemble,
-    Policy,
-    PromptTokens,
-    PromptTokensConfig,
-    Request,
-    StaticTree,
-    StoppedChain,
-    Target,
-    Topology,
-    Trial,
-    Union,
-    UserError,
-    decode,
-)
+from draftsmith.modules import Policy, StaticTree, StoppedChain, Target, Topology, Trial, UserError, decode
+from draftsmith.modules.decoding.requests import DecodeSettings, Request
+from draftsmith.modules.families.block.drafter import BlockDraft, BlockDraftConfig
 from draftsmith.modules.families.medusa.drafter import Medusa
+from draftsmith.modules.families.prompt_tokens.drafter import PromptTokens, PromptTokensConfig
+from draftsmith.modules.policies.ensemble import Ensemble, Union
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees
 from draftsmith.modules.policies.stopping_chains import JudgedPath, PaidGuesses
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
@@ -49,6 +36,12 @@ PROVENANCE = {"recipe": {"max_steps": 3, "prompts": "/home/somebody/prompts.json
 
 def save(folder: Path, target: Target, drafter: Medusa | None = None) -> Path:
     return save_artifact(folder, drafter or heads(target), target.identity, PROVENANCE, TREE)
+
+
+def measured(folder: Path, target: Target, found: Tuning) -> Artifact:
+    """A saved artifact with the measurements of a machine."""
+    save_tuning(save(folder, target), found)
+    return load_artifact(folder, target)
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -65,6 +58,7 @@ def test_a_loaded_artifact_drafts_the_same(tmp_path: Path, tiny_target: Target, 
     assert loaded.topology == TREE
     assert loaded.identity == tiny_target.identity
     assert not loaded.drafter.training
+    assert loaded.provenance["versions"]["draftsmith"]
     state = loaded.drafter.state_dict()
     assert state.keys() == drafter.state_dict().keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in drafter.state_dict().items())
@@ -84,12 +78,8 @@ def test_equal_runs_write_equal_bytes_without_absolute_paths(tmp_path: Path, tin
         assert b"/home/" not in path.read_bytes()
         assert str(tmp_path).encode() not in path.read_bytes()
     assert read_description(first)["provenance"]["recipe"]["prompts"] == "prompts.jsonl"
-
-
-def test_other_weights_give_other_bytes(tmp_path: Path, tiny_target: Target) -> None:
-    save(tmp_path / "a", tiny_target, heads(tiny_target, seed=1))
-    save(tmp_path / "b", tiny_target, heads(tiny_target, seed=2))
-    assert digests(tmp_path / "a")["model.safetensors"] != digests(tmp_path / "b")["model.safetensors"]
+    other = digests(save(tmp_path / "other", tiny_target, heads(tiny_target, seed=2)))
+    assert other["model.safetensors"] != digests(first)["model.safetensors"]
 
 
 def test_borrowed_weights_are_not_saved(tmp_path: Path, tiny_target: Target) -> None:
@@ -113,53 +103,39 @@ def test_another_target_is_refused(tmp_path: Path, tiny_target: Target, change: 
         load_artifact(tmp_path / "a", tiny_target)
 
 
-def test_a_target_with_other_weights_is_refused(tmp_path: Path, tiny_target: Target) -> None:
+def test_other_weights_are_refused_and_double_precision_is_accepted(tmp_path: Path, tiny_target: Target,
+                                                                    tiny_target_f64: Target) -> None:
     save(tmp_path / "a", tiny_target)
     with pytest.raises(UserError, match="weights_hash"):
         load_artifact(tmp_path / "a", Target(tiny_model(seed=1), tiny_tokenizer(), name="other"))
-
-
-def test_the_same_weights_in_double_precision_are_accepted(tmp_path: Path, tiny_target: Target,
-                                                           tiny_target_f64: Target) -> None:
-    save(tmp_path / "a", tiny_target)
     loaded = load_artifact(tmp_path / "a", tiny_target_f64)
     assert {parameter.dtype for parameter in loaded.drafter.parameters()} == {torch.float64}
 
 
 def test_damage_is_named(tmp_path: Path, tiny_target: Target) -> None:
     folder = save(tmp_path / "a", tiny_target)
-    edit(folder, format_version=99)
-    with pytest.raises(UserError, match="format version 99, this program reads 1"):
-        load_artifact(folder, tiny_target)
-    edit(folder, format_version=1)
-    weights = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
-    with pytest.raises(UserError, match=r"model\.safetensors does not have the hash"):
-        load_artifact(folder, tiny_target)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"model\.safetensors is missing"):
-        load_artifact(folder, tiny_target)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be read as JSON"):
-        load_artifact(folder, tiny_target)
-    with pytest.raises(UserError, match="holds no artifact"):
-        load_artifact(tmp_path / "nowhere", tiny_target)
-
-
-def test_a_draft_vocabulary_with_an_id_twice_is_refused(tmp_path: Path, tiny_target: Target) -> None:
+    config, weights = ((folder / name).read_bytes() for name in ("config.json", "model.safetensors"))
+    parsed = json.loads(config)
+    for name, content, said in (
+        ("config.json", json.dumps(parsed | {"format_version": 99}), "format version 99, this program reads 1"),
+        ("config.json", json.dumps({key: value for key, value in parsed.items() if key != "tree"}),
+         r"config\.json is damaged: its content lacks tree; copy or train"),
+        ("config.json", "{", "cannot be read as JSON"), ("config.json", None, "holds no artifact"),
+        ("model.safetensors", weights[:-1] + bytes([weights[-1] ^ 1]), r"model\.safetensors does not have the hash"),
+        ("model.safetensors", None, r"model\.safetensors is missing"),
+    ):
+        for whole, held in (("config.json", config), ("model.safetensors", weights)):
+            (folder / whole).write_bytes(held)
+        if content is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        with pytest.raises(UserError, match=said):
+            load_artifact(folder, tiny_target)
     drafter = heads(tiny_target, vocabulary_size=20)
     drafter.token_ids[3] = drafter.token_ids[4]
     with pytest.raises(UserError, match="token 7 occurs 2 times in the draft vocabulary"):
-        load_artifact(save(tmp_path / "a", tiny_target, drafter), tiny_target)
-
-
-def test_a_missing_key_is_named(tmp_path: Path, tiny_target: Target) -> None:
-    folder = save(tmp_path / "a", tiny_target)
-    config = json.loads((folder / "config.json").read_text())
-    del config["tree"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"config\.json is damaged: its content lacks tree; copy or train"):
-        load_artifact(folder, tiny_target)
+        load_artifact(save(tmp_path / "twice", tiny_target, drafter), tiny_target)
 
 
 def test_a_setting_that_is_fixed_now_may_stand_in_an_older_artifact(
@@ -255,6 +231,8 @@ def test_tuning_comes_back_and_sets_the_tree(tmp_path: Path, tiny_target: Target
     assert shape(tuned.policy("static-6")) == TREE.prefix(6)
     with pytest.raises(UserError, match="a tree of 9 nodes was asked for; this artifact's has 8"):
         tuned.policy("static-9")
+    # A size beyond the tree takes the whole one.
+    assert measured(tmp_path / "large", tiny_target, tuning(used_nodes=64)).tree_size == TREE.size
 
 
 def predicted(artifact: Artifact, *name: str, **rows: float) -> float:
@@ -273,9 +251,7 @@ SAMPLED = (trial("static-2", 1.6), trial("static-4", 1.62))  # A tree of two nod
 
 
 def test_a_sampling_target_has_a_tree_of_its_own_size(tmp_path: Path, tiny_target: Target) -> None:
-    folder = save(tmp_path / "a", tiny_target)
-    save_tuning(folder, drawn(*SAMPLED))
-    artifact = load_artifact(folder, tiny_target)
+    artifact = measured(tmp_path / "a", tiny_target, drawn(*SAMPLED))
     assert artifact.tuning == drawn(*SAMPLED)
     assert artifact.tuning.fastest(1, 1.0) == "static"
     assert [artifact.size_for(1, degree) for degree in (0.0, 0.4, 1.0)] == [4, 2, 2]
@@ -298,9 +274,7 @@ def test_sampled_rows_are_decoded_plainly_where_no_tree_is_known_to_pay(
     tmp_path: Path, tiny_target: Target, trials: tuple[Trial, ...], temperature: float
 ) -> None:
     """No tree pays at temperature 1; above it nothing is known, and nothing without drawn answers."""
-    folder = save(tmp_path / "a", tiny_target)
-    save_tuning(folder, tuning(*copies(), sampled=trials))
-    artifact = load_artifact(folder, tiny_target)
+    artifact = measured(tmp_path / "a", tiny_target, tuning(*copies(), sampled=trials))
     for name in ("static", "static+lookup", "chain", "sampled", "eagle2", "stopping"):
         assert artifact.policy(name).max_size > 1
         assert artifact.policy(name, temperature=temperature).max_size == 1
@@ -346,9 +320,7 @@ def test_copies_next_to_the_tree_of_sampled_rows_are_those_that_pay_there(tmp_pa
     """Without copies nothing pays, with them something does, next to a tree of the root alone."""
     found = tuning(*copies(), sampled=(*SLOWER, trial("static-1+lookup-7", 1.9, 3.0)))
     assert found.fastest(1, 1.0) == "static+lookup"
-    folder = save(tmp_path / "a", tiny_target)
-    save_tuning(folder, found)
-    artifact = load_artifact(folder, tiny_target)
+    artifact = measured(tmp_path / "a", tiny_target, found)
     assert artifact.size_for(1, 1.0) == 1
     drafter, union = artifact.drafting("static+lookup", temperature=1.0)
     assert isinstance(union, Union)
@@ -363,14 +335,6 @@ def test_copies_next_to_the_tree_of_sampled_rows_are_those_that_pay_there(tmp_pa
     # A union that is predicted to be slower is not used either.
     slow = dataclasses.replace(artifact, tuning=dear(found))
     assert shape(slow.policy("static+lookup", temperature=1.0)) == Topology.chain(0)
-
-
-def test_tuning_of_the_version_before_is_measured_again(tmp_path: Path, tiny_target: Target) -> None:
-    folder = save(tmp_path / "a", tiny_target)
-    content = json.loads(save_tuning(folder, tuning()).read_text())
-    (folder / "tuning.json").write_text(json.dumps(content | {"expected_accepted_length": [1.0, 1.2]}))
-    with pytest.raises(UserError, match="the unknown expected_accepted_length; delete it, it will be measured"):
-        load_artifact(folder, tiny_target)
 
 
 def test_trees_by_number_of_guesses_have_the_size_that_pays(tmp_path: Path, tiny_target: Target) -> None:
@@ -397,12 +361,9 @@ def sizes(policy: Policy) -> list[int]:
 
 
 def test_static_with_lookup_has_the_sizes_that_replays_chose(tmp_path: Path, tiny_target: Target) -> None:
-    folder = save(tmp_path / "a", tiny_target)
-    untuned = load_artifact(folder, tiny_target).drafting("static+lookup")
-    assert untuned.policy.max_size == TREE.size + 7
     found = tuning(*copies())
-    save_tuning(folder, found)
-    artifact = load_artifact(folder, tiny_target)
+    artifact = measured(tmp_path / "a", tiny_target, found)
+    assert dataclasses.replace(artifact, tuning=None).drafting("static+lookup").policy.max_size == TREE.size + 7
     assert artifact.tuning == found
     assert artifact.tuning.fastest() == "static+lookup"
     assert artifact.drafting("static").drafter is artifact.drafter
@@ -429,11 +390,9 @@ def test_static_with_lookup_has_the_sizes_that_replays_chose(tmp_path: Path, tin
 
 def test_where_no_tree_pays_nothing_is_drafted_and_called_the_fastest(tmp_path: Path, tiny_target: Target) -> None:
     """The default is never slower than plain decoding of the answers that chose it."""
-    folder = save(tmp_path / "a", tiny_target)
     found = dear(Tuning.of(tiny_target, costs(), copies()))
     assert (found.fastest(), found.linear_layers) == ("none", tiny_target.linears.packing)
-    save_tuning(folder, found)
-    artifact = load_artifact(folder, tiny_target)
+    artifact = measured(tmp_path / "a", tiny_target, found)
     assert artifact.tuning == found
     assert artifact.drafting().policy.max_size == artifact.drafting("none").policy.max_size == 1
     assert predicted(artifact, "none") == 1.0
@@ -455,23 +414,14 @@ def test_no_tree_is_judged_by_the_seconds_of_far_smaller_ones() -> None:
     assert dataclasses.replace(found, used_nodes=32).best("static") == found.greedy[2]
 
 
-def test_lookup_that_brings_nothing_is_not_called_the_fastest() -> None:
-    assert tuning(*copies()[:2], trial("static-4+lookup-7", 1.6, 4.0)).fastest() == "static"
-
-
 def test_the_answers_that_choose_decide_and_the_others_are_told() -> None:
     """The half that reports says otherwise: its figure is shown as it is, and the choice stays."""
+    assert tuning(*copies()[:2], trial("static-4+lookup-7", 1.6, 4.0)).fastest() == "static", "lookup brings nothing"
     found = tuning(trial("static-2", 1.9, reported=1.5), trial("static-4", 1.8, reported=2.5))
     assert (found.size_for(), found.fastest()) == (2, "static")
     told = found.prediction("static")
     assert told is not None
     assert (told.accepted_length, told.speedup) == (1.5, found.cost.predict(1.5, 2))
-
-
-def test_a_size_beyond_the_tree_takes_the_whole_tree(tmp_path: Path, tiny_target: Target) -> None:
-    folder = save(tmp_path / "a", tiny_target)
-    save_tuning(folder, tuning(used_nodes=64))
-    assert load_artifact(folder, tiny_target).tree_size == TREE.size
 
 
 def test_damaged_tuning_is_named(tmp_path: Path, tiny_target: Target) -> None:
@@ -487,6 +437,8 @@ def test_damaged_tuning_is_named(tmp_path: Path, tiny_target: Target) -> None:
         ({"greedy": [{"policy": "static", "chosen": counted}]}, "must name its nodes, got 'static'"),
         ({"used_nodes": 0}, "used_nodes must lie between 1 and 1024, got 0"),
         ({"cost": {"curves": []}}, "a cost table needs a curve, and .* got 0 and 0"),
+        # As the version before wrote it.
+        ({"expected_accepted_length": [1.0, 1.2]}, "the unknown expected_accepted_length"),
     ):
         (folder / "tuning.json").write_text(json.dumps({**content, **changes}))
         with pytest.raises(UserError, match=f"damaged: .*{said}; delete it"):
@@ -506,12 +458,6 @@ def test_the_model_card_names_drafter_target_and_acceptance(tmp_path: Path, tiny
 ])
 def test_portable(given: object, kept: object) -> None:
     assert artifact.portable(given) == kept
-
-
-def test_loading_returns_an_artifact(tmp_path: Path, tiny_target: Target) -> None:
-    loaded = load_artifact(save(tmp_path / "a", tiny_target), tiny_target)
-    assert isinstance(loaded, Artifact)
-    assert loaded.provenance["versions"]["draftsmith"]
 
 
 def test_each_batch_has_its_own_tree_unless_the_recipe_named_one(tmp_path: Path, tiny_target: Target) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftsmith.export.engine_jobs import OPENVINO_MODEL
 from draftsmith.export.engine_process import EngineProcess
-from draftsmith.export.engines import openvino_run
-from draftsmith.export.layouts.parts import openvino_conversion
 from serving.overfitted import ANSWER_TOKENS, HEAD_DIM, ROPE_BASE, STEPS, Texts
 from serving.proof import Case, blocks, command, ran
 
@@ -23,7 +22,7 @@ def frequencies(base: float) -> bytes:
 
 def slower(folder: Path) -> None:
     """Give it the rotary base that a configuration without one would have."""
-    path = (folder / openvino_conversion.MODEL).with_suffix(".bin")
+    path = (folder / OPENVINO_MODEL).with_suffix(".bin")
     held = path.read_bytes()
     if frequencies(ROPE_BASE) not in held:
         raise RuntimeError(f"{path} does not hold the frequencies of the base {ROPE_BASE:g}")
@@ -32,7 +31,7 @@ def slower(folder: Path) -> None:
 
 def shifted(folder: Path) -> None:
     """Name the layer after each tapped one, as if the numbers counted the states before a layer."""
-    path = folder / openvino_conversion.MODEL
+    path = folder / OPENVINO_MODEL
     text, right, wrong = path.read_text(), 'hidden_layers_list value="1 2 4"', 'hidden_layers_list value="2 3 5"'
     if "dflash_mode" in text:
         right, wrong = 'target_layer_ids value="1,2,4"', 'target_layer_ids value="2,3,5"'
@@ -62,7 +61,7 @@ class OpenVino:
 
     def prepare(self, texts: Texts) -> None:
         """Convert the target."""
-        self._process(openvino_conversion.SCRIPT).run(
+        EngineProcess(engine="optimum-intel", python=self.python, folder=self.work).run(
             {"source": "target", "out": TARGET, "layers": None, "own_code": False}, "the target")
 
     def plain(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -85,7 +84,4 @@ class OpenVino:
     def _run(self, draft: str | None, prompts: Sequence[Sequence[int]], target: str = TARGET) -> dict[str, Any]:
         job = {"model": target, "draft": draft, "prompts": [list(prompt) for prompt in prompts], "draft_tokens": STEPS,
                "max_tokens": ANSWER_TOKENS}
-        return self._process(openvino_run.SCRIPT).run(job, f"draft {draft}")
-
-    def _process(self, script: Path) -> EngineProcess:
-        return EngineProcess(engine="OpenVINO", python=self.python, script=script, folder=self.work)
+        return EngineProcess(engine="OpenVINO", python=self.python, folder=self.work).run(job, f"draft {draft}")

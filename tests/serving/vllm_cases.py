@@ -11,7 +11,7 @@ from draftsmith.data import ChatTemplate, DistillConfig, PromptConfig, distill
 from draftsmith.data.state_engines import engine_at, probe
 from draftsmith.data.store.feature_store import Encoding
 from draftsmith.export.engine_process import EngineProcess
-from draftsmith.export.engines.trial import VllmProcess
+from draftsmith.export.evaluation.engine_trial import VllmProcess
 from draftsmith.export.layouts.parts.export_format import VLLM_ON_CPU
 from draftsmith.modules import TargetConfig, UserError, load_target
 from safetensors.torch import load_file, save_file

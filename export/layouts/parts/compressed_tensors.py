@@ -35,13 +35,8 @@ def rounded_rows(weight_QD: Tensor, weights: str) -> tuple[Tensor, Tensor]:
 
 
 def as_compressed(weight: Tensor, weights: str, linear: bool) -> Tensor:
-    """A weight as vLLM reads it from such a file, in its own number format.
-
-    Args:
-        weight: as trained.
-        weights: one of `COMPRESSED`.
-        linear: whether it is the matrix of a linear layer, which is no embedding too.
-    """
+    """A trained weight as vLLM reads it from such a file, in its own number format; `linear` says that it is the matrix
+    of a linear layer, which is no embedding too."""
     if weights == FLOAT32 or weight.ndim < 2 or not weight.is_floating_point():
         return weight
     # vLLM reads an embedding in eight bits in another layout alone, packed into 32.
@@ -52,13 +47,7 @@ def as_compressed(weight: Tensor, weights: str, linear: bool) -> Tensor:
 
 
 def compressed(tensors: Mapping[str, Tensor], linear: Collection[str], weights: str) -> dict[str, Tensor]:
-    """Tensors with weights of fewer bits.
-
-    Args:
-        tensors: the weights of a layout.
-        linear: names of the matrices to be rounded.
-        weights: one of `COMPRESSED`.
-    """
+    """The tensors of a layout with weights of fewer bits; `linear` are the names of the matrices to be rounded."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name in linear and weights in _ROUNDED:
@@ -70,12 +59,7 @@ def compressed(tensors: Mapping[str, Tensor], linear: Collection[str], weights: 
 
 
 def compressed_config(weights: str, linear: Collection[str]) -> dict[str, Any]:
-    """The keys of config.json that name the number format; none where vLLM needs none.
-
-    Args:
-        weights: one of `COMPRESSED`.
-        linear: names of the matrices to be rounded.
-    """
+    """The keys of config.json that name the number format; none where vLLM needs none."""
     if weights == FLOAT32:
         return {}
     if weights == BFLOAT16:

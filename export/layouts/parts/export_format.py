@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ....modules import Drafter, Target
 from ....modules.policies.registry import MOST
+from ....modules.target.loading.loading import DEFAULT_NAME, is_local
+from ....modules.target.loading.tiny_model import TINY_NAME
 from ...artifact import Artifact
+from .checkpoint import Checkpoint, Contents
 from .gguf_file import FLOAT32
-from .layout_folder import Contents
-from .safetensors_reader import Checkpoint
 
 D = TypeVar("D", bound=Drafter)
 Engine = Literal["vLLM", "SGLang", "llama.cpp", "OpenVINO GenAI", "TensorRT-LLM", "Text Generation Inference",
@@ -72,6 +73,12 @@ class Places:
     target: str = "../target"  # The target: a folder that the format `target` writes, or a name on the Hub
     gguf: str = "../target.gguf"  # The target's GGUF file
     on_hub: bool = False  # Whether the target is a name on the Hub
+
+
+def hub_name(name: str) -> str | None:
+    """The name of a target on the Hub; None where its folder is written by the format `target`. The embedded one is not
+    the Hub's of that name, whose weights are not rounded."""
+    return None if is_local(name) or name in (DEFAULT_NAME, TINY_NAME) else name
 
 
 VLLM = ("vllm", "serve")
@@ -158,10 +165,6 @@ class ExportFormat(Generic[D]):
     """Tokens of the chain that these engines draft; 0 where they draft none, or a tree."""
     lost: Callable[[D], str] = lambda drafter: ""
     """A sentence on the part of the drafter that an engine leaves out; empty where there is none."""
-
-    def checkpoint(self, folder: Path) -> Checkpoint:
-        """The checkpoint in a folder. Raises UserError if a file is missing or damaged."""
-        return Checkpoint(folder, self.file, self.config_file, bare=self.bare)
 
     def warning(self, drafter: Drafter) -> str:
         """The sentence of `lost` for a drafter of any family."""

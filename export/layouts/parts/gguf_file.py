@@ -1,10 +1,17 @@
-"""Files in GGUF, the format of llama.cpp: settings, tokenizer and weights of a model in one.
+"""Files in GGUF, the format of llama.cpp: settings, tokenizer and weights of a model in one; and scaled rotary
+embeddings in such a file.
 
 The tokenizer is copied from the target's own GGUF file: llama.cpp drafts with a model of equal tokens alone, and only
 its own conversion knows the name by which it splits text for a tokenizer.
+
+llama.cpp's Llama and EAGLE-3 divide each frequency by a factor from the tensor `rope_freqs.weight`, so that any fixed
+set of frequencies can be written. Its other architectures have no such tensor: they compute linear scaling and YaRN
+themselves, from keys. The factor by which YaRN and LongRoPE lengthen queries and keys is a key everywhere.
 """
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ....modules import UserError
-from .layout_folder import Table, TensorForm
+from .checkpoint import Table, TensorForm
 
 FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
 WEIGHTS = (FLOAT32, BFLOAT16, INT8)
@@ -23,21 +30,29 @@ _FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "Q8_0": torch.int8, "I
 _BLOCK = 32
 _COPIED = "tokenizer."  # Start of the keys of the tokenizer
 _TOKENS, _MASK = "tokenizer.ggml.tokens", "tokenizer.ggml.mask_token_id"
+FACTORS = "rope_freqs.weight"  # Name of the tensor of factors, one for each pair of numbers of a head
+BY_FACTORS = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embeddings of a Llama of transformers that are the same at every context length."""
+BY_KEYS = ("default", "linear", "yarn")  # Those that llama.cpp computes in architectures without factors
+_SETTLED = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""YaRN's other settings, which such a file has no place for, with the values that llama.cpp takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufRope:
+    """A scaled rotary embedding as llama.cpp reads it; empty where it is not scaled."""
+
+    settings: dict[str, Any] = field(default_factory=dict)  # Keys without the architecture
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # Factors of the frequencies
 
 
 def write_gguf(file: Path, architecture: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor],
-               vocabulary: Path, weights: str = FLOAT32, mask: int | None = None) -> None:
-    """Write a GGUF file.
+               rope: GgufRope, vocabulary: Path, weights: str, mask: int | None = None) -> Table:
+    """Write a GGUF file with the tokenizer of another one, `vocabulary`; returns the table of what it holds.
 
-    Args:
-        file: its path.
-        architecture: llama.cpp's name of the architecture, with which the keys of the settings begin.
-        settings: numbers, truth values, texts and lists of integers by key.
-        tensors: the weights, on the CPU.
-        vocabulary: GGUF file whose tokenizer is copied.
-        weights: number format of the matrices, one of `WEIGHTS`.
-        mask: the token that stands for a mask; None leaves the one that the tokenizer may have.
-    """
+    The keys of the settings begin with the architecture, llama.cpp's name of it; the tensors are on the CPU, and the
+    matrices are written in a number format of `WEIGHTS`. `mask` is the token that stands for a mask; None leaves the
+    one that the tokenizer may have."""
     import gguf
 
     kinds = gguf.GGUFValueType
@@ -45,18 +60,18 @@ def write_gguf(file: Path, architecture: str, settings: Mapping[str, Any], tenso
     single = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_type("model")
-    for key, value in settings.items():
+    for key, value in {**settings, **rope.settings}.items():
         if isinstance(value, list):
             writer.add_key_value(f"{architecture}.{key}", value, kinds.ARRAY, kinds.INT32)
         else:
             writer.add_key_value(f"{architecture}.{key}", value, single[type(value)])
     # Only llama.cpp's own conversion knows how it splits text: its keys are copied as they are.
-    for key, field in gguf.GGUFReader(vocabulary).fields.items():
+    for key, held in gguf.GGUFReader(vocabulary).fields.items():
         if key.startswith(_COPIED) and (mask is None or key != _MASK):
-            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
+            writer.add_key_value(key, held.contents(), held.types[0], held.types[-1])
     if mask is not None:
         writer.add_key_value(_MASK, mask, kinds.UINT32)
-    for name, tensor in tensors.items():
+    for name, tensor in {**tensors, **rope.tensors}.items():
         form = gguf.GGMLQuantizationType[_held_as(tensor, weights)]
         values = tensor.contiguous().numpy()
         writer.add_tensor(name, gguf.quants.quantize(values, form) if tensor.is_floating_point() else values,
@@ -65,6 +80,8 @@ def write_gguf(file: Path, architecture: str, settings: Mapping[str, Any], tenso
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return {one.name: TensorForm(tuple(map(int, reversed(one.shape))), _FORMATS[one.tensor_type.name])
+            for one in gguf.GGUFReader(file).tensors}
 
 
 def _held_as(tensor: Tensor, weights: str) -> str:
@@ -89,36 +106,58 @@ def rounded(tensor: Tensor, weights: str) -> Tensor:
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values, form), form).copy())
 
 
-def gguf_forms(file: Path) -> Table:
-    """Names, shapes and number formats of the weights in a GGUF file."""
-    import gguf
-
-    return {one.name: TensorForm(tuple(map(int, reversed(one.shape))), _FORMATS[one.tensor_type.name])
-            for one in gguf.GGUFReader(file).tensors}
-
-
 def require_tokens(vocabulary: Path | None, size: int, target: str) -> Path:
-    """The GGUF file whose tokenizer is copied.
-
-    Args:
-        vocabulary: the file that was given.
-        size: rows of the target's output layer.
-        target: name of the target.
-
-    Raises:
-        UserError: if none was given, it is no GGUF file with a tokenizer, or it has another number of tokens.
-    """
+    """The GGUF file whose tokenizer is copied. Raises UserError if none was given, it is no GGUF file with a tokenizer,
+    or it has not as many tokens as the target's output layer has rows."""
     import gguf
 
     if vocabulary is None:
         raise UserError("the format gguf copies the tokenizer of the target's GGUF file, from which llama.cpp serves "
                         f"{target}; give it with --target_gguf FILE")
     try:
-        field = gguf.GGUFReader(vocabulary).fields[_TOKENS]
+        tokens = gguf.GGUFReader(vocabulary).fields[_TOKENS]
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise UserError(f"{vocabulary} is no GGUF file with a tokenizer; give that of the target") from error
     # llama.cpp drafts with equal tokens alone: another number of them is another tokenizer.
-    if len(field.data) != size:
-        raise UserError(f"{vocabulary} has {len(field.data):,} tokens, but {target} has {size:,}; give the GGUF file "
+    if len(tokens.data) != size:
+        raise UserError(f"{vocabulary} has {len(tokens.data):,} tokens, but {target} has {size:,}; give the GGUF file "
                         "of this target")
     return vocabulary
+
+
+# Scaled rotary embeddings ---------------------------------------------------------------------------------------------
+
+
+def by_factors(frequencies: Tensor, length: float, base: float) -> GgufRope:
+    """A rotary embedding of an architecture with factors: from the scaled frequencies, one for each pair of numbers of
+    a head, the factor of the rotated queries and keys, and the base of the frequencies before they were scaled."""
+    slowed = frequencies.detach().cpu().double()
+    plain = base ** (-torch.arange(len(slowed)).double() / len(slowed))
+    factors = (plain / slowed).float()
+    # A tensor of ones changes nothing, and readers that know no factors can then read the file, too.
+    scaled = not torch.allclose(factors, torch.ones_like(factors))
+    return GgufRope(settings=_lengthened(length), tensors={FACTORS: factors} if scaled else {})
+
+
+def by_keys(rope: dict[str, Any], length: float) -> GgufRope:
+    """A rotary embedding of an architecture without factors: from `rope_parameters` of transformers, of a kind in
+    `BY_KEYS`, and the factor of the rotated queries and keys."""
+    if rope["rope_type"] == "default":
+        return GgufRope()
+    factor = float(rope["factor"])
+    settings: dict[str, Any] = {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": factor}
+    if rope["rope_type"] == "linear":
+        return GgufRope(settings=settings)
+    settings["rope.scaling.original_context_length"] = int(rope["original_max_position_embeddings"])
+    # llama.cpp lengthens by its own factor (arXiv:2309.00071, eq. 22) and then by that of the file.
+    return GgufRope(settings=settings | _lengthened(length / (1.0 + 0.1 * math.log(factor))))
+
+
+def _lengthened(length: float) -> dict[str, Any]:
+    return {} if math.isclose(length, 1.0, rel_tol=1e-6) else {"rope.scaling.attn_factor": float(length)}
+
+
+def unsettled(rope: dict[str, Any]) -> str:
+    """The first setting of YaRN that keys do not hold, for people; empty where there is none."""
+    wrong = [name for name, value in _SETTLED.items() if rope.get(name) not in (None, value)]
+    return f"{wrong[0]} {rope[wrong[0]]}" if rope.get("rope_type") == "yarn" and wrong else ""

@@ -1,30 +1,35 @@
-"""Evaluation at several batch sizes: each has its own tree, and all are timed on the same questions."""
+"""Evaluation with the sizes and policies of an artifact: each batch size has its own tree, and all are timed on the
+same questions; the policy that is predicted to be the fastest, and the tree by itself next to it."""
 
+import dataclasses
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.export import Artifact, EvaluateConfig, Evaluation, Method, Question, Tuning, evaluate
-from draftsmith.export.evaluation import runner, timed_decoding
-from draftsmith.export.evaluation.runner import Runner
-from draftsmith.export.report.phrases import drafting_note, how_measured
-from draftsmith.export.tuning import Prediction
-from draftsmith.modules import (
-    CostCurve,
-    CostTable,
-    DecodeSettings,
-    Medusa,
-    MedusaConfig,
-    Request,
-    Target,
-    Topology,
-    UserError,
-    decode,
+from draftsmith.export import (
+    Artifact,
+    EvaluateConfig,
+    Evaluation,
+    Method,
+    Question,
+    Tuning,
+    evaluate,
+    load_artifact,
+    save_artifact,
+    save_tuning,
 )
+from draftsmith.export.evaluation import answering, runner
+from draftsmith.export.evaluation.runner import Runner
+from draftsmith.export.measured_files import Prediction
+from draftsmith.export.report.phrases import drafting_note, how_measured
+from draftsmith.modules import CostCurve, CostTable, Medusa, MedusaConfig, Target, Topology, Trial, UserError, decode
+from draftsmith.modules.decoding.requests import DecodeSettings, Request
 from draftsmith.modules.target.devices.compiled_layers import Compiler
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
-from support.artifacts import trial
+from support.artifacts import TREE as SHARED_TREE
+from support.artifacts import copies, heads, trial, tuning
 from support.families import randomised
 from support.tiers import some_long
 
@@ -65,7 +70,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
             counted.update({(settings.batch_size, policy.max_size): asked})
         return decode(target, requests, settings, policy=policy, **more)
 
-    monkeypatch.setattr(timed_decoding, "decode", watch)
+    monkeypatch.setattr(answering, "decode", watch)
     return counted
 
 
@@ -190,3 +195,54 @@ def test_sampling_has_a_tree_of_its_own(tiny_target_f64: Target) -> None:
     filtered = evaluate(artifact.target, [Method.of(artifact)], SETS, replace(config, top_p=0.9), progress=False)
     assert [one.prediction is None for one in filtered.evaluations] == [False, False, True, True]
     assert all(one.overall.lossless.identical == len(PROMPTS) for one in found)
+
+
+# The fastest policy ---------------------------------------------------------------------------------------------------
+
+
+FASTEST_ALONE = EvaluateConfig(max_new_tokens=24, speed_prompts=0, policies="fastest")
+REPEATING = {"own": [Question.single((5, 9, 30, 5, 9, 40 + place)) for place in range(4)]}
+
+
+def tuned_artifact(folder: Path, target: Target, tried: tuple[Trial, ...] = ()) -> Artifact:
+    save_artifact(folder, heads(target), target.identity, {}, SHARED_TREE)
+    save_tuning(folder, tuning(*tried))
+    return load_artifact(folder, target)
+
+
+def test_copies_are_measured_where_they_pay(tmp_path: Path, tiny_target: Target) -> None:
+    artifact = tuned_artifact(tmp_path / "a", tiny_target, copies())
+    assert artifact.fastest() == "static+lookup"
+    joined, static = (Method.of(artifact, policy=policy) for policy in ("fastest", "static"))
+    assert (joined.name, joined.shape(1, 0.0)[-1]) == ("medusa, static+lookup", 4)
+    assert artifact.tuning is not None
+    assert (found := joined.prediction(1, 0.0)) is not None
+    assert found.speedup == copies()[-1].speedup(artifact.tuning.cost)
+    alone = evaluate(tiny_target, [static], REPEATING, FASTEST_ALONE, progress=False).evaluations[0]
+    both = evaluate(tiny_target, [joined], REPEATING, FASTEST_ALONE, progress=False).evaluations[0]
+    assert both.overall.accepted_length > alone.overall.accepted_length
+    assert (both.nodes, both.tree_nodes, both.partners) == (11, 4, ("lookup",))
+    assert (alone.nodes, alone.tree_nodes, alone.partners) == (4, 4, ())
+
+
+def test_the_tree_alone_is_measured_where_copies_do_not_pay(tmp_path: Path, tiny_target: Target) -> None:
+    useless = (*copies()[:2], trial("static-4+lookup-7", 1.6, 4.0))
+    method = Method.of(tuned_artifact(tmp_path / "a", tiny_target, useless), policy="fastest")
+    assert method.name == "medusa"
+
+
+@pytest.mark.parametrize(("pays", "asked", "names"), [
+    (True, ("fastest", "static"), ["medusa, static+lookup", "medusa"]),
+    (True, ("static+lookup", "fastest"), ["medusa, static+lookup"]), (False, ("fastest", "static"), ["medusa"]),
+])
+def test_the_fastest_next_to_what_it_is_here_is_measured_once(
+    pays: bool, asked: tuple[str, ...], names: list[str], tmp_path: Path, tiny_target: Target
+) -> None:
+    artifact, said = tuned_artifact(tmp_path / "a", tiny_target, copies() if pays else ()), list[str]()
+    methods = Method.each(artifact, dataclasses.replace(FASTEST_ALONE, policies=asked), say=said.append)
+    assert [one.name for one in methods] == names
+    assert (said == []) == (len(names) == 2)
+    assert all(one.startswith(f"of the policies {' and '.join(asked)}, fastest is here the same as another one: the "
+                              "two are measured once") for one in said)
+    with pytest.raises(UserError, match="policies must be different from each other, got static, static"):
+        EvaluateConfig(policies=("static", "static"))

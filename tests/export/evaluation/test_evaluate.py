@@ -9,22 +9,11 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.export import EvaluateConfig, Evaluation, Method, Question, evaluate
-from draftsmith.export.evaluation import timed_decoding
+from draftsmith.export.evaluation import answering
+from draftsmith.export.evaluation.answering import TimedDecoder
 from draftsmith.export.evaluation.lossless import generate
-from draftsmith.export.evaluation.timed_decoding import TimedDecoder
-from draftsmith.modules import (
-    Chain,
-    DecodeSettings,
-    LayerDraft,
-    Policy,
-    Request,
-    SampledTree,
-    StaticTree,
-    Target,
-    Topology,
-    UserError,
-    decode,
-)
+from draftsmith.modules import Chain, LayerDraft, Policy, SampledTree, StaticTree, Target, Topology, UserError, decode
+from draftsmith.modules.decoding.requests import DecodeSettings, Request
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.verification.sampling import Sampling
 from support.drafters import ScriptedDrafter
@@ -220,7 +209,7 @@ def lying_generate(change: int) -> Any:
 @pytest.mark.parametrize("speed_prompts", [0, 1])
 def test_one_changed_word_is_found_and_no_near_tie(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch,
                                                    speed_prompts: int) -> None:
-    monkeypatch.setattr(timed_decoding, "generate", lying_generate(4))
+    monkeypatch.setattr(answering, "generate", lying_generate(4))
     found = run(tiny_target_f64, scripted(tiny_target_f64, "mixed"), replace(CONFIG, speed_prompts=speed_prompts))
     lossless = found.overall.lossless
     assert (lossless.identical, lossless.near_tie_divergences, lossless.different) == (10, 0, 1)
@@ -269,7 +258,7 @@ def test_settings_out_of_range_are_named(change: dict[str, Any], message: str) -
 
 
 def test_mistakes_in_prompts_are_named(tiny_target: Target) -> None:
-    method = Method(name="plain", family="none", drafter=None, policy_for=None)
+    method = Method(name="plain", family="none", drafter=None)
     with pytest.raises(UserError, match=r"has 500 tokens; with 1 answer of .* 21 it exceeds .* context of 512"):
         evaluate(tiny_target, [method], {"own": [Question.single((5,) * 500)]}, CONFIG, progress=False)
     with pytest.raises(UserError, match="of the set 'own' has no tokens"):
@@ -291,14 +280,14 @@ def test_baselines_are_methods_by_name(tiny_target_f64: Target) -> None:
 
 
 def test_the_target_alone_is_a_method_too(tiny_target: Target) -> None:
-    method = Method(name="plain", family="none", drafter=None, policy_for=None)
+    method = Method(name="plain", family="none", drafter=None)
     found = evaluate(tiny_target, [method], SETS, replace(CONFIG, limit=2), progress=False)
     assert found.evaluations[0].overall.accepted_length == 1.0
     assert found.header["prompt_sets"] == {"own": 2, "written": 2}
     assert list(found.evaluations[0].by_category) == ["math", "coding"]  # the limit is spread over the set
 
 
-# Several turns, batch sizes and temperatures -------------------------------------------------------------------------
+# Several turns, batch sizes and temperatures --------------------------------------------------------------------------
 
 
 def talk(place: int, asked: list[Any] | None = None) -> Question:
@@ -340,7 +329,7 @@ def test_the_second_turn_follows_the_targets_own_answer(tiny_target_f64: Target,
 def test_both_turns_are_timed_together(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in clock that moves on one second at each reading: each method takes one second a turn."""
     ticks = iter(range(10**6))
-    monkeypatch.setattr(timed_decoding, "clock", lambda _target: float(next(ticks)))
+    monkeypatch.setattr(answering, "clock", lambda _target: float(next(ticks)))
     config = EvaluateConfig(max_new_tokens=9, speed_prompts=2, baselines=("prompt_lookup",))
     found = evaluate(tiny_target_f64, [], {"talk": [talk(0), talk(1)]}, config, progress=False).evaluations[0].overall
     assert (found.tokens_per_second, found.plain_tokens_per_second, found.generate_tokens_per_second) == (9, 9, 9)
@@ -364,21 +353,6 @@ def test_every_temperature_and_batch_size_is_measured_on_the_same_prompts(tiny_t
     keys = [(one["method"], one["temperature"], one["batch_size"], one["prompt_set"], one["category"], one["turn"])
             for one in flat]
     assert len(set(keys)) == len(keys) == 8 * 7
-
-
-def test_references_are_made_once_for_all_batch_sizes(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def counted(model: Any, target: Target, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
-        asked.append(len(prompts))
-        return generate(model, target, prompts, **settings)
-
-    monkeypatch.setattr(timed_decoding, "generate", counted)
-    for sizes in ((1,), (1, 2, 5)):
-        asked.clear()
-        config = replace(CONFIG, batch_sizes=sizes, speed_prompts=0)
-        evaluate(tiny_target_f64, [wide_draft(tiny_target_f64)], SETS, config, progress=False)
-        assert sum(asked) == 11
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

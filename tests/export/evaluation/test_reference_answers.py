@@ -1,13 +1,14 @@
 """Shared answers of the target alone: decoded once, and again where anything they depend on differs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from draftsmith.export import EvaluateConfig, Evaluation, Question, evaluate
-from draftsmith.export.evaluation import reference_answers, timed_decoding
-from draftsmith.export.evaluation.reference_answers import REFERENCES, References
+from draftsmith.export.evaluation import answering
+from draftsmith.export.evaluation.answering import REFERENCES, References
 from draftsmith.modules import Target, TargetConfig, UserError, load_target
 from draftsmith.modules.files.atomic_files import write_file
 
@@ -19,13 +20,13 @@ CONFIG = EvaluateConfig(max_new_tokens=8, speed_prompts=0, temperatures=(0.0, 1.
 def generated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of prompts of each call of `generate`."""
     counts: list[int] = []
-    original = timed_decoding.generate
+    original = answering.generate
 
     def watch(model: Any, target: Target, prompts: Sequence[Sequence[int]], **more: Any) -> list[list[int]]:
         counts.append(len(prompts))
         return original(model, target, prompts, **more)
 
-    monkeypatch.setattr(timed_decoding, "generate", watch)
+    monkeypatch.setattr(answering, "generate", watch)
     return counts
 
 
@@ -37,7 +38,7 @@ def test_a_second_run_decodes_no_reference_and_finds_the_same(
     tmp_path: Path, tiny_target_f64: Target, generated: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, times = tmp_path / REFERENCES, list[Path]()
-    monkeypatch.setattr(reference_answers, "write_file", lambda file, text: times.append(write_file(file, text)))
+    monkeypatch.setattr(answering, "write_file", lambda file, text: times.append(write_file(file, text)))
     first = run(tiny_target_f64, file)
     assert sum(generated) == len(SETS["one"])
     # Each temperature of the one bundle; the second run adds nothing.
@@ -48,6 +49,13 @@ def test_a_second_run_decodes_no_reference_and_finds_the_same(
     assert sum(generated) == len(SETS["one"])  # by the run without a file
     assert file.read_bytes() == written
     assert len(times) == len(CONFIG.temperatures)
+
+
+def test_references_are_made_once_for_all_batch_sizes(tiny_target_f64: Target, generated: list[int]) -> None:
+    for sizes in ((1,), (1, 2, 5)):
+        generated.clear()
+        run(tiny_target_f64, None, replace(CONFIG, batch_sizes=sizes))
+        assert sum(generated) == len(SETS["one"])
 
 
 def test_a_wrong_reference_is_found_out(tmp_path: Path, tiny_target_f64: Target, generated: list[int]) -> None:
@@ -81,7 +89,7 @@ def test_all_that_an_answer_depends_on_is_part_of_its_key(
     assert [same.find((1, 2), *stream) for stream in ((0.0, 0), (0.0, 3), (1.0, 0), (1.0, 1))] == [
         (6,), (6,), (5,), None]
     if "eos_ids" in loaded:
-        monkeypatch.setattr(Target, "eos_ids", loaded["eos_ids"])
+        monkeypatch.setattr(target, "eos_ids", loaded["eos_ids"])
     elif loaded:
         target = load_target(TargetConfig(name="tiny-random", **loaded))
     other = References(tmp_path / REFERENCES, target, EvaluateConfig(**{"max_new_tokens": 8, **changed}))

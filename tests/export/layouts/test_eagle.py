@@ -1,29 +1,17 @@
-"""EAGLE drafters in the official layout: the official code's outputs, the same names after export, refused mistakes."""
+"""EAGLE drafters in the official layout and in that of the speculators library: recorded outputs, names and keys, the
+same drafts back, refused mistakes."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.export import Artifact, ImportSettings, export_artifact, import_drafter
+from draftsmith.export import ImportSettings, import_drafter
 from draftsmith.export.layouts.parts.export_format import READ
 from draftsmith.export.layouts.registry import format_named
-from draftsmith.modules import (
-    Eagle,
-    Eagle2Tree,
-    Eagle3,
-    Eagle3Config,
-    EagleConfig,
-    Features,
-    Frontier,
-    Medusa,
-    MedusaConfig,
-    Observation,
-    Target,
-    Topology,
-    UserError,
-)
-from draftsmith.modules.families.eagle3.drafter import WideBlock
+from draftsmith.modules import Eagle, Eagle2Tree, EagleConfig, Features, Medusa, MedusaConfig, Target, UserError
+from draftsmith.modules.families.eagle3.drafter import Eagle3, Eagle3Config, WideBlock
+from draftsmith.modules.interfaces.proposer import Frontier, Observation
 from draftsmith.modules.parts.decoder_block import AttentionContext, BlockConfig
 from draftsmith.modules.parts.feature_drafter import EagleDrafter
 from draftsmith.modules.parts.training_time_test import step_attentions
@@ -33,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from support.families import IDS, randomised
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from .test_engine_contracts import written
 
 FIXTURES = Path(__file__).resolve().parents[4] / "shared" / "fixtures"
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
@@ -178,7 +168,7 @@ def test_the_official_trainer_gives_the_same_steps() -> None:
 def test_official_drafters_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     _, weights, target = official(name, tmp_path / "official")
     drafter = import_drafter("eagle", tmp_path / "official", target, THIRD if name == "eagle3" else READ)
-    again = load_file(written(drafter, target, tmp_path / "again") / "model.safetensors")
+    again = load_file(exported(drafter, target, tmp_path / "again") / "model.safetensors")
     # Official checkpoints of EAGLE-3 hold no embedding: its code takes the target's.
     stored = {key: value for key, value in weights.items() if name == "eagle1" or key != "embed_tokens.weight"}
     assert {key: (value.shape, value.dtype) for key, value in again.items()} == \
@@ -189,10 +179,8 @@ def test_official_drafters_come_back_as_they_were(tmp_path: Path, name: str) -> 
     assert {key: after[key] for key in same} == {key: before[key] for key in same}
 
 
-def written(drafter: EagleDrafter | Medusa, target: Target, out: Path, layout: str = "eagle") -> Path:
-    artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(1), identity=target.identity,
-                        provenance={})
-    return export_artifact(artifact, target, layout, out)
+def exported(drafter: EagleDrafter | Medusa, target: Target, out: Path, layout: str = "eagle") -> Path:
+    return written(drafter, target, layout, out)
 
 
 MADE = {
@@ -210,11 +198,12 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, name: str) -> None:
+@pytest.mark.parametrize(("name", "layout"), [*((name, "eagle") for name in MADE), *(
+    (name, "speculators") for name in MADE if name.startswith("eagle3"))])
+def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, name: str, layout: str) -> None:
     drafter = randomised(MADE[name](tiny_target))
-    back = import_drafter("eagle", written(drafter, tiny_target, tmp_path / "out"), tiny_target)
-    assert back.block == drafter.block
+    back = import_drafter(layout, exported(drafter, tiny_target, tmp_path / "out", layout), tiny_target)
+    assert (type(back), back.block, back.taps) == (type(drafter), drafter.block, drafter.taps)
     features = tiny_target.encode(Features.from_rows([([9, 8, 7, 30, 31, 32], [True] * 6)]), drafter.taps)
     with torch.no_grad():
         ours, theirs = drafter(features).hidden_BLKD[:, :, :3], back(features).hidden_BLKD[:, :, :3]
@@ -225,25 +214,23 @@ def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, n
     torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
 
 
-def test_the_norms_of_eagle3_1_have_the_names_of_the_engines(tmp_path: Path, tiny_target: Target) -> None:
-    folder = written(randomised(MADE["eagle3.1"](tiny_target)), tiny_target, tmp_path / "out")
+@pytest.mark.parametrize(("name", "said", "shapes"), [
+    ("eagle3.1", ("fc_norm", "norm_output"), {"fc_norm.0.weight": (32,), "fc_norm.1.weight": (32,)}),
+    ("eagle3-norms", ("norm_before_fc", "norm_before_residual"), {"input_norm.weight": (64,)})])
+def test_norms_have_the_names_of_the_engines(tmp_path: Path, tiny_target: Target, name: str, said: tuple[str, ...],
+                                             shapes: dict[str, tuple[int, ...]]) -> None:
+    folder = exported(randomised(MADE[name](tiny_target)), tiny_target, tmp_path / "out")
     config = json.loads((folder / "config.json").read_text())
-    assert (config["fc_norm"], config["norm_output"]) == (True, True)
+    assert {key for key in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+            if config[key]} == {*said}
     tensors = load_file(folder / "model.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith("fc")} == {
-        "fc.weight": (32, 64), "fc_norm.0.weight": (32,), "fc_norm.1.weight": (32,)}
-
-
-def test_the_norms_of_speculators_have_the_names_of_the_engines(tmp_path: Path, tiny_target: Target) -> None:
-    folder = written(randomised(MADE["eagle3-norms"](tiny_target)), tiny_target, tmp_path / "out")
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["norm_before_fc"], config["norm_before_residual"], config["fc_norm"]) == (True, True, False)
-    assert load_file(folder / "model.safetensors")["input_norm.weight"].shape == (64,)
+    assert {key: tuple(tensor.shape) for key, tensor in tensors.items()
+            if key.startswith(("fc", "input_norm"))} == {"fc.weight": (32, 64), **shapes}
 
 
 def test_the_taps_come_back_by_the_keys_of_engines_alone(tmp_path: Path, tiny_target: Target) -> None:
     drafter = randomised(MADE["eagle3-reduced"](tiny_target))
-    folder = written(drafter, tiny_target, tmp_path / "out")
+    folder = exported(drafter, tiny_target, tmp_path / "out")
     config = json.loads((folder / "config.json").read_text())
     assert config["num_aux_hidden_states"] == len(drafter.taps)
     without = {key: value for key, value in config.items() if key != "draftsmith_taps"}
@@ -253,7 +240,7 @@ def test_the_taps_come_back_by_the_keys_of_engines_alone(tmp_path: Path, tiny_ta
 
 def test_the_embedding_of_the_target_is_stored_where_a_reader_asks_for_it(tmp_path: Path, tiny_target: Target) -> None:
     def names(name: str, layout: str) -> set[str]:
-        return set(load_file(written(MADE[name](tiny_target), tiny_target, tmp_path / "out", layout)
+        return set(load_file(exported(MADE[name](tiny_target), tiny_target, tmp_path / "out", layout)
                              / "model.safetensors"))
 
     assert "embed_tokens.weight" in names("eagle", "eagle")
@@ -266,7 +253,7 @@ def test_the_embedding_of_the_target_is_stored_where_a_reader_asks_for_it(tmp_pa
 def test_sglang_gets_a_bias_of_zeros_for_none(tmp_path: Path, tiny_target: Target, name: str) -> None:
     drafter = randomised(MADE[name](tiny_target))
     assert isinstance(drafter, Eagle)
-    folder = written(drafter, tiny_target, tmp_path / "out", "eagle-sglang")
+    folder = exported(drafter, tiny_target, tmp_path / "out", "eagle-sglang")
     bias = load_file(folder / "model.safetensors")["fc.bias"]
     assert torch.equal(bias, drafter.fc.bias.detach() if drafter.config.bias else torch.zeros(32))
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle"]
@@ -274,14 +261,20 @@ def test_sglang_gets_a_bias_of_zeros_for_none(tmp_path: Path, tiny_target: Targe
     assert import_drafter("eagle", folder, tiny_target).block == drafter.block
 
 
-def test_sglang_reads_other_drafters_in_the_format_eagle(tmp_path: Path, tiny_target: Target) -> None:
-    with pytest.raises(UserError, match="the format eagle-sglang holds EAGLE-1 drafters, this artifact is eagle3;"):
-        written(MADE["eagle3"](tiny_target), tiny_target, tmp_path / "out", "eagle-sglang")
+@pytest.mark.parametrize(("name", "layout", "message"), [
+    ("eagle3", "eagle-sglang", "the format eagle-sglang holds EAGLE-1 drafters, this artifact is eagle3;"),
+    ("eagle", "speculators", "holds EAGLE-3 drafters and drafters of blocks, this artifact is eagle;"),
+    ("medusa", "eagle", "the format eagle holds EAGLE drafters, this artifact is medusa")])
+def test_other_families_are_refused(tmp_path: Path, tiny_target: Target, name: str, layout: str, message: str) -> None:
+    made = {**MADE, "medusa": lambda target: Medusa.create(MedusaConfig(), target)}
+    with pytest.raises(UserError, match=message):
+        exported(made[name](tiny_target), tiny_target, tmp_path / "out", layout)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_readme_says_that_vllm_drops_a_bias(tmp_path: Path, tiny_target: Target, bias: bool) -> None:
-    folder = written(Eagle.create(EagleConfig(bias=bias), tiny_target), tiny_target, tmp_path / "out")
+    folder = exported(Eagle.create(EagleConfig(bias=bias), tiny_target), tiny_target, tmp_path / "out")
     assert ("vLLM drops `fc.bias`" in (folder / "README.md").read_text()) == bias
     drafter = Eagle.create(EagleConfig(bias=bias), tiny_target)
     assert format_named("eagle").warning(drafter).startswith("vLLM drops `fc.bias`") == bias
@@ -290,7 +283,7 @@ def test_the_readme_says_that_vllm_drops_a_bias(tmp_path: Path, tiny_target: Tar
 
 
 def test_several_layers_have_the_names_that_engines_read(tmp_path: Path, tiny_target: Target) -> None:
-    folder = written(randomised(MADE["eagle3-layers"](tiny_target)), tiny_target, tmp_path / "out")
+    folder = exported(randomised(MADE["eagle3-layers"](tiny_target)), tiny_target, tmp_path / "out")
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
     assert not [name for name in shapes if name.startswith("midlayer")]
@@ -303,7 +296,7 @@ def test_several_layers_have_the_names_that_engines_read(tmp_path: Path, tiny_ta
 
 
 def test_another_width_is_written_and_checked(tmp_path: Path, tiny_target: Target) -> None:
-    folder = written(randomised(MADE["eagle3-wide"](tiny_target)), tiny_target, tmp_path / "out")
+    folder = exported(randomised(MADE["eagle3-wide"](tiny_target)), tiny_target, tmp_path / "out")
     config = json.loads((folder / "config.json").read_text())
     assert (config["hidden_size"], config["target_hidden_size"]) == (48, 32)
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -318,19 +311,11 @@ def test_another_width_is_written_and_checked(tmp_path: Path, tiny_target: Targe
     refused(r"reads states 48 wide \(hidden_size, without a target_hidden_size\), but those of tiny-random are 32 wide",
             target_hidden_size=None)
     refused(r"reads states 64 wide \(target_hidden_size\), but those of tiny-random are 32", target_hidden_size=64)
-    first = written(randomised(MADE["eagle"](tiny_target)), tiny_target, tmp_path / "first")
-    said = json.loads((first / "config.json").read_text()) | {"hidden_size": 48, "target_hidden_size": 32}
-    (first / "config.json").write_text(json.dumps(said))
-    with pytest.raises(UserError, match="target_hidden_size: 32 and hidden_size: 48; EAGLE-1 is as wide as its"):
-        import_drafter("eagle", first, tiny_target)
-
-
-def test_the_first_has_one_layer(tmp_path: Path, tiny_target: Target) -> None:
-    folder = written(randomised(MADE["eagle"](tiny_target)), tiny_target, tmp_path / "out")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    with pytest.raises(UserError, match="says num_hidden_layers: 2; EAGLE-1 has 1"):
-        import_drafter("eagle", folder, tiny_target)
+    first = exported(randomised(MADE["eagle"](tiny_target)), tiny_target, tmp_path / "first")
+    folder, config = first, json.loads((first / "config.json").read_text())
+    refused("target_hidden_size: 32 and hidden_size: 48; EAGLE-1 is as wide as its", hidden_size=48,
+            target_hidden_size=32)
+    refused("says num_hidden_layers: 2; EAGLE-1 has 1", num_hidden_layers=2)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
@@ -344,12 +329,12 @@ def test_drafters_that_no_engine_runs_are_refused(
     tmp_path: Path, tiny_target: Target, settings: dict[str, bool], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        written(Eagle.create(EagleConfig(**settings), tiny_target), tiny_target, tmp_path / "out")
+        exported(Eagle.create(EagleConfig(**settings), tiny_target), tiny_target, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> None:
-    folder = written(randomised(MADE["eagle3-reduced"](tiny_target)), tiny_target, tmp_path / "out")
+    folder = exported(randomised(MADE["eagle3-reduced"](tiny_target)), tiny_target, tmp_path / "out")
     path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
 
@@ -385,5 +370,41 @@ def test_damaged_checkpoints_are_named(tmp_path: Path, tiny_target: Target) -> N
     (folder / "config.json").unlink()
     with pytest.raises(UserError, match=r"cannot read .*config\.json: No such file.*copy it again"):
         import_drafter("eagle", folder, tiny_target)
-    with pytest.raises(UserError, match="the format eagle holds EAGLE drafters, this artifact is medusa"):
-        written(Medusa.create(MedusaConfig(), tiny_target), tiny_target, tmp_path / "medusa")
+
+
+# The layout of the speculators library --------------------------------------------------------------------------------
+
+
+def speculators(name: str, target: Target, out: Path) -> tuple[EagleDrafter, Path]:
+    drafter = randomised(MADE[name](target))
+    return drafter, written(drafter, target, "speculators", out)
+
+
+def test_names_and_keys_are_those_of_the_library(tmp_path: Path, tiny_target: Target) -> None:
+    drafter, folder = speculators("eagle3-layers", tiny_target, tmp_path / "out")
+    tensors = load_file(folder / "model.safetensors")
+    layers = {f"layers.{layer}.{name}.weight" for layer in range(3) for name in (
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+        "mlp.down_proj", "input_layernorm", "post_attention_layernorm")}
+    assert set(tensors) == layers | {"layers.0.hidden_norm.weight", "fc.weight", "norm.weight",
+                                     "lm_head.weight", "d2t", "t2d"}
+    config = json.loads((folder / "config.json").read_text())
+    assert "model_type" not in config
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["draft_vocab_size"] == len(IDS)
+    # vLLM takes a missing key for true.
+    assert config["norm_before_residual"] is False
+    assert config["eagle_aux_hidden_state_layer_ids"] == [tap + 1 for tap in drafter.taps]
+    inner = config["transformer_layer_config"]
+    assert (inner["model_type"], inner["num_hidden_layers"], inner["vocab_size"]) == ("llama", 3, 100)
+    assert inner["num_aux_hidden_states"] == len(drafter.taps)
+    assert inner["rope_parameters"]["rope_theta"] == inner["rope_theta"] == drafter.block.rope_base
+    assert config["speculators_config"]["verifier"] == {"name_or_path": "tiny-random",
+                                                        "architectures": tiny_target.config.architectures or []}
+
+
+def test_the_output_layer_of_the_target_is_left_out(tmp_path: Path, tiny_target: Target) -> None:
+    # A reduced vocabulary has rows of its own, even where they are copies.
+    for name, held in (("eagle3-borrowed", False), ("eagle3-shared", True), ("eagle3", True)):
+        _, folder = speculators(name, tiny_target, tmp_path / name)
+        assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == held

@@ -1,27 +1,23 @@
-"""Exported folders against what each serving engine reads of them; a fault in a folder is a fault in the contract."""
+"""Exported folders against what each serving engine reads of them; a fault in a folder is a fault in the contract.
+Tables of tensors; the table of families and engines in export/README.md; refusals by shapes alone."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from draftsmith.export import Artifact, ExportSettings, export_artifact
-from draftsmith.export.layouts.registry import format_named
-from draftsmith.modules import (
-    BlockDraft,
-    BlockDraftConfig,
-    Drafter,
-    DraftLM,
-    DraftLMConfig,
-    Eagle,
-    Eagle3,
-    Eagle3Config,
-    EagleConfig,
-    Target,
-)
+from draftsmith.export import Artifact, ExportSettings, export_artifact, load_artifact, save_artifact
+from draftsmith.export.layouts.parts.checkpoint import TensorForm, table_text
+from draftsmith.export.layouts.registry import EXPORT_FORMATS, format_named, writer_of
+from draftsmith.modules import Adapter, Drafter, DraftLM, DraftLMConfig, Target, TargetConfig, Topology, UserError
+from draftsmith.modules.families.block.drafter import BlockDraft, BlockDraftConfig
+from draftsmith.modules.families.eagle.drafter import Eagle, EagleConfig
+from draftsmith.modules.families.eagle3.drafter import Eagle3, Eagle3Config
+from draftsmith.modules.target.loading.loading import sketch_target
 from safetensors.torch import load_file, save_file
 from serving.engine_contracts import (
     CONTRACTS,
@@ -32,8 +28,10 @@ from serving.engine_contracts import (
     third_for_sglang,
     third_for_tensorrt,
 )
+from serving.engine_table import README, engine_table, figures, product, with_engines
+from serving.prove import ENGINES
 from support.artifacts import TREE, edit, heads
-from support.families import IDS
+from support.families import CASES, IDS, randomised
 from support.targets import six_layers, tied_target
 
 TAPS = (1, 2, 4)
@@ -100,7 +98,7 @@ def of_family(family: str) -> list[str]:
     return [name for name in MADE if name == family or ("," not in family and name.split(",")[0].split()[0] == family)]
 
 
-CASES = [(family, layout, engine, name) for family, layout, engine in CONTRACTS for name in of_family(family)]
+READ = [(family, layout, engine, name) for family, layout, engine in CONTRACTS for name in of_family(family)]
 
 
 def written(drafter: Drafter, target: Target, layout: str, out: Path, settings: ExportSettings | None = None) -> Path:
@@ -108,7 +106,7 @@ def written(drafter: Drafter, target: Target, layout: str, out: Path, settings: 
     return export_artifact(artifact, target, layout, out, settings or ExportSettings())
 
 
-@pytest.mark.parametrize(("family", "layout", "engine", "name"), CASES)
+@pytest.mark.parametrize(("family", "layout", "engine", "name"), READ)
 def test_an_engine_reads_all_that_was_trained(
     tmp_path: Path, target: Target, family: str, layout: str, engine: str, name: str
 ) -> None:
@@ -197,3 +195,119 @@ def test_wrong_keys_break_contracts(tmp_path: Path, target: Target) -> None:
     edit(masks, pard_token=100)
     assert CONTRACTS["draft_lm, mask tokens", "huggingface", "TensorRT-LLM"](Folder.read(masks)) == [
         "pard_token is 100"]
+
+
+# Tables of tensors ----------------------------------------------------------------------------------------------------
+
+
+FORMATS = {"eagle3": "eagle", "eagle": "eagle-sglang", "eagle3 layers": "speculators", "medusa": "medusa",
+           "medusa one_copy": "medusa-vllm", "draft_lm": "huggingface", "draft_lm tied": "huggingface"}
+
+
+def test_a_draft_model_without_a_tensor_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import PreTrainedModel
+
+    whole = PreTrainedModel.save_pretrained
+
+    def without_a_norm(model: PreTrainedModel, folder: Path, **settings: Any) -> None:
+        whole(model, folder, **settings)
+        tensors = load_file(folder / "model.safetensors")
+        save_file({name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"},
+                  folder / "model.safetensors")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", without_a_norm)
+    target = six_layers()
+    with pytest.raises(ValueError, match=r"wrong tensors: model\.norm\.weight$"):
+        written(MADE["draft_lm"](target), target, "huggingface", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_equal_heads_share_a_line() -> None:
+    form = TensorForm((4, 4))
+    assert table_text({"1.0.weight": form, "norm": TensorForm((4,), torch.bfloat16), "0.0.weight": form}) == (
+        "| tensor | shape | number format |\n|---|---|---|\n| `norm` | [4] | bfloat16 |\n"
+        "| `0.0.weight` to `1.0.weight` (2) | [4, 4] | float32 |")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_readme_lists_every_tensor(tmp_path: Path, name: str) -> None:
+    target = six_layers()
+    folder = written(MADE[name](target), target, FORMATS[name], tmp_path / "out")
+    text, file = (folder / "README.md").read_text(), next(folder.glob("*.safetensors"))
+    assert f"## Tensors of {file.name}" in text
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert sum(int(cell.split("(")[1].split(")")[0]) if "(" in cell else 1 for cell in cells) == len(load_file(file))
+
+
+# The table in export/README.md ----------------------------------------------------------------------------------------
+
+
+def test_the_readme_holds_the_generated_table() -> None:
+    text = README.read_text()
+    assert with_engines(text, figures()) == text, \
+        "write them again with record(figures()) of serving.engine_table"
+    with pytest.raises(UserError, match=r"need the lines <!-- engines --> and <!-- /engines -->; add them"):
+        with_engines("", figures())
+
+
+def test_every_case_is_recorded_and_holds() -> None:
+    recorded = {(product(one["engine"]).lower(), one["name"], one["layout"], one["weights"], one["wrong"]): one
+                for one in figures()}
+    known = {(engine, case.name, case.layout, case.weights, case.wrong): case
+             for engine, (_, cases) in ENGINES.items() for case in cases}
+    assert recorded.keys() == known.keys()
+    for key, one in recorded.items():
+        assert one["holds"]
+        assert one["equal"] == one["answers"] > 0
+        assert (one["accepted"] >= known[key].least * one["drafted"]) != bool(one["wrong"])
+
+
+def cells(outcomes: list[dict[str, Any]], family: str, layout: str) -> dict[str, str]:
+    """The cells of a family's format that are not empty, by engine."""
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in engine_table(outcomes).splitlines()]
+    found = next(row for row in rows if row[0].startswith(family) and row[1] == f"`{layout}`")
+    return {product(engine): cell for engine, cell in zip(rows[0][2:], found[2:], strict=True) if cell}
+
+
+def test_an_engine_runs_what_was_proven_alone() -> None:
+    assert cells(figures(), "EAGLE-3", "eagle") == {
+        "vLLM": "runs", **dict.fromkeys(("SGLang", "TensorRT-LLM", "llama.cpp"), "checked")}
+    assert cells(figures(), "EAGLE-3", "openvino") == {"OpenVINO GenAI": "runs"}
+    assert cells(figures(), "draft language model", "openvino") == {"OpenVINO GenAI": "runs"}
+    assert cells(figures(), "EAGLE-3", "gguf") == {"llama.cpp": "runs"}
+    assert cells(figures(), "EAGLE-1", "eagle") == {"vLLM": "runs; vLLM drops the bias"}
+    assert cells(figures(), "EAGLE-1", "eagle-sglang") == {"SGLang": "checked"}
+    assert cells(figures(), "Hydra", "hydra") == {}
+    failed = [{**one, "holds": one["name"] != "eagle3, two layers"} for one in figures()]
+    assert "vLLM" not in cells(failed, "EAGLE-3", "eagle")
+    controls = [one for one in figures() if one["wrong"]]
+    assert "vLLM" not in cells(controls, "EAGLE-3", "eagle")
+    assert product("llama.cpp b11549") == product("llama.cpp") == "llama.cpp"
+    assert product("OpenVINO GenAI 2026.4") == "OpenVINO GenAI"
+
+
+# Refusals of a sketch -------------------------------------------------------------------------------------------------
+
+
+def refusals(artifact: Artifact) -> dict[str, str]:
+    """The sentence of each format that cannot hold an artifact; empty for those that can."""
+    found = dict[str, str]()
+    for chosen in EXPORT_FORMATS:
+        try:
+            writer_of(chosen, artifact, artifact.target, ExportSettings())
+            found[chosen.name] = ""
+        except UserError as error:
+            found[chosen.name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sketch_is_refused_as_the_artifact_is(name: str, tiny_target: Target, tmp_path: Path) -> None:
+    case, folder = CASES[name], tmp_path / "artifact"
+    save_artifact(folder, randomised(case.make(tiny_target)), tiny_target.identity, {}, Topology.chain(1),
+                  case.change(tiny_target))
+    whole, sketch = (load_artifact(folder, target) for target in (
+        tiny_target, sketch_target(TargetConfig(name="tiny-random"))))
+    found = refusals(whole)
+    assert any(found.values())
+    assert refusals(replace(sketch, adapter=whole.adapter and Adapter({}, 1.0))) == found

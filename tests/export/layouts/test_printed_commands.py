@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from draftsmith.export import Artifact, ExportSettings, export_artifact, save_artifact
 from draftsmith.export.artifact import portable
-from draftsmith.export.layouts.parts import folder_readme
+from draftsmith.export.layouts import registry
 from draftsmith.export.layouts.parts.export_format import VLLM, VLLM_ON_CPU, WRONG_SAMPLES
 from draftsmith.export.layouts.registry import EXPORT_FORMATS
 from draftsmith.modules import DraftLM, DraftLMConfig, Target, TargetConfig, Topology, UserError, load_target
@@ -181,7 +181,7 @@ def test_the_target_is_written_where_a_command_reads_it_and_with_the_trust_that_
     assert [words[0] for words in commands(gguf)] == ["llama-server"]
     monkeypatch.setattr(type(drafter), "family", "own")
     monkeypatch.setattr(type(target.model), "__module__", "transformers_modules.model.modeling")
-    monkeypatch.setattr(folder_readme, "DRAFTERS", ())
+    monkeypatch.setattr(registry, "DRAFTERS", ())
     text = (export_artifact(artifact, target, "huggingface", tmp_path / "out") / "README.md").read_text()
     words, *_ = commands(text)
     check(words)

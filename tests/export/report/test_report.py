@@ -21,13 +21,12 @@ from draftsmith.export import (
     terminal_table,
     write_report,
 )
-from draftsmith.export.evaluation.results import SampleAnswer, SampleToken
-from draftsmith.export.evaluation.uniformity import Distribution
+from draftsmith.export.evaluation.results import Distribution, SampleAnswer, SampleToken
+from draftsmith.export.measured_files import Prediction
 from draftsmith.export.page import Heading, as_html
 from draftsmith.export.report import plots
 from draftsmith.export.report.evaluation_page import boxes
 from draftsmith.export.report.phrases import headline, lossless_verdict, verdicts
-from draftsmith.export.tuning import Prediction
 from draftsmith.modules import CostCurve, CostTable, MeasuredStep, TargetIdentity, Topology, UserError
 from support.artifacts import TREE, tuning
 
@@ -117,11 +116,10 @@ def test_no_accepted_guess_is_told_from_no_guess(nodes: int, said: str) -> None:
     assert ("no pass accepted a guess" in terminal_table(run)) == (nodes > 1)
 
 
-@pytest.mark.parametrize(("dtype", "said"), [("float32", False), ("bfloat16", True), ("float16", True)])
-def test_half_precision_says_what_identical_means(dtype: str, said: bool) -> None:
-    run = a_run()
-    found = " ".join(verdicts(replace(run, header={**run.header, "dtype": dtype})))
-    assert (f"compared with its own in {dtype}, not with those in float32" in found) == said
+def test_half_precision_says_what_identical_means() -> None:
+    for dtype, said in (("float32", False), ("bfloat16", True), ("float16", True)):
+        found = " ".join(verdicts(replace(a_run(), header={**a_run().header, "dtype": dtype})))
+        assert (f"compared with its own in {dtype}, not with those in float32" in found) == said
 
 
 def test_three_files_hold_the_same_figures(tmp_path: Path) -> None:
@@ -250,15 +248,12 @@ def test_a_busy_machine_is_reported_everywhere(tmp_path: Path) -> None:
             assert ("The machine was busy with something else" in text) == contended
 
 
-def test_methods_are_compared_side_by_side(tmp_path: Path) -> None:
+def test_methods_batch_sizes_and_temperatures_get_plots_and_columns(tmp_path: Path) -> None:
     page = write_report(tmp_path, a_run(names=("medusa", "chain")))["html"].read_text()
     assert "The methods side by side" in page
     assert "<td>chain</td>" in page
     assert page.count("<svg") == 3  # positions, speed of each method, categories
     assert "The methods side by side" not in write_report(tmp_path, a_run())["html"].read_text()
-
-
-def test_batch_sizes_and_temperatures_get_plots_and_columns(tmp_path: Path) -> None:
     run = a_run(names=("medusa", "chain"), batch_sizes=(1, 4, 8), temperatures=(0.0, 0.7))
     paths = write_report(tmp_path, run, an_artifact())
     page, text = paths["html"].read_text(), paths["markdown"].read_text()
@@ -268,21 +263,11 @@ def test_batch_sizes_and_temperatures_get_plots_and_columns(tmp_path: Path) -> N
     assert "chain, temperature 0.7, batch 8" in terminal_table(run)
     assert len(json.loads(paths["json"].read_text())["measurements"]) == 12 * 5
     assert "temperature |" not in write_report(tmp_path, a_run(names=("a", "b")))["markdown"].read_text()
-
-
-def test_the_verdict_is_about_every_temperature_and_counts_all_methods(tmp_path: Path) -> None:
+    # The verdict is about every temperature and counts all methods.
     run = a_run(names=("medusa", "chain"), temperatures=(0.0, 0.7))
     text = write_report(tmp_path, run)["markdown"].read_text()
     assert "All 20 greedy answers (2,468 tokens) are identical, token by token, to those of transformers' own" in text
     assert "All 20 answers at temperature 0.7 (2,468 tokens) are identical, token by token, to" in text
-
-
-def test_a_category_that_is_a_whole_set_is_not_shown_twice(tmp_path: Path) -> None:
-    of = {"by_category": {"own": measures(), "math": measures(accepted_length=2.05)}}
-    text = write_report(tmp_path, a_run(of=of))["markdown"].read_text()
-    assert [line.split("|")[1].strip() for line in text.partition("## All figures")[2].partition("##")[0].splitlines()
-            if line.startswith("| ")][2:] == [
-        "all prompts", "*prompt sets*", "own", "handwritten", "*categories*", "math"]
 
 
 def test_predicted_is_next_to_measured(tmp_path: Path) -> None:
@@ -298,12 +283,16 @@ def test_predicted_is_next_to_measured(tmp_path: Path) -> None:
     assert "Too few" not in text
 
 
-def test_turns_and_modes_have_rows_of_their_own(tmp_path: Path) -> None:
+def test_groups_have_rows_of_their_own_but_for_a_category_that_is_a_whole_set(tmp_path: Path) -> None:
     groups = {"by_turn": {"1": measures(), "2": measures()},
+              "by_category": {"own": measures(), "math": measures(accepted_length=2.05)},
               "by_mode": {"thinking": measures(), "not thinking": measures(accepted_length=2.5)}}
     text = write_report(tmp_path, a_run(of=groups))["markdown"].read_text()
     for row in ("| turn 2 | 10 | 1.94 (1.81–2.07) |", "| thinking | 10 | 1.94 ", "| not thinking | 10 | 2.5"):
         assert row in text
+    assert [line.split("|")[1].strip() for line in text.partition("## All figures")[2].partition("##")[0].splitlines()
+            if line.startswith("| ")][2:8] == [
+        "all prompts", "*prompt sets*", "own", "handwritten", "*categories*", "math"]
 
 
 def test_the_terminal_table_is_narrow_and_aligned() -> None:
@@ -447,19 +436,15 @@ def test_tokens_are_marked_by_their_author(tmp_path: Path) -> None:
     assert "Write &lt;b&gt;bold&lt;/b&gt;" in page
 
 
-def test_any_tree_can_be_drawn_and_nodes_of_one_depth_stand_apart() -> None:
+def test_any_tree_and_a_cost_curve_without_estimates_can_be_drawn_and_nodes_of_one_depth_stand_apart() -> None:
     assert all(plots.tree(tree, 1).startswith("<svg") for tree in (Topology.chain(0), Topology.chain(3), TREE))
     heights = plots._leaf_heights(TREE)
     places = list(zip(TREE.depths, heights, strict=True))
     assert len(set(places)) == TREE.size
     below = {node: parent for node, parent in enumerate(TREE.parents) if TREE.ranks[node] == 0 and node}
     assert all(heights[node] == heights[parent] for node, parent in below.items())
-
-
-def test_a_cost_curve_without_estimates_can_be_drawn() -> None:
     curve = CostCurve(batch=1, sizes=(1,), pass_seconds=(0.1,), draft_seconds=(0.0,))
     assert "expected speed-up" not in plots.cost_curve(CostTable(curves=(curve,)), 1, {})
-    assert EvaluateConfig().speed_prompts == 8
 
 
 def test_a_part_is_never_reported_as_the_whole(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from draftsmith.export import import_drafter
 from draftsmith.export.layouts.eagle import export_eagle
-from draftsmith.export.layouts.kangaroo import KANGAROO
+from draftsmith.export.layouts.official_code import KANGAROO
 from draftsmith.modules import (
     Eagle,
     Eagle3,

@@ -20,8 +20,7 @@ from draftsmith.data import Manifest, TokenShard
 from draftsmith.data.datamodule import BatchConfig, HeldOutRows
 from draftsmith.data.store.token_store import answers
 from draftsmith.export import Artifact, Tuning, export_artifact, load_artifact
-from draftsmith.export.acceptance_profile import HELD_OUT
-from draftsmith.export.tuning import save_tuning
+from draftsmith.export.measured_files import HELD_OUT, save_tuning
 from draftsmith.modules import (
     JOINED,
     STATIC,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.data import read_prompts
-from draftsmith.export.layouts.parts.safetensors_reader import Checkpoint
+from draftsmith.export.layouts.parts.checkpoint import Checkpoint
 from draftsmith.modules import DraftLM, DraftLMConfig, Target, TargetConfig, UserError, load_target
 from draftsmith.modules.files.json_records import SETTINGS_BYTES, read_json, without_marks
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_model, tiny_tokenizer

@@ -1,17 +1,27 @@
-"""Decoding of questions with drafts, without drafts and by transformers' `generate`, with the seconds each takes."""
+"""Answers to questions: decoded with drafts, without drafts and by transformers' `generate`, with the seconds each
+takes; and those of the target alone, which several runs share in a file next to data: they are the same for all."""
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
-from ...modules import Accepted, DecodeResult, Generation, Request, Target, TokenTree, decode
+from ...modules import Accepted, DecodeResult, Generation, Request, Target, TokenTree, UserError, decode
+from ...modules.config_checks import MOST_TOKENS
 from ...modules.decoding.recorders import PartCounter, PassRecorder
-from .contention import clock
+from ...modules.files.atomic_files import write_file
+from ...modules.files.json_records import PROMPT_BYTES, MistypedError, read_json, typed_fields
+from ...modules.target.submodel import fields_of
+from .contention import clock, machine
 from .lossless import generate, native_model
-from .methods import EvaluateConfig, Method
+from .methods import SEED, EvaluateConfig, Method
 from .results import Timing
 from .schedule import UNTIMED_ROWS, Entry
 
 TURN_STREAMS = 1 << 32  # Distance between the random streams of a question's turns: more than there are questions
+REFERENCES = "references.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,25 +60,23 @@ class Records:
                        graph_refusal=untimed.graph_refusal or self.graph_refusal)
 
 
+@dataclass(frozen=True)
 class TimedDecoder:
     """Decodes exchanges in one call and measures it."""
 
-    def __init__(self, target: Target, config: EvaluateConfig) -> None:
-        self.target, self.config = target, config
+    target: Target
+    config: EvaluateConfig
 
     def decode(self, asked: Sequence[Exchange], method: Method | None, batch_size: int, *, rows: int | None = None,
                tokens: int | None = None, records: Records | None = None,
                on_tokens: Callable[[Generation, list[int], bool], None] | None = None) -> tuple[DecodeResult, float]:
-        """This project's loop on exchanges of one temperature: its answers, and the seconds it took.
-
-        The method, None for the target alone, chooses its tree for `batch_size` rows, while `rows` (None for as many)
-        are decoded at once. `records` takes the answers and counts of the method.
-        """
+        """This project's loop on exchanges of one temperature: its answers, and the seconds it took. The method, None
+        for the target alone, chooses its tree for `batch_size` rows, while `rows` (None for as many) are decoded at
+        once. `records` takes the answers and counts of the method."""
         requests = [Request(tokens=exchange.prompt, index=exchange.index, temperature=exchange.temperature,
                             max_new_tokens=tokens or self.config.max_new_tokens) for exchange in asked]
-        drafter = method.drafter if method else None
-        policy = method.policy_for(batch_size, asked[0].temperature) if method and method.policy_for else None
-        families = method.parts if method else ()
+        drafter, families = (method.drafter, method.parts) if method else (None, ())
+        policy = method.policy_for(batch_size, asked[0].temperature) if method else None
         counter = PartCounter() if len(families) > 1 else None
         observers = [one for one in (counter, records.recorder if records else None) if one is not None]
 
@@ -101,3 +109,64 @@ def untimed_batches(exchanges: Sequence[Exchange]) -> list[list[Exchange]]:
     """Batches for exchanges that are not timed, those of similar lengths together: less is padded."""
     ordered = sorted(exchanges, key=lambda one: len(one.prompt))
     return [ordered[start : start + UNTIMED_ROWS] for start in range(0, len(ordered), UNTIMED_ROWS)]
+
+
+class References:
+    """Store of answers by all that they depend on: target, prompt, settings, versions and machine. Without a file it is
+    forgotten with the run. Raises UserError if the file holds anything but references."""
+
+    def __init__(self, file: Path | None, target: Target, config: EvaluateConfig) -> None:
+        self.file = file
+        self._known, self._added = _read(file), False
+        where = machine(target)
+        self._common = [target.identity.weights_hash, fields_of(target.config), target.eos_ids, vars(target.biases),
+                        where, target.linears.packing.packed_from, config.max_new_tokens, config.top_k, config.top_p,
+                        config.repetition_penalty]
+
+    def find(self, prompt: tuple[int, ...], temperature: float, index: int) -> tuple[int, ...] | None:
+        """The known answer to a prompt, of a sampled one from the random stream `index`; None if there is none yet."""
+        found = self._known.get(self._key(prompt, temperature, index))
+        return None if found is None else tuple(found)
+
+    def add(self, prompt: tuple[int, ...], temperature: float, index: int, answer: tuple[int, ...]) -> None:
+        """Add an answer; `save` writes it."""
+        self._known[self._key(prompt, temperature, index)] = list(answer)
+        self._added = True
+
+    def save(self) -> None:
+        """Write all known answers, if some were added, and those that other runs have added to the file meanwhile."""
+        if self.file is not None and self._added:
+            self._added = False
+            # Read again, since a run next to this one may have added to the file.
+            self._known = {**_read(self.file), **self._known}
+            content = {"format": "draftsmith references", "answers": self._known, "sha256": _digest(self._known)}
+            write_file(self.file, json.dumps(content, sort_keys=True) + "\n")
+
+    def _key(self, prompt: tuple[int, ...], temperature: float, index: int) -> str:
+        stream = [SEED, index] if temperature > 0 else []
+        return hashlib.sha256(json.dumps([self._common, prompt, temperature, stream]).encode()).hexdigest()[:32]
+
+
+def _read(file: Path | None) -> dict[str, list[int]]:
+    """The answers in a file; empty if there is no file yet. Raises UserError if it holds anything else, which must not
+    be overwritten, or was changed."""
+    if file is None or not file.exists():
+        return {}
+    try:
+        content = typed_fields(read_json(file, "", PROMPT_BYTES),
+                               {"format": Literal["draftsmith references"], "answers": dict[str, list[int]],
+                                "sha256": str})
+    except (UserError, MistypedError) as error:
+        raise UserError(f"references names {file}, which holds no references; choose another file, or delete "
+                        "it") from error
+    answers: dict[str, list[int]] = content["answers"]
+    # A reference changed by hand would let a fault of drafting pass, or report one where there is none.
+    known = all(0 <= token < MOST_TOKENS for answer in answers.values() for token in answer)
+    if not known or content["sha256"] != _digest(answers):
+        raise UserError(f"references names {file}, which was changed since it was written; delete it, the answers are "
+                        "made again")
+    return answers
+
+
+def _digest(answers: dict[str, list[int]]) -> str:
+    return hashlib.sha256(json.dumps(answers, sort_keys=True).encode()).hexdigest()

