@@ -28,6 +28,7 @@ REASONING = "reasoning_content"  # Key of a message: the thought of the assistan
 AS_JSON = partial(json.dumps, ensure_ascii=False)
 _MARK = r"((?:\w+:)?think\w*|thought|reasoning)"
 THOUGHT_END = re.compile(rf"</{_MARK}>")  # In the source of a template whose model thinks
+OTHER_MARKS = (("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"), ("◁think▷", "◁/think▷"))
 EMPTY_THOUGHT = re.compile(rf"\A\s*<{_MARK}>\s*</\1>\s*")  # Starts answers, also of another model than the target
 
 
@@ -106,11 +107,13 @@ class ChatTemplate:
                 self.source = str(tokenizer.get_chat_template(None, self.tools or None))
             except ValueError as error:
                 raise UserError(f"no chat template to choose: {error}; set target.chat_template to a file") from error
-        tag = THOUGHT_END.search(self.source or "")
-        self.thought = ("", "") if tag is None else (f"<{tag[1]}>", tag[0])
+        source = self.source or ""
+        tag = THOUGHT_END.search(source)
+        others = next((pair for pair in OTHER_MARKS if pair[1] in source), ("", ""))
+        self.thought = (f"<{tag[1]}>", tag[0]) if tag else others
         """Texts before and after a thought; empty where the template knows of none."""
         start, stop = map(re.escape, self.thought)
-        self.thought_at_end = re.compile(rf"{start}(?P<gap>\s*)(?P<closed>{stop}\s*)?\Z" if tag else "(?!)")
+        self.thought_at_end = re.compile(rf"{start}(?P<gap>\s*)(?P<closed>{stop}\s*)?\Z" if stop else "(?!)")
         """A thought that a generation prompt ends with: opened, or opened and closed again."""
         # Flags of single tokens say more than the tokenizer's own list of special ones, and some ends are in neither.
         special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -84,13 +84,14 @@ class GivenAnswers:
         before, message = [self._bare(one) for one in before], self._bare(answer)
         thought, calls = message.get(REASONING, ""), bool(message.get("tool_calls"))
         shape, (opening, end) = self._shape(bool(thought), calls), self.template.thought
-        said = (answer.get("content") or "").lstrip()
-        if cut := bool(end) and said.startswith(opening) and end not in said and not (calls or answer.get(REASONING)):
+        said, apart = (answer.get("content") or "").lstrip(), answer.get(REASONING) or answer.get("reasoning")
+        # As text, or as servers return it: the thought apart, and no words.
+        if cut := bool(end) and not calls and (not said if apart else said.startswith(opening) and end not in said):
             # Its words never came: others stand for them while the template writes the thought before them.
             message = {**message, "content": PROBE}
             if not (thought and shape.thinks):
                 raise UserError(f"an answer is cut inside a thought, and none of it can be learned, got "
-                                f"{shortened(said)}; leave the row out")
+                                f"{shortened(said or apart)}; leave the row out")
         words = message["content"]
         if thought and not shape.thinks:
             without = {key: value for key, value in message.items() if key not in (REASONING, "reasoning")}

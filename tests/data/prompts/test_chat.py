@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from draftsmith.data import ChatTemplate, Prompt
+from draftsmith.data.prompts.chat import OTHER_MARKS
 from draftsmith.modules import UserError
 from draftsmith.modules.target.loading.tiny_model import CHATML, tiny_tokenizer
 from support.data import chat_templates as shapes
@@ -159,6 +160,8 @@ def test_what_a_template_does_not_write_is_known(source: str | None, left_out: l
     (shapes.R1, "me and", None, ("", "me and")),
     (shapes.V31, "me and", True, ("", "me and")), (shapes.V31, "me and", False, ("me and", None)),
     (CHATML, "<think>\nme\n</think>\n\nfine<|im_end|>", None, ("<think>\nme\n</think>\n\nfine", None)),
+    *((shapes.QWEN3.replace("<think>", start).replace("</think>", stop), f"{start}\nme\n{stop}\n\nfine<|im_end|>", True,
+       ("fine", "me")) for start, stop in OTHER_MARKS[:2]),  # "spaced" decodes token by token, and ◁ has several
 ])
 @pytest.mark.parametrize("marks", ["text", "listed", "flagged", "spaced", "unknown"])
 def test_an_answer_in_the_history_is_what_a_server_would_send(source: str, text: str, thinking: bool | None,
@@ -167,7 +170,7 @@ def test_an_answer_in_the_history_is_what_a_server_would_send(source: str, text:
     """Marks of thoughts are text, special tokens that the tokenizer lists, or ones that only their own flags make
     special; some tokenizers put spaces around added tokens, and of some the end is the unknown token too."""
     tokenizer = shaped_tokenizer(source, eos="<|im_end|>")
-    names = ["<think>", "</think>"]
+    names = [*next((pair for pair in OTHER_MARKS if pair[1] in source), ("<think>", "</think>"))]
     if marks == "listed" and source != CHATML:
         tokenizer.add_special_tokens({"additional_special_tokens": names})
     elif marks == "flagged" and source != CHATML:

@@ -30,7 +30,7 @@ ENDS = {
     shapes.CHATML: ("<|im_end|>",), shapes.CHATML_CALLS: ("<|im_end|>",), shapes.LLAMA2: ("</s>",),
     shapes.LLAMA3: ("<|eot|>",), shapes.MISTRAL: ("</s>",), shapes.GEMMA: ("</turn>",), shapes.QWEN3: ("<|im_end|>",),
     shapes.QWEN3_THINKING: ("<|im_end|>",), shapes.R1: ("<｜end｜>",), shapes.R1_FIRST: ("<｜end｜>",),
-    shapes.NEVER: ("<｜end｜>",),
+    shapes.ENDLESS: ("<｜end｜>",), shapes.NEVER: ("<｜end｜>",),
     shapes.V31: ("<｜end｜>",), shapes.GLM: GLM_ENDS, shapes.GRANITE: ("<|text_end|>",), shapes.NEMOTRON: ("<N12>",),
     shapes.HARMONY: ("<|return|>", "<|call|>"), shapes.PHI3: ("<|endoftext|>", "<|end|>"), shapes.VICUNA: ("</s>",),
     shapes.TEXTUAL: ("<eos>",), None: ("<eos>",), shapes.MARKED: ("</turn>",), shapes.SHOUTING: ("<|im_end|>",),
@@ -178,12 +178,16 @@ def test_rows_of_real_templates(name: str, source: str | None, messages: list[Me
     (shapes.QWEN3, f"{Q}«<think>\ntwo and»"), (shapes.QWEN3_THINKING, f"{Q}<think>\n«two and»"),
     (shapes.R1, f"{D}<think>\n«two and»"), (shapes.R1_FIRST, f"{D}«<think>\ntwo and»"),
     (shapes.V31, f"{D}<think>«two and»"), (shapes.GLM, f"{G}<|assistant|>«\n<think>two and»"),
+    (shapes.ENDLESS, f"{D}<think>\n«two and»"),
 ])
-@pytest.mark.parametrize("ended", [False, True])
-def test_an_answer_that_is_cut_inside_its_thought_has_no_end(source: str, row: str, ended: bool) -> None:
+@pytest.mark.parametrize("form", ["text", "ended text", "apart"])
+def test_an_answer_that_is_cut_inside_its_thought_has_no_end(source: str, row: str, form: str) -> None:
+    """As text, also with the end of the turn, and as servers return it, apart from words that never came."""
     template = template_of(source)
-    words = "<think>\ntwo and" + (template.tokenizer.convert_ids_to_tokens(template.ends[0]) if ended else "")
+    words = "<think>\ntwo and" + (template.tokenizer.convert_ids_to_tokens(template.ends[0]) if "ended" in form else "")
     cut = {"role": "assistant", "content": words}
+    if form == "apart":
+        cut = {"role": "assistant", "content": "", "reasoning_content": "two and"}
     assert [shown(template.tokenizer, one) for one in join_turns(turns_of(template, [PLAIN[0], cut]))] == [row]
     # In a history it is a thought too, of which the template keeps what it keeps of others.
     later = [PLAIN[0], cut, *PLAIN[2:]]

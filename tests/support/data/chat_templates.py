@@ -107,6 +107,7 @@ TEXTUAL = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 MARKED = ("{% for m in messages %}<turn>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
           "{% endgeneration %}{% else %}{{ m.content }}{% endif %}</turn>\n{% endfor %}"
           "{% if add_generation_prompt %}<turn>assistant\n{% endif %}")
+ENDLESS = R1.replace("<｜end｜>", "")
 NEVER = R1.replace("<think>\n{% endif %}", "<think>\n\n</think>\n\n{% endif %}")
 SHOUTING = CHATML.replace("m.content", "(m.content | upper if m.role == 'assistant' else m.content)")
 REWRITING = CHATML.replace("{{ m.content }}", "{{ messages | length }} {{ m.content }}")
