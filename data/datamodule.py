@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Lock
@@ -216,7 +217,7 @@ class HeldOutRows:
                        if bool(self.split.learned[row.shard][row.start : row.stop].any())]
 
     def _read(self, rows: Iterable[Window], whole: bool = True) -> ReadRows:
-        return ReadRows((lambda row=row: pad([self.split.piece(row, whole=whole)])) for row in rows)
+        return ReadRows(partial(lambda row: pad([self.split.piece(row, whole=whole)]), row) for row in rows)
 
     def up_to_repetitions(self) -> ReadRows:
         """Rows with greedy answers, which end where their repetitions start."""

@@ -98,7 +98,7 @@ class AnswerServer:
         if wrong := [token for token in tokens if not 0 <= token < target.vocab_size]:
             raise UserError(f"{self.address} wrote token {wrong[0]}, and the target's ids are 0 to "
                             f"{target.vocab_size - 1}; {REMEDY}")
-        tokens = tokens[: request.max_new_tokens]
+        tokens = list[int](tokens[: request.max_new_tokens])
         ends = [place for place, token in enumerate(tokens) if token in target.eos_ids]
         if ends:
             return tokens[: ends[0] + 1]

@@ -291,11 +291,11 @@ def set_aside(task: DistillTask, source: Source, folder: DataFolder, progress: P
             "give more prompts, or lower distill.validation_prompts and distill.test_prompts")
     if any(prompt.document is not None for _, prompt in held[first:]):
         raise UserError("plain documents are no prompts to be asked in an evaluation; set distill.test_prompts: 0")
-    for file, part in ((VALIDATION_PROMPTS, held[:first]), (TEST, held[first:])):
+    for file, asked in ((VALIDATION_PROMPTS, held[:first]), (TEST, held[first:])):
         # Numbered prompts, one a line.
         data = "".join(json.dumps({**prompt.row, "number": number}, ensure_ascii=False) + "\n"
-                       for number, prompt in part).encode()
-        if part or file == TEST:
+                       for number, prompt in asked).encode()
+        if asked or file == TEST:
             write_bytes(folder.out / file, data)
     manifest = replace(folder.manifest, candidates=candidates, repeated=repeated,
                        skipped=folder.list_skipped(skipped), unwritten=unwritten,
