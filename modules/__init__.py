@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .decoding.loop import Loop
     from .decoding.requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request, TokenText
     from .decoding.verifier import DecodeError
-    from .errors import UserError
+    from .errors import TreeError, UserError
     from .families.block.drafter import BlockDraft
     from .families.block.settings import BlockDraftConfig
     from .families.draft_lm.drafter import DraftLM
@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from .policies.base import Policy
     from .policies.ensemble import Ensemble, Union
     from .policies.registry import FASTEST, NONE, POLICIES, SPARSE, SPECDEC, STATIC, parse_policy, policy_named
-    from .policies.stopping_chains import MaxProbability, PathProbability, RejectionRisk, SampledChain, StoppedChain
+    from .policies.stopping_chains import (
+        Drafted,
+        MaxProbability,
+        PathProbability,
+        RejectionRisk,
+        SampledChain,
+        StoppedChain,
+        StoppingRule,
+    )
     from .policies.trees import Chain, DySpecTree, Eagle2Tree, SampledTree, StaticTree
     from .target.adapter import Adapter
     from .target.loading.loading import DEFAULT_NAME, TargetConfig, load_target
@@ -47,7 +55,7 @@ if TYPE_CHECKING:
     from .tuning.step_timing import CostCurve, CostTable, measure_cost
     from .tuning.tree_search import Acceptance, MeasuredStep, RankedText, answered_anew, ranked_text
     from .tuning.trials import SIZING_TEMPERATURE, Counted, Trial, trials
-    from .verification.acceptance_rules import Accepted, Equality, Rejection, Rule, Typical
+    from .verification.acceptance_rules import Accepted, Chances, Equality, Rejection, Rule, Typical
     from .verification.sampling import Draws, Sampling, SamplingSetting, choose
 else:
     # By the imports above, which would load torch: what reads settings and prints help does without.
@@ -60,18 +68,20 @@ else:
         return globals().setdefault(name, getattr(import_module(FILES[name], __name__), name))
 
 __all__ = [
-    "BASELINES", "DEFAULT_NAME", "DRAFTERS", "FASTEST", "JOINED", "NONE", "PARTNERS", "POLICIES", "SIZING_TEMPERATURE",
-    "SPARSE", "SPECDEC", "STATIC", "Acceptance", "AcceptanceHead", "AcceptanceHeadConfig", "Accepted", "Adapter",
-    "BlockDraft", "BlockDraftConfig", "Chain", "CostCurve", "CostTable", "Counted", "DecodeError", "DecodeResult",
-    "DecodeSettings", "DecodeStats", "DraftLM", "DraftLMConfig", "DraftState", "Drafter", "Drafts", "Drawn", "Draws",
-    "DySpecTree", "Eagle", "Eagle2Tree", "Eagle3", "Eagle3Config", "EagleConfig", "Ensemble", "Equality", "Examples",
-    "Falcon", "FalconConfig", "Features", "Frontier", "Generation", "HiddenTransfer", "HiddenTransferConfig", "Hydra",
-    "HydraConfig", "Kangaroo", "KangarooConfig", "LayerDraft", "Loop", "MaxProbability", "MeasuredStep", "Medusa",
-    "MedusaConfig", "Mtp", "MtpConfig", "NgramConfig", "Ngrams", "Observation", "PassOutput", "PathProbability",
-    "Policy", "PromptLookup", "PromptLookupConfig", "PromptTokens", "PromptTokensConfig", "Proposer", "RankedText",
-    "Rejection", "RejectionRisk", "Replay", "Request", "Rollouts", "Rule", "SampledChain", "SampledTree", "Sampling",
-    "SamplingSetting", "Scores", "StaticTree", "StoppedChain", "Target", "TargetConfig", "TargetIdentity", "TargetRows",
-    "TokenRecycling", "TokenText", "TokenTree", "Topology", "Trial", "Typical", "Union", "UserError", "Verified",
-    "answered_anew", "baseline", "chain_for", "choose", "decode", "load_target", "measure_cost", "parse_joined",
-    "parse_policy", "policy_named", "ranked_text", "rollouts", "stream", "trials",
+    "BASELINES", "DEFAULT_NAME", "DRAFTERS", "FASTEST", "JOINED", "NONE", "PARTNERS", "POLICIES",
+    "SIZING_TEMPERATURE", "SPARSE", "SPECDEC", "STATIC", "Acceptance", "AcceptanceHead", "AcceptanceHeadConfig",
+    "Accepted", "Adapter", "BlockDraft", "BlockDraftConfig", "Chain", "Chances", "CostCurve", "CostTable",
+    "Counted", "DecodeError", "DecodeResult", "DecodeSettings", "DecodeStats", "DraftLM", "DraftLMConfig",
+    "DraftState", "Drafted", "Drafter", "Drafts", "Drawn", "Draws", "DySpecTree", "Eagle", "Eagle2Tree", "Eagle3",
+    "Eagle3Config", "EagleConfig", "Ensemble", "Equality", "Examples", "Falcon", "FalconConfig", "Features",
+    "Frontier", "Generation", "HiddenTransfer", "HiddenTransferConfig", "Hydra", "HydraConfig", "Kangaroo",
+    "KangarooConfig", "LayerDraft", "Loop", "MaxProbability", "MeasuredStep", "Medusa", "MedusaConfig", "Mtp",
+    "MtpConfig", "NgramConfig", "Ngrams", "Observation", "PassOutput", "PathProbability", "Policy", "PromptLookup",
+    "PromptLookupConfig", "PromptTokens", "PromptTokensConfig", "Proposer", "RankedText", "Rejection",
+    "RejectionRisk", "Replay", "Request", "Rollouts", "Rule", "SampledChain", "SampledTree", "Sampling",
+    "SamplingSetting", "Scores", "StaticTree", "StoppedChain", "StoppingRule", "Target", "TargetConfig",
+    "TargetIdentity", "TargetRows", "TokenRecycling", "TokenText", "TokenTree", "Topology", "TreeError", "Trial",
+    "Typical", "Union", "UserError", "Verified", "answered_anew", "baseline", "chain_for", "choose", "decode",
+    "load_target", "measure_cost", "parse_joined", "parse_policy", "policy_named", "ranked_text", "rollouts",
+    "stream", "trials",
 ]

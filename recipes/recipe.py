@@ -58,7 +58,8 @@ class Recipe:
     out: Path
     """Folder of the run: data, train, artifact, evaluation.json, report.html."""
     family: str
-    """Family of the drafter by name, or with --trust the dotted path of a DraftModule subclass outside the package."""
+    """Family of the drafter by name, or with --trust the dotted path of a DraftModule subclass outside the package. One
+    that differs from the recipe's leaves out the recipe's section drafter."""
     train: TrainConfig
     """Training; its field `drafter` is the recipe's section `drafter`."""
     target: TargetConfig = field(default_factory=TargetConfig)

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..modules import AcceptanceHead, AcceptanceHeadConfig, Examples, UserError
 from ..modules.config_checks import CheckedSettings, Positive
@@ -47,7 +48,9 @@ def weighted_loss(logits_N2: Tensor, chances_N: Tensor, config: HeadFitConfig) -
 
     w (1 - P) (-log(1 - P')) + P (-log P'), weighted by w (1 - P) + P, where w is `reject_weight`."""
     weights_N2 = torch.stack([config.reject_weight * (1 - chances_N), chances_N], dim=-1)
-    return -(weights_N2 * logits_N2.log_softmax(-1)).sum(), weights_N2.sum()
+    # Either logarithm by itself: that of a softmax would be 0 where the gap is large.
+    gaps_N2 = torch.stack([logits_N2[..., 0] - logits_N2[..., 1], logits_N2[..., 1] - logits_N2[..., 0]], dim=-1)
+    return -(weights_N2 * functional.logsigmoid(gaps_N2)).sum(), weights_N2.sum()
 
 
 def fit_head(learned: Examples, held_out: Examples, shape: AcceptanceHeadConfig, config: HeadFitConfig,

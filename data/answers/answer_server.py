@@ -117,24 +117,26 @@ class AnswerServer:
         headers = {"Content-Type": "application/json"}
         if KEY in os.environ:
             headers["Authorization"] = f"Bearer {os.environ[KEY]}"
-        asked = urllib.request.Request(where, None if sent is None else json.dumps(sent).encode(), headers)
+        body, failed = None if sent is None else json.dumps(sent).encode(), Exception()
         for pause in (*PAUSES, None):
+            # A new one each time: a request that went through a proxy would go there unencrypted when it is repeated.
+            asked = urllib.request.Request(where, body, headers)
             try:
                 with urllib.request.urlopen(asked, timeout=ANSWER_SECONDS) as response:
                     return parse_json(response.read(ANSWER_BYTES), where, "give the address of an inference server")
             except urllib.error.HTTPError as error:
                 with error:
                     said = " ".join(error.read(2000).decode("utf-8", "replace").split())[:200]
-                reason = f"status {error.code}: {said}"
+                reason, failed = f"status {error.code}: {said}", error
                 if error.code < 500 and error.code not in (408, 429):
                     raise UserError(f"{where} refuses a request ({reason}); correct the address or the server's "
                                     "settings") from error
             except (OSError, http.client.HTTPException) as error:
-                reason = str(getattr(error, "reason", "") or error or type(error).__name__)
+                reason, failed = str(getattr(error, "reason", "") or error or type(error).__name__), error
             if pause is not None:
                 time.sleep(pause)
         raise UserError(f"{self.address} does not answer ({reason}); start the server and the same command again: "
-                        "finished shards are kept")
+                        "finished shards are kept") from failed
 
 
 class ServerAnswerer(Answerer):

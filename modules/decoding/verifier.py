@@ -131,10 +131,10 @@ class AppliedBiases:
 
     def __init__(self, biases: TokenBiases, eos_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> None:
         self.least, added = biases.least_tokens, dict(biases.added)
-        ids = range(vocab_size)
+        ids, not_first, ends = range(vocab_size), set(biases.not_first), set(eos_ids)
         self.added_V = torch.tensor([added.get(token, 0.0) for token in ids], device=device)
-        self.not_first_V = torch.tensor([token in biases.not_first for token in ids], device=device)
-        self.ends_V = torch.tensor([token in eos_ids for token in ids], device=device)
+        self.not_first_V = torch.tensor([token in not_first for token in ids], device=device)
+        self.ends_V = torch.tensor([token in ends for token in ids], device=device)
 
     def add(self, logits_BMV: Tensor, places_BM: Tensor) -> Tensor:
         """The logits [B, M, V] in float32 or wider with the biases added; `places_BM` are the places of the next tokens

@@ -125,5 +125,5 @@ class AcceptanceHead(nn.Module):
     @torch.no_grad()
     def log_acceptance(self, states_ND: Tensor) -> Tensor:
         """log P(accepted), [N]."""
-        log_chances_N2: Tensor = self(states_ND).log_softmax(-1)
-        return log_chances_N2[..., 1]
+        logits_N2: Tensor = self(states_ND)
+        return functional.logsigmoid(logits_N2[..., 1] - logits_N2[..., 0])

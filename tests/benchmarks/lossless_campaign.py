@@ -49,8 +49,8 @@ PARTS: dict[str, Callable[[], dict[str, Callable[[], Outcome]]]] = {
 """The parts and what makes their cells, by name."""
 SEEN = 1e-3  # A wrong rule is seen when its p-value is at most this: G is larger than in all of 999 samples
 UNIFORM = 1e-3  # Right cells are in doubt when the test of all their p-values gives less than this
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
-CODE = Path(atomic_files.__file__).parent  # The room of the decoding loop, whose state a file of outcomes belongs to
+HELPERS = [Path(__file__).resolve().parents[1] / name for name in ("support", "families", "benchmarks")]
+CODE = Path(atomic_files.__file__).parents[1]  # The room of the decoding loop, whose state outcomes belong to
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def run_cell(cell: Cell) -> Outcome:
 
 def state_of_the_code() -> dict[str, str]:
     """Versions and a hash of all source that outcomes depend on."""
-    files = [*CODE.rglob("*.py"), *SUPPORT.rglob("*.py"), *Path(__file__).parent.rglob("*.py")]
+    files = [file for folder in (CODE, *HELPERS) for file in folder.rglob("*.py")]
     together = hashlib.sha256()
     for file in sorted(files):
         together.update(file.read_bytes())

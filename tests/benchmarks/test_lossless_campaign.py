@@ -48,6 +48,8 @@ def test_some_cells_of_each_part_hold(tmp_path: Path) -> None:
 
 
 def test_a_file_of_other_code_is_refused(tmp_path: Path) -> None:
+    assert (campaign.CODE / "decoding" / "loop.py").is_file()
+    assert all(any(folder.rglob("*.py")) for folder in campaign.HELPERS)
     file = tmp_path / "campaign.json"
     campaign.Store(file).add(campaign.Cell("greedy", "a"), Outcome(tokens=1))
     file.write_text(file.read_text().replace(torch.__version__, "0.0.1"))

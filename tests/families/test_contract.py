@@ -466,6 +466,10 @@ def test_what_does_not_fit_the_target_is_refused(name: str, tiny_target: Target)
     other: Any = SimpleNamespace(hidden_size=32, vocab_size=90, identity=SimpleNamespace(name="odd"), tokenizer=None)
     with pytest.raises(UserError, match=r"32 and 100 tokens, but odd has width 32 and 90|of 100 tokens, odd one of 90"):
         drafter.bind(other)
+    if drafter.family != "draft_lm":  # A draft model has a width of its own
+        other.hidden_size, other.vocab_size = 16, 100
+        with pytest.raises(UserError, match="but odd has width 16"):
+            drafter.bind(other)
 
 
 def copies(drafter: Drafter, target: Target) -> list[str]:

@@ -1,6 +1,8 @@
 """EAGLE-3: a decoder layer over several of the target's states, trained on its own states as while drafting
 (arXiv:2503.01840); also with EAGLE-3.1's norms (arXiv:2605.09992) and with more than one layer.
 
+Its training pass is `EagleDrafter.forward` (parts/feature_drafter.py), its loss `objective` in trainers/objectives.py.
+
 Shapes: B rows, N positions, D hidden size, V target vocabulary, Q entries of the draft vocabulary.
 """
 
