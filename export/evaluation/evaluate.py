@@ -17,12 +17,12 @@ import torch
 from ...modules import DecodeSettings, Features, Request, Target, UserError, decode
 from ...modules.baselines.registry import baseline
 from ...modules.progress import ProgressLine
-from .answering import References
 from .contention import ContentionProbe, busy_warning, machine
 from .methods import EvaluateConfig, Method, PromptSets
 from .results import EvaluationRun
 from .runner import Runner
 from .schedule import Budget, Entry, Schedule, by_prompt_set, require_context
+from .timed_answers import References
 
 CHUNK = 128  # Positions whose whole distributions are formed at once
 

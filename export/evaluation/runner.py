@@ -8,13 +8,13 @@ from typing import Any
 from ...modules import Generation, Request, SamplingSetting, StaticTree, Target, UserError
 from ...modules.decoding.recorders import PassRecorder
 from ..measured_files import DECODED, measurements
-from .answering import Exchange, Records, References, TimedDecoder, untimed_batches
 from .contention import ContentionProbe, rotated
 from .lossless import Judge, positions
 from .methods import SEED, Method
 from .results import Answer, Evaluation, Measures, SampleAnswer, Timing
 from .schedule import CLOSING_SHARE, UNTIMED_ROWS, Budget, Entry, Schedule, by_prompt_set
 from .summary import rounding, sample_answers, summarise
+from .timed_answers import Exchange, Records, References, TimedDecoder, untimed_batches
 
 WARM_UP_TOKENS = 8  # Length of the answers decoded before anything is timed
 PLAIN, GENERATE = "plain", "generate"  # Baselines without drafts: this project's loop, and transformers'

@@ -11,7 +11,7 @@ import yaml
 
 from ...data import DistillConfig, Manifest, PromptConfig
 from ...export import EvaluateConfig, evaluate, write_report
-from ...export.evaluation.answering import REFERENCES
+from ...export.evaluation.timed_answers import REFERENCES
 from ...export.report.family_comparison import write_standings
 from ...modules import BASELINES, TargetConfig, UserError, load_target
 from ...modules.config_checks import Positive

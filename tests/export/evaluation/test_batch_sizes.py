@@ -20,7 +20,7 @@ from draftsmith.export import (
     save_artifact,
     save_tuning,
 )
-from draftsmith.export.evaluation import answering, runner
+from draftsmith.export.evaluation import runner, timed_answers
 from draftsmith.export.evaluation.runner import Runner
 from draftsmith.export.measured_files import Prediction
 from draftsmith.export.report.phrases import drafting_note, how_measured
@@ -70,7 +70,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
             counted.update({(settings.batch_size, policy.max_size): asked})
         return decode(target, requests, settings, policy=policy, **more)
 
-    monkeypatch.setattr(answering, "decode", watch)
+    monkeypatch.setattr(timed_answers, "decode", watch)
     return counted
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.export import EvaluateConfig, Evaluation, Method, Question, evaluate
-from draftsmith.export.evaluation import answering
-from draftsmith.export.evaluation.answering import TimedDecoder
+from draftsmith.export.evaluation import timed_answers
 from draftsmith.export.evaluation.lossless import generate
+from draftsmith.export.evaluation.timed_answers import TimedDecoder
 from draftsmith.modules import Chain, LayerDraft, Policy, SampledTree, StaticTree, Target, Topology, UserError, decode
 from draftsmith.modules.decoding.requests import DecodeSettings, Request
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
@@ -209,7 +209,7 @@ def lying_generate(change: int) -> Any:
 @pytest.mark.parametrize("speed_prompts", [0, 1])
 def test_one_changed_word_is_found_and_no_near_tie(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch,
                                                    speed_prompts: int) -> None:
-    monkeypatch.setattr(answering, "generate", lying_generate(4))
+    monkeypatch.setattr(timed_answers, "generate", lying_generate(4))
     found = run(tiny_target_f64, scripted(tiny_target_f64, "mixed"), replace(CONFIG, speed_prompts=speed_prompts))
     lossless = found.overall.lossless
     assert (lossless.identical, lossless.near_tie_divergences, lossless.different) == (10, 0, 1)
@@ -329,7 +329,7 @@ def test_the_second_turn_follows_the_targets_own_answer(tiny_target_f64: Target,
 def test_both_turns_are_timed_together(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in clock that moves on one second at each reading: each method takes one second a turn."""
     ticks = iter(range(10**6))
-    monkeypatch.setattr(answering, "clock", lambda _target: float(next(ticks)))
+    monkeypatch.setattr(timed_answers, "clock", lambda _target: float(next(ticks)))
     config = EvaluateConfig(max_new_tokens=9, speed_prompts=2, baselines=("prompt_lookup",))
     found = evaluate(tiny_target_f64, [], {"talk": [talk(0), talk(1)]}, config, progress=False).evaluations[0].overall
     assert (found.tokens_per_second, found.plain_tokens_per_second, found.generate_tokens_per_second) == (9, 9, 9)

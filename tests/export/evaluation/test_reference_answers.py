@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from draftsmith.export import EvaluateConfig, Evaluation, Question, evaluate
-from draftsmith.export.evaluation import answering
-from draftsmith.export.evaluation.answering import REFERENCES, References
+from draftsmith.export.evaluation import timed_answers
+from draftsmith.export.evaluation.timed_answers import REFERENCES, References
 from draftsmith.modules import Target, TargetConfig, UserError, load_target
 from draftsmith.modules.files.atomic_files import write_file
 
@@ -20,13 +20,13 @@ CONFIG = EvaluateConfig(max_new_tokens=8, speed_prompts=0, temperatures=(0.0, 1.
 def generated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of prompts of each call of `generate`."""
     counts: list[int] = []
-    original = answering.generate
+    original = timed_answers.generate
 
     def watch(model: Any, target: Target, prompts: Sequence[Sequence[int]], **more: Any) -> list[list[int]]:
         counts.append(len(prompts))
         return original(model, target, prompts, **more)
 
-    monkeypatch.setattr(answering, "generate", watch)
+    monkeypatch.setattr(timed_answers, "generate", watch)
     return counts
 
 
@@ -38,7 +38,7 @@ def test_a_second_run_decodes_no_reference_and_finds_the_same(
     tmp_path: Path, tiny_target_f64: Target, generated: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, times = tmp_path / REFERENCES, list[Path]()
-    monkeypatch.setattr(answering, "write_file", lambda file, text: times.append(write_file(file, text)))
+    monkeypatch.setattr(timed_answers, "write_file", lambda file, text: times.append(write_file(file, text)))
     first = run(tiny_target_f64, file)
     assert sum(generated) == len(SETS["one"])
     # Each temperature of the one bundle; the second run adds nothing.
