@@ -38,10 +38,13 @@ def smaller(target: Target, *, num_layers: int, hidden_size: int | None = None, 
     # Attention in groups needs heads that the key-value heads divide: the nearest smaller number that does.
     while heads % shared:
         shared -= 1
-    wide = round(width * own.intermediate_size / own.hidden_size)
+    # GPT-2's and OPT's kinds have other names for the width of the MLP, and some mean four times their own by none.
+    others = [name for name in ("n_inner", "ffn_dim") if given.get(name)]
+    inner = getattr(own, "intermediate_size", None) or (given[others[0]] if others else 4 * own.hidden_size)
+    wide = round(width * inner / own.hidden_size)
     fields = {"num_hidden_layers": num_layers, "hidden_size": width, "num_attention_heads": heads,
               "num_key_value_heads": shared, "head_dim": head_dim, "intermediate_size": wide,
-              "vocab_size": target.vocab_size}
+              "vocab_size": target.vocab_size, **dict.fromkeys(others, wide)}
     return _changed(own, fields, range(num_layers), plain=target.recurrent or unlike)
 
 

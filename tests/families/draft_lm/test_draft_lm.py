@@ -38,7 +38,7 @@ from draftsmith.trainers import draft_module, train_config
 from families.draft_lm.reference import state_behind
 from support.answers import frontier, native_greedy, observe, requests_for
 from support.families import randomised
-from support.targets import random_target, tied_target
+from support.targets import random_model, random_target, tied_target
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 IDS = torch.tensor([2, 5, 9, 30, 31, 60])
@@ -99,6 +99,16 @@ def test_copied_layers_keep_their_sliding_windows() -> None:
         with torch.no_grad():
             expected = drafter.project(drafter(features).hidden_BLKD[0, -1, 0], 0).log_softmax(-1)
         torch.testing.assert_close(found[column], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["GPT2", "GPTJ", "OPT"])
+def test_a_smaller_model_of_a_kind_with_other_names_drafts(family: str) -> None:
+    target = Target(random_model(family), tiny_tokenizer(), name="odd")
+    drafter = DraftLM.create(DraftLMConfig(num_layers=1, hidden_size=16), target).eval()
+    requests = requests_for(target, 2, 12)
+    found = decode(target, requests, DecodeSettings(ignore_eos=True), drafter=drafter, policy=Chain(2)).generations
+    assert [one.tokens for one in found] == [
+        native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
 
 
 @pytest.mark.parametrize("frozen", [True, False])
