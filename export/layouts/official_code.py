@@ -62,9 +62,8 @@ def _hydra_refusal(drafter: Hydra, target: Target) -> str:
     empty for any other."""
     if drafter.config.tie_blocks or drafter.config.num_layers <= 2:
         return "" if drafter.block is None else head_width(drafter.block)
-    return (
-        f"the layout holds one block after the first, applied repeatedly; these heads have "
-        f"{drafter.config.num_layers - 1}: train with tie_blocks: true")
+    return (f"the layout holds one block after the first, applied repeatedly; these heads have "
+            f"{drafter.config.num_layers - 1}: train with tie_blocks: true")
 
 
 def hydra_tensors(drafter: Hydra, target: Target) -> dict[str, Tensor]:

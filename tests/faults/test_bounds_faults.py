@@ -48,7 +48,7 @@ FAULTS = [
       for name, value in (("train.accumulate", "1000000000000"), ("train.devices", "2000"),
                           ("train.seed", "99999999999999999999"))),
     Fault("a drawing seed of many digits", PLAN + " --distill.seed 99999999999999999999",
-          r"seed must be at most 4,294"),
+          r"distill\.seed must be at most 9,223"),
     Fault("a strategy of Lightning's that is not offered", PLAN + " --train.strategy ddp_spawn",
           r"train\.strategy must be one of auto, ddp, .* got 'ddp_spawn'"),
     *(Fault(f"the address {address}", PLAN, r"distill\.engine must be own or an address such as",

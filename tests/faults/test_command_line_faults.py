@@ -46,7 +46,9 @@ FAULTS += [Fault(f"{words.split()[0]} {name} of 300 characters", f"{words} {name
 FAULTS += [Fault(f"{words.split()[0]} on the device {device}", f"{words} --target.device {device}",
                  rf"device '{device}'.*use|'{device}' is not a device; use")
            for words in (ASKED, EVALUATE, "plan --config {tiny}", "run --config {tiny} --out o")
-           for device in ("cuda:99", "meta", "xpu", "mps", "toaster", "cpu:x")]
+           for device in ("cuda:99", "meta", "xpu", "mps", "toaster", "cpu:x")
+           # It needs no device to plan for one.
+           if not (words.startswith("plan") and device == "cuda:99")]
 FAULTS += [
     Fault("no command of that name", "generat --prompt hi", "unknown command 'generat': did you mean generate"),
     Fault("a prompt is missing", GENERATE, "prompt.*see draftsmith generate --help"),

@@ -129,7 +129,7 @@ def recipe_fault(content: str, says: str) -> Fault:
 
 FAULTS += [recipe_fault(content, says) for content, says in CONTENTS]
 ROWS = [
-    ("rows: null", "rows must be"), ("rows: []", "rows must be one or more"), ("rows: [null]", "rows must be"),
+    ("rows: null", "rows must be"), ("rows: []", "rows must be one or more"), ("rows: [null]", r"rows\[0\] must be"),
     ("rows: [medusa, medusa]", "rows must be one or more different"), ("rows: [gone]", "there is no recipe 'gone'; "),
     ("rows: {a: b}", "rows must be|unknown key"), ("rows: [2020-01-01]", "there is no recipe '2020-01-01'; give"),
     ("rows: [medusa]\nminutes: 0", "minutes must be above 0"), ("rows: [medusa]\nminutes: .nan", "minutes must be"),

@@ -128,6 +128,7 @@ VARIANTS = tuple(name for name in CASES if name not in FAMILIES.values())
 GUESSERS = (*FAMILIES.values(), *BASELINES)  # The guessers that are tried under every policy
 OTHER_PROJECTIONS = ("GPT2", "GPTNeoX", "Phi", "Phi3", "Starcoder2")
 """Architectures without the projections that Medusa-2's cases name."""
+OTHER_NORMS = ("GPT2", "GPTNeoX", "Phi")  # Architectures whose last norm has another name than heads of a target copy
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,12 @@ def verifier(name: str, target: Target) -> Target:
 def changes_target(name: str) -> bool:
     """True for drafters that are trained with their target."""
     return name in CASES and CASES[name].change is not Case.change
+
+
+def fits(name: str, architecture: str) -> bool:
+    """True for a drafter that can be made for an architecture."""
+    lacking = OTHER_PROJECTIONS if changes_target(name) else OTHER_NORMS if name.startswith("mtp") else ()
+    return architecture not in lacking
 
 
 @cache

@@ -27,11 +27,10 @@ def tiny_cells() -> dict[str, Callable[[], campaign.Outcome]]:
     Shuffled, so that a part of them covers all.
     """
     targets = (*campaign.ARCHITECTURES, *campaign.TRAIT_TARGETS)
-    names = [*product(targets, campaign.GUESSERS, campaign.POLICIES)]
+    names = [name for name in product(targets, campaign.GUESSERS, campaign.POLICIES) if campaign.fits(name[1], name[0])]
     for drafter in campaign.VARIANTS:
         policies = cycle(campaign.fitting(drafter))
-        names += [(target, drafter, next(policies)) for target in targets
-                  if not (campaign.changes_target(drafter) and target in campaign.OTHER_PROJECTIONS)]
+        names += [(target, drafter, next(policies)) for target in targets if campaign.fits(drafter, target)]
     names += product(campaign.RECURRENT_TARGETS, filter(campaign.takes_recurrent, campaign.GUESSERS), campaign.POLICIES)
     random.Random(0).shuffle(names)
     return {" ".join(name): partial(tiny, *name) for name in names}
@@ -156,7 +155,7 @@ def fuzzed(seed: int) -> campaign.Outcome:
     target = campaign.target_of(architecture)
     requests, settings = random_requests(chance, target.vocab_size), random_settings(chance, target)
     name = chance.choice((*campaign.GUESSERS, *campaign.VARIANTS))
-    if campaign.changes_target(name) and architecture in campaign.OTHER_PROJECTIONS:
+    if not campaign.fits(name, architecture):
         name = campaign.GUESSERS[0]
     policy = chance.choice(campaign.fitting(name))
     target, growth = campaign.verifier(name, target), campaign.POLICIES[policy]

@@ -71,7 +71,7 @@ TWO = ("--train.devices", "2", "--train.accelerator", "cpu")
      "target.offload keeps the target's weights in the machine's memory with target.placement zero3 only, and the"),
     (["--train.strategy", "fsdp2"], "train.strategy must be one of auto, ddp, deepspeed_stage_1, "),
     (["--family", "medusa2", "--batch.states", "computed", "--train.strategy", "deepspeed_stage_1"],
-     "train.strategy deepspeed_stage_1 splits the drafter's weights or their optimizer, and Medusa2Module tra.*"),
+     "train.strategy deepspeed_stage_1 splits the drafter's weights or their optimizer, and Medusa2Module trains"),
     (["--family", "block", "--drafter.mask_token_id", "40"], "a token that its text has; choose the id of a reserved"),
     (["--train.num_nodes", "2"], "train.num_nodes is 2, but this process was started alone; start draftsmith train on"),
 ], 4))
