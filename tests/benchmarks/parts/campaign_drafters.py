@@ -128,7 +128,7 @@ VARIANTS = tuple(name for name in CASES if name not in FAMILIES.values())
 GUESSERS = (*FAMILIES.values(), *BASELINES)  # The guessers that are tried under every policy
 OTHER_PROJECTIONS = ("GPT2", "GPTNeoX", "Phi", "Phi3", "Starcoder2")
 """Architectures without the projections that Medusa-2's cases name."""
-OTHER_NORMS = ("GPT2", "GPTNeoX", "Phi")  # Architectures whose last norm has another name than heads of a target copy
+OTHER_NORMS = ("GPT2", "GPTNeoX", "Phi", "NemotronH", "Lfm2")  # Their last norm has another name than MTP copies
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,12 @@ def tiny_cells() -> dict[str, Callable[[], campaign.Outcome]]:
     Shuffled, so that a part of them covers all.
     """
     targets = (*campaign.ARCHITECTURES, *campaign.TRAIT_TARGETS)
-    names = [name for name in product(targets, campaign.GUESSERS, campaign.POLICIES) if campaign.fits(name[1], name[0])]
+    names = [*product(targets, campaign.GUESSERS, campaign.POLICIES)]
     for drafter in campaign.VARIANTS:
         policies = cycle(campaign.fitting(drafter))
         names += [(target, drafter, next(policies)) for target in targets if campaign.fits(drafter, target)]
     names += product(campaign.RECURRENT_TARGETS, filter(campaign.takes_recurrent, campaign.GUESSERS), campaign.POLICIES)
+    names = [name for name in names if campaign.fits(name[1], name[0])]
     random.Random(0).shuffle(names)
     return {" ".join(name): partial(tiny, *name) for name in names}
 
