@@ -187,11 +187,16 @@ def test_a_slow_server_is_given_up(tmp_path: Path, tiny_target: Target, monkeypa
         run(tiny_target, write_prompts(tmp_path, many(9)), asking(server), tmp_path / "out")
 
 
-def test_where_no_server_is_one_is_asked_for(tmp_path: Path, tiny_target: Target) -> None:
+def test_where_no_server_is_one_is_asked_for(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+                                             ) -> None:
+    """Each try is a request of its own, which no proxy has changed."""
+    made, request = list[str](), answer_server.urllib.request.Request
+    monkeypatch.setattr(answer_server.urllib.request, "Request", lambda *of: made.append(of[0]) or request(*of))
     with serving(Server(tiny_target)) as server:
         config = asking(server)
     with pytest.raises(UserError, match=r"does not answer \(.*refused.*start the server"):
         run(tiny_target, write_prompts(tmp_path, many(9)), config, tmp_path / "out")
+    assert len(made) == len(answer_server.PAUSES) + 1
 
 
 @pytest.mark.long
