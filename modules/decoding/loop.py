@@ -5,7 +5,7 @@
 Shapes: B active rows, N nodes of a tree, K nodes of a path, T places of an answer, C prompt tokens of a pass."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..interfaces.proposer import DraftState, Observation, Proposer, Verified, started
+from ..interfaces.proposer import Observation, Proposer, Verified
 from ..policies.base import Policy
-from ..row_buffers import RowBuffer
+from ..target.model import Target
 from ..token_tree import Lookahead, TokenTree
 from ..verification.acceptance_rules import Accepted
 from ..verification.sampling import SamplingSetting, log_probabilities
+from .recorded_rounds import Flight, RecordedRound, RecordedRounds, Wanted, give_back, recorder_of, taken
 from .recorders import DeviceTimer, StateRecorder
 from .requests import DecodeSettings, DecodeStats, Generation, Request, first_stop
-from .rounds import Batch, RecordedRounds, Recorder, Round, ahead_states, read, recorder_of_rounds
-from .verifier import BatchVerifier, Verifier, message
+from .rounds import Batch, Round, ahead_states, read
+from .verifier import Verifier, message
 
 Observer = Callable[[TokenTree, Accepted, Sequence[Generation]], None]
 """Called after each pass, before its tokens are added: the trees, the accepted paths, the answer of each row."""
@@ -72,25 +73,26 @@ class Loop:
             taps = drafter.taps
         # A drafter must see every prompt token, so only plain decoding reads a common start once.
         prefix = shared_prefix([r.tokens for r in self.waiting], settings.prefill_chunk) if drafter is None else ()
+        record = recorder_of(target, settings.graphs) if count else ""
+        self.recorded: RecordedRounds | None = None
         with self._layers():
-            self.rows = target.start(count, longest + nodes, taps, prefix)
+            if isinstance(record, str):
+                self.batch = Batch.made(target, settings, drafter, policy, rows=count, slots=longest + nodes,
+                                        places=places, sampled=sampled, taps=taps, prefix=prefix)
+            else:
+                assert isinstance(target, Target)
+                wanted = Wanted.by(target, settings, drafter, policy, rows=count, sampled=sampled, taps=taps,
+                                   prefixed=bool(prefix))
+                self.recorded = taken(target, wanted, settings, longest, prefix, record)
+                self.batch = self.recorded.batch
+        self.rows, self.state, self.batch_verifier = self.batch.rows, self.batch.state, self.batch.verifier
         if recorder is not None and self.rows.shared is not None:
             recorder.add_prefix(prefix, self.rows.shared)
-        self.state: DraftState | None = None if drafter is None else started(drafter, self.rows, count, longest + nodes)
-        record: Recorder | str = recorder_of_rounds(self.rows) if settings.graphs and count else ""
-        if record and recorder is not None:
-            record = "the states of each token are recorded"
-        if not isinstance(record, str) and policy is not None:
-            self.policy = policy = policy.unwatched()
-        self.batch_verifier = BatchVerifier(settings, count, places, target, sampled)
-        self.batch = Batch(rows=self.rows, verifier=self.batch_verifier,
-                           roots=RowBuffer(count, device=target.device, dtype=torch.long),
-                           live=RowBuffer(count, blank=False, device=target.device, dtype=torch.bool),
-                           drafter=drafter, policy=policy, state=self.state)
         self._count, self._read = count, 0
-        # Why rounds cannot be recorded, or what records them.
-        self.graph_refusal = record if isinstance(record, str) else ""
-        self.recorded = None if isinstance(record, str) else RecordedRounds(self.batch, count, longest, record)
+        self.stats.graph_refusal = record if isinstance(record, str) else ""
+        self._flight: Flight | None = None  # The recorded round that was launched and not read
+        self._launched = Counter[RecordedRound]()
+        self._records = 0 if self.recorded is None else self.recorded.records
         self._drafting = DeviceTimer(target.device)
         # A block whose time counts as drafting, where anything drafts.
         self._drafted = nullcontext if drafter is None else self._drafting.running
@@ -98,9 +100,7 @@ class Loop:
     def _round(self) -> tuple[list[list[int]], list[int], list[list[float]]]:
         """(new tokens of each active row, faults, log-probabilities if asked for): draft, verify, commit, observe."""
         active = len(self.slots)
-        if self.recorded is not None and self.recorded.refusal:
-            self.graph_refusal, self.recorded = self.recorded.refusal, None
-        work = Round(self.batch, active) if self.recorded is None else self.recorded.next(active)
+        work = Round(self.batch, active)
         with self._layers():
             with self._drafted():
                 # The policy grows a tree of the drafter's guesses below the newest token of each row: `work.tree`.
@@ -110,8 +110,8 @@ class Loop:
             # with a token of the target's own after it: `work.accepted`.
             work.verify()
             # The one place of a round where the host waits for the device.
-            emitted, counts, faults = read(work.host_BX[:active])
-            logprobs = work.logprobs_BK[:active].tolist() if self.settings.logprobs else [[]] * active
+            emitted, counts, faults = read(work.host_BX.tolist())
+            logprobs = work.logprobs_BK.tolist() if self.settings.logprobs else [[]] * active
             self.stats.draft_seconds += self._drafting.read()
             # Keys and values of the accepted paths stay in the cache; the tokens after them are the next roots.
             work.commit(counts)
@@ -122,14 +122,27 @@ class Loop:
         if self.recorder is not None:
             self.recorder.add([one.request.index for one in self.slots], counts, work.observation)
         if self.observer is not None:
-            self.observer(*work.of_first(active), self.slots)
+            self.observer(work.tree, work.accepted, self.slots)
         return emitted, faults, logprobs
 
-    @torch.no_grad()
     def run(self, deadline: float | None = None) -> Iterator[tuple[Generation, list[int], bool]]:
         """Yield (generation, its new tokens, whether it is finished) after every pass, row by row. After `deadline`, of
         `time.monotonic()`, no waiting request is started, and answers end as if their limit were reached, but those
         that lack of their request's `least` tokens."""
+        sound = False
+        try:
+            yield from self._run(deadline)
+            sound = True
+        except GeneratorExit:
+            # Nobody wants the rest of the answers.
+            sound = True
+            raise
+        finally:
+            if self.recorded is not None and sound:
+                give_back(self.recorded.target_rows.target, self.recorded)
+
+    @torch.no_grad()
+    def _run(self, deadline: float | None) -> Iterator[tuple[Generation, list[int], bool]]:
         for generation in self.refused:
             yield generation, [], True
         started_at = time.perf_counter()
@@ -141,6 +154,7 @@ class Loop:
                     if not one.complete and len(one.tokens) >= max(1, one.request.least):
                         one.request = replace(one.request, max_new_tokens=len(one.tokens))
                         yield one, [], True
+                yield from self._settle()
                 free += [row for row in range(len(self.slots)) if row not in free and self._free(row)]
             while free and self.waiting:
                 started = [row for row in free if self._assign(row)]
@@ -159,10 +173,18 @@ class Loop:
             if not self.slots:
                 break
             yield from self._pass()
+            if any(map(self._free, range(len(self.slots)))):
+                yield from self._settle()
             free = [row for row in range(len(self.slots)) if self._free(row)]
-        self.stats.draft_seconds += self._drafting.read()
         self.stats.seconds += time.perf_counter() - started_at
-        self.stats.graph_refusal = self.graph_refusal
+        self.stats.draft_seconds += self._drafting.read()
+        # Of recorded rounds the last one of each shape stands for the others.
+        replayed = sum(count * work.draft_seconds() for work, count in self._launched.items())
+        self.stats.draft_seconds += replayed
+        self.stats.target_seconds -= replayed
+        if self.recorded is not None:
+            self.stats.graph_refusal = self.recorded.refusal
+            self.stats.recorded_rounds = self.recorded.records - self._records
 
     def _admit(self, requests: list[Request]) -> None:
         """Queue the sound requests; a wrong one keeps no other from being answered."""
@@ -269,8 +291,54 @@ class Loop:
         return faults_B, logprobs_B
 
     def _pass(self) -> Iterator[tuple[Generation, list[int], bool]]:
-        """Draft, verify and commit once for all active rows."""
-        emitted, faults, logprobs = self._round()
+        """Draft, verify and commit once for all active rows. A recorded round is read when the next one is launched,
+        unless somebody looks at its tensors, which the next one overwrites."""
+        recorded, active = self.recorded, len(self.slots)
+        if recorded is None or recorded.refusal:
+            yield from self._given(*self._round())
+            return
+        ahead = self._flight is not None
+        if ahead and (not recorded.holds(active) or all(
+                len(one.tokens) + 1 >= one.request.max_new_tokens for one in self.slots)):
+            # Nothing else may be under way while a round is recorded; nor is one needed after the answers' last.
+            yield from self._settle()
+            return
+        started_at = time.perf_counter()
+        with self._layers():
+            work = recorded.next(active, ahead)
+        if work is None:
+            return
+        flight, self._flight = self._flight, work.launch()
+        self._launched[work] += 1
+        self.stats.target_seconds += time.perf_counter() - started_at
+        if flight is None and (self.recorder is not None or self.observer is not None):
+            flight, self._flight = self._flight, None
+        if flight is not None:
+            yield from self._landed(flight)
+
+    def _settle(self) -> Iterator[tuple[Generation, list[int], bool]]:
+        """Read what was launched: rows may start, end or move afterwards."""
+        flight, self._flight = self._flight, None
+        # After the end of all answers nobody needs it, and their rows are emptied.
+        if flight is not None and not all(one.complete for one in self.slots):
+            yield from self._landed(flight)
+
+    def _landed(self, flight: Flight) -> Iterator[tuple[Generation, list[int], bool]]:
+        """The results of a launched round."""
+        assert self.recorded is not None
+        started_at, active = time.perf_counter(), len(self.slots)
+        emitted, counts, faults, logprobs = flight.read()
+        self.recorded.advance(counts)
+        self.stats.target_seconds += time.perf_counter() - started_at
+        if self.recorder is not None:
+            self.recorder.add([one.request.index for one in self.slots], counts, flight.work.observation)
+        if self.observer is not None:
+            self.observer(*flight.work.of_first(active), self.slots)
+        yield from self._given(emitted, faults, logprobs)
+
+    def _given(self, emitted: list[list[int]], faults: list[int], logprobs: list[list[float]]
+               ) -> Iterator[tuple[Generation, list[int], bool]]:
+        """The answers of all active rows, grown by the tokens of a pass."""
         self.stats.target_calls += 1
         self.stats.busy_slots += sum(not generation.complete for generation in self.slots)
         self.stats.total_slots += self._count
@@ -310,14 +378,8 @@ class Loop:
         late = [row for row in staying if row >= len(staying)]
         for hole, row in zip((row for row in finished if row < len(staying)), late, strict=True):
             order[hole] = row
-        order_R = torch.tensor(order, dtype=torch.long, device=self.target.device)
-        self.rows.keep(order)
         self.slots = [self.slots[row] for row in order]
-        self.batch.roots.keep(order_R)
-        self.batch.live.keep(order_R)
-        self.batch_verifier.keep(order, order_R)
-        if self.state is not None:
-            self.state.keep(order_R)
+        self.batch.keep(order)
 
     def _take(self, row: int, tokens: list[int], fault: int, logprobs: list[float]) -> list[int]:
         """Append what a pass's tokens add to the answer of a row, up to its limit, end token or stop text; returns it.

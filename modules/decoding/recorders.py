@@ -36,7 +36,9 @@ class DeviceTimer:
             self._seconds += time.perf_counter() - started
             return
         stream = torch.cuda.current_stream(self._device)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        # Inside a graph that is captured each replay records them anew.
+        inside = {"external": True} if torch.cuda.is_current_stream_capturing() else {}
+        start, end = (torch.cuda.Event(enable_timing=True, **inside) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record(stream)
         yield
         end.record(stream)
@@ -44,11 +46,16 @@ class DeviceTimer:
 
     def read(self) -> float:
         """Seconds since the last reading. It waits for the pieces: read where the host has waited for the device."""
+        seconds, self._seconds = self._seconds + self.replayed(), 0.0
+        self._pieces.clear()
+        return seconds
+
+    def replayed(self) -> float:
+        """Seconds of the pieces of a graph in its last replay."""
+        seconds = 0.0
         for start, end in self._pieces:
             end.synchronize()
-            self._seconds += start.elapsed_time(end) / 1000
-        seconds, self._seconds = self._seconds, 0.0
-        self._pieces.clear()
+            seconds += start.elapsed_time(end) / 1000
         return seconds
 
 
@@ -224,7 +231,8 @@ class StateRecorder:
 
 def _real(values: Tensor, counts: Sequence[int]) -> Tensor:
     """The first counts[b] of the values [B, N, ...] of each row, row after row: [R, ...]."""
-    width = values.shape[1]
+    # A replayed pass has rows of no sequence after the others.
+    values, width = values[: len(counts)], values.shape[1]
     # Pieces of prompts are mostly full: these values need no copy.
     if all(count == width for count in counts):
         return values.flatten(0, 1)

@@ -63,9 +63,10 @@ class DecodeSettings:
     prefill_chunk: int = 512  # Most prompt tokens of a row in one pass
     repetition_penalty: float = 1.0  # See `penalise`; the prompt counts, and 1.0 changes nothing
     lossy: Rule | None = None  # A rule such as `Typical`, by which sampled answers have another law; None is exact
-    graphs: bool = False
-    """Replay drafting, verification and commit as CUDA graphs, which spares the host the launch of each kernel. What
-    cannot be replayed is computed, and `DecodeStats.graph_refusal` says why."""
+    graphs: bool | None = None
+    """Replay whole rounds as CUDA graphs, which spares the host the launch of each kernel; None does so on a CUDA
+    device. The target keeps them for later calls with the same drafter and policy. What cannot be replayed is computed,
+    and `DecodeStats.graph_refusal` says why."""
     compile: bool = False
     """Compile the layers of target and drafter with torch.compile. The first passes take minutes. Where that fails the
     layers run as they are, and `DecodeStats.compile_refusal` says why."""
@@ -127,12 +128,13 @@ class DecodeStats:
     total_slots: int = 0  # Passes times the batch size
     lossless: bool = True  # True if every pass was verified exactly; False under a `lossy` setting
     graph_refusal: str = ""  # Why some work was not replayed as CUDA graphs that was to be; empty where all was
+    recorded_rounds: int = 0  # Rounds that were recorded as CUDA graphs; none where those of an earlier call would do
     compile_seconds: float = 0.0  # Seconds of all that torch.compile took to make graphs
     compile_refusal: str = ""  # Why some layers were not compiled that were to be; empty where all were
 
     def amounts(self) -> dict[str, float]:
         """All counts and times of decoding by name."""
-        apart = ("lossless", "graph_refusal", "compile_seconds", "compile_refusal")
+        apart = ("lossless", "graph_refusal", "recorded_rounds", "compile_seconds", "compile_refusal")
         return {name: value for name, value in vars(self).items() if name not in apart}
 
     def add(self, more: "DecodeStats") -> None:
@@ -142,6 +144,7 @@ class DecodeStats:
         self.lossless = self.lossless and more.lossless
         # Runs of one evaluation are refused for the same reason: the first one stands for all.
         self.graph_refusal = self.graph_refusal or more.graph_refusal
+        self.recorded_rounds += more.recorded_rounds
         self.compile_seconds += more.compile_seconds
         self.compile_refusal = self.compile_refusal or more.compile_refusal
 

@@ -1,31 +1,28 @@
 """One round of decoding: drafting, verification and commit of a batch, as far as the device does it.
 
 A round asks the device for nothing; the host reads the accepted tokens between verification and commit. What it leaves
-to the next is written in place (`RowBuffer`, `RowCache`), and what it makes on the way lies in the memory of its CUDA
-graphs, so that every address is the same when it is recorded and replayed. Batches are padded to a few numbers of rows,
-and every cache is read up to a few numbers of slots; each combination has records of its own. Its first round is
-computed, in which libraries prepare what they keep, the second is recorded, all later ones are replayed.
+to the next is written in place (`RowBuffer`, `RowCache`), so that it can be recorded once and replayed.
 
 Shapes: B rows of a round, N nodes of a tree, K nodes of a path, M virtual nodes, S virtual nodes of one node, D hidden
 size, X numbers of a row for the host."""
 
-import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..errors import TreeError
-from ..interfaces.proposer import AheadStates, DraftState, Observation, Proposer, Verified
+from ..interfaces.proposer import AheadStates, DraftState, Observation, Proposer, Verified, started
 from ..policies.base import Policy
 from ..row_buffers import RowBuffer
-from ..target.target_rows import PassOutput, TargetRows
+from ..target.target_rows import PassOutput
 from ..token_tree import TokenTree, Topology, first_rows
 from ..verification.acceptance_rules import Accepted
 from ..verification.sampling import log_probabilities
-from .verifier import PARENT, BatchVerifier, Rows, screen
+from .requests import DecodeSettings
+from .verifier import PARENT, BatchVerifier, Rows, Verifier, screen
 
 _ALONE = Topology.chain(0)
 
@@ -41,6 +38,27 @@ class Batch:
     drafter: Proposer | None  # Proposes; None decodes plainly
     policy: Policy | None  # Grows the trees; None without a drafter
     state: DraftState | None  # The drafter's state of the rows; None without a drafter
+
+    @classmethod
+    def made(cls, target: Verifier, settings: DecodeSettings, drafter: Proposer | None, policy: Policy | None, *,
+             rows: int, slots: int, places: int, sampled: bool, taps: Sequence[int], prefix: Sequence[int]) -> "Batch":
+        """An empty batch: rows of at most `slots` tokens, the largest tree included, with at most `places` answered;
+        all of them start with `prefix`."""
+        held = target.start(rows, slots, taps, prefix)
+        return cls(rows=held, verifier=BatchVerifier(settings, rows, places, target, sampled),
+                   roots=RowBuffer(rows, device=target.device, dtype=torch.long),
+                   live=RowBuffer(rows, blank=False, device=target.device, dtype=torch.bool), drafter=drafter,
+                   policy=policy, state=None if drafter is None else started(drafter, held, rows, slots))
+
+    def keep(self, order: list[int]) -> None:
+        """Let row r be the former row order[r], which never moves a row back; the rows after these become blank."""
+        order_R = torch.tensor(order, dtype=torch.long, device=self.roots.values.device)
+        self.rows.keep(order)
+        self.roots.keep(order_R)
+        self.live.keep(order_R)
+        self.verifier.keep(order, order_R)
+        if self.state is not None:
+            self.state.keep(order_R)
 
 
 class Round:
@@ -122,6 +140,16 @@ class Round:
             rows_R = torch.arange(self.rows, device=self.counts_B.device)
             batch.drafter.observe(batch.state, rows_R, self.observation)
 
+    def whole(self, drafting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """All parts, as far as the device does them: the host is told no counts. What drafts runs inside `drafting`."""
+        unknown = [0] * self.rows
+        with drafting():
+            self.draft()
+        self.verify()
+        self.commit(unknown)
+        with drafting():
+            self.observe(unknown)
+
     def of_first(self, rows: int) -> tuple[TokenTree, Accepted]:
         """(trees, accepted paths) of the first rows."""
         if rows == self.rows:
@@ -137,12 +165,11 @@ def for_host(tree: TokenTree, accepted: Accepted, faults_B: Tensor) -> Tensor:
     return torch.cat(columns, dim=1)
 
 
-def read(host_BX: Tensor) -> tuple[list[list[int]], list[int], list[int]]:
+def read(numbers: list[list[int]]) -> tuple[list[list[int]], list[int], list[int]]:
     """(new tokens of each row: accepted nodes below the root and, in sound rows, the bonus; nodes on each path;
-    faults), in one transfer."""
-    together = host_BX.tolist()
-    emitted = [[*row[4 : 3 + row[0]], *([] if row[1] else [row[2]])] for row in together]
-    return emitted, [row[0] for row in together], [row[1] for row in together]
+    faults) of the numbers that a round has for the host."""
+    emitted = [[*row[4 : 3 + row[0]], *([] if row[1] else [row[2]])] for row in numbers]
+    return emitted, [row[0] for row in numbers], [row[1] for row in numbers]
 
 
 def observation(tree: TokenTree, accepted: Accepted, output: PassOutput, counts: list[int],
@@ -184,158 +211,3 @@ def verified(tree: TokenTree, accepted: Accepted, output: PassOutput) -> Verifie
     # Padding columns of a path hold their own index, which may be a node that is on it: the larger place is right.
     places_BN = torch.full_like(tree.tokens_BN, -1).scatter_reduce(1, accepted.path_BK, places_BK, "amax")
     return Verified(tokens_BM=tree.tokens_BN, real_BM=tree.real_BN, logits_BMV=output.logits_BMV, places_BM=places_BN)
-
-
-Body = Callable[[], None]  # A computation that reads and writes the same tensors whenever it is called
-Recorder = Callable[[Body], Body]
-"""Records a computation: the result repeats its operations on the same tensors, without running its Python code.
-Recording runs that code once, and changes no tensor that was there before."""
-
-_LEAST_SLOTS = 128  # Fewest slots of a cache that a record reads, unless the cache has fewer
-
-
-def recorder_of_rounds(rows: Rows) -> Recorder | str:
-    """The recorder of the rounds of some rows, or the reason why they cannot be recorded."""
-    if not isinstance(rows, TargetRows):
-        return "stored text is read in place of a target"
-    if rows.target.placement.spread:
-        return "the target's layers are not whole on one device"
-    if rows.target.recurrent:
-        return "the target has recurrent layers"
-    return recorder_for(rows.target.device)
-
-
-def recorder_for(device: torch.device) -> Recorder | str:
-    """The recorder of a device, or the reason why there is none."""
-    return partial(record_cuda_graph, device) if device.type == "cuda" else "there is no CUDA device"
-
-
-def record_cuda_graph(device: torch.device, body: Body) -> Body:
-    """A CUDA graph of a computation; RuntimeError if it makes the host wait, which no graph can hold."""
-    # No runs to warm up, as torch's examples have them: a round changes what the next one starts from. What libraries
-    # allocate at first was allocated when the first round of the shape was computed.
-    # The collector stays off meanwhile: graphs of an earlier batch that it frees would end the recording.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.device(device):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                body()
-    finally:
-        if collecting:
-            gc.enable()
-    return graph.replay
-
-
-def steps_to(largest: int, least: int = 1) -> list[int]:
-    """The largest number and its halves, rounded up, down to the least one; ascending."""
-    found = [largest]
-    while found[-1] > least:
-        found.append(max(least, -(-found[-1] // 2)))
-    return found[::-1]
-
-
-class RecordedRounds:
-    """The rounds of a batch, whose rows must be a target's, recorded and replayed: at most `rows` rows of `longest`
-    tokens. `record` records a part of a round."""
-
-    def __init__(self, batch: Batch, rows: int, longest: int, record: Recorder) -> None:
-        if not isinstance(batch.rows, TargetRows):
-            raise TypeError(f"rounds are recorded in the rows of a target, got {type(batch.rows).__name__}")
-        self.batch, self.longest, self.record = batch, longest, record
-        self.caches = (batch.rows.cache, *(() if batch.state is None else batch.state.caches))
-        self.row_steps, self.slot_steps = steps_to(rows), list[int]()
-        self.extents: list[int] = []  # Most slots after a row's tokens that a round takes in each cache
-        self.refusal = ""  # The reason that some part of a round cannot be recorded; empty while none has failed
-        self.made: dict[tuple[int, int], RecordedRound] = {}  # By numbers of rows and of cache slots
-        self._first: Round | None = None
-        self._storage: list[Tensor | None] = [None for cache in self.caches for _ in cache.blocks]
-
-    def next(self, active: int) -> Round:
-        """The work of the next round of the first `active` rows."""
-        if self._first is None:
-            for cache in self.caches:
-                cache.extent = 0
-            self._first = Round(self.batch, active)
-            return self._first
-        if not self.extents:
-            # All later rounds are shaped like the first one: room is made for the longest sequence at once.
-            self.extents = [cache.extent for cache in self.caches]
-            for cache, extent in zip(self.caches, self.extents, strict=True):
-                cache.reserve(self.longest + extent)
-                cache.take_all()
-            most = self.longest + max(self.extents)
-            self.slot_steps = steps_to(most, min(_LEAST_SLOTS, most))
-            if self.batch.state is not None:
-                self.batch.state.expect(self._first.accepted.path_BK.shape[1])
-        needed = max(max(cache.host_lengths[:active]) + extent
-                     for cache, extent in zip(self.caches, self.extents, strict=True))
-        # The smallest shape with room for all of them.
-        shape = (next(step for step in self.row_steps if step >= active),
-                 next(step for step in self.slot_steps if step >= needed))
-        storage = [block.storage for cache in self.caches for block in cache.blocks]
-        if not all(now is then for now, then in zip(storage, self._storage, strict=True)):
-            # A cache has got its memory, or more of it, elsewhere: earlier records would write where it was.
-            self.made.clear()
-            self._storage = storage
-        if shape not in self.made:
-            self.made[shape] = RecordedRound(self, *shape)
-        work = self.made[shape]
-        work.active = active
-        return work
-
-
-class RecordedRound(Round):
-    """A round of one shape: computed the first time, then recorded, then replayed."""
-
-    active: int  # Rows that hold a sequence
-
-    def __init__(self, rounds: RecordedRounds, rows: int, slots: int) -> None:
-        super().__init__(rounds.batch, rows, padded=True)
-        self.rounds, self.slots = rounds, slots
-        self.replays: dict[str, Body] = {}
-        self.computed = False
-
-    def draft(self) -> None:
-        self._run("drafting", super().draft)
-
-    def verify(self) -> None:
-        self._run("verification", super().verify)
-
-    def commit(self, counts: list[int]) -> None:
-        # Numbers for the host while the work may be recorded: none is true in every replay. It counts afterwards.
-        self._run("the commit", lambda: Round.commit(self, [0] * self.rows))
-        self.rounds.caches[0].advance(counts)
-
-    def observe(self, counts: list[int]) -> None:
-        self._run("what the drafter observes", lambda: Round.observe(self, [0] * self.rows))
-        if self.batch.state is not None:
-            self.batch.state.advance(counts)
-        self.computed = True
-
-    def _run(self, name: str, work: Body) -> None:
-        """Compute, record or replay a part."""
-        if (replay := self.replays.get(name)) is not None:
-            replay()
-            return
-        caches, windows = self.rounds.caches, [cache.window for cache in self.rounds.caches]
-        for cache in caches:
-            # Every pass reads so many slots, whatever the rows hold.
-            cache.bound = min(self.slots, cache.capacity)
-        try:
-            if self.computed and not self.rounds.refusal:
-                try:
-                    self.replays[name] = self.rounds.record(work)
-                except RuntimeError as error:
-                    # Whatever cannot be captured can be computed: nothing of it has been done on the device yet.
-                    for cache, window in zip(caches, windows, strict=True):
-                        cache.window = window
-                    self.rounds.refusal = f"{name} cannot be captured ({str(error).splitlines()[0][:200]})"
-            if name not in self.replays:
-                work()
-        finally:
-            for cache in caches:
-                cache.bound = None
-        if name in self.replays:
-            self.replays[name]()

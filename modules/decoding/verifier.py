@@ -161,6 +161,21 @@ class BatchVerifier:
         biases = verifier.biases if settings.biases is None else settings.biases
         eos_ids = verifier.eos_ids if settings.eos_ids is None else settings.eos_ids
         self.biases = None if biases == TokenBiases() else AppliedBiases(biases, eos_ids, vocab_size, device)
+        # On the device, so that a replayed pass draws by the seed of its own call.
+        self.seed = torch.zeros((), dtype=torch.long, device=device)
+        self.restart(settings)
+
+    @property
+    def buffers(self) -> list[RowBuffer]:
+        """All that is held of the rows."""
+        found = (self.temperatures, self.requests, self.places, self.uniforms, self.seen, self.last)
+        return [buffer for buffer in found if buffer is not None]
+
+    def restart(self, settings: DecodeSettings) -> None:
+        """Serve another call, with settings that differ in the seed alone, as far as the device is concerned."""
+        self.settings = settings
+        # As a signed number: the same 64 bits.
+        self.seed.fill_((settings.seed + 2**63) % 2**64 - 2**63)
 
     def open(self, row: int, request: Request) -> None:
         """Start a request in a row."""
@@ -178,15 +193,14 @@ class BatchVerifier:
     def keep(self, order: list[int], order_R: Tensor) -> None:
         """Row r is the former row order[r]; the others leave."""
         self._samples = [*(self._samples[row] for row in order), *[False] * (len(self._samples) - len(order))]
-        for buffer in (self.temperatures, self.requests, self.places, self.uniforms, self.seen, self.last):
-            if buffer is not None:
-                buffer.keep(order_R)
+        for buffer in self.buffers:
+            buffer.keep(order_R)
 
     def draws(self, rows: int) -> Draws | None:
         """Random numbers for drafting the next trees of the first `rows` rows; None when every request is greedy."""
         if not self.sampled:
             return None
-        return Draws(seed=self.settings.seed, requests_B=self.requests.values[:rows],
+        return Draws(seed=self.seed, requests_B=self.requests.values[:rows],
                      places_B=self.places.values[:rows], temperature_B=self.temperatures.values[:rows])
 
     def first_tokens(self, rows: list[int], rows_B: Tensor, logits_BMV: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,6 +74,7 @@ class Target:
         self.broken_V: Tensor | None = None  # True at tokens whose embedding holds NaN or infinity; None without any
         self.compiler = Compiler()  # Of these layers and of those of drafters that draft for them
         self._compiled: CompiledLayers | None = None
+        self.kept: list[Any] = []  # Batches of the decoding loop with their records, for the next call
         if not sketched:
             least_V, largest_V = model.get_input_embeddings().weight.detach().aminmax(dim=-1)
             broken_V = ~(least_V.isfinite() & largest_V.isfinite())
@@ -169,6 +170,7 @@ class Target:
             self.linears.use(Packing(packed_from=0))
         self.model.to(device)
         self.broken_V = None if self.broken_V is None else self.broken_V.to(self.device)
+        self.kept.clear()
         return self
 
     @contextmanager
@@ -285,9 +287,6 @@ class Target:
         """Open an empty batch of rows, for sequences of `capacity` tokens at most, the largest tree included; the
         passes give the outputs of the layers `taps`. The tokens `prefix`, with which every sequence starts, are read
         once and copied from row to row, as far as they have a finite embedding."""
-        if self.broken_V is not None:
-            broken = [place for place, token in enumerate(prefix) if bool(self.broken_V[token])]
-            prefix = prefix[: min(broken, default=len(prefix))]
         return TargetRows(self, rows, capacity, self._checked(taps), prefix)
 
     def looked_up(self, tokens: Tensor) -> dict[str, Tensor]:

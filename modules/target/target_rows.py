@@ -43,12 +43,22 @@ class TargetRows:
         self.drafted: EarlyLayers | None = None
         self.shared: PassOutput | None = None
         if prefix:
-            # The common prefix is read once, into a spare row after the others, from which each row copies it.
-            count, device = len(prefix), target.device
-            counts_B = torch.tensor([count], device=device)
-            tree = TokenTree.prompts(torch.tensor([list(prefix)], device=device), counts_B)
-            self.shared = self.run(tree, [rows], counts_B[:, None] - 1)
-            self.commit(torch.arange(count, device=device)[None], counts_B, [count], moved=False)
+            self.share(prefix)
+
+    def share(self, prefix: Sequence[int]) -> None:
+        """Read the tokens with which all rows start, once, into a spare row after the others, from which each copies
+        it; there is one if the rows were made with a prefix. Tokens without a finite embedding are left to the rows."""
+        target, spare = self.target, self.cache.rows - 1
+        if target.broken_V is not None:
+            broken = [place for place, token in enumerate(prefix) if bool(target.broken_V[token])]
+            prefix = prefix[: min(broken, default=len(prefix))]
+        self.shared, count = None, len(prefix)
+        self.cache.forget(spare)
+        if prefix:
+            counts_B = torch.tensor([count], device=target.device)
+            tree = TokenTree.prompts(torch.tensor([list(prefix)], device=target.device), counts_B)
+            self.shared = self.run(tree, [spare], counts_B[:, None] - 1)
+            self.commit(torch.arange(count, device=target.device)[None], counts_B, [count], moved=False)
 
     @torch.no_grad()
     def run(self, tree: TokenTree, rows: list[int] | None = None, select_BM: Tensor | None = None) -> PassOutput:

@@ -218,7 +218,7 @@ class _Bench:
         select_BM = None if sent.virtual is None else torch.arange(tree.size, device=tree.tokens_BN.device)
         output = self.rows.run(sent, select_BM=None if select_BM is None else select_BM.expand_as(tree.tokens_BN))
         accepted = down_to(tree, self.roots_B, argmax(output.logits_BMV)[:, 0])
-        _, counts, _ = read(for_host(tree, accepted, self.roots_B))
+        _, counts, _ = read(for_host(tree, accepted, self.roots_B).tolist())
         self.rows.commit(accepted.path_BK, accepted.counts_B, counts, moved=size > 1)
         passed = _now(self.target.device)
         # The next step finds the same context; the drafter's text grows, for which its state has room.

@@ -303,7 +303,7 @@ class Draws:
     whose high word is not 0 gets a key and a last counter word derived from all 128 bits by the generator itself. A
     pass emits at least one token, so no two passes of a request share a place."""
 
-    seed: int  # The run's
+    seed: int | Tensor  # The run's; a tensor holds its low 64 bits, int64
     requests_B: Tensor  # Index of each row's request, int64
     places_B: Tensor  # Tokens the row had emitted when the tree was grown, int64
     temperature_B: Tensor  # The row's temperature, float32; 0 is greedy
@@ -329,7 +329,7 @@ class Draws:
         """`count` words of 32 bits, int64, for each purpose, [B, F, count]."""
         blocks = torch.arange(-(-count // 4), device=self.places_B.device)
         places_B11, requests_B11 = self.places_B[:, None, None], self.requests_B[:, None, None]
-        low_B11, high_B11 = (torch.full_like(places_B11, (self.seed >> shift) & _MASK) for shift in (0, 32))
+        low_B11, high_B11 = (torch.zeros_like(places_B11) + ((self.seed >> shift) & _MASK) for shift in (0, 32))
         plain = (low_B11, requests_B11 & _MASK, high_B11)
         # Seed and index have 128 bits, key and last word of the counter 96. Where the index is above 2^32 the three
         # words are derived from all bits, so that no two requests share their numbers.

@@ -158,7 +158,11 @@ class OracleState(WrappedState):
 
     def keep(self, rows_R: Tensor) -> None:
         super().keep(rows_R)
-        self.texts.keep(rows_R)
+        if len(rows_R):
+            self.texts.keep(rows_R)
+        else:
+            # Emptied for another call, whose row r decodes text r again.
+            self.texts.values.copy_(torch.arange(len(self.texts.values)))
 
 
 class Oracle(Wrapped):

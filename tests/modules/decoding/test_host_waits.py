@@ -20,7 +20,7 @@ from support.policies import EVERY
 from support.tiers import DRAFTING, others_long, some_long
 from torch import Tensor
 
-READ = "modules/decoding/rounds.py"  # The one read of a pass: accepted tokens, counts and faults together
+READ = "modules/decoding/loop.py"  # The one read of a pass: accepted tokens, counts and faults together
 BETWEEN = "modules/policies/stopping_chains.py"
 """The read of a chain that asks after a token whether any row goes on: only the host can leave out a draft step. At
 most one for each token after the first."""

@@ -1,0 +1,358 @@
+"""Rounds of decoding that are recorded once and replayed: CUDA graphs, kept with their target from call to call.
+
+A record repeats the operations of a round on the very same tensors. Batches are padded to a few numbers of rows, and
+every cache is read up to a few numbers of slots; each combination has one record. It is made before its first round,
+which is a replay too: a round of no sequence is computed first, in which libraries prepare what they keep.
+
+The host needs no number of a replayed round to launch the next one, so it reads a round while the next one runs.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..interfaces.proposer import DraftState, Proposer
+from ..policies.base import Policy
+from ..row_buffers import RowBuffer
+from ..target.kv_cache import RowCache
+from ..target.model import Target
+from ..target.target_rows import TargetRows
+from .recorders import DeviceTimer
+from .requests import DecodeSettings
+from .rounds import Batch, Round, read
+from .verifier import Verifier
+
+Body = Callable[[], None]  # A computation that reads and writes the same tensors whenever it is called
+Recorder = Callable[[Body], Body]
+"""Records a computation: the result repeats its operations on the same tensors, without running its Python code.
+Recording runs that code once, and changes no tensor that was there before."""
+
+_LEAST_SLOTS = 128  # Fewest slots of a cache that a record reads, unless the cache has fewer
+_LEAST_TEXT = 256  # Fewest tokens of a row that a kept batch has room for, so that answers of most lengths share it
+MOST_KEPT, KEPT_SHARE = 4, 0.25  # Batches that a target keeps, and the share of its device's memory that they may take
+
+
+def recorder_of(target: Verifier, asked: bool | None) -> Recorder | str:
+    """The recorder of the rounds of a target, or the reason why they cannot be recorded; "" where nobody wants that. By
+    default they are wanted on every device but a CPU."""
+    if asked is False or (asked is None and target.device.type == "cpu"):
+        return ""
+    if not isinstance(target, Target):
+        return "stored text is read in place of a target"
+    if target.placement.spread:
+        return "the target's layers are not whole on one device"
+    return recorder_for(target.device)
+
+
+def recorder_for(device: torch.device) -> Recorder | str:
+    """The recorder of a device, or the reason why there is none."""
+    return partial(record_cuda_graph, device) if device.type == "cuda" else "there is no CUDA device"
+
+
+def record_cuda_graph(device: torch.device, body: Body) -> Body:
+    """A CUDA graph of a computation; RuntimeError if it makes the host wait, which no graph can hold."""
+    # The collector stays off meanwhile: graphs of an earlier batch that it frees would end the recording.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.device(device):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                body()
+    finally:
+        if collecting:
+            gc.enable()
+    return graph.replay
+
+
+def steps_to(largest: int, least: int = 1) -> list[int]:
+    """The largest number and its halves, rounded up, down to the least one; ascending."""
+    found = [largest]
+    while found[-1] > least:
+        found.append(max(least, -(-found[-1] // 2)))
+    return found[::-1]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The batch that a call wants, as far as its records depend on it: equal ones can share them."""
+
+    drafter: Proposer | None
+    policy: Policy | None
+    settings: DecodeSettings  # Without what the host alone looks at
+    rows: int
+    taps: tuple[int, ...]
+    sampled: bool
+    prefixed: bool  # Whether a further row holds a common start
+    numbers: Any  # Number types that operations choose by settings of torch
+
+    @classmethod
+    def by(cls, target: Target, settings: DecodeSettings, drafter: Proposer | None, policy: Policy | None, *,
+           rows: int, sampled: bool, taps: Sequence[int], prefixed: bool) -> "Wanted":
+        """What a call wants of a target."""
+        kind = target.device.type
+        numbers = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        shared = replace(settings, seed=0, stop=(), stop_from_prompt=False, ignore_eos=False, batch_size=1,
+                         prefill_chunk=1, graphs=None)
+        # A power of two: batches of like sizes share their records.
+        return cls(drafter, policy, shared, 1 << (rows - 1).bit_length(), tuple(taps), sampled, prefixed,
+                   (numbers, torch.get_float32_matmul_precision()))
+
+
+class RecordedRounds:
+    """A batch of a target's rows of at most `longest` tokens, and its recorded rounds. `record` records a round."""
+
+    def __init__(self, target: Target, wanted: Wanted, settings: DecodeSettings, longest: int, prefix: Sequence[int],
+                 record: Recorder) -> None:
+        self.wanted, self.rows, self.record = wanted, wanted.rows, record
+        self.longest = max(longest, min(max(_LEAST_TEXT, 1 << (longest - 1).bit_length()), target.context_length))
+        policy = None if wanted.policy is None else wanted.policy.unwatched()
+        nodes = 1 if policy is None else policy.max_size
+        # A row that has ended is found out when one more round has been launched.
+        places = self.longest + 2 * nodes
+        virtual = 0 if wanted.drafter is None else wanted.drafter.virtual_nodes
+        self.batch = Batch.made(target, settings, wanted.drafter, policy, rows=self.rows,
+                                slots=self.longest + 2 * nodes * (1 + virtual), places=places, sampled=wanted.sampled,
+                                taps=wanted.taps, prefix=prefix)
+        assert isinstance(self.batch.rows, TargetRows)
+        state, self.target_rows = self.batch.state, self.batch.rows
+        self.caches: Sequence[RowCache] = (self.target_rows.cache, *(() if state is None else state.caches))
+        self.row_steps, self.slot_steps = steps_to(self.rows), list[int]()
+        self.path = 0  # Most tokens that a round commits to a row
+        self.extents: list[int] = []  # Most slots after a row's tokens that a round takes in each cache
+        self.refusal = ""  # The reason that rounds cannot be recorded; empty while none has failed
+        self.made: dict[tuple[int, int], RecordedRound] = {}  # By numbers of rows and of cache slots
+        self.bytes = 0  # Memory of caches and records on the device
+        self.records = 0  # Rounds that were recorded
+        self._storage: list[Tensor | None] = []
+        self._tried = set[int]()  # Numbers of rows of which a round was computed
+        # Before the first prompt: no row may have a text when rounds are tried out.
+        self._refusing(self._prepare)
+        self._empty()
+
+    def restart(self, settings: DecodeSettings, prefix: Sequence[int]) -> None:
+        """Empty the batch for another call that wants the same, but for settings that the host alone looks at."""
+        self._empty()
+        self.batch.verifier.restart(settings)
+        if prefix:
+            self.target_rows.share(prefix)
+
+    def _empty(self) -> None:
+        self.target_rows.active = self.rows
+        self.batch.keep([])
+        self.target_rows.active = self.rows
+
+    def shape(self, active: int, ahead: bool) -> tuple[int, int]:
+        """Numbers of rows and slots of the next round of the first `active` rows, while another one runs if `ahead`,
+        whose numbers the host does not know."""
+        # What a draft leaves unread in one round it reads in the next.
+        needed = ahead * 2 * self.path + max(
+            max(cache.host_lengths[:active]) + extent for cache, extent in zip(self.caches, self.extents, strict=True))
+        return (next(step for step in self.row_steps if step >= active),
+                next(step for step in self.slot_steps if step >= needed))
+
+    def holds(self, active: int) -> bool:
+        """Whether the round after one that is not read yet is recorded already."""
+        return self.shape(active, ahead=True) in self.made
+
+    def next(self, active: int, ahead: bool) -> "RecordedRound | None":
+        """The next round of the first `active` rows, to be launched; None where rounds cannot be recorded."""
+        if self.refusal:
+            return None
+        storage = [block.storage for cache in self.caches for block in cache.blocks]
+        if not all(now is then for now, then in zip(storage, self._storage, strict=True)):
+            # A cache has got more memory elsewhere: earlier records would write where it was.
+            self.made.clear()
+            self._storage = storage
+        if (shape := self.shape(active, ahead)) not in self.made:
+            self._refusing(partial(self._make, shape))
+            if self.refusal:
+                return None
+        work = self.made[shape]
+        work.active = active
+        return work
+
+    def _refusing(self, work: Body) -> None:
+        """Prepare rounds or record one; what cannot be recorded can be computed, and nothing of it has been done."""
+        before = _allocated(self.batch)
+        try:
+            work()
+        except RuntimeError as error:
+            said = "the device has no memory for it" if isinstance(error, torch.OutOfMemoryError) else str(error)
+            self.refusal = f"a round cannot be captured ({said.splitlines()[0][:200]})"
+            self.made.clear()
+            for cache in self.caches:
+                cache.window = None
+        self.bytes += max(0, _allocated(self.batch) - before)
+
+    def _make(self, shape: tuple[int, int]) -> None:
+        """Record a round."""
+        if shape[0] not in self._tried:
+            self._try_out(*shape)
+        self.made[shape] = RecordedRound(self, *shape)
+        self.records += 1
+
+    def _prepare(self) -> None:
+        """Learn what a round takes, and take the memory for the longest text at once."""
+        lengths = [list(cache.host_lengths) for cache in self.caches]
+        # Once as rounds are computed, then as they are recorded, in which a draft may read more at once.
+        self.path = self._try_out(self.row_steps[-1])
+        for cache, held in zip(self.caches, lengths, strict=True):
+            cache.host_lengths = held
+        if self.batch.state is not None:
+            self.batch.state.expect(self.path)
+        for cache in self.caches:
+            cache.reserve(self.longest + cache.extent + 4 * self.path)
+        for cache in self.caches:
+            cache.extent = 0
+        self._try_out(self.row_steps[-1], max(cache.capacity for cache in self.caches))
+        self.extents = [cache.extent for cache in self.caches]
+        for cache, extent in zip(self.caches, self.extents, strict=True):
+            cache.reserve(self.longest + extent + 4 * self.path)
+            cache.take_all()
+        most = self.longest + max(self.extents) + 4 * self.path
+        self.slot_steps = steps_to(most, min(_LEAST_SLOTS, most))
+        self._storage = [block.storage for cache in self.caches for block in cache.blocks]
+
+    def _try_out(self, rows: int, slots: int | None = None) -> int:
+        """Compute a round that leaves every row as it was; returns the most tokens that one commits to a row."""
+        held = [(values, values.clone()) for values in _values(self.batch)]
+        self.batch.live.values.fill_(False)
+        work = Round(self.batch, rows, padded=True)
+        with self.bounded(slots):
+            work.whole()
+        for values, former in held:
+            values.copy_(former)
+        self._tried.add(rows)
+        return work.accepted.path_BK.shape[1]
+
+    @contextmanager
+    def bounded(self, slots: int | None) -> Iterator[None]:
+        """A block whose passes read so many slots, whatever the rows hold."""
+        for cache in self.caches:
+            cache.bound = None if slots is None else min(slots, cache.capacity)
+        try:
+            yield
+        finally:
+            for cache in self.caches:
+                cache.bound = None
+
+    def advance(self, counts: list[int]) -> None:
+        """Count on the host what a round has committed on the device."""
+        self.caches[0].advance(counts)
+        if self.batch.state is not None:
+            self.batch.state.advance(counts)
+
+
+class RecordedRound(Round):
+    """A recorded round of one shape."""
+
+    active: int  # Rows that hold a sequence
+
+    def __init__(self, rounds: RecordedRounds, rows: int, slots: int) -> None:
+        super().__init__(rounds.batch, rows, padded=True)
+        device = rounds.batch.roots.values.device
+        # On another device the time of drafting is not to be had.
+        self.timer = DeviceTimer(device) if device.type == "cuda" and rounds.batch.drafter is not None else None
+        drafting = nullcontext if self.timer is None else self.timer.running
+        with rounds.bounded(slots):
+            self.replay = rounds.record(partial(self.whole, drafting))
+
+    def draft_seconds(self) -> float:
+        """Seconds of drafting in the last replay, which the host waits for."""
+        return 0.0 if self.timer is None else self.timer.replayed()
+
+    def launch(self) -> "Flight":
+        """Replay it, without waiting for its numbers."""
+        self.replay()
+        asked = self.batch.verifier.settings.logprobs
+        return Flight(self, _to_host(self.host_BX[: self.active]),
+                      _to_host(self.logprobs_BK[: self.active]) if asked else list)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A launched round, whose numbers are on their way to the host."""
+
+    work: RecordedRound
+    numbers: Callable[[], list[list[int]]]
+    logprobs: Callable[[], list[list[float]]]  # None at all where nobody asks for them
+
+    def read(self) -> tuple[list[list[int]], list[int], list[int], list[list[float]]]:
+        """(new tokens, nodes on the path, fault, log-probabilities) of each row; the host waits for this round."""
+        emitted, counts, faults = read(self.numbers())
+        return emitted, counts, faults, self.logprobs() or [[]] * len(emitted)
+
+
+def _to_host(values: Tensor) -> Callable[[], list[Any]]:
+    """A function that waits for values and returns them, while the work that is launched later goes on. The next round
+    may overwrite them on their device."""
+    if values.device.type != "cuda":
+        kept = values.clone()
+        return lambda: kept.tolist()  # type: ignore[no-any-return]
+    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    there.copy_(values, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(values.device))
+
+    def waited() -> list[Any]:
+        done.synchronize()
+        return there.tolist()  # type: ignore[no-any-return]
+
+    return waited
+
+
+def _values(part: "Batch | RowBuffer | RowCache | DraftState") -> list[Tensor]:
+    """All that a round of no sequence may change, but slots after the rows' tokens."""
+    if isinstance(part, RowBuffer):
+        return [part.values]
+    if isinstance(part, RowCache):
+        return [part.lengths_B, *({} if part.states is None else part.states.held).values()]
+    inside: Sequence[Any] = part.held if isinstance(part, DraftState) else (
+        part.roots, part.live, part.rows.cache, *part.verifier.buffers, *([] if part.state is None else [part.state]))
+    return [values for one in inside for values in _values(one)]
+
+
+def _allocated(batch: Batch) -> int:
+    """Bytes of the device that are in use."""
+    device = batch.roots.values.device
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+# Between calls --------------------------------------------------------------------------------------------------------
+
+
+def taken(target: Target, wanted: Wanted, settings: DecodeSettings, longest: int, prefix: Sequence[int],
+          record: Recorder) -> RecordedRounds:
+    """The rounds that an earlier call has left with the target, or new ones; nobody else has them meanwhile."""
+    for place, one in enumerate(target.kept):
+        if one.wanted == wanted:
+            del target.kept[place]
+            if one.longest >= longest:
+                one.restart(settings, prefix)
+                return one  # type: ignore[no-any-return]
+            break
+    try:
+        return RecordedRounds(target, wanted, settings, longest, prefix, record)
+    except torch.OutOfMemoryError:
+        if not target.kept:
+            raise
+    # What is kept for later calls has to go.
+    target.kept.clear()
+    return RecordedRounds(target, wanted, settings, longest, prefix, record)
+
+
+def give_back(target: Target, rounds: RecordedRounds) -> None:
+    """Keep rounds for the next call that wants them; those that were not wanted for the longest time go."""
+    target.kept.append(rounds)
+    most = float("inf")
+    if target.device.type == "cuda":
+        most = KEPT_SHARE * torch.cuda.get_device_properties(target.device).total_memory
+    while len(target.kept) > MOST_KEPT or sum(one.bytes for one in target.kept) > most:
+        del target.kept[0]
