@@ -7,7 +7,6 @@ holds measurements of one machine.
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from torch import Tensor
 from ..modules import Adapter, Drafter, Policy, Proposer, Target, TargetIdentity, Topology, UserError
 from ..modules.baselines.registry import JOINED, PolicyName, joined_drafter, joined_policy, parse_joined
 from ..modules.decoding.answers import drafted_generate
+from ..modules.decoding.recorded_rounds import MOST_KEPT
 from ..modules.files.atomic_files import file_sha256, write_file
 from ..modules.files.folders import whole_folder
 from ..modules.files.json_records import typed_fields
@@ -59,6 +59,7 @@ class Artifact:
     acceptance: Mapping[str, Any] = field(default_factory=dict)  # acceptance.json; empty where nothing was written
     weights_sha256: str = ""
     """Hash of the file of weights, by which exports and evaluations name it; empty for one that no folder holds."""
+    _drafting: dict[tuple[str, int, float], Drafting] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def tree_size(self) -> int:
@@ -126,7 +127,20 @@ class Artifact:
         strings, a `generation_config`, a `streamer` for one prompt) and a policy of `drafting`. What is not offered is
         refused by name: it raises UserError.
         """
-        return drafted_generate(self.target, partial(self.drafting, policy), inputs, streamer, given)
+
+
+        def drafting(*, batch_size: int, temperature: float) -> Drafting:
+            # The same objects for the same rows: the target keeps what it has recorded of their rounds.
+            wanted = policy, batch_size, temperature
+            if wanted not in self._drafting:
+                while len(self._drafting) >= MOST_KEPT:
+                    del self._drafting[next(iter(self._drafting))]
+                self._drafting[wanted] = self.drafting(policy, batch_size=batch_size, temperature=temperature)
+            # A partner has read nothing, as a new one: sampled trees would depend on earlier calls.
+            self._drafting[wanted].drafter.forget()
+            return self._drafting[wanted]
+
+        return drafted_generate(self.target, drafting, inputs, streamer, given)
 
     def _own_policy(self, name: PolicyName, batch_size: int, temperature: float) -> Policy:
         """The part of a policy that grows the artifact's own drafts."""

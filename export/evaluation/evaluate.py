@@ -73,6 +73,8 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
               "settings": asdict(config),
               # By them `push` knows whose figures these are: an artifact's weights are of one target alone.
               "artifacts": {method.name: method.weights_sha256 for method in schedule.methods},
+              # Rounds are replayed on a device, if nobody says otherwise.
+              "graphs": target.device.type != "cpu" if config.graphs is None else config.graphs,
               "graph_refusals": list(runner.graph_refusals),
               "compile_refusal": target.compiler.refusal if config.compile else "",
               "compile_seconds": target.compiler.seconds - compiled_before,

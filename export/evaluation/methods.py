@@ -55,9 +55,9 @@ class EvaluateConfig(CheckedSettings):
     baselines: tuple[str, ...] | str = ()
     """Drafters without training that are measured too, one or several: prompt_lookup, suffix_match, recycling, ngrams,
     layer_skip, first_layers, and native_head, the one that some targets bring along."""
-    graphs: bool = False
-    """On a CUDA device, replay drafting, verification and commit as CUDA graphs, in plain decoding too; the report says
-    what could not be."""
+    graphs: bool | None = None
+    """Replay whole rounds as CUDA graphs, in plain decoding too; null does so on a CUDA device. The report says what
+    could not be."""
     compile: bool = False
     """Compile the layers of target and drafts with torch.compile, in plain decoding too. The first passes take minutes,
     before anything is timed; the report says where it fails."""

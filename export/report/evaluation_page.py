@@ -368,5 +368,5 @@ def _settings(header: Mapping[str, Any]) -> str:
     limit = "all prompts" if found["limit"] is None else f"at most {found['limit']:,} prompts"
     minutes = "without a limit of time" if found["budget_minutes"] is None else f"{found['budget_minutes']:g} minutes"
     return (f"drafted by {drafts}{''.join(filters)}; {limit} of each set; {minutes}; "
-            f"{'with' if found['graphs'] else 'without'} CUDA graphs, layers "
+            f"{'with' if header['graphs'] else 'without'} CUDA graphs, layers "
             f"{'compiled' if found['compile'] else 'not compiled'}")

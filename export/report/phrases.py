@@ -59,7 +59,7 @@ def how_measured(run: EvaluationRun) -> str:
              f"temperature {degrees[0]:g}" if degrees[0] else "greedy")
     # Where a replay or a compiler was asked for and refused, the speeds are of another program than the reader expects.
     notes = ""
-    if settings.get("graphs"):
+    if run.header["graphs"]:
         refused = "; ".join(run.header["graph_refusals"])
         notes += f"; replayed as CUDA graphs{f', as far as possible: {refused}' if refused else ''}"
     if settings.get("compile"):

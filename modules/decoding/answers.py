@@ -3,6 +3,7 @@
 
 Shapes: B rows, L tokens of the longest prompt, T tokens of the longest answer."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -124,7 +125,10 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
             for token in tokens if streamer is not None else ():
                 streamer.put(torch.tensor([token]))
 
-        found = decode(target, requests, settings, drafter=drafter, policy=policy, on_tokens=show).generations
+        made = decode(target, requests, settings, drafter=drafter, policy=policy, on_tokens=show)
+        found = made.generations
+        if made.stats.graph_refusal:
+            warnings.warn(f"decoding is not replayed as CUDA graphs: {made.stats.graph_refusal}", stacklevel=2)
         if streamer is not None:
             streamer.end()
         # Rows that have ended are filled up as in `generate`; without an end token all are equally long.

@@ -222,7 +222,10 @@ class RecordedRounds:
 
     def _try_out(self, rows: int, slots: int | None = None) -> int:
         """Compute a round that leaves every row as it was; returns the most tokens that one commits to a row."""
-        held = [(values, values.clone()) for values in _values(self.batch)]
+        batch = self.batch
+        parts: list[RowBuffer | RowCache | DraftState] = [*self.caches, batch.roots, batch.live, *batch.verifier.buffers]
+        parts += [] if batch.state is None else [batch.state]
+        held = [(values, values.clone()) for part in parts for values in _values(part)]
         self.batch.live.values.fill_(False)
         work = Round(self.batch, rows, padded=True)
         with self.bounded(slots):
@@ -295,28 +298,26 @@ def _to_host(values: Tensor) -> Callable[[], list[Any]]:
     may overwrite them on their device."""
     if values.device.type != "cuda":
         kept = values.clone()
-        return lambda: kept.tolist()  # type: ignore[no-any-return]
+        return lambda: kept.tolist()
     there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     there.copy_(values, non_blocking=True)
-    done = torch.cuda.Event()
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record(torch.cuda.current_stream(values.device))
 
     def waited() -> list[Any]:
         done.synchronize()
-        return there.tolist()  # type: ignore[no-any-return]
+        return there.tolist()
 
     return waited
 
 
-def _values(part: "Batch | RowBuffer | RowCache | DraftState") -> list[Tensor]:
+def _values(part: RowBuffer | RowCache | DraftState) -> list[Tensor]:
     """All that a round of no sequence may change, but slots after the rows' tokens."""
     if isinstance(part, RowBuffer):
         return [part.values]
     if isinstance(part, RowCache):
         return [part.lengths_B, *({} if part.states is None else part.states.held).values()]
-    inside: Sequence[Any] = part.held if isinstance(part, DraftState) else (
-        part.roots, part.live, part.rows.cache, *part.verifier.buffers, *([] if part.state is None else [part.state]))
-    return [values for one in inside for values in _values(one)]
+    return [values for one in part.held for values in _values(one)]
 
 
 def _allocated(batch: Batch) -> int:

@@ -121,8 +121,8 @@ class AnswerArguments(CheckedSettings):
     """Seed of the sampled answer."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer."""
-    graphs: bool = False
-    """On a CUDA device, replay drafting, verification and commit as CUDA graphs; a last line says what could not be."""
+    graphs: bool | None = None
+    """Replay whole rounds as CUDA graphs; null does so on a CUDA device. A last line says what could not be."""
     compile: bool = False
     """Compile the layers of target and draft with torch.compile, which takes minutes before the first words and pays in
     long answers; a last line says where it fails."""

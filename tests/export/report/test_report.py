@@ -82,7 +82,7 @@ def a_run(*, contended: bool = False, names: tuple[str, ...] = ("medusa",), batc
     header = {
         "machine": {"processor": "A Processor", "device": "cpu", "system": "Linux"}, "dtype": "float32", "threads": 2,
         "linear_layers": {"forms": "linear layers plain", "packed_from": 0, "times": None},
-        "versions": {"torch": "2.13.0"}, "settings": asdict(EvaluateConfig()), "timed_prompts": 4,
+        "versions": {"torch": "2.13.0"}, "graphs": False, "settings": asdict(EvaluateConfig()), "timed_prompts": 4,
         "artifacts": dict.fromkeys(names, "cafe02"),
         "prompt_sets": {"own": 5, "handwritten": 5}, "categories": {"math": 5, "writing": 5},
         "planned": {"prompt_sets": {"own": 5, "handwritten": 5}, "categories": {"math": 5, "writing": 5},

@@ -48,6 +48,7 @@ def test_events_are_read_behind_the_work(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(recorders.torch.cuda, "Event", Event)
     monkeypatch.setattr(recorders.torch.cuda, "current_stream", lambda _device: device)
+    monkeypatch.setattr(recorders.torch.cuda, "is_current_stream_capturing", lambda: False)
     timer = DeviceTimer(torch.device("cuda"))
     for seconds in (2.0, 3.0):
         device.launch(0.5)

@@ -19,6 +19,7 @@ from benchmarks.parts.shapes import Oracle
 from draftsmith.modules import Ensemble, Loop, Policy, Replay, StoppedChain, Target, Union, decode
 from draftsmith.modules.baselines.registry import BASELINES, LayerDraft, baseline
 from draftsmith.modules.decoding import recorded_rounds, rounds
+from draftsmith.modules.decoding.answers import stream
 from draftsmith.modules.decoding.recorders import PassRecorder, RecordedStates, StateRecorder
 from draftsmith.modules.decoding.requests import DecodeResult, DecodeSettings, Request
 from draftsmith.modules.interfaces.proposer import DraftState, Proposer, VerifiedRows
@@ -26,13 +27,14 @@ from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_tr
 from draftsmith.modules.policies.stopping_chains import EarlyExit, MaxProbability, PathProbability, StoppingRule
 from draftsmith.modules.policies.trees import Chain, SampledTree, StaticTree
 from draftsmith.modules.target.devices import compiled_layers
+from draftsmith.modules.token_tree import TokenTree
 from support.devices.pretended_device import place, pretended_device
 from support.devices.recorded_operations import Records, held_tensors
 from support.devices.waits import GREEDY, MIXED, WIDE, Way, drafted, moved, on_device, plain, together, without_training
 from support.drafters import Wrapped, WrappedState
 from support.families import CASES, randomised
 from support.policies import EVERY
-from support.targets import random_target
+from support.targets import KINDS, RECURRENT, random_target, recurrent_model
 from support.tiers import DRAFTING, FIRST_CASES, others_long, some_long
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -226,6 +228,148 @@ def test_replayed_rounds_decode_the_same_with_several_drafters(tiny_target_f64: 
     check(both(tiny_target_f64, together(first, StaticTree(WIDE)), records), records)
 
 
+# Recurrent targets ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", some_long(RECURRENT, KINDS, KINDS))
+@pytest.mark.parametrize("name", ["plain", "medusa", "eagle3"])
+def test_replayed_rounds_of_recurrent_targets_decode_the_same(family: str, name: str, records: Records) -> None:
+    """Their states are written in place, those of a tree's nodes before any is chosen."""
+    model = recurrent_model(family)
+    # The products of groups count in a way that a CPU lacks.
+    model.set_experts_implementation("batched_mm")
+    target = Target(model, None, name=family)
+    way = plain if name == "plain" else drafted(name, StaticTree(WIDE))
+    check(both(target, way, records, MIXED), records)
+
+
+# Between calls --------------------------------------------------------------------------------------------------------
+
+
+def calls(target: Target, way: Way, records: Records, asked: Sequence[dict[str, Any]],
+          temperatures: Sequence[float] = MIXED) -> list[tuple[DecodeResult, int]]:
+    """Of several calls with one drafter: the replayed answers, which are those computed with a drafter of its own, and
+    the number of records made meanwhile."""
+    with pretended_device() as waits:
+        records.waits, there = waits, on_device(target)
+        torch.manual_seed(0)
+        drafter, policy = way(target, there)
+        found = []
+        for given in asked:
+            before = len(records.made)
+            lengths, settings = given.get("lengths", LENGTHS), {"batch_size": 4} | given.get("settings", {})
+            made = decode(there, requests(temperatures, lengths), DecodeSettings(**settings), drafter=drafter,
+                          policy=policy)
+            assert made.stats.graph_refusal == ""
+            assert made.stats.recorded_rounds == len(records.made) - before
+            torch.manual_seed(0)
+            own = decode(target, requests(temperatures, lengths), DecodeSettings(**settings, graphs=False),
+                         **dict(zip(("drafter", "policy"), way(target, target), strict=True)))
+            assert [one.tokens for one in made.generations] == [one.tokens for one in own.generations]
+            found.append((made, made.stats.recorded_rounds))
+    return found
+
+
+@pytest.mark.parametrize("name", others_long(DRAFTING))
+def test_a_second_call_of_a_shape_records_nothing(tiny_target_f64: Target, name: str, records: Records) -> None:
+    """By default, as the target is on a device. Nothing of the first call is left, its seed included."""
+    target = CASES[name].verifier(tiny_target_f64)
+    found = calls(target, drafted(name, SampledTree(WIDE) if name != "prompt-tokens" else StaticTree(WIDE)), records,
+                  [{}, {}, {"settings": {"seed": 2**64 - 7}}])
+    assert found[0][1] > 0 == found[1][1]
+
+
+@pytest.mark.parametrize("name", [*BASELINES, "plain"])
+def test_a_second_call_without_training_records_nothing(tiny_target_f64: Target, name: str, records: Records) -> None:
+    way = plain if name == "plain" else without_training(name)
+    # Of one row: some remember earlier answers, and rows would end in another order.
+    found = calls(tiny_target_f64, way, records, [{"lengths": (26,)}, {"lengths": (26,)}])
+    assert found[0][1] > 0 == found[1][1]
+
+
+def test_records_are_shared_as_far_as_they_can_be(tiny_target_f64: Target, records: Records) -> None:
+    """By fewer rows and shorter answers, other end tokens, but not by another filter or longer answers."""
+    found = calls(tiny_target_f64, drafted("eagle3", StaticTree(WIDE)), records, [
+        {"settings": {"top_k": 9}}, {"settings": {"top_k": 9, "batch_size": 3}, "lengths": (9, 9, 9)},
+        {"settings": {"top_k": 9, "ignore_eos": True}}, {"settings": {"top_k": 5}},
+        {"settings": {"top_k": 9}, "lengths": (300, 4)}])
+    assert [made > 0 for _, made in found] == [True, False, False, True, True]
+
+
+def test_a_target_keeps_few_batches_and_none_that_moved(tiny_target: Target, records: Records) -> None:
+    with pretended_device() as waits:
+        records.waits, there = waits, on_device(tiny_target)
+        for top_k in range(1, 7):
+            decode(there, requests(MIXED, (4,)), DecodeSettings(top_k=top_k))
+        assert [one.wanted.settings.top_k for one in there.kept] == [3, 4, 5, 6]
+        there.to(there.device)
+        assert not there.kept
+
+
+@pytest.mark.parametrize("end", ["closed", "failed", "interleaved"])
+def test_calls_that_overlap_or_stop_leave_sound_records(tiny_target_f64: Target, end: str, records: Records) -> None:
+    """A batch is in the hands of one call; one that an error ended is not used again."""
+    [expected], [other] = (decode(tiny_target_f64, [one], DecodeSettings()).generations
+                           for one in requests(GREEDY, (40, 40))[:2])
+    with pretended_device() as waits:
+        records.waits, there = waits, on_device(tiny_target_f64)
+        watched = list[TokenTree]()
+
+        def watch(tree: TokenTree, *_: Any) -> None:
+            watched.append(tree)
+            if end == "failed" and len(watched) > 3:
+                raise KeyboardInterrupt
+
+        first = stream(there, expected.request, DecodeSettings(), observer=watch)
+        found = [*next(first), *next(first), *next(first)]
+        if end == "closed":
+            first.close()
+        elif end == "failed":
+            with pytest.raises(KeyboardInterrupt):
+                list(first)
+        kept = len(there.kept)
+        second = [token for tokens in stream(there, other.request, DecodeSettings()) for token in tokens]
+        assert kept == (end == "closed")
+        if end == "interleaved":
+            found += [token for tokens in first for token in tokens]
+    assert second == other.tokens
+    assert found == expected.tokens[: len(found)]
+    assert (len(found) == 40) == (end == "interleaved")
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_what_comes_after_an_end_is_dropped(tiny_target_f64: Target, stop: bool, records: Records) -> None:
+    """The round after the end was launched before the end was seen."""
+    drafter, policy = drafted("medusa", StaticTree(WIDE))(tiny_target_f64, tiny_target_f64)
+    plainly = decode(tiny_target_f64, requests(GREEDY, LENGTHS), DecodeSettings(batch_size=4)).generations
+    ends = {"stop": (tiny_target_f64.tokenizer.decode(plainly[0].tokens[7:9]),)} if stop else {
+        "eos_ids": (plainly[0].tokens[7], plainly[2].tokens[5])}
+    found = [one.tokens for one in decode(tiny_target_f64, requests(GREEDY, LENGTHS),
+                                          DecodeSettings(batch_size=4, **ends), drafter=drafter,
+                                          policy=policy).generations]
+    with pretended_device() as waits:
+        records.waits, there = waits, on_device(tiny_target_f64)
+        replayed = decode(there, requests(GREEDY, LENGTHS), DecodeSettings(batch_size=4, **ends),
+                          drafter=moved(drafter, there), policy=policy)
+    assert [one.tokens for one in replayed.generations] == found
+    assert len(found[0]) < LENGTHS[0]
+
+
+def test_a_round_is_launched_before_the_last_one_is_read(tiny_target_f64: Target, records: Records,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at most, and none after the last that the answers can need."""
+    order = list[str]()
+    launch, landed = recorded_rounds.RecordedRound.launch, recorded_rounds.Flight.read
+    monkeypatch.setattr(recorded_rounds.RecordedRound, "launch", lambda self: order.append("launch") or launch(self))
+    monkeypatch.setattr(recorded_rounds.Flight, "read", lambda self: order.append("read") or landed(self))
+    with pretended_device() as waits:
+        records.waits, there = waits, on_device(tiny_target_f64)
+        made = decode(there, requests(GREEDY, (6,)), DecodeSettings(ignore_eos=True))
+    assert len(made.generations[0].tokens) == 6
+    # The first token comes from the prompt's pass.
+    assert order == ["launch", *["launch", "read"] * 4, "read"]
+
+
 # Places ---------------------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +399,7 @@ def steady(target: Target, way: Way, records: Records, temperatures: Sequence[fl
             with Outside(records) as outside:
                 for _ in range(3):
                     next(passes)
-            # After the prompts and a round that is recorded, the host's copy of its numbers is all that is not replayed.
+            # Of later rounds the copy of their numbers for the host is all that is not replayed.
             if number > 3:
                 assert outside.places == {"modules/decoding/recorded_rounds.py": 1}
                 yield loop
