@@ -9,7 +9,7 @@ The host needs no number of a replayed round to launch the next one, so it reads
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -95,7 +95,7 @@ class Wanted:
     @classmethod
     def by(cls, target: Target, settings: DecodeSettings, drafter: Proposer | None, policy: Policy | None, *,
            rows: int, sampled: bool, taps: Sequence[int], prefixed: bool) -> "Wanted":
-        """What a call wants of a target."""
+        """The wishes of a call to a target."""
         kind = target.device.type
         numbers = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         shared = replace(settings, seed=0, stop=(), stop_from_prompt=False, ignore_eos=False, batch_size=1,
@@ -158,7 +158,7 @@ class RecordedRounds:
                 next(step for step in self.slot_steps if step >= needed))
 
     def holds(self, active: int) -> bool:
-        """Whether the round after one that is not read yet is recorded already."""
+        """True if the round after one that is not read yet is recorded already."""
         return self.shape(active, ahead=True) in self.made
 
     def next(self, active: int, ahead: bool) -> "RecordedRound | None":
@@ -223,7 +223,7 @@ class RecordedRounds:
     def _try_out(self, rows: int, slots: int | None = None) -> int:
         """Compute a round that leaves every row as it was; returns the most tokens that one commits to a row."""
         batch = self.batch
-        parts: list[RowBuffer | RowCache | DraftState] = [*self.caches, batch.roots, batch.live, *batch.verifier.buffers]
+        parts: list[Any] = [*self.caches, batch.roots, batch.live, *batch.verifier.buffers]
         parts += [] if batch.state is None else [batch.state]
         held = [(values, values.clone()) for part in parts for values in _values(part)]
         self.batch.live.values.fill_(False)
@@ -268,8 +268,10 @@ class RecordedRound(Round):
             self.replay = rounds.record(partial(self.whole, drafting))
 
     def draft_seconds(self) -> float:
-        """Seconds of drafting in the last replay, which the host waits for."""
-        return 0.0 if self.timer is None else self.timer.replayed()
+        """Seconds of drafting in the last replay, which the host waits for; 0 where the device does not tell."""
+        with suppress(RuntimeError):
+            return 0.0 if self.timer is None else self.timer.replayed()
+        return 0.0
 
     def launch(self) -> "Flight":
         """Replay it, without waiting for its numbers."""
@@ -339,14 +341,12 @@ def taken(target: Target, wanted: Wanted, settings: DecodeSettings, longest: int
                 one.restart(settings, prefix)
                 return one  # type: ignore[no-any-return]
             break
-    try:
-        return RecordedRounds(target, wanted, settings, longest, prefix, record)
-    except torch.OutOfMemoryError:
-        if not target.kept:
-            raise
-    # What is kept for later calls has to go.
-    target.kept.clear()
-    return RecordedRounds(target, wanted, settings, longest, prefix, record)
+    made = RecordedRounds(target, wanted, settings, longest, prefix, record)
+    if made.refusal and target.kept:
+        # What is kept for later calls has to go, if it is the memory that they take.
+        target.kept.clear()
+        made = RecordedRounds(target, wanted, settings, longest, prefix, record)
+    return made
 
 
 def give_back(target: Target, rounds: RecordedRounds) -> None:

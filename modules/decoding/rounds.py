@@ -141,7 +141,7 @@ class Round:
             batch.drafter.observe(batch.state, rows_R, self.observation)
 
     def whole(self, drafting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """All parts, as far as the device does them: the host is told no counts. What drafts runs inside `drafting`."""
+        """All parts, as far as the device does them: the host learns no counts. Drafting runs inside `drafting`."""
         unknown = [0] * self.rows
         with drafting():
             self.draft()

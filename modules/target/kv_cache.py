@@ -195,9 +195,9 @@ class RowCache(RecurrentCache):
 
     def take_all(self) -> None:
         """Take the memory of all slots, now or at the first pass, after which nothing is moved."""
-        self._grows = False
         for block in self.blocks:
             self._make_room(block, self.capacity)
+        self._grows = False
 
     def write(self, layer: int, keys_BHNE: Tensor, values_BHNE: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values of a layer and return all those in use, [B, H, W, E] each; ValueError outside a

@@ -12,10 +12,12 @@ from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from benchmarks.parts.shapes import Oracle
+from draftsmith.export.artifact import Artifact
 from draftsmith.modules import Ensemble, Loop, Policy, Replay, StoppedChain, Target, Union, decode
 from draftsmith.modules.baselines.registry import BASELINES, LayerDraft, baseline
 from draftsmith.modules.decoding import recorded_rounds, rounds
@@ -27,8 +29,9 @@ from draftsmith.modules.policies.lookahead_trees import LookaheadTrees, ahead_tr
 from draftsmith.modules.policies.stopping_chains import EarlyExit, MaxProbability, PathProbability, StoppingRule
 from draftsmith.modules.policies.trees import Chain, SampledTree, StaticTree
 from draftsmith.modules.target.devices import compiled_layers
+from draftsmith.modules.target.kv_cache import RowCache
 from draftsmith.modules.token_tree import TokenTree
-from support.devices.pretended_device import place, pretended_device
+from support.devices.pretended_device import files, place, pretended_device
 from support.devices.recorded_operations import Records, held_tensors
 from support.devices.waits import GREEDY, MIXED, WIDE, Way, drafted, moved, on_device, plain, together, without_training
 from support.drafters import Wrapped, WrappedState
@@ -396,12 +399,14 @@ def steady(target: Target, way: Way, records: Records, temperatures: Sequence[fl
                     DecodeSettings(batch_size=3, ignore_eos=True, graphs=True), drafter=drafter, policy=policy)
         passes = loop.run()
         for number in range(8):
+            waits.clear()
             with Outside(records) as outside:
                 for _ in range(3):
                     next(passes)
             # Of later rounds the copy of their numbers for the host is all that is not replayed.
             if number > 3:
-                assert outside.places == {"modules/decoding/recorded_rounds.py": 1}
+                assert outside.places == files(waits.reads) == {"modules/decoding/recorded_rounds.py": 1}
+                assert not waits.uploads
                 yield loop
 
 
@@ -518,6 +523,61 @@ def test_a_part_that_waits_is_computed_with_all_later_rounds(tiny_target_f64: Ta
     assert [one.tokens for one in asked.generations] == [one.tokens for one in computed.generations]
     assert [one.emitted for one in asked.generations] == [one.emitted for one in computed.generations]
     assert "cannot be captured" in asked.stats.graph_refusal
+
+
+@pytest.mark.parametrize("stage", ["records", "caches"])
+def test_without_memory_rounds_are_computed(tiny_target_f64: Target, stage: str, records: Records,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    def starved(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    monkeypatch.setattr(*((Records, "__call__") if stage == "records" else (RowCache, "take_all")), starved)
+    computed, asked = both(tiny_target_f64, drafted("draft-lm", StaticTree(WIDE)), records)
+    assert [one.tokens for one in asked.generations] == [one.tokens for one in computed.generations]
+    assert asked.stats.graph_refusal == "a round cannot be captured (the device has no memory for it)"
+
+
+def test_kept_batches_make_room_for_another(tiny_target_f64: Target, records: Records,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    take_all, [one] = RowCache.take_all, requests(GREEDY, (9,))
+    with pretended_device() as waits:
+        records.waits, there = waits, on_device(tiny_target_f64)
+        decode(there, [one], DecodeSettings())
+        former = there.kept[0]
+
+        def crowded(cache: RowCache) -> None:
+            if former in there.kept:
+                raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+            take_all(cache)
+
+        monkeypatch.setattr(RowCache, "take_all", crowded)
+        assert decode(there, [one], DecodeSettings(top_k=3)).stats.graph_refusal == ""
+        assert former not in there.kept
+
+
+@pytest.mark.filterwarnings("error")
+def test_generate_of_an_artifact_records_once_and_says_what_it_cannot(tiny_target_f64: Target,
+                                                                      records: Records) -> None:
+    """Also with a partner that reads the text, which is a new one in each call."""
+    prompt = torch.tensor([requests(GREEDY, (1,))[0].tokens])
+    drafter = randomised(CASES["medusa"].make(tiny_target_f64))
+
+    def answers(target: Target) -> list[list[int]]:
+        artifact = Artifact(drafter=moved(drafter, target), target=target, topology=WIDE, identity=target.identity,
+                            provenance={})
+        return [artifact.generate(prompt.to(target.device), max_new_tokens=9, policy="static+recycling").tolist()[0]
+                for _ in range(2)]
+
+    expected = answers(tiny_target_f64)
+    with pretended_device() as waits:
+        records.waits, there = waits, on_device(tiny_target_f64)
+        assert answers(there) == expected
+        assert len(records.made) == 1
+    with pretended_device() as waits, patch.object(Records, "__call__", side_effect=RuntimeError("no stream")):
+        records.waits, there = waits, on_device(tiny_target_f64)
+        with pytest.warns(UserWarning, match="CUDA graphs: a round cannot be captured"):
+            found = answers(there)
+        assert found == expected
 
 
 def test_without_cuda_rounds_are_computed_and_the_reason_is_reported(tiny_target: Target) -> None:

@@ -25,6 +25,7 @@ class Records:
     made: list["Record"] = field(default_factory=list)
     waits: Waits | None = None  # What crosses between the host and the pretended device, where there is one
     repeating: bool = False  # Whether a record is being repeated now
+    operations: int = 0  # Operations on the pretended device in all repetitions
 
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
         """Record a computation."""
@@ -43,11 +44,14 @@ class Records:
         return lambda: self._repeat(record)
 
     def _repeat(self, record: "Record") -> None:
+        before = 0 if self.waits is None else self.waits.operations
         self.repeating = True
         try:
             record.replay()
         finally:
             self.repeating = False
+        if self.waits is not None:
+            self.operations += self.waits.operations - before
 
     @property
     def replays(self) -> int:
