@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -178,8 +179,9 @@ class Method:
         called = name or (family if artifact.adapter is None else f"{family} (changes the target)")
         return cls(name=called if policy == STATIC else f"{called}, {policy}",
                    family=family, drafter=drafter, weights_sha256=artifact.weights_sha256,
-                   policy_for=lambda rows, temperature: artifact.policy(policy, batch_size=rows,
-                                                                        temperature=temperature),
+                   # One for the same rows: the target keeps what it has recorded of its rounds.
+                   policy_for=cache(lambda rows, temperature: artifact.policy(policy, batch_size=rows,
+                                                                              temperature=temperature)),
                    prediction=lambda rows, temperature: artifact.prediction(policy, batch_size=rows,
                                                                             temperature=temperature))
 

@@ -27,7 +27,9 @@ from .rounds import Batch, Round, ahead_states, read
 from .verifier import Verifier, message
 
 Observer = Callable[[TokenTree, Accepted, Sequence[Generation]], None]
-"""Called after each pass, before its tokens are added: the trees, the accepted paths, the answer of each row."""
+"""Called after each pass, before its tokens are added: the trees, the accepted paths, the answer of each row. Of rounds
+that are replayed it is called when one is launched: an answer may lack the tokens of the round before, and may have
+ended there. It must not keep the tensors, which the next round overwrites, but what it computes of them."""
 _SHORTEST_PREFIX = 8  # Tokens that prompts must share before it pays to keep them in a row of their own
 _LIKE, _FEWEST_ROWS = 0.75, 8  # Least share of the longest prompt's tokens of so many or more that are read together
 
@@ -292,7 +294,7 @@ class Loop:
 
     def _pass(self) -> Iterator[tuple[Generation, list[int], bool]]:
         """Draft, verify and commit once for all active rows. A recorded round is read when the next one is launched,
-        unless somebody looks at its tensors, which the next one overwrites."""
+        but where the host needs its states."""
         recorded, active = self.recorded, len(self.slots)
         if recorded is None or recorded.refusal:
             yield from self._given(*self._round())
@@ -311,7 +313,9 @@ class Loop:
         flight, self._flight = self._flight, work.launch()
         self._launched[work] += 1
         self.stats.target_seconds += time.perf_counter() - started_at
-        if flight is None and (self.recorder is not None or self.observer is not None):
+        if self.observer is not None:
+            self.observer(*work.of_first(active), self.slots)
+        if self.recorder is not None:
             flight, self._flight = self._flight, None
         if flight is not None:
             yield from self._landed(flight)
@@ -326,14 +330,12 @@ class Loop:
     def _landed(self, flight: Flight) -> Iterator[tuple[Generation, list[int], bool]]:
         """The results of a launched round."""
         assert self.recorded is not None
-        started_at, active = time.perf_counter(), len(self.slots)
+        started_at = time.perf_counter()
         emitted, counts, faults, logprobs = flight.read()
         self.recorded.advance(counts)
         self.stats.target_seconds += time.perf_counter() - started_at
         if self.recorder is not None:
             self.recorder.add([one.request.index for one in self.slots], counts, flight.work.observation)
-        if self.observer is not None:
-            self.observer(*flight.work.of_first(active), self.slots)
         yield from self._given(emitted, faults, logprobs)
 
     def _given(self, emitted: list[list[int]], faults: list[int], logprobs: list[list[float]]

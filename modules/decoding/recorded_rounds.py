@@ -35,7 +35,7 @@ Recording runs that code once, and changes no tensor that was there before."""
 
 _LEAST_SLOTS = 128  # Fewest slots of a cache that a record reads, unless the cache has fewer
 _LEAST_TEXT = 256  # Fewest tokens of a row that a kept batch has room for, so that answers of most lengths share it
-MOST_KEPT, KEPT_SHARE = 4, 0.25  # Batches that a target keeps, and the share of its device's memory that they may take
+MOST_KEPT, KEPT_SHARE = 8, 0.25  # Batches that a target keeps, and the share of its device's memory that they may take
 
 
 def recorder_of(target: Verifier, asked: bool | None) -> Recorder | str:

@@ -235,6 +235,7 @@ class Typical(Rule):
         return down_to(tree, deepest_B, choose_at(logits_BNV, chances.choices_BN, sampling, deepest_B))
 
 
+@dataclass(frozen=True)
 class AcceptAll(Rule):
     """Accepts every drafted token of a chain (ValueError for another tree); the target adds one after it. What is
     emitted is the draft's own text, with a token of the target's after each chain. It is for data that a draft is to
