@@ -230,7 +230,7 @@ def test_a_draft_that_is_always_right_is_read_as_far_as_it_was_accepted(tiny_tar
 def test_replayed_rounds_decode_the_same_with_several_drafters(tiny_target_f64: Target, first: str,
                                                                records: Records) -> None:
     """Those with rows of their own in the target too."""
-    check(both(tiny_target_f64, together(first, StaticTree(WIDE)), records), records)
+    check(both(tiny_target_f64, together(first, StaticTree(WIDE)), records, guesses=first != "recycling"), records)
 
 
 # Recurrent targets ----------------------------------------------------------------------------------------------------
