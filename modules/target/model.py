@@ -300,9 +300,12 @@ class Target:
     def read_nodes(self, embedded_BND: Tensor, tokens_BN: Tensor, layout: PassLayout, cache: Cache) -> Tensor:
         """Final states [B, N, D] of embedded nodes at the places of a layout; the open window of the cache gets their
         keys and values. The token of a virtual node is -1."""
+        mask = additive(layout.visible_BNW[:, None], self.dtype)
+        # What spreads a model over devices gives each layer copies of its arguments, another mask among them.
+        parts = None if layout.parts is None or self.placement.spread else replace(layout.parts, mask=mask)
         final_BND: Tensor = self.decoder(
-            inputs_embeds=embedded_BND, attention_mask=additive(layout.visible_BNW[:, None], self.dtype),
-            past_key_values=cache, use_cache=True, **self.looked_up(tokens_BN),
+            inputs_embeds=embedded_BND, attention_mask=mask, past_key_values=cache, use_cache=True,
+            **self.looked_up(tokens_BN), tree_parts=parts,
             **place_arguments(layout.positions_BN, layout.key_positions_BW)).last_hidden_state
         return final_BND
 

@@ -24,6 +24,7 @@ from ..features import Features
 from ..token_tree import TokenTree, VirtualNodes
 from .attention.segment_attention import mask_arguments, visible_text
 from .attention.tree_attention import place_arguments
+from .attention.two_parts import FEWEST_SLOTS, TreeParts
 from .kv_cache import RowCache
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class PassLayout:
     positions_BN: Tensor  # Position id of each node, int64: its row's length plus its depth
     visible_BNW: Tensor  # True where a node sees a slot: committed tokens, its ancestors and itself
     key_positions_BW: Tensor  # Position id of each slot, for sliding windows
+    parts: TreeParts | None = None  # For attention in two parts; None for prompts, virtual nodes and short rows
 
     @classmethod
     def of(cls, tree: TokenTree, lengths_B1: Tensor, width: int, context_length: int) -> "PassLayout":
@@ -49,7 +51,8 @@ class PassLayout:
         inside_BW = (node_BW >= 0) & (node_BW < size)
         node_BW = node_BW.clamp(0, size - 1)
         ancestor_BNW = tree.ancestors_BNN.gather(2, node_BW[:, None, :].expand(-1, size, -1))
-        return cls(positions_BN=positions_BN,
+        long = width >= FEWEST_SLOTS and not tree.prompt and tree.virtual is None
+        return cls(positions_BN=positions_BN, parts=TreeParts.of(tree, lengths_B1) if long else None,
                    visible_BNW=(slots_W < lengths_B1)[:, None, :] | (inside_BW[:, None, :] & ancestor_BNW),
                    key_positions_BW=torch.where(inside_BW, positions_BN.gather(1, node_BW), slots_W))
 
@@ -251,7 +254,9 @@ class EarlyLayers:
         lengths_B1 = self.cache.lengths_B[window.rows_B1]
         layout, first = PassLayout.of(tree, lengths_B1, window.width, self.target.context_length), tree.size - count
         # The last nodes alone run; the slots of the others, which they see, stay in use.
-        layout = replace(layout, positions_BN=layout.positions_BN[:, first:], visible_BNW=layout.visible_BNW[:, first:])
+        parts = layout.parts if virtual_BF is None else None
+        layout = replace(layout, positions_BN=layout.positions_BN[:, first:], visible_BNW=layout.visible_BNW[:, first:],
+                         parts=parts and replace(parts, hidden_BNC=parts.hidden_BNC[:, first:]))
         with first_layers(self.target.layers, self.num_layers) as outputs:
             tokens_BF = tree.tokens_BN[:, first:]
             tokens_BF = tokens_BF if virtual_BF is None else tokens_BF.masked_fill(virtual_BF, -1)

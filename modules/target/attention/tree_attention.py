@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ...errors import UserError
 from .segment_attention import DENSE_LENGTH, AttentionForm, Segments, attend_by_scores, attend_inside
+from .two_parts import TreeParts, attend_in_parts, takes_parts
 
 
 class Asked(NamedTuple):
@@ -97,7 +98,7 @@ def tree_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, atten
                    sliding_window: int | None = None, query_positions: Tensor | None = None,
                    key_positions: Tensor | None = None, s_aux: Tensor | None = None, segments: Segments | None = None,
                    near_masks: dict[tuple[int | None, int | None], Tensor] | None = None, apart: bool = False,
-                   **_: Any) -> tuple[Tensor, None]:
+                   tree_parts: TreeParts | None = None, **_: Any) -> tuple[Tensor, None]:
     """Attend with a mask [B, 1, N, W]; `key_positions` [B, W] lets windows and chunks follow positions, not slots;
     UserError where they need them and there are none. transformers' attention modules call this signature. With
     `segments` the mask is not read: whole rows attend inside them; UserError for a long row to which the model did not
@@ -119,15 +120,18 @@ def tree_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, atten
     if mask is not None and mask.shape[-1] != key.shape[2]:
         raise UserError(f"{type(module).__name__} does not hand on the segments of a row of {key.shape[2]} tokens; "
                         f"set row_length to at most {DENSE_LENGTH}, or choose another target")
-    return attend_masked(query, key, value, mask, form, query_positions, key_positions, near_masks), None
+    return attend_masked(query, key, value, mask, form, query_positions, key_positions, near_masks, tree_parts), None
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form: AttentionForm,
                   query_positions: Tensor | None, key_positions: Tensor | None,
-                  near_masks: dict[tuple[int | None, int | None], Tensor] | None) -> Tensor:
+                  near_masks: dict[tuple[int | None, int | None], Tensor] | None,
+                  tree_parts: TreeParts | None = None) -> Tensor:
     """Attention output [B, N, H, X] under a mask that is boolean or `additive`: every layer makes a boolean one
     additive anew. The first layer of a pass with a window or a chunk puts its mask into `near_masks` for the others.
     UserError for a window or a chunk without positions."""
+    if tree_parts is not None and takes_parts(query, key, value, mask, form, tree_parts):
+        return attend_in_parts(query, key, value, form.scaling, tree_parts)
     queries, grouped = query.shape[2], query.shape[1] != key.shape[1]
     reach = form.window, form.chunk
     if mask is not None and reach != (None, None):

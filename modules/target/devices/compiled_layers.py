@@ -91,7 +91,7 @@ def bounded() -> Iterator[None]:
 
 Form = Callable[..., Any]  # A compiled forward of a kind of layer, whose first argument is the layer
 Adapt = Callable[[Compiler, Form, nn.Module], Form]  # Gives a layer of one kind its form
-_FOR_ATTENTION = {"past_key_values", "attention_mask", "key_positions", "near_masks"}  # Read by attention alone
+_FOR_ATTENTION = {"past_key_values", "attention_mask", "key_positions", "near_masks", "tree_parts"}  # Read there alone
 PACKED = "the linear layers are packed for oneDNN, which no graph can hold (set target.pack: 0)"
 """The reason that layers on a CPU are not compiled."""
 
@@ -139,7 +139,7 @@ def of_transformers(compiler: Compiler, form: Form, layer: nn.Module) -> Form:
             attended = True
             keys, values = cache.update(asked.key, asked.value, number)
             return attend_masked(asked.query, keys, values, mask, asked.form, given.get("query_positions"),
-                                 given.get("key_positions"), given.get("near_masks"))
+                                 given.get("key_positions"), given.get("near_masks"), given.get("tree_parts"))
 
         with attending(attend):
             found = form(layer, *args, past_key_values=passed_on, apart=True, **others)

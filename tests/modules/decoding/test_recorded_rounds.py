@@ -7,7 +7,7 @@ the branches of an accelerator, and whatever would make the host wait is refused
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ from draftsmith.modules.policies.trees import Chain, SampledTree, StaticTree
 from draftsmith.modules.target.devices import compiled_layers
 from draftsmith.modules.target.kv_cache import RowCache
 from draftsmith.modules.token_tree import TokenTree
+from references.flash_attention import forced
 from support.devices.pretended_device import files, place, pretended_device
 from support.devices.recorded_operations import Records, held_tensors
 from support.devices.waits import GREEDY, MIXED, WIDE, Way, drafted, moved, on_device, plain, together, without_training
@@ -133,15 +134,30 @@ def test_replayed_rounds_decode_the_same_in_windows(records: Records) -> None:
     check(both(target, plain, records, MIXED), records)
 
 
+@pytest.mark.parametrize("name", others_long(["eagle3", "kangaroo"]))
+def test_replayed_rounds_attend_in_two_parts(tiny_target_f64: Target, name: str, records: Records) -> None:
+    """The lengths of the rows that the kernel is given are the device's, in every replay others."""
+    with forced() as layers:
+        found = both(tiny_target_f64, drafted(name, StaticTree(WIDE)), records)
+    check(found, records)
+    assert layers["took"] == layers["asked"] > 0
+    alone = both(tiny_target_f64, drafted(name, StaticTree(WIDE)), records)[0]
+    assert [one.tokens for one in found[1].generations] == [one.tokens for one in alone.generations]
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("attention", [nullcontext, forced])
 def test_rounds_with_compiled_layers_are_replayed(tiny_target_f64: Target, records: Records,
+                                                  attention: Callable[[], AbstractContextManager[Any]],
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a compiled layer a record holds what its attention does, and not the call that asks for it."""
     monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
     monkeypatch.setattr(tiny_target_f64, "compiler", compiled_layers.Compiler())
     monkeypatch.setattr(tiny_target_f64, "_compiled", None)
-    found = both(tiny_target_f64, drafted("eagle3", StaticTree(WIDE)), records, compile=True)
+    with attention() as layers:
+        found = both(tiny_target_f64, drafted("eagle3", StaticTree(WIDE)), records, compile=True)
     check(found, records)
+    assert layers is None or layers["took"] == layers["asked"] > 0
     assert found[0].stats.compile_refusal == ""
     assert tiny_target_f64.compiler.graphs > 0
 

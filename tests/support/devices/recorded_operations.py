@@ -75,6 +75,10 @@ class Record(TorchDispatchMode):
             # A graph holds the kernels of the operations inside it.
             with self:
                 return inside(*args, **kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            # Inside such an operation they come whole: a `reshape` that copies says that it is a view.
+            with self:
+                return func.decompose(*args, **kwargs)
         if reads(func, args):
             raise RuntimeError(f"{func} makes the host wait, which a graph cannot hold")
         for argument, value in zip(func._schema.arguments, args, strict=False):
