@@ -23,8 +23,8 @@ from ..config_checks import CheckedSettings, Parts, Positive, Size
 from ..errors import UserError
 from ..features import Features
 from ..files.json_records import MistypedError, kinds_of, typed_fields
-from ..target.attention.segment_attention import Segments, Sight, attend_inside, visible_text
-from ..target.attention.tree_attention import Asked, attend_apart, attending
+from ..target.attention.segment_attention import AttentionForm, Segments, Sight, attend_inside, visible_text
+from ..target.attention.tree_attention import attend_apart, attending
 from ..target.devices.compiled_layers import Compiler, Form
 from ..target.kv_cache import RowCache
 from ..target.model import Target
@@ -318,8 +318,8 @@ def of_block(_compiler: Compiler, form: Form, layer: nn.Module) -> Form:
 def _in_context(form: Form, layer: nn.Module, own: Attention, *given: Any) -> Any:
     *states, context = given
 
-    def attend(asked: Asked) -> Tensor:
-        mixed_BHNE: Tensor = context.attend(own.layer, asked.query, asked.key, asked.value)
+    def attend(query: Tensor, key: Tensor, value: Tensor, _form: AttentionForm) -> Tensor:
+        mixed_BHNE: Tensor = context.attend(own.layer, query, key, value)
         return mixed_BHNE.transpose(1, 2).contiguous()
 
     apart = ApartContext(positions_BN=context.positions_BN, visible_BNW=context.visible_BNW,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +23,8 @@ from ...errors import UserError
 from .segment_attention import DENSE_LENGTH, AttentionForm, Segments, attend_by_scores, attend_inside
 from .two_parts import TreeParts, attend_in_parts, takes_parts
 
-
-class Asked(NamedTuple):
-    """The arguments of the attention of a compiled layer."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    form: AttentionForm
-
-
-_ATTEND: ContextVar[Callable[[Asked], Tensor]] = ContextVar("attention of the running layer")
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionForm], Tensor]  # The attention of a compiled layer
+_ATTEND: ContextVar[Attend] = ContextVar("attention of the running layer")
 
 
 @torch.library.custom_op("draftsmith::attend", mutates_args=())
@@ -41,7 +32,7 @@ def attend_apart(query: Tensor, key: Tensor, value: Tensor, scaling: float | Non
                  chunk: int | None = None, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
     """Attention output [B, N, H, X] of queries [B, H, N, E] by what the running layer's pass has set."""
     form = AttentionForm(scaling=scaling, window=window, chunk=chunk, softcap=softcap, sinks_H=sinks)
-    return _ATTEND.get()(Asked(query, key, value, form))
+    return _ATTEND.get()(query, key, value, form)
 
 
 @attend_apart.register_fake
@@ -59,7 +50,7 @@ class PassedOn:
 
 
 @contextmanager
-def attending(attend: Callable[[Asked], Tensor]) -> Iterator[None]:
+def attending(attend: Attend) -> Iterator[None]:
     """A block in which the attention of a compiled layer is this function."""
     token = _ATTEND.set(attend)
     try:

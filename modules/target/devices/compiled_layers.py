@@ -21,7 +21,8 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from ..attention.tree_attention import Asked, PassedOn, attend_masked, attending
+from ..attention.segment_attention import AttentionForm
+from ..attention.tree_attention import PassedOn, attend_masked, attending
 from ..partial_passes import replaced
 
 BACKEND = "inductor"  # Compiler of torch.compile
@@ -134,11 +135,11 @@ def of_transformers(compiler: Compiler, form: Form, layer: nn.Module) -> Form:
             return type(layer).forward(layer, *args, **given)
         others = {name: value for name, value in given.items() if name not in _FOR_ATTENTION}
 
-        def attend(asked: Asked) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor, own: AttentionForm) -> Tensor:
             nonlocal attended
             attended = True
-            keys, values = cache.update(asked.key, asked.value, number)
-            return attend_masked(asked.query, keys, values, mask, asked.form, given.get("query_positions"),
+            keys, values = cache.update(key, value, number)
+            return attend_masked(query, keys, values, mask, own, given.get("query_positions"),
                                  given.get("key_positions"), given.get("near_masks"), given.get("tree_parts"))
 
         with attending(attend):
