@@ -40,6 +40,8 @@ from draftsmith.modules import (
     decode,
 )
 from draftsmith.modules.baselines.memories import recycling_tree
+from draftsmith.modules.target import partial_passes
+from draftsmith.modules.target.attention.two_parts import FEWEST_SLOTS
 from support.policies import paths
 
 CHAIN, TREE, WIDEST = 3, 32, 4
@@ -298,7 +300,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES), help="drafters by their recipes")
     parser.add_argument("--minutes", type=float, default=9, help="measure nothing further after this time")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--parts-from", type=int, default=FEWEST_SLOTS,
+                        help="fewest cache slots from which attention on CUDA is in two parts")
     options = parser.parse_args(words)
+    partial_passes.FEWEST_SLOTS = options.parts_from
     if not 0 < options.acceptance < 1 or min(options.batches) < 1:
         parser.error("--acceptance must lie between 0 and 1 and --batches be at least 1, got "
                      f"{options.acceptance} and {options.batches}")

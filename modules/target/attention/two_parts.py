@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...token_tree import TokenTree, Topology
-from .segment_attention import AttentionForm
+from .segment_attention import AttentionForm, additive
 
 FEWEST_SLOTS, MOST_HEADS = 8_192, 16
 """Fewest slots of a row, and most key heads of all rows, for which it is used: an estimate that has not been measured.
 A block of threads reads one key head under a mask at 60 to 100 GB/s, that many slots of 128 numbers in 42 to 70 µs. A
 whole H100 reads 8 heads in 13 µs, but two parts are some 16 more operations of 2 µs; 31 heads are as fast unsplit."""
-
 DEVICES, FORMATS = ("cuda",), (torch.float16, torch.bfloat16)  # Those of the flash kernel
 
 
@@ -37,10 +36,9 @@ class TreeParts:
     @classmethod
     def of(cls, tree: TokenTree, lengths_B1: Tensor) -> "TreeParts":
         """Those of a pass whose nodes come after the committed tokens of their rows."""
-        device, hidden_BNC = lengths_B1.device, torch.zeros(tree.ancestors_BNN.shape, device=lengths_B1.device)
-        return cls(slots_BC=lengths_B1 + torch.arange(tree.size, device=device), lengths_B=lengths_B1[:, 0].int(),
-                   hidden_BNC=hidden_BNC.masked_fill_(~tree.ancestors_BNN, -torch.inf),
-                   rows_B=torch.arange(len(lengths_B1) + 1, dtype=torch.int32, device=device))
+        return cls(slots_BC=lengths_B1 + torch.arange(tree.size, device=lengths_B1.device),
+                   hidden_BNC=additive(tree.ancestors_BNN, torch.float32), lengths_B=lengths_B1[:, 0].int(),
+                   rows_B=torch.arange(len(lengths_B1) + 1, dtype=torch.int32, device=lengths_B1.device))
 
 
 def takes_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form: AttentionForm,
@@ -102,18 +100,18 @@ def refusal(query: Tensor, key: Tensor) -> str:
     kind = device, dtype, heads, groups, width = query.device, query.dtype, query.shape[1], key.shape[1], key.shape[3]
     if kind in _REFUSALS or torch.cuda.is_current_stream_capturing():
         return _REFUSALS.get(kind, "has not been tried")
-    generator, said, order_W = torch.Generator(device).manual_seed(0), "", torch.arange(512, device=device)
-    # Short rows show the nodes; the keys of the last one are split.
-    lengths_B1 = torch.tensor([[0], [1], [40], [500]], device=device)
-    query, key, value = (torch.randn((4, *shape, width), generator=generator, device=device, dtype=dtype)[:, :, :512]
-                         for shape in ((heads, 5), (groups, 515), (groups, 515)))
-    tree = Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0)).plant(torch.zeros_like(lengths_B1).expand(-1, 5))
-    parts = TreeParts.of(tree, lengths_B1)
-    mask = (order_W < lengths_B1)[:, None].expand(-1, 5, -1).scatter(
-        2, parts.slots_BC[:, None].expand_as(tree.ancestors_BNN), tree.ancestors_BNN)[:, None]
-    expected = scaled_dot_product_attention(query.double(), key.double(), value.double(), attn_mask=mask,
-                                            enable_gqa=True).transpose(1, 2)
+    draws, said = torch.Generator(device).manual_seed(0), ""
     try:
+        # Short rows show the nodes; the keys of the last one are split.
+        lengths_B1 = torch.tensor([[0], [1], [40], [500]], device=device)
+        query, key, value = (torch.randn((4, *shape, width), generator=draws, device=device, dtype=dtype)[:, :, :512]
+                             for shape in ((heads, 5), (groups, 515), (groups, 515)))
+        tree = Topology((-1, 0, 0, 1, 2), (0, 0, 1, 0, 0)).plant(torch.zeros_like(lengths_B1).expand(-1, 5))
+        parts = TreeParts.of(tree, lengths_B1)
+        seen_BNW = (torch.arange(512, device=device) < lengths_B1)[:, None].expand(-1, 5, -1).scatter(
+            2, parts.slots_BC[:, None].expand_as(tree.ancestors_BNN), tree.ancestors_BNN)
+        expected = scaled_dot_product_attention(query.double(), key.double(), value.double(), enable_gqa=True,
+                                                attn_mask=seen_BNW[:, None]).transpose(1, 2)
         error_B = (attend_in_parts(query, key, value, None, parts) - expected).abs().amax((1, 2, 3))
         if not bool((error_B <= 4 * torch.finfo(dtype).eps * expected.abs().amax((1, 2, 3))).all()):
             said = f"differs from one softmax by {float(error_B.max()):.2g}"

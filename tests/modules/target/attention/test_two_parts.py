@@ -224,6 +224,18 @@ def test_a_kernel_that_is_wrong_is_found_out_once(function: Callable[..., Any], 
     assert all("long rows are read by one softmax" in text and answers[0] in text for text in texts)
 
 
+def test_a_kernel_that_fails_leaves_one_softmax_to_the_passes(tiny_target_f64: Target,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = passes(tiny_target_f64)
+    monkeypatch.setattr(partial_passes, "FEWEST_SLOTS", 1)
+    monkeypatch.setattr(two_parts, "DEVICES", ("cpu",))
+    monkeypatch.setattr(two_parts, "FORMATS", (torch.float64,))
+    with kernel(missing), pytest.warns(UserWarning, match="slower: the flash kernel fails .* on cpu for") as said:
+        found = passes(tiny_target_f64)
+    assert len(said) == 1
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
