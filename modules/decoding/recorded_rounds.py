@@ -115,11 +115,10 @@ class RecordedRounds:
         policy = None if wanted.policy is None else wanted.policy.unwatched()
         nodes = 1 if policy is None else policy.max_size
         # A row that has ended is found out when one more round has been launched.
-        places = self.longest + 2 * nodes
-        virtual = 0 if wanted.drafter is None else wanted.drafter.virtual_nodes
-        self.batch = Batch.made(target, settings, wanted.drafter, policy, rows=self.rows,
-                                slots=self.longest + 2 * nodes * (1 + virtual), places=places, sampled=wanted.sampled,
-                                taps=wanted.taps, prefix=prefix)
+        most = nodes if wanted.drafter is None else nodes * (1 + wanted.drafter.virtual_nodes)
+        self.batch = Batch.made(target, settings, wanted.drafter, policy, rows=self.rows, slots=self.longest + 5 * most,
+                                places=self.longest + 2 * nodes, sampled=wanted.sampled, taps=wanted.taps,
+                                prefix=prefix)
         assert isinstance(self.batch.rows, TargetRows)
         state, self.target_rows = self.batch.state, self.batch.rows
         self.caches: Sequence[RowCache] = (self.target_rows.cache, *(() if state is None else state.caches))
@@ -127,6 +126,7 @@ class RecordedRounds:
         self.path = 0  # Most tokens that a round commits to a row
         self.extents: list[int] = []  # Most slots after a row's tokens that a round takes in each cache
         self.refusal = ""  # The reason that rounds cannot be recorded; empty while none has failed
+        self.starved = False  # Whether it is the memory, of which there may be more in the next call
         self.made: dict[tuple[int, int], RecordedRound] = {}  # By numbers of rows and of cache slots
         self.bytes = 0  # Memory of caches and records on the device
         self.records = 0  # Rounds that were recorded
@@ -184,7 +184,8 @@ class RecordedRounds:
         try:
             work()
         except RuntimeError as error:
-            said = "the device has no memory for it" if isinstance(error, torch.OutOfMemoryError) else str(error)
+            self.starved = isinstance(error, torch.OutOfMemoryError)
+            said = "the device has no memory for it" if self.starved else str(error)
             self.refusal = f"a round cannot be captured ({said.splitlines()[0][:200]})"
             self.made.clear()
             for cache in self.caches:
@@ -342,8 +343,8 @@ def taken(target: Target, wanted: Wanted, settings: DecodeSettings, longest: int
                 return one  # type: ignore[no-any-return]
             break
     made = RecordedRounds(target, wanted, settings, longest, prefix, record)
-    if made.refusal and target.kept:
-        # What is kept for later calls has to go, if it is the memory that they take.
+    if made.starved and target.kept:
+        # What is kept for other calls has to go.
         target.kept.clear()
         made = RecordedRounds(target, wanted, settings, longest, prefix, record)
     return made
@@ -351,7 +352,7 @@ def taken(target: Target, wanted: Wanted, settings: DecodeSettings, longest: int
 
 def give_back(target: Target, rounds: RecordedRounds) -> None:
     """Keep rounds for the next call that wants them; those that were not wanted for the longest time go."""
-    target.kept.append(rounds)
+    target.kept += [] if rounds.starved else [rounds]
     most = float("inf")
     if target.device.type == "cuda":
         most = KEPT_SHARE * torch.cuda.get_device_properties(target.device).total_memory
