@@ -24,7 +24,8 @@ VLLM_COUNTERS = {"vllm:spec_decode_num_drafts": "drafts", "vllm:spec_decode_num_
 
 
 def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
-    """The answers for each of `batch_sizes`, with tokens, seconds and counters of each.
+    """The answers for each of `batch_sizes`, with tokens, seconds (the mean of those to the first token too)
+    and counters of each.
 
     The job has `speculative` (vLLM's configuration of drafts, null for none), `loader` (its extra settings for
     loading), `dtype` (the number format of passes) and `context` in tokens. Greedy only: with a temperature vLLM 0.32
@@ -49,12 +50,14 @@ def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
     engine.generate([{"prompt_token_ids": job["prompts"][0]}], sampling, use_tqdm=False)
     runs = []
     for size in job["batch_sizes"]:
-        before, started, answers = vllm_counters(engine), time.perf_counter(), list[list[int]]()
+        before, started, found = vllm_counters(engine), time.perf_counter(), []
         for first in range(0, len(job["prompts"]), size):
             batch = [{"prompt_token_ids": prompt} for prompt in job["prompts"][first : first + size]]
-            answers += [list(one.outputs[0].token_ids) for one in engine.generate(batch, sampling, use_tqdm=False)]
+            found += engine.generate(batch, sampling, use_tqdm=False)
         seconds, after = time.perf_counter() - started, vllm_counters(engine)
+        answers = [list(one.outputs[0].token_ids) for one in found]
         runs.append({"batch_size": size, "seconds": seconds, "tokens": sum(map(len, answers)), "answers": answers,
+                     "first_token": sum(one.metrics.first_token_latency for one in found) / len(found),
                      **{name: after[name] - before[name] for name in after}})
     return {"engine": f"vLLM {__version__.split('+')[0]}", "load_seconds": loaded, "runs": runs,
             "dtype": str(engine.model_config.dtype).removeprefix("torch.")}
@@ -62,11 +65,8 @@ def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
 
 def vllm_counters(engine: Any) -> dict[str, int]:
     """Drafts, drafted and accepted tokens since the engine started."""
-    found = dict.fromkeys(VLLM_COUNTERS.values(), 0)
-    for metric in engine.get_metrics():
-        if metric.name in VLLM_COUNTERS:
-            found[VLLM_COUNTERS[metric.name]] += int(metric.value)
-    return found
+    held = {one.name: one for one in engine.get_metrics()}
+    return {name: int(held[key].value) if key in held else 0 for key, name in VLLM_COUNTERS.items()}
 
 
 # llama.cpp ------------------------------------------------------------------------------------------------------------

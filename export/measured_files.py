@@ -228,14 +228,6 @@ def read_acceptance(folder: Path) -> dict[str, Any]:
     return read_object(path, f"delete it, or {AGAIN}") if path.is_file() else {}
 
 
-def held_out_length(folder: Path, draft_tokens: int) -> float | None:
-    """Tokens of a pass on held-out answers with chains of so many tokens, by acceptance.json of a folder; None where it
-    does not know. Raises UserError if the file is damaged."""
-    return next((float(one["accepted_length"]) for one in read_acceptance(folder).get("measurements", ())
-                 if one["source"] == HELD_OUT and one["chain"] and one["group"] == "all"
-                 and one["draft_tokens"] == draft_tokens), None)
-
-
 def acceptance_lines(found: Mapping[str, Any]) -> list[str]:
     """Sentences for a card: acceptance by position, with the number of drafts and the setting."""
     whole = [one for one in found.get("measurements", ()) if one["group"] == "all"]

@@ -22,10 +22,13 @@ from torch import Tensor
 from ...modules import BlockDraft, BlockDraftConfig, Target, UserError
 from ...modules.families.block.corrections import CORRECTIONS, GROUP, TAPS, WIDER, CorrectionName, Markov, Selector
 from ...modules.families.block.layout import FIXED, FORMS, KINDS, NAMES, READ
+from ...modules.files.atomic_files import write_file
 from ...modules.files.json_records import typed
 from ...modules.interfaces.layout import here, there
 from ...modules.parts.feature_drafter import chosen_taps
 from ...modules.target.loading.stored_weights import check_parameters
+from ..engine_settings import scheduling
+from ..stored_drafter import as_json
 from .parts.checkpoint import Checkpoint, Contents, check_borrowed, output_bias, stored, write_layout
 from .parts.compressed_tensors import OUTPUT, as_compressed, compressed, compressed_config
 from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Served
@@ -58,7 +61,22 @@ def export_dflash(drafter: BlockDraft, target: Target, folder: Path, settings: E
         raise UserError(f"drafters of blocks are written with weights {' or '.join(WEIGHTS)}, got {weights!r}")
     table = write_layout(folder, DFLASH.file, compressed(block_tensors(drafter, target), (), weights),
                          (config or dflash_config(drafter, target)) | compressed_config(weights, ()))
-    return Contents(title=f"{KINDS[drafter.config.correction].title} drafter", table=table)
+    note, costs = "", settings.drafts.costs
+    # TensorRT-LLM reads no layout of the speculators library.
+    if drafter.config.confidence and config is None:
+        scales = drafter.judge_temperatures_K.tolist()
+        # SGLang's `--speculative-dspark-confidence-sts-path` reads the second name.
+        files = {"confidence_calibration": {"sts_temperatures": scales, "temperatures": scales}}
+        if costs is not None:
+            files["confidence_cost_table"] = scheduling(costs, drafter.config.num_steps)
+        for name, held in files.items():
+            write_file(folder / f"{name}.json", as_json(held))
+        paths = ", ".join(f"{name}_path: FOLDER/{name}.json" for name in files)
+        note = ("TensorRT-LLM schedules by the drafter's confidence with `speculative_config: {decoding_type: DSpark, "
+                f"max_draft_len: {drafter.config.num_steps}, speculative_model: FOLDER, enable_confidence_scheduling: "
+                f"true, {paths}}}`, where FOLDER is this folder." + ("" if costs else " It verifies whole blocks "
+                "without a table of costs, which an export with --engine_costs has."))
+    return Contents(title=f"{KINDS[drafter.config.correction].title} drafter", table=table, note=note)
 
 
 def block_tensors(drafter: BlockDraft, target: Target) -> dict[str, Tensor]:
@@ -311,13 +329,7 @@ def _passed_over(drafter: BlockDraft) -> list[str]:
 def served_by_vllm(drafter: BlockDraft) -> Served | None:
     """The settings of vLLM; None for a method that it has not."""
     kind = KINDS[drafter.config.correction]
-    return Served(method={"method": kind.method}, loader={}, tokens=drafter.config.num_steps) if (
-        "vLLM" in kind.engines) else None
-
-
-def chain_tokens(drafter: object) -> int:
-    """Tokens that engines draft unless they are asked for another number: all of a block, otherwise three."""
-    return drafter.config.num_steps if isinstance(drafter, BlockDraft) else 3
+    return Served(method={"method": kind.method}, loader={}) if "vLLM" in kind.engines else None
 
 
 DFLASH = ExportFormat[BlockDraft](
@@ -325,5 +337,4 @@ DFLASH = ExportFormat[BlockDraft](
     readers={"vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, passed_over=_passed_over,
     write=export_dflash, read=read_blocks, opens=OPENS, known=FIXED, weights=WEIGHTS, as_read=as_compressed,
     vllm=served_by_vllm, others=lambda drafter, places: {} if served_by_vllm(drafter) else {
-        "SGLang": sglang_command("DFLASH", places, num_draft_tokens=drafter.config.block_size)},
-    chain=chain_tokens)
+        "SGLang": sglang_command("DFLASH", places, num_draft_tokens=drafter.config.block_size)})

@@ -59,12 +59,12 @@ def export_eagle(drafter: Eagle | Eagle3, target: Target, folder: Path, settings
     linear = linear_names(tensors, drafter)
     table = write_layout(folder, EAGLE_FILE, compressed(tensors, linear, weights),
                          eagle_config(drafter, target) | compressed_config(weights, linear))
-    outputs = list(drafter.taps)
+    outputs, drafts = list(drafter.taps), settings.drafts
     return Contents(title=f"EAGLE-{3 if isinstance(drafter, Eagle3) else 1} drafter", table=table, note=(
         "" if isinstance(drafter, Eagle) or len(outputs) == 1 else
         "TensorRT-LLM (PyTorch backend) takes its settings from a file: `speculative_config: {decoding_type: Eagle3, "
-        f"max_draft_len: 3, speculative_model: FOLDER, eagle3_layers_to_capture: {outputs}}}`, where FOLDER is this "
-        "folder."))
+        f"{drafts.tensorrt(drafts.chain(drafter))}, speculative_model: FOLDER, eagle3_layers_to_capture: {outputs}}}`, "
+        "where FOLDER is this folder."))
 
 
 def export_eagle_sglang(drafter: Eagle, target: Target, folder: Path, settings: ExportSettings) -> Contents:
@@ -201,11 +201,11 @@ EAGLE = ExportFormat[Eagle | Eagle3](
     # vLLM calls both families as this project does.
     as_read=as_compressed, vllm=lambda drafter: Served(method={"method": drafter.family}, loader={}),
     others=lambda drafter, places: {} if _passed_over(drafter) else {
-        "SGLang": sglang_command("EAGLE3", places, num_steps=3, eagle_topk=1, num_draft_tokens=4)},
+        "SGLang": sglang_command("EAGLE3", places, **places.drafts.sglang(3, 1, 4))},
     lost=_lost,
 )
 EAGLE_SGLANG = ExportFormat(
     name="eagle-sglang", content="EAGLE-1 drafters", readers={"SGLang": ""}, families=(Eagle,), refusal=refusal,
     write=export_eagle_sglang, file=EAGLE_FILE,
     others=lambda drafter, places: {
-        "SGLang": sglang_command("EAGLE", places, num_steps=3, eagle_topk=4, num_draft_tokens=16)})
+        "SGLang": sglang_command("EAGLE", places, **places.drafts.sglang(3, 4, 16))})

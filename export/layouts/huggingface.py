@@ -116,7 +116,7 @@ HUGGINGFACE = ExportFormat(
     name="huggingface", content="draft language models", families=(DraftLM,),
     readers={"transformers": "", "vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, write=export_huggingface,
     read=read_huggingface, opens=("depths",), file=WEIGHTS, weights=COMPRESSED, as_read=as_compressed,
-    vllm=lambda drafter: Served(loader={}, tokens=max(3, drafter.config.depths), method={
+    vllm=lambda drafter: Served(loader={}, method={
         "method": "draft_model", **({} if drafter.config.mask_token_id is None else {"parallel_drafting": True})}),
     lost=lambda drafter: "" if drafter.config.depths == 1 or drafter.config.mask_token_id is not None else (
         "It was trained to answer several tokens in one pass through a mask token that has no id and is not in this "

@@ -169,9 +169,14 @@ def _command(drafter: DraftLM | Eagle3 | BlockDraft, places: Places) -> dict[str
     kind = "draft-simple" if isinstance(drafter, DraftLM) else "draft-eagle3"
     if isinstance(drafter, BlockDraft):
         kind = f"draft-{blocks.KINDS[drafter.config.correction].method}"
+    drafts = places.drafts
+    # Of blocks those of DSpark alone judge their tokens, by a head of their own.
+    judges = not isinstance(drafter, BlockDraft) or drafter.config.confidence
+    least = [] if drafts.least is None or not judges else ["--spec-draft-p-min", f"{drafts.least:g}"]
     return {"llama.cpp": shlex.join([
         "llama-server", "-m", places.gguf, "-md", f"{places.folder}/{GGUF_FILE}", "--spec-type", kind,
-        "--spec-draft-n-max", str(dflash.chain_tokens(drafter)), "-ctk", "f32", "-ctv", "f32", "-fa", "off"])}
+        "--spec-draft-n-max", str(drafts.chain(drafter)), *least, "-ctk", "f32", "-ctv", "f32",
+        "-fa", "off"])}
 
 
 # Drafters over the target's states ------------------------------------------------------------------------------------
@@ -218,7 +223,7 @@ def _write_states(file: Path, drafter: Eagle3 | BlockDraft, target: Target, voca
 GGUF = ExportFormat[DraftLM | Eagle3 | BlockDraft](
     name="gguf", content="draft language models, EAGLE-3 drafters and drafters of blocks", readers={"llama.cpp": ""},
     families=(DraftLM, Eagle3, BlockDraft), refusal=_refusal, write=export_gguf, option="target_gguf", file=GGUF_FILE,
-    weights=WEIGHTS, others=_command, chain=dflash.chain_tokens,
+    weights=WEIGHTS, others=_command,
     lost=lambda drafter: "" if not isinstance(drafter, DraftLM) or drafter.config.depths == 1 else (
         "It was trained to answer several tokens in one pass through mask tokens, which llama.cpp does not do with a "
         "draft model: there it drafts one by one."),

@@ -128,7 +128,7 @@ MEDUSA_HEADS = ExportFormat(
     readers={"Text Generation Inference": "", "vLLM": " up to 0.32"},
     refusal=lambda drafter, target: output_bias(target), write=export_medusa, read=read_medusa,
     file=MEDUSA_FILE, bare=True,
-    vllm=lambda drafter: Served(method={"method": "medusa"}, loader={}, tokens=drafter.config.num_heads),
+    vllm=lambda drafter: Served(method={"method": "medusa"}, loader={}),
     others=lambda drafter, places: {"Text Generation Inference": shlex.join([
         "text-generation-launcher", "--model-id", places.folder, "--speculate", str(drafter.config.num_heads)])},
 )
@@ -138,5 +138,5 @@ MEDUSA_VLLM = ExportFormat(
         output_bias(target) if drafter.config.output != "copy" else "these heads have an output layer each, the layout "
         "has one for all of them; train with output: one_copy or output: shared"),
     # vLLM 0.32 reads `token_map` and does not count it, so that its check of missing weights would end it.
-    vllm=lambda drafter: Served(method={"method": "medusa"}, tokens=drafter.config.num_heads, loader=(
+    vllm=lambda drafter: Served(method={"method": "medusa"}, loader=(
         {} if drafter.config.vocabulary_size is None else {"enable_weights_track": False})))

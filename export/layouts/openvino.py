@@ -69,7 +69,7 @@ def export_openvino(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, fold
     else:
         title, given = "A draft language model" if layers is None else "EAGLE-3 drafter", {"given": "", "scheduler": ""}
     return Contents(title=f"{title} for OpenVINO GenAI,",
-                    example=PIPELINE.format(tokens=dflash.chain_tokens(drafter), **given))
+                    example=PIPELINE.format(tokens=settings.drafts.chain(drafter), **given))
 
 
 def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
@@ -101,7 +101,7 @@ def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
 OPENVINO = ExportFormat[DraftLM | Eagle3 | BlockDraft](
     name="openvino", content="draft language models, EAGLE-3 drafters and DFlash drafters",
     readers={"OpenVINO GenAI": ""}, families=(DraftLM, Eagle3, BlockDraft), refusal=_refusal, write=export_openvino,
-    option="convert_with", chain=dflash.chain_tokens,
+    option="convert_with",
     others=lambda drafter, places: {"optimum-intel, which converts the target": shlex.join([
         "optimum-cli", "export", "openvino", "-m", places.target, "--task", "text-generation-with-past",
         *("--weight-format", "fp32"), os.path.normpath(f"{places.folder}/../target-openvino")])})

@@ -79,18 +79,8 @@ def formats_of(artifact: Artifact) -> list[ExportFormat[Any]]:
 
 def export_artifact(artifact: Artifact, target: Target, format_name: str, out: Path,
                     settings: ExportSettings = PLAIN) -> Path:
-    """Write `artifact` in the layout of another project to `out` (new, empty, or an earlier export); returns it.
-
-    Args:
-        artifact: the drafter, or what else of an artifact the format holds.
-        target: the model it drafts for.
-        format_name: one of `EVERY_FORMAT`.
-        out: the folder.
-        settings: what single formats need.
-
-    Raises:
-        UserError: if the format is unknown or cannot hold the drafter, or `out` cannot be written.
-    """
+    """Write an artifact for its target in the layout of another project to `out` (new, empty, or an earlier export);
+    returns it. Raises UserError if the format is unknown or cannot hold the drafter, or `out` cannot be written."""
     chosen = format_named(format_name)
     if not artifact.acceptance:
         artifact = replace(artifact, acceptance=profile(
@@ -105,7 +95,7 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
             "target": vars(artifact.identity)})))
         if chosen.write_target is None:
             write_file(scratch / ACCEPTANCE, as_json(artifact.acceptance))
-        write_file(scratch / "README.md", folder_readme(chosen, artifact, contents, formats_of(artifact)))
+        write_file(scratch / "README.md", folder_readme(chosen, artifact, contents, formats_of(artifact), settings))
     return out
 
 
@@ -161,18 +151,18 @@ def in_fewer_bits() -> list[str]:
 
 
 def folder_readme(chosen: ExportFormat[Any], artifact: Artifact, contents: Contents,
-                  fitting: Sequence[ExportFormat[Any]]) -> str:
+                  fitting: Sequence[ExportFormat[Any]], settings: ExportSettings) -> str:
     """README.md of an export: what the folder holds by its writer, the commands that serve it, and the `fitting`
     formats that hold the same drafter."""
     name, drafter = artifact.identity.name, artifact.drafter
     page: list[Block] = [Heading(f"{contents.title} for {portable(name)}", 1),
                          *(Text(said) for said in (contents.note, chosen.warning(drafter)) if said)]
     hub = export_format.hub_name(name)
-    places = Places(target=hub or Places.target, on_hub=hub is not None)
+    places = Places(target=hub or Places.target, on_hub=hub is not None, drafts=settings.drafts)
     # A folder with the adapted target and drafts in one is none that `commands` is about.
     commands = chosen.commands(drafter, places) if artifact.adapter is None or chosen.write is None else {}
     if commands:
-        page.append(Heading("Serve it"))
+        page += [Heading("Serve it"), *([] if chosen.write is None else [Text(settings.drafts.said)])]
         # An export keeps no path of this machine.
         given = f"/path/to/{portable(name)}" if is_local(name) else None
         if hub is None and (writing := target_command(artifact, commands, places, "../artifact", given)):

@@ -9,7 +9,6 @@ is stored in at most 32 bits a number, leaves every byte as it was.
 
 import json
 import os
-import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -29,12 +28,12 @@ from .huggingface import FORMATS
 from .medusa import MEDUSA_HEADS, medusa_tensors
 from .parts.checkpoint import ORIGIN, Checkpoint, Contents
 from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Places, vllm_commands
+from .parts.state_drafters import sglang_command
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADS = "medusa_head.safetensors"
 _LEFT_OUT, _PICKLES = ("README.md", ORIGIN), (".bin", ".pt", ".pth")  # What is not copied next to a target's own head
 _WEIGHTS, _TEMPLATES = ".safetensors", "additional_chat_templates"
-_STEPS = 3  # Tokens of a draft in the printed commands
 
 
 def export_target(artifact: Artifact, folder: Path, settings: ExportSettings) -> Contents:
@@ -158,13 +157,12 @@ def _refusal(drafter: Mtp, target: Target) -> str:
 
 
 def _served(drafter: Mtp, places: Places) -> dict[str, str]:
-    drafts = json.dumps({"method": "mtp", "num_speculative_tokens": _STEPS})
-    return {**vllm_commands(places.folder, "--speculative-config", drafts),
-            "SGLang": shlex.join(["python", "-m", "sglang.launch_server", "--model-path", places.folder,
-                                  "--speculative-algorithm", "NEXTN", "--speculative-num-steps", f"{_STEPS}",
-                                  "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", f"{_STEPS + 1}"])}
+    drafts, tokens = places.drafts, places.drafts.chain(drafter)
+    config = json.dumps({"method": "mtp", **drafts.vllm(tokens)})
+    return {**vllm_commands(places.folder, "--speculative-config", config), "SGLang": sglang_command(
+        "NEXTN", replace(places, target=places.folder), **drafts.sglang(tokens, 1, tokens + 1))}
 
 
 MTP: ExportFormat[Mtp] = ExportFormat(
     name="mtp", content="heads of the target's own (MTP)", readers={"vLLM": "", "SGLang": ""}, families=(Mtp,),
-    refusal=_refusal, write=export_mtp, read=read_mtp, in_target=True, others=_served, chain=lambda drafter: _STEPS)
+    refusal=_refusal, write=export_mtp, read=read_mtp, in_target=True, others=_served)

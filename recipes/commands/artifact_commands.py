@@ -12,6 +12,7 @@ from ...export import (
     ExportSettings,
     Method,
     TrialSettings,
+    busy_warning,
     evaluate,
     export_artifact,
     load_artifact,
@@ -23,7 +24,8 @@ from ...export import (
     write_report,
 )
 from ...export.engine_process import require_engine
-from ...export.evaluation.engine_trial import chain_length, rounded_artifact
+from ...export.engine_settings import DraftSettings, draft_settings, read_costs
+from ...export.evaluation.engine_trial import BATCH_SIZES, chain_length, rounded_artifact, tried_tokens
 from ...export.layouts.parts.export_format import ON_CPU, WRONG_SAMPLES, ExportFormat, Places, hub_name
 from ...export.layouts.parts.gguf_file import FLOAT32
 from ...export.layouts.registry import (
@@ -35,7 +37,7 @@ from ...export.layouts.registry import (
     target_command,
     writer_of,
 )
-from ...export.measured_files import described, held_out_length, save_acceptance
+from ...export.measured_files import described, save_acceptance
 from ...export.stored_drafter import read_description
 from ...modules import Adapter, Target, TargetConfig, UserError, load_target
 from ...modules.files.folders import sole_writer
@@ -89,11 +91,7 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
     use_free_processors()
     sets = {"handwritten": handwritten_prompts()}
     if isinstance(given.prompts, str):
-        prompts = read_prompts(given.prompts)
-        if document := next((one.id for one in prompts if one.document is not None), None):
-            raise UserError(f"{given.prompts} holds plain documents ({document}), which are not answered; give "
-                            "prompts, messages or turns in place of text")
-        sets = {Path(given.prompts).stem: prompts}
+        sets = {Path(given.prompts).stem: conversations(Path(given.prompts))}
     target = artifact_target(folders[0], given.target) if folders else load_target(given.target)
     artifacts = [load_artifact(folder, target, trust=given.trust) for folder in folders]
     if len(artifacts) > 1 and any(artifact.adapter is not None for artifact in artifacts):
@@ -101,6 +99,15 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
         raise UserError(f"{', '.join(changing)} changes the target, so that it has no baseline in common with the "
                         "others; evaluate each such artifact by itself")
     measure(given, target, folders, artifacts, sets)
+
+
+def conversations(file: Path) -> list[Prompt]:
+    """The prompts of a file that are answered. Raises UserError if one is a plain document."""
+    prompts = read_prompts(file)
+    if document := next((one.id for one in prompts if one.document is not None), None):
+        raise UserError(f"{file} holds plain documents ({document}), which are not answered; give prompts, messages or "
+                        "turns in place of text")
+    return prompts
 
 
 def measure(given: EvaluateArguments, target: Target, folders: Sequence[Path], artifacts: Sequence[Artifact],
@@ -136,6 +143,9 @@ def names(folders: Sequence[Path]) -> list[str | None]:
     return [str(Path(*path)) for path in paths]
 
 
+MOST_TRIED = 32  # Most prompts of a user's file that a trial answers
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportArguments:
     """Arguments of `draftsmith export`."""
@@ -148,9 +158,12 @@ class ExportArguments:
     out: Path
     """New or empty folder for it."""
     try_with: Path | None = None
-    """Interpreter of an environment with vLLM, which then answers ten prompts with the export and without, in float32
-    and in the number format of its own choice: its tokens per second, equal answers, and its accepted length next to
-    this project's."""
+    """Interpreter of an environment with vLLM, which then answers prompts with the export and without, 1, 4 and 8 at
+    once, in float32 and, with up to three numbers of drafted tokens, in the number format of its own choice: tokens per
+    second, seconds to the first token, equal answers, accepted length next to this project's, and what to set."""
+    prompts: Path | None = None
+    """JSONL file of your own prompts for `try_with` and `measure`, of which up to 32 are taken; null takes ten of the
+    hand-written ones."""
     target_gguf: Path | None = None
     """With gguf, the target's GGUF file, from which llama.cpp serves it: its tokenizer is copied; null is the file that
     the target itself is read from."""
@@ -159,6 +172,9 @@ class ExportArguments:
     weights: str = FLOAT32
     """Number format of the matrices: float32, as they were trained; with gguf also bfloat16 or int8 (llama.cpp's Q8_0);
     with eagle, huggingface and speculators bfloat16, int8 or float8, which vLLM reads."""
+    engine_costs: Path | None = None
+    """JSON file with your engine's own seconds, by which the printed commands say how many tokens to draft; null takes
+    those of this project's loop."""
     measure: bool = False
     """With eagle, gguf, huggingface and speculators, decode ten prompts with the weights as trained and as exported,
     and show what fewer bits cost next to the size."""
@@ -176,6 +192,8 @@ class ExportArguments:
                 raise UserError(f"{one.option} {getattr(self, one.option)} is for the format {one.name} alone; leave "
                                 f"it out, or choose --format {one.name}")
         require_number_format(chosen, self.weights)
+        if self.prompts is not None and self.try_with is None and not self.measure:
+            raise UserError(f"prompts {self.prompts} are for try_with and measure; give one of both, or leave them out")
         if self.measure and not chosen.weights:
             raise UserError(f"measure compares weights of fewer bits, which the format {self.format} does not hold; "
                             f"leave it out, or choose --format {', '.join(in_fewer_bits())}")
@@ -190,6 +208,8 @@ def export(parsed: Parsed[ExportArguments]) -> None:
                                    (given.convert_with, "optimum-intel", "optimum.intel")):
         if python is not None:
             require_engine(python, engine, module)
+    prompts = [] if given.prompts is None else conversations(given.prompts)
+    costs = None if given.engine_costs is None else read_costs(given.engine_costs)
     named = named_target(given.artifact, given.target)
     chosen, gguf = format_named(given.format), given.target_gguf or gguf_of(named)
     settings = ExportSettings(target_gguf=gguf, convert_with=given.convert_with, weights=given.weights)
@@ -202,31 +222,35 @@ def export(parsed: Parsed[ExportArguments]) -> None:
     writer_of(chosen, sketch, sketch.target, settings)
     target = load_target(named)
     artifact = load_artifact(given.artifact, target, trust=given.trust)
+    settings = replace(settings, drafts=draft_settings(artifact, costs))
     folder = export_artifact(artifact, target, given.format, given.out, settings)
     held = "target" if chosen.write_target else "artifact"
     say(f"{folder} holds the {held} in the layout {given.format}; its README.md says more")
     if chosen.write is None or artifact.adapter is None:
-        say_commands(given, chosen, artifact, gguf)
+        say_commands(given, chosen, artifact, gguf, settings.drafts)
     if warning := chosen.warning(artifact.drafter):
         say(warning)
+    asked = trial_prompts(given.template.build(target), prompts) if given.measure or given.try_with else []
     if given.measure:
-        prompts, size = trial_prompts(given.template.build(target)), TrialSettings()
+        size = TrialSettings()
         rounded = rounded_artifact(artifact, lambda weight, linear: chosen.as_read(weight, given.weights, linear))
-        trained, exported = (chain_length(one, prompts, size) for one in (artifact, rounded))
+        trained, exported = (chain_length(one, asked, size) for one in (artifact, rounded))
         say(f"{(folder / chosen.file).stat().st_size:,} bytes; with its weights this project accepts {exported:.3f} "
-            f"tokens per pass, with those trained {trained:.3f} (chains of {size.draft_tokens} tokens, "
-            f"{len(prompts)} prompts, {size.max_new_tokens} tokens each)")
+            f"tokens per pass, with those trained {trained:.3f} (chains of {size.draft_tokens[0]} tokens, "
+            f"{len(asked)} prompts, {size.max_new_tokens} tokens each)")
     if given.try_with is not None:
-        prompts = trial_prompts(given.template.build(target))
-        trial = try_export(artifact, given.format, folder, given.try_with, prompts, TrialSettings())
-        say(f"\n{trial.engine}, drafts of {TrialSettings().draft_tokens} tokens\n\n{trial.table()}")
-        if trial.note:
-            say(trial.note)
+        if busy := busy_warning():
+            say(busy)
+        numbers = tried_tokens(artifact.drafter, settings.drafts.chain(artifact.drafter))
+        trial = try_export(artifact, given.format, folder, given.try_with, asked, TrialSettings(draft_tokens=numbers))
+        say("\n".join(filter(None, (f"\n{trial.engine}, {len(asked)} prompts\n\n{trial.table()}", trial.note))))
+        say(trial.advice)
         if trial.fault:
             raise UserError(f"{trial.fault}; serve it with another engine or format")
 
 
-def say_commands(given: ExportArguments, chosen: ExportFormat[Any], artifact: Artifact, gguf: Path | None) -> None:
+def say_commands(given: ExportArguments, chosen: ExportFormat[Any], artifact: Artifact, gguf: Path | None,
+                 drafts: DraftSettings) -> None:
     """Print the commands that serve an export, ready for the current folder."""
     named = None if given.target.name == ARTIFACT_TARGET else given.target.name
     name = named or artifact.identity.name
@@ -234,7 +258,7 @@ def say_commands(given: ExportArguments, chosen: ExportFormat[Any], artifact: Ar
     # Not the folder of the export itself, which it would replace.
     neighbour = str(given.out.parent / ("target" if given.out.name != "target" else "whole-target"))
     places = Places(folder=str(given.out), target=there or neighbour, gguf=str(gguf or Places.gguf),
-                    on_hub=there is not None and there == hub_name(name))
+                    on_hub=there is not None and there == hub_name(name), drafts=drafts)
     commands = chosen.commands(artifact.drafter, places)
     if there is None and (writing := target_command(artifact, commands, places, str(given.artifact), named)):
         commands = {"the target as a folder": writing, **commands}
@@ -242,19 +266,18 @@ def say_commands(given: ExportArguments, chosen: ExportFormat[Any], artifact: Ar
         say(f"\n{engine}:\n{command}")
         if engine == ON_CPU and chosen.write is not None:
             say(WRONG_SAMPLES)
-    tokens, tuning = chosen.drafted(artifact.drafter) if commands else 0, artifact.tuning
-    length = held_out_length(given.artifact, tokens)
-    if length is None or tuning is None or not tuning.made_with(artifact.target):
-        return
-    if (speedup := tuning.cost.predict(length, 1 + tokens)) < 1:
-        say(f"\na chain of {tokens} tokens is predicted at {speedup:.2f} of the speed without drafts on this machine; "
-            "serve the target alone here, or draft fewer tokens")
+    if commands and chosen.write is not None:
+        say(f"\n{drafts.said}")
 
 
-def trial_prompts(template: ChatTemplate) -> list[list[int]]:
-    """Ten of the hand-written prompts, of all categories."""
-    prompts = handwritten_prompts()
-    return [template.prompt(one.history()) for one in prompts[:: len(prompts) // 10]]
+def trial_prompts(template: ChatTemplate, prompts: Sequence[Prompt] = ()) -> list[list[int]]:
+    """The first turns of these prompts, of at most `MOST_TRIED` at equal distances, of fewer than eight repeatedly;
+    without any of ten of the hand-written ones, of all categories."""
+    most = MOST_TRIED if prompts else 10
+    prompts = prompts or handwritten_prompts()
+    found = [template.prompt(one.history(), tools=one.tools) for one in prompts[:: -(-len(prompts) // most)]]
+    # As many as are answered at once.
+    return found * -(-max(BATCH_SIZES) // len(found))
 
 
 COMMANDS: dict[str, Command[Any]] = {

@@ -28,13 +28,13 @@ def main() -> int:
     parser.add_argument("--python", type=Path, required=True, help="interpreter of the environment with vLLM")
     parser.add_argument("--artifact", type=Path, required=True)
     parser.add_argument("--target", default=ARTIFACT_TARGET, help="the target; the artifact's by default")
-    parser.add_argument("--draft_tokens", type=int, default=TrialSettings.draft_tokens)
+    parser.add_argument("--draft_tokens", type=int, default=3)
     given = parser.parse_args()
     try:
         target = artifact_target(given.artifact, TargetConfig(name=given.target))
         artifact = load_artifact(given.artifact, target)
         layout, prompts = layout_of(artifact), trial_prompts(TemplateConfig().build(target))
-        settings = TrialSettings(draft_tokens=given.draft_tokens)
+        settings = TrialSettings(draft_tokens=(given.draft_tokens,))
         with tempfile.TemporaryDirectory() as scratch:
             folder = export_artifact(artifact, target, layout, Path(scratch, "draft"))
             trial = try_export(artifact, layout, folder, given.python, prompts, settings)
@@ -42,7 +42,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     print(f"{artifact.drafter.family} for {target.identity.name} as {layout} in {trial.engine}: drafts of "
-          f"{settings.draft_tokens} tokens, {len(prompts)} prompts, {settings.max_new_tokens} tokens each\n")
+          f"{given.draft_tokens} tokens, {len(prompts)} prompts, {settings.max_new_tokens} tokens each\n")
     held = "in float32 answers and accepted lengths are as they must be"
     print(f"{trial.table()}\n\n{trial.fault or held}\n{trial.note}")
     return 1 if trial.fault else 0

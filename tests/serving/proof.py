@@ -37,6 +37,7 @@ class Case:
     least: float = 1.0
     """Least share of drafted tokens that must be accepted, and must not be with a wrong folder: rounding may cost a
     few."""
+    fewer: bool = False  # Whether drafts must have fewer tokens than they were trained for, as the settings ask
 
 
 class Engine(Protocol):
@@ -88,16 +89,18 @@ def outcome(case: Case, engine: Engine, work: Path, texts: Texts, plain: list[li
     run = (engine.printed if case.printed else engine.drafted)(case, folder, texts.prompts)
     equal = sum(map(list.__eq__, run["answers"], plain))
     every = run["accepted"] >= case.least * run["drafted"] > 0
+    as_asked = run["drafts"] > 0 and (not case.fewer or run["drafted"] < STEPS * run["drafts"])
     return Outcome(engine=run["engine"], name=case.name, layout=case.layout, weights=case.weights, wrong=case.wrong,
                    loses="" if case.change else case.wrong, equal=equal, answers=len(plain), drafts=run["drafts"],
                    drafted=run["drafted"], accepted=run["accepted"],
-                   holds=equal == len(plain) and run["drafts"] > 0 and every != bool(case.wrong))
+                   holds=equal == len(plain) and as_asked and every != bool(case.wrong))
 
 
 def line(found: Outcome) -> str:
     """A row of the table."""
     name = found.name + ("" if found.weights == FLOAT32 else f", {found.weights}") + (
-        f", {found.wrong}" if found.wrong else "")
+        f", {found.wrong}" if found.wrong else "") + (
+        ", fewer tokens as a table asks" if 0 < found.drafted < STEPS * found.drafts else "")
     return (f"| {name} | {found.layout} | {found.equal} of {found.answers} | {found.drafts} | {found.accepted} of "
             f"{found.drafted} | {'as it must be' if found.holds else 'WRONG'} |")
 

@@ -11,8 +11,9 @@ from draftsmith.data import ChatTemplate, DistillConfig, PromptConfig, distill
 from draftsmith.data.state_engines import engine_at, probe
 from draftsmith.data.store.feature_store import Encoding
 from draftsmith.export.engine_process import EngineProcess
-from draftsmith.export.evaluation.engine_trial import VllmProcess
-from draftsmith.export.layouts.parts.export_format import VLLM_ON_CPU
+from draftsmith.export.engine_settings import TABLE, DraftSettings
+from draftsmith.export.evaluation.engine_trial import vllm_answers
+from draftsmith.export.layouts.parts.export_format import VLLM_ON_CPU, Places, Served
 from draftsmith.modules import TargetConfig, UserError, load_target
 from safetensors.torch import load_file, save_file
 from serving.openai_client import SCRIPT
@@ -42,6 +43,10 @@ ROUNDED = 0.95  # Share of drafted tokens that must be accepted where the weight
 SHIFTED = "layers shifted by one"
 DRAFT, FIRST, THIRD = (("method", "draft_model"),), (("method", "eagle"),), (("method", "eagle3"),)
 MEDUSA, FLASH = (("method", "medusa"),), (("method", "dflash"),)
+SERVED = Served(method=dict(THIRD), loader={}).commands(
+    Places(drafts=DraftSettings(ranges=((1, 2, STEPS), (3, 4, 0), (5, 8, 1)), varies=True)), STEPS)
+FEWER = tuple((key, value) for key, value in json.loads(shlex.split(SERVED["vLLM"])[-1]).items() if key == TABLE)
+"""The printed table of numbers of tokens, which asks for one where eight requests are answered at once."""
 VLLM_CASES = (
     Case(name="draft_lm", layout="huggingface", asked=DRAFT),
     Case(name="draft_lm", layout="huggingface", weights="int8", asked=DRAFT, least=ROUNDED),
@@ -67,6 +72,7 @@ VLLM_CASES = (
     Case(name="eagle3", layout="speculators", wrong=SHIFTED, change=shifted),
     Case(name="eagle3.1", layout="speculators"),
     Case(name="eagle3, two layers", layout="speculators"),
+    Case(name="eagle3, other norms", layout="speculators", asked=(*THIRD, *FEWER), fewer=True),
     Case(name="block, DFlash", layout="dflash", asked=FLASH),
     Case(name="block, DFlash, reduced", layout="speculators"),
     Case(name="block, JetSpec", layout="dflash", asked=FLASH),
@@ -117,8 +123,8 @@ class Vllm:
 
     def _run(self, model: str, speculative: dict[str, Any] | None, prompts: Sequence[Sequence[int]],
              loader: dict[str, Any]) -> dict[str, Any]:
-        process = VllmProcess(self.python, self.work, context=PROMPT_TOKENS + ANSWER_TOKENS + 24)
-        found = process.run(model, speculative, prompts, max_tokens=ANSWER_TOKENS, loader=loader)
+        found = vllm_answers(self.python, self.work, model, speculative, prompts, loader=loader,
+                             max_tokens=ANSWER_TOKENS, context=PROMPT_TOKENS + ANSWER_TOKENS + 24)
         return {"engine": found["engine"], **found["runs"][0]}
 
 

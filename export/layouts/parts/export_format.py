@@ -18,6 +18,7 @@ from ....modules.policies.registry import MOST
 from ....modules.target.loading.loading import DEFAULT_NAME, is_local
 from ....modules.target.loading.tiny_model import TINY_NAME
 from ...artifact import Artifact
+from ...engine_settings import DraftSettings
 from .checkpoint import Checkpoint, Contents
 from .gguf_file import FLOAT32
 
@@ -38,6 +39,8 @@ class ExportSettings:
     """With openvino, the interpreter of an environment with optimum-intel."""
     weights: str = FLOAT32
     """Number format of the matrices, one of the format's `weights`."""
+    drafts: DraftSettings = field(default_factory=DraftSettings)
+    """Numbers of tokens in the commands and settings that serve it."""
 
 
 PLAIN = ExportSettings()  # The weights as they were trained, and nothing that single formats ask for
@@ -73,6 +76,7 @@ class Places:
     target: str = "../target"  # The target: a folder that the format `target` writes, or a name on the Hub
     gguf: str = "../target.gguf"  # The target's GGUF file
     on_hub: bool = False  # Whether the target is a name on the Hub
+    drafts: DraftSettings = field(default_factory=DraftSettings)  # Numbers of tokens to draft
 
 
 def hub_name(name: str) -> str | None:
@@ -104,15 +108,14 @@ class Served:
 
     method: dict[str, Any]  # vLLM's configuration of drafts, without the folder and the number of tokens
     loader: dict[str, Any]  # Extra settings for loading
-    tokens: int = 3  # Tokens of a draft
     names_target: bool = False
     """Whether the folder can be served as a model of its own, whose configuration names a target on the Hub."""
 
-    def commands(self, places: Places) -> dict[str, str]:
-        """The commands of vLLM's server."""
-        if self.names_target and places.on_hub:
+    def commands(self, places: Places, chain: int) -> dict[str, str]:
+        """The commands of vLLM's server, for a chain of so many tokens."""
+        if self.names_target and places.on_hub and not places.drafts.tokens:
             return vllm_commands(places.folder)
-        drafts = {**self.method, "model": places.folder, "num_speculative_tokens": self.tokens}
+        drafts = {**self.method, "model": places.folder, **places.drafts.vllm(chain)}
         loader = ["--model-loader-extra-config", json.dumps(self.loader)] if self.loader else []
         return vllm_commands(places.target, "--speculative-config", json.dumps(drafts), *loader)
 
@@ -161,8 +164,6 @@ class ExportFormat(Generic[D]):
     """vLLM's settings for the folder; None where vLLM does not read it."""
     others: Callable[[D, Places], Mapping[str, str]] = lambda drafter, places: {}
     """Commands of other engines that serve the folder, by engine."""
-    chain: Callable[[D], int] = lambda drafter: 0
-    """Tokens of the chain that these engines draft; 0 where they draft none, or a tree."""
     lost: Callable[[D], str] = lambda drafter: ""
     """A sentence on the part of the drafter that an engine leaves out; empty where there is none."""
 
@@ -175,11 +176,7 @@ class ExportFormat(Generic[D]):
         unable = self.passed_over(drafter)
         return ", ".join(name + said for name, said in self.readers.items() if name not in unable)
 
-    def drafted(self, drafter: D) -> int:
-        """Tokens of the chain that engines draft with the folder; 0 where they draft none, or a tree."""
-        return served.tokens if (served := self.vllm(drafter)) else self.chain(drafter)
-
     def commands(self, drafter: D, places: Places) -> dict[str, str]:
         """The commands that serve the folder, by engine."""
-        first = served.commands(places) if (served := self.vllm(drafter)) else {}
+        first = served.commands(places, places.drafts.chain(drafter)) if (served := self.vllm(drafter)) else {}
         return {**first, **self.others(drafter, places)}

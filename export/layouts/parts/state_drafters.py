@@ -81,7 +81,9 @@ def tapped(drafter: Eagle3) -> dict[str, Any]:
 
 def sglang_command(algorithm: str, places: Places, **drafts: int) -> str:
     """SGLang's server with its name of the method, and its options of drafts, such as `num_draft_tokens`."""
-    options = {"algorithm": algorithm, "draft-model-path": places.folder, **drafts}
+    # A folder with target and head in one needs no second name.
+    options = {"algorithm": algorithm, **({} if places.folder == places.target else {
+        "draft-model-path": places.folder}), **drafts}
     return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", places.target, *(
         word for name, value in options.items() for word in (f"--speculative-{name.replace('_', '-')}", str(value)))])
 

@@ -13,7 +13,14 @@ import gguf
 import pytest
 import torch
 from draftsmith.export import Artifact, ExportSettings, Trial, TrialSettings, export_artifact, try_export
-from draftsmith.export.evaluation.engine_trial import BatchTrial, VllmProcess, chain_length, rounded_artifact, served
+from draftsmith.export.evaluation.engine_trial import (
+    BatchTrial,
+    chain_length,
+    rounded_artifact,
+    served,
+    tried_tokens,
+    vllm_answers,
+)
 from draftsmith.export.layouts.parts.gguf_file import rounded
 from draftsmith.export.layouts.registry import format_named
 from draftsmith.modules import Adapter, DraftLM, DraftLMConfig, Hydra, HydraConfig, Target, UserError, decode
@@ -30,7 +37,7 @@ from support.targets import six_layers
 from ..layouts.test_engine_contracts import written
 
 PROMPTS = [[5, 9, 11], [7, 8]]
-SETTINGS = TrialSettings(draft_tokens=2, max_new_tokens=6)
+SETTINGS = TrialSettings(draft_tokens=(2, 1), max_new_tokens=6)
 TOLD = """#!{python}
 import json, sys
 from pathlib import Path
@@ -39,7 +46,8 @@ dtype = {{"auto": "float16"}}.get(job["dtype"], job["dtype"])
 answers = json.loads(Path({answers!r}).read_text())
 Path({log!r}).open("a").write(json.dumps(job) + "\\n")
 drafted = job["speculative"] is not None
-runs = [{{"batch_size": size, "seconds": 0.5 if drafted else 1.0, "tokens": 12, "answers": answers,
+runs = [{{"batch_size": size, "seconds": 0.5 * (1 + (size > 4)) if drafted else 0.8, "tokens": 12, "answers": answers,
+          "first_token": 0.01 * size,
           "drafts": 10 * drafted, "drafted": 20 * drafted, "accepted": {accepted} * drafted}}
         for size in job["batch_sizes"]]
 Path(sys.argv[3]).write_text(json.dumps({{"engine": "vLLM 0", "dtype": dtype, "runs": runs}}))
@@ -70,35 +78,53 @@ def test_a_trial_serves_the_export_with_its_target(tmp_path: Path, tiny_target: 
     program = interpreter(tmp_path, tiny_target, accepted=20)
     trial = try_export(artifact, "huggingface", folder, program, PROMPTS, SETTINGS)
     assert (trial.engine, trial.answers, trial.own_length, trial.fault) == ("vLLM 0", 2, 3.0, "")
-    assert [(one.dtype, one.batch_size, one.plain_speed, one.draft_speed, one.equal, one.accepted_length)
+    tried = [("float32", 0), ("float32", 2), ("float16", 0), ("float16", 2), ("float16", 1)]
+    assert [(one.dtype, one.tokens, one.batch_size, one.speed, one.first_token, one.equal, one.accepted_length)
             for one in trial.batches] == [
-                (dtype, size, 12.0, 24.0, 2, 3.0) for dtype in ("float32", "float16") for size in (1, 8)]
+                (dtype, tokens, size, (12.0 if size > 4 else 24.0) if tokens else 15.0, 0.01 * size, 2,
+                 3.0 if tokens else 1.0) for dtype, tokens in tried for size in (1, 4, 8)]
+    assert trial.advice == ("the fastest tokens of a draft in float16, by requests at once: 2 for 1 to 4, none for 5 "
+                            'to 8; set "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[1, 4, '
+                            "2], [5, 8, 0]] in --speculative-config")
+    slow = replace(trial, batches=tuple(replace(one, speed=one.speed / (1 + one.tokens)) for one in trial.batches))
+    assert slow.advice.endswith("none for 1 to 8; serve the target alone on this machine")
+    assert '"num_speculative_tokens": 2 in' in replace(trial, varies=False).advice, "vLLM's Medusa takes no table"
     jobs = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert [job["dtype"] for job in jobs] == ["float32", "float32", "auto", "auto"], (
+    assert [job["dtype"] for job in jobs] == ["float32", "float32", "auto", "auto", "auto"], (
         "not every GPU has bfloat16")
     plain, drafted = jobs[:2]
     assert plain["speculative"] is None
     assert drafted["speculative"] == {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
     assert drafted["prompts"] == PROMPTS
-    assert "| float32 | 8 | 12.0 | 24.0 | 2.00 | 2 of 2 | 3.00 | 3.00 |" in trial.table()
+    assert "| float32 | none | 8 | 15.0 | 0.080 | 2 of 2 | 1.00 |  |" in trial.table()
+    assert "| float32 | 2 | 8 | 12.0 | 0.080 | 2 of 2 | 3.00 | 3.00 |" in trial.table()
+    with pytest.raises(UserError, match=r"prompt 0 has 512 tokens and asks for 6 more, but .* holds 512; shorten the"):
+        try_export(artifact, "huggingface", folder, program, [[5] * tiny_target.context_length], SETTINGS)
     less = try_export(artifact, "huggingface", folder, interpreter(tmp_path, tiny_target, 15), PROMPTS, SETTINGS)
     assert less.fault == ("vLLM 0 accepts 2.50 tokens per pass at batch 1, this project's own chain 3.00: it does not "
                           "read the draft as it was trained")
 
 
 def test_other_answers_are_a_fault_but_for_a_near_tie() -> None:
-    batch = BatchTrial(dtype="float32", batch_size=8, plain_speed=1.0, draft_speed=1.0, equal=8, accepted_length=2.0)
-    trial = Trial(engine="vLLM 0", answers=10, own_length=2.0, batches=(batch,))
+    batch = BatchTrial(dtype="float32", tokens=3, batch_size=8, speed=1.0, first_token=0.1, equal=8,
+                       accepted_length=2.0)
+    trial = Trial(engine="vLLM 0", answers=10, own_length=2.0, tokens=3, varies=True, batches=(batch,))
     assert trial.fault == "with drafts vLLM 0 gives 2 of 10 other answers than without, at batch 8"
     tie = replace(trial, batches=(replace(batch, equal=9),))
     assert tie.fault == ""
-    assert tie.note.startswith("answers that differ with the draft: 1 of 10 in float32 at batch 8; a pass over several")
+    assert tie.note.startswith("answers that differ with the draft: 1 of 10 in float32 at batch 8 with 3 tokens; a ")
     assert replace(trial, batches=(replace(batch, equal=10, accepted_length=2.19),)).fault == ""
     half = replace(trial, batches=(replace(batch, dtype="bfloat16", equal=3, accepted_length=1.9),))
     assert half.fault == ""
-    assert half.note.startswith("answers that differ with the draft: 7 of 10 in bfloat16 at batch 8; a pass over")
+    assert half.note.startswith("answers that differ with the draft: 7 of 10 in bfloat16 at batch 8 with 3 tokens; a")
     assert half.note.endswith("rounds otherwise than a pass over one, least with --dtype float32")
     assert "accepts 2.21" in replace(trial, batches=(replace(batch, equal=10, accepted_length=2.21),)).fault
+
+
+def test_a_few_numbers_of_tokens_are_tried(tiny_target: Target) -> None:
+    model = DraftLM.create(DraftLMConfig(layers=(0,)), tiny_target)
+    assert [tried_tokens(model, first) for first in (1, 2, 3, 4)] == [(1, 3), (2, 1, 4), (3, 1, 5), (4, 2, 6)]
+    assert tried_tokens(heads(tiny_target), 3) == (3, 1), "there is no fourth head"
 
 
 def test_every_layout_has_its_method(tiny_target: Target) -> None:
@@ -134,7 +160,7 @@ def program(folder: Path, lines: str) -> Path:
 ])
 def test_a_failed_process_is_shown(tmp_path: Path, lines: str, said: str) -> None:
     with pytest.raises(UserError, match=f"vLLM ended with {said}"):
-        VllmProcess(program(tmp_path, lines), tmp_path, 8).run("m", None, PROMPTS, max_tokens=1)
+        vllm_answers(program(tmp_path, lines), tmp_path, "m", None, PROMPTS, context=8, max_tokens=1)
 
 
 @pytest.mark.parametrize(("lines", "said"), [
@@ -201,7 +227,7 @@ def test_rows_without_whole_blocks_stay_in_bfloat16() -> None:
 
 def test_the_loss_is_measured_on_a_copy(artifact: Artifact) -> None:
     before = {name: tensor.clone() for name, tensor in artifact.drafter.state_dict().items()}
-    prompts, settings = [[5, 9, 11], [7, 8]], TrialSettings(draft_tokens=2, max_new_tokens=6)
+    prompts, settings = [[5, 9, 11], [7, 8]], SETTINGS
     # A draft that is the target itself: every guess is accepted.
     same = rounded_artifact(artifact, as_exported("gguf", "float32"))
     assert [chain_length(one, prompts, settings) for one in (artifact, same)] == [3.0, 3.0]

@@ -19,8 +19,9 @@ import yaml
 from draftsmith.data import Manifest, TokenShard
 from draftsmith.data.datamodule import BatchConfig, HeldOutRows
 from draftsmith.data.store.token_store import answers
-from draftsmith.export import Artifact, Tuning, export_artifact, load_artifact
-from draftsmith.export.measured_files import HELD_OUT, save_tuning
+from draftsmith.export import Artifact, Trial, Tuning, export_artifact, load_artifact
+from draftsmith.export.evaluation.engine_trial import BatchTrial
+from draftsmith.export.measured_files import save_tuning
 from draftsmith.modules import (
     JOINED,
     STATIC,
@@ -39,7 +40,7 @@ from draftsmith.modules import (
 from draftsmith.modules.target.devices import compiled_layers
 from draftsmith.modules.target.linear_forms import can_pack
 from draftsmith.recipes.__main__ import main
-from draftsmith.recipes.commands import compare_families, pipeline
+from draftsmith.recipes.commands import artifact_commands, compare_families, pipeline
 from draftsmith.recipes.stages.workspace import Workspace
 from safetensors.torch import load_file
 from support.artifacts import costs, trial, tuning
@@ -212,23 +213,87 @@ def test_acceptance_json_agrees_with_the_evaluation(tiny_run: Path, tmp_path: Pa
         out / "README.md").read_text()
 
 
-@pytest.mark.parametrize(("node", "device", "said"), [(0.2, None, True), (0.0, None, False), (0.2, "abacus", False)])
-def test_an_export_says_where_its_chain_does_not_pay(copied_run: Path, node: float, device: str | None, said: bool,
-                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    """By the seconds of this machine, and by the held-out answers of chains as long as the printed ones."""
-    artifact = copied_run / "artifact"
-    tokens = json.loads((artifact / "config.json").read_text())["drafter"]["num_heads"]
-    [length] = [one["accepted_length"] for one in json.loads((artifact / "acceptance.json").read_text())["measurements"]
-                if (one["method"], one["group"], one["source"]) == (f"chain-{tokens}", "all", HELD_OUT)]
-    found = Tuning.of(load_target(TargetConfig(name="tiny-random")), costs(node=node, draft=node))
-    save_tuning(artifact, replace(found, device=device or found.device))
+@pytest.mark.parametrize(("node", "given", "said"), [
+    (0.2, None, "the seconds of abacus; for another machine give your engine's with --engine_costs. By requests at "
+                "once: none for 1 to 16. Serve the target alone where it says none"),
+    (0.0, None, "By requests at once: {heads} for 1, none for 2 to 16. For one request the speed is predicted at "
+                "{length:.2f} of that"),
+    (0.2, 0.1, "the seconds of your engine. By requests at once: {heads} for 1 to 8. For one request the speed is"),
+    (None, None, "The numbers of tokens to draft are defaults: no seconds were measured, give your engine's with"),
+])
+def test_an_export_says_how_many_tokens_pay(copied_run: Path, node: float | None, given: float | None, said: str,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    """By the acceptance of held-out answers, and the seconds measured or given; in the folder too."""
+    artifact, words = copied_run / "artifact", list[str]()
+    heads = json.loads((artifact / "config.json").read_text())["drafter"]["num_heads"]
+    length = 1 + sum(json.loads((artifact / "acceptance.json").read_text())["vllm"][-1]["synthetic_acceptance_rates"])
+    (artifact / "tuning.json").unlink()
+    if node is not None:
+        found = Tuning.of(load_target(TargetConfig(name="tiny-random")), costs(node=node, draft=0.0))
+        save_tuning(artifact, replace(found, device="abacus"))
+    if given is not None:
+        curve = {"sizes": [1, 9], "pass_seconds": [given] * 2, "draft_seconds": [0.0] * 2, "batch": 8}
+        (copied_run / "costs.json").write_text(json.dumps({"curves": [curve]}))
+        words = ["--engine_costs", str(copied_run / "costs.json")]
     assert main(["export", "--artifact", str(artifact), "--format", "medusa-vllm", "--out",
-                 str(copied_run / "export")]) == 0
-    out, speedup = capsys.readouterr().out, length * 0.1 / (0.1 + tokens * node + node)
-    assert f'"num_speculative_tokens": {tokens}' in out
-    assert (f"a chain of {tokens} tokens is predicted at {speedup:.2f} of the speed without drafts on this machine; "
-            "serve the target alone here, or draft fewer tokens" in out) is said
-    assert ("without drafts on this machine" in out) is said
+                 str(copied_run / "export"), *words]) == 0
+    out = capsys.readouterr().out
+    assert f'"num_speculative_tokens": {heads}' in out
+    for text in (out, (copied_run / "export" / "README.md").read_text()):
+        assert said.format(heads=heads, length=length) in " ".join(text.split())
+
+
+@pytest.mark.parametrize(("count", "answered"), [(0, 10), (3, 9), (70, 24)])
+def test_an_export_is_tried_with_the_prompts_that_are_given(
+    copied_run: Path, count: int, answered: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def tried(artifact: Artifact, layout: str, folder: Path, python: Path, prompts: Any, settings: Any) -> Trial:
+        asked.append((prompts, settings.draft_tokens))
+        rows = [BatchTrial(dtype="bfloat16", tokens=tokens, batch_size=1, speed=1.0 + tokens, first_token=0.1, equal=9,
+                           accepted_length=2.0) for tokens in (0, *settings.draft_tokens)]
+        return Trial(engine="vLLM 0", answers=9, own_length=2.0, tokens=3, varies=False, batches=tuple(rows))
+
+    for name, found in (("require_engine", lambda *_: None), ("busy_warning", lambda: "the machine is busy"),
+                        ("try_export", tried)):
+        monkeypatch.setattr(artifact_commands, name, found)
+    file, words = copied_run / "prompts.jsonl", list[str]()
+    if count:
+        file.write_text("".join(json.dumps({"prompt": f"Say {number}."}) + "\n" for number in range(count)))
+        words = ["--prompts", str(file)]
+    assert main(["export", "--artifact", str(copied_run / "artifact"), "--format", "medusa-vllm", "--out",
+                 str(copied_run / "export"), "--try_with", sys.executable, *words]) == 0
+    [(prompts, numbers)] = asked
+    assert (len(prompts), numbers) == (answered, (3, 1))
+    out = capsys.readouterr().out
+    assert "the machine is busy" in out
+    assert "| bfloat16 | 3 | 1 | 4.0 | 0.100 | 9 of 9 | 2.00 | 2.00 |" in out
+    assert 'by requests at once: 3 for 1; set "num_speculative_tokens": 3 in --speculative-config' in out
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    ("{}", "costs.json is damaged: .*curves"), ("[1", "costs.json cannot be read as JSON"),
+    (None, "cannot read .*costs"),
+    ('{"curves": [{"batch": 4, "sizes": [1], "pass_seconds": [0.1], "draft_seconds": [0]}]}',
+     "has the seconds of a pass of 1 token alone for 4 requests at once; add those of more tokens: write it as"),
+    (json.dumps({"curves": [{"batch": batch, "sizes": [1, 4], "pass_seconds": [0.1, 0.2], "draft_seconds": [0, 0]}
+                            for batch in (8, 1)]}),
+     r"has curves for \[8, 1\] requests at once, which must ascend; write it"),
+    ('{"curves": [{"batch": 4, "sizes": [1, 4], "pass_seconds": [0.1, -2], "draft_seconds": [0, 0]}]}',
+     "pass_seconds of a cost curve must lie between 0 and 86400 s, got -2; write it as recipes/guides/serve-vllm.md"),
+])
+def test_seconds_that_are_none_are_refused_before_anything_is_written(
+    tmp_path: Path, content: str | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "costs.json").write_text(content)
+    words = ["export", "--artifact", str(tmp_path / "none"), "--format", "medusa", "--out", str(tmp_path / "out")]
+    assert main([*words, "--engine_costs", str(tmp_path / "costs.json")]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert main([*words, "--prompts", str(tmp_path / "costs.json")]) == 2
+    assert "are for try_with and measure; give one of both, or leave them out" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_answers_that_predict_chose_no_checkpoint(tiny_run: Path) -> None:
