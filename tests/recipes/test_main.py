@@ -194,6 +194,14 @@ def test_every_section_of_a_shipped_recipe_has_a_comment(path: Path) -> None:
             assert above.startswith("# "), line
 
 
+def test_the_recipe_for_a_gpu_is_refused_without_one(capsys: pytest.CaptureFixture[str], tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    sentence = refused(capsys, "run", "--config", "quickstart_gpu", "--out", tmp_path / "run")
+    assert "device 'cuda' was asked for, but no CUDA device is available; use cpu or auto" in sentence
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def test_sections_are_the_fields_of_a_recipe() -> None:
     assert sorted([*SECTIONS, TRUST]) == sorted(["drafter", *(field.name for field in fields(Recipe))])
 

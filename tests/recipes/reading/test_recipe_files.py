@@ -182,7 +182,7 @@ def test_a_recipe_whose_target_writes_its_prompts_takes_others_too(
 
 MOST_KEYS = 155
 OWN = {
-    "the user's target": ("target.device", "target.pack", "target.chat_template", "target.revision",
+    "the user's target": ("target.pack", "target.chat_template", "target.revision",
                           "target.quantization", "template.system", "template.tools", "template.enable_thinking",
                           "template.date"),
     "the user's prompts": ("prompts.subset", "prompts.split", "prompts.revision", "prompts.streaming",
