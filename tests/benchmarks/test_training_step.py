@@ -76,6 +76,23 @@ def test_a_part_inside_another_counts_for_itself_alone(monkeypatch: pytest.Monke
     assert clock.seconds == {"target": 2, "vocabulary loss": 4, "drafter": 9, "optimizer": 0, "data": 0}
 
 
+def test_the_operations_of_a_step_are_counted() -> None:
+    """A product of 3 x 4 and 4 x 5 takes 2 * 3 * 4 * 5 operations, and its gradients as many each, also by
+    `torch.autograd.grad`, as losses in chunks take them."""
+    layer, states = torch.nn.Linear(4, 5), torch.ones(3, 4, requires_grad=True)
+    with training_step.CountedOperations() as counter:
+        torch.autograd.grad(layer(states).sum(), [states, *layer.parameters()])
+    assert counter.count == 3 * 120
+
+
+@pytest.mark.parametrize(("name", "peak"), [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("x", 0)])
+def test_the_share_of_a_card_is_of_its_data_sheet(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    taken = Taken({key: [1.0] for key in training_step.PARTS}, [10**6], flops_per_token=1e9, card=training_step.card())
+    assert taken.to_dict()["card share"] == pytest.approx(2e14 / peak if peak else 0.0)
+    assert f"| {20 if peak > 900e12 else 26 if peak else 'unknown'} |" in training_step.table({"a": {"b": taken}})[-1]
+
+
 def test_a_way_without_memory_says_so(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     made = bench(target, "medusa")
 

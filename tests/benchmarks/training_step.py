@@ -11,7 +11,8 @@ all draft steps at once and none in chunks. All ways take turns; the first step 
 wait for the next batch: one of this package was packed by a thread during the step before, one of the textbook is
 made when due. Of families whose guesses the target makes, its passes over their nodes are part of the drafter. Peak
 memory is what a step holds above the weights: allocated on a GPU, and elsewhere the storages of torch's tensors,
-counted in a step that is not timed.
+counted in a step that is not timed. *Of the card* is the share of its bfloat16 arithmetic (MFU) that the matrix
+products and attention of our step take, as torch counts them.
 """
 
 import argparse
@@ -29,6 +30,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -47,6 +50,9 @@ PARTS = ("target", "vocabulary loss", "drafter", "optimizer", "data")
 PRECISIONS = ("32-true", "bf16-mixed")
 SPARE = 10_000  # Number of a step before those of all ways
 WARM_UP = 1  # Steps of each way that are not counted
+PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+"""Dense bfloat16 operations a second by what the device's name holds, the first one that fits; from NVIDIA's data
+sheets."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,8 @@ class Taken:
     parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     tokens: list[int] = field(default_factory=list)
     peak_bytes: int = 0
+    flops_per_token: float = 0.0  # Of our step, also for the textbook's
+    card: float = 0.0  # Operations a second that the device offers; 0 where that is not known
 
     @property
     def seconds(self) -> float:
@@ -76,11 +84,14 @@ class Taken:
         return median(map(sum, zip(*self.parts.values(), strict=True)))
 
     def to_dict(self) -> dict[str, float]:
-        """Tokens per second, peak memory in MiB and the share of each part."""
+        """Tokens per second, the share of the card (0 where it is unknown), peak memory in MiB and the share of each
+        part."""
         whole = sum(map(sum, self.parts.values()))
         shares = {f"{part} share": sum(seconds) / whole for part, seconds in self.parts.items()}
-        return {"tokens_per_second": sum(self.tokens) / whole, "step_seconds": self.seconds,
-                "peak_mib": self.peak_bytes / 2**20, **shares}
+        speed = sum(self.tokens) / whole
+        return {"tokens_per_second": speed, "flops_per_token": self.flops_per_token,
+                "card share": speed * self.flops_per_token / self.card if self.card else 0.0,
+                "step_seconds": self.seconds, "peak_mib": self.peak_bytes / 2**20, **shares}
 
 
 class Clock:
@@ -114,6 +125,23 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+class CountedOperations(TorchDispatchMode):
+    """A block whose matrix products and attention are counted, by torch's formulas. Its own FlopCounterMode follows
+    modules too, by hooks that `torch.autograd.grad` does not take."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, formula = kwargs or {}, flop_registry.get(func._overloadpacket)
+        if formula is None:
+            with self:
+                if (parts := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return parts
+        found = func(*args, **kwargs)
+        self.count += formula(*args, **kwargs, out_val=found) if formula else 0
+        return found
 
 
 class Bench:
@@ -208,7 +236,7 @@ def measure(bench: Bench, ways: Sequence[Way], steps: int, deadline: float = flo
     """Steps of all ways in turn; a way that needs more memory than there is has the reason in place of its figures."""
     found: dict[str, Taken | str] = {str(way): Taken() for way in ways}
     pieces = [bench.conversations(number) for number in range(WARM_UP + steps)]
-    feeds = [bench.feed(way, pieces) for way in ways]
+    feeds, flops = [bench.feed(way, pieces) for way in ways], 0.0
     batches = [iter(feed) for feed in feeds]
     for number in range(WARM_UP + steps):
         for way, coming in zip(ways, batches, strict=True):
@@ -217,9 +245,15 @@ def measure(bench: Bench, ways: Sequence[Way], steps: int, deadline: float = flo
                 continue
             try:
                 if number == 0:
-                    if not bench.optimizer.state:
-                        # Its moments would count for the first way alone.
-                        bench.step(way, iter([bench.batch(bench.conversations(SPARE), way.plain)]))
+                    if not flops:
+                        # The optimizer's moments would count for the first way alone.
+                        spare = bench.conversations(SPARE)
+                        with CountedOperations() as counter:
+                            bench.step(way, iter([bench.batch(spare, way.plain)]))
+                        flops = counter.count / sum(len(piece.tokens_N) for piece in spare)
+                    taken.flops_per_token = flops
+                    # Of float32 the card has other numbers.
+                    taken.card = card() if bench.target.device.type == "cuda" and way.precision != "32-true" else 0.0
                     taken.peak_bytes = bench.peak(way, coming)
                     continue
                 for part, seconds in bench.step(way, coming).items():
@@ -234,18 +268,26 @@ def measure(bench: Bench, ways: Sequence[Way], steps: int, deadline: float = flo
     return found
 
 
+def card() -> float:
+    """Operations a second of the CUDA device; 0 for one whose data sheet is not known here."""
+    name = torch.cuda.get_device_name()
+    return next((peak for known, peak in PEAKS.items() if known in name), 0.0)
+
+
 def table(found: dict[str, dict[str, Taken | str]]) -> list[str]:
     """The lines of the table, one row for each recipe and way."""
-    lines = [f"| recipe | way | tokens/s | step, s | peak, MiB | {', % | '.join(PARTS)}, % |",
-             "|---|---|" + "--:|" * (3 + len(PARTS))]
+    lines = ["| recipe | way | tokens/s | GFLOP a token | of the card, % | step, s | peak, MiB | "
+             f"{', % | '.join(PARTS)}, % |", "|---|---|" + "--:|" * (5 + len(PARTS))]
     for recipe, ways in found.items():
         for way, taken in ways.items():
             if isinstance(taken, str):
-                lines.append(f"| {recipe} | {way} | {taken} |" + " |" * (2 + len(PARTS)))
+                lines.append(f"| {recipe} | {way} | {taken} |" + " |" * (4 + len(PARTS)))
                 continue
             figures = taken.to_dict()
             shares = " | ".join(f"{100 * figures[f'{part} share']:.{1 if part == 'data' else 0}f}" for part in PARTS)
-            lines.append(f"| {recipe} | {way} | {figures['tokens_per_second']:.0f} | {figures['step_seconds']:.3f} | "
+            used = f"{100 * figures['card share']:.0f}" if taken.card else "unknown"
+            lines.append(f"| {recipe} | {way} | {figures['tokens_per_second']:.0f} | "
+                         f"{figures['flops_per_token'] / 1e9:.3g} | {used} | {figures['step_seconds']:.3f} | "
                          f"{figures['peak_mib']:.0f} | {shares} |")
     return lines
 
