@@ -7,7 +7,7 @@
 # make test-serving vLLM, in an environment of its own, loads overfitted drafters; ARTIFACT=DIR: a draft of the embedded model
 # make test-llamacpp llama.cpp, in an environment of its own, loads overfitted drafters
 # make test-openvino OpenVINO GenAI, in an environment of its own, loads overfitted drafters
-# make gpu          measure everything on a CUDA device, part by part: runs/gpu/gpu.md; ARGS='--device cpu --small' tries it
+# make gpu          measure a CUDA device in parts, the first in 15 minutes: runs/gpu/gpu.md; ARGS='--device cpu --small' tries it
 # make faults       set up, then kill, signal and damage every family's tiny run (an hour); STATE=FILE keeps finished cases
 # make architectures the table of targets in recipes/guides/your-model-and-data.md anew, after an update of transformers
 # make check        set up, then run ruff and mypy --strict

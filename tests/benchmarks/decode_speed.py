@@ -2,21 +2,21 @@
 
     python tests/benchmarks/decode_speed.py [--help]
 
-Compared are the plain loop, `generate` of transformers with its growing and its static cache, its assisted generation
-with the target's first layers, and every family of drafters with a chain and a tree; where they run, also with CUDA
-graphs, with layers that torch.compile has compiled, and with both. The drafters have random weights
-and do all their work, but their guesses are replaced: the guess of rank r after a node is right with chance
-a (1 - a)^r, by the target's answers, which are computed once (`parts/shapes.py`). So a figure is the speed that
-a drafter of this acceptance would have. Each method decodes twice; the second time counts, prompts included. What no
-time is left for is named.
+Compared are the plain loop, `generate` of transformers with its growing and its static cache, and every family of
+drafters with a chain and a tree: on a GPU with CUDA graphs and without, elsewhere also with layers that torch.compile
+has compiled. The drafters have random weights and do all their work, but their guesses are replaced: the guess of rank
+r after a node is right with chance a (1 - a)^r, by the target's answers, which the shape determines
+(`parts/shapes.py`). So a figure is the speed that a drafter of this acceptance would have. Each method decodes twice;
+the second time counts, prompts included. What no time is left for is named. `last_halves` measures passes alone,
+without prompts, recording and first rounds.
 """
 
 import argparse
-import copy
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,9 @@ from support.policies import paths
 CHAIN, TREE, WIDEST = 3, 32, 4
 """Tokens of the drafted chains; nodes of the drafted trees, and the most guesses after a node."""
 TEMPERATURE = 0.8  # Temperature of the method that samples
+FORMS = {"graphs": {"graphs": True}, "no graphs": {"graphs": False},
+         "graphs, compiled": {"graphs": True, "compile": True}}
+"""Forms in which passes alone are measured, in the order of what they decide."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,9 @@ class Outcome:
     draft_seconds: float = 0.0
     graph_refusal: str = ""
     compile_refusal: str = ""
+    recorded: int = 0  # Rounds that were recorded as CUDA graphs
+    passes_at: list[tuple[float, int]] = field(default_factory=list)
+    """Of a batch of one: when the host had the tokens of each pass, and their number."""
 
 
 Method = Callable[[Sequence[tuple[int, ...]]], Outcome]
@@ -96,47 +102,56 @@ def own(target: Target, new_tokens: int, drafter: Proposer | None = None, policy
     def run(prompts: Sequence[tuple[int, ...]]) -> Outcome:
         requests = [Request(prompt, row, new_tokens, temperature) for row, prompt in enumerate(prompts)]
         given = DecodeSettings(batch_size=len(prompts), ignore_eos=True, **settings)
-        result = decode(target, requests, given, drafter=drafter, policy=policy)
+        seen = list[tuple[float, int]]()
+        result = decode(target, requests, given, drafter=drafter, policy=policy,
+                        on_tokens=lambda _answer, tokens, _done: seen.append((time.perf_counter(), len(tokens))))
         stats = result.stats
         return Outcome([generation.tokens for generation in result.generations],
                        stats.target_calls + stats.prefill_calls, stats.seconds, stats.draft_seconds,
-                       stats.graph_refusal, stats.compile_refusal)
+                       stats.graph_refusal, stats.compile_refusal, vars(stats).get("recorded_rounds", 0), seen)
 
     return run
 
 
+@dataclass(frozen=True)
+class Late:
+    """Passes in the last half of an answer, without its prompt, recording and the first rounds."""
+
+    method: str
+    seconds: float = 0.0  # Of a pass
+    tokens: float = 0.0  # Of a pass
+    calls: tuple[float, ...] = ()  # Tokens per second of each whole call
+    recorded: tuple[int, ...] = ()  # Rounds that each call recorded: a second one of the same shape needs none
+    equal: bool = False  # Whether the answer is the one that the shape determines
+    left_out: str = "no time was left"  # Why nothing was measured; empty where it was
+    refusal: str = ""  # Why passes were not replayed or compiled that were to be
+
+    @classmethod
+    def measured(cls, method: str, outcomes: Sequence[Outcome], reference: list[list[int]]) -> "Late":
+        """The figures of equal calls, one after the other; passes are those of the last one."""
+        last = outcomes[-1]
+        ends = list(accumulate(count for _, count in last.passes_at))
+        middle = next(number for number, end in enumerate(ends) if 2 * end >= ends[-1])
+        # The tokens of the last pass were cut.
+        until = max(len(ends) - 2, middle + 1)
+        passes, (began, _), (ended, _) = until - middle, last.passes_at[middle], last.passes_at[until]
+        return cls(method, (ended - began) / passes, (ends[until] - ends[middle]) / passes,
+                   tuple(ends[-1] / one.seconds for one in outcomes), tuple(one.recorded for one in outcomes),
+                   last.answers == reference, "", last.graph_refusal or last.compile_refusal)
+
+
 def forms(target: Target, brief: bool, drafted: bool = False) -> dict[str, dict[str, bool]]:
     """Settings of the loop that are compared, by what a method's name says of them."""
-    found: dict[str, dict[str, bool]] = {"": {}}
-    if target.device.type == "cuda" or not drafted:
-        found[", graphs"] = {"graphs": True}
-    if not brief and target.linears.packed is None:
-        found[", compiled"] = {"compile": True}
-    if not brief and target.device.type == "cuda":
-        found[", graphs, compiled"] = {"graphs": True, "compile": True}
-    return found
+    if target.device.type == "cuda":
+        compiled = {} if brief else {", compiled": FORMS["graphs, compiled"]}
+        return {"": FORMS["graphs"], ", no graphs": FORMS["no graphs"], **compiled}
+    found: dict[str, dict[str, bool]] = {"": {}} if drafted else {"": {}, ", graphs": {"graphs": True}}
+    return found | ({", compiled": {"compile": True}} if not brief and target.linears.packed is None else {})
 
 
 def peer(target: Target, new_tokens: int, **options: Any) -> Method:
     """Decode with transformers."""
     return lambda prompts: Outcome(*generated(target, prompts, new_tokens, **options))
-
-
-def truncated_model(target: Target, layers: int) -> Any:
-    """A transformers model of the target's first layers that shares its weights."""
-    config = copy.deepcopy(target.model.config)
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
-    config._attn_implementation = target.native_attention
-    with torch.device("meta"):
-        model = type(target.model)(config)
-    for name, child in target.decoder.named_children():
-        shared = torch.nn.ModuleList(target.layers[:layers]) if child is target.layers else child
-        setattr(model.get_decoder(), name, shared)
-    model.set_output_embeddings(target.head)
-    model.generation_config = copy.deepcopy(target.model.generation_config)
-    return model.eval()
 
 
 def generated(target: Target, prompts: Sequence[tuple[int, ...]], new_tokens: int,
@@ -165,30 +180,19 @@ def now(target: Target) -> float:
     return time.perf_counter()
 
 
-def assisted(target: Target, new_tokens: int, layers: int, drafted: int) -> Method:
-    """Decode with transformers and the target's first layers as a draft model."""
-    assistant = truncated_model(target, layers)
-    assistant.generation_config.num_assistant_tokens = drafted
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    # Our chain does not stop early, so the assistant must not either.
-    assistant.generation_config.assistant_confidence_threshold = 0.0
-    return peer(target, new_tokens, assistant_model=assistant)
-
-
-def without_drafter(target: Target, new_tokens: int, brief: bool) -> Iterator[tuple[str, Method, int | None]]:
-    """(name, method, its only batch) of each method that drafts nothing or with the target's layers."""
+def without_drafter(target: Target, new_tokens: int, brief: bool) -> Iterator[tuple[str, Method]]:
+    """(name, method) of each method that drafts nothing or with the target's layers."""
     for form, settings in forms(target, brief).items():
-        yield f"plain loop{form}", own(target, new_tokens, **settings), None
-    yield "generate", peer(target, new_tokens), None
+        yield f"plain loop{form}", own(target, new_tokens, **settings)
+    yield "generate", peer(target, new_tokens)
     if brief:
         return
-    yield "plain loop, sampled", own(target, new_tokens, temperature=TEMPERATURE), None
-    yield "generate, static cache", peer(target, new_tokens, cache_implementation="static", disable_compile=True), None
+    yield "plain loop, sampled", own(target, new_tokens, temperature=TEMPERATURE)
+    yield "generate, static cache", peer(target, new_tokens, cache_implementation="static", disable_compile=True)
     if target.device.type == "cuda":
-        yield "generate, static cache, compiled", peer(target, new_tokens, cache_implementation="static"), None
-    first = max(1, target.num_layers // 4)
-    yield "first layers, chain", own(target, new_tokens, LayerDraft(target, range(first)), Chain(CHAIN)), None
-    yield "generate, assisted by the first layers", assisted(target, new_tokens, first, CHAIN), 1
+        yield "generate, static cache, compiled", peer(target, new_tokens, cache_implementation="static")
+    first = range(max(1, target.num_layers // 4))
+    yield "first layers, chain", own(target, new_tokens, LayerDraft(target, first), Chain(CHAIN))
 
 
 def shapes(drafter: Proposer) -> dict[str, Policy]:
@@ -201,7 +205,7 @@ def shapes(drafter: Proposer) -> dict[str, Policy]:
 
 @dataclass
 class Bench:
-    """A target of a shape with its prompts and reference answers."""
+    """A target of a shape with its prompts and the answers that it determines."""
 
     shape: str
     target: Target
@@ -209,20 +213,32 @@ class Bench:
     new_tokens: int
     acceptance: float
     brief: bool = False
-    texts: dict[int, Tensor] = field(default_factory=dict)  # Prompts and answers by number of rows
 
     def prompts(self, batch: int) -> list[tuple[int, ...]]:
         """The prompts of a batch."""
         return [shaped_prompt(self.shape, row, self.context) for row in range(batch)]
 
     def texts_ST(self, batch: int) -> Tensor:
-        """Prompts with the answers of the plain loop, computed once."""
-        if batch not in self.texts:
-            prompts = self.prompts(batch)
-            answers = own(self.target, self.new_tokens)(prompts).answers
-            rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-            self.texts[batch] = torch.tensor(rows, device=self.target.device)
-        return self.texts[batch]
+        """Prompts with their answers."""
+        rows = [shaped_prompt(self.shape, row, self.context + self.new_tokens) for row in range(batch)]
+        return torch.tensor(rows, device=self.target.device)
+
+    def oracle(self, recipe: str, batch: int) -> Oracle:
+        """The drafter of a recipe, of the stated acceptance."""
+        module = shaped_module(shaped_recipe(recipe, self.shape), self.target, self.shape)
+        drafter = module.drafter.to(device=self.target.device, dtype=self.target.dtype).eval()
+        return Oracle(drafter, self.texts_ST(batch), self.target.vocab_size, self.acceptance)
+
+    def late(self, name: str, method: Method, calls: int) -> Late:
+        """Passes of the last of some calls of a method with one row."""
+        try:
+            outcomes = [method(self.prompts(1)) for _ in range(calls)]
+        except RuntimeError as error:
+            torch.cuda.empty_cache()
+            return Late(name, left_out=f"failed: {str(error).splitlines()[0][:100]}")
+        found = Late.measured(name, outcomes, self.texts_ST(1)[:, self.context :].tolist())
+        print(f"{name}: {1000 * found.seconds:.2f} ms a pass", file=sys.stderr, flush=True)
+        return found
 
     def timed(self, name: str, batch: int, method: Method, deadline: float) -> Speed:
         """The second of two runs of a method."""
@@ -244,11 +260,9 @@ class Bench:
 
     def drafted(self, recipe: str, batches: Sequence[int], deadline: float) -> Iterator[Speed]:
         """The speeds of a family with chain and tree."""
-        module = shaped_module(shaped_recipe(recipe, self.shape), self.target, self.shape)
-        drafter = module.drafter.to(device=self.target.device, dtype=self.target.dtype).eval()
         for batch in batches:
-            oracle = Oracle(drafter, self.texts_ST(batch), self.target.vocab_size, self.acceptance)
-            for form, policy in shapes(drafter).items():
+            oracle = self.oracle(recipe, batch)
+            for form, policy in shapes(oracle).items():
                 for added, settings in self.forms(recipe).items():
                     method = own(self.target, self.new_tokens, oracle, policy, **settings)
                     yield self.timed(f"{recipe}, {form}{added}", batch, method, deadline)
@@ -259,17 +273,55 @@ class Bench:
         return found if self.target.device.type == "cuda" or recipe == RECIPES[0] else {"": {}}
 
 
-def measure(bench: Bench, batches: Sequence[int], recipes: Sequence[str], deadline: float) -> list[Speed]:
-    """The speeds of all methods, those without drafters first."""
-    found = []
-    for name, method, only in without_drafter(bench.target, bench.new_tokens, bench.brief):
-        found += [bench.timed(name, batch, method, deadline) for batch in batches if only in (None, batch)]
+def measure(bench: Bench, batches: Sequence[int], recipes: Sequence[str], deadline: float) -> Iterator[list[Speed]]:
+    """The speeds of all methods so far, after each; those without drafters come first."""
+    found = list[Speed]()
+    for name, method in without_drafter(bench.target, bench.new_tokens, bench.brief):
+        found += [bench.timed(name, batch, method, deadline) for batch in batches]
+        yield found
     for recipe in recipes:
         # A drafter of this size takes seconds to make.
         late = time.monotonic() > deadline
-        found += [Speed(recipe, batch, left_out="no time was left") for batch in batches] if late else bench.drafted(
-            recipe, batches, deadline)
-    return found
+        for speed in ([Speed(recipe, batch, left_out="no time was left") for batch in batches] if late else
+                      bench.drafted(recipe, batches, deadline)):
+            found.append(speed)
+            yield found
+
+
+def last_halves(bench: Bench, named: Sequence[str], deadline: float) -> Iterator[list[Late]]:
+    """Passes of plain decoding, a chain and a tree with one row, in the named `FORMS` in turn: the rows of all after
+    each. Where passes are recorded, a second call shows what is left to record."""
+    policies = {"plain": None, f"chain of {CHAIN}": Chain(CHAIN),
+                f"tree of {TREE}": StaticTree(recycling_tree(TREE, WIDEST))}
+    found = {(form, kind): Late(f"{kind}, {form}") for form in named for kind in policies}
+    oracle = None
+    yield [*found.values()]
+    for (form, kind), row in found.items():
+        if time.monotonic() > deadline:
+            return
+        # In case that this process is stopped meanwhile.
+        found[form, kind] = replace(row, left_out="did not end in time")
+        yield [*found.values()]
+        if (policy := policies[kind]) is not None and oracle is None:
+            oracle = bench.oracle("eagle3", 1)
+        method = own(bench.target, bench.new_tokens, None if policy is None else oracle, policy, **FORMS[form])
+        found[form, kind] = bench.late(row.method, method, 2 if FORMS[form]["graphs"] else 1)
+        yield [*found.values()]
+
+
+def late_table(rows: Sequence[Late]) -> list[str]:
+    """The lines of the table of passes in the last halves of answers."""
+    lines = ["| method | ms a pass | tokens a pass | tokens/s | of each whole call | rounds recorded | equal answer |",
+             "|---|--:|--:|--:|--:|--:|--:|"]
+    for row in rows:
+        if row.left_out:
+            lines.append(f"| {row.method} | {row.left_out} | | | | | |")
+            continue
+        refused = f" ({row.refusal})" if row.refusal else ""
+        lines.append(f"| {row.method}{refused} | {1000 * row.seconds:.2f} | {row.tokens:.2f} | "
+                     f"{row.tokens / row.seconds:.1f} | {', '.join(f'{speed:.1f}' for speed in row.calls)} | "
+                     f"{', '.join(map(str, row.recorded))} | {'yes' if row.equal else 'no'} |")
+    return lines
 
 
 def table(speeds: Sequence[Speed]) -> list[str]:
@@ -313,7 +365,8 @@ def main(words: Sequence[str] | None = None) -> None:
     print(f"{options.shape}, {bench.target.device}, {torch.get_num_threads()} threads, torch {torch.__version__}; "
           f"acceptance {options.acceptance}, context {options.context}, {options.new_tokens} new tokens\n")
     deadline = time.monotonic() + 60 * options.minutes
-    print("\n".join(table(measure(bench, options.batches, options.recipes, deadline))))
+    *_, found = measure(bench, options.batches, options.recipes, deadline)
+    print("\n".join(table(found)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The benchmarks of decoding: drafters accept exactly what is stated, all answers are those of the plain loop, and the
-ratio to transformers is that of the sums."""
+"""The benchmark of decoding: drafters accept exactly what is stated, all answers are those of the plain loop, and the
+passes of last halves are those without set-up."""
 
 from typing import Any
 
 import pytest
 import torch
-from benchmarks import against_transformers, decode_speed
+from benchmarks import decode_speed
 from benchmarks.decode_speed import Bench, Speed
 from benchmarks.parts.shapes import RANKS, STRIDE, Oracle, shaped_prompt, shaped_target
 from draftsmith.modules import (
@@ -61,8 +61,10 @@ def expected(ranks: list[int], widths: tuple[int, ...]) -> list[int]:
 
 
 def test_the_text_of_a_shape_is_known(target: Target) -> None:
-    texts_ST = Bench("tiny", target, PROMPT, LENGTH, A).texts_ST(ROWS)
+    bench = Bench("tiny", target, PROMPT, LENGTH, A)
+    texts_ST = bench.texts_ST(ROWS)
     assert torch.equal(texts_ST[:, 1:], (texts_ST[:, :-1] + STRIDE) % 128)
+    assert decode_speed.own(target, LENGTH)(bench.prompts(ROWS)).answers == texts_ST[:, PROMPT:].tolist()
 
 
 @pytest.mark.parametrize(("policy", "widths"), [
@@ -110,12 +112,35 @@ def test_the_table_has_every_method(capsys: pytest.CaptureFixture[str]) -> None:
                        "--recipes", "medusa", "eagle3"])
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
     names = [row[0] for row in rows]
-    assert {"plain loop", "generate, static cache", "generate, assisted by the first layers", "medusa, tree",
-            "eagle3, chain"} < set(names)
+    assert {"plain loop", "generate, static cache", "first layers, chain", "medusa, tree", "eagle3, chain"} < set(names)
     assert names.count("eagle3, tree") == 2
     for row in rows:
         assert float(row[2]) > 0
         assert row[6] == f"{row[1]} of {row[1]}" or "sampled" in row[0]
+
+
+def test_the_last_half_of_an_answer_has_no_set_up() -> None:
+    """A prompt of four seconds, a slow first half, passes of a second and three tokens, and a last one that is cut."""
+    passes = [(4.0, 1), (8.0, 4), (12.0, 5), (13.0, 3), (14.0, 3), (15.0, 3), (17.0, 1)]
+    first, second = (decode_speed.Outcome([[7] * 20], 7, seconds, recorded=rounds, passes_at=passes)
+                     for seconds, rounds in ((40.0, 3), (20.0, 0)))
+    late = decode_speed.Late.measured("tree", [first, second], [[7] * 20])
+    assert (late.seconds, late.tokens, late.calls, late.recorded) == (1.0, 3.0, (0.5, 1.0), (3, 0))
+    assert decode_speed.late_table([late])[-1] == "| tree | 1000.00 | 3.00 | 3.0 | 0.5, 1.0 | 3, 0 | yes |"
+
+
+def test_the_last_halves_are_told_one_by_one(target: Target) -> None:
+    """With recurrent layers too, whose answers a shape determines as well."""
+    bench = Bench("tiny-hybrid", shaped_target("tiny-hybrid"), PROMPT, 24, A)
+    *told, rows = decode_speed.last_halves(bench, ["no graphs"], float("inf"))
+    assert [[row.left_out for row in before] for before in told[:2]] == [
+        ["no time was left"] * 3, ["did not end in time", *["no time was left"] * 2]]
+    assert [(row.method, row.equal, row.left_out) for row in rows] == [
+        (f"{kind}, no graphs", True, "") for kind in ("plain", "chain of 3", "tree of 32")]
+    assert all(row.seconds > 0 for row in rows)
+    assert 1 == rows[0].tokens < rows[1].tokens < rows[2].tokens
+    *_, rows = decode_speed.last_halves(bench, ["graphs"], 0.0)
+    assert decode_speed.late_table(rows)[-1] == "| tree of 32, graphs | no time was left | | | | | |"
 
 
 def test_what_has_no_time_is_named(target: Target) -> None:
@@ -139,33 +164,7 @@ def test_a_tree_is_no_deeper_than_the_drafter_reaches(target: Target) -> None:
     assert policies["tree"].topology.depth <= 2 < recycling_tree(decode_speed.TREE, decode_speed.WIDEST).depth
 
 
-@pytest.mark.parametrize(("main", "words", "said"), [
-    (decode_speed.main, ["--acceptance", "1.5"], "must lie between 0 and 1 and --batches be at least 1, got 1.5"),
-    (against_transformers.main, ["--prompts", "0"], "must be at least 1, got 0 and 96"),
-])
-def test_a_mistake_is_one_sentence(main: Any, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(words)
-    assert said in capsys.readouterr().err
-
-
-def test_the_table_has_a_row_for_each_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    against_transformers.main(["--target", "tiny-random", "--prompts", "3", "--new-tokens", "8", "--minutes", "0"])
-    printed = capsys.readouterr()
-    rows = [line for line in printed.out.splitlines() if line.startswith("| ")][1:]
-    assert [row.split(" | ")[0] for row in rows] == ["| plain", "| prompt lookup", "| first layers"]
-    assert all(row.endswith("2 / 2 of 2 |") for row in rows)  # no third prompt was started after the time
-    assert "prompt 2 of 3" in printed.err
-    assert "times transformers" in printed.out
-
-
-def test_the_ratio_is_of_sums_and_paired() -> None:
-    def tally(*seconds: float) -> object:
-        return against_transformers.Tally([against_transformers.Outcome([[1] * 10], 5, second) for second in seconds])
-
-    value, ends = against_transformers.ratio(tally(1.0, 9.0), tally(2.0, 18.0))
-    assert value == pytest.approx(2.0)
-    assert ends == pytest.approx((2.0, 2.0))
-    value, ends = against_transformers.ratio(tally(1.0, 1.0), tally(1.0, 3.0))
-    assert value == pytest.approx(2.0)
-    assert ends == pytest.approx((1.0, 3.0))
+        decode_speed.main(["--acceptance", "1.5"])
+    assert "must lie between 0 and 1 and --batches be at least 1, got 1.5" in capsys.readouterr().err

@@ -75,7 +75,7 @@ def embedded_target() -> Target:
 @lru_cache(maxsize=1)
 def embedded_prompts() -> list[tuple[int, ...]]:
     """The handwritten prompts under its chat template."""
-    from benchmarks.against_transformers import chat_prompts
+    from benchmarks.parts.shapes import chat_prompts
 
     return chat_prompts(embedded_target(), EMBEDDED_PROMPTS * EMBEDDED_CELLS, 400)
 

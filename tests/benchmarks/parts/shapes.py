@@ -7,9 +7,11 @@ answer, as they would change that of usual random weights, whose logits are near
 Shapes: B rows, F nodes, H depths, Q entries of the draft vocabulary, S texts, T places of a text, R ranks.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +26,18 @@ from draftsmith.trainers import DraftModule
 from support.drafters import Wrapped, WrappedState
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+PROMPTS = Path(__file__).resolve().parents[3] / "recipes" / "handwritten.jsonl"
 STRIDE = 7  # A token t is followed by t + STRIDE, counted around the end of the written tokens
 _EMBEDDED, _MARGIN = 20.0, 20.0
 """Size of the components of an embedding, so that 32 layers add little to it; the logit of the next token."""
@@ -58,10 +70,20 @@ SHAPES: dict[str, Shape] = {
                         Qwen3ForCausalLM, 32000, torch.bfloat16),
     "smollm2-135m": Shape(partial(_config, LlamaConfig, 49152, 576, 1536, 30, 9, 3, rms_norm_eps=1e-5),
                           LlamaForCausalLM, 4096, torch.float32),
+    "qwen3.5-9b": Shape(partial(_config, Qwen3_5TextConfig, 248320, 4096, 12288, 32, 16, 4, head_dim=256),
+                        Qwen3_5ForCausalLM, 32000, torch.bfloat16),
+    "lfm2-1.2b": Shape(partial(_config, Lfm2Config, 65536, 2048, 12288, 16, 32, 8,
+                               layer_types=["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv"
+                                            for layer in range(16)]),
+                       Lfm2ForCausalLM, 32000, torch.bfloat16),
     "tiny": Shape(partial(_config, LlamaConfig, 512, 64, 128, 4, 4, 2, rms_norm_eps=1e-5),
                   LlamaForCausalLM, 128, torch.float32),
+    "tiny-hybrid": Shape(partial(_config, Qwen3_5TextConfig, 512, 64, 128, 4, 4, 2, head_dim=16, linear_num_key_heads=2,
+                                 linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16),
+                         Qwen3_5ForCausalLM, 128, torch.float32),
 }
-"""By name: a target of recipes for 8B models, a small one, the embedded model, and one for trying a measurement."""
+"""By name: a target of recipes for 8B models, a small one, the embedded model, two with recurrent layers, and two for
+trying a measurement."""
 
 
 def shaped_target(name: str, device: str = "cpu", pack: int = 1) -> Target:
@@ -103,6 +125,19 @@ def shaped_prompt(name: str, row: int, length: int) -> tuple[int, ...]:
     """A prompt of written tokens that no other row shares and that repeats nothing."""
     written = SHAPES[name].written
     return tuple((11 + 3 * row + STRIDE * place) % written for place in range(length))
+
+
+def chat_prompts(target: Target, count: int, longest: int) -> list[tuple[int, ...]]:
+    """The first turns of the handwritten prompts under the target's chat template, one of each category in turn."""
+    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    found = []
+    for row in rows[:: max(1, len(rows) // count)]:
+        text = target.tokenizer.apply_chat_template([{"role": "user", "content": row["turns"][0]}], tokenize=False,
+                                                    add_generation_prompt=True)
+        tokens = tuple(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if len(tokens) <= longest:
+            found.append(tokens)
+    return found[:count]
 
 
 RECIPES = ("eagle3", "medusa", "dspark", "hydra", "eagle", "falcon", "kangaroo", "prompt_tokens", "hidden_transfer",
