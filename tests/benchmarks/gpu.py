@@ -4,11 +4,11 @@
 
 Each part runs in a process of its own for at most --minutes (1.5), the main job for at most ten, and writes NAME.json
 into --out as it goes: the first three fit into fifteen minutes. Finished parts are skipped, so that the same command
-goes on where it was stopped; a part that fails or is stopped keeps what it has. After each part all tables so far are
-written to gpu.md, for tests/benchmarks/README.md. What no time is left for is named. Nothing is downloaded: the first
-lines say what the machine must have. `--small` tries everything out on tiny shapes. Fewer than five minutes leave out
-most of what torch.compile makes, and measure fewer families and batches. All targets have random weights of a stated
-shape, but for the embedded model.
+goes on where it was stopped; a part that fails or is stopped keeps what it has and runs again: tests that failed or
+never ran come first then. After each part all tables so far are written to gpu.md, for tests/benchmarks/README.md. What
+no time is left for is named. Nothing is downloaded: the first lines say what the machine must have. `--small` tries
+everything out on tiny shapes. Fewer than five minutes leave out most of what torch.compile makes, and measure fewer
+families and batches. All targets have random weights of a stated shape, but for the embedded model.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from draftsmith.modules.target.loading.loading import find_default_gguf
 from packaging.requirements import Requirement
 
 MINUTES, JOB_MINUTES = 1.5, 10.0  # Most minutes of a part, where nothing else is asked for, and of the main job
-SPARE = 0.15  # Share of them in which nothing further is started
+SPARE, MOST_SPARE = 0.15, 20.0  # Share of them in which nothing further is started, and the most seconds of it
 BRIEF = 5.0  # Minutes below which a part measures less
 EXTRAS = ("train", "dev")  # Extras of the package that the parts need
 
@@ -124,7 +124,7 @@ def report(parts: dict[str, dict[str, Any]]) -> str:
 def run_apart(name: str, words: Sequence[str], minutes: float) -> str:
     """Run a part in a process of its own; returns what went wrong, or nothing."""
     # Its own imports count, too: half a minute where the disk is slow.
-    deadline = time.monotonic() + 60 * minutes * (1 - SPARE)
+    deadline = time.monotonic() + 60 * minutes - min(60 * minutes * SPARE, MOST_SPARE)
     command = [sys.executable, __file__, *words, "--here", name, "--deadline", str(deadline)]
     # A session of its own, so that what the part has started ends with it.
     process = subprocess.Popen(command, start_new_session=True)

@@ -141,6 +141,8 @@ def tests(settings: Settings) -> Iterator[Measured]:
              *(f"| | failed {nodeid} | | |" for nodeid in failed)]
     yield Measured({"ended": ended, "counts": dict(counts), "failed": failed, "never": len(never)},
                    {"Tests on the device": lines})
+    if never:
+        raise SystemExit(f"{len(never)} tests have not run yet")
 
 
 def main_job(settings: Settings) -> Iterator[Measured]:
