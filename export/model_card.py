@@ -110,21 +110,27 @@ def hub_card(card: str, config: Mapping[str, Any], licence: str, evaluation: Pat
     return "\n\n".join(parts) + "\n"
 
 
+def counted_in_words(facts: Mapping[str, Any]) -> str:
+    """Facts by their names, such as source and revision, without those that are not known or zero."""
+    return ", ".join(f"{name} {value}" for name, value in facts.items() if value)
+
+
 def _measured(file: Path, weights: str, target: str) -> list[str]:
     found = read_object(file, _GIVE)
     try:
-        groups = {"all": found, **found["by_category"]}
+        header, sets = found["header"], found["header"].get("sets", {})
+        groups = {"all": found, **(found["by_prompt_set"] if sets else {}), **found["by_category"]}
         rows = [f"| {name} | {one['prompts']} | {one['accepted_length']:.2f} |" for name, one in groups.items()]
-        machine = found["header"]["machine"]["processor"]
+        machine = header["machine"]["processor"]
         speed = f"{found['speedup']:.2f} times as fast as without drafts" if found["speedup"] else "not timed"
         if found["speedup"] and found["contended"]:
             speed += " (other programs used the machine meanwhile, so that this speed is not reliable)"
         copies = f", next to guesses of {' and '.join(found['partners'])}" if found.get("partners") else ""
         text = (f"{found['method']} in passes of at most {found['nodes']} nodes{copies}, at temperature "
                 f"{found['temperature']:g}, batch {found['batch_size']}, "
-                f"{found['header']['dtype']} on {machine}: {speed}. The accepted length counts the tokens of a pass of "
+                f"{header['dtype']} on {machine}: {speed}. The accepted length counts the tokens of a pass of "
                 "the target, its own included.")
-        measured = found["header"].get("artifacts", {}).get(found["method"])
+        measured = header.get("artifacts", {}).get(found["method"])
         # A path may be another one on each machine.
         other = Path(found["target"]).name != Path(target).name
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -137,4 +143,7 @@ def _measured(file: Path, weights: str, target: str) -> list[str]:
     if other:
         raise UserError(f"{file} is an evaluation with the target {found['target']}, this artifact is for {target}; "
                         "give its own, which draftsmith evaluate writes")
-    return ["## Measured", text, "\n".join(["| kind of prompt | prompts | accepted length |", "|---|---|---|", *rows])]
+    said = [*(f"- {name}: {counted_in_words(one)}." for name, one in sets.items()),
+            *(f"- {one}." for one in found.get("differences", []))]
+    return ["## Measured", text, "\n".join(["| kind of prompt | prompts | accepted length |", "|---|---|---|", *rows]),
+            *(["\n".join(said)] if said else [])]

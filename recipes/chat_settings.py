@@ -2,16 +2,19 @@
 
 import datetime
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from ..data import ChatTemplate, Prompt, read_prompts
+from ..data.prompts import named_sets
 from ..data.prompts.chat import TODAY
 from ..data.prompts.given_answers import GivenAnswers
-from ..export import PromptSets, Question, read_description
+from ..export import EvaluateConfig, PromptSets, Question, read_description
+from ..export.evaluation.schedule import answer_room
 from ..modules import Target, TargetConfig, TargetIdentity, UserError, load_target
 from ..modules.files.json_records import read_json
 from ..modules.target.loading.loading import is_local
@@ -101,6 +104,15 @@ def handwritten_prompts() -> list[Prompt]:
     return read_prompts(HANDWRITTEN)
 
 
+def conversations(file: Path) -> list[Prompt]:
+    """The prompts of a file that are answered. Raises UserError if one is a plain document."""
+    prompts = read_prompts(file)
+    if document := next((one.id for one in prompts if one.document is not None), None):
+        raise UserError(f"{file} holds plain documents ({document}), which are not answered; give prompts, messages or "
+                        "turns in place of text")
+    return prompts
+
+
 def question(template: ChatTemplate, prompt: Prompt, number: int = 0) -> Question:
     """A prompt with all its turns, by its number in its set; the target's answers stand between them as a server would
     give them back."""
@@ -114,8 +126,58 @@ def question(template: ChatTemplate, prompt: Prompt, number: int = 0) -> Questio
                     mode=MODES[thinking])
 
 
-def prompt_sets(template: ChatTemplate, sets: dict[str, list[Prompt]]) -> PromptSets:
-    """Named sets of prompts as questions to be answered turn by turn."""
-    # By the ones of its number: prompts at equal distances, which a limited evaluation takes, have all modes too.
-    return {name: [question(template, prompt, number.bit_count()) for number, prompt in enumerate(prompts)]
-            for name, prompts in sets.items()}
+class AskedSets(NamedTuple):
+    """The prompts of an evaluation."""
+
+    prompts: dict[str, list[Prompt]]  # By the name of their set
+    origins: dict[str, dict[str, Any]]  # Source, revision, licence and counts of each set that the evaluation names
+
+    @classmethod
+    def of(cls, config: EvaluateConfig, own: Sequence[Prompt] = ()) -> "AskedSets":
+        """The sets that an evaluation names, else the hand-written prompts, after a run's `own` held-out ones. Raises
+        UserError if one cannot be read, or two have one name."""
+        found, origins = {"own": [*own]} if own else {}, dict[str, dict[str, Any]]()
+        for given in config.prompt_names or (named_sets.HANDWRITTEN,):
+            source = HANDWRITTEN if given == named_sets.HANDWRITTEN else named_sets.set_named(given)
+            if isinstance(source, Path):
+                name, every, without = source.stem, conversations(source), 0
+            else:
+                name, (every, without) = given, source.prompts()
+            if name in found:
+                raise UserError(f"two sets are called {name}; rename a file of evaluate.prompts")
+            found[name] = named_sets.drawn(every, config.prompt_limit)
+            facts = {"source": source.name} if isinstance(source, Path) else {
+                key: getattr(source, key) for key in ("source", "revision", "subset", "split", "licence")}
+            origins[name] = {**facts, "rows": len(every) + without, "without text": without}
+        # A kind that several sets have is one of each: a table by category would else mix them.
+        kinds = Counter(kind for name in origins for kind in {one.category for one in found[name]})
+        for name in origins:
+            found[name] = [replace(one, category=f"{name} {one.category}") if one.category and kinds[one.category] > 1
+                           else one for one in found[name]]
+        return cls(found, origins if config.prompt_names else {})
+
+    def questions(self, template: ChatTemplate, config: EvaluateConfig, context_length: int
+                  ) -> tuple[PromptSets, dict[str, dict[str, Any]]]:
+        """(the sets as questions, their origins). Of a set by name the questions that leave no room for their answers
+        in the target's context are left out, and counted: nobody can edit it."""
+        # By the ones of its number: prompts at equal distances, which a limited evaluation takes, have all modes too.
+        sets = {name: [question(template, prompt, number.bit_count()) for number, prompt in enumerate(prompts)]
+                for name, prompts in self.prompts.items()}
+        origins = dict[str, dict[str, Any]]()
+        for name, facts in self.origins.items():
+            every = sets[name]
+            if name in named_sets.table():
+                sets[name] = [one for one in every if answer_room(one, context_length)[1] >= config.max_new_tokens]
+            if not sets[name]:
+                raise UserError(f"no prompt of the set {name} leaves room for {config.max_new_tokens} tokens in the "
+                                f"target's context of {context_length:,}; lower max_new_tokens, or choose another set")
+            origins[name] = {**facts, "prompts": len(sets[name]), "too long": len(every) - len(sets[name])}
+        return sets, origins
+
+
+def read_sets(config: EvaluateConfig) -> dict[str, list[Path]]:
+    """Files that decide the prompts of an evaluation, by their setting: those it names, and the table with the
+    revisions of sets. Raises UserError if a name is none."""
+    named = [named_sets.set_named(name) for name in config.prompt_names if name != named_sets.HANDWRITTEN]
+    return {"evaluate.prompts": [named_sets.TABLE, *(one for one in named if isinstance(one, Path))]
+            } if config.prompt_names else {}

@@ -7,7 +7,7 @@ Shapes: B rows, L positions, N tokens of the original's answers, V vocabulary.
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,17 @@ from .contention import ContentionProbe, busy_warning, machine
 from .methods import EvaluateConfig, Method, PromptSets
 from .results import EvaluationRun
 from .runner import Runner
-from .schedule import Budget, Entry, Schedule, by_prompt_set, require_context
+from .schedule import Budget, Entry, Schedule, by_prompt_set, require_context, spread
 from .timed_answers import References
 
+NOTHING: Mapping[str, Any] = {}
+DRIFT_PROMPTS = 24  # Most questions of each set on which the drift of a target is measured
 CHUNK = 128  # Positions whose whole distributions are formed at once
 
 
 def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets, config: EvaluateConfig, *,
-             references: Path | None = None, progress: bool = True,
+             references: Path | None = None, progress: bool = True, origins: Mapping[str, Any] = NOTHING,
+             original: Target | None = None,
              say: Callable[[str], object] = lambda _: None) -> EvaluationRun:
     """Decode every question with every method and compare with the target alone.
 
@@ -44,6 +47,8 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
         config: what is decoded and what is timed.
         references: file of the target's own answers, read and added to: runs over the same prompts share them.
         progress: whether a bar is shown.
+        origins: where sets come from, by name, for the header.
+        original: the target before an artifact changed it, whose first turns are compared with the changed one's.
         say: called before the start with a sentence on what is measured.
 
     Raises:
@@ -78,10 +83,14 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
               "graph_refusals": list(runner.graph_refusals),
               "compile_refusal": target.compiler.refusal if config.compile else "",
               "compile_seconds": target.compiler.seconds - compiled_before,
+              "sets": dict(origins),
               # Planned next to measured: a reader of the JSON must see what a budget left out.
               **_coverage(runner.taken, schedule), "planned": _coverage(schedule.entries, schedule),
               "minutes": {"taken": budget.elapsed / 60, "budget": config.budget_minutes},
               "contention": runner.probe.to_dict()}
+    if original is not None:
+        prompts = [one.prompt([]) for questions in prompt_sets.values() for one in spread(questions, DRIFT_PROMPTS)]
+        header["drift"] = asdict(measure_drift(original, target, prompts, max_new_tokens=config.max_new_tokens))
     return EvaluationRun(header=header, samples=runner.samples, left_out=left_out(header), evaluations=evaluations)
 
 
@@ -163,18 +172,3 @@ def measure_drift(original: Target, adapted: Target, prompts: Sequence[Sequence[
             agreed += int((log_q_NV.argmax(-1) == chosen_N).sum())
         tokens += len(answer.tokens)
     return Drift(prompts=len(answers), tokens=tokens, kl=divergence / tokens, agreement=agreed / tokens)
-
-
-def with_drift(run: EvaluationRun, original: Target, adapted: Target, prompt_sets: PromptSets, *, max_new_tokens: int,
-               limit: int = 24) -> EvaluationRun:
-    """The same run with its target's drift, measured on the first turns of its own questions.
-
-    Args:
-        limit: most questions of each set, spread over it.
-    """
-    prompts = []
-    for questions in prompt_sets.values():
-        count = min(limit, len(questions))
-        prompts += [questions[place * len(questions) // count].prompt([]) for place in range(count)]
-    found = measure_drift(original, adapted, prompts, max_new_tokens=max_new_tokens)
-    return replace(run, header={**run.header, "drift": asdict(found)})

@@ -43,6 +43,12 @@ class EvaluateConfig(CheckedSettings):
     """Prompts of each set whose decoding is timed (with every method, without drafts and by `generate`); 0 times none.
     The same prompts fill whole batches of every size, so their number is rounded down to a multiple of all batch sizes;
     where fewer are given it is the least such multiple."""
+    prompts: tuple[str, ...] | str | None = None
+    """Sets in place of the 80 hand-written prompts, one or several: mt_bench, humaneval, gsm8k, math500, spec_bench,
+    alpaca, cnn_dailymail, livecodebench, swe_bench, speed_bench, handwritten, or files of prompts, [gsm8k,mine.jsonl].
+    """
+    prompt_limit: Whole | None = None
+    """Draw this many prompts of each of these sets, always the same ones; None takes all."""
     limit: Whole | None = None
     """Use at most this many prompts of each set, spread over it; None uses all."""
     policies: tuple[str, ...] | str = (STATIC,)
@@ -68,20 +74,29 @@ class EvaluateConfig(CheckedSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, given in (("batch_sizes", self.batches), ("temperatures", self.degrees),
-                            ("policies", self.policy_names), ("baselines", self.baseline_names)):
-            if not given and name != "baselines":
-                raise UserError(f"{name} must hold at least one "
-                                f"{'name, such as static' if name == 'policies' else 'number, got none'}")
+        for name, given, least in (
+                ("batch_sizes", self.batches, "number, got none"), ("temperatures", self.degrees, "number, got none"),
+                ("policies", self.policy_names, "name, such as static"), ("baselines", self.baseline_names, ""),
+                ("prompts", self.prompt_names, "" if self.prompts is None else "name, such as mt_bench")):
+            if not given and least:
+                raise UserError(f"{name} must hold at least one {least}")
             if len(set(given)) < len(given):
                 raise UserError(f"{name} must be different from each other, got {', '.join(map(str, given))}; leave "
                                 "out those that stand there twice")
+        if self.prompt_limit is not None and self.prompts is None:
+            raise UserError(f"prompt_limit {self.prompt_limit} draws from the sets that evaluate.prompts names, and it "
+                            "names none; name some, or set limit")
         for name in self.policy_names:
             if name != FASTEST:
                 parse_joined(name)
         for name in self.baseline_names:
             if name not in (*BASELINES, NATIVE):
                 raise UserError(f"there is no baseline {name!r}; choose from {', '.join((*BASELINES, NATIVE))}")
+
+    @property
+    def prompt_names(self) -> tuple[str, ...]:
+        """The sets in the order given; none for the hand-written prompts alone."""
+        return (self.prompts,) if isinstance(self.prompts, str) else self.prompts or ()
 
     @property
     def policy_names(self) -> tuple[str, ...]:

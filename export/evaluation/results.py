@@ -275,9 +275,27 @@ class EvaluationRun:
         result, and everything as a flat list under "measurements"."""
         return {"header": self.header, **self.evaluations[0].to_dict(),
                 "sample_answers": [asdict(one) for one in self.samples],
-                "left_out": list(self.left_out),
+                "left_out": list(self.left_out), "differences": list(self.differences),
                 "training": self.training and asdict(self.training),
                 "measurements": [record for one in self.evaluations for record in one.measurements()]}
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """Distance of the first draft that is not published above each published one, a sentence for each set."""
+        drafts, found = self.header.get("drafts", {}), list[str]()
+        own = next((one for one in self.evaluations if one.name in drafts and not drafts[one.name]["published"]), None)
+        if own is None:
+            return ()
+        for one in self.at(temperature=own.temperature, batch_size=own.batch_size):
+            # With the policy of the own one: its name ends both.
+            if drafts.get(one.name, {}).get("published") and one.name.split(", ")[1:] == own.name.split(", ")[1:]:
+                for name, mine in own.by_prompt_set.items():
+                    theirs = one.by_prompt_set[name].accepted_length
+                    gap = mine.accepted_length - theirs
+                    found.append(f"{abs(gap):.2f} {'above' if gap >= 0 else 'below'} {drafts[one.name]['name']} on "
+                                 f"{name}: {mine.accepted_length:.2f} and {theirs:.2f} tokens per pass of at most "
+                                 f"{own.nodes} and {one.nodes} nodes")
+        return tuple(found)
 
     @property
     def methods(self) -> tuple[str, ...]:

@@ -131,16 +131,21 @@ def require_context(prompt_sets: PromptSets, config: EvaluateConfig, context_len
     answered: the answers of one turn are in the prompt of the next. Raises UserError naming the first."""
     for name, questions in prompt_sets.items():
         for question in spread(questions, len(questions) if config.limit is None else config.limit):
-            size = len(question.prompt([()] * (question.turns - 1)))
+            size, room = answer_room(question, context_length)
             if not size:
                 raise UserError(f"a question of the set {name!r} has no tokens; leave it out")
-            room = (context_length - size) // question.turns
             if room < config.max_new_tokens:
                 remedy = f"lower max_new_tokens to {room}" if room > 0 else "leave it out, or choose another target"
                 answers = f"{question.turns} answer{'s' * (question.turns > 1)}"
                 raise UserError(f"a question of the set {name!r} ({question.text[:40]!r}) has {size:,} tokens; with "
                                 f"{answers} of evaluate.max_new_tokens {config.max_new_tokens} it exceeds the target's "
                                 f"context of {context_length:,}; {remedy}")
+
+
+def answer_room(question: Question, context_length: int) -> tuple[int, int]:
+    """(tokens of a question with all its turns, tokens that a context leaves for each of its answers)."""
+    size = len(question.prompt([()] * (question.turns - 1)))
+    return size, (context_length - size) // question.turns
 
 
 def by_prompt_set(entries: Sequence[Entry]) -> dict[str, list[Entry]]:

@@ -12,6 +12,7 @@ from ...modules.files.atomic_files import write_file
 from ..artifact import Artifact
 from ..evaluation.methods import EvaluateConfig
 from ..evaluation.results import Evaluation, EvaluationRun, Lossless, Measures, SampleAnswer, TrainingRecord
+from ..model_card import counted_in_words
 from ..page import Block, Cell, Figure, Heading, Passage, Table, Text, as_html, as_markdown, as_text
 from . import phrases, plots
 from .phrases import group_name, identical, label, number, percent, span, times
@@ -52,7 +53,9 @@ def terminal_table(run: EvaluationRun) -> str:
     firsts = run.at(temperature=run.temperatures[0], batch_size=run.batch_sizes[0])
     return as_text([
         Heading(f"Drafts for {firsts[0].target}", 1), Text(phrases.headline(run)),
+        side_by_side(run) if run.header.get("drafts") else
         Table(("", *FIGURES), [(name, *figures(measures)) for name, measures in groups]),
+        *map(Text, run.differences),
         Text(f"{phrases.how_measured(run)}. plain and generate: tokens/s without drafts, by this project's loop and by "
              "transformers; speed-up: over the faster of the two"),
         *(Text(f"{one.name}: {phrases.positions_note(one)}") for one in firsts), *boxes(run)])
@@ -71,7 +74,8 @@ def evaluation_page(run: EvaluationRun, artifact: Artifact | None) -> list[Block
             *cards(run, first), *boxes(run), *written(run.samples, first.name),
             Heading("Accepted guesses and speed"), *drawn(run, firsts, artifact)]
     if several:
-        page += [Heading("The methods side by side"), side_by_side(run), Text(phrases.COLUMNS_NOTE, "muted")]
+        page += [Heading("The methods side by side"), side_by_side(run), Text("", items=run.differences),
+                 Text(phrases.COLUMNS_NOTE, "muted")]
     for one in firsts:
         page += [Heading(label(run, one) if several else "All figures"), in_detail(run, one),
                  *(Text(note, "muted") for note in (
@@ -222,7 +226,10 @@ def figures(measures: Measures) -> tuple[Cell, ...]:
 
 def side_by_side(run: EvaluationRun) -> Table:
     """Every method at every temperature and batch size; a condition that is the same in all rows has no column."""
+    drafts = run.header.get("drafts", {})
     conditions: list[tuple[str, bool, Callable[[Evaluation], str]]] = [
+        ("parameters", bool(drafts), lambda one: f"{drafts[one.name]['parameters']:,}" if one.name in drafts else ""),
+        ("licence", bool(drafts), lambda one: str(drafts.get(one.name, {}).get("licence", ""))),
         ("temperature", len(run.temperatures) > 1, lambda one: f"{one.temperature:g}"),
         ("batch", len(run.batch_sizes) > 1, lambda one: f"{one.batch_size}"),
         ("nodes per pass", True, lambda one: f"{one.nodes}"),
@@ -327,6 +334,7 @@ def facts(run: EvaluationRun, artifact: Artifact | None) -> list[Block]:
         ("versions", ", ".join(f"{name} {text}" for name, text in header["versions"].items())),
         ("settings", _settings(header)),
         ("prompts", " and ".join(f"{count:,} {name}" for name, count in header["prompt_sets"].items())),
+        *((f"set {name}", counted_in_words(found)) for name, found in header.get("sets", {}).items()),
         ("steadiness", f"one pass of the target, repeated {header['contention']['samples']} times, took at most "
                        f"{phrases.steadiness(run)} longer than its fastest"),
     ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...data import ChatTemplate, Prompt, read_prompts
+from ...data import ChatTemplate, Prompt
 from ...export import (
     Artifact,
     EvaluateConfig,
@@ -20,7 +20,6 @@ from ...export import (
     terminal_table,
     try_export,
     use_free_processors,
-    with_drift,
     write_report,
 )
 from ...export.engine_process import require_engine
@@ -45,16 +44,18 @@ from ...modules.files.json_records import require_ordinary
 from ...modules.target.loading.loading import gguf_of, sketch_target
 from ..chat_settings import (
     ARTIFACT_TARGET,
+    AskedSets,
     TemplateConfig,
     artifact_target,
+    conversations,
     handwritten_prompts,
     named_target,
     own_target,
-    prompt_sets,
 )
 from ..reading.command_line import Command, Parsed
 from ..stages.records import STAGES_FILE
 from ..terminal import say
+from .published import HUB, draft_folder, facts, imported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +65,8 @@ class EvaluateArguments:
     out: Path
     """Folder for evaluation.json, report.md and report.html."""
     artifact: Path | list[Path] = field(default_factory=list)
-    """Folder of the artifact; a list compares several, --artifact [A,B]; without one, name a target and baselines."""
-    prompts: str | dict[str, Any] | None = None
-    """JSONL file of prompts; the 80 hand-written ones by default (a recipe's section `prompts` is passed over)."""
+    """Folder of the artifact or of a checkpoint that `draftsmith import` reads, or hub:OWNER/NAME; a list compares
+    several, --artifact [A,hub:B/C]; without one, name a target and baselines."""
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
     template: TemplateConfig = field(default_factory=TemplateConfig)
@@ -89,39 +89,42 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
     if given.out.exists() and not given.out.is_dir():
         raise UserError(f"{given.out} is a file, a folder was expected; choose another --out")
     use_free_processors()
-    sets = {"handwritten": handwritten_prompts()}
-    if isinstance(given.prompts, str):
-        sets = {Path(given.prompts).stem: conversations(Path(given.prompts))}
-    target = artifact_target(folders[0], given.target) if folders else load_target(given.target)
-    artifacts = [load_artifact(folder, target, trust=given.trust) for folder in folders]
+    asked = AskedSets.of(given.evaluate)
+    found = [draft_folder(place) for place in folders]
+    own = next((folder for folder, published in found if not published), None)
+    if folders and own is None and given.target.name == ARTIFACT_TARGET:
+        raise UserError(f"{folders[0]} does not name the target that it drafts for; give it with --target.name")
+    target = load_target(given.target) if own is None else artifact_target(own, given.target)
+    called = [str(place).removeprefix(HUB) if str(place).startswith(HUB) else name
+              for place, name in zip(folders, names(folders), strict=True)]
+    artifacts = [imported(folder, name or str(folder), target) if published else
+                 load_artifact(folder, target, trust=given.trust)
+                 for (folder, published), name in zip(found, called, strict=True)]
     if len(artifacts) > 1 and any(artifact.adapter is not None for artifact in artifacts):
         changing = [str(folder) for folder, artifact in zip(folders, artifacts, strict=True) if artifact.adapter]
         raise UserError(f"{', '.join(changing)} changes the target, so that it has no baseline in common with the "
                         "others; evaluate each such artifact by itself")
-    measure(given, target, folders, artifacts, sets)
-
-
-def conversations(file: Path) -> list[Prompt]:
-    """The prompts of a file that are answered. Raises UserError if one is a plain document."""
-    prompts = read_prompts(file)
-    if document := next((one.id for one in prompts if one.document is not None), None):
-        raise UserError(f"{file} holds plain documents ({document}), which are not answered; give prompts, messages or "
-                        "turns in place of text")
-    return prompts
+    compared = [facts(artifact, folder, name or str(folder)) | {"published": published}
+                for artifact, (folder, published), name in zip(artifacts, found, called, strict=True)
+                if published or len(found) > 1]
+    measure(given, target, [] if compared else folders, artifacts, asked, called, compared)
 
 
 def measure(given: EvaluateArguments, target: Target, folders: Sequence[Path], artifacts: Sequence[Artifact],
-            sets: dict[str, list[Prompt]]) -> None:
-    """Evaluate artifacts, loaded from these folders, next to the target alone; write and show the report."""
-    methods = [method for artifact, name in zip(artifacts, names(folders), strict=True)
-               for method in Method.each(artifact, given.evaluate, name=name, say=say)]
-    questions = prompt_sets(given.template.build(target), sets)
+            asked: AskedSets, called: Sequence[str | None] = (None,), compared: Sequence[dict[str, Any]] = ()) -> None:
+    """Evaluate artifacts next to the target alone; write and show the report, and what was counted of a single one that
+    was loaded from a folder. Several have names, and facts that stand next to their figures."""
+    each = [Method.each(artifact, given.evaluate, name=name, say=say)
+            for artifact, name in zip(artifacts, called, strict=True)]
+    methods = [method for found in each for method in found]
+    questions, origins = asked.questions(given.template.build(target), given.evaluate, target.context_length)
     changed = next((artifact.target for artifact in artifacts if artifact.adapter is not None), None)
     # The lock of a run, which writes its report there too. Only now: what is refused before leaves no folder.
     with sole_writer(given.out / STAGES_FILE, wait=False):
-        result = evaluate(changed or target, methods, questions, given.evaluate, references=given.references, say=say)
-        if changed is not None:
-            result = with_drift(result, target, changed, questions, max_new_tokens=given.evaluate.max_new_tokens)
+        result = evaluate(changed or target, methods, questions, given.evaluate, references=given.references,
+                          origins=origins, original=None if changed is None else target, say=say)
+        drafts = {method.name: facts for found, facts in zip(each, compared, strict=False) for method in found}
+        result = replace(result, header={**result.header, "drafts": drafts})
         written = write_report(given.out, result, artifacts[0] if artifacts else None)
         # Of several artifacts each profile holds its own methods, and only one fits the folder.
         if len(folders) == 1:

@@ -16,7 +16,8 @@ from safetensors import safe_open
 
 from ...data import DistillConfig, PromptConfig
 from ...data.store.feature_store import in_words
-from ...export import Artifact, EvaluateConfig, Tuning, load_artifact
+from ...export import Artifact, EvaluateConfig, Method, Tuning, evaluate, load_artifact
+from ...export.evaluation.timed_answers import REFERENCES
 from ...export.layouts.parts.export_format import Engine
 from ...export.layouts.registry import formats_of
 from ...export.measured_files import Prediction, figures
@@ -40,7 +41,7 @@ from ...modules.files.json_records import read_object
 from ...modules.target.loading.loading import device_named
 from ...modules.tuning.trials import SIZES
 from ...modules.verification.sampling import Temperatures
-from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, artifact_target, named_target, own_target
+from ..chat_settings import ARTIFACT_TARGET, AskedSets, TemplateConfig, artifact_target, named_target, own_target
 from ..reading.command_line import Command, Parsed, plain, trust_words
 from ..reading.recipe_files import recipe_path
 from ..recipe import TreeConfig
@@ -92,6 +93,8 @@ class ChooseArguments:
     """Answers of the target."""
     tree: TreeConfig = field(default_factory=TreeConfig)
     """The draft tree."""
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    """With `prompts`, sets on which each draft's tree is decoded: predictions are then by what they accept there."""
     trust: bool = False
     """Import classes that recipes and artifacts name outside the package, which runs their code."""
 
@@ -133,11 +136,13 @@ def choose_draft(parsed: Parsed[ChooseArguments]) -> None:
     given, notes, found = parsed.values, list[str](), list[Candidate]()
     # A plan counts for a device elsewhere too; what is measured is this one.
     device_named(given.target.device)
+    # Before anything is calibrated: a set may not be there.
+    asked = None if given.evaluate.prompts is None else AskedSets.of(given.evaluate)
     if given.artifacts:
         target = artifact_target(given.artifacts[0], given.target)
-        found += [of_artifact(folder, target, given) for folder in given.artifacts]
+        found += [of_artifact(folder, target, given, asked) for folder in given.artifacts]
     if given.calibrated:
-        found += calibrated(given, notes)
+        found += calibrated(given, asked, notes)
     found.sort(key=lambda one: -one.score)
     suited = [one for one in found if given.engine is None or given.engine.lower() in one.engines.lower()]
     notes += [f"{one.name} is left out: {given.engine} does not load it" for one in found if one not in suited]
@@ -161,8 +166,8 @@ def choose_draft(parsed: Parsed[ChooseArguments]) -> None:
 
 
 NOTE = ("Tokens per pass and speed-ups are over this project's loop without drafts, with 90 % intervals over answers, "
-        "seconds and the growth with longer training. Where drafting is slower it counts as plain decoding. Engines "
-        "draft chains, and their passes cost otherwise.")
+        "seconds and the growth with longer training, or 95 % ones over the prompts of evaluate.prompts. Where "
+        "drafting is slower it counts as plain decoding. Engines draft chains, and their passes cost otherwise.")
 
 
 def cells(one: Candidate) -> dict[str, str]:
@@ -180,7 +185,7 @@ def cells(one: Candidate) -> dict[str, str]:
             "loaded by": one.engines or "no engine"}
 
 
-def calibrated(given: ChooseArguments, notes: list[str]) -> list[Candidate]:
+def calibrated(given: ChooseArguments, asked: AskedSets | None, notes: list[str]) -> list[Candidate]:
     """Candidates that train now for equal short times on the same answers, as rows of `families`."""
     folder, name = given.out / "calibration", given.target.name
     if name == ARTIFACT_TARGET:
@@ -211,7 +216,7 @@ def calibrated(given: ChooseArguments, notes: list[str]) -> list[Candidate]:
         place = folder / row_name(row)
         result, stats = (read_object(place / "train" / file, "calibrate again") for file in (RESULT_FILE, STATS_FILE))
         growth = grown(result["steps"], stats["seconds"], given.train_minutes)
-        candidate = of_artifact(place / "artifact", target, given, growth)
+        candidate = of_artifact(place / "artifact", target, given, asked, growth)
         start = shlex.join(["draftsmith", "run", "--config", row, "--target.name", name, "--train.max_minutes",
                             f"{given.train_minutes:g}"])
         found.append(replace(candidate, name=row_name(row), start=start, memory=in_words(peak),
@@ -230,18 +235,32 @@ def grown(steps: int, seconds: float, minutes: float) -> tuple[float, float]:
     return math.exp(growth), 0.5 * growth / 1.645
 
 
-def of_artifact(folder: Path, target: Target, given: ChooseArguments,
+def of_artifact(folder: Path, target: Target, given: ChooseArguments, asked: AskedSets | None,
                 growth: tuple[float, float] = (1.0, 0.0)) -> Candidate:
     """The figures of an artifact on this device, after the growth of `grown`."""
     artifact = load_artifact(folder, target, trust=given.trust)
     tuning = measured_here(artifact)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    most = artifact.topology.depth + 1
+    predictions = {(rows, degree): predicted(tuning, rows, degree, growth, most)
+                   for rows in given.batch_sizes for degree in given.temperatures}
+    if asked is not None:
+        config = replace(given.evaluate, batch_sizes=given.batch_sizes, temperatures=given.temperatures,
+                         policies=(STATIC,), baselines=(), speed_prompts=0)
+        questions, origins = asked.questions(given.template.build(target), config, target.context_length)
+        run = evaluate(artifact.target, [Method.of(artifact)], questions, config, origins=origins, say=say,
+                       references=given.out / REFERENCES)
+        for one in run.evaluations:
+            measured = one.overall.accepted_length
+            length, low, high = (min(most, 1 + (end - 1) * growth[0]) for end in (
+                measured, *(one.overall.accepted_length_interval or (measured, measured))))
+            predictions[one.batch_size, one.temperature] = Prediction(
+                accepted_length=length, speedup=tuning.cost.predict(length, one.nodes, one.batch_size),
+                interval=(low, high))
     return Candidate(
         name=str(folder), parameters=parameters, training="none", memory="-",
-        predictions={f"batch {rows}, temperature {degree:g}":
-                     predicted(tuning, rows, degree, growth, artifact.topology.depth + 1)
-                     for rows in given.batch_sizes for degree in given.temperatures},
+        predictions={f"batch {rows}, temperature {degree:g}": found for (rows, degree), found in predictions.items()},
         engines="; ".join(dict.fromkeys(one.read_by(artifact.drafter) for one in formats_of(artifact))),
         start=shlex.join(["draftsmith", "generate", "--artifact", str(folder), "--prompt", "TEXT"]))
 

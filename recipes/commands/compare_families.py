@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ...data import DistillConfig, Manifest, PromptConfig
+from ...data import DistillConfig, Manifest, PromptConfig, read_held_out
 from ...export import EvaluateConfig, evaluate, write_report
 from ...export.evaluation.timed_answers import REFERENCES
 from ...export.report.family_comparison import write_standings
@@ -18,7 +18,7 @@ from ...modules.config_checks import Positive
 from ...modules.files.atomic_files import write_file
 from ...modules.files.folders import sole_writer
 from ...trainers import Precision
-from ..chat_settings import TemplateConfig, prompt_sets
+from ..chat_settings import AskedSets, TemplateConfig, read_sets
 from ..reading.command_line import Command, Parsed, process_words, trust_words
 from ..reading.recipe_files import read_recipe, recipe_path
 from ..recipe import TreeConfig
@@ -27,7 +27,7 @@ from ..stages.training_folder import refuse_growth
 from ..stages.workspace import Workspace, target_files
 from ..terminal import call, say, stage_line
 from .pipeline import COMMANDS as PIPELINE
-from .pipeline import held_out_sets, performed
+from .pipeline import performed
 
 # Sections that all rows have in common: a row's own recipe decides the rest.
 SHARED = ("target", "template", "prompts", "distill", "tree", "evaluate")
@@ -147,13 +147,14 @@ def measure_baseline(name: str, parsed: Parsed[FamiliesArguments]) -> None:
 
     def evaluated() -> Sequence[Path]:
         target = load_target(given.target)
-        sets = prompt_sets(given.template.build(target), held_out_sets(given.out / "data"))
-        result = evaluate(target, [], sets, replace(given.evaluate, baselines=(name,)),
+        sets, origins = AskedSets.of(given.evaluate, read_held_out(given.out / "data")).questions(
+            given.template.build(target), given.evaluate, target.context_length)
+        result = evaluate(target, [], sets, replace(given.evaluate, baselines=(name,)), origins=origins,
                           references=given.out / REFERENCES, say=stage_line)
         return list(write_report(given.out / name, result).values())
 
     stage = Stage(name="evaluate", title="held-out prompts are decoded", sections=("target", "template", "evaluate"),
-                  work=evaluated, reads=target_files(given.target, given.template))
+                  work=evaluated, reads=target_files(given.target, given.template) | read_sets(given.evaluate))
     run_stages(given.out / name, parsed.settings, [stage], ["evaluate"], before=Manifest.load(given.out / "data").hash)
 
 

@@ -19,7 +19,7 @@ from ...modules.files.folders import MARKER, own_files
 from ...modules.files.json_records import read_object
 from ...modules.policies.registry import MOST
 from ...modules.target.loading.hf_folder import own_folder
-from ..chat_settings import ARTIFACT_TARGET, TemplateConfig, handwritten_prompts, own_target
+from ..chat_settings import ARTIFACT_TARGET, AskedSets, TemplateConfig, own_target
 from ..reading.command_line import Command, Parsed
 from ..terminal import say
 from .artifact_commands import EvaluateArguments, measure
@@ -109,8 +109,8 @@ def import_checkpoint(parsed: Parsed[ImportArguments]) -> None:
         "take it like a trained one")
     if given.evaluate:
         report = given.out.with_name(f"{given.out.name}-evaluation")
-        measure(EvaluateArguments(out=report, template=given.template), target,
-                [given.out], [load_artifact(given.out, target)], {"handwritten": handwritten_prompts()})
+        arguments = EvaluateArguments(out=report, template=given.template)
+        measure(arguments, target, [given.out], [load_artifact(given.out, target)], AskedSets.of(arguments.evaluate))
         # The measured profile is the artifact's own.
         shutil.copyfile(report / ACCEPTANCE, given.out / ACCEPTANCE)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ...data import Manifest, Prompt, WantedStates, read_held_out
+from ...data import Manifest, WantedStates, read_held_out
 from ...data.answers.distill_task import require_enough
 from ...data.answers.shard_queue import QUEUE
 from ...data.datamodule import BatchConfig, DraftDataModule, HeldOutRows
@@ -21,7 +21,6 @@ from ...data.store.feature_store import Encoding, require_room
 from ...data.store.token_store import MANIFEST, coverage
 from ...export import Method, Tuning, evaluate, load_artifact, save_artifact, save_tuning
 from ...export.evaluation.contention import busy_warning, use_free_processors
-from ...export.evaluation.evaluate import with_drift
 from ...export.measured_files import chain_measurements, described, save_acceptance
 from ...export.report.evaluation_page import terminal_table, write_report
 from ...export.stored_drafter import CONFIG, HEADS, read_description
@@ -36,7 +35,7 @@ from ...modules.tuning.tree_search import held_out_acceptance, ranked_text, sear
 from ...modules.tuning.trials import SIZES, SIZING_TEMPERATURE, trials
 from ...trainers import DraftModule, FitResult, fit
 from ...trainers.train_config import UNDECISIVE
-from ..chat_settings import HANDWRITTEN, handwritten_prompts, prompt_sets
+from ..chat_settings import HANDWRITTEN, AskedSets, read_sets
 from ..reading.command_line import Command, Parsed
 from ..recipe import Recipe
 from ..stages import training_folder
@@ -56,7 +55,7 @@ def distill_stage(workspace: Workspace, more: Sequence[WantedStates] = ()) -> Se
     training_folder.refuse_growth(workspace, workspace.training)
     recipe = workspace.recipe
     require_enough(recipe.prompts, recipe.distill)
-    workspace.require_askable({"handwritten": handwritten_prompts()})
+    workspace.require_askable()
     wanted = [*workspace.wanted_states(), *more]
     if wanted and (tokens := missing_tokens(workspace)):
         # A full disk is reported now, and not after hours. The states of the prompts come on top; what several
@@ -126,7 +125,7 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
         # Minutes are for steps. Without them a run can be repeated to the byte, and threads change the last digits.
         use_free_processors()
     workspace.check()
-    workspace.require_askable(held_out_sets(workspace.data))
+    workspace.require_askable(read_held_out(workspace.data))
     training_folder.check_settings(workspace)
     module = workspace.module()
     if workspace.manifest().total("train", "by_draft"):
@@ -282,12 +281,11 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     use_free_processors()
     artifact = load_artifact(workspace.artifact, workspace.target, trust=workspace.recipe.trust)
     config = workspace.recipe.evaluate
-    questions = prompt_sets(workspace.template, held_out_sets(workspace.data))
+    questions, origins = AskedSets.of(config, read_held_out(workspace.data)).questions(
+        workspace.template, config, artifact.target.context_length)
     methods = Method.each(artifact, config, say=stage_line)
     result = evaluate(artifact.target, methods, questions, config, references=workspace.recipe.references,
-                      say=stage_line)
-    if artifact.adapter is not None:
-        result = with_drift(result, workspace.target, artifact.target, questions, max_new_tokens=config.max_new_tokens)
+                      origins=origins, original=None if artifact.adapter is None else workspace.target, say=stage_line)
     trained = training_folder.recorded(workspace, training_folder.read_result(workspace.training))
     result = replace(result, left_out=(*training_folder.left_out(workspace), *result.left_out), training=trained)
     written = write_report(workspace.out, result, artifact)
@@ -295,11 +293,6 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     save_acceptance(workspace.artifact, described(read_description(workspace.artifact)), records)
     say(f"\n{terminal_table(result)}\n{written['html']} shows it with plots")
     return list(written.values())
-
-
-def held_out_sets(data: Path) -> dict[str, list[Prompt]]:
-    """The target's own prompts that were kept from training, and the hand-written ones."""
-    return {**({"own": own} if (own := read_held_out(data)) else {}), "handwritten": handwritten_prompts()}
 
 
 def stages(workspace: Workspace, more: Sequence[WantedStates] = ()) -> tuple[Stage, ...]:
@@ -319,7 +312,8 @@ def stages(workspace: Workspace, more: Sequence[WantedStates] = ()) -> tuple[Sta
               work=partial(artifact_stage, workspace)),
         Stage(name="evaluate", title="held-out prompts are decoded", sections=("evaluate",),
               work=partial(evaluate_stage, workspace),
-              reads={"the hand-written prompts": [HANDWRITTEN], "acceptance heads": [workspace.artifact / HEADS]}),
+              reads={"the hand-written prompts": [HANDWRITTEN], "acceptance heads": [workspace.artifact / HEADS],
+                     **read_sets(recipe.evaluate)}),
     )
 
 

@@ -1,7 +1,7 @@
 """Folder of a run: its paths, and what its stages load from it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -30,7 +30,7 @@ from ...modules.target.loading.loading import FASTEST, fastest_format, gguf_of, 
 from ...trainers import DraftModule
 from ...trainers.fitting import require_devices, require_processes
 from ...trainers.train_config import decisive_settings
-from ..chat_settings import TemplateConfig, prompt_sets
+from ..chat_settings import AskedSets, TemplateConfig
 from ..reading.command_line import Parsed
 from ..recipe import Choice, Recipe, choose_states, dry_run
 from ..terminal import say
@@ -221,6 +221,9 @@ class Workspace:
                 raise UserError(f"train.start is {start}, the artifact that this run would write; choose another --out")
             read_description(start)
             train["start"] = file_sha256(start / CONFIG)
+        # Runs from before there were sets by name stay finished.
+        evaluate = {name: value for name, value in evaluate.items()
+                    if value is not None or name not in ("prompts", "prompt_limit")}
         # The origin of states as it was chosen.
         batch = {name: value for name, value in self.settings["batch"].items() if value is not None}
         batch["states"] = self.batch.states
@@ -274,10 +277,12 @@ class Workspace:
         target = self.recipe.target
         return placement_named(target.placement, target.degree, offload=target.offload)
 
-    def require_askable(self, sets: dict[str, list[Prompt]]) -> None:
-        """Refuse questions of a later evaluation that do not fit the target's context. Raises UserError."""
+    def require_askable(self, own: Sequence[Prompt] = ()) -> None:
+        """Refuse questions of a later evaluation that cannot be read or do not fit the target's context, with a run's
+        `own` held-out ones. Raises UserError."""
         if self.evaluates:
-            require_context(prompt_sets(self.template, sets), self.recipe.evaluate, self.target.context_length)
+            config, context = self.recipe.evaluate, self.target.context_length
+            require_context(AskedSets.of(config, own).questions(self.template, config, context)[0], config, context)
 
     def wanted_states(self) -> tuple[WantedStates, ...]:
         """The target's states that training reads from disk; none where it reads none, or has them computed. Raises

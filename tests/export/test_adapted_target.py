@@ -18,7 +18,6 @@ from draftsmith.export import (
     read_description,
     save_artifact,
     terminal_table,
-    with_drift,
 )
 from draftsmith.modules import DecodeSettings, Request, Target, UserError, decode
 from safetensors.torch import load_file
@@ -97,8 +96,7 @@ def test_its_row_says_so_and_is_lossless_against_the_adapted_target(tmp_path: Pa
     artifact = load_artifact(saved(tmp_path / "a", tiny_target), tiny_target)
     questions = {"own": [Question.single(prompt) for prompt in PROMPTS]}
     run = evaluate(artifact.target, [Method.of(artifact)], questions,
-                   EvaluateConfig(max_new_tokens=8, speed_prompts=0), progress=False)
-    run = with_drift(run, tiny_target, artifact.target, questions, max_new_tokens=8)
+                   EvaluateConfig(max_new_tokens=8, speed_prompts=0), progress=False, original=tiny_target)
     assert run.evaluations[0].overall.lossless.identical == len(PROMPTS)
     assert run.header["drift"]["tokens"] > 0
     text = " ".join(terminal_table(run).split())

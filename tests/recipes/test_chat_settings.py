@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from draftsmith.data import Prompt
+from draftsmith.export import EvaluateConfig
 from draftsmith.modules import UserError
-from draftsmith.recipes.chat_settings import TemplateConfig, prompt_sets
+from draftsmith.recipes.chat_settings import AskedSets, TemplateConfig
 from draftsmith.recipes.commands.pipeline import COMMANDS
 from support.data import chat_templates as shapes
 from support.data.chat_templates import shaped_tokenizer
@@ -59,7 +60,7 @@ def test_questions_have_the_modes_in_turn_and_their_history_is_a_servers() -> No
     target = target_of(shapes.QWEN3, "<|im_end|>", eos="<|im_end|>")
     template = TemplateConfig(enable_thinking=(True, False)).build(target)
     prompts = [Prompt.from_turns("hi", "and?", id=str(number)) for number in range(8)]
-    questions = prompt_sets(template, {"own": prompts})["own"]
+    questions = AskedSets({"own": prompts}, {}).questions(template, EvaluateConfig(), 4096)[0]["own"]
     # Prompts at equal distances, which a limited evaluation takes, have both modes too.
     for chosen in (questions, questions[::2], questions[::4]):
         assert sorted(one.mode for one in chosen) == ["not thinking"] * (len(chosen) // 2) + ["thinking"] * (

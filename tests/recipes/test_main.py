@@ -216,7 +216,8 @@ def test_sections_are_the_fields_of_a_recipe() -> None:
     ("evaluate", ["--batch-sizes", "8", "--artifact", "a"], "evaluate.batch_sizes", 8),
     ("evaluate", ["--temperatures", "[0,1]", "--artifact", "a"], "evaluate.temperatures", [0.0, 1.0]),
     ("evaluate", ["--temperatures=0.7", "--artifact", "a"], "evaluate.temperatures", 0.7),
-    ("evaluate", ["--prompts", "mine.jsonl", "--artifact", "a"], "prompts", "mine.jsonl"),
+    ("evaluate", ["--prompts", "mine.jsonl", "--artifact", "a"], "evaluate.prompts", "mine.jsonl"),
+    ("evaluate", ["--prompts", "[mt_bench,gsm8k]", "--artifact", "a"], "evaluate.prompts", ["mt_bench", "gsm8k"]),
     ("evaluate", ["--distill.top_k", "3", "--artifact", "a"], "evaluate.top_k", 0),
     ("run", ["--train.lr=1e-3"], "train.lr", 0.001),
     # Text is taken as it stands, and null is none where there may be none.

@@ -13,6 +13,7 @@ from draftsmith.export.layouts.registry import EXPORT_FORMATS
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.choose import grown, predicted
 from support.artifacts import trial, tuning
+from support.data.named_sets import cache_sets
 from support.target_folders import SERVED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -134,3 +135,17 @@ def test_families_are_calibrated_on_a_hybrid_target_with_another_template(tmp_pa
         assert one["training"] == "5 min"
         assert one["memory"].endswith("GiB") or one["memory"].endswith("MiB")
         assert one["predictions"]["batch 1, temperature 0"]["accepted_length"] >= 1
+
+
+def test_drafts_are_predicted_by_what_they_accept_on_a_set(
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_sets(tmp_path / "hub", monkeypatch)
+    cheap = changed(tiny_run, tmp_path / "cheap", 1e-6)
+    found = chosen(tmp_path, cheap, words=("--evaluate.prompts", "mt_bench", "--evaluate.max_new_tokens", "8"))
+    [held_out] = chosen(tmp_path, cheap)["candidates"]
+    [measured] = found["candidates"]
+    [one], [other] = (each["predictions"].values() for each in (measured, held_out))
+    assert one["accepted_length"] != other["accepted_length"]
+    # Passes of any size take as long, so that the speed-up is the tokens of a pass.
+    assert one["speedup"] == pytest.approx(one["accepted_length"], rel=1e-3)

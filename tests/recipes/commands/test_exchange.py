@@ -44,6 +44,7 @@ from draftsmith.modules.decoding.recorders import PassRecorder
 from draftsmith.modules.files.atomic_files import file_sha256
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.exchange import PushArguments, listing, planned, upload
+from draftsmith.recipes.commands.published import draft_folder, imported
 from safetensors.torch import load_file, save_file
 from support.artifacts import TREE, heads
 from support.data.data_folders import many, write_prompts
@@ -138,6 +139,18 @@ def test_an_imported_drafter_makes_the_same_passes(
     assert facts == {"format": layout, "folder": "out", "files": {file: file_sha256(folder / file)}}
     assert f"format {layout}, folder out: {file} `{facts['files'][file]}`" in (
         tmp_path / "back" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "layout", "tree"), others_long(LAYOUTS, FIRST))
+def test_a_draft_that_is_compared_needs_no_name_of_its_layout(
+    tmp_path: Path, tiny: Target, checkpoint: Callable[[str, str, Path], Path], name: str, layout: str, tree: str
+) -> None:
+    folder = checkpoint(name, layout, tmp_path / "out")
+    (folder / "origin.json").unlink()
+    assert draft_folder(folder) == (folder, True)
+    found = imported(folder, "owner/name", tiny)
+    assert (type(found.drafter), found.provenance["imported"]["format"]) == (type(made(name, tiny)), layout)
+    assert passes(found.drafter, tiny, found.topology) == passes(made(name, tiny), tiny, found.topology)
 
 
 def test_every_layout_that_is_read_is_tried_and_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:

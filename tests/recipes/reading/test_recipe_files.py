@@ -194,7 +194,7 @@ OWN = {
     "an engine of the user's that gives states": ("distill.states_from",),
     "the sampling of the user's application": (
         "evaluate.top_k", "evaluate.top_p", "evaluate.repetition_penalty"),
-    "what an evaluation compares": ("evaluate.batch_sizes",),
+    "what an evaluation compares": ("evaluate.batch_sizes", "evaluate.prompts", "evaluate.prompt_limit"),
     "how sure a block is of its guesses": ("drafter.confidence",),
     "acceptance heads of other drafts": ("fit.lr",),
     "the user's devices": ("train.strategy", "target.offload",
