@@ -7,7 +7,7 @@ Shapes: B rows, L positions, N tokens of the original's answers, V vocabulary.
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
               "contention": runner.probe.to_dict()}
     if original is not None:
         prompts = [one.prompt([]) for questions in prompt_sets.values() for one in spread(questions, DRIFT_PROMPTS)]
-        header["drift"] = asdict(measure_drift(original, target, prompts, max_new_tokens=config.max_new_tokens))
+        header["drift"] = measure_drift(original, target, prompts, max_new_tokens=config.max_new_tokens)
     return EvaluationRun(header=header, samples=runner.samples, left_out=left_out(header), evaluations=evaluations)
 
 
@@ -135,20 +135,12 @@ def left_out(header: Mapping[str, Any]) -> tuple[str, ...]:
 # Drift of an adapted target -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drift:
-    """Difference between the adapted and the original target, on the original's greedy answers to held-out prompts."""
-
-    prompts: int  # Answers compared
-    tokens: int  # Their tokens, at each of which the distributions of both targets are compared
-    kl: float  # Mean KL(original || adapted) of the next token's distributions, in nats
-    agreement: float  # Share of the tokens that the adapted target would also choose after the same text
-
-
 @torch.no_grad()
 def measure_drift(original: Target, adapted: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
-                  batch_size: int = 8) -> Drift:
-    """Let the original answer the prompts greedily, and compare both targets' distributions at each token.
+                  batch_size: int = 8) -> dict[str, float]:
+    """Let the original answer the prompts greedily, and compare both targets' distributions at each token: numbers of
+    prompts and tokens, the mean KL(original || adapted) in nats, and the share of the tokens that the adapted one would
+    also choose.
 
     Raises:
         UserError: if there is no prompt.
@@ -171,4 +163,4 @@ def measure_drift(original: Target, adapted: Target, prompts: Sequence[Sequence[
             chosen_N = torch.tensor(answer.tokens[start : start + CHUNK], device=log_q_NV.device)
             agreed += int((log_q_NV.argmax(-1) == chosen_N).sum())
         tokens += len(answer.tokens)
-    return Drift(prompts=len(answers), tokens=tokens, kl=divergence / tokens, agreement=agreed / tokens)
+    return {"prompts": len(answers), "tokens": tokens, "kl": divergence / tokens, "agreement": agreed / tokens}

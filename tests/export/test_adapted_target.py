@@ -82,12 +82,12 @@ def test_drift_equals_that_of_whole_distributions(tiny_target: Target) -> None:
         divergence += float((p * (p.log() - q.log())).sum())
         agreed += int((q.argmax(-1) == whole[0, len(prompt):]).sum())
         tokens += whole.shape[1] - len(prompt)
-    assert (found.prompts, found.tokens) == (len(PROMPTS), tokens)
-    assert found.kl == pytest.approx(divergence / tokens, rel=1e-3)
-    assert found.agreement == agreed / tokens
-    assert 0 < found.agreement < 1
+    assert (found["prompts"], found["tokens"]) == (len(PROMPTS), tokens)
+    assert found["kl"] == pytest.approx(divergence / tokens, rel=1e-3)
+    assert found["agreement"] == agreed / tokens
+    assert 0 < found["agreement"] < 1
     nothing = measure_drift(tiny_target, tiny_target, PROMPTS, max_new_tokens=12)
-    assert (nothing.kl, nothing.agreement) == (pytest.approx(0.0, abs=1e-9), 1.0)
+    assert (nothing["kl"], nothing["agreement"]) == (pytest.approx(0.0, abs=1e-9), 1.0)
     with pytest.raises(UserError, match="no prompt to measure the target's drift on"):
         measure_drift(tiny_target, adapted, [], max_new_tokens=12)
 
