@@ -6,6 +6,7 @@ from typing import Any
 
 from ...data.prompts.named_sets import hub_folder
 from ...export import Artifact, import_drafter
+from ...export.engine_settings import DraftSettings
 from ...export.layouts.parts.checkpoint import ORIGIN, Checkpoint
 from ...export.layouts.registry import IMPORTED, format_named
 from ...export.stored_drafter import CARD, CONFIG
@@ -13,7 +14,6 @@ from ...modules import Target, Topology, UserError
 from ...modules.files.json_records import read_object
 
 HUB = "hub:"  # Start of the name of a draft on the Hub: hub:OWNER/NAME or hub:OWNER/NAME@REVISION
-USUAL = 3  # Tokens that engines draft in a chain where nothing says otherwise
 
 
 def draft_folder(place: Path) -> tuple[Path, bool]:
@@ -43,7 +43,7 @@ def imported(folder: Path, name: str, target: Target) -> Artifact:
             refusals.append(str(error))
             continue
         drafter.bind(target)
-        chain = Topology.chain(layout.drafted(drafter) or drafter.reach or USUAL)
+        chain = Topology.chain(DraftSettings().chain(drafter))
         return Artifact(drafter=drafter.eval(), target=target, topology=chain, identity=target.identity,
                         provenance={"imported": checkpoint.origin(layout.name)})
     raise UserError(f"{name} is no checkpoint in the layout {order[0]} or another one: {refusals[0]}; draftsmith "

@@ -108,7 +108,7 @@ def own(target: Target, new_tokens: int, drafter: Proposer | None = None, policy
         stats = result.stats
         return Outcome([generation.tokens for generation in result.generations],
                        stats.target_calls + stats.prefill_calls, stats.seconds, stats.draft_seconds,
-                       stats.graph_refusal, stats.compile_refusal, vars(stats).get("recorded_rounds", 0), seen)
+                       stats.graph_refusal, stats.compile_refusal, stats.recorded_rounds, seen)
 
     return run
 
