@@ -233,15 +233,17 @@ class TokenTree:
         found_BK = torch.where(ours_BN, columns_N, self.size).sort(-1).values[:, :width]
         return found_BK.clamp(max=self.size - 1), found_BK < self.size
 
-    def draft_at(self, nodes_BM: Tensor, vocab_size: int) -> Tensor:
-        """log q over the target's vocabulary at M nodes, [B, M, V], float64; minus infinity where nothing is drawn."""
+    def draft_at(self, nodes_BM: Tensor, vocab_size: int, rows_B: Tensor | None = None) -> Tensor:
+        """log q over the target's vocabulary at M nodes of all rows, or of those given, [B, M, V], float64; minus
+        infinity where nothing is drawn."""
         nothing_BMV = torch.full((*nodes_BM.shape, vocab_size), -torch.inf, dtype=torch.float64, device=nodes_BM.device)
         if self.drawn is None:
             return nothing_BMV
-        log_q_BIQ, inner_BM = self.drawn.log_q_BIQ, self.drawn.inner_BN.gather(1, nodes_BM)
-        log_q_BMQ = log_q_BIQ.gather(1, inner_BM[..., None].expand(-1, -1, log_q_BIQ.shape[-1])).double()
+        rows_B1 = (torch.arange(len(nodes_BM), device=nodes_BM.device) if rows_B is None else rows_B)[:, None]
+        inner_BM = self.drawn.inner_BN[rows_B1, nodes_BM]
+        log_q_BMQ = self.drawn.log_q_BIQ[rows_B1, inner_BM].double()
         if self.drawn.candidates_BIQ is not None:
-            ids_BMQ = self.drawn.candidates_BIQ.gather(1, inner_BM[..., None].expand_as(log_q_BMQ))
+            ids_BMQ = self.drawn.candidates_BIQ[rows_B1, inner_BM]
             # An impossible entry may repeat the id of a possible one.
             return nothing_BMV.scatter_reduce(2, ids_BMQ, log_q_BMQ, "amax")
         if self.drawn.token_ids_Q is None:

@@ -155,8 +155,7 @@ class BatchVerifier:
         blank = partial(RowBuffer, rows, device=device, dtype=torch.long)
         self.temperatures, self.requests, self.places = blank(dtype=torch.float32), blank(), blank()
         self.uniforms = blank(places if sampled else 1, dtype=torch.float64)
-        penalised = settings.repetition_penalty != 1.0
-        self.seen = blank(vocab_size, dtype=torch.bool) if penalised else None
+        self.seen = blank(vocab_size, dtype=torch.bool) if settings.repetition_penalty != 1.0 else None
         self.last = blank()
         biases = verifier.biases if settings.biases is None else settings.biases
         eos_ids = verifier.eos_ids if settings.eos_ids is None else settings.eos_ids
@@ -207,12 +206,9 @@ class BatchVerifier:
         """(first token of each answer, fault of each row) after a piece of the prompts; M is 1."""
         # Logits that hold NaN or +inf, or nothing but -inf; some models forbid tokens by a single -inf.
         unreadable_BM = ~logits_BMV.amax(-1).isfinite()
-        if self.biases is not None:
-            # A long prompt is read in pieces, each of which ends with the first token as far as is known.
-            logits_BMV = self.biases.add(logits_BMV, torch.zeros_like(rows_B)[:, None])
-        if self.seen is not None:
-            seen_BV, last_BMN = self.seen.values[rows_B], self.last.values[rows_B, None, None]
-            logits_BMV = penalise(widened(logits_BMV), self.settings.repetition_penalty, seen_BV, last_BMN)
+        # A long prompt is read in pieces, each of which ends with the first token as far as is known.
+        logits_BMV = self._adjusted(logits_BMV, rows_B, torch.zeros_like(rows_B)[:, None],
+                                    self.last.values[rows_B, None, None])
         sampled = [place for place, row in enumerate(rows) if self._samples[row]]
         chosen_BM = choose(logits_BMV, self.uniforms.values[rows_B, :1], self._sampling(rows_B, sampled))
         self.places.values[rows_B] = 1
@@ -224,13 +220,14 @@ class BatchVerifier:
         is replayed, not only those that sample now."""
         rows = len(tree.tokens_BN)
         unreadable_BN = ~logits_BNV.amax(-1).isfinite()
-        if self.biases is not None:
-            logits_BNV = self.biases.add(logits_BNV, self.places.values[:rows, None] + tree.depths_BN)
-        if self.seen is not None:
+
+        def adjust(logits_RMV: Tensor, rows_R: Tensor, nodes_RM: Tensor) -> Tensor:
             # A node is penalised for the path down to it; columns that are off its path repeat the root.
-            paths_BNN = torch.where(tree.ancestors_BNN, tree.tokens_BN[:, None, :], tree.tokens_BN[:, :1, None])
-            logits_BNV = penalise(widened(logits_BNV), self.settings.repetition_penalty, self.seen.values[:rows],
-                                  paths_BNN)
+            nodes, tokens_RN = (rows_R[:, None], nodes_RM), tree.tokens_BN[rows_R]
+            paths_RMN = torch.where(tree.ancestors_BNN[nodes], tokens_RN[:, None, :], tokens_RN[:, :1, None])
+            places_RM = self.places.values[rows_R, None] + tree.depths_BN[nodes]
+            return self._adjusted(logits_RMV, rows_R, places_RM, paths_RMN)
+
         draws = self.draws(rows)
         if draws is None:
             choices_BN = tests_BN = torch.zeros_like(tree.tokens_BN, dtype=torch.float64)
@@ -241,7 +238,8 @@ class BatchVerifier:
             tests_BN = choices_BN if tree.drawn is None else draws.tests(tree.size)
         rule = self.settings.lossy or exact_rule(tree)
         sampled = [row for row in range(rows) if self._samples[row] or (any_rows and self.sampled)]
-        sampling = self._sampling(torch.arange(rows, device=self._device), sampled)
+        sampling = replace(self._sampling(torch.arange(rows, device=self._device), sampled),
+                           adjust=adjust if self.biases or self.seen else None)
         accepted = rule.accept(tree, logits_BNV, sampling, Chances(choices_BN=choices_BN, tests_BN=tests_BN))
         self.places.values[:rows] += accepted.counts_B
         real_BK = torch.arange(accepted.path_BK.shape[1], device=self._device) < accepted.counts_B[:, None]
@@ -255,6 +253,14 @@ class BatchVerifier:
         lost_B = lost_BK.any(-1)
         counts_B = torch.where(lost_B, lost_BK.long().argmax(-1) + 1, accepted.counts_B)
         return replace(accepted, counts_B=counts_B), torch.where(lost_B & (faults_B == 0), LOGITS, faults_B)
+
+    def _adjusted(self, logits_RMV: Tensor, rows_R: Tensor, places_RM: Tensor, paths_RMN: Tensor) -> Tensor:
+        """Logits of the next tokens at these places of the answers, after these paths, with biases and penalties."""
+        if self.biases is not None:
+            logits_RMV = self.biases.add(logits_RMV, places_RM)
+        if self.seen is None:
+            return logits_RMV
+        return penalise(widened(logits_RMV), self.settings.repetition_penalty, self.seen.values[rows_R], paths_RMN)
 
     def _sampling(self, rows_B: Tensor, sampled: Sequence[int]) -> Sampling:
         return Sampling(temperature_B=self.temperatures.values[rows_B], top_k=self.settings.top_k,

@@ -25,10 +25,8 @@ from ..interfaces.proposer import JudgesGuesses
 from ..policies.stopping_chains import Drafted, SampledChain, StoppedChain, StoppingRule
 from ..target.model import Target
 from ..token_tree import TokenTree
-from ..verification.acceptance_rules import Accepted, ChainRejection, Chances, Rule, exact_rule
+from ..verification.acceptance_rules import Accepted, Chances, Rule, chain_chances, exact_rule
 from ..verification.sampling import Sampling, SamplingSetting
-
-CHANCES = ChainRejection()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +76,7 @@ class _Recorder(StoppingRule, Rule):
         if self.drafted is not None and self.drafted.length == self.length and tree.size == self.length + 2:
             whole_B = tree.real_BN.all(-1)
             found = Rollouts(states_CTD=torch.stack(self.states, dim=1),
-                             chances_CT=CHANCES.chances(tree, logits_BNV, sampling)[:, : self.length].float())
+                             chances_CT=chain_chances(tree, logits_BNV, sampling)[:, : self.length].float())
             self.passes.append(Rollouts(**{name: value[whole_B].cpu() for name, value in vars(found).items()}))
         return exact_rule(tree).accept(tree, logits_BNV, sampling, chances)
 

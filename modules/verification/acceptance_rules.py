@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..token_tree import TokenTree
-from .sampling import Sampling, choose, choose_at, draw, node_groups
+from .sampling import Sampling, choose, draw, node_groups, on_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,12 @@ def follow(tree: TokenTree, choices_BN: Tensor) -> Accepted:
     accepted_BN = ~(tree.ancestors_BNN & ~matched_BN[:, None, :]).any(-1)
     deepest_B = torch.where(accepted_BN, tree.depths_BN, -1).argmax(-1)
     return down_to(tree, deepest_B, choices_BN.gather(1, deepest_B[:, None])[:, 0])
+
+
+def choose_at(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling, rows_R: Tensor, nodes_R: Tensor) -> Tensor:
+    """The target's choice at one node of each of some rows, [R]."""
+    sampling, logits_R1V = sampling.at(logits_BNV, rows_R, nodes_R)
+    return choose(logits_R1V, uniforms_BN[rows_R, nodes_R, None], sampling)[:, 0]
 
 
 def down_to(tree: TokenTree, deepest_B: Tensor, bonus_B: Tensor) -> Accepted:
@@ -71,16 +77,37 @@ class Rule(ABC):
 
     @abstractmethod
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
-        """Decide on one tree a row by the target's logits after each node (penalties applied, temperature not)."""
+        """Decide on one tree a row by the target's logits after each node, as the pass gave them."""
 
 
 class Equality(Rule):
     """A node is accepted when it is what the target chose: exact for point masses, and for any tree in greedy rows. The
     same law as accepting x with probability p(x) and going on with p(x) = 0, renormalised (EAGLE-2's rule), and the
-    emitted tokens do not depend on what was drafted."""
+    emitted tokens do not depend on what was drafted. Of duplicate siblings the first makes the choice after them."""
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
-        return follow(tree, choose(logits_BNV, chances.choices_BN, sampling))
+        rows_B, columns_N = (torch.arange(count, device=logits_BNV.device) for count in tree.tokens_BN.shape)
+        greedy, few = not sampling.sampling_rows, len(node_groups(*logits_BNV.shape)) == 1
+        if (greedy and sampling.adjust is None) or (not on_host(logits_BNV) and (greedy or few)):
+            # An argmax costs less than a walk, and to start small operations at each depth takes an accelerator longer
+            # than to run them for all nodes at once, unless these are many.
+            adjusted_BNV = sampling.adjusted(logits_BNV, rows_B, columns_N.expand_as(tree.tokens_BN))
+            return follow(tree, choose(adjusted_BNV, chances.choices_BN, sampling))
+        below_BN, above_BN = tree.real_BN & (columns_N > 0), tree.parents_BN.clamp(min=0)
+        reached_BN, going_B = (columns_N == 0).expand_as(below_BN), torch.ones_like(below_BN[:, 0])
+        here_B = chosen_B = torch.zeros_like(tree.tokens_BN[:, 0])
+        for _ in range(tree.max_depth + 1):
+            rows_R = going_B.nonzero()[:, 0] if on_host(going_B) else rows_B
+            if len(rows_R) == 0:
+                break
+            chosen_R = choose_at(logits_BNV, chances.choices_BN, sampling, rows_R, here_B[rows_R])
+            chosen_B = chosen_B.index_copy(0, rows_R, chosen_R)
+            # A row that has stopped chooses what it chose, and stays, so that an accelerator need not know of it.
+            next_BN = below_BN & reached_BN.gather(1, above_BN) & (tree.tokens_BN == chosen_B[:, None])
+            going_B = next_BN.any(-1)
+            reached_BN = torch.where(going_B[:, None], next_BN, reached_BN)
+            here_B = reached_BN.byte().argmax(-1)
+        return down_to(tree, here_B, chosen_B)
 
 
 def reject_siblings(target_BV: Tensor, log_q_BV: Tensor, tokens_BK: Tensor, real_BK: Tensor,
@@ -126,70 +153,56 @@ def renormalised(log_q: Tensor) -> Tensor:
 class Rejection(Rule):
     """Recursive rejection down the tree, one level at a time; siblings sampled, point masses, or both. It accepts at
     least as much as equality does, an oracle's samples always, but what is emitted depends on what was drafted, token
-    by token though not in distribution."""
+    by token though not in distribution. A tree in which no node has two children is taken for a chain, whose padding,
+    if any, stands at its end."""
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
-        rows_B = torch.arange(logits_BNV.shape[0], device=logits_BNV.device)
-        here_B, walking_B = torch.zeros_like(rows_B), torch.ones_like(rows_B, dtype=torch.bool)
-        rest_BV = torch.zeros_like(logits_BNV[:, 0], dtype=torch.float64)
-        sampled_BN = torch.zeros_like(tree.real_BN) if tree.drawn is None else tree.drawn.sampled_BN
-        for _ in range(tree.max_depth + 1):
-            children_BK, real_BK = tree.children(here_B)
-            accept_BK, left_BV = reject_siblings(
-                sampling.distribution(logits_BNV[rows_B, here_B, None])[:, 0].double(),
-                tree.draft_at(here_B[:, None], logits_BNV.shape[-1])[:, 0], tree.tokens_BN.gather(1, children_BK),
-                real_BK, sampled_BN.gather(1, children_BK))
-            # Rows that have stopped keep the rest of the node where they did.
-            rest_BV = torch.where(walking_B[:, None], left_BV, rest_BV)
+        rows_B, sampled_BN = torch.arange(len(logits_BNV), device=logits_BNV.device), drawn_nodes(tree)
+        here_B, levels = torch.zeros_like(rows_B), tree.max_depth + 1
+        if tree.most_children == 1 and not on_host(logits_BNV):
+            # All places at once (arXiv:2211.17192, algorithm 1): below, the first that was not accepted is so again.
+            passed_BM = tree.real_BN[:, 1:] & (chances.tests_BN[:, 1:] < chain_chances(tree, logits_BNV, sampling))
+            here_B, levels = passed_BM.long().cumprod(-1).sum(-1), 1
+        going_B, rest_BV = torch.ones_like(tree.real_BN[:, 0]), torch.zeros_like(logits_BNV[:, 0], dtype=torch.float64)
+        for _ in range(levels):
+            # What is left where a row stopped is the same however often it is computed, as in `Equality`.
+            rows_R = going_B.nonzero()[:, 0] if on_host(going_B) else rows_B
+            if len(rows_R) == 0:
+                break
+            here_R, (children_BK, real_BK) = here_B[rows_R], tree.children(here_B)
+            accept_BK = torch.zeros_like(children_BK, dtype=torch.float64)
+            accept_BK[rows_R], rest_BV[rows_R] = reject_siblings(
+                sampling.distribution_at(logits_BNV, rows_R, here_R),
+                tree.draft_at(here_R[:, None], logits_BNV.shape[-1], rows_R)[:, 0],
+                tree.tokens_BN.gather(1, children_BK)[rows_R], real_BK[rows_R],
+                sampled_BN.gather(1, children_BK)[rows_R])
             if children_BK.shape[1] == 0:
                 break
             passed_BK = real_BK & (chances.tests_BN.gather(1, children_BK) < accept_BK)
-            walking_B = walking_B & passed_BK.any(-1)
-            first_B1 = passed_BK.long().argmax(-1, keepdim=True)
-            here_B = torch.where(walking_B, children_BK.gather(1, first_B1)[:, 0], here_B)
+            going_B, first_B1 = passed_BK.any(-1), passed_BK.byte().argmax(-1, keepdim=True)
+            here_B = torch.where(going_B, children_BK.gather(1, first_B1)[:, 0], here_B)
         return down_to(tree, here_B, draw(rest_BV, chances.choices_BN[rows_B, here_B]))
 
 
-class ChainRejection(Rule):
-    """Rejection along a chain, all places at once (arXiv:2211.17192, algorithm 1): what `Rejection` does, in one step.
-    Accept x with probability min(1, p(x) / q(x)); after the last accepted token draw from max(p - q, 0), normalised,
-    and from p when the chain ends there."""
+def drawn_nodes(tree: TokenTree) -> Tensor:
+    """True at nodes that were drawn, [B, N]; the others are point masses."""
+    return torch.zeros_like(tree.real_BN) if tree.drawn is None else tree.drawn.sampled_BN
 
-    def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
-        passed_BM = tree.real_BN[:, 1:] & (chances.tests_BN[:, 1:] < self.chances(tree, logits_BNV, sampling))
-        deepest_B = passed_BM.long().cumprod(-1).sum(-1)
-        rows_B = torch.arange(deepest_B.shape[0], device=deepest_B.device)
-        last_BV = sampling.distribution(logits_BNV[rows_B, deepest_B, None])[:, 0].double()
-        next_B = (deepest_B + 1).clamp(max=tree.size - 1)
-        # At the end of a chain nothing was rejected, and the token after it comes from p itself.
-        rejected_B1 = ((next_B > deepest_B) & tree.real_BN[rows_B, next_B])[:, None]
-        rest_BV = last_BV
-        if tree.size > 1:
-            q_BV = self._proposals(tree, next_B[:, None], logits_BNV.shape[-1])[:, 0]
-            rest_BV = torch.where(rejected_B1, normalised((last_BV - q_BV).clamp(min=0), last_BV), last_BV)
-        return down_to(tree, deepest_B, draw(rest_BV, chances.choices_BN[rows_B, deepest_B]))
 
-    def chances(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling) -> Tensor:
-        """The probability min(1, p(x) / q(x)) that each node below the root is accepted if those before it are, [B, N -
-        1], float64."""
-        # Few distributions are held at a time.
-        rows, size, entries = logits_BNV.shape
-        ratios = [logits_BNV[:, :0, 0].double()]
-        for group in node_groups(rows, size - 1, entries):
-            nodes_BM = torch.arange(group.start + 1, group.stop + 1, device=logits_BNV.device).expand(rows, -1)
-            tokens_BM1 = tree.tokens_BN.gather(1, nodes_BM)[..., None]
-            p_BMV = sampling.distribution(logits_BNV[:, group]).double()
-            q_BMV = self._proposals(tree, nodes_BM, entries)
-            ratios.append((p_BMV.gather(2, tokens_BM1) / q_BMV.gather(2, tokens_BM1))[..., 0])
-        return torch.cat(ratios, dim=1).clamp(max=1.0)
-
-    def _proposals(self, tree: TokenTree, nodes_BM: Tensor, vocab_size: int) -> Tensor:
-        """The distribution that some nodes below the root of a chain were drawn from, [B, M, V]."""
-        draft_BMV = renormalised(tree.draft_at(nodes_BM - 1, vocab_size))
-        certain_BMV = torch.zeros_like(draft_BMV).scatter(2, tree.tokens_BN.gather(1, nodes_BM)[..., None], 1.0)
-        if tree.drawn is None:
-            return certain_BMV
-        return torch.where(tree.drawn.sampled_BN.gather(1, nodes_BM)[..., None], draft_BMV, certain_BMV)
+def chain_chances(tree: TokenTree, logits_BNV: Tensor, sampling: Sampling) -> Tensor:
+    """The probability min(1, p(x) / q(x)) that each node of a chain below the root is accepted if those before it are,
+    [B, N - 1], float64."""
+    # Few distributions are held at a time.
+    rows, size, entries = logits_BNV.shape
+    ratios, rows_B = [logits_BNV[:, :0, 0].double()], torch.arange(rows, device=logits_BNV.device)
+    for group in node_groups(rows, size - 1, entries):
+        nodes_BM = torch.arange(group.start, group.stop, device=logits_BNV.device).expand(rows, -1)
+        tokens_BM1 = tree.tokens_BN.gather(1, nodes_BM + 1)[..., None]
+        p_BMV = sampling.distribution(sampling.adjusted(logits_BNV[:, group], rows_B, nodes_BM)).double()
+        q_BM = renormalised(tree.draft_at(nodes_BM, entries)).gather(2, tokens_BM1)[..., 0]
+        certain_BM = ~drawn_nodes(tree).gather(1, nodes_BM + 1)
+        ratios.append(p_BMV.gather(2, tokens_BM1)[..., 0] / q_BM.masked_fill(certain_BM, 1.0))
+    return torch.cat(ratios, dim=1).clamp(max=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,24 +228,29 @@ class Typical(Rule):
         return enough.clamp(max=self.epsilon)
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
-        own, bounds = [], []
-        # p(x) of the token of each node after its parent, and the bound there; few distributions are held at a time.
-        for group in node_groups(*logits_BNV.shape):
-            above_BM1 = tree.parents_BN[:, group].clamp(min=0)[..., None]
-            logits_BMV = logits_BNV.gather(1, above_BM1.expand(-1, -1, logits_BNV.shape[-1]))
-            p_BMV = sampling.distribution(logits_BMV).double()
-            own.append(p_BMV.gather(2, tree.tokens_BN[:, group, None])[..., 0])
-            bounds.append(self.bound(p_BMV))
-        own_BN, bound_BN = torch.cat(own, dim=1), torch.cat(bounds, dim=1)
-        typical_BN = tree.real_BN & (own_BN > bound_BN)
-        typical_BN = typical_BN | (torch.arange(tree.size, device=typical_BN.device) == 0)
-        accepted_BN = ~(tree.ancestors_BNN & ~typical_BN[:, None, :]).any(-1)
-        log_BN = torch.where(typical_BN, own_BN, 1.0).log().index_fill(1, torch.zeros_like(tree.parents_BN[0, :1]), 0.0)
-        path_BN = (tree.ancestors_BNN * log_BN[:, None, :]).sum(-1)
-        depths_BN = torch.where(accepted_BN, tree.depths_BN, -1)
+        rows_B, columns_N = (torch.arange(count, device=logits_BNV.device) for count in tree.tokens_BN.shape)
+        below_BN, above_BN = tree.real_BN & (columns_N > 0), tree.parents_BN.clamp(min=0)
+        own_BN = torch.zeros_like(tree.parents_BN, dtype=torch.float64)  # p(x) of nodes that are likely enough
+        # All nodes on an accelerator, a few together; on a CPU those that were reached.
+        groups, new_BN = node_groups(*logits_BNV.shape), (columns_N == 0).expand_as(below_BN)
+        while bool(new_BN.any()) if on_host(logits_BNV) else groups:
+            known_BN = own_BN > 0
+            if on_host(logits_BNV):
+                rows_F, nodes_F = new_BN.nonzero(as_tuple=True)
+            else:
+                nodes_F = columns_N[groups.pop()].repeat(len(rows_B))
+                rows_F = rows_B.repeat_interleave(len(nodes_F) // len(rows_B))
+            p_FV = sampling.distribution_at(logits_BNV, rows_F, nodes_F)
+            own_FN, child_FN = p_FV.gather(1, tree.tokens_BN[rows_F]), above_BN[rows_F] == nodes_F[:, None]
+            typical_FN = child_FN & below_BN[rows_F] & (own_FN > self.bound(p_FV)[:, None])
+            own_BN.index_add_(0, rows_F, torch.where(typical_FN, own_FN, 0.0))
+            new_BN = (own_BN > 0) & ~known_BN
+        log_BN = own_BN.log().masked_fill(columns_N == 0, 0.0)
+        path_BN = torch.where(tree.ancestors_BNN, log_BN[:, None, :], 0.0).sum(-1)
+        depths_BN = torch.where(path_BN > -torch.inf, tree.depths_BN, -1)
         longest_BN = depths_BN == depths_BN.amax(-1, keepdim=True)
         deepest_B = torch.where(longest_BN, path_BN, -torch.inf).argmax(-1)
-        return down_to(tree, deepest_B, choose_at(logits_BNV, chances.choices_BN, sampling, deepest_B))
+        return down_to(tree, deepest_B, choose_at(logits_BNV, chances.choices_BN, sampling, rows_B, deepest_B))
 
 
 @dataclass(frozen=True)
@@ -247,15 +265,10 @@ class AcceptAll(Rule):
         if (most := tree.most_children) is None or most > 1:
             raise ValueError(f"only a chain is taken as it is, here a node has {most or 'any number of'} children")
         deepest_B = torch.where(tree.real_BN, tree.depths_BN, -1).argmax(-1)
-        return down_to(tree, deepest_B, choose_at(logits_BNV, chances.choices_BN, sampling, deepest_B))
-
-
-_EQUALITY, _REJECTION, _CHAIN_REJECTION = Equality(), Rejection(), ChainRejection()
+        rows_B = torch.arange(len(deepest_B), device=deepest_B.device)
+        return down_to(tree, deepest_B, choose_at(logits_BNV, chances.choices_BN, sampling, rows_B, deepest_B))
 
 
 def exact_rule(tree: TokenTree) -> Rule:
-    """The exact rule for a tree: equality for point masses, rejection for samples. A tree in which no node has two
-    children is taken for a chain, whose padding, if any, stands at its end."""
-    if tree.drawn is None:
-        return _EQUALITY
-    return _CHAIN_REJECTION if tree.most_children == 1 else _REJECTION
+    """The exact rule for a tree: equality for point masses, rejection for samples."""
+    return Equality() if tree.drawn is None else Rejection()

@@ -9,8 +9,8 @@ them.
 Shapes: B rows, N nodes, M nodes of a pass, F nodes asked for, V target vocabulary, Q draft vocabulary, R sampled rows.
 """
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,16 +25,11 @@ transformers divides too; below it the second likeliest token needs a gap under 
 20,000 times."""
 GREATEST_TEMPERATURE = 1e3  # Largest one: all tokens are about equally likely, and far above it float32 loses the rest
 TEMPERATURES = f"0 (greedy) or from {LEAST_TEMPERATURE:g} to {GREATEST_TEMPERATURE:g}"  # For messages
-_NUCLEUS_CANDIDATES = (512, 4096)
-"""Tokens among which a nucleus is looked for first, and after them. Of the prompts that a target of 135M parameters
-writes, one nucleus of 0.95 in five is larger than the first number, one in eighty than the second."""
 _ROWS_TOGETHER = 8
-"""Distributions that a CPU forms at a time, so that they stay in its cache: next to another program that needs the
-memory, those of 40 rows took two to six times as long at once."""
-_ENTRIES_TOGETHER = 1 << 26
-"""Entries of the distributions that an accelerator forms at a time: 256 MiB of float32. Those of 32 rows with 64 nodes
-and a vocabulary of 152,000 would take 1.2 GB for each of the ten or so that are needed at once."""
-_STRIPES = 16  # Entries of a stripe, of which all are looked at for the largest ones or none
+"""Distributions that a CPU forms at a time, so that they stay in its cache: those of 40 rows at once took two to six
+times as long next to another program."""
+_ENTRIES_TOGETHER = 1 << 24
+"""Entries of the distributions that an accelerator forms at a time: 64 MiB of float32 for each of ten or so tensors."""
 _BLOCK = 128  # Entries of a block in which the largest logit, or the drawn token, is looked for
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -45,6 +40,12 @@ _TESTS, _NOISE, _KEYS = 1, 2, 3
 def widened(logits: Tensor) -> Tensor:
     """Logits in float32, or in float64 if they already are, in which transformers processes them."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def on_host(values: Tensor) -> bool:
+    """True on a CPU, where the host knows a value once it is computed. On an accelerator it would wait for it, and
+    neither a CUDA graph nor a compiler can ask at all."""
+    return values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def is_temperature(value: float) -> bool:
@@ -83,13 +84,29 @@ class SamplingSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Processing of the target's logits in transformers' order: temperature, top-k, top-p, min-p."""
+    """Processing of the target's logits in transformers' order: penalty and biases, temperature, top-k, top-p, min-p.
+    The first two depend on the node, and `at` applies them; all else takes logits that have them."""
 
     temperature_B: Tensor  # [B], float32; 0 is greedy, others from LEAST_TEMPERATURE to GREATEST_TEMPERATURE
     top_k: int = 0  # Keep the k likeliest tokens; 0 keeps all
     top_p: float = 1.0  # Keep the smallest set of likeliest tokens whose probabilities reach this sum; 1.0 keeps all
     min_p: float = 0.0  # Keep tokens with at least this share of the likeliest one's probability; 0.0 keeps all
-    sampling_rows: tuple[int, ...] = ()  # Rows with a temperature above 0, known on the host
+    sampling_rows: tuple[int, ...] = ()  # Rows that may have a temperature above 0, known on the host
+    adjust: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # Of logits [R, M, V], rows [R] and nodes [R, M]
+
+    def adjusted(self, logits_RMV: Tensor, rows_R: Tensor, nodes_RM: Tensor) -> Tensor:
+        """The logits at some nodes of some rows with penalty and biases, if there are any."""
+        return logits_RMV if self.adjust is None else self.adjust(logits_RMV, rows_R, nodes_RM)
+
+    def at(self, logits_BNV: Tensor, rows_R: Tensor, nodes_R: Tensor) -> tuple["Sampling", Tensor]:
+        """(the processing of some rows, which may repeat; the adjusted logits at one node of each, [R, 1, V])."""
+        adjusted_R1V = self.adjusted(logits_BNV[rows_R, nodes_R, None], rows_R, nodes_R[:, None])
+        return replace(self, temperature_B=self.temperature_B[rows_R]), adjusted_R1V
+
+    def distribution_at(self, logits_BNV: Tensor, rows_R: Tensor, nodes_R: Tensor) -> Tensor:
+        """The distribution at one node of each of some rows, [R, V], float64."""
+        sampling, logits_R1V = self.at(logits_BNV, rows_R, nodes_R)
+        return sampling.distribution(logits_R1V)[:, 0].double()
 
     def distribution(self, logits_BNV: Tensor) -> Tensor:
         """Distribution of the next token, [B, N, V], float32 or wider; in greedy rows all of it is on the argmax."""
@@ -114,7 +131,7 @@ def probabilities(logits: Tensor, temperature: Tensor, top_k: int = 0, top_p: fl
     one's."""
     scaled = widened(logits) / temperature
     if 0 < top_k < scaled.shape[-1]:
-        bound = _largest(scaled, top_k)[..., -1:]
+        bound = scaled.topk(top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < bound, -torch.inf)
     probs = _nucleus(scaled, top_p) if top_p < 1.0 else scaled.softmax(-1)
     if min_p > 0.0:
@@ -128,63 +145,35 @@ def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
     last one kept, those with the highest ids stay, so that neither the order of a sort nor the rest of the batch
     decides; transformers leaves it to its sort, which does the same in small vocabularies."""
     probs = scaled.softmax(-1)
-    # Rounding leaves the sum next to 1. What is cut off is at most 1 - top_p, as transformers has it.
-    total = _blocked(probs).sum(-1, dtype=torch.float64).sum(-1, keepdim=True)
-    last, count, tied = _end(probs, top_p + (total - 1))
-    kept = probs >= last
+    # Rounding leaves the sum next to 1. What is cut off is at most 1 - top_p, as transformers has it, and never all.
+    total = probs.sum(-1, keepdim=True, dtype=torch.float64)
+    bound = (top_p + (total - 1)).clamp(min=torch.finfo(torch.float64).tiny)
+    last = _last(probs, bound)
+    nucleus = probs * (probs >= last)
     # Ties are rare in float32, and looking at them takes longer than all the rest.
-    if _sorted_whole(probs) or bool(tied.any()):
+    if not on_host(probs) or bool((nucleus.sum(-1, keepdim=True, dtype=torch.float64) - last >= bound).any()):
         equal = probs == last
-        wanted = count - (probs > last).sum(-1, keepdim=True)
-        kept &= ~equal | (equal.sum(-1, keepdim=True) - equal.cumsum(-1) < wanted)
-    nucleus = torch.where(kept, probs, 0.0)
+        likelier = (probs * (probs > last)).sum(-1, keepdim=True, dtype=torch.float64)
+        after = equal.sum(-1, keepdim=True) - equal.cumsum(-1)
+        nucleus = nucleus * (~equal | (likelier + after * last.double() < bound))
     return nucleus / nucleus.sum(-1, keepdim=True)
 
 
-def _end_of(ordered: Tensor, bound: Tensor) -> list[Tensor]:
-    """The end of the fewest first entries, in descending order, that reach a sum, which is added in float64: the last
-    of them, their number, at least one, and True where the entry after the last equals it, [..., 1] each."""
-    before = ordered.cumsum(-1, dtype=torch.float64) - ordered
-    count = (before < bound).sum(-1, keepdim=True).clamp(min=1)
-    last, after = (ordered.gather(-1, places.clamp(max=ordered.shape[-1] - 1)) for places in (count - 1, count))
-    return [last, count, (count < ordered.shape[-1]) & (last == after)]
-
-
-def _end(probs: Tensor, bound: Tensor) -> list[Tensor]:
-    """The same of the smallest set of likeliest tokens that reaches a sum, float64 [..., 1]. On a CPU sorting the whole
-    vocabulary costs more than the target's pass; ordering the first few hundred tokens is mostly enough."""
-    size = probs.shape[-1]
-    if _sorted_whole(probs):
-        return _end_of(probs.sort(dim=-1, descending=True).values, bound)
-    rows_RV, bound_R1 = probs.reshape(-1, size), bound.reshape(-1, 1)
-    found = _end_of(_largest(rows_RV, _NUCLEUS_CANDIDATES[0]), bound_R1)
-    for former, number in pairwise((*(few for few in _NUCLEUS_CANDIDATES if few < size), size)):
-        # The entry after the last must be among them too.
-        short_R = (found[1] == former)[:, 0]
-        if not bool(short_R.any()):
-            break
-        for one, more in zip(found, _end_of(_largest(rows_RV[short_R], number), bound_R1[short_R]), strict=True):
-            one[short_R] = more
-    return [one.view_as(bound) for one in found]
-
-
-def _sorted_whole(probs: Tensor) -> bool:
-    """True for vocabularies that are sorted whole: small ones, and all on an accelerator, which would wait for the
-    host to learn whether fewer entries are enough."""
-    return probs.device.type != "cpu" or probs.shape[-1] <= _NUCLEUS_CANDIDATES[0]
-
-
-def _largest(values: Tensor, count: int) -> Tensor:
-    """The `count` largest entries in descending order, [..., count]: they lie in the stripes whose maxima are largest.
-    On a CPU finding these takes a tenth of the time of torch's `topk`, which then looks at those stripes alone."""
-    size = values.shape[-1]
-    if values.device.type != "cpu" or size % _STRIPES or 3 * count > size // _STRIPES:
-        return values.topk(count, dim=-1).values
-    striped = values.reshape(*values.shape[:-1], _STRIPES, size // _STRIPES)
-    # An entry among the largest `count` lies in one of the `count` stripes with the largest maxima.
-    best = striped.amax(-2).topk(count, dim=-1, sorted=False).indices
-    inside = striped.gather(-1, best[..., None, :].expand(*best.shape[:-1], _STRIPES, count))
-    return inside.flatten(-2).topk(count, dim=-1).values
+def _last(probs: Tensor, bound: Tensor) -> Tensor:
+    """The probability of the last of the fewest likeliest tokens that reach a sum above 0, float64 [..., 1]."""
+    if on_host(probs):
+        # Sorted by numpy, which takes a thirtieth of the time of torch's sort.
+        ordered = torch.from_numpy(np.sort(probs.detach().numpy(), axis=-1)).flip(-1)
+        place = torch.searchsorted(ordered.cumsum(-1, dtype=torch.float64), bound)
+        return ordered.gather(-1, place.clamp(max=probs.shape[-1] - 1))
+    # The largest number such that the tokens at least so likely reach the sum, bit by bit: numbers from 0 to 2 are in
+    # the order of their bits, the first two of which are 0. 30 steps for float32, 62 for float64, of six operations.
+    bits = torch.zeros_like(bound, dtype=torch.int32 if probs.dtype == torch.float32 else torch.int64)
+    for bit in reversed(range(torch.finfo(probs.dtype).bits - 2)):
+        tried = bits | (1 << bit)
+        mass = (probs * (probs >= tried.view(probs.dtype))).sum(-1, keepdim=True, dtype=torch.float64)
+        bits = torch.where(mass >= bound, tried, bits)
+    return bits.view(probs.dtype)
 
 
 def log_probabilities(logits_BMV: Tensor, tokens_BM: Tensor) -> Tensor:
@@ -250,27 +239,19 @@ def node_groups(rows: int, nodes: int, entries: int) -> list[slice]:
     return [slice(start, min(start + size, nodes)) for start in range(0, nodes, size)]
 
 
-def choose_at(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling, nodes_B: Tensor) -> Tensor:
-    """`choose` at one node of each row, [B]."""
-    rows_B = torch.arange(len(nodes_B), device=nodes_B.device)
-    return choose(logits_BNV[rows_B, nodes_B, None], uniforms_BN[rows_B, nodes_B, None], sampling)[:, 0]
-
-
 def choose(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:
     """The target's own next token at every node, [B, N]: the argmax in greedy rows, a draw in the others."""
     chosen_BN = argmax(logits_BNV)
     if not sampling.sampling_rows:
         return chosen_BN
-    if logits_BNV.device.type != "cpu":
+    if not on_host(logits_BNV):
         # Greedy rows too: an accelerator would wait for a list of the others.
-        drawn_BN = torch.cat([
-            draw(sampling.processed(logits_BNV[:, nodes], sampling.temperature_B), uniforms_BN[:, nodes])
-            for nodes in node_groups(*logits_BNV.shape)], dim=1)
+        drawn_BN = draw(sampling.processed(logits_BNV, sampling.temperature_B), uniforms_BN)
         return torch.where(sampling.temperature_B[:, None] > 0, drawn_BN, chosen_BN)
     # A few rows at a time, so that their distributions stay in the cache.
-    together = max(1, _ROWS_TOGETHER // logits_BNV.shape[1])
-    for start in range(0, len(sampling.sampling_rows), together):
-        rows_R = list(sampling.sampling_rows[start : start + together])
+    sampled_S, together = (sampling.temperature_B > 0).nonzero()[:, 0], max(1, _ROWS_TOGETHER // logits_BNV.shape[1])
+    for start in range(0, len(sampled_S), together):
+        rows_R = sampled_S[start : start + together]
         probs_RNV = sampling.processed(logits_BNV[rows_R], sampling.temperature_B[rows_R])
         chosen_BN[rows_R] = draw(probs_RNV, uniforms_BN[rows_R])
     return chosen_BN

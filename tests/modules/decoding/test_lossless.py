@@ -15,7 +15,7 @@ from draftsmith.modules.policies.stopping_chains import EarlyExit, MaxProbabilit
 from draftsmith.modules.policies.trees import Chain, DySpecTree, Eagle2Tree, StaticTree
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.verification import acceptance_rules as rules
-from draftsmith.modules.verification.acceptance_rules import Accepted, Typical, follow
+from draftsmith.modules.verification.acceptance_rules import Accepted, Chances, Equality, Typical, follow
 from draftsmith.modules.verification.sampling import Sampling, choose, probabilities
 from scipy.stats import chi2
 from support.answers import greedy_answers, native_greedy, requests_for, texts_of
@@ -307,11 +307,13 @@ def test_sampled_output_passes_a_g_test(tiny_target_f64: Target) -> None:
     assert g_test(counts, exact_distribution(drafter, 1.0)) < 1e-3
 
 
-def accept_any_likely_child(tree: TokenTree, choices_BN: Tensor) -> Accepted:
+class AnyLikelyChild(Equality):
     """Wrong: the likeliest child is taken without asking whether the target drew it."""
-    forced_BN = choices_BN.clone()
-    forced_BN[:, 0] = tree.tokens_BN[:, 1]
-    return follow(tree, forced_BN)
+
+    def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
+        forced_BN = choose(logits_BNV, chances.choices_BN, sampling)
+        forced_BN[:, 0] = tree.tokens_BN[:, 1]
+        return follow(tree, forced_BN)
 
 
 def choose_untempered(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:
@@ -319,14 +321,17 @@ def choose_untempered(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Samplin
     return choose(logits_BNV, uniforms_BN, replace(sampling, temperature_B=torch.ones_like(sampling.temperature_B)))
 
 
-def choose_again(logits_BNV: Tensor, uniforms_BN: Tensor, sampling: Sampling) -> Tensor:
+class DrawnAgain(Equality):
     """Wrong: the same random number at every depth, so that neighbouring tokens depend on each other."""
-    return choose(logits_BNV, uniforms_BN[:, :1].expand_as(uniforms_BN), sampling)
+
+    def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
+        same_BN = chances.choices_BN[:, :1].expand_as(chances.choices_BN)
+        return super().accept(tree, logits_BNV, sampling, replace(chances, choices_BN=same_BN))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "wrong"),
-                         [("follow", accept_any_likely_child), ("choose", choose_untempered), ("choose", choose_again)])
+                         [("Equality", AnyLikelyChild), ("choose", choose_untempered), ("Equality", DrawnAgain)])
 def test_g_test_rejects_deliberately_wrong_rules(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch, name: str,
                                                  wrong: Callable[..., object]) -> None:
     drafter = TargetDrafter(tiny_target_f64)

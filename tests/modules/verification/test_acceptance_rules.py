@@ -9,7 +9,14 @@ import torch
 from draftsmith.modules import Drawn, Equality, Rejection, Rule, Sampling, TokenTree, Topology, Typical, UserError
 from draftsmith.modules.verification import acceptance_rules
 from draftsmith.modules.verification import sampling as sampling_module
-from draftsmith.modules.verification.acceptance_rules import ChainRejection, Chances, exact_rule, reject_siblings
+from draftsmith.modules.verification.acceptance_rules import (
+    Accepted,
+    Chances,
+    chain_chances,
+    down_to,
+    exact_rule,
+    reject_siblings,
+)
 from draftsmith.modules.verification.sampling import draw, penalise
 from draftsmith.recipes.counted_work import CountedStorages
 from references import wrong_rules
@@ -30,6 +37,16 @@ def raw_logits(prefix: tuple[int, ...], seed: int = 0) -> Tensor:
     key = sum((place + 1) * token for place, token in enumerate(prefix))
     generator = torch.Generator().manual_seed(seed + 31 * key)
     return 2 * torch.randn(SIZE, dtype=torch.float64, generator=generator)
+
+
+@pytest.fixture(params=["host", "all nodes", "step by step"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A rule on a CPU, and on an accelerator for all nodes together or a few at a time."""
+    if request.param != "host":
+        for module in (acceptance_rules, sampling_module):
+            monkeypatch.setattr(module, "on_host", lambda _values: False)
+    monkeypatch.setattr(sampling_module, "_ENTRIES_TOGETHER", 1 if request.param == "step by step" else 1 << 24)
+    return str(request.param)
 
 
 def ours(prefix: tuple[int, ...], setting: tuple[float, int, float, float]) -> Tensor:
@@ -124,6 +141,7 @@ def emitted(tree: TokenTree, accepted: object, row: int) -> list[int]:
     return [*(int(tree.tokens_BN[row, node]) for node in path[1:]), int(accepted.bonus_B[row])]  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("way")
 def test_rejection_equals_its_plain_twin_on_random_trees() -> None:
     generator = torch.Generator().manual_seed(0)
     for size in range(1, 9):
@@ -147,7 +165,9 @@ def test_rejection_equals_its_plain_twin_on_random_trees() -> None:
             assert emitted(tree, accepted, row) == wanted
 
 
+@pytest.mark.usefixtures("way")
 def test_chain_rejection_equals_recursive_rejection() -> None:
+    """On a CPU they are one; elsewhere a tree whose children nobody counted is no chain."""
     generator = torch.Generator().manual_seed(1)
     for size in range(2, 8):
         tree = random_drawn_tree(generator, 40, size, width=1)
@@ -156,14 +176,16 @@ def test_chain_rejection_equals_recursive_rejection() -> None:
         sampling = Sampling(temperature_B=torch.tensor([0.0, 0.8, 1.3, 1.0] * 10), sampling_rows=sampling_rows)
         chances = Chances(choices_BN=torch.rand(40, size, dtype=torch.float64, generator=generator),
                           tests_BN=torch.rand(40, size, dtype=torch.float64, generator=generator))
-        chain, tree_rule = (rule.accept(tree, logits, sampling, chances) for rule in (ChainRejection(), Rejection()))
+        recursive = replace(tree, most_children=None)
+        chain, tree_rule = (Rejection().accept(tree, logits, sampling, chances) for tree in (tree, recursive))
         for name in ("path_BK", "counts_B", "bonus_B"):
             assert torch.equal(getattr(chain, name), getattr(tree_rule, name)), name
 
 
+@pytest.mark.usefixtures("way")
 def test_every_rule_is_greedy_verification_in_greedy_rows() -> None:
     generator = torch.Generator().manual_seed(2)
-    for width, rules in ((None, (Rejection(), Typical())), (1, (Rejection(), ChainRejection(), Typical()))):
+    for width, rules in ((None, (Rejection(), Typical())), (1, (Rejection(), Typical()))):
         # No two nodes share a token: of equal siblings, equality follows the luckier and rejection the first.
         tree = random_drawn_tree(generator, 30, SIZE, width)
         table = torch.randn(SIZE, SIZE, dtype=torch.float64, generator=generator)
@@ -177,13 +199,82 @@ def test_every_rule_is_greedy_verification_in_greedy_rows() -> None:
                 assert emitted(tree, found, row) == emitted(tree, expected, row)
 
 
+def by_all_nodes(rule: Rule, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
+    """Equality or typical acceptance by the target's distributions at all nodes, whether a walk gets there or not."""
+    rows_B, nodes_N = torch.arange(len(logits_BNV)), torch.arange(tree.size)
+    adjusted_BNV = sampling.adjusted(logits_BNV, rows_B, nodes_N.expand_as(tree.tokens_BN))
+    p_BNV = sampling.distribution(adjusted_BNV)
+    choices_BN = torch.where(sampling.temperature_B[:, None] > 0, draw(p_BNV, chances.choices_BN),
+                             adjusted_BNV.argmax(-1))
+    ends = []
+    for row in rows_B.tolist():
+        scores = {0: 0.0}
+        for node, (above, token) in enumerate(zip(tree.parents_BN[row].tolist(), tree.tokens_BN[row].tolist(),
+                                                  strict=True)):
+            if node == 0 or above not in scores or not tree.real_BN[row, node]:
+                continue
+            own = p_BNV[row, above, token].double()
+            if (own > rule.bound(p_BNV[row, above].double())) if isinstance(rule, Typical) else (
+                    token == choices_BN[row, above]):
+                scores[node] = scores[above] + float(own.log()) * isinstance(rule, Typical)
+        ends.append(max(scores, key=lambda node: (int(tree.depths_BN[row, node]), scores[node], -node)))
+    deepest_B = torch.tensor(ends)
+    return down_to(tree, deepest_B, choices_BN[rows_B, deepest_B])
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 7, "top_p": 1e-9}, {"top_k": 1},
+                                     {"top_p": 1 - 1e-9, "min_p": 0.05}])
+@pytest.mark.parametrize("rule", [Equality(), Typical()])
+def test_a_walk_forms_the_distributions_that_it_meets_and_accepts_what_all_would(
+    rule: Rule, filters: dict[str, float], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Duplicate siblings, padding, rows that end early, equal, impossible and unreadable logits, extreme temperatures,
+    and a penalty that depends on the node."""
+    generator, formed, probabilities = torch.Generator().manual_seed(0), list[int](), sampling_module.probabilities
+    temperatures, entries, accepted = torch.tensor([0.0, 0.001, 0.7, 1.0, 1.5, 1000.0]), 40, 0
+
+    def noting(logits: Tensor, *given: object) -> Tensor:
+        formed.append(logits.shape[0] * logits.shape[1])
+        return probabilities(logits, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sampling_module, "probabilities", noting)
+    for size in (1, 2, 5, 9, 16):
+        tree = replace(random_drawn_tree(generator, 6, size), drawn=None)
+        table = 2 * torch.randn(size, SIZE, entries, generator=generator)
+        table[..., :SIZE] += 4 * torch.rand(size, SIZE, SIZE, generator=generator) + 4
+        table[1:, 1], table[:, 2, ::3], table[2:, 3] = 0.0, -torch.inf, torch.nan
+        # Of equal siblings one is as good as another: all that decides is the same.
+        logits = table[tree.depths_BN, tree.tokens_BN]
+        uniforms = torch.rand(6, size, dtype=torch.float64, generator=generator).gather(1, tree.depths_BN)
+        chances = Chances(choices_BN=uniforms, tests_BN=uniforms)
+
+        def penalty(logits_RMV: Tensor, rows_R: Tensor, nodes_RM: Tensor, tree: TokenTree = tree) -> Tensor:
+            return logits_RMV + 0.1 * (rows_R[:, None] + tree.depths_BN[rows_R[:, None], nodes_RM])[..., None] * (
+                torch.arange(entries) % 2)
+
+        for sampling in (Sampling(temperature_B=temperatures, sampling_rows=tuple(range(1, 6)), **filters,
+                                  adjust=penalty), Sampling(temperature_B=torch.zeros(6), adjust=penalty)):
+            expected = by_all_nodes(rule, tree, logits, sampling, chances)
+            formed.clear()
+            found = rule.accept(tree, logits, sampling, chances)
+            for name in ("path_BK", "counts_B", "bonus_B"):
+                assert torch.equal(getattr(found, name), getattr(expected, name)), name
+            accepted += int(found.counts_B.sum()) - 6
+            sampled = len(sampling.sampling_rows)
+            if isinstance(rule, Equality) and way == "host":
+                assert sum(formed) == (int(found.counts_B[1:].sum()) if sampled else 0)
+            elif way == "step by step":
+                assert set(formed) <= {6}
+    assert accepted > 15
+
+
 def test_the_rule_follows_from_how_the_tree_was_drawn() -> None:
     chain = random_drawn_tree(torch.Generator().manual_seed(0), 1, 3, width=1)
     tree = random_drawn_tree(torch.Generator().manual_seed(0), 1, 4)
     assert isinstance(exact_rule(Topology.chain(2).plant(torch.zeros(1, 3, dtype=torch.long))), Equality)
-    assert isinstance(exact_rule(chain), ChainRejection)
+    assert isinstance(exact_rule(chain), Rejection)
     assert isinstance(exact_rule(tree), Rejection)
-    assert [rule.lossless for rule in (Equality(), Rejection(), ChainRejection(), Typical())] == [True] * 3 + [False]
+    assert [rule.lossless for rule in (Equality(), Rejection(), Typical())] == [True] * 2 + [False]
 
 
 @pytest.mark.parametrize("kept", [None, [0, 2, 3, 5]])
@@ -251,10 +342,12 @@ def test_the_penalty_equals_transformers_at_every_node(penalty: float) -> None:
         assert torch.equal(found[row, node], expected[0])
 
 
+@pytest.mark.parametrize("way", ["all nodes"], indirect=True)
 @pytest.mark.parametrize("name", ["chain", "typical", "all", "equality"])
+@pytest.mark.usefixtures("way")
 def test_few_distributions_are_held_at_a_time_and_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, nodes, vocab_size = 3, 17, 640
-    rule: Rule = {"chain": ChainRejection(), "typical": Typical(), "all": acceptance_rules.AcceptAll(),
+    rule: Rule = {"chain": Rejection(), "typical": Typical(), "all": acceptance_rules.AcceptAll(),
                   "equality": Equality()}[name]
     generator = torch.Generator().manual_seed(0)
     log_q_BIQ = torch.randn(rows, nodes - 1, vocab_size, generator=generator).log_softmax(-1)
@@ -272,14 +365,14 @@ def test_few_distributions_are_held_at_a_time_and_change_nothing(name: str, monk
     for field in ("path_BK", "counts_B", "bonus_B"):
         assert torch.equal(getattr(pieces, field), getattr(whole, field))
     # Float64 probabilities of two nodes, not of all.
-    assert tally.largest <= 8 * 2 * rows * vocab_size if name != "equality" else tally.largest < logits_BNV.nbytes
+    assert tally.largest <= 8 * 2 * rows * vocab_size
 
 
 def test_the_chances_of_a_chain_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     logits_BNV = torch.randn(2, 4, 50, generator=torch.Generator().manual_seed(0))
     tree = Topology.chain(3).plant(logits_BNV.argmax(-1))
     sampling = Sampling(temperature_B=torch.tensor([1.0, 0.6]), sampling_rows=(0, 1))
-    whole = ChainRejection().chances(tree, logits_BNV, sampling)
+    whole = chain_chances(tree, logits_BNV, sampling)
     monkeypatch.setattr(sampling_module, "_ENTRIES_TOGETHER", 1)
-    assert torch.equal(ChainRejection().chances(tree, logits_BNV, sampling), whole)
+    assert torch.equal(chain_chances(tree, logits_BNV, sampling), whole)
     assert float(whole.min()) > 0
