@@ -10,6 +10,8 @@
 # make gpu          measure a CUDA device in parts, the first in 15 minutes: runs/gpu/gpu.md; ARGS='--device cpu --small' tries it
 # make faults       set up, then kill, signal and damage every family's tiny run (an hour); STATE=FILE keeps finished cases
 # make architectures the table of targets in recipes/guides/your-model-and-data.md anew, after an update of transformers
+# make wheel        the wheel and the source distribution in dist, checked by twine
+# make release      check version, changelog, tag and tree, make both, and print the commands that publish them
 # make check        set up, then run ruff and mypy --strict
 
 SHELL := /bin/bash
@@ -27,6 +29,7 @@ STATE ?= faults.jsonl
 # Tests that are run; -m in PYTEST goes before it.
 TIER ?= not long and not full
 ARGS ?=
+DIST ?= dist
 
 # More threads than cores make every pass several times slower; beyond eight a small model gains nothing.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
@@ -55,7 +58,7 @@ OPENVINO_STAMP := $(if $(filter .venv-openvino,$(OPENVINO_VENV)),.venv-openvino/
 # A machine that is lent without a network has no .venv: its own interpreter is taken then.
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
 
-.PHONY: help setup quickstart families test test-long test-full test-serving test-llamacpp test-openvino gpu faults architectures check
+.PHONY: help setup quickstart families test test-long test-full test-serving test-llamacpp test-openvino gpu faults architectures wheel release check
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -144,6 +147,30 @@ faults: $(STAMP)
 
 architectures: $(STAMP)
 	@PYTHONPATH=tests $(VENV)/bin/python -m support.architecture_table
+
+wheel: $(STAMP)
+	@rm -f $(DIST)/draftsmith-*
+	@$(VENV)/bin/python -m build --outdir $(DIST) .
+	@$(VENV)/bin/python -m twine check --strict $(DIST)/draftsmith-*
+
+# All checks stand before the build, which takes a minute; the one who releases calls the two commands.
+release:
+	@stop() { echo "make release: $$1" >&2; exit 2; }; \
+	version=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml); tag=v$$version; \
+	newest=$$(sed -n '/^## /{p;q}' CHANGELOG.md); cited=$$(sed -n 's/^version: //p' CITATION.cff); \
+	[[ "$$newest" =~ ^"## [$$version] - "[0-9]{4}-[0-9]{2}-[0-9]{2}$$ ]] || stop "the newest heading of CHANGELOG.md is \
+	'$$newest', and pyproject.toml has version $$version; make it '## [$$version] - $$(date +%F)' or change the version"; \
+	[ "$$cited" = "$$version" ] || stop "CITATION.cff has version $$cited, and pyproject.toml $$version; make them equal"; \
+	changed=$$(git status --porcelain) || stop "this folder is no git repository; release from a clone"; \
+	[ -z "$$changed" ] || stop "'$${changed%%$$'\n'*}' is not committed; commit, remove or ignore it"; \
+	tagged=$$(git rev-parse --quiet --verify "refs/tags/$$tag^{commit}" || true); \
+	[ -z "$$tagged" ] || [ "$$tagged" = "$$(git rev-parse HEAD)" ] || \
+		stop "the tag $$tag is on $${tagged:0:12}, not on this commit; raise the version, or release from there"; \
+	$(MAKE) --no-print-directory wheel; \
+	echo "== Draftsmith $$version is ready. Nothing is published yet; these commands do it:"; \
+	[ -n "$$tagged" ] || echo "git tag --annotate $$tag --message 'Draftsmith $$version'"; \
+	echo "git push origin $$tag"; \
+	echo "$(VENV)/bin/python -m twine upload $(DIST)/draftsmith-$$version*"
 
 check: $(STAMP)
 	@echo "== ruff"

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tokenize
 import tomllib
 import zipfile
@@ -257,21 +258,34 @@ def test_constraints_pin_torch_first_and_name_no_host() -> None:
 
 def tracked_sources() -> set[str]:
     """The files of the rooms that git tracks and the wheel should hold, as draftsmith/<room>/<file>."""
-    listed = subprocess.run(["git", "ls-files", *ROOMS], cwd=ROOT, check=True, capture_output=True, text=True)
-    return {f"draftsmith/{name}" for name in listed.stdout.split() if name.endswith(SHIPPED)}
+    return {f"draftsmith/{name}" for name in listed(*ROOMS) if name.endswith(SHIPPED)}
+
+
+def listed(*folders: str) -> list[str]:
+    """The files that git tracks in folders, or in all."""
+    return subprocess.run(["git", "ls-files", *folders], cwd=ROOT, check=True, capture_output=True,
+                          text=True).stdout.split()
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_exactly_the_tracked_source(tmp_path: Path) -> None:
+def test_the_packages_hold_exactly_the_tracked_source(tmp_path: Path) -> None:
+    """The wheel, which is made from the source distribution, holds the rooms, and that all that git tracks."""
     if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout: there is nothing to compare the wheel with")
+        pytest.skip("not a git checkout: there is nothing to compare the packages with")
     source = tmp_path / "source"
     subprocess.run(["git", "checkout-index", "--all", f"--prefix={source}/"], cwd=ROOT, check=True)
-    subprocess.run([sys.executable, "-m", "build", "--wheel", *(["--no-isolation"] if has_setuptools() else []),
+    subprocess.run([sys.executable, "-m", "build", *(["--no-isolation"] if has_setuptools() else []),
                     "--outdir", str(tmp_path / "dist"), str(source)], check=True, capture_output=True)
-    wheel, = (tmp_path / "dist").glob("*.whl")
+    (wheel,), (sources,) = ((tmp_path / "dist").glob(pattern) for pattern in ("*.whl", "*.tar.gz"))
     names = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("draftsmith/")}
     assert names == tracked_sources()
+    with tarfile.open(sources) as packed:
+        assert set(listed()) <= {name.partition("/")[2] for name in packed.getnames()}
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sources)], check=True)
+    about = zipfile.ZipFile(wheel).read(f"{wheel.name.removesuffix('-py3-none-any.whl')}.dist-info/METADATA").decode()
+    page = about.partition("\n\n")[2]
+    assert page.startswith("# Draftsmith\n")
+    assert not re.findall(r"\]\((?!https:)[^)]*\)", page), "an index has no files that links could lead to"
 
 
 def has_setuptools() -> bool:

@@ -10,7 +10,8 @@ ROOMS = ("export/README.md", "modules/README.md", "recipes/README.md", "tests/RE
 """What lies where in a room, and why."""
 GUIDES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes/guides").glob("*.md"))  # One task a page
 _FIRST = ("README.md", "recipes/guides/first-draft.md", "recipes/guides/your-model-and-data.md")
-DOCUMENTS = [*_FIRST, *(name for name in (*GUIDES, *ROOMS, "tests/benchmarks/README.md") if name not in _FIRST)]
+_OTHERS = (*GUIDES, *ROOMS, "tests/benchmarks/README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+DOCUMENTS = [*_FIRST, *(name for name in _OTHERS if name not in _FIRST)]
 """All documents that people write, those that most of them read first; recipes/keys.md is made from the code."""
 MARKS = ("# needs a GPU", "# needs a network", "# needs an engine", "# needs a run of fastdraft")
 """First lines of blocks that are only parsed here."""
