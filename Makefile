@@ -161,7 +161,7 @@ release:
 	[[ "$$newest" =~ ^"## [$$version] - "[0-9]{4}-[0-9]{2}-[0-9]{2}$$ ]] || stop "the newest heading of CHANGELOG.md is \
 	'$$newest', and pyproject.toml has version $$version; make it '## [$$version] - $$(date +%F)' or change the version"; \
 	[ "$$cited" = "$$version" ] || stop "CITATION.cff has version $$cited, and pyproject.toml $$version; make them equal"; \
-	changed=$$(git status --porcelain) || stop "this folder is no git repository; release from a clone"; \
+	changed=$$(git status --porcelain | cut -c 4-) || stop "this folder is no git repository; release from a clone"; \
 	[ -z "$$changed" ] || stop "'$${changed%%$$'\n'*}' is not committed; commit, remove or ignore it"; \
 	tagged=$$(git rev-parse --quiet --verify "refs/tags/$$tag^{commit}" || true); \
 	[ -z "$$tagged" ] || [ "$$tagged" = "$$(git rev-parse HEAD)" ] || \

@@ -191,7 +191,7 @@ def test_a_release_is_built_and_the_commands_are_only_printed(released: Path, tm
     ("CHANGELOG.md", "2026-12-01", "unreleased", r"'## \[0.1.0\] - unreleased', and .* make it '## \[0.1.0\] - \d"),
     ("CHANGELOG.md", "## [0.1.0]", "## [Unreleased]\n\n## [0.1.0]", r"'## \[Unreleased\]', and .* make it"),
     ("CITATION.cff", "version: 0.1.0", "version: 0.0.9", "version 0.0.9, and pyproject.toml 0.1.0; make them equal"),
-    ("Makefile", "# make setup", "# make the setup", "' M Makefile' is not committed; commit, remove or ignore it"),
+    ("Makefile", "# make setup", "# make the setup", "'Makefile' is not committed; commit, remove or ignore it"),
     (".git", "", "", "this folder is no git repository; release from a clone"),
     ("tag", "", "", r"the tag v0.1.0 is on [0-9a-f]{12}, not on this commit; raise the version"),
 ])
