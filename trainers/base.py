@@ -26,7 +26,7 @@ from ..modules.files.json_records import record_of
 from ..modules.interfaces.drafter import FamilyCard
 from ..modules.interfaces.proposer import JudgesGuesses
 from ..modules.target.draft_vocabulary import choose, draft_index
-from .checkpoints import KINDS, Clock, FinishedStep, StepGuard, TrainingCurve, peak_memory_bytes, require_same_settings
+from .checkpoints import KINDS, Clock, FinishedStep, TrainingCurve, peak_memory_bytes, require_same_settings
 from .chunked_losses import VocabularyLoss
 from .objectives import NEEDS_MASS, BatchLoss, Teacher, describe, weighted_mean_loss
 from .optimizers import optimizer_for, time_leads, warmup_cosine
@@ -34,6 +34,9 @@ from .train_config import WARMUP_SHARE, ZERO_STAGES, Start, TrainConfig, decisiv
 from .zero_drafter import ZeroDrafter, whole_state
 
 LEAST_STEPS = 4  # Optimizer steps of a run whatever its minutes: it ends with a draft that has learned something
+AT_ONCE, READ_EVERY = ("cpu",), 10
+"""Devices whose figures are read after each optimizer step, and the steps after which those of others are: on an
+accelerator every read waits for all its work."""
 PATIENCE = 8  # Optimizer steps without a supervised token that end a run: long prompts may fill one, but not eight
 
 
@@ -84,7 +87,8 @@ class DraftModule(L.LightningModule):
         self.seconds = 0.0  # Trained up to the newest optimizer step; equal in all processes of a run that ends by time
         self.stopped = False  # Whether the run ends after this optimizer step although it is not finished
         self.peak_memory_bytes = 0
-        self.guard = StepGuard()
+        self.batches: list[tuple[int, Features]] = []  # Of the running step by number, without states
+        self.unread: list[FinishedStep] = []  # Finished steps whose figures are still to be read, in order
         self.whole: tuple[Drafter, ...] = ()  # A copy of a drafter whose weights are split among processes
         self._pending: BatchLoss | None = None
         self._learned = 0.0
@@ -226,7 +230,7 @@ class DraftModule(L.LightningModule):
             highest = self.target.context_length - self.drafter.trained_steps
             batch = with_offsets(self.encoded(batch), limit=self._largest_offset, highest=highest)
         # Without states: tokens say which row it was, and states would be kept for a whole step.
-        self.guard.batches.append((batch_idx, Features(**{kind: getattr(batch, kind) for kind in KINDS})))
+        self.batches.append((batch_idx, Features(**{kind: getattr(batch, kind) for kind in KINDS})))
         learned, before = self.loss(batch), self._pending
         sums_KC = learned.sums_KC if before is None else before.sums_KC + learned.sums_KC
         # The graph of a micro-batch ends with its own backward pass; only figures are carried on.
@@ -240,11 +244,11 @@ class DraftModule(L.LightningModule):
         # Not read here: on an accelerator the host would wait for all its work at every step.
         pending, self._pending = self._pending, None
         sums_KC = self.trainer.strategy.reduce(pending.sums_KC, reduce_op="sum")
-        self.guard.unread.append(FinishedStep(
+        self.unread.append(FinishedStep(
             number=self.global_step + 1, learned=pending._replace(sums_KC=sums_KC),
-            learning_rate=optimizer.param_groups[0]["lr"], batches=tuple(self.guard.batches)))
-        self.guard.batches.clear()
-        if self.guard.due:
+            learning_rate=optimizer.param_groups[0]["lr"], batches=tuple(self.batches)))
+        self.batches.clear()
+        if sums_KC.device.type in AT_ONCE or len(self.unread) >= READ_EVERY:
             self.read_figures()
         # The gradient is a sum over micro-batches and processes; DeepSpeed divides it itself just before it clips.
         count = weighted_mean_loss(sums_KC, pending.weights)[1].clamp(min=1.0)
@@ -263,7 +267,9 @@ class DraftModule(L.LightningModule):
     def read_figures(self) -> None:
         """Read the figures of the finished steps and log them. Raises UserError at a wrong loss, whose step may be one
         of the last few on an accelerator: no checkpoint and no measurement comes between."""
-        for step, sums_KC in self.guard.read():
+        read, self.unread = self.unread, []
+        for step, sums_KC in zip(read, torch.stack([step.learned.sums_KC for step in read]).cpu() if read else (),
+                                 strict=True):
             total, count = (float(value) for value in weighted_mean_loss(sums_KC, step.learned.weights))
             if not math.isfinite(loss := total / max(count, 1.0)):
                 raise step.error(loss, self.trainer,

@@ -98,7 +98,6 @@ def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 KINDS = ("tokens_BL", "supervised_BL", "segments_BL", "positions_BL")  # Parts of a batch that are kept
 NAMED = 3  # Rows that an error names
-READ_EVERY = 10  # Optimizer steps on an accelerator between two reads of their figures; a CPU's are read at once
 
 
 @runtime_checkable
@@ -136,27 +135,6 @@ class FinishedStep:
             rows = f"rows {', '.join([*names[:NAMED], *more])}"
         return UserError(f"the loss became {loss} at optimizer step {self.number} ({rows}; {file} holds them); {slower}"
                          " and train again into an empty --out folder")
-
-
-@dataclass
-class StepGuard:
-    """Keeper of the micro-batches of the running optimizer step, and of finished steps that the host has not read: on
-    an accelerator every read of figures waits for all its work, so several steps are read at once."""
-
-    batches: list[tuple[int, Features]] = field(default_factory=list)  # Of the running step by number, without states
-    unread: list[FinishedStep] = field(default_factory=list)  # Whose figures are still to be read, in order
-
-    @property
-    def due(self) -> bool:
-        """True once the finished steps are to be read."""
-        on_cpu = bool(self.unread) and self.unread[0].learned.sums_KC.device.type == "cpu"
-        return on_cpu or len(self.unread) >= READ_EVERY
-
-    def read(self) -> Iterator[tuple[FinishedStep, Tensor]]:
-        """(step, its sums on the host) of all finished steps, in one read; none of them is kept."""
-        read, self.unread = self.unread, []
-        if read:
-            yield from zip(read, torch.stack([step.learned.sums_KC for step in read]).cpu(), strict=True)
 
 
 # Time and figures -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ schedules of its learning rate.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
@@ -64,25 +64,33 @@ NEWTON_SCHULZ, ROUNDS = (3.4445, -4.7750, 2.0315), 5
 MATRIX = (512, 1024)  # Matrix whose products are timed in both number formats: about a small drafter's layers
 
 
-class Muon(Optimizer):
-    """Muon with Nesterov's momentum, the update's size of AdamW (arXiv:2502.16982, equation 4) and decoupled decay.
-    Torch's orthogonalises in bfloat16 alone: a CPU without instructions for that takes 12 to 26 times as long. The
-    format of the products is part of the state, and thus that of a resumed training too."""
-
-    def __init__(self, weights: Sequence[nn.Parameter], *, lr: float, weight_decay: float, products: str) -> None:
-        super().__init__(weights, {"lr": lr, "weight_decay": weight_decay, "products": products})
+class Muon(AdamW):
+    """AdamW, but Muon for the groups that name the number format of their `products`: with Nesterov's momentum, the
+    update's size of AdamW (arXiv:2502.16982, equation 4) and decoupled decay. Torch's orthogonalises in bfloat16 alone:
+    a CPU without instructions for that takes 12 to 26 times as long. The format is part of the state, and thus that of
+    a resumed training too."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step, without a closure: `Together` calls that."""
-        for group in self.param_groups:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step; returns what the closure returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        every = self.param_groups
+        self.param_groups = [group for group in every if "products" not in group]
+        super().step()
+        self.param_groups = every
+        for group in (one for one in every if "products" in one):
             for weight in (one for one in group["params"] if one.grad is not None):
                 if not (state := self.state[weight]):
-                    state["momentum_buffer"] = torch.zeros_like(weight.grad)
+                    # AdamW's loading looks for a number of steps.
+                    state |= {"momentum_buffer": torch.zeros_like(weight.grad), "step": torch.zeros(())}
                 average = state["momentum_buffer"].lerp_(weight.grad, 1 - MOMENTUM)
                 update = orthogonal(weight.grad.lerp(average, MOMENTUM), getattr(torch, group["products"]))
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update, alpha=-0.2 * math.sqrt(max(weight.shape)) * group["lr"])
+        return loss
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,38 +127,6 @@ def measured_products() -> str:
     return min(least, key=lambda name: least[name])
 
 
-class Together(Optimizer):
-    """Several optimizers, each of other weights, that step as one."""
-
-    def __init__(self, parts: Sequence[Optimizer]) -> None:
-        self.parts = tuple(parts)
-        # Torch's own constructor wants weights; the groups are then replaced by those of the parts.
-        super().__init__([weight for part in parts for group in part.param_groups for weight in group["params"]], {})
-        # The parts' own groups, whose learning rates a scheduler sets.
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of each; returns what the closure returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for part in self.parts:
-            part.step()
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """The parts' states, in order."""
-        return {"parts": [part.state_dict() for part in self.parts]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        # Loading has given each part new groups.
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
-
-
 def optimizer_for(drafter: Drafter, name: OptimizerName, *, lr: float, weight_decay: float) -> Optimizer:
     """The optimizer of a drafter's trained weights; vectors have no weight decay. With Muon the matrices inside the
     layers are orthogonalised at MUON_RATE times AdamW's learning rate; output layers, embeddings and vectors have
@@ -165,12 +141,11 @@ def optimizer_for(drafter: Drafter, name: OptimizerName, *, lr: float, weight_de
         outer |= {id(module.weight) for module in drafter.modules() if isinstance(module, nn.Embedding)}
         muon = [weight for weight in matrices if weight.ndim == 2 and id(weight) not in outer]
     taken = {id(weight) for weight in muon}
-    groups = [{"params": [weight for weight in matrices if id(weight) not in taken], "weight_decay": weight_decay},
-              {"params": vectors, "weight_decay": 0.0}]
-    parts: list[Optimizer] = []
-    if kept := [group for group in groups if group["params"]]:
-        # Fused: one pass over the weights in place of one for each operation.
-        parts.append(AdamW(kept, lr=lr, betas=BETAS, fused=True))
+    groups: list[dict[str, Any]] = [
+        {"params": [weight for weight in matrices if id(weight) not in taken], "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0}]
     if muon:
-        parts.append(Muon(muon, lr=MUON_RATE * lr, weight_decay=weight_decay, products=products_for(muon[0].device)))
-    return Together(parts) if muon else parts[0]
+        groups.append({"params": muon, "lr": MUON_RATE * lr, "weight_decay": weight_decay,
+                       "products": products_for(muon[0].device)})
+    # Fused: one pass over the weights in place of one for each operation.
+    return (Muon if muon else AdamW)([group for group in groups if group["params"]], lr=lr, betas=BETAS, fused=True)

@@ -10,14 +10,13 @@ import http.client
 import json
 import logging
 import os
-import queue
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Literal, TypeVar, cast
+from multiprocessing.pool import ThreadPool
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -223,34 +222,9 @@ class ServerAnswerer(Answerer):
 
 def at_once(work: Callable[[Asked], Given], items: Sequence[Asked], width: int) -> Iterator[tuple[Asked, Given]]:
     """Each item with what `work` gives for it, as they come, so many at work at once; raises what `work` does."""
-    waiting, stopped = queue.SimpleQueue[Asked](), threading.Event()
-    for item in items:
-        waiting.put(item)
-    done = queue.SimpleQueue[tuple[Asked, Given | None, Exception | None]]()
-
-    def go_on() -> None:
-        while not stopped.is_set():
-            try:
-                item = waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                done.put((item, work(item), None))
-            # Of any kind: one that ended this thread would leave the caller waiting, who raises it again.
-            except Exception as error:  # noqa: BLE001
-                done.put((item, None, error))
-
-    # Threads that end with the process: a signal must not wait for a slow server.
-    for _ in range(min(width, len(items))):
-        threading.Thread(target=go_on, daemon=True).start()
-    try:
-        for _ in items:
-            item, given, error = done.get()
-            if error is not None:
-                raise error
-            yield item, cast(Given, given)
-    finally:
-        stopped.set()
+    # Its threads end with the process: a signal must not wait for a slow server.
+    with ThreadPool(max(1, min(width, len(items)))) as pool:
+        yield from pool.imap_unordered(lambda item: (item, work(item)), items)
 
 
 def check_address(address: str, possible: str = "distill.engine must be own or") -> None:

@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
 from transformers.integrations import moe
 
 from ...data.datamodule import AHEAD
@@ -30,7 +29,6 @@ from ...modules.tuning.trials import MOST_ANSWERS
 from ...trainers import DraftModule
 from ...trainers.chunked_losses import CHUNK_ELEMENTS
 from ...trainers.fitting import precision_of
-from ...trainers.optimizers import Together
 from ...trainers.train_config import ZERO_STAGES
 from ...trainers.zero_drafter import BUCKET
 from ..counted_work import CountedWork, blank_tensors
@@ -300,10 +298,8 @@ def cache_bytes(target: Target) -> int:
 
 def moments(module: DraftModule) -> int:
     """Bytes of the optimizer's averages: two numbers of a weight with AdamW, one with Muon."""
-    made = module.configure_optimizers()["optimizer"]
-    parts: tuple[Optimizer, ...] = made.parts if isinstance(made, Together) else (made,)
-    return sum((2 if isinstance(part, AdamW) else 1) * FLOAT32 * weight.numel()
-               for part in parts for group in part.param_groups for weight in group["params"])
+    return sum((1 if "products" in group else 2) * FLOAT32 * weight.numel()
+               for group in module.configure_optimizers()["optimizer"].param_groups for weight in group["params"])
 
 
 def plan_recipe(recipe: Recipe) -> Plan:

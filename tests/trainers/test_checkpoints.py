@@ -12,10 +12,9 @@ import pytest
 import torch
 from draftsmith.data.datamodule import BatchConfig, DraftDataModule
 from draftsmith.modules import Features, Medusa, MedusaConfig, Target, UserError, progress
-from draftsmith.trainers import DraftModule, FitResult, draft_module, fit, fitting, train_config
+from draftsmith.trainers import DraftModule, FitResult, base, draft_module, fit, fitting, train_config
 from draftsmith.trainers import checkpoints as clock
 from draftsmith.trainers.base import LEAST_STEPS
-from draftsmith.trainers.checkpoints import READ_EVERY, StepGuard
 from lightning.pytorch.loggers import TensorBoardLogger
 from safetensors.torch import load_file
 from support.cases import CycleData, cycle_rows, cycle_target, interrupted
@@ -51,7 +50,7 @@ def trained(out: Path) -> dict[str, Tensor]:
 @pytest.fixture
 def read_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are read every tenth step, as on an accelerator."""
-    monkeypatch.setattr(StepGuard, "due", property(lambda guard: len(guard.unread) >= READ_EVERY))
+    monkeypatch.setattr(base, "AT_ONCE", ())
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -14,8 +14,9 @@ from draftsmith.modules import DraftLM, Eagle3, Eagle3Config, Features, Medusa, 
 from draftsmith.modules.parts.decoder_block import GatedMLP
 from draftsmith.recipes.counted_work import CountedStorages
 from draftsmith.trainers import DraftModule, draft_module, train_config
-from draftsmith.trainers.checkpoints import READ_EVERY, FinishedStep, StepGuard
-from draftsmith.trainers.objectives import BatchLoss, weighted_mean_loss
+from draftsmith.trainers.base import READ_EVERY
+from draftsmith.trainers.checkpoints import FinishedStep, TrainingCurve
+from draftsmith.trainers.objectives import COLUMNS, BatchLoss, describe, weighted_mean_loss
 from support.cases import gradients, module_of
 from support.devices.pretended_device import DEVICE, Waits, files, pretended_device
 from support.devices.waits import moved, on_device
@@ -249,19 +250,17 @@ def test_objectives_with_a_teacher_do_not_wait(objective: str, tiny_target: Targ
 def test_figures_are_read_together() -> None:
     """Of so many steps at once; before that nothing crosses to the host."""
     with pretended_device() as waits:
-        guard = StepGuard()
-        sums = torch.ones(2, 11, dtype=torch.float64).to(DEVICE)
+        module = SimpleNamespace(unread=[], describe=describe, curve=TrainingCurve(), data_wait=0.0, logger=None,
+                                 _learned=0.0, config=SimpleNamespace(max_steps=None))
+        sums = torch.ones(2, len(COLUMNS), dtype=torch.float64).to(DEVICE)
         waits.clear()
         for number in range(READ_EVERY):
-            assert not guard.due
             weighted_mean_loss(sums, (1.0, 0.5))[1].clamp(min=1.0)
-            guard.unread.append(FinishedStep(number=number, learned=BatchLoss(sums, sums, (1.0, 0.5), (1, 2)),
-                                             learning_rate=0.1, batches=()))
+            module.unread.append(FinishedStep(number=number, learned=BatchLoss(sums, sums, (1.0, 0.5), (1, 2)),
+                                              learning_rate=0.1, batches=()))
         assert not waits.reads + waits.uploads
-        assert guard.due
-        found = list(guard.read())
+        DraftModule.read_figures(module)  # type: ignore[arg-type]
         assert waits.reads.total() == 1
-        assert [step.number for step, _ in found] == list(range(READ_EVERY))
-        assert all(sums.device.type == "cpu" for _, sums in found)
-        assert not guard.due
-        assert list(guard.read()) == []
+        assert (module.unread, module.curve.labels) == ([], 2 * READ_EVERY)
+        DraftModule.read_figures(module)  # type: ignore[arg-type]
+        assert waits.reads.total() == 1

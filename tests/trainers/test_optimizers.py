@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from draftsmith.modules import Target
 from draftsmith.modules.processes import Processes
 from draftsmith.trainers import optimizers
 from draftsmith.trainers.optimizers import (
+    BETAS,
     MUON_RATE,
     Muon,
-    Together,
     optimizer_for,
     products_for,
     time_leads,
@@ -27,41 +28,36 @@ def made(target: Target, family: str = "eagle3", name: str = "muon") -> tuple[to
     return drafter, optimizer_for(drafter, name, lr=1e-3, weight_decay=0.1)  # type: ignore[arg-type]
 
 
-def names(drafter: torch.nn.Module, part: torch.optim.Optimizer) -> set[str]:
-    held = {id(weight) for group in part.param_groups for weight in group["params"]}
+def names(drafter: torch.nn.Module, *groups: dict[str, Any]) -> set[str]:
+    held = {id(weight) for group in groups for weight in group["params"]}
     return {name for name, weight in drafter.named_parameters() if id(weight) in held}
 
 
 def test_muon_has_the_matrices_of_the_layers_and_adamw_the_rest(tiny_target: Target) -> None:
-    drafter, together = made(tiny_target)
-    assert isinstance(together, Together)
-    adamw, muon = together.parts
-    assert isinstance(adamw, AdamW)
-    assert isinstance(muon, Muon)
+    drafter, optimizer = made(tiny_target)
+    assert isinstance(optimizer, Muon)
+    *adamw, muon = optimizer.param_groups
+    assert "products" in muon
+    assert not any("products" in group for group in adamw)
     layers = {f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"}
     layers |= {f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
     assert names(drafter, muon) == {"fc.weight", *layers}
-    assert names(drafter, adamw) == {name for name, _ in drafter.named_parameters()} - names(drafter, muon)
-    assert "lm_head.weight" in names(drafter, adamw)
-    assert muon.param_groups[0]["lr"] == MUON_RATE * 1e-3
-    decays = {name: group["weight_decay"] for group in adamw.param_groups for name in names(drafter, _alone(group))}
+    assert names(drafter, *adamw) == {name for name, _ in drafter.named_parameters()} - names(drafter, muon)
+    assert "lm_head.weight" in names(drafter, *adamw)
+    assert muon["lr"] == MUON_RATE * 1e-3
+    decays = {name: group["weight_decay"] for group in adamw for name in names(drafter, group)}
     assert (decays["norm.weight"], decays["lm_head.weight"]) == (0.0, 0.1)
-
-
-def _alone(group: dict[str, object]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([{"params": group["params"]}], lr=1.0)
 
 
 def test_without_muon_there_is_one_adamw(tiny_target: Target) -> None:
     _, optimizer = made(tiny_target, name="adamw")
-    assert isinstance(optimizer, AdamW)
+    assert type(optimizer) is AdamW
     assert optimizer.defaults["betas"] == (0.9, 0.999)
 
 
 def test_own_embeddings_have_adamw(tiny_target: Target) -> None:
-    drafter, together = made(tiny_target, "eagle3-narrow")
-    assert isinstance(together, Together)
-    assert "embed_tokens.weight" in names(drafter, together.parts[0])
+    drafter, optimizer = made(tiny_target, "eagle3-narrow")
+    assert "embed_tokens.weight" in names(drafter, *optimizer.param_groups[:-1])
 
 
 def step(drafter: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -106,9 +102,13 @@ def matrices() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.randn(shape, generator=draws)) for shape in ((24, 40), (40, 24), (32, 32))]
 
 
+def alone(weights: list[torch.nn.Parameter], products: str) -> Muon:
+    return Muon([{"params": weights, "products": products}], lr=0.1, weight_decay=0.2, betas=BETAS)
+
+
 def test_muon_in_bfloat16_is_that_of_torch() -> None:
     ours, theirs = matrices(), matrices()
-    stepped(Muon(ours, lr=0.1, weight_decay=0.2, products="bfloat16"), ours)
+    stepped(alone(ours, "bfloat16"), ours)
     stepped(torch.optim.Muon(theirs, lr=0.1, weight_decay=0.2, momentum=0.95, adjust_lr_fn="match_rms_adamw"), theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
@@ -117,7 +117,7 @@ def test_muon_in_bfloat16_is_that_of_torch() -> None:
 def test_muon_in_float32_has_no_rounding_of_bfloat16() -> None:
     for products, close in (("float32", True), ("bfloat16", False)):
         found = matrices()
-        stepped(Muon(found, lr=0.1, weight_decay=0.2, products=products), found)
+        stepped(alone(found, products), found)
         for place, (weight, start) in enumerate(zip(found, matrices(), strict=True)):
             given = [gradients(found, number)[place] for number in range(3)]
             wanted = plain_muon(start.detach(), given, 0.1, 0.2)
@@ -140,13 +140,12 @@ def test_the_format_of_the_products_is_the_faster_one(bfloat16: tuple[int, ...],
 
 
 def test_a_scheduler_sets_the_rates_of_all_parts(tiny_target: Target) -> None:
-    _, together = made(tiny_target)
-    assert isinstance(together, Together)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(together, lambda done: 1 / (1 + done))
-    together.load_state_dict(copy.deepcopy(together.state_dict()))
-    together.step()
+    _, optimizer = made(tiny_target)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1 / (1 + done))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step()
     scheduler.step()
-    assert [part.param_groups[0]["lr"] for part in together.parts] == pytest.approx([0.5e-3, 0.5e-2])
+    assert [optimizer.param_groups[place]["lr"] for place in (0, -1)] == pytest.approx([0.5e-3, 0.5e-2])
 
 
 def test_warm_up_is_linear_and_starts_above_zero() -> None:
