@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .baselines.memories import NgramConfig, Ngrams, PromptLookup, PromptLookupConfig, TokenRecycling
+    from .baselines.memories import Ngrams, PromptLookup, TokenRecycling
     from .baselines.registry import BASELINES, JOINED, PARTNERS, LayerDraft, baseline, parse_joined
     from .decoding.answers import decode, stream
     from .decoding.loop import Loop
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from .target.model import Target
     from .target.target_rows import PassOutput, TargetRows
     from .token_tree import Drawn, TokenTree, Topology
-    from .tuning.acceptance_examples import Examples, Rollouts, chain_for, rollouts
+    from .tuning.acceptance_examples import Examples, chain_for, rollouts
     from .tuning.replayed_answers import Replay
     from .tuning.step_timing import CostCurve, CostTable, measure_cost
     from .tuning.tree_search import Acceptance, MeasuredStep, RankedText, answered_anew, ranked_text
@@ -76,9 +76,9 @@ __all__ = [
     "Eagle3Config", "EagleConfig", "Ensemble", "Equality", "Examples", "Falcon", "FalconConfig", "Features",
     "Frontier", "Generation", "HiddenTransfer", "HiddenTransferConfig", "Hydra", "HydraConfig", "Kangaroo",
     "KangarooConfig", "LayerDraft", "Loop", "MaxProbability", "MeasuredStep", "Medusa", "MedusaConfig", "Mtp",
-    "MtpConfig", "NgramConfig", "Ngrams", "Observation", "PassOutput", "PathProbability", "Policy", "PromptLookup",
-    "PromptLookupConfig", "PromptTokens", "PromptTokensConfig", "Proposer", "RankedText", "Rejection",
-    "RejectionRisk", "Replay", "Request", "Rollouts", "Rule", "SampledChain", "SampledTree", "Sampling",
+    "MtpConfig", "Ngrams", "Observation", "PassOutput", "PathProbability", "Policy", "PromptLookup",
+    "PromptTokens", "PromptTokensConfig", "Proposer", "RankedText", "Rejection",
+    "RejectionRisk", "Replay", "Request", "Rule", "SampledChain", "SampledTree", "Sampling",
     "SamplingSetting", "Scores", "StaticTree", "StoppedChain", "StoppingRule", "Target", "TargetConfig",
     "TargetIdentity", "TargetRows", "TokenRecycling", "TokenText", "TokenTree", "Topology", "TreeError", "Trial",
     "Typical", "Union", "UserError", "Verified", "answered_anew", "baseline", "chain_for", "choose", "decode",

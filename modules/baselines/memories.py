@@ -6,12 +6,9 @@ Shapes: V target vocabulary, C candidates of a token or an entry, B rows, R rows
 of a pass, E all nodes of all rows, G tokens of a context or of the longest suffix compared, P entries of the memory,
 W entries averaged, Q = W * C, L places of the text buffer, H tokens copied."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from ..config_checks import CheckedSettings, Whole
 from ..errors import UserError
 from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores, Verified
 from ..parts.causal_drafter import Text
@@ -79,21 +76,6 @@ def required(observation: Observation, family: str) -> Verified:
     return observation.verified
 
 
-@dataclass(frozen=True, kw_only=True)
-class NgramConfig(CheckedSettings):
-    """Size of the n-gram memory and of a lookup in it."""
-
-    longest: Whole = 4  # Largest number of tokens of a context that are compared
-    candidates: Whole = 4  # Most probable next tokens stored for a context, with their log-probabilities
-    averaged: Whole = 4  # Largest number of entries averaged: the latest ones with the longest match
-    memory: Whole = 4096  # Contexts stored, of all rows and requests together; the oldest is overwritten
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.averaged > self.memory:
-            raise UserError(f"averaged must be at most memory ({self.memory}), got {self.averaged}")
-
-
 class NgramState(Text):
     """Texts of the rows, and the context of each node of the growing tree."""
 
@@ -108,22 +90,30 @@ class Ngrams(Proposer[NgramState]):
     """Drafter that proposes the averaged distribution after the latest earlier contexts with the longest match. The
     memory is shared by all rows and kept across requests, so that several answers to one prompt help each other, as in
     STAND; there every n-gram has one running average and is found by a hash table, here the latest few entries are
-    averaged and found by comparing tokens, on the device and for all nodes at once. Only accepted tokens are stored."""
+    averaged and found by comparing tokens, on the device and for all nodes at once. Only accepted tokens are stored.
+
+    At most `longest` tokens of a context are compared, and `averaged` entries averaged, the latest ones with the
+    longest match; `memory` contexts are stored, of all rows and requests together, each with the `candidates` most
+    probable next tokens. UserError if one is below 1, or more are averaged than stored."""
 
     family = "ngrams"
     reads_logits = True  # True: the distributions come from the logits of accepted nodes
 
-    def __init__(self, config: NgramConfig, vocab_size: int, device: torch.device) -> None:
-        self.config, self.device = config, device
-        entries, kept = config.memory, min(config.candidates, vocab_size)
+    def __init__(self, vocab_size: int, device: torch.device, *, longest: int = 4, candidates: int = 4,
+                 averaged: int = 4, memory: int = 4096) -> None:
+        if min(longest, candidates) < 1 or not 1 <= averaged <= memory:
+            raise UserError("longest and candidates must be at least 1, averaged from 1 to memory, got "
+                            f"{longest}, {candidates}, {averaged} and {memory}")
+        self.longest, self.averaged, self.memory, self.device = longest, averaged, memory, device
+        kept = min(candidates, vocab_size)
         # The last entry is written for nodes that are not stored, and never read.
-        self.contexts_PG = torch.full((entries + 1, config.longest), -1, device=device)
-        self.ids_PC = torch.zeros(entries + 1, kept, dtype=torch.long, device=device)
-        self.log_probs_PC = torch.full((entries + 1, kept), -torch.inf, device=device)
+        self.contexts_PG = torch.full((memory + 1, longest), -1, device=device)
+        self.ids_PC = torch.zeros(memory + 1, kept, dtype=torch.long, device=device)
+        self.log_probs_PC = torch.full((memory + 1, kept), -torch.inf, device=device)
         self.written = torch.zeros((), dtype=torch.long, device=device)
 
     def start(self, rows: int, capacity: int) -> NgramState:
-        return NgramState(rows, capacity, self.config.longest, self.device)
+        return NgramState(rows, capacity, self.longest, self.device)
 
     def observe(self, state: NgramState, rows_R: Tensor, observation: Observation) -> None:
         """Store the context and the most probable next tokens of every accepted node."""
@@ -131,13 +121,13 @@ class Ngrams(Proposer[NgramState]):
         state.drop_tree()
         places_RN = state.append(rows_R, observation)
         accepted_BM = verified.places_BM >= 0
-        contexts_BMG = state.endings(rows_R, places_RN.gather(1, verified.places_BM.clamp(min=0)), self.config.longest)
+        contexts_BMG = state.endings(rows_R, places_RN.gather(1, verified.places_BM.clamp(min=0)), self.longest)
         wide = widened(verified.logits_BMV)
         top = wide.topk(self.ids_PC.shape[1], dim=-1)
         log_probs_BMC = top.values - wide.logsumexp(-1, keepdim=True)
         # Entries get the next places of the ring buffer, or the unread one where the node was not accepted. Only the
         # last `memory` entries of one call are stored, so that no place is written twice.
-        memory, order_E = self.config.memory, accepted_BM.flatten().long().cumsum(0)
+        memory, order_E = self.memory, accepted_BM.flatten().long().cumsum(0)
         taken_E = accepted_BM.flatten() & (order_E > order_E[-1] - memory)
         slots_E = torch.where(taken_E, (self.written + order_E - 1) % memory, memory)
         self.written += order_E[-1]
@@ -150,15 +140,15 @@ class Ngrams(Proposer[NgramState]):
         # Tokens, counted from the end, that each stored context shares with each node's.
         same_BFP = torch.ones((), dtype=torch.bool, device=self.device)
         matched_BFP = torch.zeros((), dtype=torch.long, device=self.device)
-        for back in range(1, self.config.longest + 1):
+        for back in range(1, self.longest + 1):
             node_BF1 = contexts_BFG[..., -back, None]
             same_BFP = same_BFP & (node_BF1 == self.contexts_PG[:-1, -back]) & (node_BF1 >= 0)
             matched_BFP = matched_BFP + same_BFP
         # Of equal matches the youngest come first.
-        slots_P = torch.arange(self.config.memory, device=self.device)
-        age_P = (self.written - 1 - slots_P) % self.config.memory
-        ranks_BFP = (matched_BFP + 1) * self.config.memory - age_P
-        chosen_BFW = ranks_BFP.topk(self.config.averaged, dim=-1).indices
+        slots_P = torch.arange(self.memory, device=self.device)
+        age_P = (self.written - 1 - slots_P) % self.memory
+        ranks_BFP = (matched_BFP + 1) * self.memory - age_P
+        chosen_BFW = ranks_BFP.topk(self.averaged, dim=-1).indices
         lengths_BFW = matched_BFP.gather(-1, chosen_BFW)
         alike_BFW = (lengths_BFW == lengths_BFW[..., :1]) & (lengths_BFW > 0)
         weights_BFW = alike_BFW / alike_BFW.sum(-1, keepdim=True).clamp(min=1)
@@ -176,11 +166,11 @@ class Ngrams(Proposer[NgramState]):
         """Last tokens of the path to each frontier node, stored for its children."""
         if held.nodes_BM is None or held.contexts_BMG is None:
             rows_B = torch.arange(frontier.nodes_BF.shape[0], device=self.device)
-            contexts_BFG = held.endings(rows_B, held.roots_S[: len(rows_B), None], self.config.longest)
+            contexts_BFG = held.endings(rows_B, held.roots_S[: len(rows_B), None], self.longest)
             held.nodes_BM, held.contexts_BMG = frontier.nodes_BF, contexts_BFG
             return contexts_BFG
         above_BF = frontier.parents_among(held.nodes_BM)
-        parents_BFG = held.contexts_BMG.gather(1, above_BF[..., None].expand(-1, -1, self.config.longest))
+        parents_BFG = held.contexts_BMG.gather(1, above_BF[..., None].expand(-1, -1, self.longest))
         contexts_BFG = torch.cat([parents_BFG[..., 1:], frontier.tokens_BF[..., None]], dim=-1)
         held.nodes_BM = torch.cat([held.nodes_BM, frontier.nodes_BF], dim=1)
         held.contexts_BMG = torch.cat([held.contexts_BMG, contexts_BFG], dim=1)
@@ -191,34 +181,27 @@ class Ngrams(Proposer[NgramState]):
         self.written.zero_()
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptLookupConfig(CheckedSettings):
-    """Lengths of the suffix that is searched and of the copy."""
-
-    shortest: Whole = 1  # Smallest number of tokens of a suffix that must have occurred before
-    longest: Whole = 3  # Largest number of tokens of a suffix; the longest match is used, then the latest
-    copied: Whole = 7  # Number of tokens copied from after the occurrence
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.shortest > self.longest:
-            raise UserError(f"shortest must be between 1 and longest ({self.longest}), got {self.shortest}")
-
-
 class PromptLookup(Proposer[Text]):
     """Drafter that copies the continuation of the latest of the longest earlier matches of the text's last tokens. With
     a short suffix this is prompt lookup decoding, with a long one CopySpec; both originals take the first occurrence,
     and prompt lookup only where a whole continuation follows. Here a copy that reaches the end of the text continues
     with the tokens it has copied, as LZ77 does, so that a short cycle is continued to any length. Tokens are compared
-    directly, not by a hash."""
+    directly, not by a hash.
+
+    A suffix of `shortest` to `longest` tokens must have occurred before, after which `copied` are copied. UserError if
+    one is below 1, or the shortest is longer than the longest."""
 
     family = "lookup"
 
-    def __init__(self, config: PromptLookupConfig, device: torch.device) -> None:
-        self.config, self.device, self.reach = config, device, config.copied
+    def __init__(self, device: torch.device, *, shortest: int = 1, longest: int = 3, copied: int = 7) -> None:
+        if not 1 <= shortest <= longest or copied < 1:
+            raise UserError("shortest must be from 1 to longest, copied at least 1, got "
+                            f"{shortest}, {longest} and {copied}")
+        self.device, self.shortest, self.longest = device, shortest, longest
+        self.copied = self.reach = copied
 
     def start(self, rows: int, capacity: int) -> Text:
-        return Text(rows, capacity, self.config.longest, self.device)
+        return Text(rows, capacity, self.longest, self.device)
 
     def observe(self, state: Text, rows_R: Tensor, observation: Observation) -> None:
         state.append(rows_R, observation)
@@ -230,20 +213,20 @@ class PromptLookup(Proposer[Text]):
             raise ValueError("prompt lookup drafts from the root only: a frontier must have 1 node, "
                              f"got {frontier.nodes_BF.shape[1]}")
         tokens_BL, roots_B = state.tokens_SL[: len(frontier.nodes_BF)], state.roots_S[: len(frontier.nodes_BF)]
-        length, roots_B1 = self.config.longest, roots_B[:, None]
+        length, roots_B1 = self.longest, roots_B[:, None]
         tail_B1G = state.endings(torch.arange(len(roots_B), device=self.device), roots_B1, length)
         # Places before the text must not equal each other.
         tail_B1G = torch.where(tail_B1G < 0, -2, tail_B1G)
         equal_BLG = tokens_BL.unfold(1, length, 1)[:, 1:] == tail_B1G
         matched_BL = equal_BLG.flip(-1).long().cumprod(-1).sum(-1)
         places_L = torch.arange(length, tokens_BL.shape[1], device=self.device)
-        allowed_BL = (matched_BL >= self.config.shortest) & (places_L < roots_B1)
+        allowed_BL = (matched_BL >= self.shortest) & (places_L < roots_B1)
         # The longest match first, among equals the latest place: its last token is copied from after.
         best = torch.where(allowed_BL, matched_BL * tokens_BL.shape[1] + places_L, -1).max(-1)
         found_B = best.values >= 0
         ends_B = torch.where(found_B, places_L[best.indices], length)
         distance_B1 = (roots_B - ends_B)[:, None].clamp(min=1)
-        copied_H = torch.arange(self.config.copied, device=self.device)
+        copied_H = torch.arange(self.copied, device=self.device)
         tokens_BH = tokens_BL.gather(1, ends_B[:, None] + 1 + copied_H % distance_B1)
         scores_BH = torch.where(found_B[:, None], 0.0, -torch.inf).expand_as(tokens_BH)
         candidates_BH = tokens_BH.clamp(min=0)

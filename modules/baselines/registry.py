@@ -27,7 +27,7 @@ from ..target.attention.segment_attention import mask_arguments
 from ..target.attention.tree_attention import place_arguments
 from ..target.model import Target
 from ..target.partial_passes import skipping
-from .memories import NgramConfig, Ngrams, PromptLookup, PromptLookupConfig, TokenRecycling, recycling_tree
+from .memories import Ngrams, PromptLookup, TokenRecycling, recycling_tree
 
 LOOKUP = "lookup"  # The partner whose chain is sized for an artifact
 JOINED = f"{STATIC}+{LOOKUP}"  # The joined policy that an artifact is tuned for
@@ -50,18 +50,19 @@ def _native_head(target: Target, _: int) -> Proposer:
 
 
 _KINDS = {
-    "prompt_lookup": _Kind(LOOKUP, lambda target, size: PromptLookup(
-        PromptLookupConfig(shortest=1, longest=3, copied=size), target.device), COPIED),
+    "prompt_lookup": _Kind(LOOKUP, lambda target, size: PromptLookup(target.device, copied=size), COPIED),
     # CopySpec is prompt lookup that trusts long matches alone.
     "suffix_match": _Kind("suffix", lambda target, size: PromptLookup(
-        PromptLookupConfig(shortest=3, longest=16, copied=size), target.device), 10),
+        target.device, shortest=3, longest=16, copied=size), 10),
     "recycling": _Kind("recycling", lambda target, _: TokenRecycling(target.vocab_size, target.device), 16, tree=True),
     # ADED and STAND.
-    "ngrams": _Kind("ngrams", lambda target, _: Ngrams(NgramConfig(), target.vocab_size, target.device), 8, tree=True),
-    # SWIFT without its search.
-    "layer_skip": _Kind("layer_skip", lambda target, _: every_other_layer(target), 3),
+    "ngrams": _Kind("ngrams", lambda target, _: Ngrams(target.vocab_size, target.device), 8, tree=True),
+    # SWIFT without its search: of the layers between the first and the last, every second one is skipped.
+    "layer_skip": _Kind("layer_skip", lambda target, _: LayerDraft(
+        target, sorted({*range(0, target.num_layers, 2), target.num_layers - 1})), 3),
     # A quarter of the target's layers.
-    "first_layers": _Kind("first_layers", lambda target, _: first_layers(target), 3),
+    "first_layers": _Kind("first_layers", lambda target, _: LayerDraft(
+        target, range(max(1, target.num_layers // 4))), 3),
     NATIVE: _Kind(None, _native_head, 3),
 }
 PARTNERS = {kind.partner: name for name, kind in _KINDS.items() if kind.partner is not None}  # By names in policies
@@ -161,14 +162,3 @@ class LayerDraft(CausalDraft):
 
     def read_out(self, final: Tensor) -> Scores:
         return Scores.from_logits(self.target.logits(final), states_BFHD=final)
-
-
-def first_layers(target: Target, count: int | None = None) -> LayerDraft:
-    """The target's first layers as a draft model; a quarter of them by default."""
-    return LayerDraft(target, range(count if count is not None else max(1, target.num_layers // 4)))
-
-
-def every_other_layer(target: Target) -> LayerDraft:
-    """SWIFT without its search: of the layers between the first and the last, every second one is skipped."""
-    last = target.num_layers - 1
-    return LayerDraft(target, [layer for layer in range(last + 1) if layer in (0, last) or layer % 2 == 0])

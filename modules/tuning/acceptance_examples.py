@@ -30,23 +30,11 @@ from ..verification.sampling import Sampling, SamplingSetting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollouts:
-    """Chains that were drafted to their full length, and the acceptance of each token given those before it."""
-
-    states_CTD: Tensor  # The drafter's state at each token, float32
-    chances_CT: Tensor  # min(1, p / q) for a sampled token, p for the likeliest (greedy: 1 if the target's), float32
-
-    def examples(self) -> "Examples":
-        """All tokens of all chains."""
-        return Examples(states_ED=self.states_CTD.flatten(0, 1), chances_E=self.chances_CT.flatten())
-
-
-@dataclass(frozen=True, kw_only=True)
 class Examples:
-    """Drafted tokens without their order."""
+    """Drafted tokens, chain by chain where they come from roll-outs."""
 
-    states_ED: Tensor  # The drafter's states, float32
-    chances_E: Tensor  # Probability of acceptance, float32
+    states_ED: Tensor  # The drafter's state at each token, float32
+    chances_E: Tensor  # min(1, p / q) for a sampled token, p for the likeliest (greedy: 1 if the target's), float32
 
 
 class _Recorder(StoppingRule, Rule):
@@ -59,7 +47,7 @@ class _Recorder(StoppingRule, Rule):
         self.length = length
         self.states: list[Tensor] = []
         self.drafted: Drafted | None = None
-        self.passes: list[Rollouts] = []
+        self.passes: list[tuple[Tensor, Tensor]] = []  # States [C, T, D] and chances [C, T] of whole chains
 
     def judge(self, state_BD: Tensor, step: int) -> Tensor:
         self.states.append(state_BD.float())
@@ -75,9 +63,8 @@ class _Recorder(StoppingRule, Rule):
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
         if self.drafted is not None and self.drafted.length == self.length and tree.size == self.length + 2:
             whole_B = tree.real_BN.all(-1)
-            found = Rollouts(states_CTD=torch.stack(self.states, dim=1),
-                             chances_CT=chain_chances(tree, logits_BNV, sampling)[:, : self.length].float())
-            self.passes.append(Rollouts(**{name: value[whole_B].cpu() for name, value in vars(found).items()}))
+            chances_BT = chain_chances(tree, logits_BNV, sampling)[:, : self.length].float()
+            self.passes.append((torch.stack(self.states, dim=1)[whole_B].cpu(), chances_BT[whole_B].cpu()))
         return exact_rule(tree).accept(tree, logits_BNV, sampling, chances)
 
 
@@ -88,9 +75,9 @@ def chain_for(setting: SamplingSetting, length: int, stop: StoppingRule, *, chec
 
 
 def rollouts(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], setting: SamplingSetting, *,
-             length: int, max_new_tokens: int, most: int | None = None, batch_size: int = 8, seed: int = 0) -> Rollouts:
-    """Chains of `length` tokens after what the target answers to prompts, one for each of its passes; with `most` no
-    more prompts are answered once there are enough. Raises UserError if the drafter shows no states, answers fewer
+             length: int, max_new_tokens: int, most: int | None = None, batch_size: int = 8, seed: int = 0) -> Examples:
+    """Chains of `length` drafted tokens after what the target answers to prompts, one for each of its passes, at `most`
+    so many, after which no more prompts are answered. Raises UserError if the drafter shows no states, answers fewer
     depths, or no pass was made."""
     if drafter.reach is not None and drafter.reach < length + 1:
         remedy = (f"lower labels.length to {drafter.reach - 1}" if drafter.reach > 1 else
@@ -108,11 +95,11 @@ def rollouts(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]],
         requests = [Request(tuple(tokens), first + place, room, setting.temperature)
                     for place, (tokens, room) in enumerate(zip(part, rooms, strict=True)) if room > 0]
         decode(target, requests, settings, drafter=drafter, policy=policy)
-        first, found = first + len(part), sum(len(chains.chances_CT) for chains in recorder.passes)
+        first, found = first + len(part), sum(len(chances_CT) for _, chances_CT in recorder.passes)
     if not found:
         raise UserError(f"{len(prompts)} prompts gave no draft of {length} tokens; give more prompts or longer answers")
-    return Rollouts(**{name: torch.cat([getattr(chains, name) for chains in recorder.passes])[:most]
-                       for name in vars(recorder.passes[0])})
+    states_ED, chances_E = (torch.cat(parts)[:most].flatten(0, 1) for parts in zip(*recorder.passes, strict=True))
+    return Examples(states_ED=states_ED, chances_E=chances_E)
 
 
 BINS = 10  # Equal bins of chances between 0 and 1

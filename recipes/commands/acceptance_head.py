@@ -28,8 +28,7 @@ class LabelConfig(CheckedSettings):
     """Examples of drafted tokens: whole drafts while the target answers the data's prompts.
 
     The prompts that the data hold out come first: a drafter knows the answers that it was trained on, its drafts for
-    those are accepted more often than others, and a head fitted to them promises too much.
-    """
+    those are accepted more often than others, and a head fitted to them promises too much."""
 
     temperatures: Temperatures = (0.0, 1.0)
     """A head is trained for each of these temperatures; it decides for answers at this one alone."""
@@ -102,7 +101,7 @@ def specdec(parsed: Parsed[SpecdecArguments]) -> None:
             say(f"[{number}/{len(settings)}] acceptance head for {setting}")
             examples = rollouts(artifact.target, artifact.drafter, prompts, setting, length=given.labels.length,
                                 max_new_tokens=given.labels.max_new_tokens,
-                                most=-(-given.labels.examples // given.labels.length)).examples()
+                                most=-(-given.labels.examples // given.labels.length))
             # The first come from prompts that the drafter was not trained on.
             first = max(1, round(HELD_OUT * len(examples.chances_E)))
             held_out, learned = (Examples(states_ED=examples.states_ED[part], chances_E=examples.chances_E[part])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.export.evaluation.lossless import IMPOSSIBLE, Judge, first_divergence, generate, native_model, positions
-from draftsmith.modules import Chain, DecodeSettings, PromptLookup, PromptLookupConfig, Request, Target, decode
+from draftsmith.modules import Chain, DecodeSettings, PromptLookup, Request, Target, decode
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from support.tiers import some_long
 
@@ -72,7 +72,7 @@ def test_a_right_loop_is_never_blamed(dtype: torch.dtype) -> None:
     """In half precision many of its answers differ: two tokens often have the same logit within rounding."""
     target = Target(tiny_model(dtype=dtype), tiny_tokenizer(), name="half")
     requests = [Request((5, 9 + index, 30), index, 24) for index in range(32)]
-    copies = PromptLookup(PromptLookupConfig(), target.device)
+    copies = PromptLookup(target.device)
     drafted = decode(target, requests, DecodeSettings(batch_size=16), drafter=copies, policy=Chain(4))
     judge, found = Judge(target), []
     with native_model(target) as model:
@@ -167,7 +167,7 @@ def test_wrong_draws_are_seen_in_half_precision_and_right_ones_are_not(temperatu
     target = Target(tiny_model(dtype=torch.bfloat16), tiny_tokenizer(), name="half")
     settings = DecodeSettings(batch_size=16, **filters)  # type: ignore[arg-type]
     requests = [Request((5, 9 + index, 30), index, 12, temperature) for index in range(16)]
-    copies = PromptLookup(PromptLookupConfig(), target.device)
+    copies = PromptLookup(target.device)
     drafted = decode(target, requests, settings, drafter=copies, policy=Chain(4)).generations
     judge, chance = Judge(target, settings), random.Random(0)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from draftsmith.modules import Chain, StaticTree, TokenRecycling, Topology, UserError, Verified
-from draftsmith.modules.baselines.memories import NgramConfig, Ngrams, PromptLookup, PromptLookupConfig, recycling_tree
+from draftsmith.modules.baselines.memories import Ngrams, PromptLookup, recycling_tree
 from draftsmith.modules.interfaces.proposer import DraftState
 from support.answers import ROOT, frontier, logits_of, observation, observe
 from support.policies import paths
@@ -35,7 +35,7 @@ def guesses(drafter: Ngrams, state: DraftState) -> dict[int, float]:
 
 
 def test_the_longest_context_is_used_and_its_probabilities_are_the_targets() -> None:
-    drafter = Ngrams(NgramConfig(longest=2, candidates=2), V, CPU)
+    drafter = Ngrams(V, CPU, longest=2, candidates=2)
     state = drafter.start(1, 32)
     teach(drafter, state, 0, [1, 2, 3, 2, 9, 1, 2], [[2, 5], [3, 5], [2, 5], [9, 5], [1, 5], [2, 5]])
     # The token before the root 2 is 1: only the first 2 has that context, the second came after 3.
@@ -44,7 +44,7 @@ def test_the_longest_context_is_used_and_its_probabilities_are_the_targets() -> 
 
 
 def test_equal_contexts_are_averaged_and_duplicates_merged() -> None:
-    drafter = Ngrams(NgramConfig(longest=1, candidates=1, averaged=3), V, CPU)
+    drafter = Ngrams(V, CPU, longest=1, candidates=1, averaged=3)
     state = drafter.start(1, 32)
     teach(drafter, state, 0, [2, 7, 2, 8, 2, 7, 2], [[7], [2], [8], [2], [7], [2]])
     chance = float(logits_of([[7]], V)[0, 0].softmax(-1)[7])
@@ -52,7 +52,7 @@ def test_equal_contexts_are_averaged_and_duplicates_merged() -> None:
 
 
 def test_only_the_latest_entries_are_averaged_and_the_oldest_are_overwritten() -> None:
-    drafter = Ngrams(NgramConfig(longest=1, candidates=1, averaged=1, memory=3), V, CPU)
+    drafter = Ngrams(V, CPU, longest=1, candidates=1, averaged=1, memory=3)
     state = drafter.start(1, 32)
     teach(drafter, state, 0, [2, 7, 2, 8, 3, 4, 2], [[7], [2], [8], [3], [4], [2]])
     assert guesses(drafter, state) == {}
@@ -63,7 +63,7 @@ def test_only_the_latest_entries_are_averaged_and_the_oldest_are_overwritten() -
 
 
 def test_rejected_nodes_are_not_stored_and_rows_share_the_memory() -> None:
-    drafter = Ngrams(NgramConfig(longest=2, candidates=1), V, CPU)
+    drafter = Ngrams(V, CPU, longest=2, candidates=1)
     state = drafter.start(2, 32)
     teach(drafter, state, 0, [1, 2, 3], [[9], [2], [3]], places=[-1, 0, 1])
     teach(drafter, state, 1, [1, 2], [[2]])
@@ -74,7 +74,7 @@ def test_rejected_nodes_are_not_stored_and_rows_share_the_memory() -> None:
 
 
 def test_nodes_of_a_tree_have_the_contexts_of_their_own_paths() -> None:
-    drafter = Ngrams(NgramConfig(longest=3, candidates=2, averaged=1), V, CPU)
+    drafter = Ngrams(V, CPU, longest=3, candidates=2, averaged=1)
     state = drafter.start(1, 64)
     teach(drafter, state, 0, [1, 2, 3, 4, 9, 9, 1, 2], [[2, 11], [3, 9], [4, 10], [9, 10], [9, 10], [1, 10], [2, 11]])
     tree = StaticTree(Topology.from_paths([(0,), (1,), (0, 0), (1, 0), (0, 0, 0)])).grow(
@@ -84,7 +84,7 @@ def test_nodes_of_a_tree_have_the_contexts_of_their_own_paths() -> None:
 
 
 def test_cleared_rows_lose_their_text_and_the_memory_stays() -> None:
-    drafter = Ngrams(NgramConfig(longest=3, candidates=1), V, CPU)
+    drafter = Ngrams(V, CPU, longest=3, candidates=1)
     state = drafter.start(2, 32)
     teach(drafter, state, 1, [1, 2, 3, 2], [[2], [3], [2]])
     state.keep(torch.tensor([1]))
@@ -98,10 +98,10 @@ def test_cleared_rows_lose_their_text_and_the_memory_stays() -> None:
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: NgramConfig(memory=0), "memory must be at least 1, got 0"),
-    (lambda: NgramConfig(memory=2, averaged=3), r"averaged must be at most memory \(2\), got 3"),
-    (lambda: PromptLookupConfig(shortest=4), r"shortest must be between 1 and longest \(3\), got 4"),
-    (lambda: PromptLookupConfig(copied=0), "copied must be at least 1, got 0"),
+    (lambda: Ngrams(V, CPU, longest=0), "longest and candidates must be at least 1, .* got 0, 4, 4 and 4096"),
+    (lambda: Ngrams(V, CPU, memory=2, averaged=3), "averaged from 1 to memory, got 4, 4, 3 and 2"),
+    (lambda: PromptLookup(CPU, shortest=4), "shortest must be from 1 to longest, .* got 4, 3 and 7"),
+    (lambda: PromptLookup(CPU, copied=0), "copied at least 1, got 1, 3 and 0"),
     (lambda: TokenRecycling(12, CPU, 9), "candidates must be between 1 and 8, got 9"),
 ])
 def test_wrong_settings_are_refused(make: Callable[[], object], message: str) -> None:
@@ -111,7 +111,7 @@ def test_wrong_settings_are_refused(make: Callable[[], object], message: str) ->
 
 def copied(text: list[int], *, shortest: int = 1, longest: int = 3, count: int = 4) -> list[int]:
     """Tokens that prompt lookup drafts after a text; empty where it has no guess."""
-    drafter = PromptLookup(PromptLookupConfig(shortest=shortest, longest=longest, copied=count), CPU)
+    drafter = PromptLookup(CPU, shortest=shortest, longest=longest, copied=count)
     state = drafter.start(1, 64)
     observe(drafter, state, [0], [text])
     tree = Chain(count).grow(drafter, state, torch.tensor([text[-1]]))
@@ -155,7 +155,7 @@ def test_equals_the_plain_reference_on_random_texts() -> None:
 
 
 def test_rows_of_different_lengths_are_added_cleared_and_moved() -> None:
-    drafter = PromptLookup(PromptLookupConfig(copied=3), CPU)
+    drafter = PromptLookup(CPU, copied=3)
     state = drafter.start(3, 32)
     observe(drafter, state, [0, 1, 2], [[1, 2, 3, 1], [4, 5, 6, 7], [8, 9, 8]])
     tree = Chain(3).grow(drafter, state, torch.tensor([1, 7, 8]))
@@ -175,7 +175,7 @@ def test_rows_of_different_lengths_are_added_cleared_and_moved() -> None:
 
 
 def test_a_token_0_in_the_padding_is_not_part_of_the_text() -> None:
-    drafter = PromptLookup(PromptLookupConfig(copied=2), CPU)
+    drafter = PromptLookup(CPU, copied=2)
     state = drafter.start(2, 32)
     observe(drafter, state, [0, 1], [[3, 4, 5, 6, 7, 0], [2, 0]])
     assert Chain(2).grow(drafter, state, torch.tensor([0, 0])).size == 1
@@ -240,7 +240,7 @@ def test_the_tree_is_best_first() -> None:
 
 
 def test_wrong_calls_are_refused() -> None:
-    copier, drafter = PromptLookup(PromptLookupConfig(), CPU), TokenRecycling(12, CPU)
+    copier, drafter = PromptLookup(CPU), TokenRecycling(12, CPU)
     with pytest.raises(ValueError, match="must have 1 node, got 2"):
         copier.expand(copier.start(1, 8), frontier([0, 1], [-1, 0], [[4, 4]]))
     with pytest.raises(ValueError, match="recycling learns from logits"):

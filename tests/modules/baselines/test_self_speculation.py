@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from draftsmith.modules import DecodeSettings, DraftLM, DraftLMConfig, StaticTree, Target, Topology, UserError, decode
-from draftsmith.modules.baselines.registry import LayerDraft, every_other_layer, first_layers
+from draftsmith.modules.baselines.registry import LayerDraft, baseline
 from draftsmith.modules.interfaces.proposer import DraftState
 from draftsmith.modules.policies.trees import Chain
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
@@ -117,9 +117,10 @@ def test_skipping_leaves_the_target_as_it_was(deep_target: Target) -> None:
 
 
 def test_named_choices_of_layers(deep_target: Target) -> None:
-    assert first_layers(deep_target).kept == (0,)
-    assert first_layers(deep_target, 3).kept == (0, 1, 2)
-    assert every_other_layer(deep_target).kept == (0, 2, 4)
+    for name, kept in (("first_layers", (0,)), ("layer_skip", (0, 2, 4))):
+        drafter, _ = baseline(name, deep_target)
+        assert isinstance(drafter, LayerDraft)
+        assert drafter.kept == kept
 
 
 def test_a_tree_over_the_layers_is_lossless(deep_target: Target) -> None:
@@ -154,6 +155,6 @@ def test_layers_of_unlike_shape_draft_in_their_places_or_as_a_model_of_their_own
 def test_layers_that_read_the_keys_of_earlier_ones_are_refused_apart() -> None:
     target = Target(random_trait("gemma4-e2b", torch.float32), tiny_tokenizer(), name="e2b")
     with pytest.raises(UserError, match="self-speculation would run layers of Gemma4ForCausalLM apart from"):
-        first_layers(target, 2)
+        LayerDraft(target, range(2))
     with pytest.raises(UserError, match="a draft model of the target's layers would run layers of Gemma4ForCausalLM"):
         DraftLM.create(DraftLMConfig(layers=(0, 1)), target)

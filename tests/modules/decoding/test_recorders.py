@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from draftsmith.modules import Chain, DecodeError, Drafter, Ensemble, Features, Policy, Target, Union, decode, stream
-from draftsmith.modules.baselines.memories import PromptLookup, PromptLookupConfig
+from draftsmith.modules.baselines.memories import PromptLookup
 from draftsmith.modules.decoding import recorders
 from draftsmith.modules.decoding.recorders import GuessedPass, PartCounter, PassRecorder, StateRecorder, WrittenToken
 from draftsmith.modules.decoding.requests import DecodeResult, DecodeSettings, Generation, Request
@@ -109,7 +109,7 @@ def test_every_accepted_guess_counts_for_one_drafter(tiny_target_f64: Target, ba
     prompts = [(5 + row, 9, 30) for row in range(3)]
     texts = [[*prompt, *native_greedy(target, prompt, 40)] for prompt in prompts]
     requests = [Request(prompt, row, 11 + row) for row, prompt in enumerate(prompts)]
-    ensemble = Ensemble([PromptLookup(PromptLookupConfig(copied=3), target.device),
+    ensemble = Ensemble([PromptLookup(target.device, copied=3),
                          ScriptedDrafter(target.vocab_size, texts, "oracle")])
     counter, recorder = PartCounter(), PassRecorder()
 
@@ -126,7 +126,7 @@ def test_every_accepted_guess_counts_for_one_drafter(tiny_target_f64: Target, ba
 
 
 def test_a_single_drafter_is_not_counted(tiny_target_f64: Target) -> None:
-    lookup, counter = PromptLookup(PromptLookupConfig(), tiny_target_f64.device), PartCounter()
+    lookup, counter = PromptLookup(tiny_target_f64.device), PartCounter()
     found = decode(tiny_target_f64, [Request((5, 9, 5, 9), 0, 8)], DecodeSettings(ignore_eos=True), drafter=lookup,
                    policy=Chain(3), observer=counter).generations
     assert counter.held == []

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from draftsmith.modules import Chain, DecodeSettings, Medusa, MedusaConfig, StaticTree, Target, baseline, decode
-from draftsmith.modules.baselines.memories import PromptLookup, PromptLookupConfig, TokenRecycling
+from draftsmith.modules.baselines.memories import PromptLookup, TokenRecycling
 from draftsmith.modules.decoding.requests import Request
 from draftsmith.modules.errors import UserError
 from draftsmith.modules.policies.ensemble import Ensemble, Union, joined
@@ -116,7 +116,7 @@ def test_virtual_nodes_are_not_joined() -> None:
 def test_what_one_part_leaves_the_next_one_uses() -> None:
     texts = [[4, 5, 6, 7, 8, 9], [4, 5, 4]]
     oracle = ScriptedDrafter(12, [[4, 5, 6, 7, 8, 9, 3, 2, 1, 0]], "oracle")
-    ensemble = Ensemble([PromptLookup(PromptLookupConfig(copied=3), CPU), oracle])
+    ensemble = Ensemble([PromptLookup(CPU, copied=3), oracle])
     state = ensemble.start(2, 32)
     observe(ensemble, state, [0, 1], texts)
     union = Union([Chain(3), Chain(4)], 5)
@@ -134,7 +134,7 @@ def test_what_one_part_leaves_the_next_one_uses() -> None:
 def test_rows_without_a_copy_have_no_more_nodes_than_the_draft_alone() -> None:
     """And a row that copies makes the pass larger by no more than the budget."""
     draft = ScriptedDrafter(12, [[4, 5, 6, 7, 8, 9, 3, 2, 1, 0]], "oracle")
-    ensemble, union = Ensemble([PromptLookup(PromptLookupConfig(copied=7), CPU), draft]), Union([Chain(7), Chain(3)], 9)
+    ensemble, union = Ensemble([PromptLookup(CPU, copied=7), draft]), Union([Chain(7), Chain(3)], 9)
     for texts, nodes in (([[4, 5, 6], [4, 5, 6, 7]], 4), ([[4, 5, 6], [4, 5, 4]], 9)):
         state = ensemble.start(2, 32)
         observe(ensemble, state, [0, 1], texts)
@@ -152,7 +152,7 @@ def test_what_comes_first_is_not_sampled() -> None:
 
 
 def test_nobody_has_a_guess() -> None:
-    ensemble = Ensemble([PromptLookup(PromptLookupConfig(copied=3), CPU), TokenRecycling(12, CPU)])
+    ensemble = Ensemble([PromptLookup(CPU, copied=3), TokenRecycling(12, CPU)])
     state = ensemble.parts[0].start(1, 32)
     both = ensemble.start(1, 32)
     observe(ensemble.parts[0], state, [0], [[4, 5]])
@@ -201,14 +201,14 @@ class Reader(TokenRecycling):
 
 
 def test_an_ensemble_reads_what_its_parts_read() -> None:
-    lookup = PromptLookup(PromptLookupConfig(), CPU)
+    lookup = PromptLookup(CPU)
     assert (Ensemble([lookup]).taps, Ensemble([lookup]).reads_logits) == ((), False)
     both = Ensemble([lookup, Reader(12, CPU)])
     assert (both.taps, both.reads_logits) == ((0, 1), True)
 
 
 def test_mistakes_are_named() -> None:
-    lookup = PromptLookup(PromptLookupConfig(), CPU)
+    lookup = PromptLookup(CPU)
     with pytest.raises(ValueError, match="at least 1 drafter, got 0"):
         Ensemble([])
     with pytest.raises(ValueError, match="got 1 and size 0"):

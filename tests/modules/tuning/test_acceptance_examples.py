@@ -55,17 +55,17 @@ def test_rollouts_have_the_exact_chances_and_the_states_of_their_tokens(tiny_tar
     target, drafter = tiny_target_f64, draft_lm(tiny_target_f64, name)
     found = rollouts(target, drafter, PROMPTS, SETTINGS[setting], length=LENGTH, max_new_tokens=ANSWER, batch_size=2)
     texts = chains(target, drafter, SETTINGS[setting])
-    assert len(texts) == len(found.chances_CT) > 5
+    assert len(texts) == len(found.chances_E) / LENGTH > 5
     with torch.no_grad():
         for place, (before, tokens) in enumerate(texts):
             for step in range(LENGTH):
                 text, token = before + tokens[:step], tokens[step]
                 exact = specdec.chance(target, drafter, text, token, SETTINGS[setting])
-                assert float(found.chances_CT[place, step]) == pytest.approx(exact, abs=1e-5)
+                assert float(found.chances_E[place * LENGTH + step]) == pytest.approx(exact, abs=1e-5)
                 state = specdec.draft_state(drafter, [*text, token])
-                torch.testing.assert_close(found.states_CTD[place, step], state.float(), atol=1e-5, rtol=1e-5)
-    assert float(found.chances_CT.mean()) < 1
-    assert float(found.chances_CT.mean()) > 0 or (name, setting) == ("draft-lm", "greedy")
+                torch.testing.assert_close(found.states_ED[place * LENGTH + step], state.float(), atol=1e-5, rtol=1e-5)
+    assert float(found.chances_E.mean()) < 1
+    assert float(found.chances_E.mean()) > 0 or (name, setting) == ("draft-lm", "greedy")
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -75,20 +75,20 @@ def test_kangaroos_states_are_those_of_the_text(tiny_target_f64: Target, name: s
     target, drafter = tiny_target_f64, randomised(CASES[name].make(tiny_target_f64))
     found = rollouts(target, drafter, PROMPTS, SETTINGS[setting], length=LENGTH, max_new_tokens=ANSWER, batch_size=2)
     texts = chains(target, drafter, SETTINGS[setting])
-    assert len(texts) == len(found.chances_CT) > 3
+    assert len(texts) == len(found.chances_E) / LENGTH > 3
     with torch.no_grad():
         for place, (before, tokens) in enumerate(texts):
             text = [*before, *tokens[:LENGTH]]
             features = target.encode(Features.from_rows([(text, [True] * len(text))]), drafter.taps)
             state_TD = drafter(features).hidden_BLKD[0, -LENGTH:, 0]
-            torch.testing.assert_close(found.states_CTD[place], state_TD.float(), atol=1e-5, rtol=1e-5)
+            found_TD = found.states_ED.unflatten(0, (-1, LENGTH))[place]
+            torch.testing.assert_close(found_TD, state_TD.float(), atol=1e-5, rtol=1e-5)
 
 
 def test_chains_can_be_enough(tiny_target_f64: Target) -> None:
     drafter = draft_lm(tiny_target_f64)
     found = rollouts(tiny_target_f64, drafter, PROMPTS, SamplingSetting(), length=LENGTH, max_new_tokens=ANSWER, most=5)
-    assert found.examples().states_ED.shape == (15, 24)
-    assert torch.equal(found.examples().chances_E, found.chances_CT.reshape(-1))
+    assert (found.states_ED.shape, found.chances_E.shape) == ((15, 24), (15,))
 
 
 def test_answers_are_no_longer_than_the_context(tiny_target_f64: Target) -> None:
@@ -97,7 +97,7 @@ def test_answers_are_no_longer_than_the_context(tiny_target_f64: Target) -> None
     long = [9] * (target.context_length - 2)
     found, alone = (rollouts(target, drafter, prompts, SamplingSetting(), length=LENGTH, max_new_tokens=ANSWER)
                     for prompts in ([PROMPTS[0], long, [9] * target.context_length], PROMPTS[:1]))
-    assert len(found.chances_CT) > len(alone.chances_CT)
+    assert len(found.chances_E) > len(alone.chances_E)
 
 
 def test_drafters_of_few_depths_or_without_states_are_refused(tiny_target_f64: Target) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from draftsmith.data import Manifest
 from draftsmith.export import load_artifact, save_artifact
-from draftsmith.modules import Drafter, Examples, Rollouts, Target, TargetConfig, Topology, load_target, rollouts
+from draftsmith.modules import Drafter, Examples, Target, TargetConfig, Topology, load_target, rollouts
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import acceptance_head
 from draftsmith.recipes.commands.acceptance_head import COMMANDS
@@ -59,10 +59,10 @@ def test_prompts_that_the_drafter_was_not_trained_on_come_first(
     """They choose the head."""
     seen, made_of, parts = list[tuple[int, ...]](), list[Examples](), list[Examples]()
 
-    def noting(target: Target, drafter: Drafter, prompts: list[list[int]], *rest: Any, **settings: Any) -> Rollouts:
+    def noting(target: Target, drafter: Drafter, prompts: list[list[int]], *rest: Any, **settings: Any) -> Examples:
         seen.extend(tuple(prompt) for prompt in prompts)
         found = rollouts(target, drafter, prompts, *rest, **settings)
-        made_of.append(found.examples())
+        made_of.append(found)
         return found
 
     def fitting(learned: Examples, held_out: Examples, *rest: Any) -> Any:
