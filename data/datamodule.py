@@ -4,8 +4,7 @@ They are made ahead by a thread and no process: nearly all of the work is copyin
 lets other threads run. A process would copy every state once more, through shared memory that containers keep small,
 would start for seconds and could outlive a killed training.
 
-Shapes: B packed rows, L tokens of a row, N tokens of a piece, T tokens of a shard.
-"""
+Shapes: B packed rows, L tokens of a row, N tokens of a piece, T tokens of a shard."""
 
 import hashlib
 import time

@@ -9,8 +9,7 @@ each layer I, [T, D] each.
 The other is vLLM's OpenAI-style server with the method `extract_hidden_states`: a prompt is read, and the states of
 chosen layers are left in a file whose path comes with the answer. The last layer's are those before the last norm.
 
-Shapes: T tokens of a request, K layers, D hidden size of the target.
-"""
+Shapes: T tokens of a request, K layers, D hidden size of the target."""
 
 import fcntl
 import hashlib

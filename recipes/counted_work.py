@@ -5,8 +5,7 @@ Weights and states are replaced by tensors that have a shape, a number format an
 of torch); token ids, labels and segments, which decide how much is computed, stay real. The program itself then runs
 as it is, with its chunks, its autocast and its fused attention. The storage of every new tensor counts from its making
 until it is freed, on any device and independently of what else the process holds; a view of a tensor that was there
-before is no allocation.
-"""
+before is no allocation."""
 
 import math
 import weakref
@@ -103,7 +102,11 @@ class CountedWork(CountedStorages):  # type: ignore[no-untyped-call]
                 masked = isinstance(index, Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor)
                 places += index.nonzero(as_tuple=True) if masked else [index]
             args = (args[0], places, *args[2:])
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))) or not _is_large(args, kwargs):
+        # Made anew, a floating-point tensor of many elements has no values.
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        shape = next((one for one in args if isinstance(one, list | tuple | torch.Size)), ())
+        large = dtype.is_floating_point and math.prod(size for size in shape if isinstance(size, int)) >= LARGE
+        if not large or any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         with self._shapes:
             return func(*args, **kwargs)
@@ -124,10 +127,3 @@ def blank_tensors(module: nn.Module, count: CountedWork, made: dict[int, Tensor]
                     # A buffer of whole numbers holds the ids of a draft vocabulary: it is read, and all are different.
                     made[id(tensor)] = torch.arange(tensor.numel()).view(tensor.shape).to(tensor.dtype)
                 held[name] = made[id(tensor)]
-
-
-def _is_large(args: Any, kwargs: dict[str, Any]) -> bool:
-    """True for the making of a floating-point tensor of many elements."""
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    shape = next((one for one in args if isinstance(one, list | tuple | torch.Size)), ())
-    return dtype.is_floating_point and math.prod(size for size in shape if isinstance(size, int)) >= LARGE

@@ -105,9 +105,8 @@ class Recipe:
 def opening(recipe: Recipe) -> int:
     """Longest prompt in tokens, with the template's own: as far as a recipe tells."""
     prompts = recipe.prompts
-    if prompts.origin == "own":
-        return TEMPLATE_TOKENS + prompts.own_max_tokens
-    return TEMPLATE_TOKENS + (prompts.max_prompt_tokens or USUAL_PROMPT)
+    return TEMPLATE_TOKENS + (prompts.own_max_tokens if prompts.origin == "own" else
+                              prompts.max_prompt_tokens or USUAL_PROMPT)
 
 
 def prompt_count(recipe: Recipe) -> int | None:

@@ -5,8 +5,7 @@ after the last of them, so each micro-batch back-propagates its *sum*, and the g
 just before it is clipped. Padding, packing, accumulation and world size change nothing, but for the weight of choices
 among candidates, which is found in each batch.
 
-Shapes: B rows, L positions, D hidden size, K draft steps, C columns of sums, V vocabulary.
-"""
+Shapes: B rows, L positions, D hidden size, K draft steps, C columns of sums, V vocabulary."""
 
 import hashlib
 import json
@@ -47,15 +46,9 @@ class DraftModule(L.LightningModule):
     `trained_as`, `Drafts`, `output_parameters` and `reads_states`, without which a training step runs no target pass. A
     family with settings of its own annotates `config` with a subclass of TrainConfig.
 
-    Args:
-        target: the frozen model.
-        config: training settings and the drafter's shape; a family's defaults when left out.
-        token_counts: how often each token is a label, [V]; a reduced draft vocabulary holds the most frequent ones.
-
-    Raises:
-        UserError: if a reduced vocabulary has no counts or a size that does not fit, settings do not fit the target, or
-            positions would leave its context.
-    """
+    `config` are training settings with the drafter's shape, a family's defaults when left out. `token_counts` is how
+    often each token is a label, [V]: a reduced draft vocabulary holds the most frequent ones. UserError if that has no
+    counts or a size that does not fit, settings do not fit the target, or positions would leave its context."""
 
     drafter_class: ClassVar[type[Drafter]]  # The family's drafter
     card: ClassVar[FamilyCard | None] = None  # Of a training variant that its drafter's own card does not describe
@@ -65,9 +58,8 @@ class DraftModule(L.LightningModule):
     chunk_elements: int | None = None  # Logits of the loss in memory at once; None for the device's own number
     start: Start | None = None  # The drafter that the training continues; None for a new one
 
-    def __init__(
-        self, target: Target, config: TrainConfig | None = None, *, token_counts: Tensor | None = None
-    ) -> None:
+    def __init__(self, target: Target, config: TrainConfig | None = None, *,
+                 token_counts: Tensor | None = None) -> None:
         super().__init__()
         self.config: TrainConfig = self.settings()() if config is None else config
         config, training = self.config, self.drafter_class.trained_as
@@ -210,8 +202,7 @@ class DraftModule(L.LightningModule):
                                            for weight in self.drafter.output_parameters(step))),
             chunk_elements=self.chunk_elements,
             objective=objective, teacher=teacher, feature_weight=self.config.feature_weight,
-            paths=paths if isinstance(paths, str) else None, confidence=judge,
-        )
+            paths=paths if isinstance(paths, str) else None, confidence=judge)
         return loss(drafts, features, None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size))
 
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:

@@ -2,8 +2,7 @@
 of which one whose loss is not finite is named, and its rows are saved; the time of a training, the part that waits for
 data, peak memory, and what it has learned between two measurements on held-out text.
 
-Shapes: B rows, L positions of a row.
-"""
+Shapes: B rows, L positions of a row."""
 
 import io
 import pickle
@@ -160,10 +159,9 @@ class Clock:
 
     def watch(self, batches: object) -> None:
         """Count waiting from here, where the batches know."""
-        self._batches = batches if isinstance(batches, TimedBatches) else None
-        if self._batches is not None:
+        if isinstance(batches, TimedBatches):
             # The batches count from their own start, which may be before this training.
-            self.waited_before -= self._batches.waited
+            self._batches, self.waited_before = batches, self.waited_before - batches.waited
 
     def start(self) -> None:
         """Start or restart the clock."""

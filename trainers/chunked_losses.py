@@ -4,8 +4,7 @@ Shapes: B rows, L positions, N predicted tokens, K draft steps, D hidden size, V
 draft vocabulary, E candidates, C columns of sums (`objectives.COLUMNS`), P places after which drafts start.
 
 The batch is divided by *predicted token*, not by position: one chunk holds the guesses of all K draft steps about the
-same tokens, so that the target's distribution there is computed once for all of them.
-"""
+same tokens, so that the target's distribution there is computed once for all of them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,10 +57,8 @@ class Supervision:
         return states_BLKD.flatten(0, 1)[self.sources_NK, steps_K]
 
 
-def supervise(
-    features: Features, offsets: Sequence[int], index_V: Tensor | None = None, valid_BLK: Tensor | None = None,
-    indices_BL: Tensor | None = None,
-) -> Supervision:
+def supervise(features: Features, offsets: Sequence[int], index_V: Tensor | None = None,
+              valid_BLK: Tensor | None = None, indices_BL: Tensor | None = None) -> Supervision:
     """The labels of a batch, by `Features.labels` alone, and the draft steps that predict them, each `offsets` ahead.
     `index_V` is the entry of the draft vocabulary of each token, -1 for none, None for the whole vocabulary;
     `valid_BLK` is True where a step has a state (None is everywhere), `indices_BL` the index in its row of each
@@ -102,8 +99,7 @@ def supervise(
         # The first token may have no entry, and -1 is out of a cross entropy's bounds: on a GPU it ends the process.
         labels_NK=entries_BL.flatten()[chosen_N].clamp(min=0)[:, None].expand_as(valid_NK),
         teachers_NK=(chosen_N - 1)[:, None].expand_as(valid_NK),
-        missed_PK=torch.stack(missed, dim=-1).flatten(0, 1),
-    )
+        missed_PK=torch.stack(missed, dim=-1).flatten(0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +132,8 @@ class VocabularyLoss:
         rows = _Rows(self, supervision, drafts, None if self.teacher is None else features.final().flatten(0, 1))
         if self.paths is not None:
             rows.weigh(self.paths, hidden_NKD.detach())
-        if torch.is_grad_enabled():
-            total, sums_KC = _ChunkedSum.apply(rows, hidden_NKD, *self.parameters)  # type: ignore[no-untyped-call]
-        else:
-            total, sums_KC = rows.sums(hidden_NKD)
+        total, sums_KC = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
+            rows, torch.is_grad_enabled(), hidden_NKD, *self.parameters)
         if not self.feature_weight:
             return total, sums_KC
         apart = drafts.estimated_BLKD
@@ -270,9 +264,8 @@ class _Rows:
             teacher_output = TeacherOutput(logits_NQ=inside_NE, log_mass_N=inside_NE.logsumexp(-1))
         return _Read(scores_NE, label_NE.long().argmax(-1), valid_N & label_NE.any(-1), teacher_output)
 
-    def step(
-        self, states_ND: Tensor, step: int, chunk: slice, teacher_output: TeacherOutput | None
-    ) -> tuple[Tensor, Tensor]:
+    def step(self, states_ND: Tensor, step: int, chunk: slice,
+             teacher_output: TeacherOutput | None) -> tuple[Tensor, Tensor]:
         """Return (loss, sums_C) of one draft step at the tokens of the chunk; the loss is a sum, without the weight."""
         valid_N, judged = self.supervision.valid_NK[chunk, step], None
         weights_N2 = None if self.weights_NK2 is None else self.weights_NK2[chunk, step]
@@ -285,12 +278,6 @@ class _Rows:
         loss, sums_C = chunk_loss(*read, name, weights_N2, judged)
         sums_C[COLUMNS.index("missed")] += (valid_N & ~read.valid_N).sum()
         return loss, sums_C
-
-    def empty(self, device: torch.device) -> Tensor:
-        """Sums before the first chunk, [K, C]: zero but for the labels outside the draft vocabulary."""
-        sums_KC = torch.zeros(len(self.loss.weights), len(COLUMNS), dtype=torch.float64, device=device)
-        sums_KC[:, COLUMNS.index("missed")] = self.supervision.missed_PK.sum(0).to(sums_KC)
-        return sums_KC
 
     def balance(self, sums_KC: Tensor) -> Tensor | float:
         """Scale losses and divisors of the choices, in place, so that their mean counts as their first weight next to
@@ -305,27 +292,13 @@ class _Rows:
             sums_KC[:choices, COLUMNS.index(name)] *= factor
         return factor
 
-    def total(self, sums_KC: Tensor, like: Tensor) -> Tensor:
-        """The weighted sum of losses."""
-        return weighted_mean_loss(sums_KC, self.loss.weights)[0].to(torch.promote_types(like.dtype, torch.float32))
-
-    def sums(self, hidden_NKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (total, sums_KC) without a gradient."""
-        sums_KC = self.empty(hidden_NKD.device)
-        for chunk, steps, teacher_output in self.chunks(hidden_NKD.device):
-            for step in steps:
-                sums_KC[step] += self.step(hidden_NKD[chunk, step], step, chunk, teacher_output)[1]
-        self.balance(sums_KC)
-        return self.total(sums_KC, hidden_NKD), sums_KC
-
 
 Judged = tuple[Tensor, Tensor]  # (a drafter's logit of the acceptance of each guess, where it learns that), [N] each
 
 
-def chunk_loss(
-    logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
-    objective: ObjectiveName, weights_N2: Tensor | None = None, judged: Judged | None = None,
-) -> tuple[Tensor, Tensor]:
+def chunk_loss(logits_NQ: Tensor, labels_N: Tensor, valid_N: Tensor, teacher_output: TeacherOutput | None,
+               objective: ObjectiveName, weights_N2: Tensor | None = None,
+               judged: Judged | None = None) -> tuple[Tensor, Tensor]:
     """(loss, sums_C) of one draft step's logits at the tokens of a chunk; the loss is a sum, without the weight. The
     step learns from labels that are `valid_N`. `weights_N2` is the weight of each row in the loss, and its share in the
     divisor; `judged`, the drafter's logits of the acceptance of its guesses, add a loss of their own."""
@@ -355,17 +328,23 @@ class _ChunkedSum(torch.autograd.Function):
     that autograd and DDP see their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: _Rows, hidden_NKD: Tensor, *parameters: nn.Parameter) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, rows: _Rows, learns: bool, hidden_NKD: Tensor, *parameters: nn.Parameter
+                ) -> tuple[Tensor, Tensor]:
         # Gradients are made here, where the logits are: backward only scales them.
         gradient_NKD = torch.zeros_like(hidden_NKD)
         # Of the choices, and of the other steps.
         owned: list[list[Tensor | None]] = [[None] * len(parameters) for _ in range(2)]
-        sums_KC = rows.empty(hidden_NKD.device)
+        sums_KC = torch.zeros(len(rows.loss.weights), len(COLUMNS), dtype=torch.float64, device=hidden_NKD.device)
+        # No step learns labels outside the draft vocabulary.
+        sums_KC[:, COLUMNS.index("missed")] = rows.supervision.missed_PK.sum(0).to(sums_KC)
         for chunk, steps, teacher_output in rows.chunks(hidden_NKD.device):
             for step in steps:
-                with torch.enable_grad():
-                    states_ND = hidden_NKD[chunk, step].detach().requires_grad_()
+                with torch.set_grad_enabled(learns):
+                    states_ND = hidden_NKD[chunk, step].detach().requires_grad_(learns)
                     loss, sums_C = rows.step(states_ND, step, chunk, teacher_output)
+                    sums_KC[step] += sums_C
+                    if not learns:
+                        continue
                     loss = loss * rows.loss.weights[step]
                     found = torch.autograd.grad(loss, (states_ND, *parameters), allow_unused=True)
                 gradient_NKD[chunk, step] = found[0]
@@ -373,7 +352,6 @@ class _ChunkedSum(torch.autograd.Function):
                 kind = int(step >= rows.drafts.choices)
                 owned[kind] = [part if total is None else total if part is None else total.add_(part)
                                for total, part in zip(owned[kind], found[1:], strict=True)]
-                sums_KC[step] += sums_C
         factor = rows.balance(sums_KC)
         gradient_NKD[:, : rows.drafts.choices] *= factor
         parts = [[None if part is None else part * factor for part in owned[0]], owned[1]]
@@ -382,9 +360,10 @@ class _ChunkedSum(torch.autograd.Function):
         # DDP waits for a gradient of every trained weight, also where a rank has no label.
         ctx.save_for_backward(gradient_NKD, *complete)
         ctx.mark_non_differentiable(sums_KC)
-        return rows.total(sums_KC, hidden_NKD), sums_KC
+        wide = torch.promote_types(hidden_NKD.dtype, torch.float32)
+        return weighted_mean_loss(sums_KC, rows.loss.weights)[0].to(wide), sums_KC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, _sums: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *(gradient * scale.to(gradient.dtype) for gradient in ctx.saved_tensors))
+        return (None, None, *(gradient * scale.to(gradient.dtype) for gradient in ctx.saved_tensors))

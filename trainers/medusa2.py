@@ -4,14 +4,13 @@ The adapted target shares all weights with the original but the low-rank changes
 output layer is trained like a draft step of offset 1 whose teacher is the original target. The loss is then the shared
 one with one more step: L_LM + lambda_0 * sum_k decay^k L_k, as a weighted mean.
 
-Shapes: B rows, L positions, K heads, C columns of sums, R rank, I inputs of a layer, O its outputs.
-"""
+Shapes: B rows, L positions, K heads, C columns of sums, R rank, I inputs of a layer, O its outputs."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -60,8 +59,7 @@ class LearningTarget(nn.Module):
         inject_adapter_in_model(
             PeftConfig(r=config.rank, lora_alpha=ALPHA, lora_dropout=DROPOUT,  # type: ignore[arg-type]
                        target_modules="|".join(f"model.{name}".replace(".", r"\.") for name in chosen)),
-            nn.ModuleDict({"model": model}),
-        )
+            nn.ModuleDict({"model": model}))
         self.names, self.scale = tuple(chosen), ALPHA / config.rank
         self.target = Target(model, original.tokenizer, name=original.identity.name, pack=0)
         # Half precision would lose small updates: trained weights stay in float32.
@@ -72,12 +70,8 @@ class LearningTarget(nn.Module):
         self.a = nn.ParameterList([layer.lora_A[_NAME].weight for layer in self._layers()])
         self.b = nn.ParameterList([layer.lora_B[_NAME].weight for layer in self._layers()])
 
-    def _layers(self) -> Iterator[LoraLayer]:
-        for name in self.names:
-            layer = self.target.model.get_submodule(name)
-            if not isinstance(layer, LoraLayer):
-                raise TypeError(f"{name} has no low-rank weights")
-            yield layer
+    def _layers(self) -> list[LoraLayer]:
+        return [cast(LoraLayer, self.target.model.get_submodule(name)) for name in self.names]
 
     def train(self, mode: bool = True) -> "LearningTarget":
         """Switch the dropout of the low-rank changes; the copied model itself stays in evaluation mode."""

@@ -11,8 +11,7 @@ A place's draft steps may be weighted by the chances of the steps before: a gues
 These weights are constants of a step: no gradient passes through them.
 
 Shapes: N predicted tokens, Q entries of the draft vocabulary, V of the target's, D hidden size, P places, K draft
-steps, C columns of sums.
-"""
+steps, C columns of sums."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -171,9 +170,8 @@ OBJECTIVES: dict[ObjectiveName, Callable[[Tensor, TeacherOutput], Tensor] | None
 NEEDS_MASS: tuple[ObjectiveName, ...] = ("lk_alpha", "lk_hybrid")  # Losses that read the target's whole distribution
 
 
-def objective_loss(
-    name: ObjectiveName, logits_NQ: Tensor, labels_N: Tensor, teacher_output: TeacherOutput | None
-) -> Tensor:
+def objective_loss(name: ObjectiveName, logits_NQ: Tensor, labels_N: Tensor,
+                   teacher_output: TeacherOutput | None) -> Tensor:
     """The loss of each row by its name, [N], in nats but for `tvd` and the part of `lk_hybrid` that is 1 - alpha.
     ValueError if it reads the target's distribution and there is none."""
     if name == "hard":
@@ -192,8 +190,8 @@ length."""
 SMOOTHING = 0.5  # Share of a chance that D-PACE takes for granted: else a new draft's weights would vanish
 
 
-def path_weights(name: PathWeights, chances_PK: Tensor, valid_PK: Tensor, offsets: Sequence[int]
-                 ) -> tuple[Tensor, Tensor]:
+def path_weights(name: PathWeights, chances_PK: Tensor, valid_PK: Tensor,
+                 offsets: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(weight of each step in the sum of losses, its share in the divisor of that sum), [P, K] each, 0 where not valid.
 
     With c the chances, those of steps that are not learned taken for 1, sums over learned steps alone:

@@ -1,6 +1,5 @@
 """The optimizer of a training (AdamW, or Muon for the matrices of a drafter's layers and AdamW for the rest) and the
-schedules of its learning rate.
-"""
+schedules of its learning rate."""
 
 import math
 import time
@@ -26,9 +25,8 @@ def time_leads(max_steps: int | None, step: int, time_spent: float) -> bool:
     return max_steps is None or time_spent > step / max_steps + LEAD
 
 
-def warmup_cosine(
-    warmup_steps: int, max_steps: int | None, time_spent: Callable[[], float] = lambda: 0.0
-) -> Callable[[int], float]:
+def warmup_cosine(warmup_steps: int, max_steps: int | None,
+                  time_spent: Callable[[], float] = lambda: 0.0) -> Callable[[int], float]:
     """Factor of the peak learning rate for the optimizer step after `step` finished ones: it rises linearly over the
     first `warmup_steps`, from above 0 at the first to 1 at the last of them, and falls along a half cosine towards
     zero, which it would reach just after the last step. In runs that may end by time the cosine follows the steps until
@@ -71,7 +69,7 @@ class Muon(AdamW):
     a resumed training too."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; returns what the closure returns."""
         loss = None
         if closure is not None:

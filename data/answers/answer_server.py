@@ -2,8 +2,7 @@
 continues token ids, vLLM's OpenAI-style endpoint or SGLang's own.
 
 Text would have to be tokenized again, and gives other tokens where the model did not write the tokenizer's choice: only
-servers that return token ids are used.
-"""
+servers that return token ids are used."""
 
 import hashlib
 import http.client
@@ -161,7 +160,7 @@ class ServerAnswerer(Answerer):
         longest = min(tokens, self.target.context_length - max(map(len, prompts)))
         requests = [Request(prompt, number, longest) for number, prompt in enumerate(prompts)]
         own = decode(self.target, requests, DecodeSettings(batch_size=len(requests))).generations
-        gaps = [gap for one, answer in zip(own, self._answers(requests, None), strict=True)
+        gaps = [gap for one, answer in zip(own, self.decoded(requests, None, None).generations, strict=True)
                 if (gap := self._gap(one, answer.tokens)) is not None]
         if gaps:
             log.warning("%d of %d answers of %s leave the target's own at a near-tie (logits that differ by up to "
@@ -193,8 +192,11 @@ class ServerAnswerer(Answerer):
 
     # Answers ---------------------------------------------------------------------------------------------------------
 
-    def _answers(self, requests: Sequence[Request], deadline: float | None) -> list[Generation]:
-        """The answered requests in their order; after the deadline only those are sent that are to get some tokens."""
+    def decoded(self, requests: Sequence[Request], deadline: float | None,
+                recorder: StateRecorder | None) -> DecodeResult:
+        """The answers to requests by the server, whole, in their order, without states to record; after the deadline
+        only those requests are sent that are to get some tokens."""
+        started = time.perf_counter()
 
         def answer(request: Request) -> list[int] | None:
             if deadline is None or request.least or time.monotonic() < deadline:
@@ -210,14 +212,8 @@ class ServerAnswerer(Answerer):
                 found[request.index] = Generation(
                     request, tokens, finish="eos" if tokens[-1] in self.target.eos_ids else "length")
                 self.on_tokens(len(tokens))
-        return [found[request.index] for request in requests if request.index in found]
-
-    def decoded(self, requests: Sequence[Request], deadline: float | None, recorder: StateRecorder | None
-                ) -> DecodeResult:
-        """The answers to requests by the server, whole, without states to record."""
-        started = time.perf_counter()
-        found = self._answers(requests, deadline)
-        return DecodeResult(found, DecodeStats(seconds=time.perf_counter() - started))
+        answered = [found[request.index] for request in requests if request.index in found]
+        return DecodeResult(answered, DecodeStats(seconds=time.perf_counter() - started))
 
 
 def at_once(work: Callable[[Asked], Given], items: Sequence[Asked], width: int) -> Iterator[tuple[Asked, Given]]:

@@ -1,7 +1,6 @@
 """The folder of a distillation: what earlier runs left there, the manifest, measurements of this machine, the time; the
 line of each stage, which counts in the stage's own unit, with the tokens per second and the share of idle slots; and
-held-out prompts, those that validation answers, and those that only evaluations ask.
-"""
+held-out prompts, those that validation answers, and those that only evaluations ask."""
 
 import json
 import logging
@@ -250,11 +249,8 @@ def read_stats(folder: Path) -> dict[str, float]:
 
 
 def read_held_out(folder: Path) -> list[Prompt]:
-    """The prompts of a folder of data that only evaluations ask; none where none were held out.
-
-    Raises:
-        UserError: if their file is missing or is not the one that distillation wrote.
-    """
+    """The prompts of a folder of data that only evaluations ask; none where none were held out. UserError if their file
+    is missing or is not the one that distillation wrote."""
     held_out = Manifest.load(folder).held_out
     if held_out is None:
         return []

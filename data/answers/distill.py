@@ -5,8 +5,7 @@ function of the recipe and its number: its prompts are found without the answers
 each answer has its own stream of random numbers, and the token budget counts whole shards in the order of their
 numbers. So the data have the same bytes whatever the number of processes and whichever of them end early; one that dies
 costs the shard that it was answering. Where a training will read the target's states, they are stored with the shard
-(`ShardStates`).
-"""
+(`ShardStates`)."""
 
 import logging
 import time
@@ -271,28 +270,18 @@ def distill(target: Target, prompts: PromptConfig, config: DistillConfig, templa
             progress: bool = True, grow: bool = True) -> Manifest:
     """Work on a folder of token shards, with every other process that does, until it is complete.
 
-    Args:
-        target: answers the prompts.
-        prompts: where they come from.
-        config: how much is answered, and how. With `budget_minutes` answers end after them; how much that is depends on
-            the machines.
-        template: of the target's tokenizer.
-        out: folder of test.jsonl, validation-00000.safetensors, train-*.safetensors, manifest.json and stats.json. A
-            folder started with the same recipe is finished; a complete one is left as it is, or gets more answers where
-            a limit of tokens or minutes is higher than it was and nothing else is different.
-        train_target: the same target in the number format that `config.train_dtype` names, where it names one; it
-            writes prompts and answers those of the train split.
-        writer: the draft of the artifact that `config.draft` names, where a draft writes rows.
-        states: the target's states that each training will read from disk. Those of shards with decoded rows are
-            recorded while they are decoded, and stored in the target's number format; `encode` adds the others.
-        progress: show progress bars.
-        grow: add answers to complete data of lower limits; False where another process uses them, and they are refused.
+    `out` gets test.jsonl, validation-00000.safetensors, train-*.safetensors, manifest.json and stats.json. A folder
+    started with the same recipe is finished. A complete one is left as it is, or gets more answers where a limit of
+    tokens or minutes is higher than it was and nothing else is different; without `grow`, where another process uses
+    the data, lower limits are refused. How much is answered in `budget_minutes` depends on the machines.
 
-    Raises:
-        UserError: if the recipe does not fit the source, the target or what `out` holds; a higher limit would add no
-            answer; a finished shard is corrupted; the disk is full or its file system has no locks; or no token would
-            be supervised.
-    """
+    `train_target` is the target in the number format that `config.train_dtype` names, where it names one; it writes
+    prompts and answers those of the train split. `writer` is the draft of the artifact that `config.draft` names.
+    `states` are what each training will read from disk: those of shards with decoded rows are recorded while they are
+    decoded, and stored in the target's number format; `encode` adds the others.
+
+    UserError if the recipe does not fit the source, the target or what `out` holds, a higher limit would add no answer,
+    a finished shard is corrupted, the disk is full or its file system has no locks, or no token would be supervised."""
     trained = train_target or target
     task = DistillTask(target=target, train_target=trained, prompts=prompts, config=config, template=template,
                        writer=writer)

@@ -1,6 +1,5 @@
 """One distillation as it is asked for: the settings with their checks, the models, the prompts, their record in the
-manifest, and the writers of its rows: each prompt goes to the target, to a draft, or brings its answers as text.
-"""
+manifest, and the writers of its rows: each prompt goes to the target, to a draft, or brings its answers as text."""
 
 import hashlib
 import json

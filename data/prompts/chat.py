@@ -91,8 +91,7 @@ class ChatTemplate:
         today: day for templates that ask for the date.
 
     Raises:
-        UserError: if the template is not valid Jinja, or writes the same prompt in several modes.
-    """
+        UserError: if the template is not valid Jinja, or writes the same prompt in several modes."""
 
     def __init__(self, tokenizer: Any, *, system: str | None = None, tools: Sequence[dict[str, Any]] | None = None,
                  modes: Sequence[bool | None] = (None,), ends: Sequence[int] | None = None,

@@ -11,8 +11,7 @@ of the bytes are packed, pinned and copied, and the arithmetic of a number for e
 a GPU it is the thread that reads ahead that decodes, not the one that trains.
 
 Shapes: T tokens of a shard, N tokens of a slice or a piece, B rows, L positions in a row, F files of states, D hidden
-size of the target.
-"""
+size of the target."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -357,8 +356,8 @@ def pad(pieces: Sequence[Piece]) -> Features:
     return packed([[piece] for piece in pieces]).to("cpu")
 
 
-def _pack_states(places: Sequence[tuple[int, slice, Piece]], slices: Sequence[StateSlice], shape: tuple[int, int]
-                 ) -> PackedStates:
+def _pack_states(places: Sequence[tuple[int, slice, Piece]], slices: Sequence[StateSlice],
+                 shape: tuple[int, int]) -> PackedStates:
     """The states of one kind of pieces, in the places of their tokens."""
     codes_BLD = torch.zeros(*shape, slices[0].codes_ND.shape[1], dtype=slices[0].codes_ND.dtype)
     for (row, place, _), one in zip(places, slices, strict=True):

@@ -6,8 +6,7 @@ manifest names the shard: a killed run makes both again, with the same bytes. `E
 over what has none: given text, layers that another drafter reads, lost files. Both give the same states within
 rounding, not the same bytes. The room that states take on the disk is compared with what is free before any work.
 
-Shapes: B rows of a pass, T tokens of a shard, N tokens of a slice or a row, D hidden size of the target.
-"""
+Shapes: B rows of a pass, T tokens of a shard, N tokens of a slice or a row, D hidden size of the target."""
 
 import json
 import shutil

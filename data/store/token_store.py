@@ -6,8 +6,7 @@ Small models fall into such repetitions when they answer greedily. They are easy
 length, and say little about other text.
 
 Shapes: T tokens of all rows one after another, R rows, S = R + 1 borders of rows, P prompts, Q entries of the draft
-vocabulary, V vocabulary.
-"""
+vocabulary, V vocabulary."""
 
 import hashlib
 import json

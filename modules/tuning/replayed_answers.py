@@ -36,11 +36,10 @@ class StoredRow:
 
 
 class Replay:
-    """Target whose passes are read from encoded answers that it wrote, the first `max_answers` of encoded batches of
-    one conversation a row (no packing). Of the drafter that will draft its virtual nodes are read."""
+    """Target whose passes are read from answers that it wrote, encoded batches of one conversation a row (no packing).
+    Of the drafter that will draft its virtual nodes are read."""
 
-    def __init__(self, target: Target, features: Sequence[Features], max_answers: int | None = None,
-                 drafter: Drafter | None = None) -> None:
+    def __init__(self, target: Target, features: Sequence[Features], drafter: Drafter | None = None) -> None:
         self.target = target
         self.vocab_size, self.context_length = target.vocab_size, target.context_length
         self.tokenizer, self.compiler = target.tokenizer, target.compiler
@@ -51,8 +50,6 @@ class Replay:
         self.rows: dict[int, StoredRow] = {}
         self.requests: list[Request] = []
         for batch in features:
-            if max_answers is not None and len(self.requests) >= max_answers:
-                break
             with torch.no_grad():
                 ahead_BLKD = None if self.ahead_of is None else self.ahead_of(batch).hidden_BLKD
             for row in range(batch.tokens_BL.shape[0]):
@@ -64,7 +61,6 @@ class Replay:
                 asked = answer_requests(batch, row, len(self.rows))
                 self.rows |= {request.index: stored for request in asked}
                 self.requests += asked
-        self.requests = self.requests[:max_answers]
         self.device = next(iter(self.rows.values())).final_LD.device if self.rows else target.device
 
     def compiled(self) -> AbstractContextManager[None]:

@@ -2,8 +2,7 @@
 
 Candidates are artifacts that exist, or families that train for equal short times on the same few answers of the target.
 Each has its lengths on held-out answers that chose nothing, and the seconds of steps on this device. Only what longer
-training would bring is predicted.
-"""
+training would bring is predicted."""
 
 import json
 import math
@@ -228,8 +227,7 @@ def grown(steps: int, seconds: float, minutes: float) -> tuple[float, float]:
     """(factor of the accepted drafts of a pass, its relative error) of longer training after a short one.
 
     The fewer steps the short one took, the more is still to come; half of the growth is its 90 % uncertainty. Steps and
-    seconds are those of the short one, minutes those of the longer one.
-    """
+    seconds are those of the short one, minutes those of the longer one."""
     longer = max(1.0, 60 * minutes / max(1e-3, seconds))
     growth = min(MOST_GROWTH, CURVE * max(1, steps) ** -0.5 * (1 - longer**-0.5))
     return math.exp(growth), 0.5 * growth / 1.645

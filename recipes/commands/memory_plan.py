@@ -1,7 +1,6 @@
 """The command `plan`: parameters, and peak memory of each stage of a recipe, from shapes; no weight is read.
 
-Shapes: B rows, L positions, N nodes of a tree, C tokens of a prompt.
-"""
+Shapes: B rows, L positions, N nodes of a tree, C tokens of a prompt."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,7 +96,9 @@ class Plan:
         with self.count:
             module.drafter.bind(target)
         self.borrowed = self.count.live  # Bytes of the target's output rows that a reduced draft vocabulary selects
-        self.moments = moments(module)
+        # Two averages of a weight with AdamW, one with Muon.
+        self.moments = sum((1 if "products" in group else 2) * FLOAT32 * weight.numel() for group in
+                           module.configure_optimizers()["optimizer"].param_groups for weight in group["params"])
         self.zero = ZERO_STAGES.get(recipe.train.strategy, 0)
         self.split = recipe.train.world if self.zero == 3 else 1  # Processes that divide the drafter's weights, moments
         self.gathered = self.drafter if self.split > 1 else 0  # Of weights that a step has whole
@@ -220,8 +221,7 @@ class Plan:
         """`evaluate`: trees of the largest size in every row, next to the drafter in the target's number format."""
         config, rows = self.recipe.evaluate, max(UNTIMED_ROWS, *self.recipe.evaluate.batches)
         nodes = self.recipe.tree.used_nodes or self.recipe.tree.searched_nodes
-        prompt = opening(self.recipe)
-        work = self.decoding(rows, prompt, config.max_new_tokens, nodes)
+        work = self.decoding(rows, opening(self.recipe), config.max_new_tokens, nodes)
         parts = {**self.base, "drafter": self.drafter // FLOAT32 * self.target.dtype.itemsize + self.borrowed,
                  "cache and passes": work // self.sharing}
         return StagePlan(name="evaluate", parts=parts)
@@ -251,14 +251,11 @@ class Plan:
     @contextmanager
     def _counting(self) -> Iterator[None]:
         """A block that is counted from zero."""
-        with patch.object(moe, "_grouped_mm", _one_expert), self.count:
+        # The products of tokens sorted by expert, as if all had the first one: as many, and as large.
+        products = patch.object(moe, "_grouped_mm", lambda input, weight, offs: input.to(weight.dtype) @ weight[0])
+        with products, self.count:
             self.count.restart()
             yield
-
-
-def _one_expert(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """The products of tokens sorted by expert, as if all had the first one: as many, and as large."""
-    return input.to(weight.dtype) @ weight[0]
 
 
 def sharing(target: Target, recipe: Recipe) -> int:
@@ -294,12 +291,6 @@ def cache_bytes(target: Target) -> int:
         # Latent attention keeps what the keys and values of all heads are made of, and one rotated key.
         each = int(rank) + int(given["qk_rope_head_dim"])
     return each * target.num_layers * target.dtype.itemsize
-
-
-def moments(module: DraftModule) -> int:
-    """Bytes of the optimizer's averages: two numbers of a weight with AdamW, one with Muon."""
-    return sum((1 if "products" in group else 2) * FLOAT32 * weight.numel()
-               for group in module.configure_optimizers()["optimizer"].param_groups for weight in group["params"])
 
 
 def plan_recipe(recipe: Recipe) -> Plan:

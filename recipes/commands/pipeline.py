@@ -88,10 +88,8 @@ def encode_stage(workspace: Workspace) -> Sequence[Path]:
                         "it; set template as the run that distilled it did, or leave data out to distil anew")
     files = stored_states(workspace)
     # Once, before training starts further processes.
-    ids_Q = workspace.tried.draft_ids_Q
-    if ids_Q is not None:
-        ids_Q = workspace.recipe.module(workspace.target, workspace.label_weights).draft_ids_Q
-    if ids_Q is not None:
+    if workspace.tried.draft_ids_Q is not None and (ids_Q := workspace.recipe.module(
+            workspace.target, workspace.label_weights).draft_ids_Q) is not None:
         say(f"     draft vocabulary of {len(ids_Q):,} tokens: {coverage(workspace.data, ids_Q):.1%} of the tokens of "
             "held-out answers")
     return files
@@ -106,10 +104,10 @@ def stored_states(workspace: Workspace) -> Sequence[Path]:
     if not module.needs_states:
         say("     nothing to store: training reads tokens alone")
         return []
-    batch = workspace.batch
     place = workspace.recipe.distill.states_from
     engine = None if place is None else engine_at(place, workspace.target)
-    encoding = Encoding(workspace.target, workspace.data, module.drafter.taps, form=batch.states_format, read=engine)
+    encoding = Encoding(workspace.target, workspace.data, module.drafter.taps, form=workspace.batch.states_format,
+                        read=engine)
     if encoding.tokens:
         say(f"     {require_room(workspace.data, encoding.bytes, f'the states of {encoding.tokens:,} tokens')}")
     else:

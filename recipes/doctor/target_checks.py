@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...data.state_engines import BOUNDS, gap
-from ...data.store.feature_shards import FINAL, FeatureShard, Piece, pad, read_features, tap
+from ...data.store.feature_shards import FINAL, FeatureShard, read_features, tap
 from ...data.store.feature_store import read_rows
 from ...data.store.token_store import SOURCES, learned_tokens
 from ...modules import Target, TargetIdentity, UserError
@@ -132,9 +132,7 @@ def _states(case: Case, data: DataSample) -> Finding:
             final, tapped = opened[record.file].slices(first, first + stop - start)
         except UserError as error:
             return unchecked(name, error)
-        read = pad([Piece(tokens_N=data.shard.tokens_T[start:stop], supervised_N=data.shard.supervised_T[start:stop],
-                          final=final, taps=tapped)])
-        stored = {FINAL: read.final()[0], **{tap(layer): states[0] for layer, states in read.taps.items()}}
+        stored = {FINAL: final.states(), **{tap(layer): states.states() for layer, states in tapped.items()}}
         for kind in wanted:
             found = gap(stored[kind], own[row][kind])
             gaps[place] = max(gaps.get(place, 0.0), found)

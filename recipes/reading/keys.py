@@ -1,8 +1,7 @@
 """The keys of every command as `recipes/keys.md` lists them, how they are read from dataclasses, and the help.
 
 The dataclasses' files import torch: seconds for a page of text. So help, written from the keys, and the refusal of a
-misspelt one read the page, which the dataclasses wrote.
-"""
+misspelt one read the page, which the dataclasses wrote."""
 
 import ast
 import inspect

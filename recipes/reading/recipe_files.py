@@ -178,8 +178,7 @@ def merge(*given: dict[str, Any]) -> dict[str, Any]:
     """One recipe of several, of which later ones win key by key.
 
     The family is the last one named: the section `drafter` of a recipe for another one is left out, as the shape of
-    another drafter, and the keys below `by_family` are those of this family.
-    """
+    another drafter, and the keys below `by_family` are those of this family."""
     last = next((layer[FAMILY] for layer in reversed(given) if FAMILY in layer), None)
     content: dict[str, Any] = {}
     family = None
