@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -63,11 +64,28 @@ class Table:
         return [[one if isinstance(one, Cell) else Cell(one) for one in row] for row in self.rows]
 
 
+class Plot(str):
+    """A plot as SVG, with the figure of matplotlib that it shows and its name."""
+
+    name: str
+    figure: Any
+
+    @property
+    def pixels(self) -> Any:
+        """It as pixels [height, width, RGB], for what shows no SVG."""
+        import numpy
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        canvas: Any = FigureCanvasAgg(self.figure)
+        canvas.draw()
+        return numpy.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
 @dataclass(frozen=True)
 class Figure:
-    """A plot, which is drawn only for HTML."""
+    """A plot, which is drawn only for HTML and for loggers."""
 
-    draw: Callable[[], str]  # Draws it as an SVG
+    draw: Callable[[], Plot]
     caption: str
 
 

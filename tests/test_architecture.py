@@ -36,7 +36,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "data": (("prompts",), ("store",), ("answers",), ("datamodule", "state_engines")),
     "trainers": (
-        ("objectives", "optimizers"), ("checkpoints", "chunked_losses", "train_config"), ("zero_drafter",),
+        ("objectives", "optimizers"), ("checkpoints", "chunked_losses", "loggers", "train_config"), ("zero_drafter",),
         ("acceptance_head", "base"), ("medusa2",), ("families", "fitting"),
     ),
     "export": (("",), ("layouts.parts",), ("layouts",), ("evaluation",), ("report",)),

@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from ..modules import Features, MeasuredStep, UserError
 from ..modules.files.atomic_files import make_folder
@@ -26,6 +25,7 @@ from ..modules.progress import ProgressLine
 from ..modules.tuning.tree_search import held_out_acceptance
 from .base import DraftModule
 from .checkpoints import AtomicCheckpointIO, load_weights, save_weights
+from .loggers import logged, require_logger
 from .train_config import TrainConfig
 from .zero_drafter import strategy_for
 
@@ -52,7 +52,8 @@ class FitResult:
     resident since the start of the process."""
 
 
-def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, progress: bool = True) -> FitResult:
+def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, progress: bool = True,
+        facts: Mapping[str, Any] | None = None) -> FitResult:
     """Train a drafter, resuming from `out/last.ckpt` if it exists, and load the best weights into `module.drafter`.
 
     A signal (SIGINT, SIGTERM, SIGHUP, SIGUSR1) takes effect after the running step, whose checkpoint is saved; a second
@@ -63,12 +64,13 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
         datamodule: its endless training loader starts at micro-batch `trainer.global_step * accumulate_grad_batches`,
             and micro-batch n depends on (seed, n, rank, world size) alone; `validation_features()` returns held-out
             rows, and `waited`, where there is one, is the number of seconds that training has waited for batches.
-        out: folder for `last.ckpt`, `best.safetensors` and the TensorBoard logs.
+        out: folder for `last.ckpt`, `best.safetensors` and the logger's files.
         progress: show a line with rate and time left.
+        facts: settings and hashes for the logger.
 
     Raises:
         UserError: if nothing is supervised, nothing is held out, the loss is not finite, the folder holds a run with
-            other settings or a damaged checkpoint, or it cannot be written.
+            other settings or a damaged checkpoint, or it cannot be written; or if the logger fails.
     """
     out = Path(out)
     make_folder(out)
@@ -77,26 +79,22 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     last, signals = out / LAST, StopAtSignal(module)
     # The order matters: a checkpoint contains the measurement before it, and is written before an early end.
     callbacks = [acceptance, signals, LastCheckpoint(module, out)]
-    with explained_devices(config):
-        trainer = L.Trainer(
-            max_steps=config.max_steps or -1, max_epochs=-1, accumulate_grad_batches=config.accumulate,
-            gradient_clip_val=config.clip or None, precision=precision_of(config), accelerator=config.accelerator,
-            devices=config.devices, num_nodes=config.num_nodes, strategy=strategy_for(config),
-            logger=TensorBoardLogger(save_dir=out, name="tensorboard", version=""), plugins=[AtomicCheckpointIO()],
-            callbacks=[*callbacks, Progress(module)] if progress else [*callbacks],
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-            num_sanity_val_steps=0, use_distributed_sampler=False, default_root_dir=out)
     # Weights alone: a checkpoint is data, and reading it runs no code.
-    with _quiet(), module.target.reproducible():
+    with quiet(), logged(config.logger, out, facts or {}) as logger, module.target.reproducible():
+        trainer = _trainer(config, max_steps=config.max_steps or -1, max_epochs=-1, logger=logger or False,
+                           accumulate_grad_batches=config.accumulate, gradient_clip_val=config.clip or None,
+                           plugins=[AtomicCheckpointIO()], limit_val_batches=0, num_sanity_val_steps=0,
+                           callbacks=[*callbacks, Progress(module)] if progress else [*callbacks],
+                           use_distributed_sampler=False, default_root_dir=out)
         trainer.fit(module, datamodule=datamodule, ckpt_path=str(last) if last.exists() else None, weights_only=True)
-    # Only after Lightning has given back its own handlers.
-    if signals.asked:
-        # As the signal would have ended the process without a training; the first process speaks for all.
-        if module.global_rank != 0:
-            raise SystemExit(0)
-        signal.raise_signal(signal.Signals(signals.asked))
-        # Its handler has returned.
-        raise KeyboardInterrupt
+        # Only after Lightning has given back its own handlers.
+        if signals.asked:
+            # As the signal would have ended the process without a training; the first process speaks for all.
+            if module.global_rank != 0:
+                raise SystemExit(0)
+            signal.raise_signal(signal.Signals(signals.asked))
+            # Its handler has returned.
+            raise KeyboardInterrupt
     best = acceptance.best
     # Lightning leaves the module on the CPU; the borrowed weights are on the target's device.
     module.restore(load_weights(out / BEST, best.get("sha256", "")))
@@ -110,11 +108,10 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
 
 
 def require_devices(config: TrainConfig) -> None:
-    """Refuse an accelerator, a number of devices or a strategy that is not here, before any work. Raises UserError."""
-    with explained_devices(config):
-        L.Trainer(accelerator=config.accelerator, devices=config.devices, num_nodes=config.num_nodes,
-                  strategy=strategy_for(config), logger=False, precision=precision_of(config),
-                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    """Refuse an accelerator, a number of devices, a strategy or a logger that is not here, before any work. Raises
+    UserError."""
+    _trainer(config, logger=False)
+    require_logger(config.logger)
 
 
 def require_processes(config: TrainConfig) -> None:
@@ -129,12 +126,13 @@ def require_processes(config: TrainConfig) -> None:
                         "train on each machine with torchrun --nnodes, or set train.num_nodes: 1")
 
 
-@contextmanager
-def explained_devices(config: TrainConfig) -> Iterator[None]:
-    """Turn Lightning's refusal of devices into one sentence."""
+def _trainer(config: TrainConfig, **given: Any) -> L.Trainer:
+    """Lightning's trainer on the devices of the settings. Raises UserError if they cannot train here."""
     try:
-        with _quiet():
-            yield
+        with quiet():
+            return L.Trainer(accelerator=config.accelerator, devices=config.devices, num_nodes=config.num_nodes,
+                             strategy=strategy_for(config), precision=precision_of(config), enable_checkpointing=False,
+                             enable_progress_bar=False, enable_model_summary=False, **given)
     except (MisconfigurationException, ValueError, RuntimeError, ImportError) as error:
         # Lightning's messages have several lines and list every accelerator there is.
         reason = " ".join(str(error).split())[:200]
@@ -155,20 +153,18 @@ def precision_of(config: TrainConfig) -> Literal["32-true", "bf16-mixed"]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Context without Lightning's banners, tips and warnings about deliberate choices."""
-    loggers = [logging.getLogger(f"lightning.{part}{end}") for part in ("pytorch", "fabric")
-               for end in ("", ".utilities.rank_zero")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    levels = {(one := logging.getLogger(f"lightning.{part}")): one.level for part in ("pytorch", "fabric")}
+    for one in levels:
+        one.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"lightning\..*")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for one, level in levels.items():
+            one.setLevel(level)
 
 
 # Callbacks ------------------------------------------------------------------------------------------------------------
@@ -231,8 +227,7 @@ class DecodedAcceptance(EveryStep):
         # A resumed run has measured it before.
         if not self.module.curve.steps:
             with self.module.clock.paused():
-                found = self._measured(trainer)
-                self.module.curve.measured(0, found["accepted_length"])
+                found = self._measured(trainer, 0)
                 if self.module.start is not None:
                     # A draft that training cannot better stays as it was.
                     self._keep(trainer, 0, found)
@@ -241,10 +236,7 @@ class DecodedAcceptance(EveryStep):
         """Measure at every `validate_every`-th step and save the weights if they are the best."""
         if step % self.module.config.validate_every and not self.module.finished:
             return
-        found = self._measured(trainer)
-        self.module.curve.measured(step, found["accepted_length"])
-        if trainer.logger is not None:
-            trainer.logger.log_metrics({"accepted_length": found["accepted_length"]}, step=step)
+        found = self._measured(trainer, step)
         # Greater, not equal: of equal lengths the earlier step wins, resumed or not.
         if not self.best or found["accepted_length"] > self.best["accepted_length"]:
             self._keep(trainer, step, found)
@@ -255,7 +247,7 @@ class DecodedAcceptance(EveryStep):
         saved = save_weights(self.out / BEST, weights) if trainer.is_global_zero else ""
         self.best = {**found, "step": step, "sha256": trainer.strategy.broadcast(saved)}
 
-    def _measured(self, trainer: L.Trainer) -> dict[str, Any]:
+    def _measured(self, trainer: L.Trainer, step: int) -> dict[str, Any]:
         # Only now: with a target shared among processes, states are computed by all of them together.
         if self.rows is None:
             self.rows = self._held_out(trainer.datamodule)  # type: ignore[attr-defined]
@@ -265,8 +257,12 @@ class DecodedAcceptance(EveryStep):
         if found.tokens < FEWEST_TOKENS and not self.module.curve.steps and trainer.is_global_zero:
             warnings.warn(f"validation decodes only {found.tokens} tokens; distil more held-out text to reach "
                           f"{FEWEST_TOKENS}, or the choice of the checkpoint is mostly noise", stacklevel=2)
-        return {"accepted_length": float(found.accepted_length), "tokens": int(found.tokens),
-                "by_position": [float(share) for share in found.by_position]}
+        length, shares = float(found.accepted_length), [float(share) for share in found.by_position]
+        self.module.curve.measured(step, length)
+        if trainer.logger is not None:
+            trainer.logger.log_metrics({"accepted_length": length, **{
+                f"accepted/position{place}": share for place, share in enumerate(shares, 1)}}, step=step)
+        return {"accepted_length": length, "tokens": int(found.tokens), "by_position": shares}
 
     def _held_out(self, datamodule: Any) -> list[Features]:
         """This process's share of the held-out rows, with target states, in pairs for `held_out_acceptance`."""

@@ -34,7 +34,7 @@ from .optimizers import OptimizerName
 
 Rate = Annotated[float, Field(gt=0, le=100)]  # Beyond it no optimizer here learns, and float32 overflows
 Precision = Literal["auto", "32-true", "bf16-mixed"]  # Lightning's names of precisions, and `auto`
-UNDECISIVE = ("activation_checkpointing",)  # Decide no weight but by rounding: a run may be resumed with others
+UNDECISIVE = ("activation_checkpointing", "logger")  # Decide no weight, but by rounding: may differ in a resumed run
 DIVISION = ("accumulate", "devices", "num_nodes")  # Their product, the micro-batches of a step, alone decides
 ZERO_STAGES = {f"deepspeed_stage_{stage}": stage for stage in (1, 2, 3)}
 """Lightning's names of DeepSpeed's strategies, and the stage of ZeRO (arXiv:1910.02054, section 5)."""
@@ -132,6 +132,10 @@ class TrainConfig(CheckedSettings):
     gradients too, then the weights too. Wherever the target is."""
     seed: Seed = 0
     """Seed of all random numbers of training."""
+    logger: Literal["tensorboard", "csv", "wandb", "mlflow", "trackio", "none"] = "tensorboard"
+    """What gets the settings, hashes, figures and accepted lengths of the training and the plots of the report (csv: no
+    plots). `tensorboard` and `csv` are folders in `train`; `wandb`, `mlflow` and `trackio` need their own package, and
+    a resumed run goes on in the same run there."""
     positions: PositionConfig = field(default_factory=PositionConfig)
     """Offsets of the position ids in training, for families with attention of their own; none by default."""
     start: str | None = None

@@ -7,6 +7,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from ...modules import CostTable, MeasuredStep, Topology, UserError
+from ..page import Plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +41,7 @@ class Line:
 
 
 def lines(name: str, drawn: Sequence[Line], *, height: float = 3.3, mark: tuple[float, str] | None = None,
-          right: Mapping[str, Any] | None = None, **axis: Any) -> str:
+          right: Mapping[str, Any] | None = None, **axis: Any) -> Plot:
     """A plot of lines; `mark` is the place and label of a vertical one, `right` and `axis` are settings of the axes."""
     def draw(axes: "Axes") -> None:
         sides = {False: axes, True: axes.twinx() if right else axes}
@@ -58,7 +59,7 @@ def lines(name: str, drawn: Sequence[Line], *, height: float = 3.3, mark: tuple[
 
 
 def bars(name: str, rows: Mapping[str, Mapping[str, Point]], axis: str, colors: Mapping[str, str], *, digits: int,
-         mark: tuple[float, str] | None = None, dots: Mapping[str, float] | None = None, width: float = 4.9) -> str:
+         mark: tuple[float, str] | None = None, dots: Mapping[str, float] | None = None, width: float = 4.9) -> Plot:
     """Horizontal bars: in each row one for each series, with its value and interval, in the series' colour or the
     row's; `mark` draws a vertical line with a word at it, `dots` a speed-up over the bar of a row."""
     known = [point for row in rows.values() for point in row.values()]
@@ -92,7 +93,7 @@ def bars(name: str, rows: Mapping[str, Mapping[str, Point]], axis: str, colors: 
                 labels)
 
 
-def acceptance_by_position(curves: Mapping[str, Sequence[float]]) -> str:
+def acceptance_by_position(curves: Mapping[str, Sequence[float]]) -> Plot:
     """Share of passes that accept at least 1, 2, 3 ... guesses; one line for each method or prompt set."""
     top = max((100 * share for curve in curves.values() for share in curve), default=100)
     return lines("acceptance", [
@@ -102,7 +103,7 @@ def acceptance_by_position(curves: Mapping[str, Sequence[float]]) -> str:
         xticks=range(1, max([1, *map(len, curves.values())]) + 1))
 
 
-def accepted_lengths(methods: Mapping[str, Mapping[str, float]], overall: float) -> str:
+def accepted_lengths(methods: Mapping[str, Mapping[str, float]], overall: float) -> Plot:
     """Tokens per target pass of each group: bars for one method, with a line at its overall figure, else a dot for each
     method, in the order of the first one's."""
     first = next(iter(methods.values()))
@@ -117,7 +118,7 @@ def accepted_lengths(methods: Mapping[str, Mapping[str, float]], overall: float)
         yticklabels=names, xlim=(0.95, None), ylim=(len(names) - 0.4, -0.6))
 
 
-def with_ranges(name: str, methods: Mapping[str, Sequence[Point]], places: Sequence[str], **axis: Any) -> str:
+def with_ranges(name: str, methods: Mapping[str, Sequence[Point]], places: Sequence[str], **axis: Any) -> Plot:
     """One line for each method over a few conditions, such as batch sizes, with intervals; baselines are grey."""
     drawn = []
     for number, (method, points) in enumerate(methods.items()):
@@ -134,13 +135,13 @@ def with_ranges(name: str, methods: Mapping[str, Sequence[Point]], places: Seque
                  **axis)
 
 
-def speeds(rows: Mapping[str, Mapping[str, Point]], methods: Sequence[str]) -> str:
+def speeds(rows: Mapping[str, Mapping[str, Point]], methods: Sequence[str]) -> Plot:
     """Tokens per second as bars with intervals; methods have colours, the baselines are grey."""
     return bars("speeds", rows, "tokens per second, median", dict(zip(methods, cycle(SERIES), strict=False))
                 | BASELINE_COLORS, digits=1)
 
 
-def cost_curve(cost: CostTable, tree_size: int, expected: Mapping[int, float]) -> str:
+def cost_curve(cost: CostTable, tree_size: int, expected: Mapping[int, float]) -> Plot:
     """Milliseconds of a pass by the size of its tree and, if estimated, the expected speed-up of each size."""
     curve = cost.curve()
     both = map(sum, zip(curve.pass_seconds, curve.draft_seconds, strict=True))
@@ -157,7 +158,7 @@ def cost_curve(cost: CostTable, tree_size: int, expected: Mapping[int, float]) -
                  xlabel="nodes of the tree (tokens checked at once)", ylim=(0, None))
 
 
-def training_lengths(curve: Sequence[MeasuredStep], best: int) -> str:
+def training_lengths(curve: Sequence[MeasuredStep], best: int) -> Plot:
     """Tokens per pass of held-out text by training step, the best marked, and those expected on training text."""
     held_out = [(float(one.step), one.accepted_length) for one in curve]
     expected = [(one.step, one.expected_accepted_length) for one in curve if one.expected_accepted_length is not None]
@@ -169,7 +170,7 @@ def training_lengths(curve: Sequence[MeasuredStep], best: int) -> str:
                  xlabel="optimizer step", ylabel="tokens per pass", ylim=(1.0, 1.0 + 1.1 * (top - 1.0)))
 
 
-def training_losses(curve: Sequence[MeasuredStep]) -> str:
+def training_losses(curve: Sequence[MeasuredStep]) -> Plot:
     """Loss and accuracy on training text by training step."""
     losses = [(one.step, one.loss) for one in curve if one.loss is not None]
     shares = [(one.step, 100 * one.accuracy) for one in curve if one.accuracy is not None]
@@ -180,14 +181,14 @@ def training_losses(curve: Sequence[MeasuredStep]) -> str:
                  right={"ylabel": "first guesses that are right, %", "ylim": (0, 1.1 * highest)})
 
 
-def standings(rows: Mapping[str, tuple[float, float | None]]) -> str:
+def standings(rows: Mapping[str, tuple[float, float | None]]) -> Plot:
     """Tokens per pass of each draft as a bar and its speed-up as a dot on the same axis; 1 is the target alone."""
     return bars("standings", {name: {"tokens per pass": (length, None)} for name, (length, _) in rows.items()}, "",
                 {"tokens per pass": DRAFTED}, digits=2, mark=(1.0, ""), width=6.4,
                 dots={name: speedup for name, (_, speedup) in rows.items() if speedup is not None})
 
 
-def tree(topology: Topology, used: int) -> str:
+def tree(topology: Topology, used: int) -> Plot:
     """A static tree from left to right, coloured by rank of the guess; all but the first `used` nodes are faint."""
     height_of = _leaf_heights(topology)
     labels = [f"guess {rank + 1}" + (" and later" if rank == len(SERIES) - 1 else "")
@@ -229,7 +230,7 @@ def _leaf_heights(topology: Topology) -> list[float]:
     return heights
 
 
-def _svg(name: str, draw: "Callable[[Axes], None]", width: float, height: float, labels: Sequence[str]) -> str:
+def _svg(name: str, draw: "Callable[[Axes], None]", width: float, height: float, labels: Sequence[str]) -> Plot:
     """The figure that `draw` draws, of so many inches and without its XML prologue, with a legend of its labels above
     it, where that covers nothing. The name keeps the ids of the figures on a page distinct."""
     try:
@@ -248,4 +249,6 @@ def _svg(name: str, draw: "Callable[[Axes], None]", width: float, height: float,
             figure.legend(loc="outside upper left", ncols=columns, fontsize=8.5, handletextpad=0.3, columnspacing=1.2)
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
-    return text[text.index("<svg"):]
+    plot = Plot(text[text.index("<svg"):])
+    plot.name, plot.figure = name, figure
+    return plot

@@ -28,6 +28,7 @@ from ...modules.tuning.trials import MOST_ANSWERS
 from ...trainers import DraftModule
 from ...trainers.chunked_losses import CHUNK_ELEMENTS
 from ...trainers.fitting import precision_of
+from ...trainers.loggers import require_logger
 from ...trainers.train_config import ZERO_STAGES
 from ...trainers.zero_drafter import BUCKET
 from ..counted_work import CountedWork, blank_tensors
@@ -322,6 +323,7 @@ def plan_recipe(recipe: Recipe) -> Plan:
 def plan(parsed: Parsed[Recipe]) -> None:
     """Peak memory of each stage of a recipe, without reading a weight or running a stage; with --target.device cuda on
     GPUs that need not be here."""
+    require_logger(parsed.values.train.logger)
     target, found = parsed.values.target, plan_recipe(parsed.values)
     place = "" if target.placement == "replicated" else f" a device ({target.placement})"
     where = "GPU" if found.accelerator else "process"

@@ -134,8 +134,9 @@ def train_stage(workspace: Workspace) -> Sequence[Path]:
         kept = [f"{name} {shortened(value)}" for name, value in asdict(module.config.drafter).items()
                 if value != asked[name]]
         say(f"     continues the drafter in {workspace.recipe.train.start}, with its {', '.join(kept) or 'settings'}")
-    result = fit(module, DraftDataModule(workspace.data, batch_config(workspace, module), module.drafter.taps,
-                                         workspace.around_prompts), workspace.training)
+    data = DraftDataModule(workspace.data, batch_config(workspace, module), module.drafter.taps,
+                           workspace.around_prompts)
+    result = fit(module, data, workspace.training, facts=training_folder.facts(workspace))
     if module.global_rank != 0:
         # This process was started for the training alone: the first one goes on.
         raise SystemExit(0)
@@ -290,6 +291,7 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     records = [record for one in result.evaluations for record in one.acceptance]
     save_acceptance(workspace.artifact, described(read_description(workspace.artifact)), records)
     say(f"\n{terminal_table(result)}\n{written['html']} shows it with plots")
+    training_folder.log_evaluation(workspace, result, artifact)
     return list(written.values())
 
 
@@ -376,7 +378,7 @@ def _perform(workspace: Workspace, names: list[str], more: Sequence[WantedStates
 
 def run(parsed: Parsed[Recipe]) -> None:
     """Everything in one recipe, from prompts to the report; stages whose output is complete are skipped."""
-    if (warning := busy_warning()) is not None:
+    if not (local_rank() or Processes.launched().rank) and (warning := busy_warning()) is not None:
         say(f"warning: {warning}", file=sys.stderr)
     perform_stages(Workspace(parsed))
 

@@ -1,8 +1,12 @@
 """Folder of a training: the settings that it was started with, the result that it left, and the work that it and the
 stages before it left out for lack of minutes."""
 
+import hashlib
 import json
-from dataclasses import asdict, fields
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,12 +15,20 @@ from ...data import TokenShard
 from ...data.answers.data_folder import read_stats
 from ...data.store.token_store import repetitions
 from ...export import TrainingRecord
+from ...export.artifact import Artifact
+from ...export.evaluation.results import EvaluationRun
+from ...export.page import Figure
+from ...export.report.evaluation_page import evaluation_page
+from ...export.report.phrases import label
 from ...modules import UserError
 from ...modules.files.atomic_files import write_file
-from ...modules.files.json_records import MistypedError, kinds_of, read_object, record_of, typed_fields
+from ...modules.files.json_records import read_object, record_of, shortened
 from ...modules.processes import Processes
 from ...trainers import FitResult
 from ...trainers.base import LEAST_STEPS
+from ...trainers.fitting import quiet
+from ...trainers.loggers import log_plots, logged
+from ..reading.recipe_files import flat
 from ..terminal import say
 from .workspace import Workspace
 
@@ -42,13 +54,11 @@ def refuse_other_run(workspace: Workspace) -> None:
     kept = {name: former.get(name) for name in DECISIVE}
     if now is None or (before is not None and before <= now):
         kept["train"] = {**train, "max_minutes": now}
-    # Both are sorted and written alike, so that the first line which differs names a key with its two values.
-    lines = [json.dumps(one, indent=2, sort_keys=True).splitlines() for one in (kept, wanted)]
-    if lines[0] != lines[1]:
-        pairs = ((a.strip(" ,"), b.strip(" ,")) for a, b in zip(*lines, strict=False) if a != b)
-        old, new = next(pairs, ("other settings", "these"))
-        raise UserError(f"{workspace.training} was started with {old}, now it is {new}; delete it to train anew, or "
-                        "choose another --out")
+    old, new = dict(flat(kept)), dict(flat(wanted))
+    for name in sorted({*old, *new}):
+        if old.get(name) != new.get(name) and not isinstance(new.get(name, old.get(name)), Mapping):
+            raise UserError(f"{workspace.training} was started with {name} {shortened(old.get(name))}, now it is "
+                            f"{shortened(new.get(name))}; delete it to train anew, or choose another --out")
 
 
 def check_settings(workspace: Workspace) -> None:
@@ -66,6 +76,14 @@ def check_settings(workspace: Workspace) -> None:
     if not Processes.launched().rank:
         write_file(folder / SETTINGS_FILE, json.dumps(
             {**{name: workspace.decisive[name] for name in DECISIVE}, "data": data}, indent=2, sort_keys=True) + "\n")
+
+
+def facts(workspace: Workspace) -> dict[str, Any]:
+    """The recipe of a training, and hashes of what decided its weights, for a logger."""
+    recipe = json.dumps(workspace.decisive, sort_keys=True)
+    return {"recipe": workspace.settings, "hashes": {
+        "target": workspace.target.identity.weights_hash, "data": workspace.manifest().hash,
+        "recipe": hashlib.sha256(recipe.encode()).hexdigest()}}
 
 
 def trained_on(folder: Path) -> str:
@@ -145,17 +163,25 @@ def read_result(folder: Path) -> FitResult:
     if not all(file.is_file() for file in files):
         raise UserError(f"{folder} holds no finished training; run draftsmith train with this recipe first")
     remedy = f"delete {RESULT_FILE}, and the same command makes it anew from the last checkpoint"
-    content = {name: value for file in files
-               for name, value in read_object(file, remedy).items()}
-    if apart := sorted({one.name for one in fields(FitResult)} ^ content.keys()):
-        raise UserError(f"{folder} was left by another version of draftsmith (its results differ in "
-                        f"{', '.join(apart)}); delete it to train anew, or choose another --out")
-    kinds = {**kinds_of(FitResult), "checkpoint": str}
+    content = {name: value for file in files for name, value in read_object(file, remedy).items()}
+    found = record_of(FitResult, content, str(files[0]), remedy)
+    return replace(found, checkpoint=folder / found.checkpoint)
+
+
+def log_evaluation(workspace: Workspace, result: EvaluationRun, artifact: Artifact) -> None:
+    """Hand what an evaluation has measured, and the plots of its report, to the logger of the training."""
+    step = read_result(workspace.training).step
     try:
-        found = typed_fields(content, kinds)
-    except MistypedError as error:
-        raise UserError(f"the results in {folder} are damaged: {error}; {remedy}") from error
-    return FitResult(**{**found, "checkpoint": folder / found["checkpoint"]})
+        with quiet(), logged(workspace.recipe.train.logger, workspace.training, facts(workspace)) as logger:
+            if logger is not None:
+                logger.log_metrics({re.sub(r"[^\w./ -]", "_", f"evaluation/{label(result, one)}/{name}"): value
+                                    for one in result.evaluations for name in ("accepted_length", "speedup")
+                                    if (value := getattr(one.overall, name)) is not None}, step)
+                log_plots(logger, {f"report/{plot.name}": plot.pixels for block in evaluation_page(result, artifact)
+                                   if isinstance(block, Figure) for plot in [block.draw()]}, step)
+    except UserError as error:
+        # An evaluation of an hour is not repeated for a service that fails.
+        say(f"warning: {error}", file=sys.stderr)
 
 
 def left_out(workspace: Workspace) -> tuple[str, ...]:

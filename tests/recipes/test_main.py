@@ -451,6 +451,22 @@ def test_a_sentence_is_one_line_and_shows_the_ends_of_a_long_word() -> None:
     assert one_sentence(path) == path
 
 
+@pytest.mark.parametrize(("given", "said"), [
+    ({"TORCHELASTIC_RUN_ID": "run", "RANK": "1", "LOCAL_RANK": "0"}, ""),
+    ({"TORCHELASTIC_RUN_ID": "run", "RANK": "0"}, "a line\n"),
+    ({"LOCAL_RANK": "1"}, ""),
+    ({}, "a line\n"),
+])
+def test_the_first_of_several_processes_speaks_for_all(
+    given: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    say("a line")
+    say("an error", file=sys.stderr)
+    assert capsys.readouterr() == (said, "an error\n")
+
+
 def test_errors_and_warnings_and_progress_lines_show_escapes(capsys: pytest.CaptureFixture[str]) -> None:
     complain(f"a value {ESCAPE}")
     say(f"a line {ESCAPE}\n", file=sys.stderr)

@@ -112,19 +112,6 @@ def test_a_run_shows_one_tidy_line(target: Target, tmp_path: Path, monkeypatch: 
     assert re.match(r"train: 7 of 7 step in \d+:\d\d, 0:00 left, .*step.*, loss \d.*, accepted 1\.20", final), final
 
 
-def test_tensorboard_gets_the_figures(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    scripted(monkeypatch, [1.0, 1.1, 1.4, 1.4, 1.2])
-    fit(draft_module(Medusa)(target, SETTINGS), CycleData(), tmp_path, progress=False)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    measured = [(event.step, round(event.value, 3)) for event in events.Scalars("accepted_length")]
-    assert measured == [(2, 1.1), (4, 1.4), (6, 1.4), (7, 1.2)]
-    assert [event.step for event in events.Scalars("loss")] == list(range(1, 8))
-    assert {"head1/top1", "head2/loss", "expected_accepted_length", "learning_rate"} <= set(events.Tags()["scalars"])
-
-
 def test_weights_are_written_as_the_same_bytes_and_damage_is_reported(tmp_path: Path) -> None:
     module = torch.nn.Linear(4, 4)
     first, second = (save_weights(tmp_path / name, module.state_dict()) for name in ("a", "b"))

@@ -78,7 +78,7 @@ def test_a_continued_draft_is_reported_next_to_its_start(
     assert capsys.readouterr().out.count("already complete, skipped") == 4
     edit(start, provenance={})
     assert main(["run", *given]) == 2
-    assert re.search(r'train was started with "start": "[0-9a-f]{64}", now it is "start": "[0-9a-f]{64}"',
+    assert re.search(r"train was started with train.start '[0-9a-f]+\.\.\., now it is '[0-9a-f]+\.\.\.;",
                      capsys.readouterr().err)
 
 

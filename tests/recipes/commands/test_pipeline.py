@@ -42,9 +42,11 @@ from draftsmith.modules.target.linear_forms import can_pack
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import artifact_commands, compare_families, pipeline
 from draftsmith.recipes.stages.workspace import Workspace
+from draftsmith.trainers import loggers
 from safetensors.torch import load_file
 from support.artifacts import costs, trial, tuning
 from support.processes import kill, working
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parents[3]
 STAGES = 5  # Stages of a run
@@ -311,10 +313,40 @@ def test_the_answers_that_predict_chose_no_checkpoint(tiny_run: Path) -> None:
         assert min(chosen) >= 1
 
 
+def test_the_logger_has_the_recipe_hashes_final_figures_and_plots(tiny_run: Path) -> None:
+    found = EventAccumulator(str(tiny_run / "train" / "tensorboard")).Reload()
+    measured = json.loads((tiny_run / "evaluation.json").read_text())
+    [final] = found.Scalars("evaluation/medusa/accepted_length")
+    assert final.step == json.loads((tiny_run / "train" / "result.json").read_text())["step"]
+    assert final.value == pytest.approx(measured["accepted_length"])
+    assert found.Tags()["images"] == [f"report/{name}" for name in (
+        "acceptance", "speeds", "length", "cost", "training", "losses", "tree")]
+    assert found.Images("report/tree")[0].width > 100
+    facts = yaml.safe_load((tiny_run / "train" / "tensorboard" / "hparams.yaml").read_text())
+    assert facts["hashes"]["data"] == Manifest.load(tiny_run / "data").hash
+    assert facts["hashes"]["target"] == json.loads((tiny_run / "artifact" / "config.json").read_text())["target"][
+        "weights_hash"]
+    assert facts["recipe"]["distill"]["budget_tokens"] == 1200
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_a_logger_that_is_not_there_is_refused_before_anything_is_done(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    words = [command, "--config", "tiny", "--out", str(tmp_path), "--train.logger"]
+    for logger, sentence in (("wandb", "not installed: pip install wandb"), ("wandbb", "must be one of tensorboard, ")):
+        assert main([*words, logger]) == 2
+        assert sentence in capsys.readouterr().err
+    assert not [file for file in tmp_path.rglob("*") if "lock" not in file.name]
+
+
 def test_a_second_call_skips_every_stage(copied_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {file: file.stat().st_mtime_ns for file in copied_run.rglob("*") if file.is_file()}
-    run(copied_run)
-    assert capsys.readouterr().out.count("already complete, skipped") == STAGES
+    # What logs a training decides nothing.
+    for words in ((), ("--train.logger", "csv")):
+        run(copied_run, *words)
+        assert capsys.readouterr().out.count("already complete, skipped") == STAGES
     assert {file: file.stat().st_mtime_ns for file in copied_run.rglob("*") if file.is_file()} == before
 
 
@@ -738,7 +770,7 @@ def test_another_model_in_the_same_folder_is_noticed(tiny_run: Path, tmp_path: P
     assert capsys.readouterr().out.count("already complete, skipped") == 3
     beginning_with(tmp_path / "draft", target, (1,), tmp_path / "out")
     assert main(["train", *words]) == 2
-    assert 'was started with "model_in_folder": ' in capsys.readouterr().err
+    assert "was started with drafter.model_in_folder '" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "out" / "train")
     assert main(["train", *words]) == 0
     assert (tmp_path / "out" / "artifact" / "model.safetensors").read_bytes() != weights

@@ -201,6 +201,7 @@ OWN = {
                            "evaluate.graphs", "evaluate.compile", "train.activation_checkpointing",
                            "train.num_nodes"),
     "another draw": ("train.seed",),
+    "the place where the user looks at trainings": ("train.logger",),
     "another version of the user's target": ("retarget",),
     "checkpoints of other projects": ("drafter.tie_blocks", "drafter.rope_base", "drafter.bias"),
     "a draft model of the user's own shape or weights": (

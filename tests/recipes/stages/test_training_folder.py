@@ -87,7 +87,7 @@ def test_the_folder_of_another_family_is_refused_by_that(copied_run: Path, capsy
     assert f"error: {copied_run} holds a run of family medusa, and this recipe is of family hydra; choose" in said
     assert "would grow" not in said
     assert run(copied_run, "--drafter.num_heads", "2", "--distill.budget_tokens", "1600") == 2
-    assert (f'error: {copied_run / "train"} was started with "num_heads": 3, now it is "num_heads": 2; delete it to '
+    assert (f'error: {copied_run / "train"} was started with drafter.num_heads 3, now it is 2; delete it to '
             "train anew, or choose another --out") in capsys.readouterr().err
     assert {file: file.read_bytes() for file in copied_run.rglob("*") if file.is_file()} == before
 
@@ -100,7 +100,7 @@ def test_a_training_goes_on_with_more_minutes(tiny_run: Path, tmp_path: Path,
     short = json.loads((tmp_path / "train" / "result.json").read_text())
     assert short["steps"] == LEAST_STEPS
     assert run(tmp_path, *words, "1e-7") == 2
-    assert 'was started with "max_minutes": 1e-06, now it is "max_minutes": 1e-07' in capsys.readouterr().err
+    assert "was started with train.max_minutes 1e-06, now it is 1e-07" in capsys.readouterr().err
     assert run(tmp_path, *words, "600") == 0
     assert "[2/4] the drafter is trained, again: train.max_minutes changed since" in capsys.readouterr().out
     found = json.loads((tmp_path / "train" / "result.json").read_text())
