@@ -39,8 +39,8 @@ class ProgressLine(AbstractContextManager["ProgressLine"]):
             self._write("")
 
     def close(self) -> None:
-        """Write the last line; a log gets none of a stage that has not lasted long enough for one before."""
-        if self.in_place or time.monotonic() - self.started >= LOG_SECONDS:
+        """Write the last line; a log gets none too soon after the line before, or after the start."""
+        if self.in_place or time.monotonic() - self.written >= LOG_SECONDS:
             self._write("\n")
         self.shown = False
 

@@ -3,13 +3,16 @@
 import difflib
 import errno
 import os
+import platform
 import signal
 import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from io import TextIOWrapper
+from typing import Any
 
 from .terminal import Stopped, one_sentence, stopped_by_signals
 
@@ -63,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(overview(), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else USER_MISTAKE
     if arguments[0] == "--version":
-        print(f"draftsmith {version('draftsmith')}")
+        show_versions()
         return 0
     if arguments[0] not in COMMANDS:
         close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
@@ -103,6 +106,26 @@ def overview() -> str:
         "  draftsmith COMMAND --config FILE --print_config prints the whole recipe in force.",
         "  FILE is a path, or the name of a recipe in the package: --config quickstart.",
     ])
+
+
+def show_versions() -> None:
+    """Print what a report of a bug needs; versions first, since an installation may be broken."""
+    for name in ("draftsmith", "torch", "transformers", "lightning"):
+        print(f"{name:<13}{version(name) if find_spec(name) else 'not installed'}")
+    print(f"{'python':<13}{platform.python_version()}, {platform.platform()}", flush=True)
+    import torch
+    from torch.utils import collect_env
+
+    from ..export.evaluation.contention import processor
+
+    driver: Any = collect_env.get_nvidia_driver_version
+    devices = [f"{torch.cuda.get_device_name(number)}, CUDA {torch.version.cuda}, driver {driver(collect_env.run)}"
+               for number in range(torch.cuda.device_count())]
+    for device in devices or ["mps" if torch.backends.mps.is_available() else "none"]:
+        print(f"{'device':<13}{device}")
+    known = [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16", "sve", "bf16")
+             if torch.cpu.get_capabilities().get(name)]
+    print(f"{'processor':<13}{processor()}, {os.cpu_count()} cores, {' '.join(known) or 'no AVX2 or wider'}")
 
 
 def complain(message: str) -> int:

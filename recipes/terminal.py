@@ -30,13 +30,9 @@ def printable(text: str, keep: str = "") -> str:
     line breaks, stay."""
     if text.isprintable():
         return text
-    shown = []
-    for letter in text:
-        number = ord(letter)
-        # As in Python's own strings.
-        code = f"x{number:02x}" if number < 0x100 else f"u{number:04x}" if number < 0x10000 else f"U{number:08x}"
-        shown.append(letter if letter.isprintable() or letter in keep else f"\\{code}")
-    return "".join(shown)
+    # Codes as in Python's own strings.
+    return "".join(letter if letter.isprintable() or letter in keep else letter.encode("unicode_escape").decode()
+                   for letter in text)
 
 
 def one_sentence(text: str) -> str:
@@ -55,8 +51,9 @@ def stage_line(text: str, file: TextIO | None = None) -> None:
 
 def say(text: str, *, end: str = "\n", file: TextIO | None = None) -> None:
     """Print at once; line breaks and tabs stay, other control characters are written as their codes. Of the processes
-    that torchrun has started the first one speaks for all; each reports its own errors."""
-    if file is None and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
+    that torchrun or Lightning has started the first one speaks for all; each reports its own errors."""
+    rank = os.environ.get("RANK" if "TORCHELASTIC_RUN_ID" in os.environ else "LOCAL_RANK", "0")
+    if file is None and rank != "0":
         return
     print(printable(text, keep="\n\t"), end=end, file=sys.stdout if file is None else file, flush=True)
 

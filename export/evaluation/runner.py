@@ -139,13 +139,13 @@ class Runner:
         `generate`'s, sampled ones this project's plain loop's."""
         def answer(asked: Sequence[Exchange], _turn: int) -> dict[int, Sequence[int]]:
             missing = [one for one in asked if self.references.find(one.prompt, temperature, one.index) is None]
-            budget.line.advance(len(asked) - len(missing))
+            budget.count(len(asked) - len(missing))
             found: dict[int, Sequence[int]] = {}
             for group in untimed_batches(missing):
                 made = (self.decoder.generate(group)[0] if temperature == 0 else
                         [one.tokens for one in self.decoder.decode(group, None, len(group))[0].generations])
                 found |= zip((one.index for one in group), made, strict=True)
-                budget.line.advance(len(group))
+                budget.count(len(group))
             return found
 
         return self._answered(entries, temperature, answer)
@@ -163,6 +163,7 @@ class Runner:
 
         def answer(asked: Sequence[Exchange], turn: int) -> dict[int, Sequence[int]]:
             made: dict[str, list[list[int]]] = {}
+            drafted: list[Sequence[int]] = []
             for name in rotated(names, place + turn - 1):
                 if name == GENERATE:
                     made[name], taken = self.decoder.generate(asked)
@@ -173,9 +174,10 @@ class Runner:
                     # The pass over the prompt emits the first token.
                     passes[name] += sum(1 + len(generation.emitted) for generation in result.generations)
                     draft_seconds[name] += result.stats.draft_seconds
+                    drafted += [generation.emitted for generation in result.generations if name != PLAIN]
                 tokens[name] += sum(map(len, made[name]))
                 seconds[name] += taken
-            budget.line.advance(len(names) * len(asked))
+            budget.count(len(names) * len(asked), drafted)
             return dict(zip((one.index for one in asked), made[PLAIN if temperature else GENERATE], strict=True))
 
         exchanges = self._answered(group, temperature, answer)
@@ -194,9 +196,9 @@ class Runner:
         trees: answers depend on that, but not on how many rows are decoded at once, so that batch sizes share them."""
         ordered = [exchange for group in untimed_batches(exchanges) for exchange in group]
 
-        def count(_generation: Generation, _tokens: list[int], finished: bool) -> None:
+        def count(generation: Generation, _tokens: list[int], finished: bool) -> None:
             if finished:
-                budget.line.advance(1)
+                budget.count(1, [generation.emitted])
 
         for method in self.schedule.methods:
             for shape, batch_size in method.shapes(self.schedule.config.batches, found.temperature).items():

@@ -164,11 +164,18 @@ class Budget:
         self.limit = math.inf if minutes is None else 60 * minutes  # Seconds of the whole evaluation
         self.clock, self.started = clock, clock()
         self.line = ProgressLine("evaluate", None, "answer", shown=False)  # Counts answers
+        self.emitted = self.passes = 0  # Tokens of drafted answers after the first, and the passes that emitted them
 
     @property
     def elapsed(self) -> float:
         """Seconds since the start."""
         return self.clock() - self.started
+
+    def count(self, answers: int, drafted: Sequence[Sequence[int]] = ()) -> None:
+        """Count answers on the line; of `drafted` ones each has the tokens that its passes emitted."""
+        self.emitted, self.passes = self.emitted + sum(map(sum, drafted)), self.passes + sum(map(len, drafted))
+        self.line.figures = f"accepted {self.emitted / self.passes:.2f}" if self.passes else ""
+        self.line.advance(answers)
 
     def fitting(self, pieces: Sequence[T], *, least: int, share: float = 1.0,
                 sort: Callable[[T], Hashable] = lambda _: None) -> Iterator[T]:

@@ -155,7 +155,7 @@ def test_other_commands_start_again(tiny_run: Path, monkeypatch: pytest.MonkeyPa
 def test_one_more_ctrl_c_on_the_way_out_shows_no_traceback() -> None:
     program = ("import os, signal, sys, time\n"
                "from draftsmith.recipes.__main__ import main\n"
-               "sys.argv = ['draftsmith', '--version']\n"
+               "sys.argv = ['draftsmith', '--help']\n"
                "main()\n"
                "os.kill(os.getpid(), signal.SIGINT)\n"
                "time.sleep(60)\n")

@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from draftsmith import modules
 from draftsmith.modules import BASELINES, FASTEST, PARTNERS, POLICIES
 from draftsmith.recipes.__main__ import COMMANDS, complain, main, one_line
@@ -159,9 +160,21 @@ def test_help_of_a_section_that_is_not_there_names_the_others(capsys: pytest.Cap
         capsys, "run", "--help.trian")
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("gpu", [False, True])
+def test_versions_are_those_that_a_report_of_a_bug_needs(gpu: bool, capsys: pytest.CaptureFixture[str],
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"H100 number {number}")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_bf16": gpu})
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("draftsmith ")
+    shown = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    devices = [f"H100 number {number}, CUDA {torch.version.cuda}, driver" for number in range(2)] if gpu else ["none"]
+    assert [name for name, _ in shown] == ["draftsmith", "torch", "transformers", "lightning", "python",
+                                           *["device"] * len(devices), "processor"]
+    assert all(said.startswith(device) for (_, said), device in zip(shown[5:], devices, strict=False))
+    assert shown[1][1] == torch.__version__
+    assert shown[-1][1].endswith(f", {os.cpu_count()} cores, avx2{' amx_bf16' * gpu}")
 
 
 # Recipes and overrides -----------------------------------------------------------------------------------------------
@@ -438,7 +451,7 @@ ESCAPE = "\x1b[2J\x1b]0;title\x07"
     ("plain ↵ text ×", "plain ↵ text ×"),
     (ESCAPE, r"\x1b[2J\x1b]0;title\x07"),
     ("a\u202eb\u200bc\ud800\U000e0001", r"a\u202eb\u200bc\ud800\U000e0001"),
-    ("a\nb\tc\rd", "a\nb\tc\\x0dd"),
+    ("a\nb\tc\rd", "a\nb\tc\\rd"),
 ])
 def test_control_characters_are_written_as_their_codes(text: str, shown: str) -> None:
     assert printable(text, keep="\n\t") == shown

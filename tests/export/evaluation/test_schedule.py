@@ -187,14 +187,16 @@ def test_a_slow_first_bundle_says_nothing_of_the_next() -> None:
     assert len(list(worked(Budget(10.0, clock), clock, [1.0, 400.0, *[10.0] * 50]))) > 10
 
 
-def test_the_line_ends_with_the_minutes_and_its_total_stays() -> None:
+def test_the_line_ends_with_the_minutes_its_total_stays_and_it_shows_what_drafts_add() -> None:
     clock = Clock()
     budget = Budget(10.0, clock)
     budget.line = ProgressLine("evaluate", 1000, "answer", seconds_left=lambda: budget.limit - budget.elapsed,
                                shown=False)
     clock.now += 60.0
-    budget.line.advance(10)
-    assert re.fullmatch(r"evaluate: 10 of 1,000 answer in 0:00, 9:00 left, .*", str(budget.line))
+    budget.count(7)
+    assert "accepted" not in str(budget.line)
+    budget.count(3, [[3, 1], [2], [1]])
+    assert re.fullmatch(r"evaluate: 10 of 1,000 answer in 0:00, 9:00 left, .*, accepted 1\.75", str(budget.line))
 
 
 def test_the_opening_names_the_work_and_its_limit() -> None:
