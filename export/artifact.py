@@ -217,7 +217,7 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
             "family": drafter.family,
             "class": f"{type(drafter).__module__}.{type(drafter).__qualname__}",
             "drafter": drafter.describe(),
-            "target": {**vars(identity), "name": name},
+            "target": {**identity.fields(), "name": name},
             "tree": {"parents": list(topology.parents), "ranks": list(topology.ranks)},
             "weights_sha256": file_sha256(partial / WEIGHTS),
             "provenance": portable(provenance),

@@ -22,6 +22,9 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
     provenance, target, form = config["provenance"], config["target"], config["target"]["quantization"]
     rounded = f", quantised ({form}): the draft is distilled from these" if form else ""
     setting = f", quantization={form!r}" if form in get_args(Quantization) else ""
+    if target.get("adapter"):
+        setting += ", adapter='/path/to/its/adapter'"
+        rounded += f", with the adapter `{target['adapter']}` merged into them"
     adapter: list[str] = []
     if "adapter" in config:
         adapter = ["**It changes the target.** The artifact holds a low-rank adapter of "

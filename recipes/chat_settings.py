@@ -90,6 +90,9 @@ def named_target(folder: Path, config: TargetConfig) -> TargetConfig:
     config = replace(config, quantization=config.quantization or rounded)
     if config.name != ARTIFACT_TARGET:
         return config
+    if identity.adapter and config.adapter is None:
+        raise UserError(f"{folder} was made for {name} with an adapter ({identity.adapter[:12]}...), which is loaded "
+                        "only if you name it; give --target.adapter FOLDER, or --target.name FOLDER of both merged")
     if is_local(name):
         raise UserError(f"{folder} was made for the model in the folder or file {name}, which is loaded only if you "
                         "name it; give --target.name FOLDER")

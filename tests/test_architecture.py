@@ -234,8 +234,8 @@ def test_the_house_is_small() -> None:
 
 
 def test_modules_need_no_extra() -> None:
-    """But for one placement, for which a file imports DeepSpeed inside its functions."""
-    apart = ("processes.py",)
+    """But for one placement and for adapters, whose files import DeepSpeed and peft inside their functions."""
+    apart = ("processes.py", "peft_adapter.py")
     needed = {reached[0] for path in room_files("modules") if path.name not in apart
               for _, reached in imports(path, path.read_text())}
     assert not needed & EXTRAS

@@ -381,7 +381,7 @@ class DraftModule(L.LightningModule):
         config.pop("max_minutes")
         return {"config": decisive_settings(config), "family": self.drafter.family,
                 "drafter": self.drafter.describe(), "draft_vocabulary": chosen,
-                "target": vars(self.target.identity), **self.sources}
+                "target": self.target.identity.fields(), **self.sources}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the settings that identify the run, and its counters."""

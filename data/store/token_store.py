@@ -186,7 +186,7 @@ class Manifest:
         """The JSON file; equal manifests give equal bytes."""
         # Times and paths stay out: equal recipes give equal bytes on any machine.
         content = {"format_version": FORMAT_VERSION, **vars(self)}
-        content["target"] = vars(self.target)
+        content["target"] = self.target.fields()
         content["shards"] = [asdict(shard) for shard in self.shards]
         content["held_out"] = None if self.held_out is None else asdict(self.held_out)
         return _json({**content, "sha256": hash_bytes(_json(content))})

@@ -77,7 +77,8 @@ def export_huggingface(drafter: DraftLM, target: Target, folder: Path, settings:
     if drafter.token_ids is not None:
         write_file(folder / TRAINED, json.dumps(drafter.token_ids.tolist()) + "\n")
     # Weights of eight bits transformers reads with another library alone.
-    example = ASSISTED.format(target=hub_name(target.identity.name) or Places.target)
+    hub = None if target.adapter else hub_name(target.identity.name)
+    example = ASSISTED.format(target=hub or Places.merged)
     return Contents(title="A draft language model", table=table,
                     example=example if weights in (FLOAT32, BFLOAT16) else "")
 

@@ -175,8 +175,8 @@ def _command(drafter: DraftLM | Eagle3 | BlockDraft, places: Places) -> dict[str
     least = [] if drafts.least is None or not judges else ["--spec-draft-p-min", f"{drafts.least:g}"]
     return {"llama.cpp": shlex.join([
         "llama-server", "-m", places.gguf, "-md", f"{places.folder}/{GGUF_FILE}", "--spec-type", kind,
-        "--spec-draft-n-max", str(drafts.chain(drafter)), *least, "-ctk", "f32", "-ctv", "f32",
-        "-fa", "off"])}
+        "--spec-draft-n-max", str(drafts.chain(drafter)), *least, "-ctk", "f32", "-ctv", "f32", "-fa", "off",
+        *(["--lora", f"{places.adapter}.gguf"] if places.rank else [])])}
 
 
 # Drafters over the target's states ------------------------------------------------------------------------------------

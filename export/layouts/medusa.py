@@ -15,9 +15,8 @@ from ...modules import Medusa, MedusaConfig, Target, UserError
 from ...modules.families.medusa.layout import BLOCK, FIRST, OFFICIAL, OUTPUT, READ, TOKENS, VLLM
 from ...modules.interfaces.layout import there
 from ...modules.target.draft_vocabulary import over_all_tokens
-from ..artifact import portable
 from .parts.checkpoint import Checkpoint, Contents, output_bias, own_names, repeated, stored, tied, write_layout
-from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Served
+from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Served, target_name
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"  # The name that TGI requires; vLLM takes any
 
@@ -25,7 +24,7 @@ MEDUSA_FILE = "medusa_lm_head.safetensors"  # The name that TGI requires; vLLM t
 def export_medusa(drafter: Medusa, target: Target, folder: Path, settings: ExportSettings) -> Contents:
     """Write Medusa heads as FasterDecoding/Medusa, TGI and vLLM up to 0.32 load them."""
     # TGI recognises Medusa by the absence of "architectures". Without medusa_fc_bias vLLM drops the biases silently.
-    config = {"base_model_name_or_path": portable(target.identity.name), "hidden_size": drafter.hidden_size,
+    config = {"base_model_name_or_path": target_name(target), "hidden_size": drafter.hidden_size,
               "medusa_fc_bias": True, "medusa_num_heads": drafter.config.num_heads,
               "medusa_num_layers": drafter.config.num_layers, "vocab_size": drafter.vocab_size}
     return Contents(title="Medusa heads",
@@ -66,7 +65,7 @@ def export_medusa_vllm(drafter: Medusa, target: Target, folder: Path, settings: 
     tokens = {} if ids_Q is None else {TOKENS: ids_Q[order_Q].cpu().clone()}
     # The keys of vLLM's class, not those of FasterDecoding: by `medusa_num_heads` Text Generation Inference would take
     # the folder for one that it can load. Without medusa_fc_bias vLLM drops the biases silently.
-    config = {"architectures": ["MedusaModel"], "base_model_name_or_path": portable(target.identity.name),
+    config = {"architectures": ["MedusaModel"], "base_model_name_or_path": target_name(target),
               "hidden_size": drafter.hidden_size, "medusa_fc_bias": True, "model_type": "medusa",
               "num_heads": drafter.config.num_heads, "num_hidden_layers": drafter.config.num_layers,
               "original_lm_head": True, "read_by": "vLLM up to 0.32; not Text Generation Inference",

@@ -20,7 +20,6 @@ from ...modules.families.hydra.layout import BLOCK, DROPOUT, EMBEDDING, FIRST, F
 from ...modules.interfaces.layout import there
 from ...modules.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.target.draft_vocabulary import over_all_tokens
-from ..artifact import portable
 from .parts.checkpoint import (
     Checkpoint,
     Contents,
@@ -34,7 +33,7 @@ from .parts.checkpoint import (
     tied,
     write_layout,
 )
-from .parts.export_format import ExportFormat, ExportSettings, ImportSettings
+from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, target_name
 
 HYDRA_FILE = "hydra_lm_head.safetensors"  # The official code reads the same tensors from hydra_lm_head.pt
 KANGAROO_FILE = "model.safetensors"  # The official code reads the same tensors from pytorch_model.bin
@@ -50,7 +49,7 @@ _PLAIN = {"vt_attention_type": "ensemble", "aggregation_type": "mean", "num_exit
 
 def export_hydra(drafter: Hydra, target: Target, folder: Path, settings: ExportSettings) -> Contents:
     """Write Hydra heads as the official code stores them."""
-    config = {"base_model_name_or_path": portable(target.identity.name), "grounded_heads": True,
+    config = {"base_model_name_or_path": target_name(target), "grounded_heads": True,
               "hidden_state_offset": 0, "hydra_head_arch": "prefix-mlp" if drafter.config.prefix else "mlp",
               "hydra_num_heads": drafter.config.num_heads, "hydra_num_layers": drafter.config.num_layers}
     return Contents(title="Hydra heads", table=write_layout(folder, HYDRA_FILE, hydra_tensors(drafter, target), config),
@@ -191,7 +190,7 @@ KANGAROO = ExportFormat(name="kangaroo", content="Kangaroo adapters", families=(
 def export_ppd(drafter: PromptTokens, target: Target, folder: Path, settings: ExportSettings) -> Contents:
     """Write prompt tokens as the official code reads them; a reduced draft vocabulary becomes the whole one."""
     config = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM",
-              "base_model_name_or_path": portable(target.identity.name), "inference_mode": True,
+              "base_model_name_or_path": target_name(target), "inference_mode": True,
               "num_special_tokens": drafter.config.num_tokens, "virtual_tokens_per_special_token": drafter.copies,
               "num_virtual_tokens": drafter.virtual_nodes, "token_dim": drafter.hidden_size, **_PLAIN}
     return Contents(title="Prompt tokens", table=write_layout(folder, PPD_FILE, stored({_PROMPTS: drafter.prompts}),

@@ -103,5 +103,6 @@ OPENVINO = ExportFormat[DraftLM | Eagle3 | BlockDraft](
     readers={"OpenVINO GenAI": ""}, families=(DraftLM, Eagle3, BlockDraft), refusal=_refusal, write=export_openvino,
     option="convert_with",
     others=lambda drafter, places: {"optimum-intel, which converts the target": shlex.join([
-        "optimum-cli", "export", "openvino", "-m", places.target, "--task", "text-generation-with-past",
+        *("optimum-cli", "export", "openvino", "-m", places.merged if places.added else places.target),
+        "--task", "text-generation-with-past",
         *("--weight-format", "fp32"), os.path.normpath(f"{places.folder}/../target-openvino")])})

@@ -92,7 +92,7 @@ def export_artifact(artifact: Artifact, target: Target, format_name: str, out: P
         # A readable copy of what `push` compares: the marker of the folder stays on this machine.
         write_file(scratch / ORIGIN, as_json(portable({
             "format": chosen.name, "family": artifact.drafter.family, "weights_sha256": artifact.weights_sha256,
-            "target": vars(artifact.identity)})))
+            "target": artifact.identity.fields()})))
         if chosen.write_target is None:
             write_file(scratch / ACCEPTANCE, as_json(artifact.acceptance))
         write_file(scratch / "README.md", folder_readme(chosen, artifact, contents, formats_of(artifact), settings))
@@ -158,21 +158,23 @@ def folder_readme(chosen: ExportFormat[Any], artifact: Artifact, contents: Conte
     page: list[Block] = [Heading(f"{contents.title} for {portable(name)}", 1),
                          *(Text(said) for said in (contents.note, chosen.warning(drafter)) if said)]
     hub = export_format.hub_name(name)
-    places = Places(target=hub or Places.target, on_hub=hub is not None, drafts=settings.drafts)
+    places = Places(target=hub or Places.target, on_hub=hub is not None, drafts=settings.drafts).adapted(
+        artifact.target, "../adapter")
     # A folder with the adapted target and drafts in one is none that `commands` is about.
     commands = chosen.commands(drafter, places) if artifact.adapter is None or chosen.write is None else {}
     if commands:
         page += [Heading("Serve it"), *([] if chosen.write is None else [Text(settings.drafts.said)])]
         # An export keeps no path of this machine.
         given = f"/path/to/{portable(name)}" if is_local(name) else None
-        if hub is None and (writing := target_command(artifact, commands, places, "../artifact", given)):
+        if writing := target_command(artifact, commands, places, "../artifact", given):
             where = f"; replace `{given}` by the path of its folder or file" if given else ""
-            page += [Text(f"`{places.target}` is the target as a folder, which this command writes from the artifact"
+            page += [Text(f"`{places.merged}` is the target as a folder, which this command writes from the artifact"
                           f"{where}:"), Text(f"```bash\n{writing}\n```")]
         for engine, command in commands.items():
             page += [Text(f"{engine}, in this folder:"), Text(f"```bash\n{command}\n```")]
             if engine == export_format.ON_CPU and chosen.write is not None:
                 page.append(Text(export_format.WRONG_SAMPLES))
+        page += map(Text, places.said(commands) if chosen.write is not None else ())
     page += [Text(contents.example)] if contents.example else []
     others = tuple(f"`--format {one.name}`: {one.read_by(drafter)}" for one in fitting if one.name != chosen.name)
     if others and chosen.write is not None:
@@ -188,10 +190,13 @@ def target_command(artifact: Artifact, commands: Mapping[str, str], places: Plac
                    name: str | None) -> str:
     """The command that writes the target's folder, which one of `commands` reads; empty where none does. `folder` is
     the artifact's, `name` the target's path, None where the artifact names it."""
-    if all(places.target not in shlex.split(command) for command in commands.values()):
+    # Text Generation Inference finds it by the drafter's config.json.
+    if all(places.merged not in shlex.split(command) for command in commands.values()) and not (
+            places.adapter and "Text Generation Inference" in commands):
         return ""
-    words = ["--artifact", folder, *([] if name is None else ["--target.name", name]), "--format", "target",
-             "--out", places.target]
+    words = ["--artifact", folder, *([] if name is None else ["--target.name", name]),
+             *(["--target.adapter", places.adapter] if places.adapter else []), "--format", "target",
+             "--out", places.merged]
     # Code of others runs only where the command line says so.
     if all(artifact.drafter.family != one.family for one in DRAFTERS):
         words += ["--trust", "true"]

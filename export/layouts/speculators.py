@@ -18,12 +18,11 @@ from ...modules import BlockDraft, Eagle3, Target
 from ...modules.families.block import layout as block
 from ...modules.families.eagle3.layout import LAYERS, NORMS, TWIN
 from ...modules.interfaces.layout import there
-from ..artifact import portable
 from . import dflash, eagle
 from .eagle import EAGLE, EAGLE_FILE, OPENS, borrows_output, read_eagle, third_tensors
 from .parts.checkpoint import Checkpoint, Contents, write_layout
 from .parts.compressed_tensors import OUTPUT, compressed, compressed_config
-from .parts.export_format import ExportFormat, ExportSettings, ImportSettings
+from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, target_name
 from .parts.state_drafters import entries, layer_config, linear_names, tapped
 
 VERSION = "0.9.0"  # The version of the library whose layout this is
@@ -87,7 +86,7 @@ def _served(target: Target, algorithm: str, tokens: int) -> dict[str, Any]:
     return {"algorithm": algorithm, "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1,
                                   "accept_tolerance": 0.0}],
-            "verifier": {"name_or_path": portable(target.identity.name),
+            "verifier": {"name_or_path": target_name(target),
                          "architectures": list(target.config.architectures or [])}}
 
 

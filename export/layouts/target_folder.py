@@ -45,7 +45,8 @@ def export_target(artifact: Artifact, folder: Path, settings: ExportSettings) ->
     artifact.target.tokenizer.save_pretrained(folder)
     if artifact.adapter is None:
         dtype = str(artifact.target.dtype).removeprefix("torch.")
-        return Contents(title="The target, without drafts,", note=f"Its weights are in {dtype}.")
+        merged = " Its adapter is merged into them." if artifact.target.adapter else ""
+        return Contents(title="The target, without drafts,", note=f"Its weights are in {dtype}.{merged}")
     name = portable(artifact.identity.name)
     return Contents(title="Adapted weights, without drafts,", note=(
         f"{name} with the adapter of a draftsmith artifact merged into its weights: its answers are no longer "
@@ -139,6 +140,9 @@ def _replace(file: Path, tensors: dict[str, Tensor]) -> None:
 
 def _refusal(drafter: Mtp, target: Target) -> str:
     """The reason that the target's files have no place for the head; empty where they have."""
+    if target.adapter is not None:
+        return (f"the format mtp writes the files of {target.identity.name}, which are without its adapter; serve this "
+                "draft with draftsmith")
     try:
         head = NativeHead.find(target)
         with torch.device("meta"):

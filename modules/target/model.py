@@ -24,6 +24,7 @@ from .linear_forms import LinearForms, Pack, Packing
 from .loading import self_check
 from .loading.generation_defaults import GenerationDefaults, read_defaults
 from .loading.model_parts import TargetIdentity, copy_modules, decoder_of, excerpt, layer_list, rope_by_kind, text_of
+from .loading.peft_adapter import MergedAdapter
 from .loading.stored_weights import require_finite
 from .partial_passes import PassLayout
 from .recurrent.recurrent_passes import SegmentPass, install, running
@@ -65,6 +66,7 @@ class Target:
         if not sketched:
             require_finite(model, f"the target {name!r}")
         self.identity = TargetIdentity.of(model, tokenizer, name)
+        self.adapter: MergedAdapter | None = getattr(model, "merged_adapter", None)
         self.defaults: GenerationDefaults = read_defaults(model.generation_config, tokenizer, name, self.vocab_size)
         self.eos_ids, self.biases = self.defaults.eos_ids, self.defaults.biases  # Read when the target was loaded
         self.native_attention: str = self.config._attn_implementation

@@ -260,17 +260,19 @@ def say_commands(given: ExportArguments, chosen: ExportFormat[Any], artifact: Ar
     there = name if Path(name).is_dir() else hub_name(name)
     # Not the folder of the export itself, which it would replace.
     neighbour = str(given.out.parent / ("target" if given.out.name != "target" else "whole-target"))
-    places = Places(folder=str(given.out), target=there or neighbour, gguf=str(gguf or Places.gguf),
-                    on_hub=there is not None and there == hub_name(name), drafts=drafts)
+    places = Places(folder=str(given.out), target=there or neighbour, gguf=str(gguf or Places.gguf), merged=neighbour,
+                    on_hub=there is not None and there == hub_name(name), drafts=drafts).adapted(
+                        artifact.target, given.target.adapter or "")
     commands = chosen.commands(artifact.drafter, places)
-    if there is None and (writing := target_command(artifact, commands, places, str(given.artifact), named)):
+    if writing := target_command(artifact, commands, places, str(given.artifact), named):
         commands = {"the target as a folder": writing, **commands}
     for engine, command in commands.items():
         say(f"\n{engine}:\n{command}")
         if engine == ON_CPU and chosen.write is not None:
             say(WRONG_SAMPLES)
     if commands and chosen.write is not None:
-        say(f"\n{drafts.said}")
+        for sentence in (*places.said(commands), drafts.said):
+            say(f"\n{sentence}")
 
 
 def trial_prompts(template: ChatTemplate, prompts: Sequence[Prompt] = ()) -> list[list[int]]:

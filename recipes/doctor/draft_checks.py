@@ -123,7 +123,7 @@ def _target(case: Case, _: Texts) -> Finding:
                       trained.weights_hash != here.weights_hash, f"the draft was distilled from one that is {rounded}: "
                       "it has learned other answers and states", "give this command the target of the draft with "
                       "--target.name, or, if the one here is served, continue the draft for it: draftsmith run with "
-                      "this target.name and target.quantization, train.start and --retarget"))
+                      "this target.name, target.adapter and target.quantization, train.start and --retarget"))
 
 
 def _decoded(case: Case, texts: Texts) -> Finding:

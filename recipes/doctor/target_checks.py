@@ -44,7 +44,7 @@ def _identity(case: Case, data: DataSample) -> Finding:
     return judged(name, f"{in_words(written)}; here {in_words(here)}{others}",
                   "the other rows are its answers" if given else "the data are its answers",
                   (written.weights_hash != here.weights_hash, "the data are answers of another target",
-                   "distil with target.name, target.revision and target.quantization as they are served"))
+                   "distil with target.name, revision, adapter and quantization as they are served"))
 
 
 def _policy(case: Case, data: DataSample) -> Finding:
@@ -149,7 +149,8 @@ def _states(case: Case, data: DataSample) -> Finding:
 
 def in_words(identity: TargetIdentity) -> str:
     """Name of a target, with the format of its weights where they are quantised."""
-    return f"{identity.name}{f' in {identity.quantization}' if identity.quantization else ''}"
+    form = f" in {identity.quantization}" if identity.quantization else ""
+    return f"{identity.name}{form}{' with an adapter' if identity.adapter else ''}"
 
 
 def _origin(stored_ND: Tensor, name: str, own: dict[str, Tensor]) -> str:

@@ -86,7 +86,8 @@ class Workspace:
         if self.recipe.train.start is not None:
             former = TargetIdentity.from_dict(read_description(Path(self.recipe.train.start))["target"])
             if self.recipe.retarget:
-                say(f"     carries the draft for {former.name} over to {target.identity.name}")
+                adapted = " with its adapter" if target.adapter else ""
+                say(f"     carries the draft for {former.name} over to {target.identity.name}{adapted}")
             if former.tokens_hash not in ("", target.identity.tokens_hash):
                 say(f"     the tokenizers of {former.name} and {target.identity.name} differ: what the draft knows of "
                     "ids that mean other text now is of no use")
@@ -207,7 +208,7 @@ class Workspace:
             digest = NativeHead.find(self.tried.target).digest
             for section in readers:
                 section["head_in_target"] = digest
-        for name in ("placement", "degree", "offload"):
+        for name in ("placement", "degree", "offload", *([] if target["adapter"] else ["adapter"])):
             target.pop(name)
         answers.pop("workers")
         answers.pop("states_from")
@@ -309,4 +310,6 @@ def target_files(target: TargetConfig, template: TemplateConfig) -> dict[str, li
         folders = (Path(target.name), Path(target.name, "additional_chat_templates")) if is_local(target.name) else ()
         model = sorted(file for folder in folders for file in folder.glob("*") if file.is_file())
     others = {"target.chat_template": target.chat_template, "template.tools": template.tools}
-    return {"target.name": model, **{name: [] if file is None else [Path(file)] for name, file in others.items()}}
+    adapter = [] if target.adapter is None else sorted(Path(target.adapter).glob("adapter_*"))
+    return {"target.name": model, **({"target.adapter": adapter} if adapter else {}),
+            **{name: [] if file is None else [Path(file)] for name, file in others.items()}}

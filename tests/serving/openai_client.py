@@ -1,6 +1,7 @@
 """Questions to a server in the environment of vLLM: `python openai_client.py JOB.json RESULT.json`.
 
-The job has `address`, `prompts` (lists of token ids) and `max_tokens`. The result has the answers, and the numbers of
+The job has `address`, `prompts` (lists of token ids), `max_tokens`, and a `model` where it is not the server's first.
+The result has the answers, and the numbers of
 drafts, drafted and accepted tokens.
 """
 
@@ -21,7 +22,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     from openai import OpenAI
 
     client = OpenAI(base_url=f"{job['address']}/v1", api_key="none")
-    model = client.models.list().data[0].id
+    model = job.get("model") or client.models.list().data[0].id
     answers = [client.completions.create(model=model, prompt=prompt, max_tokens=job["max_tokens"], temperature=0,
                                          extra_body={"ignore_eos": True, "return_token_ids": True}).choices[0].token_ids
                for prompt in job["prompts"]]

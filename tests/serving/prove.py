@@ -18,7 +18,7 @@ from serving.engine_table import record
 from serving.llama_cpp_cases import LLAMA_CPP_CASES, LlamaCpp
 from serving.openvino_cases import OPENVINO_CASES, OpenVino
 from serving.proof import Case, Engine, prove
-from serving.vllm_cases import NAME, VLLM_CASES, Vllm, prove_states
+from serving.vllm_cases import ADAPTER, NAME, VLLM_CASES, Vllm, prove_adapter, prove_states
 
 ENGINES: dict[str, tuple[Callable[[Path, Path], Engine], tuple[Case, ...]]] = {
     "vllm": (Vllm, VLLM_CASES),
@@ -45,12 +45,14 @@ def main() -> int:
         work = given.work or Path(scratch)
         found = prove(made(given.python, work), cases, work, given.drafters or work / "drafters") if cases else []
         states = given.engine == "vllm" and given.only in NAME
+        adapter, drafters = given.engine == "vllm" and given.only in ADAPTER, given.drafters or work / "drafters"
         sound = not states or prove_states(given.python.absolute(), work)
+        sound = (not adapter or prove_adapter(given.python.absolute(), work, drafters)) and sound
     wrong = [one for one in found if not one.holds]
     if given.record and not wrong:
         record([asdict(one) for one in found])
     print(f"\n{len(found) - len(wrong)} of {len(found)} cases are as they must be")
-    return 1 if wrong or not sound or not (found or states) else 0
+    return 1 if wrong or not sound or not (found or states or adapter) else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Cases of vLLM, and proof that its server gives the states of the embedded target: `make test-serving`."""
+"""Cases of vLLM, and proof that its server gives the states of the embedded target and adds an adapter to its base:
+`make test-serving`."""
 
 import json
 import shlex
@@ -10,15 +11,19 @@ from typing import Any
 from draftsmith.data import ChatTemplate, DistillConfig, PromptConfig, distill
 from draftsmith.data.state_engines import engine_at, probe
 from draftsmith.data.store.feature_store import Encoding
+from draftsmith.export import Artifact, export_artifact
 from draftsmith.export.engine_process import EngineProcess
 from draftsmith.export.engine_settings import TABLE, DraftSettings
 from draftsmith.export.evaluation.engine_trial import vllm_answers
-from draftsmith.export.layouts.parts.export_format import VLLM_ON_CPU, Places, Served
-from draftsmith.modules import TargetConfig, UserError, load_target
+from draftsmith.export.layouts.parts.export_format import ADAPTED, ON_CPU, VLLM_ON_CPU, Places, Served
+from draftsmith.export.layouts.registry import format_named
+from draftsmith.modules import TargetConfig, Topology, UserError, load_target
+from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from serving.openai_client import SCRIPT
-from serving.overfitted import ANSWER_TOKENS, PROMPT_TOKENS, STEPS, Texts
+from serving.overfitted import ANSWER_TOKENS, PROMPT_TOKENS, STEPS, Texts, known, texts_of, tiny_llama
 from serving.proof import Case, command, environment, ran, server
+from support.adapters import write_adapter
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 LOADER = "loader"  # Not a key of vLLM's configuration of drafts but its extra settings for loading
@@ -180,3 +185,38 @@ def prove_states(python: Path, work: Path) -> bool:
     print(f"\n{NAME}: of {tokens} tokens, within {max(gaps):.1e} of their length in float32, in {len(gaps)} files; "
           f"a server that taps other layers: {refused or 'NOT REFUSED'}", flush=True)
     return max(gaps) < 1e-3 and "gives the output of layer 1 where the output of layer 2 is asked for" in refused
+
+
+ADAPTER = "an adapter next to its base"
+
+
+def prove_adapter(python: Path, work: Path, drafters: Path) -> bool:
+    """True if the printed server adds an adapter to its base and accepts every draft that was made for both, and the
+    base alone answers otherwise. The base is the target of the other proofs less the adapter."""
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+
+    base, adapter, folder = work / "base", work / "adapter", work / "adapted"
+    wrapped = write_adapter(adapter, tiny_llama(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    for layer in wrapped.modules():
+        if isinstance(layer, LoraLayer):
+            layer.get_base_layer().weight.data -= layer.get_delta_weight("default")
+    wrapped.unload().save_pretrained(base)
+    tiny_tokenizer().save_pretrained(base)
+    target = load_target(TargetConfig(name=str(base), adapter=str(adapter), dtype="float32", device="cpu", pack=0))
+    texts, layout = texts_of(target), format_named("eagle")
+    artifact = Artifact(drafter=known("eagle3", target, texts, drafters, print), target=target,
+                        topology=Topology.chain(STEPS), identity=target.identity, provenance={})
+    export_artifact(artifact, target, "eagle", folder)
+    places = Places(target="../base").adapted(target, "../adapter")
+    words = layout.commands(artifact.drafter, places)[ON_CPU]
+    variables = environment(python, {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
+    process = EngineProcess(engine="OpenAI's client", python=python, script=SCRIPT, folder=folder)
+    job = {"address": ADDRESS, "prompts": texts.prompts, "max_tokens": ANSWER_TOKENS}
+    with server(["bash", "-c", words], folder, variables, f"{ADDRESS}/health"):
+        found = process.run({**job, "model": ADAPTED}, "asking for the adapter")
+        alone = process.run(job, "asking for its base")
+    equal, other = (sum(map(list.__eq__, one["answers"], texts.answers)) for one in (found, alone))
+    print(f"\n{ADAPTER}: {words}\n{equal} of {len(texts.answers)} answers are those of both, {found['accepted']} of "
+          f"{found['drafted']} drafted tokens accepted; {other} answers of the base are the same", flush=True)
+    return equal == len(texts.answers) and other < equal and found["accepted"] == found["drafted"] > 0

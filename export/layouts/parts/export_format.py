@@ -6,7 +6,7 @@ A layout's file defines its object next to its writer; `registry.py` lists the o
 import json
 import shlex
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -17,7 +17,7 @@ from ....modules import Drafter, Target
 from ....modules.policies.registry import MOST
 from ....modules.target.loading.loading import DEFAULT_NAME, is_local
 from ....modules.target.loading.tiny_model import TINY_NAME
-from ...artifact import Artifact
+from ...artifact import Artifact, portable
 from ...engine_settings import DraftSettings
 from .checkpoint import Checkpoint, Contents
 from .gguf_file import FLOAT32
@@ -77,6 +77,35 @@ class Places:
     gguf: str = "../target.gguf"  # The target's GGUF file
     on_hub: bool = False  # Whether the target is a name on the Hub
     drafts: DraftSettings = field(default_factory=DraftSettings)  # Numbers of tokens to draft
+    merged: str = "../target"  # The folder that the format `target` writes
+    adapter: str = ""  # The folder of the target's adapter; empty without one
+    rank: int = 0  # Its rank where engines add it to a base; 0 where they need both merged
+
+    @property
+    def added(self) -> bool:
+        """True where `target` is the base, to which vLLM and SGLang add the adapter."""
+        return self.rank > 0 and self.target != self.merged
+
+    def adapted(self, target: Target, adapter: str) -> "Places":
+        """The places of a target with an adapter, in this folder."""
+        if target.adapter is None or target.adapter.rank:
+            return self if target.adapter is None else replace(self, adapter=adapter, rank=target.adapter.rank)
+        return replace(self, adapter=adapter, target=self.merged, on_hub=False, gguf=Places.gguf)
+
+    def said(self, commands: Collection[str]) -> list[str]:
+        """Sentences on how the engines of `commands` serve a target with an adapter."""
+        said = [f"Ask vLLM for the model `{ADAPTED}` and SGLang for `{self.target}:{ADAPTED}`: the base alone answers "
+                f"to other names, and less of that is accepted. The adapter is `{self.adapter}`." if self.added else
+                f"`{self.merged}` holds base and adapter merged, so that no engine has to add it."]
+        gguf = (f"`{self.adapter}.gguf` is the adapter as llama.cpp's `convert_lora_to_gguf.py` writes it."
+                if self.rank else f"llama.cpp adds no adapter of this kind: `{self.gguf}` has to be `{self.merged}` as "
+                "its `convert_hf_to_gguf.py` writes it.")
+        return [] if not self.adapter else [gguf] if "llama.cpp" in commands else said
+
+
+def target_name(target: Target) -> str:
+    """The target for a configuration that names one: its name, or the folder that base and adapter are merged in."""
+    return Places.merged if target.adapter else str(portable(target.identity.name))
 
 
 def hub_name(name: str) -> str | None:
@@ -85,6 +114,7 @@ def hub_name(name: str) -> str | None:
     return None if is_local(name) or name in (DEFAULT_NAME, TINY_NAME) else name
 
 
+ADAPTED = "adapted"  # Name of the target's adapter in an engine
 VLLM = ("vllm", "serve")
 VLLM_ON_CPU = ("VLLM_CPU_KVCACHE_SPACE=4", "python", "-m", "vllm.entrypoints.openai.api_server", "--dtype", FLOAT32,
                "--model")
@@ -113,11 +143,15 @@ class Served:
 
     def commands(self, places: Places, chain: int) -> dict[str, str]:
         """The commands of vLLM's server, for a chain of so many tokens."""
-        if self.names_target and places.on_hub and not places.drafts.tokens:
+        if self.names_target and places.on_hub and not places.added and not places.drafts.tokens:
             return vllm_commands(places.folder)
         drafts = {**self.method, "model": places.folder, **places.drafts.vllm(chain)}
         loader = ["--model-loader-extra-config", json.dumps(self.loader)] if self.loader else []
-        return vllm_commands(places.target, "--speculative-config", json.dumps(drafts), *loader)
+        # There is room for adapters of the ranks 8, 16, 32 and so on.
+        room = str(max(8, 2 ** (places.rank - 1).bit_length()))
+        adapter = ["--enable-lora", "--max-lora-rank", room, "--lora-modules", f"{ADAPTED}={places.adapter}"]
+        return vllm_commands(places.target, "--speculative-config", json.dumps(drafts), *loader,
+                             *(adapter if places.added else []))
 
 
 Writer = Callable[[D, Target, Path, ExportSettings], Contents]

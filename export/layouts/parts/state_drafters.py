@@ -20,7 +20,7 @@ from ....modules.parts.attention import SCALINGS, carried_scaling, frequencies
 from ....modules.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from .checkpoint import Checkpoint
 from .compressed_tensors import OUTPUT
-from .export_format import Places
+from .export_format import ADAPTED, Places
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 """The tapped layers. At the top level an id counts the layers before a state (vLLM, llama.cpp, speculators):
@@ -85,7 +85,8 @@ def sglang_command(algorithm: str, places: Places, **drafts: int) -> str:
     options = {"algorithm": algorithm, **({} if places.folder == places.target else {
         "draft-model-path": places.folder}), **drafts}
     return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", places.target, *(
-        word for name, value in options.items() for word in (f"--speculative-{name.replace('_', '-')}", str(value)))])
+        word for name, value in options.items() for word in (f"--speculative-{name.replace('_', '-')}", str(value))),
+        *(["--lora-paths", f"{ADAPTED}={places.adapter}"] if places.added else [])])
 
 
 # Reading --------------------------------------------------------------------------------------------------------------

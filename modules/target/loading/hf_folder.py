@@ -60,7 +60,8 @@ def refuse_adapter(folder: Path) -> None:
     """Refuse the folder of an adapter, as PEFT writes it. Raises UserError."""
     if (folder / "adapter_config.json").exists():
         raise UserError(f"the folder {str(folder)!r} holds an adapter (adapter_config.json), which names another model "
-                        "to load; merge the adapter into its model, save that and give its folder")
+                        "to load; give that as target.name and this folder as target.adapter, or merge the adapter "
+                        "into its model, save that and give its folder")
 
 
 def read_config(folder: Path, target: Target) -> Any:

@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,9 +23,11 @@ from ..model import Target
 from . import stored_weights as weights
 from .hf_folder import refuse_adapter, without_bars
 from .model_parts import auto_class, is_quantised
+from .peft_adapter import TEMPLATE, merge_adapter
 from .self_check import LIBRARY_ERRORS
 from .tiny_model import TINY_NAME, tiny_model, tiny_tokenizer
 
+log = logging.getLogger(__name__)
 DEFAULT_NAME = "smollm2-135m-instruct"  # The embedded default target
 DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FASTEST = "fastest"  # The number format that is measured
@@ -67,9 +70,18 @@ class TargetConfig:
     quantization: weights.Quantization | None = None
     """Round the weights of linear layers on reading, to draft for a model that is served so: int8 and float8 by
     torchao, with a scale for each row, nf4 by bitsandbytes. None takes them as they are stored."""
+    adapter: str | None = None
+    """Folder of an adapter that peft wrote, such as a LoRA, which is merged into the model: the target is then base and
+    adapter together. With the placement replicated."""
     trust_remote_code: bool = False
     """Run the code that the target's folder or hub page brings along (`auto_map` in its config.json). Given on the
     command line, never in a recipe."""
+
+    def __post_init__(self) -> None:
+        if self.adapter is not None and self.placement != "replicated":
+            raise UserError(f"target.adapter {self.adapter} is merged into layers that are whole, and target.placement "
+                            f"is {self.placement}; merge it by merge_and_unload of peft, save that and give its folder "
+                            "as target.name, or set target.placement: replicated")
 
 
 def is_local(name: str) -> bool:
@@ -95,7 +107,7 @@ def load_target(config: TargetConfig) -> Target:
                         "give a model's folder")
     if config.name != TINY_NAME:
         model, tokenizer = _read_stored(config, *_source(config), dtype, device, placement)
-    elif not placement.spread and config.quantization is None:
+    elif not placement.spread and config.quantization is None and config.adapter is None:
         model, tokenizer = tiny_model(dtype=dtype), _with_template(config, tiny_tokenizer())
     else:
         # Only transformers divides, spreads or quantises a model, and only while it reads one from files.
@@ -161,6 +173,7 @@ def _sketched(config: TargetConfig) -> Any:
     if config.name == TINY_NAME:
         sketch = _sketch(tiny_model().config, dtype)
         sketch.quantised_as = weights.quantisation_of(sketch.config, config.quantization, repr(config.name))
+        merge_adapter(config.adapter, sketch, config.name)
         return sketch
     source, options = _source(config)
     with _one_sentence(config):
@@ -190,10 +203,12 @@ def _shape_and_sketch(config: TargetConfig, source: str, options: dict[str, Any]
         stored = (folder / options["gguf_file"]).stat().st_size
     else:
         stored = weights.check_layers(getattr(shape.get_text_config(), "num_hidden_layers", 0), folder, name)
-    sketch = _sketch(shape, dtype, trust=config.trust_remote_code)
+    # Of a copy: it gets another number format and, with an adapter, another output layer.
+    sketch = _sketch(deepcopy(shape), dtype, trust=config.trust_remote_code)
     weights.check_parameters(sketch, stored, name)
     sketch.quantised_as = weights.quantisation_of(None if "gguf_file" in options else shape, config.quantization, name)
     sketch.stored_in = stored_in
+    merge_adapter(config.adapter, sketch, config.name)
     return shape, sketch
 
 
@@ -215,14 +230,18 @@ def _read_stored(config: TargetConfig, source: str, options: dict[str, Any], dty
         placement.require_fit(sketch, world, gguf="gguf_file" in options)
         tokenizer = _with_template(config, weights.read_tokenizer(source, name, options))
         weights.require_rows(tokenizer, sketch.get_input_embeddings().weight.shape[0], name)
+        # An adapter is added to the weights as they are stored: added to rounded ones it would make another model.
+        read = dtype if config.adapter is None or shape.dtype == dtype else torch.promote_types(dtype, torch.float32)
         with placement.reading(sketch, device, world) as places, without_bars():
             model = weights.read_quantised(source, name, sketch.quantised_as, device, spread=placement.spread,
-                                           config=shape, dtype=dtype, **options, **places)
+                                           config=shape, dtype=read, plain=config.adapter is not None, **options,
+                                           **places)
     model.stored_in = sketch.stored_in
     if "gguf_file" in options:
         # The weights were dequantised on reading; without this, saving the model would claim that they are not.
         model.hf_quantizer.remove_quantization_config(model)
-    return model, tokenizer
+    merge_adapter(config.adapter, model, config.name)
+    return model if read == dtype else model.to(dtype), tokenizer
 
 
 def _with_template(config: TargetConfig, tokenizer: Any) -> Any:
@@ -234,6 +253,10 @@ def _with_template(config: TargetConfig, tokenizer: Any) -> Any:
             reason = (isinstance(error, OSError) and error.strerror) or "not UTF-8"
             raise UserError(f"the chat template {config.chat_template!r} could not be read ({reason}); give an "
                             "existing text file") from error
+    elif config.adapter is not None and (own := Path(config.adapter, TEMPLATE)).is_file() and (
+            read_bounded_text(own) != tokenizer.chat_template):
+        log.warning("%s is a chat template of the adapter's own, and that of %s is used; if it was trained with its "
+                    "own, set target.chat_template to that file", own, config.name)
     return tokenizer
 
 

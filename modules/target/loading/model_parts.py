@@ -78,6 +78,9 @@ class TargetIdentity:
     weights_hash: str  # Hash of the weights, see `hash_weights`
     quantization: str = ""  # Of quantised weights, as files or `target.quantization` name it, or empty. Not compared
     tokens_hash: str = ""  # Of tokens and ids, empty without a tokenizer. Compared where a draft changes its target
+    adapter: str = ""
+    """Hash of the adapter that is merged into the weights of `name`, empty without one. Not compared: a folder with
+    both merged is the same target."""
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, name: str) -> "TargetIdentity":
@@ -85,11 +88,17 @@ class TargetIdentity:
         config, rows = model.config.get_text_config(), model.get_output_embeddings().weight.shape[0]
         # SHA-256 over a tokenizer's tokens in the order of their ids: equal ones mean the same text by an id.
         tokens = [] if tokenizer is None else sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+        merged = getattr(model, "merged_adapter", None)
         return cls(name=name, architecture=plain_class(model).__name__, vocab_size=int(rows),
+                   adapter="" if merged is None else merged.digest,
                    hidden_size=int(config.hidden_size), num_layers=int(config.num_hidden_layers),
                    weights_hash="" if model.get_input_embeddings().weight.is_meta else hash_weights(model),
                    quantization=getattr(model, "quantised_as", ""),
                    tokens_hash=hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:32] if tokens else "")
+
+    def fields(self) -> dict[str, Any]:
+        """JSON-ready fields, without an adapter where there is none."""
+        return {name: value for name, value in vars(self).items() if value or name != "adapter"}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "TargetIdentity":
@@ -159,7 +168,7 @@ def text_of(model: Any, *, spread: bool = False) -> Any:
             setattr(text, inside, decoder)
             text.set_output_embeddings(head)
             text.generation_config = model.generation_config
-            for name in ("is_quantized", "hf_quantizer", "quantised_as", "stored_in"):
+            for name in ("is_quantized", "hf_quantizer", "quantised_as", "stored_in", "merged_adapter"):
                 if hasattr(model, name):
                     setattr(text, name, getattr(model, name))
             return text.train(model.training)

@@ -274,8 +274,8 @@ def quantisation_of(config: Any, wanted: Quantization | None, name: str) -> str:
 
 @torch.no_grad()
 def read_quantised(source: Any, name: str, form: str, device: torch.device, *, dtype: torch.dtype,
-                   **options: Any) -> Any:
-    """`read_model_whole` for weights of a format, kept or dequantised by the rule of this file."""
+                   plain: bool = False, **options: Any) -> Any:
+    """`read_model_whole` for weights of a format, kept or dequantised by the rule of this file; `plain` keeps none."""
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
     given, bitsandbytes = {"dtype": dtype, **options}, "bitsandbytes" in _PACKAGES.get(form, ())
@@ -300,7 +300,7 @@ def read_quantised(source: Any, name: str, form: str, device: torch.device, *, d
     borrowed = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     # By either package, what the weight of a layer has that rounds activations.
     marks = ("SCB", "act_quant_kwargs", "activation_quantization")
-    plain = cpu or rounded or any(map(is_quantised, borrowed)) or any(
+    plain = plain or cpu or rounded or any(map(is_quantised, borrowed)) or any(
         getattr(weight, mark, None) is not None for weight in weights for mark in marks)
     if not form or (weights and not plain):
         return model
