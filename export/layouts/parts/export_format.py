@@ -88,9 +88,10 @@ class Places:
 
     def adapted(self, target: Target, adapter: str) -> "Places":
         """The places of a target with an adapter, in this folder."""
-        if target.adapter is None or target.adapter.rank:
-            return self if target.adapter is None else replace(self, adapter=adapter, rank=target.adapter.rank)
-        return replace(self, adapter=adapter, target=self.merged, on_hub=False, gguf=Places.gguf)
+        if target.adapter is None:
+            return self
+        found = replace(self, adapter=adapter, rank=target.adapter.rank)
+        return found if found.rank else replace(found, target=self.merged, on_hub=False, gguf=Places.gguf)
 
     def said(self, commands: Collection[str]) -> list[str]:
         """Sentences on how the engines of `commands` serve a target with an adapter."""
