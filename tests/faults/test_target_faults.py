@@ -136,6 +136,9 @@ FAULTS = [
           r"which is loaded only if you name it; give --target\.name FOLDER", targets("../model")),
     Fault("a folder with an adapter of another model", PLAN, r"adapter_config\.json.* names another model.* merge",
           model({"adapter_config.json": '{"base_model_name_or_path": "/else/where", "peft_type": "LORA"}'})),
+    *(Fault(f"{command}, an adapter that is none", f"{command} --config {{tiny}} --out out --target.adapter ./a",
+            r"target\.adapter \./a holds no adapter_config\.json; give a folder that save_pretrained of peft wrote",
+            written("a/adapter_model.safetensors", b"")) for command in ("plan", "distill", "run")),
     *(Fault(f"a GGUF file {name}", "plan --config {tiny} --out out --target.name ./m.gguf",
             r"the target '\./m\.gguf' could not be loaded \(.*set target\.name to", written("m.gguf", content))
       for name, content in (

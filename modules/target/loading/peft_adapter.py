@@ -85,8 +85,9 @@ def merge_adapter(named: str | None, model: Any, base: str) -> None:
     plain = said.get("peft_type") == "LORA" and (isinstance(start, bool) or start == "gaussian") and not any(
         said.get(name) for name in _MERGED) and all(
         (".lora_A." in key or ".lora_B." in key) and not key.startswith(starts) for key in tensors)
-    rank = int(said["r"]) if plain and said["r"] <= MOST_RANK else 0
-    model.merged_adapter = MergedAdapter(digest=files_digest(folder, (CONFIG, WEIGHTS))[:32], rank=rank)
+    rank = said.get("r", 8) if plain else 0
+    model.merged_adapter = MergedAdapter(digest=files_digest(folder, (CONFIG, WEIGHTS))[:32],
+                                         rank=rank if rank <= MOST_RANK else 0)
 
 
 def _merge(folder: Path, where: str, model: Any, ends: tuple[Any, Any]) -> None:
