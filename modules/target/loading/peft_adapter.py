@@ -75,7 +75,7 @@ def merge_adapter(named: str | None, model: Any, base: str) -> None:
     except LIBRARY_ERRORS as error:
         reason = " ".join(str(error).split())[:240] or type(error).__name__
         raise UserError(f"{where} cannot be merged into {base} ({reason}); give its own base ({theirs}) as target."
-                        "name, or copy the adapter again") from error
+                        "name, or merge both by merge_and_unload of peft and give their folder") from error
     if text.get_output_embeddings().weight is not text.get_input_embeddings().weight:
         # Saved as it is now: with the tie declared, the adapted output layer would be left out.
         text.config.tie_word_embeddings = model.config.tie_word_embeddings = False

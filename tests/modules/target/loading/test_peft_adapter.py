@@ -138,7 +138,7 @@ def grown(tensors: dict[str, torch.Tensor]) -> None:
 FAULTS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: (folder / peft_adapter.CONFIG).unlink(), r"holds no adapter_config\.json; give a folder that"),
     (lambda folder: (folder / peft_adapter.WEIGHTS).rename(folder / "adapter_model.bin"), r"holds no \S+ \S+ a folder"),
-    (lambda folder: (folder / peft_adapter.WEIGHTS).write_bytes(b"1234"), r"header too small\); .* copy the adapter"),
+    (lambda folder: (folder / peft_adapter.WEIGHTS).write_bytes(b"1234"), r"header too small\); give its own base"),
     (lambda folder: (folder / peft_adapter.CONFIG).write_text("{"), r"adapter_config\.json.* save or copy the adapter"),
     (edited(lambda tensors: next(iter(tensors.values())).fill_(float("nan"))), r"holds base_model\S+ with values"),
     (edited(lambda tensors: tensors.popitem()), r"1 tensors, such as model\.layers\.\S+, are in one"),
