@@ -28,7 +28,6 @@ from .decoder_block import AttentionContext
 WAITING = 16
 """Most accepted tokens that are read together with the root; a longer text, such as a prompt, is read at once."""
 SLOT = -1  # Placeholder id of a mask token, which has a learned embedding and no id
-KEEP_RATE, KEEP_LEAST = 0.7, 0.2  # r and r_min of a draft language model in training
 
 
 class Text(DraftState):
@@ -217,12 +216,10 @@ def useful(features: Features, depths: int) -> Tensor:
     return valid_BLK.long().cumprod(-1).bool()
 
 
-def conditional_drop(useful_BLK: Tensor, rate: float, least: float) -> Tensor:
-    """A random choice of the mask tokens that are kept, bool [B, L, K]; depth 0 (the token itself) is unchanged.
-
-    Anchors are ranked once at random, so that an anchor that keeps mask token k also keeps those before it, which mask
-    token k sees.
-    """
+def conditional_drop(useful_BLK: Tensor, rate: float = 0.7, least: float = 0.2) -> Tensor:
+    """A random choice of the mask tokens that are kept, bool [B, L, K], with r the `rate` and r_min the `least`; depth
+    0 (the token itself) is unchanged. Anchors are ranked once at random, so that an anchor that keeps mask token k also
+    keeps those before it, which mask token k sees."""
     anchors_BL = useful_BLK[..., 0]
     chance_BL = torch.rand(anchors_BL.shape, device=anchors_BL.device).masked_fill(~anchors_BL, 2.0)
     ranks_BL = chance_BL.argsort(-1).argsort(-1)

@@ -21,15 +21,7 @@ from torch.nn.functional import pad
 from ..config_checks import Size
 from ..features import Features
 from ..interfaces.drafter import DrafterConfig, Drafts
-from ..interfaces.proposer import (
-    AheadStates,
-    DraftState,
-    Frontier,
-    Observation,
-    Scores,
-    SharesTargetRows,
-    VerifiedRows,
-)
+from ..interfaces.proposer import AheadStates, DraftState, Frontier, Observation, Scores, SharesTargetRows, VerifiedRows
 from ..row_buffers import RowBuffer
 from ..target.model import Target
 from ..target.partial_passes import ReadText

@@ -26,14 +26,7 @@ from ...interfaces.proposer import DraftState, Frontier, JudgesGuesses, Observat
 from ...parts.block_cache import BlockRows
 from ...parts.causal_drafter import useful
 from ...parts.decoder_block import AttentionContext, BlockConfig, RMSNorm
-from ...parts.feature_drafter import (
-    FIRST_OFFSET,
-    FeatureDrafter,
-    block_like,
-    chosen_taps,
-    columns_for,
-    last_norm,
-)
+from ...parts.feature_drafter import FIRST_OFFSET, FeatureDrafter, block_like, chosen_taps, columns_for, last_norm
 from ...parts.shared_embeddings import Sizes
 from ...parts.training_time_test import SlotAttention
 from ...row_buffers import RowBuffer

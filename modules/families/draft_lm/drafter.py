@@ -22,18 +22,7 @@ from ...errors import UserError
 from ...features import Features
 from ...interfaces.drafter import Drafter, Drafts, FamilyCard, Training
 from ...interfaces.proposer import Scores
-from ...parts.causal_drafter import (
-    KEEP_LEAST,
-    KEEP_RATE,
-    SLOT,
-    CausalDraft,
-    CausalState,
-    by_depth,
-    conditional_drop,
-    pack,
-    useful,
-    visible,
-)
+from ...parts.causal_drafter import SLOT, CausalDraft, CausalState, by_depth, conditional_drop, pack, useful, visible
 from ...parts.decoder_block import AttentionContext
 from ...target.attention.segment_attention import Sight, mask_arguments, visible_text
 from ...target.attention.tree_attention import place_arguments
@@ -229,7 +218,7 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
         # One pass over the texts and the kept mask tokens; in evaluation mode all are kept.
         kept_BLK = torch.ones(*features.tokens_BL.shape, self.config.depths, dtype=torch.bool, device=self.device)
         if self.training:
-            kept_BLK = conditional_drop(useful(features, self.config.depths), KEEP_RATE, KEEP_LEAST)
+            kept_BLK = conditional_drop(useful(features, self.config.depths))
         slots = pack(kept_BLK)
         masks_BS = torch.full_like(slots.anchors_BS, SLOT)
         positions_BS = features.positions_BL.gather(1, slots.anchors_BS) + slots.depths_BS

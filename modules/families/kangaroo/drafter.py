@@ -18,15 +18,7 @@ from ...config_checks import Chance, Parts, Positive
 from ...errors import UserError
 from ...features import Features
 from ...interfaces.drafter import Drafts, FamilyCard, Training
-from ...interfaces.proposer import (
-    ChainLimits,
-    DraftState,
-    Frontier,
-    Observation,
-    Scores,
-    SharesTargetRows,
-    VerifiedRows,
-)
+from ...interfaces.proposer import DraftState, Frontier, Observation, Scores, SharesTargetRows, VerifiedRows
 from ...parts.block_cache import BlockRows
 from ...parts.decoder_block import OFFICIAL_ROPE_BASE, Attention, AttentionContext, BlockConfig, RMSNorm
 from ...parts.feature_drafter import FeatureConfig, FeatureDrafter, block_like, last_norm
@@ -109,7 +101,7 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows):
         if config.exit_layer is None:
             raise UserError("exit_layer of a Kangaroo drafter must be set; use Kangaroo.create, which chooses it")
         self.exit_layer, self.taps = config.exit_layer, (config.exit_layer - 1,)
-        self.chain_limits = ChainLimits(gamma=config.gamma, eta=config.eta)
+        self.chain_limits = replace(self.chain_limits, gamma=config.gamma, eta=config.eta)
         self.layers = nn.ModuleList([AttentionLayer(block)])
         self.norm = RMSNorm(block.hidden_size, eps=block.norm_eps)
 
