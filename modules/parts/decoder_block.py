@@ -8,7 +8,7 @@ Shapes: B rows, N tokens of a pass, W keys they may see, D hidden size, H heads,
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -261,10 +261,20 @@ class GatedMLP(nn.Module):
 
 
 class ResidualLayer(nn.Module):
-    """A layer whose attention and MLP add to a residual stream."""
+    """A layer whose attention and MLP add to a residual stream, with RMSNorms of these names before the attention; the
+    MLP's output is `states` times as wide as the stream."""
 
-    self_attn: Attention
-    mlp: GatedMLP
+    input_layernorm: RMSNorm
+
+    def __init__(self, config: BlockConfig, layer: int = 0, *, norms: Sequence[str] = (), input_size: int | None = None,
+                 qk_norm: bool = False, states: int = 1) -> None:
+        super().__init__()
+        width = config.hidden_size
+        for name in norms:
+            self.add_module(name, RMSNorm(width, eps=config.norm_eps))
+        self.self_attn = Attention(config, layer, input_size=input_size, qk_norm=qk_norm)
+        self.post_attention_layernorm = RMSNorm(width, eps=config.norm_eps)
+        self.mlp = GatedMLP(width, config.intermediate_size, output_size=states * width)
 
     @torch.no_grad()
     def zero_output(self) -> None:
@@ -277,11 +287,7 @@ class DecoderBlock(ResidualLayer):
     """A Llama layer, with `qk_norm` a Qwen3 one: normalisation, attention and the MLP on a residual stream."""
 
     def __init__(self, config: BlockConfig, layer: int = 0, *, qk_norm: bool = False) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.self_attn = Attention(config, layer, qk_norm=qk_norm)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        super().__init__(config, layer, norms=("input_layernorm",), qk_norm=qk_norm)
 
     def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The residual stream after the block, [B, N, D]."""

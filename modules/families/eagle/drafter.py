@@ -15,7 +15,7 @@ from torch.nn import functional
 from ...config_checks import NotNegative, Parts
 from ...errors import UserError
 from ...interfaces.drafter import FamilyCard, Training
-from ...parts.decoder_block import Attention, AttentionContext, BlockConfig, GatedMLP, ResidualLayer, RMSNorm
+from ...parts.decoder_block import AttentionContext, BlockConfig, ResidualLayer, RMSNorm
 from ...parts.feature_drafter import EagleDrafter, FeatureConfig
 from ...parts.shared_embeddings import Sizes
 from ...target.model import Target
@@ -70,11 +70,8 @@ class BareBlock(ResidualLayer):
     they differ by the MLP alone (arXiv:2408.15562)."""
 
     def __init__(self, config: BlockConfig, states: int = 1) -> None:
-        super().__init__()
-        width, self.states = config.hidden_size, states
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(width, eps=config.norm_eps)
-        self.mlp = GatedMLP(width, config.intermediate_size, output_size=states * width)
+        super().__init__(config, states=states)
+        self.states = states
 
     def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The residual stream after the layer, [B, N, states * D]."""

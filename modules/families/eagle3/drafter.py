@@ -16,15 +16,7 @@ from torch.nn import functional
 from ...config_checks import Parts, Size
 from ...errors import UserError
 from ...interfaces.drafter import FamilyCard, Training
-from ...parts.decoder_block import (
-    Attention,
-    AttentionContext,
-    BlockConfig,
-    DecoderBlock,
-    GatedMLP,
-    ResidualLayer,
-    RMSNorm,
-)
+from ...parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock, ResidualLayer, RMSNorm
 from ...parts.feature_drafter import (
     EagleDrafter,
     FeatureConfig,
@@ -87,14 +79,11 @@ class WideBlock(ResidualLayer):
     """EAGLE-3's layer: attention reads token and state concatenated, each after a norm; the residual is the state,
     with `normed` after its norm."""
 
+    hidden_norm: RMSNorm
+
     def __init__(self, config: BlockConfig, *, normed: bool = False) -> None:
-        super().__init__()
+        super().__init__(config, norms=("input_layernorm", "hidden_norm"), input_size=2 * config.hidden_size)
         self.normed = normed
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.self_attn = Attention(config, input_size=2 * config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, embedded_BND: Tensor, read_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The states after the layer, [B, N, D]."""
