@@ -46,6 +46,20 @@ class FeatureConfig(DrafterConfig):
     longrope, llama3). The official code's is always 10000."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TappedConfig(FeatureConfig):
+    """Settings of drafters over several of the target's states."""
+
+    taps: tuple[int, ...] | None = None
+    """Layers of the target, from 0, whose outputs are read, ascending; None takes a low, a middle and a high one as in
+    EAGLE-3's official code: 1, L/2 - 1 and L - 4 of L layers. Papers on blocks have five, evenly spaced."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.taps is not None and (not self.taps or list(self.taps) != sorted(set(self.taps))):
+            raise UserError(f"taps must be ascending numbers of layers, at least one, got {list(self.taps)}")
+
+
 class FeatureDrafter(BorrowingDrafter[State]):
     """A drafter over the target's states whose decoder layers have the shape of the target's."""
 
@@ -81,12 +95,6 @@ def chosen_taps(taps: Sequence[int] | None, target: Target) -> tuple[int, ...]:
         if not 0 <= tap < layers:
             raise UserError(f"tap {tap} is not a layer of {target.identity.name}; choose from 0 to {last}")
     return tuple(taps)
-
-
-def check_ascending(taps: Sequence[int] | None) -> None:
-    """Refuse tapped layers that are none, or out of order. Raises UserError."""
-    if taps is not None and (not taps or list(taps) != sorted(set(taps))):
-        raise UserError(f"taps must be ascending numbers of layers, at least one, got {list(taps)}")
 
 
 def columns_for(taps: Sequence[int], former_EF: Tensor, former_taps: Sequence[int]) -> Tensor:

@@ -5,18 +5,15 @@ from typing import Any, Literal
 
 from ...config_checks import Parts, Size
 from ...errors import UserError
-from ...parts.feature_drafter import FeatureConfig, check_ascending
+from ...parts.feature_drafter import TappedConfig
 from .corrections import CORRECTIONS, CorrectionName, Markov
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockDraftConfig(FeatureConfig):
+class BlockDraftConfig(TappedConfig):
     """The shape of a drafter of blocks."""
 
     training_only = frozenset({"anchors"})
-    taps: tuple[int, ...] | None = None
-    """Layers of the target, from 0, whose outputs are read, ascending; None takes a low, a middle and a high one, as
-    for EAGLE-3. The papers have five, evenly spaced."""
     num_layers: Parts = 2
     """Decoder layers of the backbone; the papers have 5, DSpark's ablation 2."""
     block_size: Parts = 5
@@ -52,7 +49,6 @@ class BlockDraftConfig(FeatureConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ascending(self.taps)
         if self.aligned == "same" and self.block_size == 1:
             raise UserError("block_size is 1 and aligned 'same', and the only slot would predict the token that it "
                             "reads; set block_size to at least 2, or aligned to next")

@@ -17,28 +17,17 @@ from ...config_checks import Parts, Size
 from ...errors import UserError
 from ...interfaces.drafter import FamilyCard, Training
 from ...parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock, ResidualLayer, RMSNorm
-from ...parts.feature_drafter import (
-    EagleDrafter,
-    FeatureConfig,
-    block_like,
-    check_ascending,
-    chosen_taps,
-    columns_for,
-    last_norm,
-)
+from ...parts.feature_drafter import EagleDrafter, TappedConfig, block_like, chosen_taps, columns_for, last_norm
 from ...parts.shared_embeddings import Sizes
 from ...target.draft_vocabulary import OwnOutput
 from ...target.model import Target
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(FeatureConfig):
+class Eagle3Config(TappedConfig):
     """The shape of an EAGLE-3 drafter."""
 
     training_only = frozenset({"steps"})
-    taps: tuple[int, ...] | None = None
-    """Layers of the target, from 0, whose outputs are read, ascending; None takes a low, a middle and a high one as in
-    the official code: 1, L/2 - 1 and L - 4 of L layers."""
     steps: Parts = 7
     """Draft steps of the training-time test at each position."""
     num_layers: Parts = 1
@@ -63,7 +52,6 @@ class Eagle3Config(FeatureConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ascending(self.taps)
         if self.fc_norm and self.norm_before_fc:
             raise UserError("fc_norm and norm_before_fc are both true, and the states are normalised once; choose one")
 
