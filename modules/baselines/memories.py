@@ -22,12 +22,10 @@ RANK_PROBABILITIES = (0.45, 0.13, 0.07, 0.05, 0.04, 0.03, 0.02, 0.02)
 
 class TokenRecycling(Proposer[DraftState]):
     """Drafter with a matrix of the latest `candidates` most probable next tokens of every token, shared by all rows, on
-    a device: `vocab_size * candidates * 8` bytes.
-
-    Every verified node rewrites the line of its token, the rejected nodes too; of two nodes with the same token the
-    later one is kept. As in the paper the matrix is kept across requests; unlike there, a token that was never verified
-    has no guess instead of token 0, and of a prompt only the last token is used, since the logits of the others are not
-    computed."""
+    a device: `vocab_size * candidates * 8` bytes. Every verified node rewrites the line of its token, the rejected
+    nodes too; of two nodes with the same token the later one is kept. As in the paper the matrix is kept across
+    requests; unlike there, a token that was never verified has no guess instead of token 0, and of a prompt only the
+    last token is used, since the logits of the others are not computed."""
 
     family = "recycling"
     reads_logits = True  # True: the matrix is filled from logits

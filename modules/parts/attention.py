@@ -9,8 +9,7 @@ softmax by its log-sum-exp. Its gradient needs no scores of the whole either: th
 recomputes the weights from the log-sum-exp and the output that it is given, and takes those of the joined softmax.
 
 Shapes: B rows, N tokens, L positions of a row, H query heads, G key-value heads, R query heads of a key-value head, E
-head dimension, J half of it, or keys at a token's own position.
-"""
+head dimension, J half of it, or keys at a token's own position."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -32,9 +31,8 @@ SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 def carried_scaling(rope: dict[str, Any], head_dim: int, context_length: int) -> dict[str, Any] | None:
-    """A target's scaling for a drafter's heads, as transformers writes it but without the base; None for none.
-
-    The heads are `head_dim` wide and rotate whole: factors for a part of a head do not fit them."""
+    """A target's scaling for a drafter's heads, as transformers writes it but without the base; None for none. The
+    heads are `head_dim` wide and rotate whole: factors for a part of a head do not fit them."""
     if rope.get("rope_type") not in SCALINGS or len(rope.get("short_factor", [])) not in (0, head_dim // 2):
         return None
     kept = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
@@ -95,9 +93,7 @@ def _scaled(scaling: str, base: float, head_dim: int, device: torch.device) -> t
 def attend_segments(query_BHLE: Tensor, key_BGLE: Tensor, value_BGLE: Tensor, segments: Segments,
                     own: Sequence[tuple[Tensor, Tensor]] = ()) -> Tensor:
     """Attention output [B, H, L, E] of tokens that see their own segment up to themselves; zero at padding where there
-    are no other keys.
-
-    A token also sees the further (keys, values) [B, G, L, E] of `own` at its own position."""
+    are no other keys. A token also sees the further (keys, values) [B, G, L, E] of `own` at its own position."""
     mixed_BHLE: Tensor = _SegmentAttention.apply(  # type: ignore[no-untyped-call]
         segments.spans, query_BHLE, key_BGLE, value_BGLE, *(part for pair in own for part in pair))
     return mixed_BHLE

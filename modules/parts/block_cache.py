@@ -4,8 +4,7 @@ The keys are in a `RowCache`: first the committed positions of each row, then th
 in which they were added. Nodes are never committed; the next reading overwrites them.
 
 Shapes: B rows, N new positions, J repeated queries, F new nodes, P slots of a node, M nodes in the cache, W cache slots
-in use.
-"""
+in use."""
 
 from collections.abc import Hashable, Sequence
 
@@ -46,11 +45,8 @@ class BlockRows:
 
     def read(self, rows: list[int], size: int, *, causal: bool = True) -> AttentionContext:
         """Attention context of `size` new positions of these rows: they see all committed ones and each other, causally
-        or not.
-
-        Run the blocks with it, then call `commit`, or nothing if they are to be forgotten. Drafted nodes are discarded.
-        Padding columns must be finite: no token sees them and they are overwritten, but 0 * NaN is NaN.
-        """
+        or not. Run the blocks with it, then call `commit`, or nothing if they are to be forgotten. Drafted nodes are
+        discarded. Padding columns must be finite: no token sees them and they are overwritten, but 0 * NaN is NaN."""
         self.drop_tree()
         window = self._open(rows, size, after=0)
         slots_W = torch.arange(window.width, device=window.slots_BN.device)
@@ -60,11 +56,8 @@ class BlockRows:
 
     def reread(self, rows: list[int], size: int, counts_B: Tensor, again: int) -> AttentionContext:
         """Attention context of the `size` new positions, as in `read`, and of repeated queries: the `again` positions
-        before each row's last one.
-
-        The repeated queries see all positions up to the last one; their keys come after the new ones, no token sees
-        them, and they are never committed. `counts_B` of the new positions are real.
-        """
+        before each row's last one. The repeated queries see all positions up to the last one; their keys come after the
+        new ones, no token sees them, and they are never committed. `counts_B` of the new positions are real."""
         self.drop_tree()
         window = self._open(rows, size + again, after=0)
         new_BN = window.slots_BN[:, :size]
@@ -81,11 +74,9 @@ class BlockRows:
         self.cache.commit(counts_B[:, None], counts_B, host_counts, moved=False)
 
     def add_nodes(self, frontier: Frontier, places: int = 1) -> AttentionContext:
-        """Attention context of new nodes: they see all committed positions, their cached ancestors and themselves.
-
-        A node whose parent is not in the cache, such as the root, comes right after the committed positions. All nodes
-        of a tree have as many adjacent `places`, slots and positions, which see each other.
-        """
+        """Attention context of new nodes: they see all committed positions, their cached ancestors and themselves. A
+        node whose parent is not in the cache, such as the root, comes right after the committed positions. All nodes of
+        a tree have as many adjacent `places`, slots and positions, which see each other."""
         batch, width = frontier.nodes_BF.shape
         held = self.nodes_BM.shape[1]
         window = self._open(list(range(batch)), width * places, after=held * places)

@@ -9,8 +9,7 @@ keeps its k-th mask token (conditional drop, section 3.3): share r ** k, at leas
 
 Shapes: B rows, R rows that change, F nodes of a draft pass, W cache slots in use, N tokens, H depths scored at once, Q
 draft vocabulary, D hidden size, L positions of a row or places of the text buffer, K depths, S mask tokens of a row or
-rows of a state, G tokens of a window.
-"""
+rows of a state, G tokens of a window."""
 
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
@@ -106,10 +105,8 @@ class CausalState(Text):
 
 
 class CausalDraft(Proposer[CausalState]):
-    """A draft model with a causal cache: its states equal those of one pass over the text and the drafted path.
-
-    This class holds text, cache and trees; a subclass defines the layers that run and the output layer.
-    """
+    """A draft model with a causal cache: its states equal those of one pass over the text and the drafted path. This
+    class holds text, cache and trees; a subclass defines the layers that run and the output layer."""
 
     kept: Sequence[int]  # Layers that run, ascending
     num_layers: int  # Number of layers of the whole model
@@ -178,9 +175,8 @@ class CausalDraft(Proposer[CausalState]):
     @torch.no_grad()
     def _read(self, state: CausalState, rows: list[int], width: int, *, roots: int) -> tuple[Tensor, Tensor]:
         """(final states [R, N, D], left-aligned, counts [R]) of the tokens of these rows that are not in the cache,
-        with their roots if `roots` is 1; all but the roots are committed. Rows are padded to `width` tokens.
-
-        Mask tokens come after each root; later mask tokens see them. They are neither counted nor committed."""
+        with their roots if `roots` is 1; all but the roots are committed. Rows are padded to `width` tokens. Mask
+        tokens come after each root; later mask tokens see them. They are neither counted nor committed."""
         counts = state.unread(rows)
         rows_R = state.read.cache.row_numbers(rows)
         counts_R = state.roots_S[rows_R] + roots - state.read.cache.lengths_B[rows_R]
@@ -208,10 +204,8 @@ class Slots:
 
 
 def useful(features: Features, depths: int) -> Tensor:
-    """True for depths with a label at a position, bool [B, L, K]: all labels up to that depth exist.
-
-    While decoding a text never ends at a position without a label, and a guess needs the guesses before it.
-    """
+    """True for depths with a label at a position, bool [B, L, K]: all labels up to that depth exist. While decoding a
+    text never ends at a position without a label, and a guess needs the guesses before it."""
     valid_BLK = torch.stack([features.labels(depth + 1)[1] for depth in range(depths)], dim=-1)
     return valid_BLK.long().cumprod(-1).bool()
 

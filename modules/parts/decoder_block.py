@@ -4,8 +4,7 @@ They are Llama's, with Llama's parameter names, so that official checkpoints map
 boolean mask; training rows, chunks of a prompt and tree nodes differ in their masks alone (`block_cache.py`). Training
 on a CPU uses the segments of the rows in place of the mask (`attention.py`).
 
-Shapes: B rows, N tokens of a pass, W keys they may see, D hidden size, H heads, G key-value heads, E head dimension.
-"""
+Shapes: B rows, N tokens of a pass, W keys they may see, D hidden size, H heads, G key-value heads, E head dimension."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -67,11 +66,9 @@ class BlockConfig(CheckedSettings):
 
     @classmethod
     def like(cls, target: Target, *, rope_base: float = OFFICIAL_ROPE_BASE) -> "BlockConfig":
-        """The shape of the target's own layers; Llama's values where its configuration has none.
-
-        The MLP is dense: next to a mixture of experts it is as wide as those that a token passes. Latent attention
-        becomes grouped attention with heads of 128 numbers, eight of them with keys.
-        """
+        """The shape of the target's own layers; Llama's values where its configuration has none. The MLP is dense: next
+        to a mixture of experts it is as wide as those that a token passes. Latent attention becomes grouped attention
+        with heads of 128 numbers, eight of them with keys."""
         given: dict[str, Any] = target.config.to_dict()
         width, heads = target.hidden_size, int(target.config.num_attention_heads)
         shared, head_dim = int(given.get("num_key_value_heads") or heads), int(given.get("head_dim") or width // heads)
@@ -149,11 +146,9 @@ class AttentionContext:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm over the last dimension, in training with a backward pass of its own.
-
-    torch has a fused one on GPUs alone, and only where states and weight have one number format; elsewhere autograd
-    keeps every intermediate result.
-    """
+    """torch's RMSNorm over the last dimension, in training with a backward pass of its own. torch has a fused one on
+    GPUs alone, and only where states and weight have one number format; elsewhere autograd keeps every intermediate
+    result."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The normalised states, in their own number format."""

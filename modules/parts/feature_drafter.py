@@ -6,8 +6,7 @@ there predicts x_{p+2}. After the last such position it continues with its own s
 provides the target's states of more positions: the drafted states are discarded and the target's are read.
 
 Shapes: B rows, L positions, N new positions, K draft steps, D hidden size, R rows of a decoding state, F frontier
-nodes, M nodes of the growing tree, Q entries of the draft vocabulary.
-"""
+nodes, M nodes of the growing tree, Q entries of the draft vocabulary."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -121,10 +120,8 @@ def block_like(target: Target, rope_base: float | None = None) -> BlockConfig:
 
 @torch.no_grad()
 def last_norm(target: Target, eps: float) -> Tensor:
-    """The weight [D] with which RMSNorm of the last layer's output fits the target's final states best.
-
-    It is exactly the target's own weight if its last norm is an RMSNorm.
-    """
+    """The weight [D] with which RMSNorm of the last layer's output fits the target's final states best. It is exactly
+    the target's own weight if its last norm is an RMSNorm."""
     last = target.num_layers - 1
     tokens = target.readable_tokens(min(_PROBE, target.context_length)).tolist()
     encoded = target.encode(Features.from_rows([(tokens, [True] * len(tokens))]), (last,))
@@ -153,12 +150,9 @@ class EagleState(DraftState):
 
 
 class EagleDrafter(FeatureDrafter[EagleState]):
-    """Base of EAGLE-1 and EAGLE-3: alignment, steps of training, cache and tree while decoding.
-
-    A subclass defines the number of trained steps (`trained_steps`), the input from the target's states (`fuse`), the
-    layer (`step`) and, unless they are EAGLE-1's, the input of the next step (`feed`) and that of the output layer
-    (`finish`).
-    """
+    """Base of EAGLE-1 and EAGLE-3: alignment, steps of training, cache and tree while decoding. A subclass defines the
+    number of trained steps (`trained_steps`), the input from the target's states (`fuse`), the layer (`step`) and,
+    unless they are EAGLE-1's, the input of the next step (`feed`) and that of the output layer (`finish`)."""
 
     estimates_states: ClassVar[bool] = True  # Whether each step estimates the target's final state
 

@@ -1,8 +1,7 @@
 """Heads on a drafter's or the target's states: what drafters with one head for each draft step share (Medusa, Hydra),
 and the acceptance head of SpecDec++ (arXiv:2405.19715), for any family.
 
-Shapes: B rows, L positions, K heads, D hidden size, Q entries of the draft vocabulary, N states.
-"""
+Shapes: B rows, L positions, K heads, D hidden size, Q entries of the draft vocabulary, N states."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -22,11 +21,9 @@ from .shared_embeddings import BorrowingDrafter, Sizes
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b) (arXiv:2401.10774, section 2.1.1), exactly the identity at the start of training.
-
-    The official code sets only W to zero, so that it starts at x + SiLU(b); here b is zero too, and every head starts
-    as the target's own output layer, as the paper says.
-    """
+    """x + SiLU(W x + b) (arXiv:2401.10774, section 2.1.1), exactly the identity at the start of training. The official
+    code sets only W to zero, so that it starts at x + SiLU(b); here b is zero too, and every head starts as the
+    target's own output layer, as the paper says."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

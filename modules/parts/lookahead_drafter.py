@@ -8,8 +8,7 @@ Each step may have several virtual nodes, its copies, which do not see each othe
 k * C + c of a node is copy c (of C) of step k.
 
 Shapes: B rows, L positions, N nodes, K steps, S slots (K times the copies), G anchors of a row, M virtual nodes, R rows
-of a decoding state, Q entries of the draft vocabulary, D hidden size.
-"""
+of a decoding state, Q entries of the draft vocabulary, D hidden size."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
@@ -138,11 +137,8 @@ class LookaheadDrafter(BorrowingDrafter[LookaheadState], SharesTargetRows):
     # Decoding --------------------------------------------------------------------------------------------------------
 
     def start(self, rows: int, capacity: int, verified: VerifiedRows | None = None) -> LookaheadState:
-        """A state in which no row has been observed yet.
-
-        The verifying passes run the virtual nodes, if they can; otherwise the drafter runs the target itself, in rows
-        of its own.
-        """
+        """A state in which no row has been observed yet. The verifying passes run the virtual nodes, if they can;
+        otherwise the drafter runs the target itself, in rows of its own."""
         self.pack_linears()
         target = self.output_rows().target
         own = None

@@ -1,7 +1,6 @@
 """Base of the drafters that borrow the target's embedding and output layer.
 
-Shapes: B rows, L positions, Q entries of the draft vocabulary, D hidden size.
-"""
+Shapes: B rows, L positions, Q entries of the draft vocabulary, D hidden size."""
 
 from abc import abstractmethod
 from dataclasses import asdict

@@ -18,8 +18,7 @@ the S slots of a block see those up to the position p after which the block star
 
 Shapes: B rows, L positions, A of them after which blocks start, K positions of a block, S slots of one, H query heads,
 G key-value heads, R query heads of a key-value head, E head dimension, J steps, X head dimension with room for the
-diagonal.
-"""
+diagonal."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -163,11 +162,8 @@ def _with_column(visible_BLL: Sight, dtype: torch.dtype) -> Sight:
 
 
 def _with_room(key_BGLE: Tensor, value_BGLE: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with one more key, which every position sees, for the diagonal's score and share.
-
-    The score of that key is the sum of the query's two added components; the second one holds the rounding error of the
-    first.
-    """
+    """Keys and values with one more key, which every position sees, for the diagonal's score and share. The score of
+    that key is the sum of the query's two added components; the second one holds the rounding error of the first."""
     keys, values = (functional.pad(states, (0, _ROOM, 0, 1)) for states in (key_BGLE, value_BGLE))
     size = key_BGLE.shape[-1]
     diagonal_X = torch.zeros(size + _ROOM, dtype=keys.dtype, device=keys.device)
@@ -178,11 +174,9 @@ def _with_room(key_BGLE: Tensor, value_BGLE: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
-    """Attention over step 0 and the diagonal as one softmax, [B, H, L, E].
-
-    With d the log-sum-exp of the diagonal scores, softmax over [step 0, d] gives the final weights of step 0 and the
-    total weight of the diagonal, which the diagonal's own softmax distributes.
-    """
+    """Attention over step 0 and the diagonal as one softmax, [B, H, L, E]. With d the log-sum-exp of the diagonal
+    scores, softmax over [step 0, d] gives the final weights of step 0 and the total weight of the diagonal, which the
+    diagonal's own softmax distributes."""
     if isinstance(held.visible, Segments) and query_BHLE.device.type == "cpu":
         return attend_segments(query_BHLE, *held.past_BGLX, held.visible, held.own)
     size = query_BHLE.shape[-1]

@@ -101,10 +101,9 @@ class Ensemble(Proposer[EnsembleState], SharesTargetRows):
 
 
 class Union(Policy):
-    """Grows one tree for each part of an `Ensemble` and joins them, the first part's nodes before the next one's.
-
-    The budget is shared: what one part leaves, because it has no guess or because another part has guessed the same,
-    the next one uses. So the parts that may have nothing to say come first, and the last part's nodes should be in
+    """Grows one tree for each part of an `Ensemble` and joins them, the first part's nodes before the next one's. The
+    budget is shared: what one part leaves, because it has no guess or because another part has guessed the same, the
+    next one uses. So the parts that may have nothing to say come first, and the last part's nodes should be in
     best-first order, as those of a searched tree are: it is cut where the budget ends, at `size` nodes, the root
     included. Only the last part samples; of a part that does, no node is cut, since what is cut would depend on what
     was drawn: ValueError if there is no room for all nodes of all parts then, or for no policy or a size below 1."""

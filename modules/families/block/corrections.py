@@ -8,8 +8,7 @@ true tokens, from all places at once.
 
 Shapes: B rows, N slots of all blocks of a row, slot by slot, K slots that guess, D width of a slot's state, T taps of a
 convolution, G groups of components, J numbers of a slot's kernels, P numbers of a path, X numbers of a state, R rank, Q
-entries of the draft vocabulary, V tokens of the target's vocabulary.
-"""
+entries of the draft vocabulary, V tokens of the target's vocabulary."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -162,9 +161,8 @@ class SlotBlock(DecoderBlock):
 
 
 class Markov(Correction):
-    """A bias W2 b of rank R with b = W1[x] of the token x before: a bigram table of the draft (DSpark).
-
-    `gated` multiplies b by a gate of slot and b; `rnn` reads b into a recurrent state, from which the bias comes."""
+    """A bias W2 b of rank R with b = W1[x] of the token x before: a bigram table of the draft (DSpark). `gated`
+    multiplies b by a gate of slot and b; `rnn` reads b into a recurrent state, from which the bias comes."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)

@@ -1,8 +1,7 @@
 """Drafters of blocks in DFlash (z-lab, SpecForge) and its corrections, whose layers and norms have the same names here.
 
 DFlash: `fc`, `hidden_norm`, `layers.{i}` of Qwen3, `norm`; the embedding, with the row of the mask token, and the
-output layer are the target's. Each correction adds layers, some of which are parameters without `.weight` there.
-"""
+output layer are the target's. Each correction adds layers, some of which are parameters without `.weight` there."""
 
 from typing import Any, NamedTuple
 

@@ -5,8 +5,7 @@ It reads tokens alone. Its state at position p predicts the token at p + 1: whil
 the root, and the root's own state scores the root's children.
 
 Shapes: B rows, L positions, F nodes of a draft pass, H depths scored at once, K draft steps, D hidden size of the
-draft, V target vocabulary, Q entries of the draft vocabulary.
-"""
+draft, V target vocabulary, Q entries of the draft vocabulary."""
 
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -39,11 +38,9 @@ from .settings import DraftLMConfig, check_mask_token, planned
 
 
 class DraftLM(CausalDraft, Drafter[CausalState]):
-    """A causal language model of transformers as a drafter; it borrows no weights.
-
-    Own weights: `decoder.*` under transformers' names, `head.weight` unless the output layer is the embedding,
-    `mask_embedding` with several depths, `token_ids` with a reduced vocabulary. Make a new one with `DraftLM.create`.
-    """
+    """A causal language model of transformers as a drafter; it borrows no weights. Own weights: `decoder.*` under
+    transformers' names, `head.weight` unless the output layer is the embedding, `mask_embedding` with several depths,
+    `token_ids` with a reduced vocabulary. Make a new one with `DraftLM.create`."""
 
     family = "draft_lm"
     card = FamilyCard(
@@ -285,10 +282,8 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
 
 @torch.no_grad()
 def as_model(drafter: DraftLM) -> Any:
-    """The draft as a causal language model of transformers, over the whole vocabulary.
-
-    A reduced output layer becomes a whole one, in which no other token is ever the best one (`over_all_tokens`).
-    """
+    """The draft as a causal language model of transformers, over the whole vocabulary. A reduced output layer becomes a
+    whole one, in which no other token is ever the best one (`over_all_tokens`)."""
     given = fields_of(drafter.architecture) | {"tie_word_embeddings": drafter.head is None}
     model = new_model(config_of(given))
     decoder_of(model).load_state_dict(drafter.decoder.state_dict())

@@ -14,10 +14,8 @@ from ...target.submodel import chosen, smaller
 
 @dataclass(frozen=True, kw_only=True)
 class DraftLMConfig(DrafterConfig):
-    """The shape of a draft language model, its first weights and its tokens per pass.
-
-    It has `num_layers` new layers, or a copy of some `layers` of the target, or it is the model in a `folder`.
-    """
+    """The shape of a draft language model, its first weights and its tokens per pass. It has `num_layers` new layers,
+    or a copy of some `layers` of the target, or it is the model in a `folder`."""
 
     training_only = frozenset({"freeze_embedding"})
     layers: tuple[int, ...] | None = None

@@ -2,8 +2,7 @@
 (arXiv:2401.15077); the same drafter with EAGLE-2's tree (arXiv:2406.16858), trained by HASS (arXiv:2408.15766), or with
 FSPAD's changes (arXiv:2408.15562).
 
-Shapes: B rows, N positions, D hidden size.
-"""
+Shapes: B rows, N positions, D hidden size."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -89,8 +88,7 @@ class Eagle(EagleDrafter):
 
     FSPAD's feature sampling adds `sampling.{norm,gate_proj,up_proj,down_proj}.weight`; in its code these and `fc` are
     inside another `fc`. With its partial alignment `layers.0.mlp.down_proj.weight` is [2D, I]: the first half leads to
-    the output layer, the second half to the estimate.
-    """
+    the output layer, the second half to the estimate."""
 
     family = "eagle"
     card = FamilyCard(

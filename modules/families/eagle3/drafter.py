@@ -3,8 +3,7 @@
 
 Its training pass is `EagleDrafter.forward` (parts/feature_drafter.py), its loss `objective` in trainers/objectives.py.
 
-Shapes: B rows, N positions, D hidden size, V target vocabulary, Q entries of the draft vocabulary.
-"""
+Shapes: B rows, N positions, D hidden size, V target vocabulary, Q entries of the draft vocabulary."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, cast
@@ -83,14 +82,12 @@ class WideBlock(ResidualLayer):
 
 
 class Eagle3(EagleDrafter):
-    """fc over the target's tapped states, then decoder layers that read their own states while drafting.
-
-    Own weights, named as in the official code: `fc.weight` [D, taps D], `midlayer.*`, `norm.weight`, with `fc_norm`
-    also `fc_norm.{tap}.weight` [D], with `norm_before_fc` `input_norm.weight` [taps D], with more layers
-    `layers.{1...}.*`, with `output="copy"` `lm_head.weight` [Q, D], and with a reduced vocabulary its ids, `token_ids`
-    [Q]. The target's embedding is borrowed, except by layers of a different width, which have `embed_tokens.weight`
-    [V, D]; `fc` and the norms before it then read the target's width. Make a new one with `Eagle3.create`.
-    """
+    """fc over the target's tapped states, then decoder layers that read their own states while drafting. Own weights,
+    named as in the official code: `fc.weight` [D, taps D], `midlayer.*`, `norm.weight`, with `fc_norm` also
+    `fc_norm.{tap}.weight` [D], with `norm_before_fc` `input_norm.weight` [taps D], with more layers `layers.{1...}.*`,
+    with `output="copy"` `lm_head.weight` [Q, D], and with a reduced vocabulary its ids, `token_ids` [Q]. The target's
+    embedding is borrowed, except by layers of a different width, which have `embed_tokens.weight` [V, D]; `fc` and the
+    norms before it then read the target's width. Make a new one with `Eagle3.create`."""
 
     family = "eagle3"
     card = FamilyCard(
@@ -145,10 +142,8 @@ class Eagle3(EagleDrafter):
         return replace(config, taps=chosen_taps(config.taps, target)), block
 
     def initialise(self, target: Target) -> None:
-        """Set weights that pass the highest tap on unchanged and read it as the target reads its last layer.
-
-        The official code starts with random weights and trains for days.
-        """
+        """Set weights that pass the highest tap on unchanged and read it as the target reads its last layer. The
+        official code starts with random weights and trains for days."""
         self.fc.weight.zero_()
         for layer in (self.midlayer, *self.layers.values()):
             cast(ResidualLayer, layer).zero_output()

@@ -2,8 +2,7 @@
 a Llama.
 
 One layer is `midlayer`, the first of several `layers.0`, as in the library whatever their number. Of the others vLLM
-reads `input_layernorm` as the norm before the attention, SGLang and TensorRT-LLM `hidden_norm`: both are written.
-"""
+reads `input_layernorm` as the norm before the attention, SGLang and TensorRT-LLM `hidden_norm`: both are written."""
 
 from typing import Any
 

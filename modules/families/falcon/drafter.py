@@ -12,8 +12,7 @@ and those on no later position: the keys of an unfinished block never change, on
 
 Shapes: B rows, L positions, N new positions, K positions of a block, J = K - 1, D hidden size, Z width of token and
 state, M recurrent layers, R rows of a decoding state, F frontier nodes, P blocks, T tokens after a block, Q entries of
-the draft vocabulary.
-"""
+the draft vocabulary."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -90,8 +89,7 @@ class Falcon(FeatureDrafter[FalconState]):
     Own weights: `lstm.layers.{0,1}.{input,hidden}.{weight,bias}`, which are `lstm.{weight,bias}_{ih,hh}_l{0,1}` of the
     official code, `layers.0.self_attn.*`, `layers.0.mlp.*`, `layers.0.post_attention_layernorm.weight` as there, and
     with a reduced vocabulary its ids, `token_ids` [Q]. The target's embedding and output layer are borrowed. Make a new
-    one with `Falcon.create`.
-    """
+    one with `Falcon.create`."""
 
     family = "falcon"
     card = FamilyCard(

@@ -11,8 +11,7 @@ before it.
 
 Shapes: B sequences or rows, L positions of a row, N positions of each sequence, P positions of all, S sequences of a
 step, Z input width, D hidden size, G gates (4 D: input, forget, cell, output), M layers; a leading `...` stands for any
-dimensions.
-"""
+dimensions."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, cast

@@ -1,8 +1,7 @@
 """Hidden Transfer: linear maps of a middle layer's state stand for the tokens to come in the target's later layers
 (arXiv:2404.12022).
 
-Shapes: B rows, G anchors of a row, M virtual nodes, K steps, D hidden size.
-"""
+Shapes: B rows, G anchors of a row, M virtual nodes, K steps, D hidden size."""
 
 from dataclasses import dataclass, replace
 
@@ -30,11 +29,9 @@ class HiddenTransferConfig(LookaheadConfig):
 
 
 class HiddenTransfer(LookaheadDrafter):
-    """K linear maps of the state that enters a middle layer at a token, for the K positions after it.
-
-    Own weights: `maps.{k}.weight` [D, D], and with a reduced vocabulary its ids, `token_ids` [Q]. Make a new one with
-    `HiddenTransfer.create`; each map starts as the identity.
-    """
+    """K linear maps of the state that enters a middle layer at a token, for the K positions after it. Own weights:
+    `maps.{k}.weight` [D, D], and with a reduced vocabulary its ids, `token_ids` [Q]. Make a new one with
+    `HiddenTransfer.create`; each map starts as the identity."""
 
     family = "hidden_transfer"
     card = FamilyCard(

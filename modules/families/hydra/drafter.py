@@ -2,8 +2,7 @@
 text (arXiv:2402.05109).
 
 Shapes: B rows, L positions, N new positions, K heads, D hidden size, Z width of what a head reads, Q entries of the
-draft vocabulary, R rows of a decoding state, F frontier nodes.
-"""
+draft vocabulary, R rows of a decoding state, F frontier nodes."""
 
 import math
 from collections.abc import Sequence
@@ -51,11 +50,9 @@ class HydraConfig(HeadConfig):
 
 
 class ConditionedBlock(nn.Module):
-    """res_connection(z) + SiLU(linear(z)): one state from the concatenation z of a state and the tokens after it.
-
-    At first its output is the state unchanged, so that the head equals the target's own output layer. The official code
-    starts with a random `res_connection`, so that its heads have to learn to pass the state on.
-    """
+    """res_connection(z) + SiLU(linear(z)): one state from the concatenation z of a state and the tokens after it. At
+    first its output is the state unchanged, so that the head equals the target's own output layer. The official code
+    starts with a random `res_connection`, so that its heads have to learn to pass the state on."""
 
     def __init__(self, width: int, parts: int) -> None:
         super().__init__()
@@ -135,13 +132,11 @@ class HydraState(DraftState):
 
 
 class Hydra(HeadDrafter[HydraState]):
-    """K heads that draft one after another: head k reads the state and the k + 1 tokens after it.
-
-    Own weights: `heads.{k}.first.{linear,res_connection}.{weight,bias}`, `heads.{k}.blocks.{layer}.linear.*`, with
-    `output="copy"` also `outputs.{k}.{weight,bias}`, with `output="one_copy"` those of layer 0 alone, with `prefix`
-    also `prefix.block.*` and `prefix.norm.weight`, and with a reduced vocabulary its ids, `token_ids` [Q]. The target's
-    embedding and output layer are borrowed. Make a new one with `Hydra.create`.
-    """
+    """K heads that draft one after another: head k reads the state and the k + 1 tokens after it. Own weights:
+    `heads.{k}.first.{linear,res_connection}.{weight,bias}`, `heads.{k}.blocks.{layer}.linear.*`, with `output="copy"`
+    also `outputs.{k}.{weight,bias}`, with `output="one_copy"` those of layer 0 alone, with `prefix` also
+    `prefix.block.*` and `prefix.norm.weight`, and with a reduced vocabulary its ids, `token_ids` [Q]. The target's
+    embedding and output layer are borrowed. Make a new one with `Hydra.create`."""
 
     family = "hydra"
     card = FamilyCard(
@@ -217,9 +212,8 @@ class Hydra(HeadDrafter[HydraState]):
 
     @torch.no_grad()
     def observe(self, state: HydraState, rows_R: Tensor, observation: Observation) -> None:
-        """Store the heads' input at each row's last real position; a row without one keeps its former input.
-
-        The prefix layer reads accepted positions only, so that its cache never has to be rewound."""
+        """Store the heads' input at each row's last real position; a row without one keeps its former input. The prefix
+        layer reads accepted positions only, so that its cache never has to be rewound."""
         state.drop_tree()
         states_RND = observation.final_BND.to(self.dtype).masked_fill(~observation.real_BN[..., None], 0)
         if self.prefix is not None and state.rows is not None:

@@ -1,8 +1,7 @@
 """Hydra heads in the official code (zankner/Hydra).
 
 With a prefix layer (Hydra++, `prefix_embeding_layer`, sic) dropout modules before each layer take a number, too. The
-blocks after the first are copies of one block. Head h at position p predicts token p + 2 + h.
-"""
+blocks after the first are copies of one block. Head h at position p predicts token p + 2 + h."""
 
 from typing import Any
 

@@ -5,8 +5,7 @@ The state at position p predicts x_{p+1}, as the target's final state there does
 run on the newest token. Without training the adapter is the target's last norm: that is LayerSkip's draft
 (arXiv:2404.16710).
 
-Shapes: B rows, L positions, N new positions, F frontier nodes, R rows of a decoding state, D hidden size.
-"""
+Shapes: B rows, L positions, N new positions, F frontier nodes, R rows of a decoding state, D hidden size."""
 
 from dataclasses import dataclass, replace
 from typing import cast
@@ -74,12 +73,10 @@ class KangarooState(DraftState):
 
 
 class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows):
-    """RMSNorm(x + Attention(RMSNorm(x))) of the output x of the target's first layers, read by its output layer.
-
-    Own weights, named as in the official code: `layers.0.input_layernorm.weight`, `layers.0.self_attn.*`,
-    `norm.weight`, and with a reduced vocabulary its ids, `token_ids` [Q]. First layers, embedding and output layer are
-    the target's. Make a new one with `Kangaroo.create`.
-    """
+    """RMSNorm(x + Attention(RMSNorm(x))) of the output x of the target's first layers, read by its output layer. Own
+    weights, named as in the official code: `layers.0.input_layernorm.weight`, `layers.0.self_attn.*`, `norm.weight`,
+    and with a reduced vocabulary its ids, `token_ids` [Q]. First layers, embedding and output layer are the target's.
+    Make a new one with `Kangaroo.create`."""
 
     family = "kangaroo"
     card = FamilyCard(
@@ -137,11 +134,8 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows):
     # Decoding --------------------------------------------------------------------------------------------------------
 
     def start(self, rows: int, capacity: int, verified: VerifiedRows | None = None) -> KangarooState:
-        """A state in which no row has been observed yet.
-
-        The target's first layers run in the cache of the rows that are verified, where the verifying pass takes over
-        what ran, or else in one of their own.
-        """
+        """A state in which no row has been observed yet. The target's first layers run in the cache of the rows that
+        are verified, where the verifying pass takes over what ran, or else in one of their own."""
         self.pack_linears()
         own = BlockRows(self.num_layers, rows, capacity, next(self.parameters()).device)
         if verified is not None and (early := verified.early(self.exit_layer)) is not None:

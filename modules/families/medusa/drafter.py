@@ -1,8 +1,7 @@
 """Medusa: residual heads on the target's last state, each guessing one token further ahead (arXiv:2401.10774).
 
 Shapes: B rows, L positions, N new positions, K heads, D hidden size, V target vocabulary, Q entries of the draft
-vocabulary, R rows of a decoding state, F frontier nodes.
-"""
+vocabulary, R rows of a decoding state, F frontier nodes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +20,11 @@ from ...row_buffers import RowBuffer
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig(HeadConfig):
-    """The shape of Medusa heads.
-
-    Blockwise parallel decoding (arXiv:1811.03115) is a special case: heads over the frozen target's output layer
-    (`output: shared`, `vocabulary_size: null`), equally weighted and trained on the text (`decay: 1`, `objective:
-    hard`), verified as a chain. Two differences remain: its feed-forward layer has two matrices
-    and a ReLU where a block here has one and SiLU (`num_layers: 2` has two of each), and it trains one randomly chosen
-    head in each batch, whose expectation is the mean over all heads that is trained here.
-    """
+    """The shape of Medusa heads. Blockwise parallel decoding (arXiv:1811.03115) is a special case: heads over the
+    frozen target's output layer (`output: shared`, `vocabulary_size: null`), equally weighted and trained on the text
+    (`decay: 1`, `objective: hard`), verified as a chain. Two differences remain: its feed-forward layer has two
+    matrices and a ReLU where a block here has one and SiLU (`num_layers: 2` has two of each), and it trains one
+    randomly chosen head in each batch, whose expectation is the mean over all heads that is trained here."""
 
     num_layers: Parts = 1
     """Residual blocks in each head."""
@@ -65,12 +61,10 @@ class MedusaState(DraftState):
 
 
 class Medusa(HeadDrafter[MedusaState]):
-    """K residual heads on the target's last state: all draft steps at once, independent of each other.
-
-    Own weights: `heads.{k}.{layer}.linear.{weight,bias}` (layer 0 alone where blocks are tied), with `output="copy"`
-    also `outputs.{k}.weight` [Q, D], with `output="one_copy"` `outputs.0.weight` alone, and with a reduced vocabulary
-    its ids, `token_ids` [Q]. Make a new one with `Medusa.create`.
-    """
+    """K residual heads on the target's last state: all draft steps at once, independent of each other. Own weights:
+    `heads.{k}.{layer}.linear.{weight,bias}` (layer 0 alone where blocks are tied), with `output="copy"` also
+    `outputs.{k}.weight` [Q, D], with `output="one_copy"` `outputs.0.weight` alone, and with a reduced vocabulary its
+    ids, `token_ids` [Q]. Make a new one with `Medusa.create`."""
 
     family = "medusa"
     card = FamilyCard(name="Medusa", papers=("2401.10774",),

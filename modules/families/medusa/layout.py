@@ -1,8 +1,7 @@
 """Medusa heads in FasterDecoding/Medusa, which Text Generation Inference reads, and in vLLM up to 0.32.
 
 Head h at position p predicts token p + 2 + h from the target's final state after the last norm. There a tied block, and
-one output layer of all heads, are stored as often as they are applied.
-"""
+one output layer of all heads, are stored as often as they are applied."""
 
 from ...interfaces.layout import Pairs
 

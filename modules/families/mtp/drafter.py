@@ -6,8 +6,7 @@ so in vLLM, and transformers decodes with it. The head's output after its own la
 and what the next step reads in place of the target's state; vLLM 0.32 hands on the state before that norm with GLM-4.5
 alone. vLLM also blanks a text's first token in some of these heads, which is read here as transformers does.
 
-Shapes: B rows, N positions, L positions of a training row, W keys, D hidden size.
-"""
+Shapes: B rows, N positions, L positions of a training row, W keys, D hidden size."""
 
 import copy
 from collections.abc import Iterator
@@ -58,12 +57,10 @@ class HeadShape(CheckedSettings):
 
 
 class Mtp(EagleDrafter):
-    """norm(layer(eh_proj([enorm(e(x_{p+1})) ; hnorm(h_p)]))), read by the target's output layer.
-
-    Own weights: `enorm.weight`, `hnorm.weight`, `eh_proj.weight` [D, 2D], `decoder.*` under transformers' names of a
-    model with one layer, and with a reduced vocabulary its ids, `token_ids` [Q]. The target's embedding and output
-    layer are borrowed. `Mtp.create` starts from the head in the target's own files.
-    """
+    """norm(layer(eh_proj([enorm(e(x_{p+1})) ; hnorm(h_p)]))), read by the target's output layer. Own weights:
+    `enorm.weight`, `hnorm.weight`, `eh_proj.weight` [D, 2D], `decoder.*` under transformers' names of a model with one
+    layer, and with a reduced vocabulary its ids, `token_ids` [Q]. The target's embedding and output layer are borrowed.
+    `Mtp.create` starts from the head in the target's own files."""
 
     family = "mtp"
     card = FamilyCard(

@@ -4,8 +4,7 @@ verifies (PPD, arXiv:2405.18628).
 A chain of these prompts read after the newest token, by a pass of its own, is the draft of SDSAT (arXiv:2403.18647)
 with a frozen target: `num_tokens` adaptive tokens, `copies: 1`, verified as a chain. Here the guesses cost no pass.
 
-Shapes: B rows, G anchors of a row, M virtual nodes, S slots (steps times copies), D hidden size.
-"""
+Shapes: B rows, G anchors of a row, M virtual nodes, S slots (steps times copies), D hidden size."""
 
 from dataclasses import dataclass
 
@@ -36,11 +35,9 @@ class PromptTokensConfig(LookaheadConfig):
 
 
 class PromptTokens(LookaheadDrafter):
-    """Embeddings of K prompt tokens in C copies; all else is the target.
-
-    Own weights: `prompts` [K C, D], row k C + c for copy c of token k, kept in float32, and with a reduced vocabulary
-    its ids, `token_ids` [Q]. Make a new one with `PromptTokens.create`.
-    """
+    """Embeddings of K prompt tokens in C copies; all else is the target. Own weights: `prompts` [K C, D], row k C + c
+    for copy c of token k, kept in float32, and with a reduced vocabulary its ids, `token_ids` [Q]. Make a new one with
+    `PromptTokens.create`."""
 
     family = "prompt_tokens"
     card = FamilyCard(
