@@ -18,18 +18,10 @@ from .decoder_block import AttentionContext
 
 
 class BlockRows:
-    """Cache, masks and positions of one drafter's blocks; it holds no weights.
-
+    """Cache, masks and positions of one drafter's blocks, `num_layers` of which write keys; it holds no weights.
     Position ids count the positions read, so they equal slots; a node's is its row's length plus the number of its
-    ancestors in the cache.
-
-    Args:
-        num_layers: blocks that write keys.
-        rows: number of sequences.
-        capacity: most tokens of one sequence, the largest tree included; more nodes only cause a larger copy.
-        device: device of the cache.
-        groups: of the blocks, see `RowCache`.
-    """
+    ancestors in the cache. `capacity` is the most tokens of one sequence, the largest tree included; more nodes only
+    cause a larger copy. For `groups` of the blocks see `RowCache`."""
 
     nodes_BM: Tensor  # Index in the tree of each node in the cache
     above_BMM: Tensor  # True where a node in the cache sees another one: its ancestors and itself

@@ -182,14 +182,9 @@ class _Normed(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions and a boolean mask.
-
-    Args:
-        config: the shape of its block.
-        layer: number of its layer in the cache.
-        input_size: width of its input when that is not the block's (EAGLE-3 concatenates two states).
-        qk_norm: whether every head's query and key have an RMSNorm before the rotation (Qwen3's).
-    """
+    """Grouped-query attention with rotary positions and a boolean mask: layer number `layer` in the cache, whose input
+    is `input_size` wide where that is not the block's width (EAGLE-3 concatenates two states). With `qk_norm` every
+    head's query and key have an RMSNorm before the rotation (Qwen3's)."""
 
     def __init__(self, config: BlockConfig, layer: int = 0, *, input_size: int | None = None,
                  qk_norm: bool = False) -> None:
@@ -226,13 +221,8 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(SiLU(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202).
-
-    Args:
-        width: width of the input.
-        intermediate_size: width of the gated layer.
-        output_size: width of the output when that is not `width`.
-    """
+    """down(SiLU(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202), from an input of `width` to an output of that width, or
+    of `output_size`."""
 
     def __init__(self, width: int, intermediate_size: int, *, output_size: int | None = None) -> None:
         super().__init__()

@@ -91,15 +91,9 @@ class AcceptanceHeadConfig(CheckedSettings):
 
 
 class AcceptanceHead(nn.Module):
-    """Linear(D, 2) on residual blocks x + SiLU(W x + b); the softmax's second entry is the acceptance (section 3.1).
-
-    Own weights, in float32: `blocks.{layer}.linear.{weight,bias}` and `output.{weight,bias}`. New blocks are the
-    identity; the official code starts with random ones.
-
-    Args:
-        config: its settings.
-        width: of the drafter's states.
-    """
+    """Linear(D, 2) on residual blocks x + SiLU(W x + b) over drafters' states of this width; the softmax's second entry
+    is the acceptance (section 3.1). Own weights, in float32: `blocks.{layer}.linear.{weight,bias}` and
+    `output.{weight,bias}`. New blocks are the identity; the official code starts with random ones."""
 
     def __init__(self, config: AcceptanceHeadConfig, width: int) -> None:
         super().__init__()

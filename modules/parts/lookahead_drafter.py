@@ -211,20 +211,10 @@ def _sees(slots: Tensor, others: Tensor, copies: int) -> Tensor:
 
 def with_virtual_nodes(tree: TokenTree, embedded_SD: Tensor, injection: Injection | None = None, *,
                        copies: int = 1) -> TokenTree:
-    """The tree with virtual nodes after its real nodes, as many as `tree.lookahead` wants, else all.
-
-    A virtual node sees what its anchor sees and the same copy of that anchor's earlier steps (arXiv:2405.18628, section
-    3.1).
-
-    Args:
-        tree: without virtual nodes.
-        embedded_SD: the embedding of each slot; step k is one position further on than step k - 1.
-        injection: states that they get at a later layer.
-        copies: slots of a step.
-
-    Raises:
-        ValueError: if the tree has virtual nodes of another drafter.
-    """
+    """The tree with virtual nodes after its real nodes, as many as `tree.lookahead` wants, else all. ValueError if it
+    has those of another drafter. A virtual node sees what its anchor sees and the same copy of that anchor's earlier
+    steps (arXiv:2405.18628, section 3.1). Each slot has its embedding, of `copies` slots a step; step k is one position
+    further on than step k - 1. An injection is the states that they get at a later layer."""
     if tree.virtual is not None:
         raise ValueError("the tree has the virtual nodes of another drafter; only one drafter may add any")
     slots, wanted, device = len(embedded_SD), tree.lookahead, tree.tokens_BN.device

@@ -26,17 +26,9 @@ Sizes = Target | TargetIdentity
 
 class BorrowingDrafter(Drafter[State]):
     """A drafter that borrows the target's embedding and its output layer, whole or over a reduced draft vocabulary.
-
-    Borrowed weights are never saved. While decoding, its own linear layers run packed.
-
-    Args:
-        config: the family's settings.
-        sizes: of the target.
-        block: the shape of its own decoder layers; None without any.
-
-    Raises:
-        UserError: if the draft vocabulary is larger than the target's.
-    """
+    Borrowed weights are never saved. While decoding, its own linear layers run packed. It is made of the family's
+    settings, the sizes of the target and the shape of its own decoder layers, None without any. Raises UserError if the
+    draft vocabulary is larger than the target's."""
 
     has_block: ClassVar[bool] = False
     """Whether drafters of the family may have decoder layers, whose shape an artifact then describes."""
@@ -64,17 +56,9 @@ class BorrowingDrafter(Drafter[State]):
 
     @classmethod
     def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None, start: Self | None = None) -> Self:
-        """A new drafter for `target`, initialised and bound to it.
-
-        Args:
-            config: the family's settings.
-            target: the model it drafts for.
-            token_ids_Q: ids of the reduced draft vocabulary, when `config.vocabulary_size` asks for one.
-            start: a drafter of this family, not bound, whose weights it takes over.
-
-        Raises:
-            UserError: if settings, target, ids and start do not agree.
-        """
+        """A new drafter for `target`, initialised and bound to it, with the ids of the reduced draft vocabulary where
+        `config`, the family's settings, asks for one. `start` is a drafter of this family, not bound, whose weights it
+        takes over. Raises UserError if settings, target, ids and start do not agree."""
         config, block = cls.fitted(config, target)
         if start is not None:
             # A published drafter's layers may have another shape than the target's.

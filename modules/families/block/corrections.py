@@ -66,15 +66,9 @@ class Correction(nn.Module):
         return slots
 
     def extend(self, slot: Tensor, path: Tensor, tokens: Tensor, embed: Embed, step: int) -> tuple[Tensor, Tensor]:
-        """(the path [..., P] with a token more, the state [..., X] of the slot that guesses the next one).
-
-        Args:
-            slot: the slot's part of `begin`.
-            path: the path so far; zeros at the start of a block.
-            tokens: the token after it, [...]; at the start the root.
-            embed: the target's embedding.
-            step: number of the guess in its block, from 0.
-        """
+        """(the path [..., P] with a token more, the state [..., X] of the slot that guesses the next one), from the
+        slot's part of `begin`, the path so far, zeros at the start of a block, and the token after it, [...], there the
+        root; `step` is the number of the guess in its block, from 0."""
         return path, slot
 
     def correct(self, logits: Tensor, states: Tensor) -> Tensor:

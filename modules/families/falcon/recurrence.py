@@ -69,13 +69,9 @@ class LSTM(nn.Module):
         return output_MBND, cell_MBND
 
     def through(self, read_PZ: Tensor, before: Memory, sizes: Sequence[int] | None = None) -> Memory:
-        """(outputs, cells) of the layers after every position of sequences of any length, [M, P, D] each.
-
-        Args:
-            read_PZ: the input, step after step.
-            before: the memory before the first positions, [M, B, D] each.
-            sizes: sequences of each step, from B on falling; None for one more position of each, [..., D] throughout.
-        """
+        """(outputs, cells) of the layers after every position of sequences of any length, [M, P, D] each, whose input
+        is read step after step, of the memory before the first positions, [M, B, D] each. `sizes` are the sequences of
+        each step, from B on falling; None for one more position of each, [..., D] throughout."""
         outputs, cells = [], []
         for layer, output_BD, cell_BD in zip(self.layers, *before, strict=True):
             output_PD, cell_PD = layer(read_PZ, output_BD, cell_BD, sizes)
