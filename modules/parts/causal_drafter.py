@@ -237,11 +237,8 @@ def visible(features: Features, slots: Slots) -> Tensor:
     anchors_BS, depths_BS = slots.anchors_BS, slots.depths_BS
     length = text_BLL.shape[1]
     own_BSL = text_BLL.gather(1, anchors_BS[..., None].expand(-1, -1, length))
-    chain_BSS = (
-        (anchors_BS[:, :, None] == anchors_BS[:, None])
-        & (depths_BS[:, :, None] >= depths_BS[:, None])
-        & slots.real_BS[:, None]
-    )
+    same_BSS = (anchors_BS[:, :, None] == anchors_BS[:, None]) & slots.real_BS[:, None]
+    chain_BSS = same_BSS & (depths_BS[:, :, None] >= depths_BS[:, None])
     unseen_BLS = text_BLL.new_zeros(text_BLL.shape[0], length, anchors_BS.shape[1])
     return torch.cat([torch.cat([text_BLL, unseen_BLS], dim=2), torch.cat([own_BSL, chain_BSS], dim=2)], dim=1)
 

@@ -246,5 +246,4 @@ def with_virtual_nodes(tree: TokenTree, embedded_SD: Tensor, injection: Injectio
         depths_BN=torch.cat([tree.depths_BN, depths_BM], dim=1),
         ancestors_BNN=torch.cat([pad(tree.ancestors_BNN, (0, count)), torch.cat([path_BMN, same_BMM], dim=2)], dim=1),
         real_BN=pad(tree.real_BN, (0, count)),
-        drawn=None, virtual=virtual, lookahead=None,
-    )
+        drawn=None, virtual=virtual, lookahead=None)

@@ -66,8 +66,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         guesses="decoder layers over several of the target's states guess a block of tokens in one run; a correction "
                 "reads those before each guess",
         cost="one run of the layers for a tree, and one of the correction for each level; learns more slowly than "
-             "EAGLE-3",
-    )
+             "EAGLE-3")
     config: BlockDraftConfig
     config_class = BlockDraftConfig
     trained_as = Training(objective="soft", offsets=True)
@@ -177,8 +176,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
 
     def context(self, taps: dict[int, Tensor]) -> Tensor:
         """The states of the text that all layers read, [B, N, D]."""
-        fused_BND: Tensor = self.hidden_norm(self.fc(torch.cat(self.tapped(taps), dim=-1)))
-        return fused_BND
+        return cast(Tensor, self.hidden_norm(self.fc(torch.cat(self.tapped(taps), dim=-1))))
 
     def slots(self, roots_BA: Tensor, newest_BAD: Tensor | None, attention: AttentionContext) -> Tensor:
         """States of the slots that guess, or of all if the correction reads them, [B, A, K, D], of blocks with these
@@ -192,8 +190,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             hidden_BND = layer(hidden_BND, attention)
         first = 0 if self.correction.reads_block else self.block_size - self.config.num_steps
         guessing = hidden_BND.chunk(self.block_size, dim=1)[first:]
-        states_BAKD: Tensor = self.norm(torch.stack(guessing, dim=2))
-        return states_BAKD
+        return cast(Tensor, self.norm(torch.stack(guessing, dim=2)))
 
     # Training --------------------------------------------------------------------------------------------------------
 

@@ -47,8 +47,7 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
         name="draft language model", papers=("2411.11055", "2504.18583"),
         guesses="a small model with the target's vocabulary, new or from the target's layers, token by token or "
                 "several a pass through mask tokens",
-        cost="needs no target states in training; one model run for each level of the tree",
-    )
+        cost="needs no target states in training; one model run for each level of the tree")
     config: DraftLMConfig
     config_class = DraftLMConfig
     # Cross entropy on the target's answers at several temperatures, at all depths alike (FastDraft, section 3); 1e-3

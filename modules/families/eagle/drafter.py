@@ -125,5 +125,4 @@ class Eagle(EagleDrafter):
         hidden_BND: Tensor = self.fc(torch.cat([embedded_BND, read_BND], dim=-1))
         if self.sampling is not None:
             hidden_BND = self.sampling(embedded_BND, hidden_BND)
-        estimates_BND: Tensor = self.layers[0](hidden_BND, attention)
-        return estimates_BND
+        return cast(Tensor, self.layers[0](hidden_BND, attention))

@@ -187,8 +187,7 @@ class Eagle3(EagleDrafter):
         self.output_rows()  # An unbound drafter refuses to run even if it would read nothing of the target.
         if self.embed_tokens is None:
             return super().embed(tokens)
-        embedded: Tensor = self.embed_tokens(tokens)
-        return embedded
+        return cast(Tensor, self.embed_tokens(tokens))
 
     def step(self, embedded_BND: Tensor, read_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The last layer's states, [B, N, D], before the norm."""
@@ -203,8 +202,7 @@ class Eagle3(EagleDrafter):
 
     def finish(self, own: Tensor) -> Tensor:
         """The state after the norm."""
-        finished: Tensor = self.norm(own)
-        return finished
+        return cast(Tensor, self.norm(own))
 
 
 def _principal(rows_ND: Tensor, size: int) -> Tensor:

@@ -110,8 +110,7 @@ class PrefixLayer(nn.Module):
 
     def forward(self, final_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The input of the heads in place of the target's states, [B, N, D]."""
-        read_BND: Tensor = self.norm(self.block(final_BND, attention))
-        return read_BND
+        return cast(Tensor, self.norm(self.block(final_BND, attention)))
 
 
 class HydraState(DraftState):

@@ -83,8 +83,7 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows):
         name="Kangaroo", papers=("2404.18911", "2404.16710"),
         guesses="one attention layer after the target's first layers, whose states verification continues from; "
                 "untrained it is LayerSkip's draft",
-        cost="few trained weights; the target's first layers run for each level of the tree, and not again",
-    )
+        cost="few trained weights; the target's first layers run for each level of the tree, and not again")
     config: KangarooConfig
     config_class = KangarooConfig
     # Positions and labels are those of the text. In the official code the states move one position to the left and the
@@ -120,8 +119,7 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows):
 
     def adapt(self, exits_BND: Tensor, attention: AttentionContext) -> Tensor:
         """States [B, N, D] for the output layer from the first layers' outputs."""
-        adapted_BND: Tensor = self.norm(self.layers[0](exits_BND.to(self.dtype), attention))
-        return adapted_BND
+        return cast(Tensor, self.norm(self.layers[0](exits_BND.to(self.dtype), attention)))
 
     # Training --------------------------------------------------------------------------------------------------------
 

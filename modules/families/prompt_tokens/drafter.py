@@ -44,8 +44,7 @@ class PromptTokens(LookaheadDrafter):
         name="Parallel prompt decoding", papers=("2405.18628", "2403.18647"),
         guesses="trained embeddings after each token of the verifying pass, at which the target itself guesses ahead",
         cost="a few thousand weights, trained through the target; every node of a tree brings more nodes, and "
-             "`--policy sparse` sizes both",
-    )
+             "`--policy sparse` sizes both")
     config: PromptTokensConfig
     config_class = PromptTokensConfig
     # The official code's rate, for the few weights there are.
