@@ -184,15 +184,6 @@ class SampledTree(StaticTree):
         return replace(planted, real_BN=real_BN, drawn=drawn)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Children:
-    """The candidates below one frontier, children of a node in the order of their ranks."""
-
-    entries_BFK: Tensor  # Entries of the draft vocabulary
-    values_BFK: Tensor  # log of the estimated probability that the target accepts the path down to the child
-    places_BFK: Tensor  # Order of the rerank, never above the parent's value nor above an earlier sibling's place
-
-
 @dataclass
 class _Candidates:
     """All candidates so far, level by level."""
@@ -203,10 +194,10 @@ class _Candidates:
     places_BC: Tensor
     inner_BC: Tensor
 
-    def add(self, nodes_BF: Tensor, tokens_BFK: Tensor, children: _Children) -> None:
+    def add(self, nodes_BF: Tensor, tokens_BFK: Tensor, values_BFK: Tensor, places_BFK: Tensor) -> None:
         """Append the children of the nodes."""
         parents_BFK = nodes_BF[..., None].expand_as(tokens_BFK)
-        more = (tokens_BFK, parents_BFK, children.values_BFK, children.places_BFK, torch.zeros_like(parents_BFK))
+        more = (tokens_BFK, parents_BFK, values_BFK, places_BFK, torch.zeros_like(parents_BFK))
         for (name, before_BC), new_BFK in zip(list(vars(self).items()), more, strict=True):
             setattr(self, name, torch.cat([before_BC, new_BFK.flatten(1)], dim=1))
 
@@ -251,14 +242,14 @@ class Eagle2Tree(Policy):
             log_q.append(log_q_BOQ)
             candidates += [] if queries.candidates_BOQ is None else [queries.candidates_BOQ]
             values_BF = found.values_BC.gather(1, nodes_BF)
-            children = self._children(log_q_BOQ, origin_BF, nodes_BF, values_BF, draws)
+            entries_BFK, values_BFK, places_BFK = self._children(log_q_BOQ, origin_BF, nodes_BF, values_BF, draws)
             offset = found.tokens_BC.shape[1]
-            found.add(nodes_BF, queries.tokens(children.entries_BFK), children)
+            found.add(nodes_BF, queries.tokens(entries_BFK), values_BFK, places_BFK)
             if level + 1 < depth:
                 # Of equal values the earlier one comes first.
-                order_BC = children.values_BFK.flatten(1).sort(descending=True, stable=True).indices
+                order_BC = values_BFK.flatten(1).sort(descending=True, stable=True).indices
                 order_BF = order_BC[:, : self.width]
-                nodes_BF, above_BF = order_BF + offset, order_BF // children.values_BFK.shape[2]
+                nodes_BF, above_BF = order_BF + offset, order_BF // values_BFK.shape[2]
         drawn = None
         if self.samples and draws is not None:
             sampled_BN = draws.sampling_B[:, None].expand(-1, self.nodes)
@@ -269,11 +260,14 @@ class Eagle2Tree(Policy):
         return self._rerank(found, depth, drawn)
 
     def _children(self, log_q_BOQ: Tensor, origin_BF: Tensor, nodes_BF: Tensor, values_BF: Tensor,
-                  draws: Draws | None) -> _Children:
+                  draws: Draws | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(entries of the draft vocabulary, log of the estimated probability that the target accepts the path down to
+        the child, order of the rerank, never above the parent's value nor an earlier sibling's place) of the children
+        of each node in the order of their ranks, [B, F, K] each."""
         best = log_q_BOQ.topk(min(self.width, log_q_BOQ.shape[-1]), dim=-1)
         index_BFK = origin_BF[..., None].expand(-1, -1, best.values.shape[-1])
         values_BFK = values_BF[..., None] + best.values.gather(1, index_BFK)
-        return _Children(entries_BFK=best.indices.gather(1, index_BFK), values_BFK=values_BFK, places_BFK=values_BFK)
+        return best.indices.gather(1, index_BFK), values_BFK, values_BFK
 
     def _rerank(self, found: _Candidates, depth: int, drawn: Drawn | None) -> TokenTree:
         """Keep the best places, in the order in which they were found: parents come first and are never missing."""
@@ -308,7 +302,7 @@ class DySpecTree(Eagle2Tree):
         self.temperature = temperature
 
     def _children(self, log_q_BOQ: Tensor, origin_BF: Tensor, nodes_BF: Tensor, values_BF: Tensor,
-                  draws: Draws | None) -> _Children:
+                  draws: Draws | None) -> tuple[Tensor, Tensor, Tensor]:
         if draws is None:
             return super()._children(log_q_BOQ, origin_BF, nodes_BF, values_BF, draws)
         log_q_BFQ = spread(log_q_BOQ, origin_BF)
@@ -321,4 +315,4 @@ class DySpecTree(Eagle2Tree):
         places_BFK = (values_BF[..., None] + left_BFK).to(values_BF.dtype)
         places_BFK = torch.where(log_q_BFK > -torch.inf, places_BFK, -torch.inf)
         values_BFK = torch.minimum(values_BF[..., None] + log_q_BFK, places_BFK)
-        return _Children(entries_BFK=entries_BFK, values_BFK=values_BFK, places_BFK=places_BFK)
+        return entries_BFK, values_BFK, places_BFK

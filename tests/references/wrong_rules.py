@@ -79,14 +79,14 @@ class InclusiveSums(DySpecTree):
     """Wrong: the mass left before a draw is formed as 1 - cumsum + q in float32, in the end the draw's own q."""
 
     def _children(self, log_q_BOQ, origin_BF, nodes_BF, values_BF, draws):
-        children = super()._children(log_q_BOQ, origin_BF, nodes_BF, values_BF, draws)
+        entries, *rest = super()._children(log_q_BOQ, origin_BF, nodes_BF, values_BF, draws)
         if draws is None:
-            return children
-        own = spread(log_q_BOQ, origin_BF).gather(2, children.entries_BFK)
+            return entries, *rest
+        own = spread(log_q_BOQ, origin_BF).gather(2, entries)
         left = (1 - own.exp().cumsum(-1) + own.exp()).clamp(min=0).log()
         places = values_BF[..., None] + left.cummin(-1).values
         values = torch.minimum(values_BF[..., None] + own, places)
-        return replace(children, values_BFK=values, places_BFK=places)
+        return entries, values, places
 
 
 class DropsUnlikely(Policy):
