@@ -176,17 +176,15 @@ class Hydra(HeadDrafter[HydraState]):
 
     def forward(self, features: Features) -> Drafts:
         """The states of all heads at all positions, each head on the true tokens before the one that it guesses."""
-        return self.drafts(self._states(self.context(features), self.next_embeddings(features)))
+        context_BLD, embedded_BLD = self.context(features), self._noisy(self.embed(features.tokens_BL))
+        # The 1st, 2nd, ... K-th token after each position; zero beyond its segment.
+        following = [shifted(embedded_BLD, features, ahead) for ahead in range(1, 1 + self.config.num_heads)]
+        return self.drafts(self._states(context_BLD, following))
 
     def context(self, features: Features) -> Tensor:
         """The states that the heads read, [B, L, D]: the target's final ones, or the prefix layer's."""
         final_BLD = self._noisy(features.final().to(self.dtype))
         return final_BLD if self.prefix is None else self.prefix(final_BLD, AttentionContext.training(features))
-
-    def next_embeddings(self, features: Features) -> list[Tensor]:
-        """Embeddings of the 1st, 2nd, ... K-th token after each position, [B, L, D] each; zero beyond its segment."""
-        embedded_BLD = self._noisy(self.embed(features.tokens_BL))
-        return [shifted(embedded_BLD, features, ahead) for ahead in range(1, 1 + self.config.num_heads)]
 
     def _states(self, context_BLD: Tensor, following: list[Tensor]) -> Tensor:
         """Draft states [B, L, K, D]. All heads share one dropout mask; separate ones would each keep a copy."""

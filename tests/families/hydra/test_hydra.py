@@ -283,5 +283,6 @@ def test_impossible_shapes_are_refused(settings: dict[str, object], told: str) -
 
 def test_it_compiles_in_one_graph(tiny_target: Target) -> None:
     drafter, features = randomised(HydraConfig(num_heads=2), tiny_target), encoded(tiny_target)
-    explained = torch._dynamo.explain(drafter._states)(drafter.context(features), drafter.next_embeddings(features))
+    context = drafter.context(features)
+    explained = torch._dynamo.explain(drafter._states)(context, [context] * 2)
     assert explained.graph_break_count == 0
