@@ -71,8 +71,7 @@ BASELINES = tuple(PARTNERS.values())
 
 def baseline(name: str, target: Target, size: int | None = None) -> tuple[Proposer, Policy]:
     """A new baseline, one of BASELINES or NATIVE, and the policy that grows its trees: of `size` tokens of a chain, or
-    nodes of a tree with the root; None for its own. UserError if there is no such one, or the target cannot draft
-    so."""
+    nodes of a tree with the root; None for its own. UserError if there is none, or the target cannot draft so."""
     if (kind := _KINDS.get(name)) is None:
         raise UserError(f"there is no baseline {name!r}; choose from {', '.join(_KINDS)}")
     size = kind.size if size is None else size

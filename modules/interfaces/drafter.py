@@ -66,8 +66,7 @@ class DrafterConfig(CheckedSettings):
         return True
 
     def carries(self, name: str, start: Any) -> bool:
-        """True if a drafter of these settings takes over the weights of one of the settings `start`, which differ in
-        this setting."""
+        """True if a drafter of these settings takes over weights of one of the settings `start`, which differ here."""
         return name == "vocabulary_size"
 
     def check_training(self, train: Any) -> None:

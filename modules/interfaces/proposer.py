@@ -40,8 +40,7 @@ class Frontier:
 @dataclass(frozen=True, kw_only=True)
 class Scores:
     """Log-probabilities of the children of a frontier. A parallel family scores H > 1 depths at once: depth h scores
-    every descendant h + 1 levels below the frontier node, whatever the path between. An autoregressive family has H =
-    1."""
+    every descendant h + 1 levels below the frontier node, whatever the path between. Autoregressive ones: H = 1."""
 
     log_probs_BFHQ: Tensor  # Draft log-probabilities, float32; minus infinity means "no guess"
     token_ids_Q: Tensor | None = None  # Target-vocabulary id of each entry of a reduced vocabulary; None for the whole

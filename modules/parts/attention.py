@@ -80,8 +80,7 @@ class _Rotated(torch.autograd.Function):
 
 @cache
 def _scaled(scaling: str, base: float, head_dim: int, device: torch.device) -> tuple[Tensor, float]:
-    """(frequencies [E / 2], factor of the result) as transformers has them; kept, since making them waits for the
-    device."""
+    """(frequencies [E / 2], factor of the result) as transformers has them; kept: making them waits for the device."""
     rope = json.loads(scaling)
     config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim,
                          max_position_embeddings=rope["original_max_position_embeddings"],

@@ -30,8 +30,7 @@ SLOT = -1  # Placeholder id of a mask token, which has a learned embedding and n
 
 
 class Text(DraftState):
-    """The tokens of each row, the root last, allocated once, after a `margin` of empty places, into which a window may
-    reach."""
+    """Each row's tokens, the root last, allocated once, after a `margin` of empty places that a window may reach."""
 
     tokens_SL: Tensor  # The tokens, -1 where there is none
     roots_S: Tensor  # Place of the root of each row

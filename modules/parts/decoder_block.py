@@ -147,8 +147,7 @@ class AttentionContext:
 
 class RMSNorm(nn.RMSNorm):
     """torch's RMSNorm over the last dimension, in training with a backward pass of its own. torch has a fused one on
-    GPUs alone, and only where states and weight have one number format; elsewhere autograd keeps every intermediate
-    result."""
+    GPUs alone, where states and weight have one number format; elsewhere autograd keeps every intermediate result."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The normalised states, in their own number format."""
@@ -221,8 +220,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(SiLU(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202), from an input of `width` to an output of that width, or
-    of `output_size`."""
+    """down(SiLU(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202), from `width` to `output_size`, by default `width`."""
 
     def __init__(self, width: int, intermediate_size: int, *, output_size: int | None = None) -> None:
         super().__init__()

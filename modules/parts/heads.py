@@ -102,8 +102,7 @@ class AcceptanceHead(nn.Module):
         self.output = nn.Linear(width, 2)
 
     def forward(self, states_ND: Tensor) -> Tensor:
-        """Logits of rejection and acceptance, [N, 2] (any leading shape), in float32. Raises UserError if the states
-        have another width."""
+        """Logits of rejection and acceptance, [N, 2] (any leading shape), in float32. UserError for another width."""
         if states_ND.shape[-1] != self.width:
             raise UserError(f"this acceptance head reads states of width {self.width}, the drafter's have "
                             f"{states_ND.shape[-1]}; train a head for this drafter with draftsmith specdec")

@@ -40,8 +40,7 @@ class LookaheadConfig(DrafterConfig):
     num_tokens: Size = 3
     """Tokens guessed beyond the target's own next one: steps of virtual nodes after a node."""
     insertions: Size = 64
-    """Positions of a row after which virtual nodes are trained in one step, chosen at random among those that have
-    labels."""
+    """Positions of a row after which virtual nodes are trained in a step, chosen at random among those with labels."""
 
 
 class LookaheadState(DraftState):

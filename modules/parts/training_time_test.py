@@ -17,8 +17,7 @@ A drafter of blocks over the target's states (DFlash, arXiv:2602.06036) has keys
 the S slots of a block see those up to the position p after which the block starts, and each other.
 
 Shapes: B rows, L positions, A of them after which blocks start, K positions of a block, S slots of one, H query heads,
-G key-value heads, R query heads of a key-value head, E head dimension, J steps, X head dimension with room for the
-diagonal."""
+G key-value heads, R query heads of one, E head dimension, J steps, X head dimension with room for the diagonal."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,8 +37,7 @@ _ROOM = 8  # Components added to a head; two are used, but fused kernels need a 
 
 @dataclass
 class _Keys:
-    """Keys and values of one layer: step 0, with room for the diagonal where the kernel needs it, and the steps after
-    it."""
+    """Keys and values of one layer: step 0, with room for the diagonal where the kernel needs it, and later steps."""
 
     past_BGLX: tuple[Tensor, Tensor]
     visible: Sight  # Sight of step 0 at each position: a mask [B, 1, L, L + 1] as numbers to be added, or the segments
@@ -82,8 +80,7 @@ class BlockAttention(AttentionContext):
     size: int  # Positions of a block, K
     written: dict[int, tuple[Tensor, Tensor]]  # Keys and values of the text by layer, written by block 0
     keys: dict[int, _Keys]
-    """These keys and values, with room for the diagonal where it is needed, and those of the later blocks; created by
-    block 1."""
+    """These keys and values, with room for the diagonal where needed, and those of later blocks; created by block 1."""
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output over the text and the blocks after the heads' own positions, [B, H, K * L, E]."""

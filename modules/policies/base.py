@@ -42,9 +42,8 @@ class Policy(ABC):
 
 def trimmed(tree: TokenTree) -> TokenTree:
     """The tree without the padding that no row needs; down to the root where nobody has a guess. On a CPU the time of a
-    pass grows with its nodes and its size is known at once. On an accelerator a small pass costs what a pass of one
-    token does, while asking for the size would wait for the device and another shape would need another graph: there
-    the padding stays."""
+    pass grows with its nodes and its size is known at once. On an accelerator a small pass costs what one token does,
+    while asking for the size would wait for the device and another shape need another graph: the padding stays."""
     if tree.real_BN.device.type != "cpu":
         return tree
     size = int(tree.real_BN.sum(-1).max())
@@ -68,9 +67,8 @@ class LevelQueries:
         self._used = 0
 
     def ask(self, frontier: Frontier, above_BF: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(log-probabilities [B, O, Q], float32 or wider; for each frontier node the one that is its own, [B, F]) of
-        the nodes of one level; `above_BF` is the column of each node's parent in the previous level's frontier, None
-        for the root."""
+        """(log-probabilities [B, O, Q], float32 or wider; for each frontier node its own, [B, F]) of the nodes of one
+        level; `above_BF` is the column of each node's parent in the previous level's frontier, None for the root."""
         if self._answered is None or above_BF is None or self._used == self._answered.shape[2]:
             scores = self.drafter.expand(self.state, frontier)
             self.token_ids_Q, self._candidates, self._used = scores.token_ids_Q, scores.candidates_BFHQ, 0

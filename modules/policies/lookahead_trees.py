@@ -51,8 +51,7 @@ def ahead_trees(chances_KR: tuple[tuple[float, ...], ...], size: int) -> tuple[A
     """The trees with the most tokens a pass in the long run, for 0 to K guesses, by the chance that the guess of a rank
     is right at a depth. Each has at most `size` nodes, root and virtual nodes included, and the chances of different
     depths count as independent. Howard's policy iteration: with the value of every state, each tree is chosen anew for
-    its tokens plus the value of the state that follows. Raises UserError if the root alone with all its virtual nodes
-    has more."""
+    its tokens plus the value of the state that follows. UserError if the root with its virtual nodes has more."""
     depths = len(chances_KR)
     if size <= depths:
         raise UserError(f"a tree with virtual nodes for {depths} steps needs at least {depths + 1} nodes, got {size}; "

@@ -51,8 +51,7 @@ class StoppingRule:
             raise ValueError(f"threshold must be above 0 and below 1, got {found}")
 
     def judge(self, state_BD: Tensor, step: int) -> Tensor:
-        """A number for each row from the drafter's state at a drafted token, the step-th one, [B]: `Drafted.judged_BJ`
-        collects them."""
+        """A number for each row from the state at the step-th drafted token, [B]: `Drafted.judged_BJ` collects them."""
         raise NotImplementedError(f"{type(self).__name__} reads no states")
 
     def check_sampling(self, setting: SamplingSetting) -> None:

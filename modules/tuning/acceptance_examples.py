@@ -138,8 +138,7 @@ def calibrate_judgement(drafter: Drafter, features: Sequence[Features]) -> Tenso
         right_P, best = right_P * rights_P, (torch.inf, 1.0, before_P)
         for temperature in TEMPERATURES:
             log_chance_P = before_P + logsigmoid(logits_P / temperature)
-            # Distance between mean chance and share of right guesses of a bin, averaged over guesses (arXiv:1706.04599,
-            # eq. 3); 0 without guesses.
+            # Distance of a bin's mean chance from its share of right guesses, by guesses (arXiv:1706.04599, eq. 3).
             chances_N = log_chance_P[reached_P > 0].double().exp().clamp(max=1)
             bins_N, right_N = (chances_N * BINS).long().clamp(max=BINS - 1), right_P[reached_P > 0].double()
             gaps_C = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins_N, chances_N - right_N)

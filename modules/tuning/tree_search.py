@@ -47,8 +47,7 @@ class RankedText:
     left_P: Tensor  # Tokens of the answer after it, int64; 0 where it is not the answer's, and no pass starts
 
     def depths(self, topology: Topology) -> Tensor:
-        """Length of the path of a tree that the text takes at each place, [P], int64. A node deeper than K steps is
-        never taken."""
+        """Length of the tree's path that the text takes at each place, [P], int64, which ends after K steps."""
         steps = self.ranks_PK.shape[1]
         depths_P = torch.zeros_like(self.left_P)
         taken = [torch.ones_like(depths_P, dtype=torch.bool)]

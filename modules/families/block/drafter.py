@@ -9,8 +9,7 @@ With `aligned: next` slot k predicts the token at p + 2 + k, with `aligned: same
 which the first slot knows already.
 
 Shapes: B rows, L positions, A of them after which blocks start, S slots, K draft steps, D hidden size, X width of a
-state, N new positions, R rows of a decoding state, F frontier nodes, P numbers of a path, Q entries of the draft
-vocabulary."""
+state, N new positions, R rows of a decoding state, F frontier nodes, P numbers of a path, Q draft vocabulary."""
 
 from dataclasses import replace
 from typing import Self, cast
@@ -55,9 +54,8 @@ class BlockState(DraftState):
 
 
 class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
-    """A backbone over the target's states, and a correction. Own weights are named as in DFlash, with those of the
-    correction after `correction.`; the target's embedding and output layer are borrowed. Make a new one with
-    `BlockDraft.create`."""
+    """A backbone over the target's states, and a correction. Own weights are named as in DFlash, those of the
+    correction after `correction.`; embedding and output layer are the target's. Make one with `BlockDraft.create`."""
 
     family = "block"
     card = FamilyCard(
@@ -197,8 +195,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
     def forward(self, features: Features) -> Drafts:
         """States of all draft steps along the true tokens: in training after sampled places, if the settings say so,
         otherwise after every position. A step is learned where all tokens up to its label are supervised: a draft
-        starts nowhere else, and reaches no token beyond a gap. Raises UserError if the rows are too short for a
-        block."""
+        starts nowhere else, and reaches no token beyond a gap. UserError if rows are too short for a block."""
         self.require_rows(features, "block_size,")
         length, steps = features.tokens_BL.shape[1], self.config.num_steps
         indices_BA: Tensor | None = None

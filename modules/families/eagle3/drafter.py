@@ -39,8 +39,7 @@ class Eagle3Config(TappedConfig):
     """Whether each tapped state has a separate RMSNorm before `fc` (EAGLE-3.1, arXiv:2605.09992), so that the layers of
     the target count alike whatever the size of their states."""
     norm_before_fc: bool = False
-    """Whether one RMSNorm over all tapped states together stands before `fc` (the speculators library); not next to
-    `fc_norm`."""
+    """Whether one RMSNorm over all tapped states stands before `fc` (the speculators library); not with `fc_norm`."""
     norm_before_residual: bool = False
     """Whether the layer's residual starts at the state after its norm (the speculators library, vLLM and llama.cpp) or,
     as in the official code, before it."""
@@ -55,8 +54,7 @@ class Eagle3Config(TappedConfig):
             raise UserError("fc_norm and norm_before_fc are both true, and the states are normalised once; choose one")
 
     def carries(self, name: str, start: Any) -> bool:
-        """Further layers pass the state on, and `fc` reads nothing of further taps; one norm over all of them would
-        change."""
+        """Further layers pass the state on, and `fc` reads nothing of further taps; a norm over all would change."""
         taps = name == "taps" and not self.norm_before_fc and set(start.taps) < set(self.taps or ())
         layers = name == "num_layers" and start.num_layers < self.num_layers
         return super().carries(name, start) or taps or layers

@@ -50,8 +50,7 @@ class FalconConfig(FeatureConfig):
     noise: NotNegative = 0.0
     """Uniform noise between -noise and noise on the target's states in training; the paper's is 0.1."""
     dropout: Dropout = 0.0
-    """Share of the components between the layers of the recurrent network that training drops; the official code's is
-    0.1."""
+    """Share of components between the recurrent layers that training drops; the official code's is 0.1."""
 
 
 class FalconState(DraftState):
@@ -114,8 +113,7 @@ class Falcon(FeatureDrafter[FalconState]):
 
     def initialise(self, target: Target) -> None:
         """Make each estimate the state of its query; the official code starts with random weights."""
-        # The last recurrent layer's output is zero through its cell's candidate values, the third gate: gradients still
-        # reach them.
+        # The last recurrent layer's output is zero through its candidate values, the third gate: gradients reach them.
         for weight in self.lstm.layers[-1].parameters():
             weight.chunk(4)[2].zero_()
         cast(BareBlock, self.layers[0]).zero_output()

@@ -10,8 +10,7 @@ sequences, then the second ones, the longest sequence first: those that a step h
 before it.
 
 Shapes: B sequences or rows, L positions of a row, N positions of each sequence, P positions of all, S sequences of a
-step, Z input width, D hidden size, G gates (4 D: input, forget, cell, output), M layers; a leading `...` stands for any
-dimensions."""
+step, Z input width, D hidden size, G gates (4 D: input, forget, cell, output), M layers; `...` any dimensions."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, cast

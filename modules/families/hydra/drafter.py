@@ -223,8 +223,7 @@ class Hydra(HeadDrafter[HydraState]):
 
     @torch.no_grad()
     def expand(self, state: HydraState, frontier: Frontier) -> Scores:
-        """Scores of the children of one level of the tree, by the head of that level. Raises ValueError if the level
-        has no head."""
+        """Scores of the children of one level of the tree, by the head of that level. ValueError if it has none."""
         if (step := state.level) == self.config.num_heads:
             raise ValueError(f"level {step} of the tree needs a head, but there are {step} heads, one for each level")
         embedded_RFD = self.embed(frontier.tokens_BF)

@@ -35,13 +35,11 @@ class KangarooConfig(FeatureConfig):
     """Base of the rotary embedding; the official code's, which its layout assumes. None takes the target's, with its
     scaling."""
     exit_layer: Parts | None = None
-    """Number of the target's first layers that draft; None takes a sixteenth of all, at least 1: 2 of 32 as in the
-    paper."""
+    """Number of the target's first layers that draft; None takes a sixteenth, at least 1: the paper's 2 of 32."""
     gamma: Parts = 6
     """Most tokens of a chain with the policy `early-exit`."""
     eta: Chance = 0.6
-    """Such a chain ends after the first token whose distribution peaks below this probability; the paper has 0.6 for
-    chains and 0.4 for trees."""
+    """Such a chain ends after the first token whose distribution peaks below this; the paper has 0.6, for trees 0.4."""
 
 
 class AttentionLayer(nn.Module):
