@@ -9,8 +9,7 @@ _PLACE = re.compile(r"\{(\w+)(?::(\d+),(\d+))?\}")
 
 
 def here(name: str, pairs: Pairs, **numbers: int) -> str | None:
-    """The name here of a tensor there, by the first pair that fits; None if none does. `numbers` are those that the
-    name there does not tell."""
+    """The name here of a tensor there, by the first pair that fits, or None; `numbers` are those that it lacks."""
     found = (_translated(name, there, ours, numbers) for there, ours in pairs)
     return next((one for one in found if one is not None), None)
 

@@ -241,8 +241,7 @@ class VerifiedRows(Protocol):
     reads_virtual: bool  # True if the virtual nodes of a pass have states
 
     def early(self, num_layers: int) -> EarlyLayers | None:
-        """The first layers in the cache of these rows, or None where no layer runs; verification takes over what they
-        computed."""
+        """The first layers in the cache of these rows, or None where none runs; verification takes over what ran."""
         ...
 
 

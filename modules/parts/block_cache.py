@@ -3,8 +3,7 @@
 The keys are in a `RowCache`: first the committed positions of each row, then the nodes of the growing tree in the order
 in which they were added. Nodes are never committed; the next reading overwrites them.
 
-Shapes: B rows, N new positions, J repeated queries, F new nodes, P slots of a node, M nodes in the cache, W cache slots
-in use."""
+Shapes: B rows, N new positions, J repeated queries, F new nodes, P slots of a node, M cached nodes, W used slots."""
 
 from collections.abc import Hashable, Sequence
 

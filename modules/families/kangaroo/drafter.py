@@ -57,8 +57,7 @@ class AttentionLayer(nn.Module):
 
 
 class KangarooState(DraftState):
-    """The target's first layers over each row, and the adapter's cache of it; if `shared`, a target pass reads the text
-    into the cache of the first layers."""
+    """The target's first layers over each row, whose cache a target pass fills if `shared`, and the adapter's cache."""
 
     def __init__(self, early: EarlyLayers, rows: BlockRows, *, shared: bool) -> None:
         self.early, self.rows, self.shared = early, rows, shared
