@@ -2,8 +2,7 @@
 
 An engine answers `prompts` (lists of token ids) greedily, with `max_tokens` each, by `model` and with `draft_tokens` of
 `draft` (null for none). The result has its name and version, the answers, and the numbers of drafts, drafted and
-accepted tokens. This file imports nothing of the project, which is not in that environment.
-"""
+accepted tokens. This file imports nothing of the project, which is not in that environment."""
 
 import json
 import os

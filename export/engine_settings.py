@@ -156,8 +156,7 @@ def best_tokens(lengths: Mapping[int, float], cost: CostTable, batch: int = 1) -
 
 
 def ranges_of(best: Mapping[int, int]) -> Ranges:
-    """Ranges of requests from the best tokens for some numbers of them, ascending: each holds down to the one before.
-    """
+    """Ranges of requests from the best tokens for some numbers of them, ascending: each holds down to the next one."""
     found = list[tuple[int, int, int]]()
     for before, last in pairwise([0, *best]):
         same = found and found[-1][2] == best[last]

@@ -67,8 +67,7 @@ class Tuning:
     sampled: tuple[Trial, ...] = ()
     """The same of answers drawn at SIZING_TEMPERATURE; empty where there were none: such rows are decoded plainly."""
     used_nodes: int | None = None
-    """Nodes of the draft's tree that the recipe sets for every batch size and temperature; None where each has its own.
-    """
+    """Nodes of the draft's tree that the recipe sets for all batch sizes and temperatures; None: each has its own."""
     linear_layers: Packing | None = None
     """Forms of the target's linear layers with which the seconds were measured, and why; None if not recorded."""
 

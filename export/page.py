@@ -50,8 +50,7 @@ class Table:
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
-    kind: str = ""
-    """cards: large figures, each with its meaning; facts: names with sentences; words: columns of sentences."""
+    kind: str = ""  # cards: large figures with their meaning; facts: names with sentences; words: columns of those
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, str]]) -> "list[Table]":

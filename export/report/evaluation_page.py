@@ -1,8 +1,9 @@
 """The report of an evaluation: one page for Markdown and HTML, and a short one for the terminal."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,16 @@ from . import phrases, plots
 from .phrases import group_name, identical, label, number, percent, span, times
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "evaluation.json", "report.md", "report.html"
-FIGURES = ("answers", "tokens/pass", "tokens/s", "plain", "generate", "speed-up", "identical")
-"""Columns of every group of prompts."""
+FIGURES = ("answers", "tokens/pass", "tokens/s", "plain", "generate", "speed-up", "identical")  # Columns of a group
 PREDICTED = ("predicted tokens/pass", "predicted speed-up")
 DRAWN_NODES = 24  # Nodes of a tree that are drawn even if fewer are in use
-LONGEST_PROMPT, MOST_GUESSES = 400, 4
-"""Characters of a question that are shown, and rejected guesses that are listed for one token."""
+LONGEST_PROMPT, MOST_GUESSES = 400, 4  # Characters of a question, and rejected guesses of one token, that are shown
 
 
 def write_report(out: Path, run: EvaluationRun, artifact: Artifact | None = None) -> dict[str, Path]:
-    """Write evaluation.json, report.md and report.html to `out`; returns the paths by "json", "markdown", "html".
-
-    Args:
-        artifact: the artifact whose tree and tuning the page shows; None shows none.
-
-    Raises:
-        UserError: if `out` cannot be written, or matplotlib is missing (the JSON and the Markdown are written before).
-    """
+    """Write evaluation.json, report.md and report.html to `out`, with the tree and the tuning of an artifact; returns
+    the paths by "json", "markdown", "html". Raises UserError if `out` cannot be written, or matplotlib is missing (the
+    JSON and the Markdown are written before)."""
     page = evaluation_page(run, artifact)
     # The figures first: a page that cannot be drawn must not cost a measurement of an hour.
     return {
@@ -126,7 +120,7 @@ def boxes(run: EvaluationRun) -> list[Text]:
                           "again when the machine is quiet. Tokens per pass and the comparison of answers are not "
                           "affected.", "warn", "The speeds are not reliable."))
     if run.left_out:
-        shown.append(Text("", "warn", f"{phrases.LEFT_OUT}:", run.left_out))
+        shown.append(Text("", "warn", "What was left out:", run.left_out))
     return shown
 
 
@@ -227,25 +221,22 @@ def figures(measures: Measures) -> tuple[Cell, ...]:
 def side_by_side(run: EvaluationRun) -> Table:
     """Every method at every temperature and batch size; a condition that is the same in all rows has no column."""
     drafts = run.header.get("drafts", {})
-    conditions: list[tuple[str, bool, Callable[[Evaluation], str]]] = [
-        ("parameters", bool(drafts), lambda one: f"{drafts[one.name]['parameters']:,}" if one.name in drafts else ""),
-        ("licence", bool(drafts), lambda one: str(drafts.get(one.name, {}).get("licence", ""))),
-        ("temperature", len(run.temperatures) > 1, lambda one: f"{one.temperature:g}"),
-        ("batch", len(run.batch_sizes) > 1, lambda one: f"{one.batch_size}"),
-        ("nodes per pass", True, lambda one: f"{one.nodes}"),
-        ("of its own tree", any(one.partners for one in run.evaluations), lambda one: f"{one.tree_nodes}"),
-    ]
-    shown = [(name, text) for name, wanted, text in conditions if wanted]
-    predicted = PREDICTED if any(one.prediction is not None for one in run.evaluations) else ()
+    columns = ("", "parameters", "licence", "temperature", "batch", "nodes per pass", "of its own tree", *FIGURES[1:],
+               *PREDICTED)
+    alone = {"parameters": not drafts, "licence": not drafts, "temperature": len(run.temperatures) == 1,
+             "batch": len(run.batch_sizes) == 1, "of its own tree": not any(one.partners for one in run.evaluations),
+             **dict.fromkeys(PREDICTED, all(one.prediction is None for one in run.evaluations))}
     rows = []
     for one in run.evaluations:
-        row: list[str | Cell] = [one.name, *(text(one) for _, text in shown), *figures(one.overall)[1:]]
-        found = one.prediction
-        row += [""] * len(predicted) if found is None else [
+        predicted = ["", ""] if (found := one.prediction) is None else [
             Cell(f"{found.accepted_length:.2f}", span(found.interval, 2)),
             Cell(times(found.speedup), span(found.speedup_interval, 2))]
-        rows.append(row)
-    return Table(("", *(name for name, _ in shown), *FIGURES[1:], *predicted), rows)
+        own = drafts.get(one.name, {})
+        rows.append([one.name, f"{own['parameters']:,}" if own else "", str(own.get("licence", "")),
+                     f"{one.temperature:g}", f"{one.batch_size}", f"{one.nodes}", f"{one.tree_nodes}",
+                     *figures(one.overall)[1:], *predicted])
+    shown = [not alone.get(name) for name in columns]
+    return Table([*compress(columns, shown)], [[*compress(row, shown)] for row in rows])
 
 
 def in_detail(run: EvaluationRun, evaluation: Evaluation) -> Table:
@@ -271,20 +262,16 @@ def parts_table(run: EvaluationRun, evaluation: Evaluation) -> Table | None:
     return Table(("", "accepted guesses", *(f"from {name}" for name in names)), rows) if names else None
 
 
-def groups_of(evaluation: Evaluation) -> Iterator[tuple[str, dict[str, Measures]]]:
+def groups_of(evaluation: Evaluation) -> list[tuple[str, Mapping[str, Measures]]]:
     """Headings and groups of prompts; categories that hold the same prompts as a set of their name are left out."""
     sets = evaluation.by_prompt_set
-    if len(sets) > 1:
-        yield "prompt sets", sets
     # Otherwise a set whose file names it as the only category would have two equal rows.
     categories = {name: measures for name, measures in evaluation.by_category.items()
                   if name not in sets or sets[name].prompts != measures.prompts}
-    if categories:
-        yield "categories", categories
-    if evaluation.by_turn:
-        yield "turns", {f"turn {turn}": measures for turn, measures in evaluation.by_turn.items()}
-    if evaluation.by_mode:
-        yield "modes", evaluation.by_mode
+    turns = {f"turn {turn}": measures for turn, measures in evaluation.by_turn.items()}
+    found = {"prompt sets": sets if len(sets) > 1 else {}, "categories": categories, "turns": turns,
+             "modes": evaluation.by_mode}
+    return [(heading, groups) for heading, groups in found.items() if groups]
 
 
 def training_plots(training: TrainingRecord) -> list[Figure]:

@@ -99,9 +99,6 @@ def partial_note(run: EvaluationRun) -> str:
             f"{run.header['minutes']['budget']:g} minutes")
 
 
-LEFT_OUT = "What was left out"  # Heading of what the stages left out: what did not fit into their minutes, and loops
-
-
 def threads(run: EvaluationRun) -> str:
     """Threads of the processor."""
     return f"{run.header['threads']} thread{'s' if run.header['threads'] > 1 else ''}"
@@ -133,7 +130,6 @@ HALF_NOTE = (
     "half precision two tokens more often have the same logit within rounding; which of them is chosen then depends on "
     "the number of tokens in the pass. Such near-ties are counted above, and only other differences would be a fault.")
 """The meaning of identical in half precision."""
-HALF_FORMATS = ("bfloat16", "float16")  # Number formats of half precision
 SHARED_NOTE = ("Answers that are not timed are decoded once for each tree size and count at every batch size that uses "
                "it.")
 """Note for reports in which batch sizes share answers."""
@@ -198,7 +194,7 @@ def verdicts(run: EvaluationRun) -> list[str]:
                      f"it. On the original target's greedy answers to {drift['prompts']} prompts ({drift['tokens']:,} "
                      f"tokens), the adapted one differs by a KL divergence of {drift['kl']:.3g} nats a token, and "
                      f"would have chosen {drift['agreement']:.1%} of the tokens as well.")
-    if run.header["dtype"] in HALF_FORMATS:
+    if run.header["dtype"] in ("bfloat16", "float16"):
         found.append(HALF_NOTE.format(dtype=run.header["dtype"]))
     if partial := partial_note(run):
         found.append(f"{partial}, and nothing is known of their answers.")
@@ -247,10 +243,8 @@ def _compared(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:
     greedy = evaluations[0].temperature == 0
     reference = ("transformers' own generate" if greedy else
                  "this project's loop without drafts under the same random numbers")
-    several = len(run.temperatures) > 1
-    answers = "greedy answers" if several and greedy else "answers"
-    if several and not greedy:
-        answers += f" at temperature {evaluations[0].temperature:g}"
+    answers = ("answers" if len(run.temperatures) == 1 else "greedy answers" if greedy else
+               f"answers at temperature {evaluations[0].temperature:g}")
     if found.identical == found.prompts:
         return (f"All {found.prompts} {answers} ({tokens:,} tokens) are identical, token by token, to those of "
                 f"{reference}.")
@@ -271,9 +265,7 @@ def _compared(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:
         verb = "differs" if found.different == 1 else "differ"
         text += (f"{found.different} {verb} where rounding does not explain it{where}: this is a fault, please report "
                  f"it ({at_fault}).")
-    elif greedy and dtype == "float32" and (
-        found.near_tie_divergences > max(1.0, tokens * NEAR_TIES_PER_TOKEN)
-    ):
+    elif greedy and dtype == "float32" and found.near_tie_divergences > max(1.0, tokens * NEAR_TIES_PER_TOKEN):
         text += "That is more often than once in 10,000 tokens, which rounding does not explain."
     return text.strip()
 
@@ -288,8 +280,7 @@ def steadiness(run: EvaluationRun) -> str:
 
 # The headline ---------------------------------------------------------------------------------------------------------
 
-FEWEST_PROMPTS, FEWEST_TIMED = 10, 4
-"""Fewest decoded and fewest timed prompts of a headline that claims something: with two prompts chance decides."""
+FEWEST_PROMPTS, FEWEST_TIMED = 10, 4  # Fewest decoded and timed prompts of a headline with a claim: chance decides two
 
 
 def headline(run: EvaluationRun) -> str:

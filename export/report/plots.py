@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 INK, MUTED, GRID, BRANCH = "#1f2933", "#6b7785", "#e4e8ed", "#b9c3cd"
 DRAFTED, ACCENT = "#0f766e", "#c2410c"
 SERIES = (DRAFTED, "#4f63b6", ACCENT, "#8a5a9e", "#7a8a2b", "#b0417a", "#2f87b7", "#8a6a3f")
-BASELINE_COLORS = {"this loop, no drafts": "#8794a2", "transformers generate": BRANCH}
-"""Names and colours of the two baselines without drafts."""
+BASELINE_COLORS = {"this loop, no drafts": "#8794a2", "transformers generate": BRANCH}  # Those without drafts
 Point = tuple[float, tuple[float, float] | None]  # A value and its interval, where it has one
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: it takes the page's font, can be searched, and keeps the file small
