@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +15,30 @@ GIVE = "give the bin/python of an environment with {}"  # Remedy for a wrong int
 _PATIENCE = 60  # Seconds in which an interpreter must answer: the first start from a slow disk takes some
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineProcess:
-    """A script that reads a job and writes a result, started anew for each job: engines give no memory back."""
-
-    engine: str  # Name of the engine, for people and for `engine_jobs.py`
-    python: Path  # Interpreter of the environment
-    script: Path = JOBS  # Called with the files of the job and of the result
-    folder: Path  # Current folder of the process: files of a job are named from here
-
-    def run(self, job: dict[str, Any], asked: str) -> dict[str, Any]:
-        """The result of a JSON-ready job. Raises UserError if the process does not start, or fails, with the end of its
-        output and what was `asked`."""
-        with tempfile.TemporaryDirectory() as scratch:
-            given, result = Path(scratch, "job.json"), Path(scratch, "result.json")
-            given.write_text(json.dumps({"engine": self.engine, **job}))
-            # Engines log to both streams: together they are in the order of what happened.
-            try:
-                done = subprocess.run([str(self.python.absolute()), str(self.script), str(given), str(result)],
-                                      # The files next to a script are no modules of its environment.
-                                      cwd=self.folder, env={**os.environ, "PYTHONSAFEPATH": "1"}, text=True,
-                                      errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-            except OSError as error:
-                raise UserError(f"{self.python} does not start ({error.strerror}); {GIVE.format(self.engine)}"
-                                ) from error
-            if done.returncode != 0 or not result.is_file():
-                last = "\n".join(done.stdout.strip().splitlines()[-_SHOWN:])
-                raise UserError(f"{self.engine} ended with code {done.returncode}, {asked}; "
-                                + (f"its last lines:\n{last}" if last else
-                                   "it printed nothing: try a machine with more memory, or run it by hand"))
-            found: dict[str, Any] = json.loads(result.read_text())
-        return found
+def run_job(job: dict[str, Any], python: Path, folder: Path, asked: str, script: Path = JOBS) -> dict[str, Any]:
+    """The result of a JSON-ready job, whose `engine` names it for people and for `engine_jobs.py`: by a script in an
+    environment with this interpreter, started anew for each job, since engines give no memory back. Files of the job
+    are named from the folder. Raises UserError if the process does not start, or fails, with the end of its output and
+    what was `asked`."""
+    engine = job["engine"]
+    with tempfile.TemporaryDirectory() as scratch:
+        given, result = Path(scratch, "job.json"), Path(scratch, "result.json")
+        given.write_text(json.dumps(job))
+        # Engines log to both streams: together they are in the order of what happened.
+        try:
+            done = subprocess.run([str(python.absolute()), str(script), str(given), str(result)], cwd=folder,
+                                  # The files next to a script are no modules of its environment.
+                                  env={**os.environ, "PYTHONSAFEPATH": "1"}, text=True, errors="replace",
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        except OSError as error:
+            raise UserError(f"{python} does not start ({error.strerror}); {GIVE.format(engine)}") from error
+        if done.returncode != 0 or not result.is_file():
+            last = "\n".join(done.stdout.strip().splitlines()[-_SHOWN:])
+            raise UserError(f"{engine} ended with code {done.returncode}, {asked}; "
+                            + (f"its last lines:\n{last}" if last else
+                               "it printed nothing: try a machine with more memory, or run it by hand"))
+        found: dict[str, Any] = json.loads(result.read_text())
+    return found
 
 
 def require_engine(python: Path, engine: str, module: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...modules import BlockDraft, DecodeSettings, Drafter, Request, UserError, decode
 from ...modules.decoding.recorders import PassRecorder
 from ..artifact import Artifact
-from ..engine_process import EngineProcess
+from ..engine_process import run_job
 from ..engine_settings import DraftSettings, in_words, ranges_of
 from ..layouts.parts.export_format import Served
 from ..layouts.parts.gguf_file import FLOAT32
@@ -109,10 +109,10 @@ def vllm_answers(python: Path, folder: Path, model: str, speculative: dict[str, 
                  prompts: Sequence[Sequence[int]], **settings: Any) -> dict[str, Any]:
     """The result of `run_vllm` in `engine_jobs.py`, by default with eight requests at once in float32, for the folder
     of a model, named from the current one of the process, and vLLM's configuration of drafts, None for none. Raises
-    UserError as `EngineProcess.run` does."""
-    job = {"model": model, "speculative": speculative, "prompts": [list(prompt) for prompt in prompts],
-           "batch_sizes": [8], "loader": {}, "dtype": FLOAT32, **settings}
-    return EngineProcess(engine="vLLM", python=python, folder=folder).run(job, f"drafts {json.dumps(speculative)}")
+    UserError as `run_job` does."""
+    job = {"engine": "vLLM", "model": model, "speculative": speculative, "batch_sizes": [8], "loader": {},
+           "prompts": [list(prompt) for prompt in prompts], "dtype": FLOAT32, **settings}
+    return run_job(job, python, folder, f"drafts {json.dumps(speculative)}")
 
 
 def served(artifact: Artifact, layout: str) -> Served:

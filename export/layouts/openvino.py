@@ -1,6 +1,5 @@
 """Drafters as OpenVINO GenAI reads them: the folder of another format, converted by optimum-intel in an environment of
-its own, whose versions this project does not share.
-"""
+its own, whose versions this project does not share."""
 
 import os
 import shlex
@@ -12,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from ...modules import BlockDraft, DraftLM, Eagle3, Target, UserError
 from ...modules.families.block.layout import KINDS
-from ..engine_process import EngineProcess
+from ..engine_process import run_job
 from . import dflash
-from .eagle import EAGLE_FILE, export_eagle
+from .eagle import export_eagle
 from .huggingface import export_huggingface
-from .parts.checkpoint import Contents, output_bias
+from .parts.checkpoint import WHOLE, Contents, output_bias
 from .parts.compressed_tensors import OUTPUT
 from .parts.export_format import ExportFormat, ExportSettings
 
@@ -51,19 +50,19 @@ def export_openvino(drafter: DraftLM | Eagle3 | BlockDraft, target: Target, fold
             if drafter.token_ids_Q is None:
                 # The conversion takes the missing tokens of a whole vocabulary from unset memory: each is its own.
                 tokens = {"d2t": torch.zeros(drafter.vocab_size, dtype=torch.long)}
-                save_file(load_file(source / EAGLE_FILE) | tokens, source / EAGLE_FILE, metadata={"format": "pt"})
+                save_file(load_file(source / WHOLE) | tokens, source / WHOLE, metadata={"format": "pt"})
             layers = list(drafter.taps)
         elif isinstance(drafter, BlockDraft):
             # The engine has the target's output layer alone: over it a reduced vocabulary is the whole one.
             dflash.export_dflash(drafter, target, source)
-            whole = {name: tensor for name, tensor in load_file(source / EAGLE_FILE).items()
+            whole = {name: tensor for name, tensor in load_file(source / WHOLE).items()
                      if name not in (OUTPUT, "d2t", "t2d")}
-            save_file(whole, source / EAGLE_FILE, metadata={"format": "pt"})
+            save_file(whole, source / WHOLE, metadata={"format": "pt"})
         else:
             export_huggingface(drafter, target, source)
-        process = EngineProcess(engine="optimum-intel", python=settings.convert_with, folder=Path(scratch))
-        process.run({"source": str(source), "out": str(folder), "layers": layers,
-                     "own_code": not isinstance(drafter, DraftLM)}, f"converting {source}")
+        job = {"engine": "optimum-intel", "source": str(source), "out": str(folder), "layers": layers,
+               "own_code": not isinstance(drafter, DraftLM)}
+        run_job(job, settings.convert_with, Path(scratch), f"converting {source}")
     if isinstance(drafter, BlockDraft):
         title, given = "DFlash drafter", UNCACHED
     else:

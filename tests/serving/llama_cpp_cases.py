@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftsmith.export.engine_process import EngineProcess
+from draftsmith.export.engine_process import run_job
 from draftsmith.export.layouts.llama_cpp import GGUF_FILE, write_model
 from gguf import GGUFReader
 from serving.overfitted import ANSWER_TOKENS, PROMPT_TOKENS, STEPS, VOCABULARY, Texts, tiny_llama
@@ -134,7 +134,7 @@ class LlamaCpp:
         return {**found, "drafts": sum(map(len, found["answers"])) - len(prompts) - found["accepted"]}
 
     def _run(self, job: dict[str, Any], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-        process = EngineProcess(engine="llama.cpp", python=self.python, folder=self.work)
-        return process.run({"model": TARGET, "prompts": [list(prompt) for prompt in prompts], "draft_tokens": STEPS,
-                            "max_tokens": ANSWER_TOKENS, "context": PROMPT_TOKENS + ANSWER_TOKENS + 24, **job},
-                           f"draft {job['draft']}")
+        whole = {"engine": "llama.cpp", "model": TARGET, "prompts": [list(prompt) for prompt in prompts],
+                 "draft_tokens": STEPS, "max_tokens": ANSWER_TOKENS, "context": PROMPT_TOKENS + ANSWER_TOKENS + 24,
+                 **job}
+        return run_job(whole, self.python, self.work, f"draft {job['draft']}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from draftsmith.export.engine_jobs import OPENVINO_MODEL
-from draftsmith.export.engine_process import EngineProcess
+from draftsmith.export.engine_process import run_job
 from serving.overfitted import ANSWER_TOKENS, HEAD_DIM, ROPE_BASE, STEPS, Texts
 from serving.proof import Case, blocks, command, ran
 
@@ -61,8 +61,8 @@ class OpenVino:
 
     def prepare(self, texts: Texts) -> None:
         """Convert the target."""
-        EngineProcess(engine="optimum-intel", python=self.python, folder=self.work).run(
-            {"source": "target", "out": TARGET, "layers": None, "own_code": False}, "the target")
+        job = {"engine": "optimum-intel", "source": "target", "out": TARGET, "layers": None, "own_code": False}
+        run_job(job, self.python, self.work, "the target")
 
     def plain(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Answers without drafts."""
@@ -82,6 +82,6 @@ class OpenVino:
         return self._run(str(folder), prompts, str(converted))
 
     def _run(self, draft: str | None, prompts: Sequence[Sequence[int]], target: str = TARGET) -> dict[str, Any]:
-        job = {"model": target, "draft": draft, "prompts": [list(prompt) for prompt in prompts], "draft_tokens": STEPS,
-               "max_tokens": ANSWER_TOKENS}
-        return EngineProcess(engine="OpenVINO", python=self.python, folder=self.work).run(job, f"draft {draft}")
+        job = {"engine": "OpenVINO", "model": target, "draft": draft, "prompts": [list(prompt) for prompt in prompts],
+               "draft_tokens": STEPS, "max_tokens": ANSWER_TOKENS}
+        return run_job(job, self.python, self.work, f"draft {draft}")

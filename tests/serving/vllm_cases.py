@@ -12,7 +12,7 @@ from draftsmith.data import ChatTemplate, DistillConfig, PromptConfig, distill
 from draftsmith.data.state_engines import engine_at, probe
 from draftsmith.data.store.feature_store import Encoding
 from draftsmith.export import Artifact, export_artifact
-from draftsmith.export.engine_process import EngineProcess
+from draftsmith.export.engine_process import run_job
 from draftsmith.export.engine_settings import TABLE, DraftSettings
 from draftsmith.export.evaluation.engine_trial import vllm_answers
 from draftsmith.export.layouts.parts.export_format import ADAPTED, ON_CPU, VLLM_ON_CPU, Places, Served
@@ -119,10 +119,10 @@ class Vllm:
         place = self.work / folder
         # No setting of the proof's own but the silence: the command must do without.
         variables = environment(self.python, {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
-        process = EngineProcess(engine="OpenAI's client", python=self.python, script=SCRIPT, folder=place)
+        job = {"engine": "OpenAI's client", "address": ADDRESS, "prompts": [list(prompt) for prompt in prompts],
+               "max_tokens": ANSWER_TOKENS}
         with server(["bash", "-c", shlex.join(command(place, *VLLM_ON_CPU))], place, variables, f"{ADDRESS}/health"):
-            found = process.run({"address": ADDRESS, "prompts": [list(prompt) for prompt in prompts],
-                                 "max_tokens": ANSWER_TOKENS}, f"asking the server of {folder}")
+            found = run_job(job, self.python, place, f"asking the server of {folder}", SCRIPT)
         version = ran(["python", "-c", "import vllm; print(vllm.__version__)"], place, self.python).split()[-1]
         return {"engine": f"vLLM {version.split('+')[0]}", **found}
 
