@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..modules import AcceptanceHead, AcceptanceHeadConfig, SamplingSetting, UserError
 from ..modules.files.atomic_files import write_atomically
-from ..modules.files.json_records import typed
+from ..modules.files.json_records import typed_fields
 from ..modules.policies.registry import MOST
 from .stored_drafter import HEADS, read_description, require_weights
 
@@ -49,13 +49,8 @@ class StoredHead:
     rule: HeadRule  # All else of it
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """The JSON entry."""
-
-    weights_sha256: str  # Hash of the drafter's weights
-    tensors_sha256: str  # Hash of the heads' tensors
-    rules: dict[str, HeadRule]  # By temperature
+_ENTRY = {"weights_sha256": str, "tensors_sha256": str, "rules": dict[str, HeadRule]}
+"""The JSON entry: hashes of the drafter's weights and of the heads' tensors, and the rules by temperature."""
 
 
 def check_rule(threshold: float, least: int, most: int) -> None:
@@ -98,26 +93,26 @@ def load_heads(artifact: Path, weights_sha256: str) -> dict[float, StoredHead]:
         return {}
     try:
         with safe_open(file, framework="pt") as opened:
-            entry: _Entry = typed(json.loads((opened.metadata() or {})["heads"]), _Entry)
+            entry = typed_fields(json.loads((opened.metadata() or {})["heads"]), _ENTRY)
             names: list[str] = opened.keys()
             tensors: dict[str, Tensor] = {name: opened.get_tensor(name) for name in names}
         found = _heads(entry, tensors)
     except (LookupError, TypeError, ValueError, RuntimeError, OSError, SafetensorError) as error:
         raise UserError(f"{file} is damaged ({' '.join(str(error).split())}); {RETRAIN}") from error
     # A drafter that was trained again has other states, which the heads cannot judge.
-    if entry.weights_sha256 != weights_sha256:
-        raise UserError(f"{file} judges a drafter with the weights {entry.weights_sha256[:12]}..., this artifact's are "
-                        f"{weights_sha256[:12]}...; {RETRAIN}")
+    if entry["weights_sha256"] != weights_sha256:
+        raise UserError(f"{file} judges a drafter with the weights {entry['weights_sha256'][:12]}..., this artifact's "
+                        f"are {weights_sha256[:12]}...; {RETRAIN}")
     return found
 
 
-def _heads(entry: _Entry, tensors: Mapping[str, Tensor]) -> dict[float, StoredHead]:
+def _heads(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[float, StoredHead]:
     """The heads of an entry by temperature. Raises ValueError where the tensors are not theirs."""
-    if hashlib.sha256(save(dict(tensors))).hexdigest() != entry.tensors_sha256:
+    if hashlib.sha256(save(dict(tensors))).hexdigest() != entry["tensors_sha256"]:
         raise ValueError("its tensors do not have the hash that it names")
     require_weights(tensors, {}, HEADS)
     found, left = {}, dict(tensors)
-    for name, rule in entry.rules.items():
+    for name, rule in entry["rules"].items():
         if name != temperature_name(rule.setting.temperature):
             raise ValueError(f"the head for temperature {rule.setting.temperature:g} is named {name}")
         # On the meta device nothing is allocated: the entry could claim any size.
