@@ -8,8 +8,7 @@ layers with a window for causal and others not; SGLang reads `is_causal` alone; 
 layers. Of a missing `sample_from_anchor` vLLM makes false, SGLang and llama.cpp true. All keys are written, therefore,
 at the top, where DeepSpec has them, and in `dflash_config`, where z-lab, SpecForge and ModelOpt do.
 
-Shapes: V target vocabulary, Q entries of the draft vocabulary.
-"""
+Shapes: V target vocabulary, Q entries of the draft vocabulary."""
 
 import json
 import warnings
@@ -29,20 +28,12 @@ from ...modules.parts.feature_drafter import chosen_taps
 from ...modules.target.loading.stored_weights import check_parameters
 from ..engine_settings import scheduling
 from ..stored_drafter import as_json
+from .parts import state_drafters
 from .parts.checkpoint import Checkpoint, Contents, check_borrowed, output_bias, stored, write_layout
 from .parts.compressed_tensors import OUTPUT, as_compressed, compressed, compressed_config
 from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Served
 from .parts.gguf_file import BFLOAT16, FLOAT32
-from .parts.state_drafters import (
-    EMBEDDING,
-    block_of,
-    check_joined,
-    entries,
-    layer_config,
-    sglang_command,
-    take_vocabulary,
-    vocabulary_marks,
-)
+from .parts.state_drafters import EMBEDDING, block_of, check_joined, entries, layer_config, sglang_command
 
 OPENS = ("taps", "aligned", "causal")  # Values that a checkpoint may leave open
 TEMPERATURES, _SCALES = "draftsmith_confidence_temperatures", "judge_temperatures_K"
@@ -85,7 +76,7 @@ def block_tensors(drafter: BlockDraft, target: Target) -> dict[str, Tensor]:
     tensors = {there(name, NAMES) or name: tensor for name, tensor in drafter.state_dict().items() if name != _SCALES}
     if ids_Q is None:
         return stored(tensors)
-    return stored({**tensors, OUTPUT: target.output_weight()[ids_Q]}) | vocabulary_marks(ids_Q, target)
+    return stored({**tensors, OUTPUT: target.output_weight()[ids_Q]}) | state_drafters.vocabulary_marks(ids_Q, target)
 
 
 def block_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
@@ -191,8 +182,8 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     conv = any(".attention_conv." in name for name in tensors)
     # What the configuration says and no file holds would be left out of every guess, unseen.
     held = {"markov_rank": correction in FORMS, "selector_rank": correction == "selector",
-            "xpress_rank": correction == "refiner",
-            "conv_kernel_size": conv, "enable_confidence_head": judge_1X is not None}
+            "xpress_rank": correction == "refiner", "conv_kernel_size": conv,
+            "enable_confidence_head": judge_1X is not None}
     if gone := [key for key, there in held.items() if said.get(key) and not there]:
         raise UserError(f"{given.config} says {gone[0]}: {json.dumps(said[gone[0]])}, and {folder} holds no tensors of "
                         "it; copy all files of weights again")
@@ -205,9 +196,8 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
                             f"wide as its target, {target.hidden_size}; choose another checkpoint")
         config = typed({
             "taps": taps, "num_layers": said["num_hidden_layers"], "block_size": said["block_size"], "aligned": aligned,
-            "causal": bool(causal), "correction": correction, "mask_token_id": said["mask_token_id"],
-            "conv": conv, "confidence": judge_1X is not None,
-            "vocabulary_size": reduced, "rank": rank}, BlockDraftConfig)
+            "causal": bool(causal), "correction": correction, "mask_token_id": said["mask_token_id"], "conv": conv,
+            "confidence": judge_1X is not None, "vocabulary_size": reduced, "rank": rank}, BlockDraftConfig)
         BlockDraft.fitted(config, target)
         with torch.device("meta"):
             # A configuration can claim any size: no memory is taken for what the files cannot hold.
@@ -223,9 +213,9 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
             raise UserError(f"{given.config} says {TEMPERATURES}: {json.dumps(said[TEMPERATURES])}; all of them divide "
                             "a confidence and must be above 0, copy it again")
     if unknown := sorted(tensors.keys() - drafter.state_dict().keys()):
+        titles = ", ".join(dict.fromkeys(kind.title for kind in KINDS.values()))
         raise UserError(f"{folder} holds {there(unknown[0], NAMES) or unknown[0]}, a part that this reader knows of no "
-                        "method; choose a checkpoint "
-                        f"of {', '.join(dict.fromkeys(kind.title for kind in KINDS.values()))}")
+                        f"method; choose a checkpoint of {titles}")
     return drafter, tensors
 
 
@@ -235,7 +225,7 @@ def _own_tensors(given: Checkpoint, target: Target) -> tuple[dict[str, Tensor], 
     tensors, folder, rows_VD = given.tensors(), given.folder, target.output_weight()
     check_borrowed(tensors.pop(EMBEDDING, None), target, folder)
     own_QD = tensors.pop(OUTPUT, None)
-    reduced = take_vocabulary(tensors, target, folder)
+    reduced = state_drafters.take_vocabulary(tensors, target, folder)
     check_borrowed(own_QD, target, folder,
                    rows_VD if reduced is None else rows_VD[tensors["token_ids"].to(rows_VD.device)])
     found: dict[str, Tensor] = {}

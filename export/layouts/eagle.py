@@ -9,8 +9,7 @@ EAGLE-3 stores no embedding, as its official checkpoints: readers take the targe
 code asks for it. A drafter of another width than the target's has the key `target_hidden_size` and an `embed_tokens` of
 its own. The official code reads one layer.
 
-Shapes: V target vocabulary, Q entries of the draft vocabulary.
-"""
+Shapes: V target vocabulary, Q entries of the draft vocabulary."""
 
 import json
 from pathlib import Path
@@ -24,32 +23,18 @@ from ...modules.families.eagle3.layout import FIXED, LAYERS, NORM, NORMS, TWIN
 from ...modules.interfaces.layout import here, there
 from ...modules.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.parts.feature_drafter import chosen_taps
-from .parts.checkpoint import Checkpoint, Contents, check_borrowed, output_bias, stored, write_layout
+from .parts import state_drafters
+from .parts.checkpoint import WHOLE, Checkpoint, Contents, check_borrowed, output_bias, stored, write_layout
 from .parts.compressed_tensors import COMPRESSED, OUTPUT, as_compressed, compressed, compressed_config
 from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Served
-from .parts.state_drafters import (
-    EMBEDDING,
-    LAYER_IDS,
-    ROPE_BASE,
-    TAPS,
-    block_of,
-    check_joined,
-    eagle_config,
-    linear_names,
-    named_base,
-    sglang_command,
-    take_vocabulary,
-    vocabulary_marks,
-)
+from .parts.state_drafters import EMBEDDING, LAYER_IDS, ROPE_BASE, TAPS, eagle_config, linear_names, sglang_command
 
-EAGLE_FILE = "model.safetensors"  # Official checkpoints hold the same tensors in pytorch_model.bin or here
 OPENS = ("taps", "rope_base")  # Values that a checkpoint may leave open
 
 
 def export_eagle(drafter: Eagle | Eagle3, target: Target, folder: Path, settings: ExportSettings = PLAIN) -> Contents:
-    """Write an EAGLE-1 or EAGLE-3 drafter as the official code and the serving engines read it; below 16 bits vLLM
-    alone does. EAGLE-1's layout has no output layer: a reduced draft vocabulary becomes the whole one. EAGLE-3's has
-    one, into which a shared one is copied."""
+    """Write EAGLE-1 or EAGLE-3 as the official code and engines read it; below 16 bits vLLM alone does. EAGLE-1 has no
+    output layer in it: a reduced draft vocabulary becomes the whole one. Into EAGLE-3's a shared layer is copied."""
     weights = settings.weights
     if isinstance(drafter, Eagle):
         # EAGLE-1's official code loads its own embedding; EAGLE-3's readers take the target's.
@@ -57,7 +42,7 @@ def export_eagle(drafter: Eagle | Eagle3, target: Target, folder: Path, settings
     else:
         tensors = third_tensors(drafter, target)
     linear = linear_names(tensors, drafter)
-    table = write_layout(folder, EAGLE_FILE, compressed(tensors, linear, weights),
+    table = write_layout(folder, WHOLE, compressed(tensors, linear, weights),
                          eagle_config(drafter, target) | compressed_config(weights, linear))
     outputs, drafts = list(drafter.taps), settings.drafts
     return Contents(title=f"EAGLE-{3 if isinstance(drafter, Eagle3) else 1} drafter", table=table, note=(
@@ -68,17 +53,15 @@ def export_eagle(drafter: Eagle | Eagle3, target: Target, folder: Path, settings
 
 
 def export_eagle_sglang(drafter: Eagle, target: Target, folder: Path, settings: ExportSettings) -> Contents:
-    """Write an EAGLE-1 drafter as SGLang reads it, with a bias of zeros where it has none: SGLang would take random
-    numbers."""
+    """Write EAGLE-1 as SGLang reads it, with a bias of zeros where it has none: SGLang would take random numbers."""
     tensors = {"fc.bias": torch.zeros(drafter.block.hidden_size), **stored(drafter.state_dict())}
     config = {**eagle_config(drafter, target), "architectures": ["LlamaForCausalLMEagle"]}
-    table = write_layout(folder, EAGLE_FILE, tensors, config)
+    table = write_layout(folder, WHOLE, tensors, config)
     return Contents(title="EAGLE-1 drafter", table=table)
 
 
 def refusal(drafter: Eagle | Eagle3, target: Target) -> str:
-    """The refusal of a target whose output layer has a bias, and of EAGLE-1 with FSPAD's changes; empty for any
-    other."""
+    """The refusal of a target whose output layer has a bias, and of EAGLE-1 with FSPAD's changes; else empty."""
     if isinstance(drafter, Eagle3) or output_bias(target):
         return output_bias(target)
     settings = {"feature_sampling": drafter.config.feature_sampling,
@@ -94,7 +77,7 @@ def third_tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
     ids_Q, marks = tensors.pop("token_ids", None), dict[str, Tensor]()
     tensors[OUTPUT] = own[0] if own else weight_VD if ids_Q is None else weight_VD[ids_Q]
     if ids_Q is not None:
-        marks = vocabulary_marks(ids_Q, target)
+        marks = state_drafters.vocabulary_marks(ids_Q, target)
     if drafter.num_layers > 1:
         tensors = {there(name, LAYERS) or name: tensor for name, tensor in tensors.items()}
         # vLLM reads one name of this norm, SGLang and TensorRT-LLM the other.
@@ -109,10 +92,9 @@ def borrows_output(drafter: Eagle3) -> bool:
 
 def read_eagle(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Eagle | Eagle3, dict[str, Tensor]]:
     """EAGLE-1 or EAGLE-3 in the official layout, or EAGLE-3 in that of the speculators library. Raises UserError if a
-    key is missing, the stored embedding is not the target's, or taps or the base of the rotary embedding are
-    ambiguous."""
+    key is missing, the stored embedding is not the target's, or taps or the rotary base are ambiguous."""
     tensors, said, folder = given.tensors(), given.said, given.folder
-    block = block_of(given, target, _rope_base(given, settings.rope_base))
+    block = state_drafters.block_of(given, target, _rope_base(given, settings.rope_base))
     depth = said.get("num_hidden_layers") or 1
     if block.hidden_size == target.hidden_size:
         check_borrowed(tensors.pop(EMBEDDING, None), target, folder)
@@ -134,13 +116,12 @@ def _third(tensors: dict[str, Tensor], given: Checkpoint, block: BlockConfig, ta
            taps: tuple[int, ...] | None) -> Eagle3:
     """An EAGLE-3 drafter of these shapes; the draft vocabulary among its tensors becomes ids."""
     said, folder = given.said, given.folder
-    reduced = take_vocabulary(tensors, target, folder)
+    reduced = state_drafters.take_vocabulary(tensors, target, folder)
     read = chosen_taps(_taps(given, target) if taps is None else taps, target)
-    check_joined(tensors, read, target, folder)
+    state_drafters.check_joined(tensors, read, target, folder)
     norms: dict[str, Any] = {name: bool(said.get(name)) for name in NORMS}
     config = Eagle3Config(taps=read, **norms, num_layers=said.get("num_hidden_layers") or 1,
-                          hidden_size=said["hidden_size"],
-                          vocabulary_size=reduced,
+                          hidden_size=said["hidden_size"], vocabulary_size=reduced,
                           output="shared" if reduced is None and OUTPUT not in tensors else "copy")
     return Eagle3(config, target, block)
 
@@ -164,11 +145,10 @@ def _taps(given: Checkpoint, target: Target) -> tuple[int, ...]:
 
 
 def _rope_base(given: Checkpoint, rope_base: float | None) -> float | None:
-    """The base of the rotary embedding that was given, or None for that of the configuration. Raises UserError where
-    the configuration cannot be believed."""
+    """The rotary base that was given, None for the configuration's. Raises UserError where that cannot be believed."""
     # The official trainers rotate with their own base, whatever the configuration says; engines follow it. Files of
     # the speculators library and of this project mean what they say.
-    named = named_base(given.said)
+    named = state_drafters.named_base(given.said)
     if rope_base is None and named != OFFICIAL_ROPE_BASE and not given.by_speculators and ROPE_BASE not in given.said:
         raise UserError(f"{given.config} says rope_theta: {named:g}, which the official trainers of EAGLE pass over; "
                         f"give --rope_base {OFFICIAL_ROPE_BASE:g} for a checkpoint of theirs, or --rope_base {named:g} "
@@ -197,15 +177,14 @@ EAGLE = ExportFormat[Eagle | Eagle3](
     name="eagle", content="EAGLE drafters",
     readers={"the official code": "", "vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, passed_over=_passed_over,
     families=(Eagle, Eagle3), refusal=refusal, write=export_eagle, read=read_eagle, opens=OPENS, known=FIXED,
-    file=EAGLE_FILE, weights=COMPRESSED,
+    weights=COMPRESSED,
     # vLLM calls both families as this project does.
     as_read=as_compressed, vllm=lambda drafter: Served(method={"method": drafter.family}, loader={}),
     others=lambda drafter, places: {} if _passed_over(drafter) else {
         "SGLang": sglang_command("EAGLE3", places, **places.drafts.sglang(3, 1, 4))},
-    lost=_lost,
-)
+    lost=_lost)
 EAGLE_SGLANG = ExportFormat(
     name="eagle-sglang", content="EAGLE-1 drafters", readers={"SGLang": ""}, families=(Eagle,), refusal=refusal,
-    write=export_eagle_sglang, file=EAGLE_FILE,
+    write=export_eagle_sglang,
     others=lambda drafter, places: {
         "SGLang": sglang_command("EAGLE", places, **places.drafts.sglang(3, 4, 16))})

@@ -13,12 +13,11 @@ from ...modules import DraftLM, DraftLMConfig, Target, UserError
 from ...modules.families.draft_lm.drafter import as_model
 from ...modules.files.atomic_files import write_file
 from ...modules.files.json_records import read_json, record_of
-from .parts.checkpoint import Checkpoint, Contents, Table, TensorForm
+from .parts.checkpoint import WHOLE, Checkpoint, Contents, Table, TensorForm
 from .parts.compressed_tensors import COMPRESSED, as_compressed, compressed, compressed_config
 from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSettings, Places, Served, hub_name
 from .parts.gguf_file import BFLOAT16, FLOAT32
 
-WEIGHTS = "model.safetensors"  # The file of weights, by the name that transformers gives it
 TRAINED = "draft_token_ids.json"  # The ids of a reduced vocabulary, ascending
 _MASK, _DEPTHS = "pard_token", "draftsmith_depths"
 """Keys of the mask token, as engines read it, and of the number of tokens that are guessed in a pass, which they ask
@@ -46,8 +45,7 @@ def export_huggingface(drafter: DraftLM, target: Target, folder: Path, settings:
 
     The folder holds the target's whole vocabulary, since engines compare ids: a reduced output layer becomes a whole
     one, in which the tokens that the draft never learnt have the mean of the trained rows. A mask token, where there is
-    one, has the id `mask_token_id`. Of number formats float32 keeps that of the model.
-    """
+    one, has the id `mask_token_id`. Of number formats float32 keeps that of the model."""
     model, weights = as_model(drafter), settings.weights
     if target.model.generation_config is not None:
         model.generation_config = copy.deepcopy(target.model.generation_config)
@@ -69,8 +67,8 @@ def export_huggingface(drafter: DraftLM, target: Target, folder: Path, settings:
     if wrong := ({*model.state_dict()} - tied) ^ _forms(folder).keys():
         raise ValueError(f"the export would hold wrong tensors: {', '.join(sorted(wrong))}")
     if weights != FLOAT32:
-        held = compressed(load_file(folder / WEIGHTS), linear, weights)
-        save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
+        held = compressed(load_file(folder / WHOLE), linear, weights)
+        save_file(held, folder / WHOLE, metadata={"format": "pt"})
         config |= {**compressed_config(weights, linear), "dtype": BFLOAT16}
     table = _forms(folder)
     write_file(folder / "config.json", json.dumps(config, indent=2) + "\n")
@@ -108,7 +106,7 @@ def read_huggingface(given: Checkpoint, target: Target, settings: ImportSettings
 def _forms(folder: Path) -> Table:
     """The tensors of the folder."""
     # The header alone: the tensors are not read again.
-    with safe_open(folder / WEIGHTS, "pt") as opened:
+    with safe_open(folder / WHOLE, "pt") as opened:
         slices = {name: opened.get_slice(name) for name in [*opened.keys()]}
         return {name: TensorForm(tuple(one.get_shape()), FORMATS[one.get_dtype()]) for name, one in slices.items()}
 
@@ -116,7 +114,7 @@ def _forms(folder: Path) -> Table:
 HUGGINGFACE = ExportFormat(
     name="huggingface", content="draft language models", families=(DraftLM,),
     readers={"transformers": "", "vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, write=export_huggingface,
-    read=read_huggingface, opens=("depths",), file=WEIGHTS, weights=COMPRESSED, as_read=as_compressed,
+    read=read_huggingface, opens=("depths",), weights=COMPRESSED, as_read=as_compressed,
     vllm=lambda drafter: Served(loader={}, method={
         "method": "draft_model", **({} if drafter.config.mask_token_id is None else {"parallel_drafting": True})}),
     lost=lambda drafter: "" if drafter.config.depths == 1 or drafter.config.mask_token_id is not None else (

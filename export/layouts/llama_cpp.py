@@ -5,8 +5,7 @@ transformers rotates number i with number i + half: rows of queries and keys are
 holds the tokens themselves, not offsets, and its layers are numbered by the states before them; those of DFlash, whose
 rotary embedding is transformers' own, too.
 
-Shapes: Q entries of the draft vocabulary.
-"""
+Shapes: Q entries of the draft vocabulary."""
 
 import shlex
 from pathlib import Path
@@ -22,6 +21,7 @@ from ...modules.families.draft_lm.drafter import as_model
 from ...modules.families.eagle3 import layout as eagle3
 from ...modules.interfaces.layout import Pairs, there
 from ...modules.parts.attention import frequencies
+from ...modules.parts.decoder_block import BlockConfig
 from ...modules.target.submodel import config_of, fields_of
 from . import dflash
 from .eagle import borrows_output, third_tensors
@@ -35,8 +35,7 @@ GGUF_FILE = "draft.gguf"  # The one file with settings, tokenizer and weights
 EAGLE3, DFLASH = "eagle3", "dflash"  # llama.cpp's names of the architectures; DSpark is DFlash with a correction
 NEIGHBOURS = ("llama", EAGLE3)
 """Architectures whose rotary embedding rotates neighbouring numbers; they alone have factors for its frequencies."""
-MODELS = ("llama", "qwen2", "qwen3")
-"""Architectures of draft language models, which transformers and llama.cpp call the same."""
+MODELS = ("llama", "qwen2", "qwen3")  # Architectures of draft language models, in transformers and llama.cpp alike
 _TARGET_LAYERS = 3  # Tapped layers that llama.cpp reads
 
 
@@ -90,28 +89,29 @@ def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
 
 def write_model(file: Path, model: Any, vocabulary: Path, weights: str = FLOAT32) -> Table:
     """Write a causal language model of transformers as GGUF, with the tokenizer of another GGUF file and matrices in a
-    number format of `WEIGHTS`; returns the table of its tensors. Raises UserError if llama.cpp does not run the model,
-    or only after its own conversion."""
+    format of `WEIGHTS`; returns the table of its tensors. Raises UserError if llama.cpp does not run it as it is."""
     config = model.config
     if reason := _model_refusal(config):
         raise UserError(reason)
     # Llama's rotary embedding is written as factors of its frequencies, that of Qwen as keys.
     said, length = config.rope_parameters, float(model.get_decoder().rotary_emb.attention_scaling)
     if config.model_type in NEIGHBOURS:
-        rope = gguf_file.by_factors(model.get_decoder().rotary_emb.inv_freq, length, said["rope_theta"])
+        rope, factors = gguf_file.by_factors(model.get_decoder().rotary_emb.inv_freq, length, said["rope_theta"])
     else:
         rope = gguf_file.by_keys({"original_max_position_embeddings": config.max_position_embeddings, **said}, length)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = _settings(hidden=config.hidden_size, inner=config.intermediate_size, layers=config.num_hidden_layers,
-                      heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, head=head,
-                      eps=config.rms_norm_eps, base=said["rope_theta"], vocab=config.vocab_size,
-                      context=config.max_position_embeddings)
+        factors = {}
+    block = BlockConfig(
+        hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads, num_kv_heads=config.num_key_value_heads, norm_eps=config.rms_norm_eps,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        rope_base=said["rope_theta"])
+    shape = _settings(block, config.num_hidden_layers, config.vocab_size, config.max_position_embeddings)
     tensors = {name: tensor for name, tensor in model.state_dict().items()
                if not (config.tie_word_embeddings and name == "lm_head.weight")}
-    kind, heads = config.model_type, (config.num_attention_heads, config.num_key_value_heads)
-    named = {_named(name, kind, config.num_hidden_layers): _in_order(name, tensor, kind, heads)
+    kind = config.model_type
+    named = {_named(name, kind, config.num_hidden_layers): _in_order(name, tensor, kind, block)
              for name, tensor in stored(tensors).items()}
-    return write_gguf(file, kind, shape, named, rope, vocabulary, weights)
+    return write_gguf(file, kind, shape | rope, named | factors, vocabulary, weights)
 
 
 def _model_refusal(config: Any) -> str:
@@ -135,14 +135,14 @@ def _model_refusal(config: Any) -> str:
     return found and f"the format gguf holds no draft language model {found}{own}"
 
 
-def _settings(*, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head: int, eps: float, base: float,
-              vocab: int, context: int) -> dict[str, Any]:
+def _settings(block: BlockConfig, layers: int, vocab: int, context: int) -> dict[str, Any]:
     """Shape of Llama's layers under llama.cpp's keys."""
-    return {"vocab_size": vocab, "context_length": context, "embedding_length": hidden, "block_count": layers,
-            "feed_forward_length": inner, "attention.head_count": heads, "attention.head_count_kv": kv_heads,
-            "attention.key_length": head, "attention.value_length": head,
-            "attention.layer_norm_rms_epsilon": float(eps), "rope.dimension_count": head,
-            "rope.freq_base": float(base)}
+    return {"vocab_size": vocab, "context_length": context, "embedding_length": block.hidden_size,
+            "block_count": layers, "feed_forward_length": block.intermediate_size,
+            "attention.head_count": block.num_heads, "attention.head_count_kv": block.num_kv_heads,
+            "attention.key_length": block.head_dim, "attention.value_length": block.head_dim,
+            "attention.layer_norm_rms_epsilon": float(block.norm_eps), "rope.dimension_count": block.head_dim,
+            "rope.freq_base": float(block.rope_base)}
 
 
 def _named(name: str, kind: str, layers: int, pairs: Pairs = ()) -> str:
@@ -154,13 +154,12 @@ def _named(name: str, kind: str, layers: int, pairs: Pairs = ()) -> str:
     return there(name, pairs) or next(filter(None, found), name)
 
 
-def _in_order(name: str, tensor: Tensor, kind: str, heads: tuple[int, int]) -> Tensor:
-    """A weight, of this name in transformers, with the rows of queries and keys in llama.cpp's order; `heads` are the
-    numbers of heads of queries and of keys."""
+def _in_order(name: str, tensor: Tensor, kind: str, block: BlockConfig) -> Tensor:
+    """A weight, of this name in transformers, with the rows of queries and keys in llama.cpp's order."""
     part = name.split(".")[-2:][0]
     if kind not in NEIGHBOURS or part not in ("q_proj", "k_proj"):
         return tensor
-    count = heads[part == "k_proj"]
+    count = block.num_heads if part == "q_proj" else block.num_kv_heads
     halves = tensor.reshape(count, 2, tensor.shape[0] // count // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
 
@@ -185,10 +184,7 @@ def _command(drafter: DraftLM | Eagle3 | BlockDraft, places: Places) -> dict[str
 def _write_states(file: Path, drafter: Eagle3 | BlockDraft, target: Target, vocabulary: Path, weights: str) -> Table:
     """Write EAGLE-3 or a drafter of blocks; returns the table of its tensors."""
     block = drafter.block
-    settings = {**_settings(hidden=block.hidden_size, inner=block.intermediate_size, layers=drafter.num_layers,
-                            heads=block.num_heads, kv_heads=block.num_kv_heads, head=block.head_dim,
-                            eps=block.norm_eps, base=block.rope_base, vocab=drafter.vocab_size,
-                            context=target.context_length),
+    settings = {**_settings(block, drafter.num_layers, drafter.vocab_size, target.context_length),
                 "target_layers": [tap + 1 for tap in drafter.taps]}
     scaled, length = frequencies(block.rope_base, block.head_dim, block.rope_scaling, torch.device("cpu"))
     if isinstance(drafter, Eagle3):
@@ -198,26 +194,27 @@ def _write_states(file: Path, drafter: Eagle3 | BlockDraft, target: Target, voca
         # llama.cpp takes a whole output layer from the target.
         if borrows_output(drafter):
             del tensors[OUTPUT]
-        rope = gguf_file.by_factors(scaled, length, block.rope_base)
+        rope, factors = gguf_file.by_factors(scaled, length, block.rope_base)
         settings |= {"target_hidden_size": drafter.hidden_size,
                      "norm_before_residual": drafter.config.norm_before_residual,
                      "norm_before_fc": drafter.config.norm_before_fc}
     else:
         kind, like, pairs, mask = DFLASH, "qwen3", blocks.GGUF, drafter.config.mask_token_id
         tensors = dflash.block_tensors(drafter, target)
-        rope = gguf_file.by_keys({"rope_type": "default", "original_max_position_embeddings": target.context_length,
-                        **(block.rope_scaling or {})}, length)
+        rope, factors = gguf_file.by_keys({
+            "rope_type": "default", "original_max_position_embeddings": target.context_length,
+            **(block.rope_scaling or {})}, length), {}
         settings |= {
             "block_size": drafter.block_size, "sample_from_anchor": drafter.config.aligned == "next",
             "attention.causal": drafter.config.causal, "has_confidence_head": drafter.config.confidence,
             **{key: value for key, value in dflash.slot_config(drafter).items()
                if key.startswith(("conv_", "selector_"))}}
-    named = {_named(name, like, drafter.num_layers, pairs): _in_order(
-        name, tensor, kind, (block.num_heads, block.num_kv_heads)) for name, tensor in tensors.items() if name != "t2d"}
+    named = {_named(name, like, drafter.num_layers, pairs): _in_order(name, tensor, kind, block)
+             for name, tensor in tensors.items() if name != "t2d"}
     if drafter.token_ids_Q is not None:
         # The tokens themselves, where the official layout has offsets.
         named["d2t"] = drafter.token_ids_Q.cpu().long()
-    return write_gguf(file, kind, settings, named, rope, vocabulary, weights, mask=mask)
+    return write_gguf(file, kind, settings | rope, named | factors, vocabulary, weights, mask=mask)
 
 
 GGUF = ExportFormat[DraftLM | Eagle3 | BlockDraft](
@@ -228,5 +225,4 @@ GGUF = ExportFormat[DraftLM | Eagle3 | BlockDraft](
         "It was trained to answer several tokens in one pass through mask tokens, which llama.cpp does not do with a "
         "draft model: there it drafts one by one."),
     # llama.cpp rounds the embedding like any matrix.
-    as_read=lambda weight, weights, linear: rounded(weight, weights),
-)
+    as_read=lambda weight, weights, linear: rounded(weight, weights))

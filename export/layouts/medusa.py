@@ -1,8 +1,7 @@
 """Medusa heads in the layout of FasterDecoding/Medusa, which TGI and vLLM up to 0.32 load; and with one output layer
 for all of them, whole or over a reduced vocabulary, in vLLM's own. vLLM 0.33 has no Medusa.
 
-Shapes: D hidden size, Q entries of the draft vocabulary.
-"""
+Shapes: D hidden size, Q entries of the draft vocabulary."""
 
 import shlex
 from pathlib import Path
@@ -36,8 +35,7 @@ def medusa_tensors(drafter: Medusa, target: Target) -> dict[str, Tensor]:
 
     An output layer of all heads is written once for each, since no engine but vLLM has a place for a single one. A
     reduced draft vocabulary becomes the whole one. With a shared layer these are the same heads over more rows; own
-    layers get rows for the other tokens that never win (`over_all_tokens`).
-    """
+    layers get rows for the other tokens that never win (`over_all_tokens`)."""
     tensors = blocks_of(drafter)
     for head in range(drafter.config.num_heads):
         own = drafter.output_parameters(head)
@@ -80,8 +78,7 @@ def read_medusa(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     The number of heads and blocks is counted in the weights: some official configs state it wrongly. Where all blocks
     of every head are equal they were one block in the official code, and stay one (`tie_blocks`); so do equal output
     layers (`output: one_copy`). Heads without output layers share the target's. Raises UserError if a tensor is
-    unknown, or the draft vocabulary is not one of the target's.
-    """
+    unknown, or the draft vocabulary is not one of the target's."""
     tensors = given.tensors()
     one_QD, ids_Q = take_output(tensors, target, given.folder)
     state = own_names(tensors, READ, given, "Medusa heads")

@@ -7,8 +7,7 @@ p + 1. Prompt tokens (hmarkc/parallel-prompt-decoding): a prompt-tuning adapter 
 `prompt_embeddings` [K C, D], row k C + c for copy c of token k, and adapter_config.json; trees are not part of that
 layout: in the official code they are Python source.
 
-Shapes: D hidden size, V target vocabulary, E head dimension.
-"""
+Shapes: D hidden size, V target vocabulary, E head dimension."""
 
 from pathlib import Path
 
@@ -20,23 +19,11 @@ from ...modules.families.hydra.layout import BLOCK, DROPOUT, EMBEDDING, FIRST, F
 from ...modules.interfaces.layout import there
 from ...modules.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from ...modules.target.draft_vocabulary import over_all_tokens
-from .parts.checkpoint import (
-    Checkpoint,
-    Contents,
-    as_pickle,
-    check_borrowed,
-    head_width,
-    output_bias,
-    own_names,
-    repeated,
-    stored,
-    tied,
-    write_layout,
-)
+from .parts import checkpoint
+from .parts.checkpoint import WHOLE, Checkpoint, Contents, check_borrowed, output_bias, own_names, stored, write_layout
 from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, target_name
 
 HYDRA_FILE = "hydra_lm_head.safetensors"  # The official code reads the same tensors from hydra_lm_head.pt
-KANGAROO_FILE = "model.safetensors"  # The official code reads the same tensors from pytorch_model.bin
 _EXIT, _GAMMA, _ETA = "draftsmith_exit_layer", "draftsmith_gamma", "draftsmith_eta"
 PPD_FILE, PPD_CONFIG, _PROMPTS = "adapter_model.safetensors", "adapter_config.json", "prompt_embeddings"
 _PLAIN = {"vt_attention_type": "ensemble", "aggregation_type": "mean", "num_exits": 1, "use_custom_lm_head": False,
@@ -53,14 +40,13 @@ def export_hydra(drafter: Hydra, target: Target, folder: Path, settings: ExportS
               "hidden_state_offset": 0, "hydra_head_arch": "prefix-mlp" if drafter.config.prefix else "mlp",
               "hydra_num_heads": drafter.config.num_heads, "hydra_num_layers": drafter.config.num_layers}
     return Contents(title="Hydra heads", table=write_layout(folder, HYDRA_FILE, hydra_tensors(drafter, target), config),
-                    example=as_pickle("zankner/Hydra", HYDRA_FILE, "hydra_lm_head.pt"))
+                    example=checkpoint.as_pickle("zankner/Hydra", HYDRA_FILE, "hydra_lm_head.pt"))
 
 
 def _hydra_refusal(drafter: Hydra, target: Target) -> str:
-    """The refusal of heads whose later blocks differ, or of a prefix layer whose attention is not the official code's;
-    empty for any other."""
+    """The refusal of heads whose later blocks differ, or whose prefix layer has other attention; else empty."""
     if drafter.config.tie_blocks or drafter.config.num_layers <= 2:
-        return "" if drafter.block is None else head_width(drafter.block)
+        return "" if drafter.block is None else checkpoint.head_width(drafter.block)
     return (f"the layout holds one block after the first, applied repeatedly; these heads have "
             f"{drafter.config.num_layers - 1}: train with tie_blocks: true")
 
@@ -69,12 +55,11 @@ def hydra_tensors(drafter: Hydra, target: Target) -> dict[str, Tensor]:
     """The heads under their official names, in float32 on the CPU, each tensor with memory of its own.
 
     An output layer of all heads is written once for each. A reduced draft vocabulary becomes the whole one: of own
-    layers, the other tokens get rows that never win (`over_all_tokens`).
-    """
+    layers, the other tokens get rows that never win (`over_all_tokens`)."""
     state, config = drafter.state_dict(), drafter.config
     tensors = {name: tensor for name, tensor in state.items() if not name.startswith("outputs.")}
     if config.tie_blocks:
-        tensors = repeated(tensors, BLOCK, FIRST, config.num_layers - 1)
+        tensors = checkpoint.repeated(tensors, BLOCK, FIRST, config.num_layers - 1)
     for step in range(config.num_heads):
         # A borrowed output layer is the target's, which may have no bias: the official one always has.
         weight_VD, bias_V = target.output_weight(), target.head.bias
@@ -93,9 +78,8 @@ def hydra_tensors(drafter: Hydra, target: Target) -> dict[str, Tensor]:
 
 
 def read_hydra(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Hydra, dict[str, Tensor]]:
-    """Hydra or Hydra++ heads. Heads and blocks are counted in the weights; equal blocks after the first become one
-    block (`tie_blocks`). Raises UserError if a tensor is unknown, or the embedding stored with the heads is not the
-    target's."""
+    """Hydra or Hydra++ heads, counted in the weights as their blocks are; equal blocks after the first become one
+    (`tie_blocks`). Raises UserError if a tensor is unknown, or the embedding next to the heads is not the target's."""
     tensors = given.tensors()
     check_borrowed(tensors.pop(EMBEDDING, None), target, given.folder)
     for name in UNUSED:
@@ -106,7 +90,7 @@ def read_hydra(given: Checkpoint, target: Target, settings: ImportSettings) -> t
     state = own_names(tensors, PLAIN if plain else DROPOUT, given, "Hydra heads")
     heads = [name.split(".") for name in state if name.startswith("heads.")]
     depth = 1 + max((1 + int(parts[3]) for parts in heads if parts[2] == "blocks"), default=0)
-    shared = tied(state, BLOCK, FIRST)
+    shared = checkpoint.tied(state, BLOCK, FIRST)
     prefix = {name: tensor for name, tensor in state.items() if name.startswith("prefix.")}
     config = HydraConfig(num_heads=1 + max(int(parts[1]) for parts in heads), num_layers=depth,
                          tie_blocks=depth < 3 or shared is not None, prefix=bool(prefix),
@@ -147,8 +131,8 @@ def export_kangaroo(drafter: Kangaroo, target: Target, folder: Path, settings: E
               # The official code takes these on its command line: keys of our own, for reading them back.
               _EXIT: drafter.exit_layer, _GAMMA: limits.gamma, _ETA: limits.eta}
     return Contents(
-        title="Kangaroo adapter", table=write_layout(folder, KANGAROO_FILE, stored(drafter.state_dict()), config),
-        example=as_pickle("Equationliu/Kangaroo", KANGAROO_FILE, "pytorch_model.bin"),
+        title="Kangaroo adapter", table=write_layout(folder, WHOLE, stored(drafter.state_dict()), config),
+        example=checkpoint.as_pickle("Equationliu/Kangaroo", WHOLE, "pytorch_model.bin"),
         note=f"The official code takes it with `--exitlayer {drafter.exit_layer} --threshold {limits.eta} "
              f"--steps {limits.gamma}`.")
 
@@ -160,7 +144,7 @@ def _kangaroo_refusal(drafter: Kangaroo, target: Target) -> str:
         scaled = "" if block.rope_scaling is None else f" and {block.rope_scaling['rope_type']} scaling"
         return (f"the official code rotates with the base {OFFICIAL_ROPE_BASE:g}, this adapter with "
                 f"{block.rope_base:g}{scaled}; train with rope_base: {OFFICIAL_ROPE_BASE:g} to export")
-    return head_width(block) or output_bias(target)
+    return checkpoint.head_width(block) or output_bias(target)
 
 
 def read_kangaroo(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Kangaroo, dict[str, Tensor]]:
@@ -181,7 +165,7 @@ def read_kangaroo(given: Checkpoint, target: Target, settings: ImportSettings) -
 
 KANGAROO = ExportFormat(name="kangaroo", content="Kangaroo adapters", families=(Kangaroo,),
                         readers={"the official code": ""}, refusal=_kangaroo_refusal, write=export_kangaroo,
-                        read=read_kangaroo, opens=("exit_layer",), file=KANGAROO_FILE)
+                        read=read_kangaroo, opens=("exit_layer",))
 
 
 # Prompt tokens --------------------------------------------------------------------------------------------------------

@@ -33,8 +33,7 @@ EXPORT_FORMATS: tuple[ExportFormat[Any], ...] = (DFLASH, EAGLE, EAGLE_SGLANG, HU
                                                  HYDRA, KANGAROO, MERGED, MEDUSA, MEDUSA_VLLM, MTP, PPD, TARGET)
 """All layouts, in the order of the tables."""
 EVERY_FORMAT: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS))  # Their names
-IMPORTED: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS if one.read))
-"""Names of those whose checkpoints are read."""
+IMPORTED: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS if one.read))  # Of those that are read
 REMOTE = "transformers_modules."  # Start of the names of modules that transformers has read next to a model
 
 
@@ -47,12 +46,9 @@ def format_named(name: str, known: tuple[str, ...] = EVERY_FORMAT) -> ExportForm
 
 def import_drafter(format_name: str, folder: Path | Checkpoint, target: Target, settings: ImportSettings = READ
                    ) -> Drafter[Any]:
-    """The drafter of a published checkpoint, given or in a folder, bound to `target`.
-
-    Raises:
-        UserError: if a file, a tensor or a key is missing or damaged, the checkpoint is of another target or has
-            settings that are not implemented, or leaves a value open that `settings` do not give.
-    """
+    """The drafter of a published checkpoint, given or in a folder, bound to `target`. Raises UserError if a file, a
+    tensor or a key is missing or damaged, the checkpoint is of another target or has settings that are not implemented,
+    or leaves a value open that `settings` do not give."""
     chosen = format_named(format_name, IMPORTED)
     given = folder if isinstance(folder, Checkpoint) else Checkpoint(folder, chosen.file, chosen.config_file,
                                                                      bare=chosen.bare)
@@ -152,8 +148,7 @@ def in_fewer_bits() -> list[str]:
 
 def folder_readme(chosen: ExportFormat[Any], artifact: Artifact, contents: Contents,
                   fitting: Sequence[ExportFormat[Any]], settings: ExportSettings) -> str:
-    """README.md of an export: what the folder holds by its writer, the commands that serve it, and the `fitting`
-    formats that hold the same drafter."""
+    """README.md of an export: what it holds by its writer, the commands that serve it, other `fitting` formats."""
     name, drafter = artifact.identity.name, artifact.drafter
     page: list[Block] = [Heading(f"{contents.title} for {portable(name)}", 1),
                          *(Text(said) for said in (contents.note, chosen.warning(drafter)) if said)]

@@ -5,8 +5,7 @@ The tensors are those of the official layouts, of EAGLE-3 with `layers.0` in pla
 output layer: where the file has none, vLLM and the library take it from the target. config.json names the target, so
 that vLLM finds it, and holds the shape of the layers as a configuration of its own. vLLM starts from that one: in it
 stands whether slots of a block are causal, since for the library layers without a window never are, and vLLM makes of
-`sliding_window_non_causal` a rule for all layers.
-"""
+`sliding_window_non_causal` a rule for all layers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,8 @@ from ...modules.families.block import layout as block
 from ...modules.families.eagle3.layout import LAYERS, NORMS, TWIN
 from ...modules.interfaces.layout import there
 from . import dflash, eagle
-from .eagle import EAGLE, EAGLE_FILE, OPENS, borrows_output, read_eagle, third_tensors
-from .parts.checkpoint import Checkpoint, Contents, write_layout
+from .eagle import EAGLE, OPENS, borrows_output, read_eagle, third_tensors
+from .parts.checkpoint import WHOLE, Checkpoint, Contents, write_layout
 from .parts.compressed_tensors import OUTPUT, compressed, compressed_config
 from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, target_name
 from .parts.state_drafters import entries, layer_config, linear_names, tapped
@@ -31,10 +30,9 @@ _TOKENS = 3  # Tokens of a draft where the server is not given a number
 
 def export_speculators(drafter: Eagle3 | BlockDraft, target: Target, folder: Path,
                        settings: ExportSettings) -> Contents:
-    """Write EAGLE-3 or a drafter of blocks as vLLM and the speculators library read it; arguments as of
-    `export_eagle`."""
+    """Write EAGLE-3 or a drafter of blocks as vLLM and the speculators library read it."""
     if isinstance(drafter, BlockDraft):
-        return dflash.export_dflash(drafter, target, folder, settings, _block_config(drafter, target))
+        return dflash.export_dflash(drafter, target, folder, settings, _config(drafter, target))
     weights = settings.weights
     # The official layout has a second name of some norms for other engines; the library takes the target's output.
     left_out = {TWIN.format(layer) for layer in range(1, drafter.num_layers)}
@@ -42,52 +40,39 @@ def export_speculators(drafter: Eagle3 | BlockDraft, target: Target, folder: Pat
     tensors = {there(name, LAYERS) or name: tensor for name, tensor in third_tensors(drafter, target).items()
                if name not in left_out}
     linear = linear_names(tensors, drafter)
-    table = write_layout(folder, EAGLE_FILE, compressed(tensors, linear, weights),
+    table = write_layout(folder, WHOLE, compressed(tensors, linear, weights),
                          _config(drafter, target) | compressed_config(weights, linear))
     return Contents(title="EAGLE-3 drafter", table=table)
 
 
-def _config(drafter: Eagle3, target: Target) -> dict[str, Any]:
-    # A model_type at the top level would hide the layout from vLLM.
-    rope = {"rope_type": "default", **(drafter.block.rope_scaling or {}), "rope_theta": drafter.block.rope_base}
-    return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": VERSION,
-        "draft_vocab_size": entries(drafter),
-        **{name: getattr(drafter.config, name) for name in NORMS},
-        **tapped(drafter),
-        "embed_requires_grad": drafter.embed_tokens is not None,
-        "tie_word_embeddings": False,
-        # vLLM reads the number of tapped layers from the inner configuration.
-        "transformer_layer_config": {**layer_config(drafter, target), "rope_parameters": rope,
-                                     "num_aux_hidden_states": len(drafter.taps)},
-        "speculators_config": _served(target, "eagle3", _TOKENS),
-    }
-
-
-def _block_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
-    kind, layers = block.KINDS[drafter.config.correction], dflash.block_config(drafter, target)
-    rope = {"rope_type": "default", **(drafter.block.rope_scaling or {}), "rope_theta": drafter.block.rope_base}
-    return {
+def _config(drafter: Eagle3 | BlockDraft, target: Target) -> dict[str, Any]:
+    """config.json; a model_type at its top level would hide the layout from vLLM."""
+    if isinstance(drafter, BlockDraft):
+        kind, tokens = block.KINDS[drafter.config.correction], drafter.config.num_steps
         # Of DSpark the library has a name of its own.
-        "architectures": [kind.architecture.replace("Qwen3", "").replace("SparkModel", "SparkDraftModel")],
-        "speculators_model_type": kind.library,
-        "speculators_version": VERSION, "draft_vocab_size": entries(drafter), **dflash.slot_config(drafter),
-        "aux_hidden_state_layer_ids": [tap + 1 for tap in drafter.taps],
-        "sliding_window_non_causal": not drafter.config.causal, "tie_word_embeddings": False,
-        "transformer_layer_config": {**layers, "rope_parameters": rope},
-        "speculators_config": _served(target, str(kind.library), drafter.config.num_steps),
-    }
-
-
-def _served(target: Target, algorithm: str, tokens: int) -> dict[str, Any]:
-    """The section with the target and the number of tokens that vLLM drafts where it is not given one."""
-    return {"algorithm": algorithm, "default_proposal_method": "greedy",
+        model = kind.architecture.replace("Qwen3", "").replace("SparkModel", "SparkDraftModel")
+        name, layers = kind.library, dflash.block_config(drafter, target)
+        own = {**dflash.slot_config(drafter), "aux_hidden_state_layer_ids": [tap + 1 for tap in drafter.taps],
+               "sliding_window_non_causal": not drafter.config.causal}
+        further: dict[str, Any] = {}
+    else:
+        model, name, tokens, layers = "Eagle3DraftModel", "eagle3", _TOKENS, layer_config(drafter, target)
+        own = {**{norm: getattr(drafter.config, norm) for norm in NORMS}, **tapped(drafter),
+               "embed_requires_grad": drafter.embed_tokens is not None}
+        # vLLM reads the number of tapped layers from the inner configuration.
+        further = {"num_aux_hidden_states": len(drafter.taps)}
+    rope = {"rope_type": "default", **(drafter.block.rope_scaling or {}), "rope_theta": drafter.block.rope_base}
+    # The section with the target has the number of tokens that vLLM drafts where it is not given one.
+    return {
+        "architectures": [model], "speculators_model_type": name, "speculators_version": VERSION,
+        "draft_vocab_size": entries(drafter), **own, "tie_word_embeddings": False,
+        "transformer_layer_config": {**layers, "rope_parameters": rope, **further},
+        "speculators_config": {
+            "algorithm": str(name), "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1,
                                   "accept_tolerance": 0.0}],
             "verifier": {"name_or_path": target_name(target),
-                         "architectures": list(target.config.architectures or [])}}
+                         "architectures": list(target.config.architectures or [])}}}
 
 
 def _refusal(drafter: Eagle3 | BlockDraft, target: Target) -> str:

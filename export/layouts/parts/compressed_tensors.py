@@ -5,8 +5,7 @@ such a layer to the same bits, each token with a scale of its own. An output lay
 rounded too; vLLM has another class for it than for linear layers, so that it is named. Embeddings, and output layers
 that are the target's or an embedding, become bfloat16; norms and other vectors stay as they are.
 
-Shapes: Q rows of a matrix, D its columns.
-"""
+Shapes: Q rows of a matrix, D its columns."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -19,8 +18,7 @@ from .gguf_file import BFLOAT16, FLOAT32, INT8
 FLOAT8 = "float8"
 OUTPUT = "lm_head.weight"  # Name of the output layer in every layout that is written so
 COMPRESSED = (FLOAT32, BFLOAT16, INT8, FLOAT8)  # Number formats of matrices
-_ROUNDED = {INT8: (torch.int8, 127.0), FLOAT8: (torch.float8_e4m3fn, 448.0)}
-"""Number formats with a scale for each row: torch's, and its largest number."""
+_ROUNDED = {INT8: (torch.int8, 127.0), FLOAT8: (torch.float8_e4m3fn, 448.0)}  # Torch's formats and largest numbers
 _SCALE = "_scale"  # End of the name of a matrix's scales
 
 

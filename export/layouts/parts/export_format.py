@@ -1,7 +1,6 @@
 """Export format: a layout of another project with all that commands, trials and tables know of it.
 
-A layout's file defines its object next to its writer; `registry.py` lists the objects.
-"""
+A layout's file defines its object next to its writer; `registry.py` lists the objects."""
 
 import json
 import shlex
@@ -19,7 +18,7 @@ from ....modules.target.loading.loading import DEFAULT_NAME, is_local
 from ....modules.target.loading.tiny_model import TINY_NAME
 from ...artifact import Artifact, portable
 from ...engine_settings import DraftSettings
-from .checkpoint import Checkpoint, Contents
+from .checkpoint import WHOLE, Checkpoint, Contents
 from .gguf_file import FLOAT32
 
 D = TypeVar("D", bound=Drafter)
@@ -171,34 +170,28 @@ class ExportFormat(Generic[D]):
     content: str = ""  # The drafters it holds, in the plural
     readers: Mapping[Engine | Project, str] = field(default_factory=dict)
     """Programs that load its folders, at least those of some drafters, each with what is to be said of it."""
-    passed_over: Callable[[D], Collection[str]] = lambda drafter: ()
-    """Programs among these that do not load this drafter."""
+    passed_over: Callable[[D], Collection[str]] = lambda drafter: ()  # Programs among these that do not load it
     families: tuple[type[D], ...] = ()  # Their classes
     refusal: Callable[[D, Target], str] = lambda drafter, target: ""
     """The setting of a drafter that the layout cannot hold, with the remedy, in a sentence; empty where it holds it."""
     write: Writer[D] | None = None  # Writer of a drafter without a refusal; None where it holds none
-    write_adapted: ArtifactWriter | None = None
-    """Writer of an artifact that changes its target; None where it cannot hold one."""
-    write_target: ArtifactWriter | None = None
-    """Writer of the target of an artifact that leaves it unchanged; None where it holds none."""
+    write_adapted: ArtifactWriter | None = None  # Writer of an artifact that changes its target; None for none
+    write_target: ArtifactWriter | None = None  # Writer of the target of any other artifact; None where it holds none
     read: Reader[D] | None = None  # Reader of a drafter; None where nothing is imported
     opens: tuple[str, ...] = ()  # The fields of `ImportSettings` that its checkpoints may leave open
     known: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings that are fixed in the implementation, with the values that a configuration may give them."""
     config_file: str = "config.json"  # The file of the configuration
-    in_target: bool = False
-    """Whether its checkpoints are in the target's own folder, which is then the default of an import."""
+    in_target: bool = False  # Whether its checkpoints are in the target's folder, the default of an import then
     bare: bool = False  # Whether the tensors say everything, so that a checkpoint without a configuration is read too
     option: str = ""  # The field of `ExportSettings` that is for this format alone
-    file: str = "model.safetensors"  # The file of weights
+    file: str = WHOLE  # The file of weights
     weights: tuple[str, ...] = ()  # Number formats of matrices; empty where they stay as they were trained
     as_read: Callable[[Tensor, str, bool], Tensor] = lambda weight, weights, linear: weight
     """A weight as an engine reads it: from the trained one, a number format, and whether it is the matrix of a linear
     layer that is no embedding too."""
-    vllm: Callable[[D], Served | None] = lambda drafter: None
-    """vLLM's settings for the folder; None where vLLM does not read it."""
-    others: Callable[[D, Places], Mapping[str, str]] = lambda drafter, places: {}
-    """Commands of other engines that serve the folder, by engine."""
+    vllm: Callable[[D], Served | None] = lambda drafter: None  # vLLM's settings; None where vLLM does not read it
+    others: Callable[[D, Places], Mapping[str, str]] = lambda drafter, places: {}  # Commands by other engine
     lost: Callable[[D], str] = lambda drafter: ""
     """A sentence on the part of the drafter that an engine leaves out; empty where there is none."""
 

@@ -6,12 +6,10 @@ its own conversion knows the name by which it splits text for a tokenizer.
 
 llama.cpp's Llama and EAGLE-3 divide each frequency by a factor from the tensor `rope_freqs.weight`, so that any fixed
 set of frequencies can be written. Its other architectures have no such tensor: they compute linear scaling and YaRN
-themselves, from keys. The factor by which YaRN and LongRoPE lengthen queries and keys is a key everywhere.
-"""
+themselves, from keys. The factor by which YaRN and LongRoPE lengthen queries and keys is a key everywhere."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,7 @@ FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
 WEIGHTS = (FLOAT32, BFLOAT16, INT8)
 """Number formats of matrices. int8 is llama.cpp's Q8_0: blocks of 32 whole numbers with a scale of 16 bits each."""
 _NAMES = {FLOAT32: "F32", BFLOAT16: "BF16", INT8: "Q8_0"}  # The same by GGUF's names
-_FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "Q8_0": torch.int8, "I64": torch.int64}
-"""Number formats in tables, by GGUF's names."""
+_FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "Q8_0": torch.int8, "I64": torch.int64}  # In tables
 _BLOCK = 32
 _COPIED = "tokenizer."  # Start of the keys of the tokenizer
 _TOKENS, _MASK = "tokenizer.ggml.tokens", "tokenizer.ggml.mask_token_id"
@@ -38,21 +35,11 @@ _SETTLED = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 """YaRN's other settings, which such a file has no place for, with the values that llama.cpp takes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GgufRope:
-    """A scaled rotary embedding as llama.cpp reads it; empty where it is not scaled."""
-
-    settings: dict[str, Any] = field(default_factory=dict)  # Keys without the architecture
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # Factors of the frequencies
-
-
 def write_gguf(file: Path, architecture: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor],
-               rope: GgufRope, vocabulary: Path, weights: str, mask: int | None = None) -> Table:
-    """Write a GGUF file with the tokenizer of another one, `vocabulary`; returns the table of what it holds.
-
-    The keys of the settings begin with the architecture, llama.cpp's name of it; the tensors are on the CPU, and the
-    matrices are written in a number format of `WEIGHTS`. `mask` is the token that stands for a mask; None leaves the
-    one that the tokenizer may have."""
+               vocabulary: Path, weights: str, mask: int | None = None) -> Table:
+    """Write a GGUF file with the tokenizer of another one, `vocabulary`; returns the table of what it holds. The keys
+    of the settings get the architecture, llama.cpp's name of it, as their start; the tensors are on the CPU, and the
+    matrices are written in a format of `WEIGHTS`. Without a `mask` token the tokenizer's own one stays."""
     import gguf
 
     kinds = gguf.GGUFValueType
@@ -60,7 +47,7 @@ def write_gguf(file: Path, architecture: str, settings: Mapping[str, Any], tenso
     single = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_type("model")
-    for key, value in {**settings, **rope.settings}.items():
+    for key, value in settings.items():
         if isinstance(value, list):
             writer.add_key_value(f"{architecture}.{key}", value, kinds.ARRAY, kinds.INT32)
         else:
@@ -71,7 +58,7 @@ def write_gguf(file: Path, architecture: str, settings: Mapping[str, Any], tenso
             writer.add_key_value(key, held.contents(), held.types[0], held.types[-1])
     if mask is not None:
         writer.add_key_value(_MASK, mask, kinds.UINT32)
-    for name, tensor in {**tensors, **rope.tensors}.items():
+    for name, tensor in tensors.items():
         form = gguf.GGMLQuantizationType[_held_as(tensor, weights)]
         values = tensor.contiguous().numpy()
         writer.add_tensor(name, gguf.quants.quantize(values, form) if tensor.is_floating_point() else values,
@@ -128,29 +115,30 @@ def require_tokens(vocabulary: Path | None, size: int, target: str) -> Path:
 # Scaled rotary embeddings ---------------------------------------------------------------------------------------------
 
 
-def by_factors(frequencies: Tensor, length: float, base: float) -> GgufRope:
-    """A rotary embedding of an architecture with factors: from the scaled frequencies, one for each pair of numbers of
-    a head, the factor of the rotated queries and keys, and the base of the frequencies before they were scaled."""
+def by_factors(frequencies: Tensor, length: float, base: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(keys without the architecture, tensor of factors) of a rotary embedding in an architecture with factors: from
+    the scaled frequencies, one for each pair of numbers of a head, the factor of the rotated queries and keys, and the
+    base of the frequencies before they were scaled. Both are empty where nothing is scaled."""
     slowed = frequencies.detach().cpu().double()
     plain = base ** (-torch.arange(len(slowed)).double() / len(slowed))
     factors = (plain / slowed).float()
     # A tensor of ones changes nothing, and readers that know no factors can then read the file, too.
     scaled = not torch.allclose(factors, torch.ones_like(factors))
-    return GgufRope(settings=_lengthened(length), tensors={FACTORS: factors} if scaled else {})
+    return _lengthened(length), {FACTORS: factors} if scaled else {}
 
 
-def by_keys(rope: dict[str, Any], length: float) -> GgufRope:
-    """A rotary embedding of an architecture without factors: from `rope_parameters` of transformers, of a kind in
-    `BY_KEYS`, and the factor of the rotated queries and keys."""
+def by_keys(rope: dict[str, Any], length: float) -> dict[str, Any]:
+    """The keys of a rotary embedding in an architecture without factors: from `rope_parameters` of transformers, of a
+    kind in `BY_KEYS`, and the factor of the rotated queries and keys."""
     if rope["rope_type"] == "default":
-        return GgufRope()
+        return {}
     factor = float(rope["factor"])
     settings: dict[str, Any] = {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": factor}
     if rope["rope_type"] == "linear":
-        return GgufRope(settings=settings)
+        return settings
     settings["rope.scaling.original_context_length"] = int(rope["original_max_position_embeddings"])
     # llama.cpp lengthens by its own factor (arXiv:2309.00071, eq. 22) and then by that of the file.
-    return GgufRope(settings=settings | _lengthened(length / (1.0 + 0.1 * math.log(factor))))
+    return settings | _lengthened(length / (1.0 + 0.1 * math.log(factor)))
 
 
 def _lengthened(length: float) -> dict[str, Any]:

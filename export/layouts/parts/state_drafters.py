@@ -1,8 +1,7 @@
 """Drafters over the target's states in the configurations and tensors of published layouts: what config.json says of
 them, written and read, and their reduced vocabulary.
 
-Shapes: V target vocabulary, Q entries of the draft vocabulary.
-"""
+Shapes: V target vocabulary, Q entries of the draft vocabulary."""
 
 import json
 import math
@@ -49,8 +48,7 @@ def layer_config(drafter: Eagle | Eagle3 | BlockDraft, target: Target) -> dict[s
         "num_attention_heads": block.num_heads, "num_key_value_heads": block.num_kv_heads, "head_dim": block.head_dim,
         "rms_norm_eps": block.norm_eps, "rope_theta": block.rope_base, "vocab_size": drafter.vocab_size,
         "max_position_embeddings": target.context_length, "tie_word_embeddings": False, "torch_dtype": "float32",
-        "attention_bias": False, "mlp_bias": False, **scaled,
-    }
+        "attention_bias": False, "mlp_bias": False, **scaled}
 
 
 def eagle_config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
@@ -72,8 +70,7 @@ def entries(drafter: Eagle3 | BlockDraft) -> int:
 
 
 def tapped(drafter: Eagle3) -> dict[str, Any]:
-    """The tapped layers as vLLM, llama.cpp and the speculators library count them; the width of their states where it
-    is not the drafter's."""
+    """The taps as vLLM, llama.cpp and the speculators library count them; the states' width if not the drafter's."""
     layers: dict[str, Any] = {LAYER_IDS: [tap + 1 for tap in drafter.taps]}
     wide = drafter.hidden_size
     return layers if wide == drafter.block.hidden_size else {**layers, "target_hidden_size": wide}
@@ -93,9 +90,8 @@ def sglang_command(algorithm: str, places: Places, **drafts: int) -> str:
 
 
 def take_vocabulary(tensors: dict[str, Tensor], target: Target, folder: Path) -> int | None:
-    """Replace `d2t` and `t2d` among the tensors by the ids of the reduced draft vocabulary; returns its size, None for
-    the whole one. Entry i is token i + d2t[i], and t2d marks these tokens. Raises UserError if the two differ, or name
-    other tokens than the target's."""
+    """Replace `d2t` and `t2d` among the tensors by the ids of a reduced draft vocabulary; returns its size, or None.
+    Entry i is token i + d2t[i], and t2d marks it. Raises UserError if they differ, or name no tokens of the target."""
     offsets_Q, inside_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
     # Without both the entries are the target's tokens.
     if offsets_Q is None and inside_V is None:
@@ -158,11 +154,9 @@ def block_of(given: Checkpoint, target: Target, rope_base: float | None) -> Bloc
         hidden_size=said["hidden_size"], intermediate_size=said["intermediate_size"], num_heads=heads,
         num_kv_heads=said.get("num_key_value_heads") or heads,
         head_dim=said.get("head_dim") or said["hidden_size"] // heads,
-        norm_eps=float(said.get("rms_norm_eps", BlockConfig.norm_eps)),
-        rope_base=float(rope_base or named),
+        norm_eps=float(said.get("rms_norm_eps", BlockConfig.norm_eps)), rope_base=float(rope_base or named),
         # A trainer that passes over the base passes over its scaling too.
-        rope_scaling=_scaling(said, target) if rope_base in (None, named) else None,
-    )
+        rope_scaling=_scaling(said, target) if rope_base in (None, named) else None)
 
 
 def _scaling(said: dict[str, Any], target: Target) -> dict[str, Any] | None:
