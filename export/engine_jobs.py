@@ -114,8 +114,7 @@ PRECISE = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 
 def run_openvino(job: dict[str, Any]) -> dict[str, Any]:
     """The answers of OpenVINO GenAI with converted folders. Of drafted and accepted tokens it leaves out a draft that
-    is cut short by the end of the answer. With DFlash it counts no drafted tokens: here they are those of whole drafts,
-    the last one's too."""
+    the end of the answer cuts short. With DFlash it counts no drafted tokens: here they are those of whole drafts."""
     import numpy
     import openvino
     import openvino_genai

@@ -68,8 +68,7 @@ class DraftSettings:
         each range, starts with the longest draft, and drafts nothing beyond."""
         first = self.ranges[0][2] if self.varies and len(self.ranges) > 1 else 0
         schedule = ", ".join(f"{last}: {min(first, tokens)}" for _, last, tokens in self.ranges)
-        return f"max_draft_len: {first or chain}" + (
-            f", draft_len_schedule: {{{schedule}}}" if first else "")
+        return f"max_draft_len: {first or chain}" + (f", draft_len_schedule: {{{schedule}}}" if first else "")
 
 
 def draft_settings(artifact: Artifact, costs: CostTable | None = None) -> DraftSettings:

@@ -91,8 +91,7 @@ class Tuning:
         return (here.device, here.dtype) == (self.device, self.dtype)
 
     def trials(self, temperature: float, kind: str | None = None) -> list[Trial]:
-        """Ways that were tried for rows at a temperature, of one kind or all; none above SIZING_TEMPERATURE, where less
-        is accepted."""
+        """Ways tried for rows at a temperature, of one kind or all; none above SIZING_TEMPERATURE: less is accepted."""
         every = self.greedy if temperature == 0 else self.sampled if temperature <= SIZING_TEMPERATURE else ()
         return [one for one in every if kind in (None, one.kind)]
 
@@ -156,8 +155,7 @@ class Pass(NamedTuple):
 
 def measurements(passes: Sequence[Pass], setting: Mapping[str, Any], draft_tokens: int) -> list[dict[str, Any]]:
     """Acceptance over the passes of one method at one temperature, by kind of prompt and by length of the context, at
-    each position up to the longest draft; none without passes. Every record repeats the setting in which they were
-    made."""
+    each position up to the longest draft; none without passes. Every record repeats their setting."""
     groups: dict[tuple[str, str], list[Pass]] = {("all", "all"): list(passes)} if passes else {}
     for one in passes:
         low, high = 0, FIRST_LENGTH
@@ -179,8 +177,7 @@ def measurements(passes: Sequence[Pass], setting: Mapping[str, Any], draft_token
 
 
 def chain_measurements(text: RankedText) -> list[dict[str, Any]]:
-    """Acceptance of chains of each length as decoding counts it, along held-out greedy answers that chose
-    no checkpoint."""
+    """Acceptance of chains of each length as decoding counts it, along held-out answers that chose no checkpoint."""
     found = []
     for length in range(1, min(text.ranks_PK.shape[1], LONGEST_CHAIN) + 1):
         starts_S, emitted = text.walk(Topology.chain(length))

@@ -82,10 +82,9 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
 
 def hub_card(card: str, config: Mapping[str, Any], licence: str, evaluation: Path | None, base_model: str | None = None
              ) -> str:
-    """README.md for the Hub: the `card` of a folder with the Hub's fields before it, and measurements (of
-    evaluation.json), training data and recipe after it. Licence, by the Hub's name of it, and base model are the
-    target's; without a base model it is that of the artifact. Raises UserError if the evaluation cannot be read or is
-    that of another artifact."""
+    """README.md for the Hub: a folder's `card` with the Hub's fields before it, and measurements (of evaluation.json),
+    training data and recipe after it. Licence, by the Hub's name of it, and base model are the target's, by default the
+    artifact's. Raises UserError if the evaluation cannot be read or is that of another artifact."""
     name, provenance = config["target"]["name"], config["provenance"]
     base = DEFAULT_HUB_ID if name == DEFAULT_NAME else name
     fields = {"license": licence, "library_name": "draftsmith",

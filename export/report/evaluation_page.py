@@ -129,9 +129,8 @@ def written(samples: Sequence[SampleAnswer], method: str) -> Iterator[Block]:
     if not samples:
         return
     yield Heading("Who wrote the words")
-    key = (("guessed", "guess", ""), (" by the draft and accepted · plain: written by the target itself · ", "", ""),
-           ("dotted", "missed", ""), (": written by the target after it rejected a guess, which the pointer shows", "",
-                                      ""))
+    key = (("guessed", "guess", ""), (" by the draft and accepted · plain: written by the target itself · ", "", ""), (
+        "dotted", "missed", ""), (": written by the target after it rejected a guess, which the pointer shows", "", ""))
     yield Passage(key, note=(
         "The same text as the target alone would write; the colours only show how it came about. Each pass of the "
         "target checks the draft's guesses, keeps those that are its own choice, and adds one token itself, so the "

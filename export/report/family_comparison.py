@@ -13,7 +13,6 @@ from .phrases import number, percent, times
 from .plots import standings as plot
 
 STANDINGS_JSON, STANDINGS_MARKDOWN, STANDINGS_PLOT = "families.json", "families.md", "families.svg"
-TRAINING = ("result.json", "stats.json")  # Files that training writes next to its checkpoints
 GREEDY, SAMPLED = 0.0, 1.0  # Temperatures of the table
 COLUMNS_NOTE = (
     "Tokens/pass: tokens that one pass of the target adds to an answer, 1 without drafts; untrained: the same drafter "
@@ -24,13 +23,12 @@ COLUMNS_NOTE = (
 
 
 def read_standing(name: str, folder: Path) -> dict[str, Any] | None:
-    """The figures of one draft in its run's folder, None where something was not measured, as families.json has them;
-    None while it has no evaluation."""
+    """One draft's figures by its run's folder, as families.json has them; None where something was not measured."""
     if not (folder / JSON_NAME).is_file():
         return None
     content = bounded_json(read_bounded_text(folder / JSON_NAME))
     training: dict[str, Any] = {}
-    for file in (folder / "train" / name for name in TRAINING):
+    for file in (folder / "train" / name for name in ("result.json", "stats.json")):
         # A baseline without training has neither file.
         training |= bounded_json(read_bounded_text(file)) if file.is_file() else {}
     # An artifact evaluated with several policies is represented by the first of them.

@@ -284,9 +284,8 @@ FEWEST_PROMPTS, FEWEST_TIMED = 10, 4  # Fewest decoded and timed prompts of a he
 
 
 def headline(run: EvaluationRun) -> str:
-    """The sentence. Of several methods, the fastest at the first temperature and batch size is named; of fewer prompts
-    than `FEWEST_PROMPTS` nothing is claimed, and of fewer timed ones than `FEWEST_TIMED` no speed, but a fault is
-    reported from the first prompt on."""
+    """The sentence, which names the fastest of several methods at the first temperature and batch size. With fewer
+    prompts than `FEWEST_PROMPTS` or `FEWEST_TIMED` it claims nothing or no speed, but a fault from the first one on."""
     decoded, timed = sum(run.header["prompt_sets"].values()), run.header["timed_prompts"]
     fault = any(one.faulty for one in run.evaluations)
     if decoded < FEWEST_PROMPTS and not fault:

@@ -103,8 +103,7 @@ def acceptance_by_position(curves: Mapping[str, Sequence[float]]) -> Plot:
 
 
 def accepted_lengths(methods: Mapping[str, Mapping[str, float]], overall: float) -> Plot:
-    """Tokens per target pass of each group: bars for one method, with a line at its overall figure, else a dot for each
-    method, in the order of the first one's."""
+    """Tokens per target pass of each group: bars for one method, with its overall figure, else dots for each one."""
     first = next(iter(methods.values()))
     names = sorted(first, key=lambda name: -first[name])
     if len(methods) == 1:

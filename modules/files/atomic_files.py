@@ -87,8 +87,7 @@ def cannot_write(path: Path, error: OSError | SafetensorError) -> UserError:
 
 
 def write_file(path: Path, content: str) -> Path:
-    """Write text; see `write_atomically`. Returns the path. Raises UserError if the disk is full or the folder may not
-    be written."""
+    """Write text; returns the path. Raises UserError as `write_atomically` does."""
     return write_atomically(path, lambda partial: partial.write_text(content, encoding="utf-8"))
 
 

@@ -32,9 +32,8 @@ ABSENT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # Errors 
 
 class FolderLocks:
     """Numbered locks of a folder by an empty file, which is made where it is missing. A process opens them once: its
-    own locks never exclude each other, and closing the file drops them all. On a file system without locks every lock
-    is free, with a warning: a process that works alone needs none. Raises UserError if the file cannot be written, or
-    is a pipe or a device."""
+    own locks never exclude each other, and closing the file drops them all. In a file system without locks each is
+    free, with a warning: a process alone needs none. Raises UserError for a file that is no plain or writable one."""
 
     def __init__(self, file: Path) -> None:
         self.path, self.work = file, True  # Its file, and False once the file system is known to have no locks
@@ -254,8 +253,7 @@ def _foreign(folder: Path, kind: str, changing: frozenset[str]) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Everything below a folder that is no folder, but for leftovers of killed processes; files before what lies
-    deeper."""
+    """Every file and link below a folder but leftovers of killed processes; files before what lies deeper."""
     for deeper, path in sorted((path.is_dir() and not path.is_symlink(), path) for path in folder.iterdir()):
         if not is_leftover(path):
             yield from _files(path) if deeper else [path]

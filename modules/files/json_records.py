@@ -55,8 +55,7 @@ def read_bounded(file: Path, most: int = SETTINGS_BYTES) -> bytes:
 
 
 def read_bounded_text(file: Path, most: int = SETTINGS_BYTES) -> str:
-    """The text of a UTF-8 file, a pipe or a device, without its byte order mark. Raises as `read_bounded` does, and
-    UnicodeDecodeError."""
+    """The text of UTF-8 without its byte order mark. Raises as `read_bounded` does, and UnicodeDecodeError."""
     return read_bounded(file, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
