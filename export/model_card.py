@@ -75,8 +75,7 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
         "from draftsmith.export import load_artifact", "from draftsmith.modules import TargetConfig, load_target", "",
         f"target = load_target(TargetConfig(name={target['name']!r}{setting}))",
         'artifact = load_artifact(Path("."), target)', "drafter, policy = artifact.drafting()", "```", "",
-        "Loading it for any other target is refused. `config.json` holds the recipe and the tree; no file is a pickle.",
-    ]
+        "Loading it for any other target is refused. `config.json` holds the recipe and the tree; no file is a pickle."]
     return "\n".join(lines) + "\n"
 
 

@@ -30,15 +30,13 @@ FORMAT_VERSION = 1  # Raised when a reader of the previous version could not rea
 FIELDS: dict[str, Any] = {
     "format": str, "format_version": int, "family": str, "class": str, "drafter": dict[str, Any],
     "target": TargetIdentity, "tree": dict[str, Any], "weights_sha256": str, "provenance": dict[str, Any],
-    "versions": dict[str, str],
-}
+    "versions": dict[str, str]}
 """Fields of config.json and their types; an adapter's is one more."""
 FORMER: dict[str, dict[str, Any]] = {
     "draft_lm": {"decode_exit": None, "exits": [], "intermediate_size": None, "keep_least": 0.2, "keep_rate": 0.7,
                  "num_kv_heads": None, "tied": None},
     "falcon": {"skip": True},
-    "prompt_tokens": {"first_text": "Next 2 word Next 3 word Next 4 word"},
-}
+    "prompt_tokens": {"first_text": "Next 2 word Next 3 word Next 4 word"}}
 """Settings that a family once had, with the value, as JSON holds it, that is now fixed: artifacts of that time name
 them. Family -> key of the section `drafter` -> value."""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...modules import Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
 from ...modules.families.eagle3.layout import FIXED, LAYERS, NORM, NORMS, TWIN
 from ...modules.interfaces.layout import here, there
-from ...modules.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
+from ...modules.parts.decoder_block import OFFICIAL_ROPE_BASE
 from ...modules.parts.feature_drafter import chosen_taps
 from .parts import state_drafters
 from .parts.checkpoint import WHOLE, Checkpoint, Contents, check_borrowed, output_bias, stored, write_layout
@@ -103,27 +103,20 @@ def read_eagle(given: Checkpoint, target: Target, settings: ImportSettings) -> t
         for layer in range(1, depth):
             tensors.pop(TWIN.format(layer), None)
         tensors = {here(name, LAYERS) or name: tensor for name, tensor in tensors.items()}
-        return _third(tensors, given, block, target, settings.taps), tensors
+        reduced = state_drafters.take_vocabulary(tensors, target, folder)
+        taps = chosen_taps(_taps(given, target) if settings.taps is None else settings.taps, target)
+        state_drafters.check_joined(tensors, taps, target, folder)
+        norms: dict[str, Any] = {name: bool(said.get(name)) for name in NORMS}
+        config = Eagle3Config(taps=taps, **norms, num_layers=depth, hidden_size=said["hidden_size"],
+                              vocabulary_size=reduced,
+                              output="shared" if reduced is None and OUTPUT not in tensors else "copy")
+        return Eagle3(config, target, block), tensors
     if depth != 1:
         raise UserError(f"{given.config} says num_hidden_layers: {depth}; EAGLE-1 has 1, choose such a checkpoint")
     if block.hidden_size != target.hidden_size:
         raise UserError(f"{given.config} says target_hidden_size: {said['target_hidden_size']} and hidden_size: "
                         f"{block.hidden_size}; EAGLE-1 is as wide as its target, choose such a checkpoint")
     return Eagle(EagleConfig(bias="fc.bias" in tensors), target, block), tensors
-
-
-def _third(tensors: dict[str, Tensor], given: Checkpoint, block: BlockConfig, target: Target,
-           taps: tuple[int, ...] | None) -> Eagle3:
-    """An EAGLE-3 drafter of these shapes; the draft vocabulary among its tensors becomes ids."""
-    said, folder = given.said, given.folder
-    reduced = state_drafters.take_vocabulary(tensors, target, folder)
-    read = chosen_taps(_taps(given, target) if taps is None else taps, target)
-    state_drafters.check_joined(tensors, read, target, folder)
-    norms: dict[str, Any] = {name: bool(said.get(name)) for name in NORMS}
-    config = Eagle3Config(taps=read, **norms, num_layers=said.get("num_hidden_layers") or 1,
-                          hidden_size=said["hidden_size"], vocabulary_size=reduced,
-                          output="shared" if reduced is None and OUTPUT not in tensors else "copy")
-    return Eagle3(config, target, block)
 
 
 def _taps(given: Checkpoint, target: Target) -> tuple[int, ...]:

@@ -119,5 +119,4 @@ HUGGINGFACE = ExportFormat(
         "method": "draft_model", **({} if drafter.config.mask_token_id is None else {"parallel_drafting": True})}),
     lost=lambda drafter: "" if drafter.config.depths == 1 or drafter.config.mask_token_id is not None else (
         "It was trained to answer several tokens in one pass through a mask token that has no id and is not in this "
-        "folder: here it drafts one by one. Train with `mask_token_id` to export it."),
-)
+        "folder: here it drafts one by one. Train with `mask_token_id` to export it."))

@@ -129,8 +129,7 @@ def _model_refusal(config: Any) -> str:
         f"rotated by yarn with {own_setting}, for which llama.cpp has no place in {config.model_type}":
             bool(own_setting),
         "rotated in part": rope.get("partial_rotary_factor", 1.0) != 1.0,
-        "attending within a window": any(kind != "full_attention" for kind in getattr(config, "layer_types", []) or []),
-    }
+        "attending within a window": any(kind != "full_attention" for kind in getattr(config, "layer_types", []) or [])}
     found = next((reason for reason, is_wrong in wrong.items() if is_wrong), "")
     return found and f"the format gguf holds no draft language model {found}{own}"
 

@@ -80,7 +80,17 @@ def read_medusa(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     layers (`output: one_copy`). Heads without output layers share the target's. Raises UserError if a tensor is
     unknown, or the draft vocabulary is not one of the target's."""
     tensors = given.tensors()
-    one_QD, ids_Q = take_output(tensors, target, given.folder)
+    one_QD, ids_Q = tensors.pop(OUTPUT, None), tensors.pop(TOKENS, None)
+    if ids_Q is not None:
+        if one_QD is None:
+            raise UserError(f"{given.folder} holds {TOKENS} without {OUTPUT}; a reduced vocabulary needs one output "
+                            "layer of all heads: copy the folder again")
+        if ids_Q.is_floating_point() or not bool(((ids_Q >= 0) & (ids_Q < target.vocab_size)).all()):
+            raise UserError(f"{TOKENS} in {given.folder} must hold tokens from 0 to {target.vocab_size - 1}, those of "
+                            f"{target.identity.name}; choose a checkpoint made for this target")
+        ids_Q = ids_Q.to(torch.int64)
+        # Of a layer over the whole vocabulary the map picks the rows, as in vLLM.
+        one_QD = one_QD if len(one_QD) <= len(ids_Q) else one_QD[ids_Q]
     state = own_names(tensors, READ, given, "Medusa heads")
     blocks = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
     outputs = {name: tensor for name, tensor in state.items() if name not in blocks}
@@ -102,23 +112,6 @@ def read_medusa(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     return Medusa.create(config, target, ids_Q), {**ids, **outputs, **(blocks if shared is None else shared)}
 
 
-def take_output(tensors: dict[str, Tensor], target: Target, folder: Path) -> tuple[Tensor | None, Tensor | None]:
-    """(the output layer of all heads [Q, D], target ids of its rows [Q]), taken out of `tensors`; None if not there.
-    Raises UserError if there is a map without a layer, or it names no tokens of the target."""
-    weight_QD, ids_Q = tensors.pop(OUTPUT, None), tensors.pop(TOKENS, None)
-    if ids_Q is None:
-        return weight_QD, None
-    if weight_QD is None:
-        raise UserError(f"{folder} holds {TOKENS} without {OUTPUT}; a reduced vocabulary needs one output layer of "
-                        "all heads: copy the folder again")
-    if ids_Q.is_floating_point() or not bool(((ids_Q >= 0) & (ids_Q < target.vocab_size)).all()):
-        raise UserError(f"{TOKENS} in {folder} must hold tokens from 0 to {target.vocab_size - 1}, those of "
-                        f"{target.identity.name}; choose a checkpoint made for this target")
-    # Of a layer over the whole vocabulary the map picks the rows, as in vLLM.
-    ids_Q = ids_Q.to(torch.int64)
-    return weight_QD if len(weight_QD) <= len(ids_Q) else weight_QD[ids_Q], ids_Q
-
-
 MEDUSA_HEADS = ExportFormat(
     name="medusa", content="Medusa heads", families=(Medusa,),
     readers={"Text Generation Inference": "", "vLLM": " up to 0.32"},
@@ -126,8 +119,7 @@ MEDUSA_HEADS = ExportFormat(
     file=MEDUSA_FILE, bare=True,
     vllm=lambda drafter: Served(method={"method": "medusa"}, loader={}),
     others=lambda drafter, places: {"Text Generation Inference": shlex.join([
-        "text-generation-launcher", "--model-id", places.folder, "--speculate", str(drafter.config.num_heads)])},
-)
+        "text-generation-launcher", "--model-id", places.folder, "--speculate", str(drafter.config.num_heads)])})
 MEDUSA_VLLM = ExportFormat(
     name="medusa-vllm", content="Medusa heads", readers={"vLLM": " up to 0.32 in a small file"}, families=(Medusa,),
     write=export_medusa_vllm, refusal=lambda drafter, target: (

@@ -35,27 +35,8 @@ _PLAIN = {"vt_attention_type": "ensemble", "aggregation_type": "mean", "num_exit
 
 
 def export_hydra(drafter: Hydra, target: Target, folder: Path, settings: ExportSettings) -> Contents:
-    """Write Hydra heads as the official code stores them."""
-    config = {"base_model_name_or_path": target_name(target), "grounded_heads": True,
-              "hidden_state_offset": 0, "hydra_head_arch": "prefix-mlp" if drafter.config.prefix else "mlp",
-              "hydra_num_heads": drafter.config.num_heads, "hydra_num_layers": drafter.config.num_layers}
-    return Contents(title="Hydra heads", table=write_layout(folder, HYDRA_FILE, hydra_tensors(drafter, target), config),
-                    example=checkpoint.as_pickle("zankner/Hydra", HYDRA_FILE, "hydra_lm_head.pt"))
-
-
-def _hydra_refusal(drafter: Hydra, target: Target) -> str:
-    """The refusal of heads whose later blocks differ, or whose prefix layer has other attention; else empty."""
-    if drafter.config.tie_blocks or drafter.config.num_layers <= 2:
-        return "" if drafter.block is None else checkpoint.head_width(drafter.block)
-    return (f"the layout holds one block after the first, applied repeatedly; these heads have "
-            f"{drafter.config.num_layers - 1}: train with tie_blocks: true")
-
-
-def hydra_tensors(drafter: Hydra, target: Target) -> dict[str, Tensor]:
-    """The heads under their official names, in float32 on the CPU, each tensor with memory of its own.
-
-    An output layer of all heads is written once for each. A reduced draft vocabulary becomes the whole one: of own
-    layers, the other tokens get rows that never win (`over_all_tokens`)."""
+    """Write Hydra heads as the official code stores them, an output layer of all heads once for each. A reduced draft
+    vocabulary becomes the whole one: of own layers the other tokens get rows that never win (`over_all_tokens`)."""
     state, config = drafter.state_dict(), drafter.config
     tensors = {name: tensor for name, tensor in state.items() if not name.startswith("outputs.")}
     if config.tie_blocks:
@@ -74,7 +55,19 @@ def hydra_tensors(drafter: Hydra, target: Target) -> dict[str, Tensor]:
         half = torch.arange(drafter.block.head_dim // 2, dtype=torch.float32)
         named |= dict(zip(UNUSED, (embedding_VD, OFFICIAL_ROPE_BASE ** (-2 * half / drafter.block.head_dim)),
                           strict=True))
-    return stored(named)
+    said = {"base_model_name_or_path": target_name(target), "grounded_heads": True, "hidden_state_offset": 0,
+            "hydra_head_arch": "prefix-mlp" if config.prefix else "mlp", "hydra_num_heads": config.num_heads,
+            "hydra_num_layers": config.num_layers}
+    return Contents(title="Hydra heads", table=write_layout(folder, HYDRA_FILE, stored(named), said),
+                    example=checkpoint.as_pickle("zankner/Hydra", HYDRA_FILE, "hydra_lm_head.pt"))
+
+
+def _hydra_refusal(drafter: Hydra, target: Target) -> str:
+    """The refusal of heads whose later blocks differ, or whose prefix layer has other attention; else empty."""
+    if drafter.config.tie_blocks or drafter.config.num_layers <= 2:
+        return "" if drafter.block is None else checkpoint.head_width(drafter.block)
+    return (f"the layout holds one block after the first, applied repeatedly; these heads have "
+            f"{drafter.config.num_layers - 1}: train with tie_blocks: true")
 
 
 def read_hydra(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Hydra, dict[str, Tensor]]:

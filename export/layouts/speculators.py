@@ -100,5 +100,4 @@ SPECULATORS = replace(
     passed_over=lambda drafter: ["the speculators library"] * (drafter.block.hidden_size != drafter.hidden_size),
     others=lambda drafter, places: {}, refusal=_refusal, lost=lambda drafter: "",
     vllm=lambda drafter: (served := dflash.served_by_vllm(drafter) if isinstance(drafter, BlockDraft) else
-                          EAGLE.vllm(drafter)) and replace(served, names_target=True),
-)
+                          EAGLE.vllm(drafter)) and replace(served, names_target=True))

@@ -34,8 +34,7 @@ def write_report(out: Path, run: EvaluationRun, artifact: Artifact | None = None
     return {
         "json": write_file(out / JSON_NAME, json.dumps(run.to_dict(), indent=2, allow_nan=False) + "\n"),
         "markdown": write_file(out / MARKDOWN_NAME, as_markdown(page)),
-        "html": write_file(out / HTML_NAME, as_html(page)),
-    }
+        "html": write_file(out / HTML_NAME, as_html(page))}
 
 
 def terminal_table(run: EvaluationRun) -> str:
@@ -98,8 +97,7 @@ def cards(run: EvaluationRun, evaluation: Evaluation) -> list[Block]:
         (Cell(identical(measures), tone="bad" if evaluation.faulty else "good"),
          "answers identical to the target's own" if measures.distribution is None else
          "answers by the target's own distribution"),
-        (Cell(percent(measures.draft_time_share)), "of the time goes into drafting, the rest into the target"),
-    ]
+        (Cell(percent(measures.draft_time_share)), "of the time goes into drafting, the rest into the target")]
     name = [Text(label(run, evaluation), "lead")] if len(run.evaluations) > 1 else []
     return [*name, Table(("figure", "meaning"), rows, "cards")]
 
@@ -322,8 +320,7 @@ def facts(run: EvaluationRun, artifact: Artifact | None) -> list[Block]:
         ("prompts", " and ".join(f"{count:,} {name}" for name, count in header["prompt_sets"].items())),
         *((f"set {name}", counted_in_words(found)) for name, found in header.get("sets", {}).items()),
         ("steadiness", f"one pass of the target, repeated {header['contention']['samples']} times, took at most "
-                       f"{phrases.steadiness(run)} longer than its fastest"),
-    ]
+                       f"{phrases.steadiness(run)} longer than its fastest")]
     if artifact is not None:
         # These hashes tell two measurements of seemingly equal artifacts apart.
         origin = artifact.provenance

@@ -59,8 +59,7 @@ def read_standing(name: str, folder: Path) -> dict[str, Any] | None:
         "identical": sum(one["identical"] for one in lossless), "answers": sum(one["prompts"] for one in lossless),
         "near_ties": sum(one["near_tie_divergences"] for one in lossless),
         # Answers of an artifact that adapts its target are compared with the adapted target's.
-        "changes_target": bool(drift), "drift_kl": drift.get("kl"), "drift_agreement": drift.get("agreement"),
-    }
+        "changes_target": bool(drift), "drift_kl": drift.get("kl"), "drift_agreement": drift.get("agreement")}
 
 
 def write_standings(out: Path, rows: Mapping[str, Path]) -> Path:
@@ -112,5 +111,4 @@ def cells(one: dict[str, Any], sets: Sequence[str]) -> dict[str, str]:
         "time drafting": percent(one["draft_time_share"]), "tokens/s": number(one["tokens_per_second"], 1),
         "speed-up, greedy": times(one["speedup"]), "speed-up, sampled": times(one["speedup_sampled"]),
         "identical": f"{one['identical']}/{one['answers']}" + (f" + {one['near_ties']} near-ties" if one["near_ties"]
-                                                               else ""),
-    }
+                                                               else "")}

@@ -22,8 +22,7 @@ _STYLE: Any = {
     "text.parse_math": False,  # names come from files: a dollar sign in one starts no formula
     "font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": GRID,
     "axes.spines.top": False, "axes.spines.right": False, "xtick.color": MUTED, "ytick.color": MUTED,
-    "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True, "legend.frameon": False,
-}
+    "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True, "legend.frameon": False}
 
 
 @dataclass(frozen=True, kw_only=True)
