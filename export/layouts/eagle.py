@@ -33,8 +33,8 @@ OPENS = ("taps", "rope_base")  # Values that a checkpoint may leave open
 
 
 def export_eagle(drafter: Eagle | Eagle3, target: Target, folder: Path, settings: ExportSettings = PLAIN) -> Contents:
-    """Write EAGLE-1 or EAGLE-3 as the official code and engines read it; below 16 bits vLLM alone does. EAGLE-1 has no
-    output layer in it: a reduced draft vocabulary becomes the whole one. Into EAGLE-3's a shared layer is copied."""
+    """Write EAGLE-1 or EAGLE-3 as the official code and engines read it; below 16 bits vLLM alone does. Of EAGLE-1 no
+    output layer is stored: a reduced draft vocabulary becomes the whole one. Into EAGLE-3's a shared one is copied."""
     weights = settings.weights
     if isinstance(drafter, Eagle):
         # EAGLE-1's official code loads its own embedding; EAGLE-3's readers take the target's.

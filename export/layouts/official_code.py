@@ -63,7 +63,7 @@ def export_hydra(drafter: Hydra, target: Target, folder: Path, settings: ExportS
 
 
 def _hydra_refusal(drafter: Hydra, target: Target) -> str:
-    """The refusal of heads whose later blocks differ, or whose prefix layer has other attention; else empty."""
+    """The refusal of heads whose later blocks differ, or whose prefix layer has heads of another width; else empty."""
     if drafter.config.tie_blocks or drafter.config.num_layers <= 2:
         return "" if drafter.block is None else checkpoint.head_width(drafter.block)
     return (f"the layout holds one block after the first, applied repeatedly; these heads have "

@@ -280,7 +280,7 @@ def steadiness(run: EvaluationRun) -> str:
 
 # The headline ---------------------------------------------------------------------------------------------------------
 
-FEWEST_PROMPTS, FEWEST_TIMED = 10, 4  # Fewest decoded and timed prompts of a headline with a claim: chance decides two
+FEWEST_PROMPTS, FEWEST_TIMED = 10, 4  # Fewest decoded and timed prompts for a claim: with two chance decides
 
 
 def headline(run: EvaluationRun) -> str:

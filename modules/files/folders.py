@@ -33,7 +33,7 @@ ABSENT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # Errors 
 class FolderLocks:
     """Numbered locks of a folder by an empty file, which is made where it is missing. A process opens them once: its
     own locks never exclude each other, and closing the file drops them all. In a file system without locks each is
-    free, with a warning: a process alone needs none. Raises UserError for a file that is no plain or writable one."""
+    free, with a warning: a process alone needs none. Raises UserError for a pipe, a device or an unwritable file."""
 
     def __init__(self, file: Path) -> None:
         self.path, self.work = file, True  # Its file, and False once the file system is known to have no locks

@@ -191,7 +191,7 @@ class ExportFormat(Generic[D]):
     """A weight as an engine reads it: from the trained one, a number format, and whether it is the matrix of a linear
     layer that is no embedding too."""
     vllm: Callable[[D], Served | None] = lambda drafter: None  # vLLM's settings; None where vLLM does not read it
-    others: Callable[[D, Places], Mapping[str, str]] = lambda drafter, places: {}  # Commands by other engine
+    others: Callable[[D, Places], Mapping[str, str]] = lambda drafter, places: {}  # Other engines' commands
     lost: Callable[[D], str] = lambda drafter: ""
     """A sentence on the part of the drafter that an engine leaves out; empty where there is none."""
 
