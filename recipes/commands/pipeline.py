@@ -30,6 +30,7 @@ from ...modules.files.folders import sole_writer
 from ...modules.files.json_records import shortened
 from ...modules.interfaces.proposer import JudgesGuesses
 from ...modules.processes import ALONE, Processes, local_rank
+from ...modules.target.loading.loading import device_named
 from ...modules.tuning.acceptance_examples import calibrate_judgement
 from ...modules.tuning.tree_search import held_out_acceptance, ranked_text, search_tree
 from ...modules.tuning.trials import SIZES, SIZING_TEMPERATURE, trials
@@ -332,6 +333,8 @@ def performed(workspace: Workspace, chosen: Sequence[str] | None = None,
     started train together: the stages before that must be complete; those after it are done by the first one, unless
     its part of the target is of no use without the others. No other process works in the run's folder until the end of
     the block, or it raises UserError. Gives whether this process leads, and goes on."""
+    # Before the folder of the run has any file.
+    device_named(workspace.recipe.target.device)
     names = list(chosen or (ALL if workspace.recipe.data is None else ALL[1:]))
     # Lightning starts this command again for other devices: these join the training of the process that leads.
     joins = ("train" in names and (local_rank() > 0 or Processes.launched().world > 1)

@@ -42,7 +42,8 @@ class CommandLine:
                            if word in ("-h", "--help") or word.startswith(("--help=", "--help."))), None)
         self.strays: list[str] = []  # Words that belong to no option
         check_plain(list(arguments), "the command line")
-        switches = {key for key, one in self.known.keys.items() if one.kind == kind_in_words(bool) and "." not in key}
+        kinds = kind_in_words(bool), kind_in_words(bool | None)
+        switches = {key for key, one in self.known.keys.items() if one.kind in kinds and "." not in key}
         given: list[dict[str, Any]] = []
         options: list[tuple[str, str | None]] = []
         words = list(arguments)
@@ -53,7 +54,7 @@ class CommandLine:
             # Written with dashes, as in other programs, an option is the same key.
             key, value = option[1].replace("-", "_"), option[2]
             if value is None and key in switches:
-                value = words.pop(0) if words and words[0].lower() in ("true", "false") else "true"
+                value = words.pop(0) if words and words[0].lower() in ("true", "false", "null") else "true"
             elif value is None and key != PRINT and words and OPTION.fullmatch(words[0]) is None:
                 value = words.pop(0)
             if key != "config":

@@ -82,6 +82,8 @@ def test_a_part_that_fails_keeps_what_it_has_and_runs_again(tmp_path: Path, monk
 def test_tests_that_are_stopped_keep_their_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next session begins with what failed, and goes on with what never ran."""
     monkeypatch.setenv(device_tests.FOLDER, str(tmp_path))
+    # The session is no worker of this one.
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     (tmp_path / "test_here.py").write_text(TESTS)
     settings = device_parts.Settings(**SETTINGS, deadline=time.monotonic() + 300, out=tmp_path)
     words = ["-m", "pytest", "-q", "-p", "benchmarks.parts.device_tests", str(tmp_path / "test_here.py")]

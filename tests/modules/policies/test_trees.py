@@ -140,9 +140,8 @@ class AnticipatingTree(DySpecTree):
     """Wrong: places are ranked by what was drawn there, so that unlikely samples are dropped after the draw."""
 
     def _children(self, *given: Any) -> Any:
-        children = super()._children(*given)
-        return type(children)(entries_BFK=children.entries_BFK, values_BFK=children.values_BFK,
-                              places_BFK=children.values_BFK)
+        entries, values, _ = super()._children(*given)
+        return entries, values, values
 
 
 POLICIES: dict[str, Policy] = {

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from draftsmith.export import Artifact, export_artifact, save_artifact
 from draftsmith.export.layouts.parts.checkpoint import Contents
+from draftsmith.export.layouts.parts.export_format import PLAIN
 from draftsmith.export.layouts.registry import folder_readme, format_named
 from draftsmith.export.stored_drafter import read_description
 from draftsmith.modules import Drafter, Eagle3, Eagle3Config, Target, TargetConfig, Topology, load_target
@@ -88,7 +89,7 @@ def test_the_printed_commands_add_the_adapter_or_serve_both_merged(
     drafter = heads(target) if layout == "medusa" else eagle3(target)
     artifact = Artifact(drafter=drafter, target=target, topology=Topology.chain(3), identity=target.identity,
                         provenance={})
-    page = folder_readme(format_named(layout), artifact, Contents(title="Drafts"), [])
+    page = folder_readme(format_named(layout), artifact, Contents(title="Drafts"), [], PLAIN)
     assert [one for one in held if one not in page] == []
     assert [one for one in missing if one in page] == []
 
