@@ -59,7 +59,8 @@ class Artifact:
     acceptance: Mapping[str, Any] = field(default_factory=dict)  # acceptance.json; empty where nothing was written
     weights_sha256: str = ""
     """Hash of the file of weights, by which exports and evaluations name it; empty for one that no folder holds."""
-    _drafting: dict[tuple[str, int, float], Drafting] = field(default_factory=dict, init=False, repr=False)
+    _drafting: dict[tuple[str, int, float], Drafting] = field(  # By policy, rows and temperature of calls of `generate`
+        default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def tree_size(self) -> int:
@@ -127,7 +128,6 @@ class Artifact:
         strings, a `generation_config`, a `streamer` for one prompt) and a policy of `drafting`. What is not offered is
         refused by name: it raises UserError.
         """
-
 
         def drafting(*, batch_size: int, temperature: float) -> Drafting:
             # The same objects for the same rows: the target keeps what it has recorded of their rounds.

@@ -6,7 +6,7 @@ target has decided, which has not been through the target yet. Parents precede c
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -158,7 +158,27 @@ class Topology:
                          real_BN=real_N.expand(batch, -1), max_depth=self.depth, most_children=self.most_children)
 
 
-@lru_cache(maxsize=256)
+Remembering = TypeVar("Remembering", bound=Callable[..., Any])
+
+
+def remembered(function: Remembering) -> Remembering:
+    """The function of a device, its last argument, that remembers its last results on a CPU and all others: recorded
+    rounds read them where they are."""
+    few, every = lru_cache(maxsize=256)(function), cache(function)
+
+    @wraps(function)
+    def found(*given: Any) -> Any:
+        return (few if given[-1].type == "cpu" else every)(*given)
+
+    def clear() -> None:
+        few.cache_clear()
+        every.cache_clear()
+
+    found.cache_clear = clear  # type: ignore[attr-defined]
+    return found  # type: ignore[return-value]
+
+
+@remembered
 def _constants(topology: Topology, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(parents, depths, ancestors, ones) of a topology on a device: the same in every pass."""
     return (torch.tensor(topology.parents, device=device), torch.tensor(topology.depths, device=device),

@@ -5,7 +5,7 @@
 Shapes: B active rows, N nodes of a tree, K nodes of a path, T places of an answer, C prompt tokens of a pass."""
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -20,9 +20,9 @@ from ..target.model import Target
 from ..token_tree import Lookahead, TokenTree
 from ..verification.acceptance_rules import Accepted
 from ..verification.sampling import SamplingSetting, log_probabilities
-from .recorded_rounds import Flight, RecordedRound, RecordedRounds, Wanted, give_back, recorder_of, taken
+from .recorded_rounds import Flight, RecordedRounds, Wanted, give_back, recorder_of, taken
 from .recorders import DeviceTimer, StateRecorder
-from .requests import DecodeSettings, DecodeStats, Generation, Request, first_stop
+from .requests import DecodeSettings, DecodeStats, Generation, Request, first_stop, shared_prefix
 from .rounds import Batch, Round, ahead_states, read
 from .verifier import Verifier, message
 
@@ -30,7 +30,6 @@ Observer = Callable[[TokenTree, Accepted, Sequence[Generation]], None]
 """Called after each pass, before its tokens are added: the trees, the accepted paths, the answer of each row. Of rounds
 that are replayed it is called when one is launched: an answer may lack the tokens of the round before, and may have
 ended there. It must not keep the tensors, which the next round overwrites, but what it computes of them."""
-_SHORTEST_PREFIX = 8  # Tokens that prompts must share before it pays to keep them in a row of their own
 _LIKE, _FEWEST_ROWS = 0.75, 8  # Least share of the longest prompt's tokens of so many or more that are read together
 
 
@@ -78,22 +77,23 @@ class Loop:
         record = recorder_of(target, settings.graphs) if count else ""
         self.recorded: RecordedRounds | None = None
         with self._layers():
-            if isinstance(record, str):
-                self.batch = Batch.made(target, settings, drafter, policy, rows=count, slots=longest + nodes,
-                                        places=places, sampled=sampled, taps=taps, prefix=prefix)
-            else:
+            if not isinstance(record, str):
                 assert isinstance(target, Target)
                 wanted = Wanted.by(target, settings, drafter, policy, rows=count, sampled=sampled, taps=taps,
                                    prefixed=bool(prefix))
                 self.recorded = taken(target, wanted, settings, longest, prefix, record)
-                self.batch = self.recorded.batch
+                if self.recorded.starved:
+                    # Computed rounds take memory as the texts grow.
+                    record, self.recorded = self.recorded.refusal, None
+            self.batch = self.recorded.batch if self.recorded is not None else Batch.made(
+                target, settings, drafter, policy, rows=count, slots=longest + nodes, places=places, sampled=sampled,
+                taps=taps, prefix=prefix)
         self.rows, self.state, self.batch_verifier = self.batch.rows, self.batch.state, self.batch.verifier
         if recorder is not None and self.rows.shared is not None:
             recorder.add_prefix(prefix, self.rows.shared)
         self._count, self._read = count, 0
         self.stats.graph_refusal = record if isinstance(record, str) else ""
         self._flight: Flight | None = None  # The recorded round that was launched and not read
-        self._launched = Counter[RecordedRound]()
         self._records = 0 if self.recorded is None else self.recorded.records
         self._drafting = DeviceTimer(target.device)
         # A block whose time counts as drafting, where anything drafts.
@@ -137,6 +137,7 @@ class Loop:
             sound = True
         except GeneratorExit:
             # Nobody wants the rest of the answers.
+            self._drop()
             sound = True
             raise
         finally:
@@ -180,11 +181,10 @@ class Loop:
             free = [row for row in range(len(self.slots)) if self._free(row)]
         self.stats.seconds += time.perf_counter() - started_at
         self.stats.draft_seconds += self._drafting.read()
-        # Of recorded rounds the last one of each shape stands for the others.
-        replayed = sum(count * work.draft_seconds() for work, count in self._launched.items())
-        self.stats.draft_seconds += replayed
-        self.stats.target_seconds -= replayed
         if self.recorded is not None:
+            drafting = self.recorded.draft_seconds()
+            self.stats.draft_seconds += drafting
+            self.stats.target_seconds = max(0.0, self.stats.target_seconds - drafting)
             self.stats.graph_refusal = self.recorded.refusal
             self.stats.recorded_rounds = self.recorded.records - self._records
 
@@ -300,7 +300,7 @@ class Loop:
             yield from self._given(*self._round())
             return
         ahead = self._flight is not None
-        if ahead and (not recorded.holds(active) or all(
+        if ahead and (recorded.shape(active, ahead) not in recorded.made or all(
                 len(one.tokens) + 1 >= one.request.max_new_tokens for one in self.slots)):
             # Nothing else may be under way while a round is recorded; nor is one needed after the answers' last.
             yield from self._settle()
@@ -311,7 +311,6 @@ class Loop:
         if work is None:
             return
         flight, self._flight = self._flight, work.launch()
-        self._launched[work] += 1
         self.stats.target_seconds += time.perf_counter() - started_at
         if self.observer is not None:
             self.observer(*work.of_first(active), self.slots)
@@ -322,10 +321,18 @@ class Loop:
 
     def _settle(self) -> Iterator[tuple[Generation, list[int], bool]]:
         """Read what was launched: rows may start, end or move afterwards."""
-        flight, self._flight = self._flight, None
-        # After the end of all answers nobody needs it, and their rows are emptied.
-        if flight is not None and not all(one.complete for one in self.slots):
+        if all(one.complete for one in self.slots):
+            self._drop()
+        elif self._flight is not None:
+            flight, self._flight = self._flight, None
             yield from self._landed(flight)
+
+    def _drop(self) -> None:
+        """Forget a launched round that no answer needs: what went wrong in it must not stay in the cache."""
+        flight, self._flight = self._flight, None
+        for row, fault in enumerate([] if flight is None else flight.read()[2]):
+            if fault:
+                self.rows.wipe(row)
 
     def _landed(self, flight: Flight) -> Iterator[tuple[Generation, list[int], bool]]:
         """The results of a launched round."""
@@ -413,14 +420,3 @@ class Loop:
         self.rows.wipe(row)
         if self.recorder is not None:
             self.recorder.drop(self.slots[row].request.index)
-
-
-def shared_prefix(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, ...]:
-    """The start that all prompts share, without any prompt's last token; empty where that saves next to nothing."""
-    if len(prompts) < 2:
-        return ()
-    # Every prompt lies between the least and the greatest, so what these two share all share.
-    low, high = min(prompts), max(prompts)
-    room = min(limit, min(map(len, prompts)) - 1)
-    count = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
-    return low[: min(count, room)] if min(count, room) >= _SHORTEST_PREFIX else ()

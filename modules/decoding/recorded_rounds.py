@@ -2,25 +2,28 @@
 
 A record repeats the operations of a round on the very same tensors. Batches are padded to a few numbers of rows, and
 every cache is read up to a few numbers of slots; each combination has one record. It is made before its first round,
-which is a replay too: a round of no sequence is computed first, in which libraries prepare what they keep.
+which is a replay too: first an empty round is computed, so that libraries load their kernels and take their memory.
 
 The host needs no number of a replayed round to launch the next one, so it reads a round while the next one runs.
 """
 
+import functools
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..interfaces.proposer import DraftState, Proposer
 from ..policies.base import Policy
 from ..row_buffers import RowBuffer
-from ..target.kv_cache import RowCache
+from ..target.kv_cache import MANY_SLOTS, RowCache
 from ..target.model import Target
 from ..target.target_rows import TargetRows
 from .recorders import DeviceTimer
@@ -35,6 +38,7 @@ Recording runs that code once, and changes no tensor that was there before."""
 
 _LEAST_SLOTS = 128  # Fewest slots of a cache that a record reads, unless the cache has fewer
 _LEAST_TEXT = 256  # Fewest tokens of a row that a kept batch has room for, so that answers of most lengths share it
+_FEW_ROWS = 8  # Most rows of which a batch has as many as the next power of two
 MOST_KEPT, KEPT_SHARE = 8, 0.25  # Batches that a target keeps, and the share of its device's memory that they may take
 
 
@@ -52,19 +56,37 @@ def recorder_of(target: Verifier, asked: bool | None) -> Recorder | str:
 
 def recorder_for(device: torch.device) -> Recorder | str:
     """The recorder of a device, or the reason why there is none."""
-    return partial(record_cuda_graph, device) if device.type == "cuda" else "there is no CUDA device"
+    if device.type != "cuda":
+        return "there is no CUDA device"
+    # The records of a batch are never replayed side by side: they share the memory of what they make on the way.
+    return partial(record_cuda_graph, device, torch.cuda.graph_pool_handle())
 
 
-def record_cuda_graph(device: torch.device, body: Body) -> Body:
+@functools.cache
+def _capturing(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a device on which all graphs are captured: torch's own is that of the device that came first."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def record_cuda_graph(device: torch.device, pool: Any, body: Body) -> Body:
     """A CUDA graph of a computation; RuntimeError if it makes the host wait, which no graph can hold."""
     # The collector stays off meanwhile: graphs of an earlier batch that it frees would end the recording.
     collecting = gc.isenabled()
     gc.disable()
     try:
         with torch.cuda.device(device):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                body()
+            graph, outside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+            try:
+                with torch.cuda.graph(graph, pool=pool, stream=_capturing(device), capture_error_mode="thread_local"):
+                    body()
+            except RuntimeError as error:
+                # What cannot be captured ends the capture with an error of its own, and torch's block leaves its stream
+                # and its memory pool as they are.
+                torch.cuda.set_stream(outside)
+                with suppress(RuntimeError, AttributeError):
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+                cause = error.__context__
+                raise (cause if isinstance(cause, RuntimeError) else error) from None
     finally:
         if collecting:
             gc.enable()
@@ -91,6 +113,7 @@ class Wanted:
     sampled: bool
     prefixed: bool  # Whether a further row holds a common start
     numbers: Any  # Number types that operations choose by settings of torch
+    weights: tuple[tuple[int, int], ...]  # Number of each weight's object, and its address
 
     @classmethod
     def by(cls, target: Target, settings: DecodeSettings, drafter: Proposer | None, policy: Policy | None, *,
@@ -99,10 +122,15 @@ class Wanted:
         kind = target.device.type
         numbers = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         shared = replace(settings, seed=0, stop=(), stop_from_prompt=False, ignore_eos=False, batch_size=1,
-                         prefill_chunk=1, graphs=None)
-        # A power of two: batches of like sizes share their records.
-        return cls(drafter, policy, shared, 1 << (rows - 1).bit_length(), tuple(taps), sampled, prefixed,
-                   (numbers, torch.get_float32_matmul_precision()))
+                         prefill_chunk=1, graphs=None, biases=target.biases if settings.biases is None else
+                         settings.biases, eos_ids=target.eos_ids if settings.eos_ids is None else settings.eos_ids)
+        # A record reads weights where they were, also those that were moved, cast or replaced meanwhile.
+        parts = [target.model, drafter, *getattr(drafter, "parts", ())]
+        weights = tuple((id(one), one.data_ptr()) for part in parts if isinstance(part, nn.Module)
+                        for one in (*part.parameters(), *part.buffers()))
+        # Few rows are as many as a power of two: batches of like sizes share their records.
+        return cls(drafter, policy, shared, 1 << (rows - 1).bit_length() if rows <= _FEW_ROWS else rows, tuple(taps),
+                   sampled, prefixed, (numbers, torch.get_float32_matmul_precision()), weights)
 
 
 class RecordedRounds:
@@ -111,7 +139,9 @@ class RecordedRounds:
     def __init__(self, target: Target, wanted: Wanted, settings: DecodeSettings, longest: int, prefix: Sequence[int],
                  record: Recorder) -> None:
         self.wanted, self.rows, self.record = wanted, wanted.rows, record
-        self.longest = max(longest, min(max(_LEAST_TEXT, 1 << (longest - 1).bit_length()), target.context_length))
+        # Many rows of long texts take what they need: their memory may be all that there is.
+        step = _LEAST_TEXT if self.rows * longest > MANY_SLOTS else 1 << (longest - 1).bit_length()
+        self.longest = max(longest, min(max(_LEAST_TEXT, -(-longest // step) * step), target.context_length))
         policy = None if wanted.policy is None else wanted.policy.unwatched()
         nodes = 1 if policy is None else policy.max_size
         # A row that has ended is found out when one more round has been launched.
@@ -126,10 +156,14 @@ class RecordedRounds:
         self.path = 0  # Most tokens that a round commits to a row
         self.extents: list[int] = []  # Most slots after a row's tokens that a round takes in each cache
         self.refusal = ""  # The reason that rounds cannot be recorded; empty while none has failed
+        self.done: torch.cuda.Event | None = None  # Recorded after the last round of a call
         self.starved = False  # Whether it is the memory, of which there may be more in the next call
         self.made: dict[tuple[int, int], RecordedRound] = {}  # By numbers of rows and of cache slots
-        self.bytes = 0  # Memory of caches and records on the device
+        # Memory of caches and records on the device, and of the drafter, which lives as long.
+        self.bytes = 0 if not isinstance(wanted.drafter, nn.Module) else sum(
+            one.nbytes for one in wanted.drafter.parameters())
         self.records = 0  # Rounds that were recorded
+        self.launches = Counter[RecordedRound]()
         self._storage: list[Tensor | None] = []
         self._tried = set[int]()  # Numbers of rows of which a round was computed
         # Before the first prompt: no row may have a text when rounds are tried out.
@@ -157,10 +191,6 @@ class RecordedRounds:
         return (next(step for step in self.row_steps if step >= active),
                 next(step for step in self.slot_steps if step >= needed))
 
-    def holds(self, active: int) -> bool:
-        """True if the round after one that is not read yet is recorded already."""
-        return self.shape(active, ahead=True) in self.made
-
     def next(self, active: int, ahead: bool) -> "RecordedRound | None":
         """The next round of the first `active` rows, to be launched; None where rounds cannot be recorded."""
         if self.refusal:
@@ -176,11 +206,21 @@ class RecordedRounds:
                 return None
         work = self.made[shape]
         work.active = active
+        self.launches[work] += 1
         return work
+
+    def draft_seconds(self) -> float:
+        """Seconds of drafting in all rounds since the last call, of which the last of each shape stands for the others;
+        the host waits for it. 0 where the device does not tell."""
+        found = sum(count * work.timer.replayed() for work, count in self.launches.items() if work.timer is not None)
+        self.launches.clear()
+        return found
 
     def _refusing(self, work: Body) -> None:
         """Prepare rounds or record one; what cannot be recorded can be computed, and nothing of it has been done."""
-        before = _allocated(self.batch)
+        before, caching = _allocated(self.batch), torch.is_autocast_cache_enabled()
+        # A cast of weights that torch remembers until the end of an autocast block would not live as long as a record.
+        torch.set_autocast_cache_enabled(False)
         try:
             work()
         except RuntimeError as error:
@@ -190,12 +230,14 @@ class RecordedRounds:
             self.made.clear()
             for cache in self.caches:
                 cache.window = None
+        finally:
+            torch.set_autocast_cache_enabled(caching)
         self.bytes += max(0, _allocated(self.batch) - before)
 
     def _make(self, shape: tuple[int, int]) -> None:
         """Record a round."""
         if shape[0] not in self._tried:
-            self._try_out(*shape)
+            self._try_out(shape[0], self.slot_steps[-1])
         self.made[shape] = RecordedRound(self, *shape)
         self.records += 1
 
@@ -229,10 +271,12 @@ class RecordedRounds:
         held = [(values, values.clone()) for part in parts for values in _values(part)]
         self.batch.live.values.fill_(False)
         work = Round(self.batch, rows, padded=True)
-        with self.bounded(slots):
-            work.whole()
-        for values, former in held:
-            values.copy_(former)
+        try:
+            with self.bounded(slots):
+                work.whole()
+        finally:
+            for values, former in held:
+                values.copy_(former)
         self._tried.add(rows)
         return work.accepted.path_BK.shape[1]
 
@@ -262,17 +306,12 @@ class RecordedRound(Round):
     def __init__(self, rounds: RecordedRounds, rows: int, slots: int) -> None:
         super().__init__(rounds.batch, rows, padded=True)
         device = rounds.batch.roots.values.device
-        # On another device the time of drafting is not to be had.
-        self.timer = DeviceTimer(device) if device.type == "cuda" and rounds.batch.drafter is not None else None
+        # CUDA alone can time a part of a record.
+        timed = device.type == "cuda" and torch.version.hip is None and rounds.batch.drafter is not None
+        self.timer = DeviceTimer(device) if timed else None
         drafting = nullcontext if self.timer is None else self.timer.running
         with rounds.bounded(slots):
             self.replay = rounds.record(partial(self.whole, drafting))
-
-    def draft_seconds(self) -> float:
-        """Seconds of drafting in the last replay, which the host waits for; 0 where the device does not tell."""
-        with suppress(RuntimeError):
-            return 0.0 if self.timer is None else self.timer.replayed()
-        return 0.0
 
     def launch(self) -> "Flight":
         """Replay it, without waiting for its numbers."""
@@ -331,30 +370,42 @@ def _allocated(batch: Batch) -> int:
 
 # Between calls --------------------------------------------------------------------------------------------------------
 
+_KEEPING = Lock()  # Held while what a target keeps is taken or given back
+
 
 def taken(target: Target, wanted: Wanted, settings: DecodeSettings, longest: int, prefix: Sequence[int],
           record: Recorder) -> RecordedRounds:
     """The rounds that an earlier call has left with the target, or new ones; nobody else has them meanwhile."""
-    for place, one in enumerate(target.kept):
-        if one.wanted == wanted:
-            del target.kept[place]
-            if one.longest >= longest:
-                one.restart(settings, prefix)
-                return one  # type: ignore[no-any-return]
-            break
-    made = RecordedRounds(target, wanted, settings, longest, prefix, record)
-    if made.starved and target.kept:
-        # What is kept for other calls has to go.
-        target.kept.clear()
+    with _KEEPING:
+        found: RecordedRounds | None = next((one for one in target.kept if one.wanted == wanted), None)
+        if found is not None:
+            target.kept.remove(found)
+    # Tensors of inference mode could not be written by a later call outside it.
+    with torch.inference_mode(False), torch.no_grad():
+        if found is not None and found.longest >= longest:
+            if found.done is not None:
+                torch.cuda.current_stream(target.device).wait_event(found.done)
+            found.restart(settings, prefix)
+            return found
+        # Its memory first.
+        del found
         made = RecordedRounds(target, wanted, settings, longest, prefix, record)
-    return made
+        if made.starved and target.kept:
+            # What is kept for other calls has to go.
+            target.kept.clear()
+            del made
+            made = RecordedRounds(target, wanted, settings, longest, prefix, record)
+        return made
 
 
 def give_back(target: Target, rounds: RecordedRounds) -> None:
-    """Keep rounds for the next call that wants them; those that were not wanted for the longest time go."""
-    target.kept += [] if rounds.starved else [rounds]
+    """Keep rounds for the next call that wants them; the least recently used go first."""
     most = float("inf")
     if target.device.type == "cuda":
+        # A last round may still run, and the next call have another stream.
+        rounds.done = torch.cuda.current_stream(target.device).record_event()
         most = KEPT_SHARE * torch.cuda.get_device_properties(target.device).total_memory
-    while len(target.kept) > MOST_KEPT or sum(one.bytes for one in target.kept) > most:
-        del target.kept[0]
+    with _KEEPING:
+        target.kept += [] if rounds.starved else [rounds]
+        while len(target.kept) > MOST_KEPT or sum(one.bytes for one in target.kept) > most:
+            del target.kept[0]

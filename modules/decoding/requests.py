@@ -169,6 +169,20 @@ def repeats_itself(tokens: Sequence[int]) -> bool:
     return len(grams) - len(set(grams)) > 0.3 * len(grams)
 
 
+_SHORTEST_PREFIX = 8  # Tokens that prompts must share before it pays to keep them in a row of their own
+
+
+def shared_prefix(prompts: Sequence[tuple[int, ...]], limit: int) -> tuple[int, ...]:
+    """The start that all prompts share, without any prompt's last token; empty where that saves next to nothing."""
+    if len(prompts) < 2:
+        return ()
+    # Every prompt lies between the least and the greatest, so what these two share all share.
+    low, high = min(prompts), max(prompts)
+    room = min(limit, min(map(len, prompts)) - 1)
+    count = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    return low[: min(count, room)] if min(count, room) >= _SHORTEST_PREFIX else ()
+
+
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # Last character of a text that ends inside a character
 DIRECTIONS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 """Bidirectional classes of characters that change the order of what follows them."""

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import UserError
 from ..interfaces.proposer import DraftState, Frontier, Proposer
-from ..token_tree import Lookahead, TokenTree, Topology
+from ..token_tree import Lookahead, TokenTree, Topology, remembered
 from ..verification.sampling import Draws
 from .base import Policy
 
@@ -171,7 +171,7 @@ class LookaheadTrees(Policy):
         return replace(tree, lookahead=Lookahead(counts_BN=counts_BN[:, :size], most=most, nodes=size))
 
 
-@lru_cache(maxsize=64)
+@remembered
 def _tables(trees: tuple[AheadTree, ...], device: torch.device) -> list[Tensor]:
     """Parents, ranks, depths, virtual nodes and marks of real nodes of the trees, padded to one size, [T, N] each."""
     columns = zip(*((tree.topology.parents, tree.topology.ranks, tree.topology.depths, tree.counts,

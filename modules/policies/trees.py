@@ -10,7 +10,6 @@ was asked about, O nodes the drafter was asked about, K children of one node, H 
 entries of the draft vocabulary."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -20,7 +19,7 @@ from torch.nn.functional import pad
 from ..errors import UserError
 from ..interfaces.drafter import FamilyCard
 from ..interfaces.proposer import DraftState, Frontier, Proposer, spread
-from ..token_tree import Drawn, TokenTree, Topology
+from ..token_tree import Drawn, TokenTree, Topology, remembered
 from ..verification.sampling import Draws
 from .base import LevelQueries, Policy, check_temperature, sample, tempered, trimmed
 
@@ -90,7 +89,7 @@ class Span:
         return answers_BFHR[:, self.columns_C, self.levels_C, self.ranks_C]
 
 
-@lru_cache(maxsize=256)
+@remembered
 def span_of(topology: Topology, depth: int, until: int, device: torch.device) -> Span:
     """The nodes more than `depth` and at most `until` deep, when the inner nodes of `depth` were asked about."""
     asked = _inner(topology, depth)
@@ -105,7 +104,7 @@ def span_of(topology: Topology, depth: int, until: int, device: torch.device) ->
     return Span(*(torch.tensor(numbers, device=device) for numbers in (children, columns, levels, ranks)))
 
 
-@lru_cache(maxsize=256)
+@remembered
 def inner_nodes(topology: Topology, depth: int, device: torch.device) -> InnerNodes:
     """The inner nodes of a depth, on the device."""
     nodes = _inner(topology, depth)

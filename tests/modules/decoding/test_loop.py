@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.modules import Chain, DecodeSettings, Generation, Request, Target, UserError, decode, stream
-from draftsmith.modules.decoding.loop import Loop, shared_prefix
+from draftsmith.modules.decoding.loop import Loop
 from draftsmith.modules.decoding.recorders import StateRecorder
-from draftsmith.modules.decoding.requests import first_stop
+from draftsmith.modules.decoding.requests import first_stop, shared_prefix
 from draftsmith.modules.target.loading.generation_defaults import TokenBiases
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from support.drafters import ScriptedDrafter

@@ -30,6 +30,7 @@ from draftsmith.modules.policies.stopping_chains import EarlyExit, MaxProbabilit
 from draftsmith.modules.policies.trees import Chain, SampledTree, StaticTree
 from draftsmith.modules.target.devices import compiled_layers
 from draftsmith.modules.target.kv_cache import RowCache
+from draftsmith.modules.target.target_rows import TargetRows
 from draftsmith.modules.token_tree import TokenTree
 from references.flash_attention import forced
 from support.devices.pretended_device import files, place, pretended_device
@@ -555,6 +556,78 @@ def test_without_memory_rounds_are_computed(tiny_target_f64: Target, stage: str,
     assert asked.stats.graph_refusal == "a round cannot be captured (the device has no memory for it)"
 
 
+def test_a_round_that_cannot_be_tried_out_changes_nothing(tiny_target_f64: Target, records: Records,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a run, when two rows are left of four."""
+    observe = rounds.Round.observe
+
+    def starved(self: rounds.Round, counts: list[int]) -> None:
+        observe(self, counts)
+        if self.padded and self.rows == 2:
+            raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    monkeypatch.setattr(rounds.Round, "observe", starved)
+    computed, asked = both(tiny_target_f64, drafted("eagle3", StaticTree(WIDE)), records, MIXED, (40, 9, 9, 40))
+    assert [one.tokens for one in asked.generations] == [one.tokens for one in computed.generations]
+    assert "no memory" in asked.stats.graph_refusal
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_went_wrong_after_an_end_stays_in_no_cache(tiny_target_f64: Target, closed: bool, records: Records,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round that was launched before the end was seen may have left keys that are no numbers."""
+    read, wiped, over = recorded_rounds.Flight.read, list[int](), list[bool]()
+
+    def faulty(self: recorded_rounds.Flight) -> Any:
+        emitted, counts, faults, logprobs = read(self)
+        return emitted, counts, [int(bool(over)) for _ in faults], logprobs
+
+    monkeypatch.setattr(recorded_rounds.Flight, "read", faulty)
+    monkeypatch.setattr(TargetRows, "wipe", lambda _rows, row: wiped.append(row))
+    with pretended_device() as waits:
+        records.waits, there = waits, on_device(tiny_target_f64)
+        end = decode(tiny_target_f64, requests(GREEDY, (9,)), DecodeSettings()).generations[0].tokens[5]
+        loop = Loop(there, requests(GREEDY, (30,)), DecodeSettings(eos_ids=() if closed else (end,)))
+        passes = loop.run()
+        for _generation, tokens, done in passes:
+            if done or (closed and end in tokens):
+                over.append(done)
+                break
+        passes.close() if closed else list(passes)
+    assert wiped == [0]
+
+
+def test_a_record_reads_the_weights_that_are_there(tiny_target_f64: Target, records: Records) -> None:
+    """Others than those that were there when it was made."""
+    asked, policy = requests(GREEDY, LENGTHS), StaticTree(WIDE)
+    drafters = [randomised(CASES["medusa"].make(tiny_target_f64)) for _ in range(2)]
+    with torch.no_grad():
+        for weight in drafters[1].parameters():
+            weight.mul_(-1.5)
+    expected = [decode(tiny_target_f64, asked, DecodeSettings(batch_size=4), drafter=drafter, policy=policy)
+                for drafter in drafters]
+    with pretended_device() as waits:
+        records.waits, there = waits, on_device(tiny_target_f64)
+        first, second = (moved(drafter, there) for drafter in drafters)
+        found = [decode(there, asked, DecodeSettings(batch_size=4), drafter=first, policy=policy)]
+        first.load_state_dict(second.state_dict(), assign=True)
+        found.append(decode(there, asked, DecodeSettings(batch_size=4), drafter=first, policy=policy))
+    for made, own in zip(found, expected, strict=True):
+        assert [row.emitted for row in made.generations] == [row.emitted for row in own.generations]
+    assert found[0].generations != found[1].generations
+
+
+def test_a_batch_of_inference_mode_serves_other_calls(tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_rounds, "recorder_for", lambda _device: lambda body: body)
+    monkeypatch.setattr(tiny_target_f64, "kept", [])
+    found = []
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            found.append(decode(tiny_target_f64, requests(MIXED, LENGTHS), DecodeSettings(batch_size=4, graphs=True)))
+    assert len({str([row.tokens for row in one.generations]) for one in found}) == 1
+    assert [one.stats.recorded_rounds > 0 for one in found] == [True, False, False]
+
+
 def test_kept_batches_make_room_for_another(tiny_target_f64: Target, records: Records,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     take_all, [one] = RowCache.take_all, requests(GREEDY, (9,))
@@ -652,7 +725,10 @@ def pretended_graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(recorded_rounds.torch, "cuda", SimpleNamespace(
         CUDAGraph=lambda: SimpleNamespace(replay=lambda: done.append("replay")),
-        device=lambda given: inside(str(given)), graph=lambda _graph: inside("capture")))
+        device=lambda given: inside(str(given)), graph=lambda _graph, **_: inside("capture"),
+        Stream=lambda _device: None, current_stream=lambda _device: None, current_device=lambda: 1,
+        set_stream=lambda _stream: done.append("the stream of before"), graph_pool_handle=lambda: (0, 1)))
+    recorded_rounds._capturing.cache_clear()
     return done
 
 
@@ -667,9 +743,8 @@ def test_a_cuda_graph_is_captured_once(pretended_graphs: list[str]) -> None:
     assert done[-1] == "replay"
 
 
-@pytest.mark.usefixtures("pretended_graphs")
 @pytest.mark.parametrize("collecting", [True, False])
-def test_nothing_is_collected_while_a_cuda_graph_is_captured(collecting: bool) -> None:
+def test_nothing_is_collected_while_a_cuda_graph_is_captured(pretended_graphs: list[str], collecting: bool) -> None:
     """A graph of an earlier batch that the collector freed would end the capture; afterwards all is as before, also
     after a computation that no graph can hold."""
     within: list[bool] = []
@@ -681,11 +756,12 @@ def test_nothing_is_collected_while_a_cuda_graph_is_captured(collecting: bool) -
     before = gc.isenabled()
     try:
         (gc.enable if collecting else gc.disable)()
-        recorded_rounds.record_cuda_graph(torch.device("cuda:1"), lambda: within.append(gc.isenabled()))
+        recorded_rounds.record_cuda_graph(torch.device("cuda:1"), (0, 1), lambda: within.append(gc.isenabled()))
         assert gc.isenabled() == collecting
         with pytest.raises(RuntimeError, match="not permitted"):
-            recorded_rounds.record_cuda_graph(torch.device("cuda:1"), waits)
+            recorded_rounds.record_cuda_graph(torch.device("cuda:1"), (0, 1), waits)
         assert gc.isenabled() == collecting
+        assert pretended_graphs[-1] == "the stream of before"
     finally:
         (gc.enable if before else gc.disable)()
     assert within == [False, False]

@@ -1,6 +1,5 @@
 """Growing trees: EAGLE-2 against brute force, DySpec against what a heap guarantees, sampling, every family."""
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -206,7 +205,7 @@ def hydra(target: Target) -> Hydra:
 def functions_that_remember() -> list[Any]:
     """All functions of the room that keep their results."""
     rooms = [room for name, room in sys.modules.items() if name.startswith("draftsmith.modules")]
-    return [value for room in rooms for value in vars(room).values() if isinstance(value, functools._lru_cache_wrapper)]
+    return [value for room in rooms for value in vars(room).values() if hasattr(value, "cache_clear")]
 
 
 @pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
