@@ -31,6 +31,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 BATCHES, SLOTS, CONTEXT = (1, 2, 4, 8, 16), 64, 192
 """Rows that are timed at once, with trees of at most so many nodes in all rows together, after so many tokens."""
 MOST_EXCESS = 0.15  # Largest excess of timed steps without other programs: a quiet machine repeats a step within it
+LEAST_SECONDS = 1e-9  # Fewest seconds of a pass: no machine is faster
 MOST_SECONDS = 86_400.0  # Longest step that a table may hold: beyond it a speed-up could overflow
 _JOINED = PolicyName(own=STATIC, partner=LOOKUP, size=COPIED)
 
@@ -54,8 +55,8 @@ class CostCurve:
                 raise ValueError(f"{name} of a cost curve must be {len(self.sizes)} numbers, got {len(seconds)}")
             if wrong := [one for one in seconds if not 0 <= one <= MOST_SECONDS]:
                 raise ValueError(f"{name} of a cost curve must lie between 0 and {MOST_SECONDS:g} s, got {wrong[0]:g}")
-        if not min(self.pass_seconds) > 0:
-            raise ValueError("a pass must take some time by a cost curve")
+        if not min(self.pass_seconds) >= LEAST_SECONDS:
+            raise ValueError(f"a pass must take {LEAST_SECONDS:g} s or more by a cost curve")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,8 @@ def along(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
         return ys[0]
     place = min(max(bisect_left(xs, x), 1), len(xs) - 1)
     low, high = xs[place - 1], xs[place]
-    return max(0.0, ys[place - 1] + (ys[place] - ys[place - 1]) * (x - low) / (high - low))
+    # Falling seconds fall no further: they would end at none, or below.
+    return max(min(ys[place - 1 : place + 1]), ys[place - 1] + (ys[place] - ys[place - 1]) * (x - low) / (high - low))
 
 
 @torch.no_grad()

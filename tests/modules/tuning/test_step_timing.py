@@ -11,7 +11,7 @@ import torch
 from draftsmith.modules import Chain, CostTable, DecodeSettings, Request, StaticTree, Target, Topology, baseline, decode
 from draftsmith.modules.files.json_records import record_of
 from draftsmith.modules.tuning import step_timing
-from draftsmith.modules.tuning.step_timing import measure_cost, timed_slots
+from draftsmith.modules.tuning.step_timing import along, measure_cost, timed_slots
 from support.artifacts import costs
 from support.drafters import ScriptedDrafter
 from support.families import CASES, randomised
@@ -89,6 +89,8 @@ def test_seconds_between_those_timed_are_interpolated_and_the_last_slope_goes_on
     # Of rows that were not timed the next larger number holds, and the largest beyond it.
     assert [found.curve(rows).batch for rows in (1, 2, 16, 64)] == [1, 16, 16, 16]
     assert found.predict(2.0, 4) == pytest.approx(2.0 * 0.1 / 0.14)
+    # An engine's file may say that a larger pass is the faster one, but none takes no time.
+    assert [along((1, 2, 4), (3.0, 2.0, 1.0), nodes) for nodes in (1, 3, 4, 9)] == [3.0, 1.5, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -96,7 +98,7 @@ def test_seconds_between_those_timed_are_interpolated_and_the_last_slope_goes_on
     ({"pass_seconds": (0.1,)}, "pass_seconds of a cost curve must be 4 numbers, got 1"),
     *(({"draft_seconds": (0.0, 0.1, wrong, 0.1)}, "draft_seconds of a cost curve must lie between 0 and 86400 s, got ")
       for wrong in (-0.1, 1e308, float("inf"), float("nan"))),
-    ({"pass_seconds": (0.0, 0.1, 0.1, 0.1)}, "a pass must take some time"),
+    *(({"pass_seconds": (fast, 0.1, 0.1, 0.1)}, "a pass must take 1e-09 s or more") for fast in (0.0, 1e-300)),
 ])
 def test_seconds_that_no_machine_has_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
