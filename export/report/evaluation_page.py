@@ -59,8 +59,9 @@ def evaluation_page(run: EvaluationRun, artifact: Artifact | None) -> list[Block
     # A reader who stops early has seen the result, the machine, and every reason to doubt the speeds.
     firsts = run.at(temperature=run.temperatures[0], batch_size=run.batch_sizes[0])
     first, several = firsts[0], len(run.evaluations) > 1
-    title = (f"{len(firsts)} drafting methods for {first.target}" if len(firsts) > 1 else
-             f"{first.name.capitalize()} drafts for {first.target}")
+    target = first.target + (" with its adapter" if artifact is not None and artifact.identity.adapter else "")
+    title = (f"{len(firsts)} drafting methods for {target}" if len(firsts) > 1 else
+             f"{first.name.capitalize()} drafts for {target}")
     trained = [run.training.time] if run.training else []
     page = [Heading(title, 1), Text(phrases.headline(run), "headline"),
             *(Text(said, "muted") for said in (phrases.how_measured(run), phrases.where_measured(run), *trained)),

@@ -121,8 +121,10 @@ def _states(case: Case, data: DataSample) -> Finding:
     wanted, chosen = (FINAL, *map(tap, sorted({*taps}))), spread(range(len(data.names)), STATE_ROWS)
     own = read_rows(target, data.shard, chosen, (FINAL, *map(tap, sorted(near))), target.dtype)
     opened, gaps, kinds = dict[str, FeatureShard](), dict[int, float](), dict[int, str]()
+    # Train answers may be written, with their states, in another number format than the target's.
+    written = getattr(torch, str(data.manifest.recipe.get("distill", {}).get("train_dtype")), target.dtype)
     bound = ROUNDED_STATES if listed.dtype in ("int8", "fp8") else max(
-        BOUNDS.get(getattr(torch, listed.dtype), ROUNDED_STATES), BOUNDS.get(target.dtype, ROUNDED_STATES))
+        BOUNDS.get(dtype, ROUNDED_STATES) for dtype in (getattr(torch, listed.dtype), target.dtype, written))
     for place, row in enumerate(chosen):
         record, _, first = data.places[row]
         start, stop = data.shard.span(row)

@@ -112,6 +112,8 @@ class TargetIdentity:
         for name in compared:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
+                if self.adapter and not other.adapter:
+                    remedy = f"name the adapter of the target (target.adapter), or {remedy}"
                 raise UserError(f"{what} was made for the target {self.name} with {name} {mine}, but the target here, "
                                 f"{other.name}, has {theirs}; {remedy}")
 
