@@ -80,7 +80,8 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
     # The order matters: a checkpoint contains the measurement before it, and is written before an early end.
     callbacks = [acceptance, signals, LastCheckpoint(module, out)]
     # Weights alone: a checkpoint is data, and reading it runs no code.
-    with quiet(), logged(config.logger, out, facts or {}) as logger, module.target.reproducible():
+    with quiet(), logged(config.logger, out, facts or {}, lambda: AtomicCheckpointIO().load_checkpoint(last)[
+            "global_step"] if last.exists() else -1) as logger, module.target.reproducible():
         trainer = _trainer(config, max_steps=config.max_steps or -1, max_epochs=-1, logger=logger or False,
                            accumulate_grad_batches=config.accumulate, gradient_clip_val=config.clip or None,
                            plugins=[AtomicCheckpointIO()], limit_val_batches=0, num_sanity_val_steps=0,

@@ -3,8 +3,9 @@
 import csv
 import json
 import logging
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -91,9 +92,11 @@ class TrackioLogger(Logger):
 
 
 @contextmanager
-def logged(name: str, folder: Path, facts: Mapping[str, Any]) -> Iterator[Logger | None]:
+def logged(name: str, folder: Path, facts: Mapping[str, Any],
+           reached: Callable[[], float] = lambda: math.inf) -> Iterator[Logger | None]:
     """Context in which the training in a folder is logged, in its former run if it had one; of several processes the
-    first one logs. UserError if a service fails, with the way to do without."""
+    first one logs. Steps after the one `reached` before will be logged anew. UserError if a service fails, with the way
+    to do without."""
     if name == "none" or local_rank() or Processes.launched().rank:
         yield None
         return
@@ -101,7 +104,7 @@ def logged(name: str, folder: Path, facts: Mapping[str, Any]) -> Iterator[Logger
     kept = read_record(dict[str, str], file, "delete it, and a new run is logged") if file.is_file() else {}
     with _explained(name, name):
         with _explained(name):
-            logger = _logger(name, folder.resolve(), kept.get(name), facts)
+            logger = _logger(name, folder.resolve(), kept.get(name), facts, reached)
         if name in OFFLINE:
             write_file(file, json.dumps({**kept, name: logger.version}) + "\n")
         try:
@@ -116,7 +119,8 @@ def logged(name: str, folder: Path, facts: Mapping[str, Any]) -> Iterator[Logger
                 import_module(name).finish(*[int(status == "failed")] * (name == "wandb"))
 
 
-def _logger(name: str, folder: Path, run: str | None, facts: Mapping[str, Any]) -> Logger:
+def _logger(name: str, folder: Path, run: str | None, facts: Mapping[str, Any],
+            reached: Callable[[], float]) -> Logger:
     """The logger with the facts of the training in its run, an earlier one if it has an id."""
     title, server = folder.parent.name, os.environ.get(MLFLOW_URI)
     logger: Logger
@@ -137,13 +141,19 @@ def _logger(name: str, folder: Path, run: str | None, facts: Mapping[str, Any]) 
         made.define_metric("*", step_metric="trainer/global_step", step_sync=True)
         logger = WandbLogger(experiment=made)
     elif name == "csv":
-        table = folder / "csv" / "metrics.csv"
-        former = list(csv.DictReader(table.read_text().splitlines())) if table.is_file() else []
+        table, former, last = folder / "csv" / "metrics.csv", folder / "csv" / "metrics.former", reached()
+        # It deletes its file when it starts: what an interrupted run has left waits in another one, also after a kill.
+        if table.is_file() and not former.is_file():
+            table.rename(former)
         logger = CSVLogger(folder, name="csv", version="", flush_logs_every_n_steps=1)
-        # It starts its file anew, whatever an interrupted run has left in it.
-        for row in former:
-            logger.experiment.log_metrics({key: value for key, value in row.items() if value}, int(row["step"]))
+        # A last row without its end is torn.
+        text = former.read_text("utf-8", "replace").rpartition("\n")[0] if former.is_file() else ""
+        for row in csv.DictReader(text.replace("\0", "").splitlines()):
+            whole = None not in [*row, *row.values()] and row.get("step", "").isdecimal()
+            if whole and (step := int(row["step"])) <= last:
+                logger.experiment.log_metrics({key: value for key, value in row.items() if value}, step)
         logger.experiment.save()
+        former.unlink(missing_ok=True)
     else:
         logger = TensorBoardLogger(folder, name="tensorboard", version="", default_hp_metric=False)
         logger.experiment.add_text("training", f"```\n{json.dumps(facts, indent=2)}\n```")

@@ -192,11 +192,38 @@ def test_a_killed_training_goes_on_in_its_run_with_the_same_bytes(
         logger.log_metrics({"evaluation/medusa/accepted_length": 1.5}, 7)
         log_plots(logger, {"report/speeds": numpy.zeros((4, 6, 3), numpy.uint8)}, 7)
     facts, figures, plots = read_back(kind, folder, service)
+    if kind == "csv":
+        assert [step for step, one in figures if "loss" in one] == [*range(1, 8)], "a step is there twice"
     assert all(word in facts for word in ("medusa", "0.01", "abc"))
     steps = {name: sorted({step for step, one in figures if name in one}) for name in (
         "accepted_length", "accepted/position1", "loss", "head1/top1", "evaluation/medusa/accepted_length")}
     assert [*steps.values()] == [MEASURED, MEASURED, [*range(1, 8)], [*range(1, 8)], [7]]
     assert plots == (set() if kind == "csv" else {"report/speeds"})
+
+
+ROW = "0.5,4,0.25\r\n"
+
+
+@pytest.mark.parametrize(("table", "steps"), [
+    (f"loss,step,time\r\n{ROW}0.5,5,1\r\n0.5,17", [4]),
+    (f"loss,step,time\r\n{ROW}0.5,3\r\n0.5,xx,1\r\n0.5,1.0,1\r\n0.5,,1\r\n0.5,2,1,1\r\n", [4]),
+    (f"loss,step,time\r\n0.5,2,\xff\r\n{ROW}\0\0", [2, 4]),
+    (f"loss,number,time\r\n{ROW}", []),
+    ("", []),
+])
+def test_a_damaged_table_keeps_its_whole_rows_up_to_the_checkpoint_and_outlives_a_kill(
+    table: str, steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "csv" / "metrics.csv"
+    file.parent.mkdir()
+    file.write_bytes(table.encode("latin-1"))
+    with monkeypatch.context() as killed:
+        killed.setattr(loggers.CSVLogger, "experiment", property(lambda _: 1 / 0))
+        with pytest.raises(ZeroDivisionError), logged("csv", tmp_path, FACTS, lambda: 4):
+            pass
+    with logged("csv", tmp_path, FACTS, lambda: 4):
+        pass
+    assert steps == ([int(row["step"]) for row in csv.DictReader(file.open())] if file.exists() else [])
 
 
 @pytest.mark.parametrize(("kind", "environment", "message"), [
