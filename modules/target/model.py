@@ -107,7 +107,7 @@ class Target:
         if beyond or self.dtype not in self_check.BOUNDS:
             small = excerpt(self.model, short_windows=beyond, spread=self.placement.spread)
         text_1L = self.readable_tokens(self_check.TEXT_LENGTH)[None]
-        name = self.identity.architecture
+        name = self.identity.architecture + (f" with {self.adapter.named}" if self.adapter is not None else "")
         with self_check.explained(name), torch.no_grad():
             expected_1LV = self_check.own_logits(self.model, text_1L, steps=self.recurrent)
         self.linears = LinearForms(self.model, pack, shared)

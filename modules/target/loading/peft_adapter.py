@@ -4,6 +4,7 @@ peft would add the changes in the model's number format. Here each changed layer
 added and is rounded once, so that base and adapter are the same target in every format, as a merged folder would be."""
 
 import logging
+import re
 import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -34,6 +36,7 @@ _MERGED = ("alpha_pattern", "fan_in_fan_out", "lora_bias", "rank_pattern", "targ
 class MergedAdapter:
     """An adapter whose changes are in a model's weights."""
 
+    named: str  # The setting that names it
     digest: str  # Hash of its files
     rank: int  # Rank with which engines load it next to its base; 0 where not all of them know what it is made of
 
@@ -69,40 +72,45 @@ def merge_adapter(named: str | None, model: Any, base: str) -> None:
                                 "save that with its tokenizer and give its folder as target.name")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _merge(folder, where, text, ends)
+            _merge(folder, where, text, ends, said.get("peft_type"))
     except UserError:
         raise
-    except LIBRARY_ERRORS as error:
+    except (*LIBRARY_ERRORS, re.error) as error:
         reason = " ".join(str(error).split())[:240] or type(error).__name__
-        raise UserError(f"{where} cannot be merged into {base} ({reason}); give its own base ({theirs}) as target."
-                        "name, or merge both by merge_and_unload of peft and give their folder") from error
+        remedy = (f"give its own base{f' ({theirs})' if theirs else ''} as target.name, or merge both by "
+                  "merge_and_unload of peft and give their folder")
+        raise UserError(f"{where} cannot be merged into {base} ({reason}); "
+                        f"{'copy it again' if isinstance(error, SafetensorError) else remedy}") from error
     if text.get_output_embeddings().weight is not text.get_input_embeddings().weight:
         # Saved as it is now: with the tie declared, the adapted output layer would be left out.
         text.config.tie_word_embeddings = model.config.tie_word_embeddings = False
     if not ends[0].weight.is_meta and theirs and Path(str(theirs)).name.lower() != Path(base).name.lower():
-        log.warning("%s names %s as its base, and is merged into %s, which it fits by its shapes", where, theirs, base)
+        log.warning("%s names %r as its base, and is merged into %s, which it fits by its shapes", where, theirs, base)
     start = said.get("init_lora_weights", True)
     plain = said.get("peft_type") == "LORA" and (isinstance(start, bool) or start == "gaussian") and not any(
         said.get(name) for name in _MERGED) and all(
         (".lora_A." in key or ".lora_B." in key) and not key.startswith(starts) for key in tensors)
     rank = said.get("r", 8) if plain else 0
-    model.merged_adapter = MergedAdapter(digest=files_digest(folder, (CONFIG, WEIGHTS))[:32],
+    model.merged_adapter = MergedAdapter(named=where, digest=files_digest(folder, (CONFIG, WEIGHTS))[:32],
                                          rank=rank if rank <= MOST_RANK else 0)
 
 
-def _merge(folder: Path, where: str, model: Any, ends: tuple[Any, Any]) -> None:
-    """Merge by peft; `ends` are the embedding and the output layer as they are now."""
-    from peft import LoraConfig, PeftConfig, PeftModel
+def _merge(folder: Path, where: str, model: Any, ends: tuple[Any, Any], kind: Any) -> None:
+    """Merge by peft; `ends` are the embedding and the output layer as they are now, `kind` is the adapter's."""
+    from peft import LoraConfig, PeftConfig, PeftModel, PeftType
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
+    if str(kind) not in PeftType.__members__:
+        raise UserError(f"{where} is of the kind {kind}, which peft does not know; update it (pip install -U peft), or "
+                        "train a LoRA")
     config, sketched = PeftConfig.from_pretrained(str(folder)), ends[0].weight.is_meta
     if sketched and isinstance(config, LoraConfig):
         # Where training began, which some of its kinds take from the weights' values.
         config.init_lora_weights = True
     wrapped: Any = PeftModel(model, config)
     if not isinstance(wrapped.base_model, BaseTuner):
-        raise UserError(f"{where} is of the kind {config.peft_type}, which adds to a model and does not change its "
-                        "weights; train a LoRA")
+        raise UserError(f"{where} is of the kind {PeftType(config.peft_type).value}, which adds to a model and does "
+                        "not change its weights; train a LoRA")
     found = wrapped.load_adapter(str(folder), "default", torch_device="cpu")
     if wrong := sorted([*found.missing_keys, *found.unexpected_keys]):
         raise ValueError(f"{len(wrong)} tensors, such as {wrong[0].removeprefix(_PREFIX)}, are in one of them alone")

@@ -141,6 +141,9 @@ def check_logits(name: str, dtype: torch.dtype, found_1LV: Tensor, expected_1LV:
     """Compare the logits of tree passes along the check's text with the model's own: UserError if they differ by more
     than rounding, or are not finite. Some models return wider logits than their `dtype`, which are no more exact, and
     the code of `recurrent` layers computes in float32 at most."""
+    if not bool(expected_1LV.isfinite().all()):
+        raise UserError(f"{name} gives logits that are not finite (nan or inf) in "
+                        f"{str(dtype).removeprefix('torch.')}; choose another target, or another target.dtype")
     share = BOUNDS.get(torch.float32 if recurrent and dtype is torch.float64 else dtype, _HALF_PRECISION_BOUND)
     bound = share * float(expected_1LV.abs().max())
     gap = float((found_1LV - expected_1LV).abs().max())

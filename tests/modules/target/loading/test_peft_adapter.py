@@ -138,14 +138,17 @@ def grown(tensors: dict[str, torch.Tensor]) -> None:
 FAULTS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: (folder / peft_adapter.CONFIG).unlink(), r"holds no adapter_config\.json; give a folder that"),
     (lambda folder: (folder / peft_adapter.WEIGHTS).rename(folder / "adapter_model.bin"), r"holds no \S+ \S+ a folder"),
-    (lambda folder: (folder / peft_adapter.WEIGHTS).write_bytes(b"1234"), r"header too small\); give its own base"),
+    (lambda folder: (folder / peft_adapter.WEIGHTS).write_bytes(b"1234"), r"header too small\); copy it again"),
+    (lambda folder: (folder / peft_adapter.WEIGHTS).write_bytes(b""), r"cannot be merged .*; copy it again"),
     (lambda folder: (folder / peft_adapter.CONFIG).write_text("{"), r"adapter_config\.json.* save or copy the adapter"),
     (edited(lambda tensors: next(iter(tensors.values())).fill_(float("nan"))), r"holds base_model\S+ with values"),
     (edited(lambda tensors: tensors.popitem()), r"1 tensors, such as model\.layers\.\S+, are in one"),
     (edited(grown), r"was trained with 105 tokens \(\S+lm_head\.weight\), and tiny-random has 100; resize the model"),
     (said(target_modules=["c_attn"]), r"cannot be merged into tiny-random \(.*c_attn.* base \(org/m\)"),
     (said(r=5), r"into tiny-random .*size mismatch for .*; give its own base \(org/m\) as target\.name"),
-    (said(peft_type="NEW"), "cannot be merged into tiny-random .*NEW"),
+    (said(peft_type="NEW"), "is of the kind NEW, which peft does not know; update it"),
+    (said(target_modules="(", base_model_name_or_path=None), r"\(missing \), .*\); give its own base as target\.name"),
+    (said(rank_pattern={"(": 3}), r"\(missing \), .*\); give its own base \(org/m\) as target\.name"),
     (said(alora_invocation_tokens=[5]), "cannot be merged into tiny-random"),
     (said(layer_replication=[[0, 2], [1, 2]]), "cannot be merged into tiny-random"),
     (said(megatron_config={"a": 1}, megatron_core="os"), "a megatron_config, which imports modules that it names"),
@@ -162,11 +165,19 @@ def test_what_is_no_adapter_of_the_target_is_refused_by_its_shapes(spoil: Callab
             load(settings("tiny-random", adapter))
 
 
+@pytest.mark.parametrize("alpha", [1e39, float("inf")])
+def test_an_adapter_that_leaves_no_finite_number_is_named(alpha: float, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", tiny_model(), KINDS["LoRA"])
+    said(lora_alpha=alpha)(adapter)
+    with pytest.raises(UserError, match=rf"target\.adapter {adapter} (gives logits that are not f|cannot be m)"):
+        load_target(settings("tiny-random", adapter))
+
+
 def test_what_adds_to_a_model_without_changing_it_is_refused(tmp_path: Path) -> None:
     prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=32, num_layers=2,
                                 num_attention_heads=4)
     adapter = write_adapter(tmp_path, tiny_model(), prompt)
-    with pytest.raises(UserError, match=r"is of the kind \S*PROMPT_TUNING, which adds to a model .* train a LoRA"):
+    with pytest.raises(UserError, match=r"is of the kind PROMPT_TUNING, which adds to a model .* train a LoRA"):
         sketch_target(settings("tiny-random", adapter))
 
 
@@ -187,10 +198,10 @@ def test_another_name_of_the_base_and_a_chat_template_of_its_own_are_said(tmp_pa
         load_target(settings("tiny-random", adapter))
         assert not caplog.records
         other = Path(shutil.copytree(adapter, tmp_path / "other"))
-        said(base_model_name_or_path="org/model")(other)
+        said(base_model_name_or_path="org/model\x1b[2J")(other)
         (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
         load_target(settings("tiny-random", other))
     said_now = " ".join(record.getMessage() for record in caplog.records)
-    assert re.search(r"names org/model as its base, and is merged into tiny-random, which it fits", said_now)
+    assert re.search(r"names 'org/model\\x1b\[2J' as its base, and is merged into tiny-random, which it fits", said_now)
     assert "chat_template.jinja is a chat template of the adapter's own, and that of tiny-random is used" in said_now
     assert len(caplog.records) == 2
