@@ -62,32 +62,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     # In a process of its own: one more Ctrl-C, on the way out, ends it at once instead of showing where Python was.
     if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(overview(), file=sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else USER_MISTAKE
-    if arguments[0] == "--version":
-        show_versions()
-        return 0
-    if arguments[0] not in COMMANDS:
-        close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
-        return complain(f"unknown command {arguments[0]!r}: {hint}")
-    # Of the processes of torchrun each would do the whole work of such a command, and write the same files.
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1" and arguments[0] not in TOGETHER:
-        return complain(f"torchrun has started {os.environ.get('WORLD_SIZE')} processes, but draftsmith {arguments[0]} "
-                        "works in one; start it without torchrun")
     try:
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(overview(), file=sys.stdout if arguments else sys.stderr, flush=True)
+            return 0 if arguments else USER_MISTAKE
+        if arguments[0] == "--version":
+            show_versions()
+            return 0
+        if arguments[0] not in COMMANDS:
+            close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
+            return complain(f"unknown command {arguments[0]!r}: {hint}")
+        # Of the processes of torchrun each would do the whole work of such a command, and write the same files.
+        world = os.environ.get("WORLD_SIZE")
+        if "TORCHELASTIC_RUN_ID" in os.environ and world != "1" and arguments[0] not in TOGETHER:
+            return complain(f"torchrun has started {world} processes, but draftsmith {arguments[0]} works in one; "
+                            "start it without torchrun")
         with stopped_by_signals():
             return run_command(arguments[0], arguments[1:])
     except Stopped as stop:
         print(f"\ndraftsmith: {stop.sentence(arguments[0])}", file=sys.stderr)
         return stop.code
     # Imports can fail too, those of the errors that `run_command` knows among them: no file is left to open.
-    except BrokenPipeError:
-        # The reader of our output has gone, as `head` does: nothing is wrong.
-        return 0
     except OSError as error:
-        return complain(system_error(error))
+        if argv is None:
+            # What could not be written Python would write again at its end, and show that error.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        # The reader of our output has gone, as `head` does: nothing is wrong.
+        return 0 if isinstance(error, BrokenPipeError) else complain(system_error(error))
     except (MemoryError, RuntimeError) as error:
         return complain(out_of_memory(error))
 

@@ -86,6 +86,8 @@ def evaluate_artifacts(parsed: Parsed[EvaluateArguments]) -> None:
     if not folders and (given.target.name == ARTIFACT_TARGET or not given.evaluate.baseline_names):
         raise UserError("evaluate needs an artifact, or a target and baselines; give --artifact DIR, or --target.name "
                         "and --baselines")
+    if twice := [str(one) for place, one in enumerate(folders) if one.resolve() in map(Path.resolve, folders[:place])]:
+        raise UserError(f"artifact names {twice[0]} more than once; name each artifact once")
     if given.out.exists() and not given.out.is_dir():
         raise UserError(f"{given.out} is a file, a folder was expected; choose another --out")
     use_free_processors()

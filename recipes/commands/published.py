@@ -29,7 +29,8 @@ def draft_folder(place: Path) -> tuple[Path, bool]:
 def imported(folder: Path, name: str, target: Target) -> Artifact:
     """The drafter of a checkpoint with a chain of as many tokens as engines draft. Raises UserError if it is in no
     known layout, or of another target."""
-    said = " ".join(file.read_text("utf-8") for one in (CONFIG, ORIGIN) if (file := folder / one).is_file()).lower()
+    said = " ".join(file.read_text("utf-8", "replace").lower() for one in (CONFIG, ORIGIN)
+                    if (file := folder / one).is_file())
     # Configurations name their layout in one way or another, those of speculators another one too; those of plain
     # language models name none.
     order = sorted((one for one in IMPORTED if not format_named(one).in_target),
@@ -53,7 +54,9 @@ def imported(folder: Path, name: str, target: Target) -> Artifact:
 def facts(artifact: Artifact, folder: Path, name: str) -> dict[str, Any]:
     """Facts next to the figures of a draft that is compared, for the header of an evaluation."""
     # The fields before a card's text; an artifact's own card has none.
-    card = (folder / CARD).read_text("utf-8") if (folder / CARD).is_file() else ""
-    licence = re.match(r"---\n(?:(?!---\n).*\n)*?license:\s*(\S+)", card)
+    card = (folder / CARD).read_text("utf-8", "replace") if (folder / CARD).is_file() else ""
+    field = re.match(r"---\n(?:(?!---\n).*\n)*?license:(.*\n(?:[ \t]*- .*\n)*)", card)
+    # One name or several, in quotes or without: not by YAML, since another field may be none.
+    licence = ", ".join(re.findall(r"[\w.+][\w.+-]*", field[1].partition(" #")[0])) if field else ""
     return {"name": name, "parameters": sum(one.numel() for one in artifact.drafter.state_dict().values()),
-            "licence": licence[1] if licence else "not stated", **artifact.provenance.get("imported", {})}
+            "licence": licence or "not stated", **artifact.provenance.get("imported", {})}

@@ -57,7 +57,8 @@ FAULTS += [
     *(Fault(f"an empty value: {words} {given}", words, rf"error: {name} is empty; give it a value$", given=tuple(given))
       for words, name, *given in (
           ("generate --prompt hi", "artifact", "--artifact="), ("generate --prompt hi", "artifact", "--artifact", ""),
-          (ASKED, "target.name", "--target.name="), (ASKED, "target.chat_template", "--target.chat-template", ""),
+          (ASKED, "target.name", "--target.name="), (ASKED, "target.adapter", "--target.adapter", ""),
+          (ASKED, "target.chat_template", "--target.chat-template", ""),
           (ASKED, "template.tools", "--template.tools="), ("evaluate --out o", "prompts", "--prompts="),
           ("export --artifact a --format medusa", "out", "--out="), ("run --config {tiny}", "out", "--out", ""),
           ("run --config {tiny}", "prompts.path", "--prompts.origin=file", "--prompts.path="),

@@ -90,6 +90,20 @@ def test_help_and_misspelt_keys_need_neither_torch_nor_the_files_of_a_command(wo
     assert answer.stdout.splitlines()[-1] == f"{code} []"
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--version"]])
+def test_a_reader_that_has_gone_and_a_full_disk_are_no_traceback(words: list[str]) -> None:
+    command = [sys.executable, "-m", "draftsmith.recipes", *words]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "No space left on device" in ended.stderr
+    ours, theirs = os.pipe()
+    os.close(ours)
+    ended = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_every_name_of_the_modules_room_is_there() -> None:
     assert all(hasattr(modules, name) for name in modules.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
@@ -384,7 +398,7 @@ def test_a_prompt_longer_than_the_context(tiny_run: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(("words", "message"), [
     (["--batch-sizes", "[1,many]"], "batch_sizes"),
     (["--batch-sizes", "2"], "batches of 2 rows cannot be timed on the same prompts: the set 'mine' has 1"),
-    (["--artifact", "[SAME,SAME]"], "2 methods are called"),
+    (["--artifact", "[SAME,SAME]"], "more than once; name each artifact once"),
     (["--artifact", "[SAME,OTHER]"], "this was made for the target tiny-random with weights_hash"),
 ])
 def test_a_wrong_evaluation(tiny_run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str],

@@ -4,6 +4,7 @@ place of checkpoints on the Hub, a cache of its shape that of a network."""
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub.constants
@@ -13,8 +14,10 @@ from draftsmith.export import export_artifact, load_artifact
 from draftsmith.modules import TargetConfig, load_target
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.pipeline import COMMANDS, perform_stages, stages
+from draftsmith.recipes.commands.published import facts
 from draftsmith.recipes.stages.workspace import Workspace
 from support.data.named_sets import ROWS, cache_sets
+from torch import nn
 
 QUICK = ("--max_new_tokens", "8", "--speed_prompts", "0")
 
@@ -105,9 +108,23 @@ def test_a_draft_next_to_a_published_one(
     assert "| mt_bench | 12 |" in said
 
 
+@pytest.mark.parametrize(("card", "licence"), [
+    (b"---\nname: x\nlicense: 'mit' # free\n---\n\xff", "mit"),
+    (b"---\nlicense: [mit, apache-2.0]\n---\n", "mit, apache-2.0"),
+    (b"---\nlicense:\n- mit\n- no\nother: 1\n---\n", "mit, no"), (b"---\nlicense: \"mit\n---\n", "mit"),
+    (b"---\nlicense:\nother: 1\n---\n", "not stated"), (b"license: mit\n", "not stated"),
+])
+def test_the_licence_is_that_of_the_card(card: bytes, licence: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_bytes(card)
+    nothing: Any = SimpleNamespace(drafter=nn.Module(), provenance={})
+    assert facts(nothing, tmp_path, "a")["licence"] == licence
+
+
 @pytest.mark.parametrize(("artifact", "words", "sentence"), [
     ("hub:owner/other", ("--target.name", "tiny-random"), "owner/other is not in the cache and cannot be downloaded"),
     ("hub:owner/name", (), "owner/name does not name the target that it drafts for; give it with --target.name"),
+    ("[{mine},{mine}/]", (), "artifact names {mine} more than once; name each artifact once"),
+    ("[hub:owner/name,hub:owner/name]", (), "artifact names hub:owner/name more than once"),
     ("[{mine},hub:owner/name]", (), "owner/name is no checkpoint in the layout medusa or another one: {config} "
      "says vocab_size: 12, but tiny-random has "),
 ])
@@ -121,7 +138,7 @@ def test_a_published_draft_that_does_not_fit_writes_nothing(
     (published / "config.json").write_text(json.dumps({**config, "vocab_size": 12}))
     assert main(["evaluate", "--out", str(tmp_path / "out"), "--artifact", artifact.format(mine=tiny_run / "artifact"),
                  *words]) == 2
-    assert sentence.format(config=published / "config.json") in capsys.readouterr().err
+    assert sentence.format(config=published / "config.json", mine=tiny_run / "artifact") in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
