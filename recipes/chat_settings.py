@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -148,15 +149,12 @@ class AskedSets(NamedTuple):
                 name, (every, without) = given, source.prompts()
             if name in found:
                 raise UserError(f"two sets are called {name}; rename a file of evaluate.prompts")
-            found[name] = named_sets.drawn(every, config.prompt_limit)
+            if not every:
+                raise UserError(f"the set {name} holds no prompt ({without:,} rows without text); choose another set")
+            found[name] = every if config.prompt_limit is None else named_sets.drawn(every)
             facts = {"source": source.name} if isinstance(source, Path) else {
                 key: getattr(source, key) for key in ("source", "revision", "subset", "split", "licence")}
             origins[name] = {**facts, "rows": len(every) + without, "without text": without}
-        # A kind that several sets have is one of each: a table by category would else mix them.
-        kinds = Counter(kind for name in origins for kind in {one.category for one in found[name]})
-        for name in origins:
-            found[name] = [replace(one, category=f"{name} {one.category}") if one.category and kinds[one.category] > 1
-                           else one for one in found[name]]
         return cls(found, origins if config.prompt_names else {})
 
     def questions(self, template: ChatTemplate, config: EvaluateConfig, context_length: int
@@ -168,13 +166,21 @@ class AskedSets(NamedTuple):
                 for name, prompts in self.prompts.items()}
         origins = dict[str, dict[str, Any]]()
         for name, facts in self.origins.items():
-            every = sets[name]
-            if name in named_sets.table():
-                sets[name] = [one for one in every if answer_room(one, context_length)[1] >= config.max_new_tokens]
+            rest, named = iter(every := sets[name]), name in named_sets.table()
+            # The limit comes after the room: the first ones drawn may all be too long.
+            fitting = (one for one in rest
+                       if not named or answer_room(one, context_length)[1] >= config.max_new_tokens)
+            sets[name] = [*islice(fitting, config.prompt_limit)]
             if not sets[name]:
                 raise UserError(f"no prompt of the set {name} leaves room for {config.max_new_tokens} tokens in the "
                                 f"target's context of {context_length:,}; lower max_new_tokens, or choose another set")
-            origins[name] = {**facts, "prompts": len(sets[name]), "too long": len(every) - len(sets[name])}
+            asked = len(sets[name])
+            origins[name] = {**facts, "prompts": asked, "too long": len(every) - len([*rest]) - asked}
+        # A kind that several sets have is one of each: a table by category would else mix them.
+        kinds = Counter(kind for name in origins for kind in {one.category for one in sets[name]})
+        for name in origins:
+            sets[name] = [replace(one, category=f"{name} {one.category}") if one.category and kinds[one.category] > 1
+                          else one for one in sets[name]]
         return sets, origins
 
 

@@ -13,8 +13,10 @@ from typing import Literal
 
 import jinja2
 import yaml
+from typing_extensions import TypedDict
 
 from ...modules import UserError
+from ...modules.files.json_records import typed
 from .prompt import Prompt
 from .prompt_files import decoded, file_rows
 
@@ -48,23 +50,45 @@ class NamedSet:
 
             return [Path(DownloadManager(download_config=DownloadConfig(use_etag=False)).download(self.source))]
         except (ImportError, OSError) as error:
-            raise _missing(self.source, error, f"curl -fLo {self.name}.jsonl {self.source}, and name that file"
-                           ) from error
+            raise _missing(self.source, error, self.command) from error
+
+    @property
+    def command(self) -> str:
+        """What fetches its files where there is a network."""
+        if self.source.startswith("https://"):
+            return f"curl -fLo {self.name}.jsonl {self.source}, and name that file"
+        return shlex.join(["hf", "download", self.source, "--repo-type", "dataset", "--revision", self.revision,
+                           f"--include={self.files}"])
 
     def prompts(self) -> tuple[list[Prompt], int]:
-        """(its prompts, the number of rows that hold none). Raises UserError if it cannot be fetched, or its columns
-        are not those of the table."""
-        found, rows, asking = list[Prompt](), 0, jinja2.Template(self.ask or "")
-        for place, row in (one for file in self.fetched() for one in file_rows(file)):
-            rows, value = rows + 1, decoded(row)
-            if not set(self.columns) <= set(value):
-                raise UserError(f"the set {self.name} has changed: {place} of {self.source} has the columns "
-                                f"{', '.join(sorted(value))}, expected were {', '.join(self.columns)}; write its "
-                                'prompts into a file, one {"prompt": "..."} a line, and name that')
-            turns = [asking.render(value)] if self.ask else value[self.columns[0]]
-            if turns and all(one.strip() and one != self.placeholder for one in turns):
-                category = None if self.category is None else str(value[self.category])
-                found.append(Prompt.from_turns(*turns, id=f"{self.name}:{rows}", category=category))
+        """(its prompts, the number of rows that hold none). Raises UserError if it cannot be fetched, a file is damaged,
+        or its columns are not those of the table."""
+        found, rows, where, first, asking = list[Prompt](), 0, "", self.columns[0], jinja2.Template(self.ask or "")
+        kind = TypedDict("Row", {key: list[str] if key == first and not self.ask else str  # type: ignore[misc]
+                                 for key in self.columns})
+        for file in self.fetched():
+            try:
+                for place, row in file_rows(file):
+                    rows, where = rows + 1, f"{place} of {self.source}: "
+                    if isinstance(value := decoded(row), dict):
+                        value = {key: value[key] for key in self.columns if key in value}
+                    value = typed(value, kind)
+                    turns = value[first] if not self.ask else [asking.render(value)] * any(
+                        value[key].strip() for key in self.columns if key != self.category)
+                    if turns and all(one.strip() and one != self.placeholder for one in turns):
+                        found.append(Prompt.from_turns(
+                            *turns, id=f"{self.name}:{rows}", category=value.get(self.category)))
+                    where = ""
+            except UserError as error:
+                if isinstance(error.__cause__, ImportError):
+                    raise
+                # The file itself, not a link to it: the Hub would link to the damaged one again.
+                raise UserError(f"the set {self.name} cannot be read: {where}{str(error).rpartition('; ')[0]}; delete "
+                                f"{file.resolve()} and fetch it again: {self.command}") from error
+            except ValueError as error:
+                raise UserError(f"the set {self.name} has changed: {where}{error}, expected was text in the columns "
+                                f"{', '.join(self.columns)}; write its prompts into a file, one "
+                                '{"prompt": "..."} a line, and name that') from error
         return found, rows - len(found)
 
 
@@ -110,9 +134,6 @@ def set_named(name: str) -> NamedSet | Path:
     return table().get(name, Path(name))
 
 
-def drawn(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    """So many prompts, by hashes of their words: the same ones in whatever order a source has them."""
-    def place(prompt: Prompt) -> bytes:
-        return hashlib.sha256(json.dumps(prompt.messages, sort_keys=True).encode()).digest()
-
-    return [*prompts] if limit is None else sorted(prompts, key=place)[:limit]
+def drawn(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Prompts by hashes of their words, of which a limit takes the first: the same ones however a source is sorted."""
+    return sorted(prompts, key=lambda one: hashlib.sha256(json.dumps(one.messages, sort_keys=True).encode()).digest())

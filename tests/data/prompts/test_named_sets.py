@@ -4,10 +4,15 @@ has changed is one sentence. Caches of the Hub's shape take the place of a netwo
 import re
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from draftsmith.data.prompts.named_sets import drawn, set_named, table
+from draftsmith.export import EvaluateConfig
 from draftsmith.modules import UserError
+from draftsmith.recipes.chat_settings import AskedSets, TemplateConfig
+from support.data.chat_templates import CHATML, shaped_tokenizer
 from support.data.named_sets import ROWS, cache_sets
 
 SAID = {  # The first prompt of each set, its turns apart
@@ -55,11 +60,8 @@ def test_all_names_are_in_the_table_and_in_the_help() -> None:
 def test_the_same_prompts_are_drawn_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_sets(tmp_path, monkeypatch)
     prompts, _ = table()["mt_bench"].prompts()
-    four = drawn(prompts, 4)
-    assert drawn(prompts[::-1], 4) == four
-    assert drawn(prompts, 2) == four[:2]
-    assert drawn(prompts, None) == prompts
-    assert four != prompts[:4]
+    assert drawn(prompts[::-1]) == drawn(prompts) != prompts
+    assert sorted(drawn(prompts), key=prompts.index) == prompts
 
 
 @pytest.mark.parametrize(("name", "rows", "sentence"), [
@@ -68,16 +70,76 @@ def test_the_same_prompts_are_drawn_in_any_order(tmp_path: Path, monkeypatch: py
     ("spec_bench", [], r"fetch it where there is a network: curl -fLo spec_bench.jsonl https://raw.\S+/question.jsonl, "
      "and name that file"),
     ("math500", [{"question": "Find 0.", "subject": "math"}], "the set math500 has changed: test.jsonl:1 of "
-     "HuggingFaceH4/MATH-500 has the columns question, subject, expected were problem, subject; write its prompts"),
+     "HuggingFaceH4/MATH-500: its content lacks problem, expected was text in the columns problem, subject; write"),
+    ("math500", [*ROWS["math500"], [1, 2]], r"test.jsonl:4 of \S+: its content must be .*, got \[1, 2\], expected"),
+    ("math500", [{"problem": "\ud800", "subject": "a"}], "has changed: test.jsonl:1 of .* not UTF-8, expected"),
+    ("math500", [{"problem": float("nan"), "subject": "a"}], "test.jsonl:1 of .*problem .*nan.*expected was text"),
+    ("spec_bench", [{"turns": "Hello", "category": "a"}], r"has changed: \w+:1 of https.*: turns must be a list, each "
+     r"text, got 'Hello', expected was text in the columns turns, category"),
+    ("humaneval", [{"prompt": ["x"]}], r"00001.parquet:1 of \S+: prompt must be text, got \[.x.\], expected"),
+    *[("mt_bench", [{"prompt": prompt, "category": "a"}],
+       f"set mt_bench has changed: train-00000-of-00001.parquet:1 of .*: {told}.*, expected was") for prompt, told in (
+        ({"a": "b"}, "prompt must be a list, each text"), ("plain text", "prompt must be a list, .* got 'plain"),
+        (5, "prompt must be a list, each text, got 5"), ([1, 2], r"prompt\[0\] must be text, got 1"),
+        ([None, "b"], r"prompt\[0\] must be text, got null"), ([["a"]], r"prompt\[0\] must be text, got \[.a.\]"))],
+    ("gsm8k", [*ROWS["gsm8k"], {"question": None, "answer": "a"}], "gsm8k has changed: test-00000-of-00001.parquet:2 "
+     "of openai/gsm8k: its content lacks question, expected was text"),
 ])
 def test_a_set_that_is_missing_or_has_changed(
-    name: str, rows: list[dict[str, str]], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: list[Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     cache_sets(tmp_path, monkeypatch, **{name: rows})
     with pytest.raises(UserError, match=sentence):
         table()[name].prompts()
+
+
+@pytest.mark.parametrize(("name", "start", "sentence"), [
+    ("math500", 90, r"the set math500 cannot be read: test.jsonl:2 of \S+: not JSON \(.*\); delete {} and "
+     "fetch it again: hf download HuggingFaceH4/MATH-500 --repo-type dataset --revision .* --include=test.jsonl"),
+    ("gsm8k", 90, r"set gsm8k cannot be read: {} is damaged \(.*\); delete {} and fetch it again: hf download openai/"),
+    ("gsm8k", 0, "set gsm8k cannot be read: {} is neither JSON Lines .*; delete {} and fetch it again: hf download "),
+    ("spec_bench", 50, r"set spec_bench cannot be read: \w+:1 of \S+: not JSON .*; delete {} and fetch it again: curl"),
+])
+def test_a_damaged_file_of_the_cache_is_deleted_and_fetched_again(
+    name: str, start: int, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_sets(tmp_path, monkeypatch)
+    [file] = table()[name].fetched()
+    content = file.read_bytes()
+    file.write_bytes(content[:start] or b"damaged" + content)
+    with pytest.raises(UserError, match=sentence.replace("{}", re.escape(str(file)))):
+        table()[name].prompts()
+
+
+@pytest.mark.parametrize(("name", "rows", "limit", "counts"), [
+    ("gsm8k", [*ROWS["gsm8k"], {"question": " ", "answer": "a"}], None, (2, 1, 1, 0)),
+    ("alpaca", [{"instruction": "", "input": ""}, {"instruction": "", "input": "Hallo"}], 3, (2, 1, 1, 0)),
+    # Of the first three drawn, as of most, none leaves room.
+    ("cnn_dailymail", [{"article": f"{n} " + "It rained. " * 300 * (n not in (3, 8))} for n in range(20)], 3,
+     (20, 0, 2, 18)),
+    ("cnn_dailymail", [{"article": f"{n}"} for n in range(20)], 3, (20, 0, 3, 0)),
+    ("gsm8k", [{"question": "", "answer": "a"}], 3, r"the set gsm8k holds no prompt \(1 rows without text\); choose"),
+    ("math500", None, 3, r"the set math500 holds no prompt \(0 rows without text\); choose"),
+])
+def test_a_limit_counts_the_prompts_that_are_asked(
+    name: str, rows: list[Any] | None, limit: int | None, counts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_sets(tmp_path, monkeypatch, **({} if rows is None else {name: rows}))
+    if rows is None:
+        table()[name].fetched()[0].write_bytes(b"")
+    config = EvaluateConfig(prompts=name, prompt_limit=limit, max_new_tokens=8)
+    if isinstance(counts, str):
+        with pytest.raises(UserError, match=counts):
+            AskedSets.of(config)
+        return
+    tokenizer = shaped_tokenizer(CHATML)
+    template = TemplateConfig().build(cast(Any, SimpleNamespace(tokenizer=tokenizer, eos_ids=())))
+    sets, origins = AskedSets.of(config).questions(template, config, 512)
+    keys = ("rows", "without text", "prompts", "too long")
+    assert tuple(origins[name][key] for key in keys) == counts
+    assert len(sets[name]) == counts[2]
 
 
 @pytest.mark.parametrize(("name", "hint"), [
