@@ -1,6 +1,8 @@
 """Chat settings that the commands share: the template, rendered prompts, an artifact's own target."""
 
 import datetime
+import hashlib
+import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -144,16 +146,18 @@ class AskedSets(NamedTuple):
         for given in config.prompt_names or (named_sets.HANDWRITTEN,):
             source = HANDWRITTEN if given == named_sets.HANDWRITTEN else named_sets.set_named(given)
             if isinstance(source, Path):
-                name, every, without = source.stem, conversations(source), 0
+                name, every, without, facts = source.stem, conversations(source), 0, {"source": source.name}
             else:
                 name, (every, without) = given, source.prompts()
+                facts = {key: getattr(source, key) for key in ("source", "revision", "subset", "split", "licence")}
             if name in found:
                 raise UserError(f"two sets are called {name}; rename a file of evaluate.prompts")
             if not every:
-                raise UserError(f"the set {name} holds no prompt ({without:,} rows without text); choose another set")
-            found[name] = every if config.prompt_limit is None else named_sets.drawn(every)
-            facts = {"source": source.name} if isinstance(source, Path) else {
-                key: getattr(source, key) for key in ("source", "revision", "subset", "split", "licence")}
+                raise UserError(f"the set {name} holds no prompt (rows without text: {without:,}); choose another set")
+            if config.prompt_limit is not None:
+                # By hashes of their words: a limit takes the same ones in whatever order a source has them.
+                every.sort(key=lambda one: hashlib.sha256(json.dumps(one.messages, sort_keys=True).encode()).digest())
+            found[name] = every
             origins[name] = {**facts, "rows": len(every) + without, "without text": without}
         return cls(found, origins if config.prompt_names else {})
 
@@ -166,16 +170,14 @@ class AskedSets(NamedTuple):
                 for name, prompts in self.prompts.items()}
         origins = dict[str, dict[str, Any]]()
         for name, facts in self.origins.items():
-            rest, named = iter(every := sets[name]), name in named_sets.table()
+            had, rest, named = sets[name], iter(sets[name]), name in named_sets.table()
             # The limit comes after the room: the first ones drawn may all be too long.
-            fitting = (one for one in rest
-                       if not named or answer_room(one, context_length)[1] >= config.max_new_tokens)
-            sets[name] = [*islice(fitting, config.prompt_limit)]
+            fits = (one for one in rest if not named or answer_room(one, context_length)[1] >= config.max_new_tokens)
+            sets[name] = [*islice(fits, config.prompt_limit)]
             if not sets[name]:
                 raise UserError(f"no prompt of the set {name} leaves room for {config.max_new_tokens} tokens in the "
                                 f"target's context of {context_length:,}; lower max_new_tokens, or choose another set")
-            asked = len(sets[name])
-            origins[name] = {**facts, "prompts": asked, "too long": len(every) - len([*rest]) - asked}
+            origins[name] = {**facts, "prompts": len(sets[name]), "too long": len(had) - len([*rest]) - len(sets[name])}
         # A kind that several sets have is one of each: a table by category would else mix them.
         kinds = Counter(kind for name in origins for kind in {one.category for one in sets[name]})
         for name in origins:

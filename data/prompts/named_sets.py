@@ -2,10 +2,7 @@
 the Hub or of `datasets`, or are downloaded into it."""
 
 import difflib
-import hashlib
-import json
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -54,18 +51,16 @@ class NamedSet:
 
     @property
     def command(self) -> str:
-        """What fetches its files where there is a network."""
+        """The command that fetches its files where there is a network."""
         if self.source.startswith("https://"):
             return f"curl -fLo {self.name}.jsonl {self.source}, and name that file"
-        return shlex.join(["hf", "download", self.source, "--repo-type", "dataset", "--revision", self.revision,
-                           f"--include={self.files}"])
+        return f"hf download {self.source} --repo-type dataset --revision {self.revision} '--include={self.files}'"
 
     def prompts(self) -> tuple[list[Prompt], int]:
-        """(its prompts, the number of rows that hold none). Raises UserError if it cannot be fetched, a file is damaged,
-        or its columns are not those of the table."""
+        """(its prompts, how many rows hold none). Raises UserError if it cannot be read, or has changed."""
         found, rows, where, first, asking = list[Prompt](), 0, "", self.columns[0], jinja2.Template(self.ask or "")
-        kind = TypedDict("Row", {key: list[str] if key == first and not self.ask else str  # type: ignore[misc]
-                                 for key in self.columns})
+        kinds = dict.fromkeys(self.columns, str) | ({} if self.ask else {first: list[str]})
+        kind = TypedDict("Row", kinds)  # type: ignore[misc]
         for file in self.fetched():
             try:
                 for place, row in file_rows(file):
@@ -76,8 +71,8 @@ class NamedSet:
                     turns = value[first] if not self.ask else [asking.render(value)] * any(
                         value[key].strip() for key in self.columns if key != self.category)
                     if turns and all(one.strip() and one != self.placeholder for one in turns):
-                        found.append(Prompt.from_turns(
-                            *turns, id=f"{self.name}:{rows}", category=value.get(self.category)))
+                        name, category = f"{self.name}:{rows}", value.get(self.category)
+                        found.append(Prompt.from_turns(*turns, id=name, category=category))
                     where = ""
             except UserError as error:
                 if isinstance(error.__cause__, ImportError):
@@ -101,7 +96,7 @@ def hub_folder(source: str, patterns: list[str], revision: str | None, *, kind: 
     try:
         folder = Path(snapshot_download(source, repo_type=kind, revision=revision, allow_patterns=patterns))
         # Of a draft without such files its reader says more.
-        if kind == "dataset" and not any(folder.glob(patterns[0])):
+        if kind == "dataset" and not any(file.exists() for file in folder.glob(patterns[0])):
             raise FileNotFoundError(f"there is no {patterns[0]} in {folder}")
     except (HfHubHTTPError, HTTPError, OSError, ValueError) as error:
         words = ["--repo-type", kind, *(["--revision", revision] if revision else []),
@@ -132,8 +127,3 @@ def set_named(name: str) -> NamedSet | Path:
         hint = f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(known)}"
         raise UserError(f"evaluate.prompts names {name!r}, which is neither a set nor a file: {hint}")
     return table().get(name, Path(name))
-
-
-def drawn(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Prompts by hashes of their words, of which a limit takes the first: the same ones however a source is sorted."""
-    return sorted(prompts, key=lambda one: hashlib.sha256(json.dumps(one.messages, sort_keys=True).encode()).digest())
