@@ -6,6 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import islice
@@ -45,12 +46,10 @@ class TemplateConfig:
 
     def __post_init__(self) -> None:
         # Python reads other forms of a date too, which would be other settings of the same day.
-        try:
-            known = str(datetime.date.fromisoformat(self.date)) == self.date
-        except ValueError:
-            known = False
-        if not known:
-            raise UserError(f"template.date must be a day such as {TODAY}, got {self.date!r}")
+        with suppress(ValueError):
+            if str(datetime.date.fromisoformat(self.date)) == self.date:
+                return
+        raise UserError(f"template.date must be a day such as {TODAY}, got {self.date!r}")
 
     def build(self, target: Target) -> ChatTemplate:
         """The template of `target` with these settings."""

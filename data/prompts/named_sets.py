@@ -71,8 +71,8 @@ class NamedSet:
                     turns = value[first] if not self.ask else [asking.render(value)] * any(
                         value[key].strip() for key in self.columns if key != self.category)
                     if turns and all(one.strip() and one != self.placeholder for one in turns):
-                        name, category = f"{self.name}:{rows}", value.get(self.category)
-                        found.append(Prompt.from_turns(*turns, id=name, category=category))
+                        found.append(Prompt.from_turns(
+                            *turns, id=f"{self.name}:{rows}", category=value.get(self.category)))
                     where = ""
             except UserError as error:
                 if isinstance(error.__cause__, ImportError):
