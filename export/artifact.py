@@ -1,8 +1,7 @@
 """Artifact: a trained drafter, its tree and its provenance, in one folder without a pickle.
 
 config.json, model.safetensors and README.md depend only on the training: two equal runs write equal bytes. tuning.json
-holds measurements of one machine.
-"""
+holds measurements of one machine."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -71,8 +70,7 @@ class Artifact:
         """Figures by seconds measured on this machine and held-out answers.
 
         None if nothing was measured here, the policy is none of those that were tried, or the rows are sampled at
-        another temperature than SIZING_TEMPERATURE.
-        """
+        another temperature than SIZING_TEMPERATURE."""
         if self.tuning is None or temperature not in (0.0, SIZING_TEMPERATURE):
             return None
         return PLAIN if name in (NONE, f"{STATIC}-1") else self.tuning.prediction(name, batch_size, temperature)
@@ -110,8 +108,7 @@ class Artifact:
 
         Raises:
             UserError: if there is no such policy or partner, it asks for more than the tree or the family has, or for
-                an acceptance head that the artifact does not hold.
-        """
+                an acceptance head that the artifact does not hold."""
         if name == JOINED and self.tuning is not None and self.tuning.trials(0.0, JOINED):
             # Tree and copied chain were tried together: no other tree goes with that chain.
             best = self.tuning.best(JOINED, batch_size, temperature)
@@ -126,8 +123,7 @@ class Artifact:
         Greedy answers are equal token by token, sampled ones in distribution; `torch.manual_seed` repeats them. It
         takes the arguments of `generate` (prompts padded on the left, lengths, sampling, penalty, end tokens, stop
         strings, a `generation_config`, a `streamer` for one prompt) and a policy of `drafting`. What is not offered is
-        refused by name: it raises UserError.
-        """
+        refused by name: it raises UserError."""
 
         def drafting(*, batch_size: int, temperature: float) -> Drafting:
             # The same objects for the same rows: the target keeps what it has recorded of their rounds.
@@ -189,8 +185,7 @@ def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, prov
         acceptance: measurements for acceptance.json and the card.
 
     Raises:
-        UserError: if a weight is not finite, or `folder` holds other files or cannot be written.
-    """
+        UserError: if a weight is not finite, or `folder` holds other files or cannot be written."""
     changes = {} if adapter is None else adapter.tensors()
     # Cloned: safetensors refuses tensors that share memory.
     weights = {name: tensor.detach().to("cpu", copy=True).contiguous()
@@ -248,8 +243,7 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False, retarget
 
     Raises:
         UserError: if the artifact is missing, damaged or of another format version; if it belongs to another target;
-            if its family is unknown and not trusted.
-    """
+            if its family is unknown and not trusted."""
     drafter, adapter, config = load_drafter(folder, target, trust=trust, retarget=retarget)
     try:
         tree = typed_fields(config["tree"], {"parents": tuple[int, ...], "ranks": tuple[int, ...]})

@@ -1,8 +1,7 @@
 """Text on the terminal, and the signals that end a command. Only the standard library is imported.
 
 All that the commands print passes here, since names of models, files and prompts come from others: control characters,
-which could move the cursor or hide words, are written as their codes.
-"""
+which could move the cursor or hide words, are written as their codes."""
 
 import os
 import re

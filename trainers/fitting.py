@@ -1,7 +1,6 @@
 """A training run, from its folder's last checkpoint to its best weights, and its callbacks: the accepted length on
 held-out text, checkpoints, a progress line; and signals that ask it to end, heeded after an optimizer step, whose
-checkpoint is saved first.
-"""
+checkpoint is saved first."""
 
 import logging
 import signal
@@ -70,8 +69,7 @@ def fit(module: DraftModule, datamodule: L.LightningDataModule, out: Path, *, pr
 
     Raises:
         UserError: if nothing is supervised, nothing is held out, the loss is not finite, the folder holds a run with
-            other settings or a damaged checkpoint, or it cannot be written; or if the logger fails.
-    """
+            other settings or a damaged checkpoint, or it cannot be written; or if the logger fails."""
     out = Path(out)
     make_folder(out)
     destroy_group_at_exit()

@@ -1,8 +1,7 @@
 """Settings of training that all families share, with their bounds; offsets of positions; and a trained drafter that a
 training continues.
 
-Shapes: B rows, L positions.
-"""
+Shapes: B rows, L positions."""
 
 import math
 from copy import copy

@@ -67,8 +67,7 @@ class ContentionProbe:
 def busy_warning(**looking: Any) -> str | None:
     """Sentence for a machine on which other programs leave fewer free processors than torch has threads; else None.
 
-    It needs no target, so that a run can report it before its first stage. `looking` as of `_idle_shares`.
-    """
+    It needs no target, so that a run can report it before its first stage. `looking` as of `_idle_shares`."""
     idle = _idle_shares(**looking)
     threads = min(torch.get_num_threads(), len(idle))
     taken = 1 - sum(idle) / threads if threads else 0.0

@@ -1,8 +1,7 @@
 """Measurement of drafts against the target alone: acceptance, speed, and whether a single word changed; and the drift
 of an adapted target, how much its answers differ from the original target's.
 
-Shapes: B rows, L positions, N tokens of the original's answers, V vocabulary.
-"""
+Shapes: B rows, L positions, N tokens of the original's answers, V vocabulary."""
 
 import sys
 from collections import Counter
@@ -53,8 +52,7 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
 
     Raises:
         UserError: if there is no method or no prompt, two methods share a name, a prompt and its answers exceed the
-            target's context, or a prompt set has too few prompts for whole timed batches of every size.
-    """
+            target's context, or a prompt set has too few prompts for whole timed batches of every size."""
     every = [*methods]
     for name in config.baseline_names:
         # A new one, which has not read any text yet.
@@ -143,8 +141,7 @@ def measure_drift(original: Target, adapted: Target, prompts: Sequence[Sequence[
     also choose.
 
     Raises:
-        UserError: if there is no prompt.
-    """
+        UserError: if there is no prompt."""
     if not prompts:
         raise UserError("there is no prompt to measure the target's drift on; give at least one")
     requests = [Request(tuple(prompt), index, max_new_tokens) for index, prompt in enumerate(prompts)]

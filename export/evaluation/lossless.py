@@ -5,8 +5,7 @@ give with the same uniform numbers. Where they differ, every token of the answer
 logits of its own text: rounding may choose between two tokens only as far as it moves the model's logits, which is
 measured on that text.
 
-Shapes: B rows, L tokens of the longest prompt, T tokens of an answer, K likely tokens, V vocabulary.
-"""
+Shapes: B rows, L tokens of the longest prompt, T tokens of an answer, K likely tokens, V vocabulary."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -42,8 +41,7 @@ _POSITIONS = 0xD157  # Separates these uniform numbers from all that decoding us
 def native_model(target: Target) -> Iterator[Any]:
     """The untouched model with a plain generation config: no repetition penalty or other setting of its checkpoint.
 
-    Its end tokens are the target's, which were read when it was loaded; `generate` is given them.
-    """
+    Its end tokens are the target's, which were read when it was loaded; `generate` is given them."""
     with target.native() as model:
         own = model.generation_config
         # `generate` fills whatever it is not given from this one, so passing another config would not be enough.
@@ -59,8 +57,7 @@ def generate(model: Any, target: Target, prompts: Sequence[Sequence[int]], *, ma
              temperature: float = 0.0, settings: DecodeSettings = PLAIN_SETTINGS) -> list[list[int]]:
     """Answers of transformers' `generate`, end token included; several prompts are padded on the left.
 
-    With a repetition penalty they are answered one by one: `generate` would penalise the padding's token.
-    """
+    With a repetition penalty they are answered one by one: `generate` would penalise the padding's token."""
     penalised = settings.repetition_penalty != 1.0
     if penalised and len(prompts) > 1:
         return [generate(model, target, [prompt], max_new_tokens=max_new_tokens, temperature=temperature,
@@ -205,8 +202,7 @@ class Judge:
                 drafts, and every token of it with the draw from the untouched model's distribution.
             again: makes the reference of a greedy answer once more, alone and unpadded, when it came from a padded
                 batch: padding is itself a change of shape that may flip a near-tie, and must not be blamed on the
-                drafts.
-        """
+                drafts."""
         place = first_divergence(answer, reference)
         if place is not None and again is not None:
             reference = again()
@@ -244,8 +240,7 @@ class Judge:
     def _wrong_draw(self, request: Request, answer: Sequence[int]) -> tuple[int | None, float | None]:
         """The first place at which rounding does not explain the drawn token, and the slack if it was measured.
 
-        Methods whose drafts are right draw the same answers, which are read once.
-        """
+        Methods whose drafts are right draw the same answers, which are read once."""
         key = request, tuple(answer)
         if key not in self._drawn and answer:
             reading = NativeReading(self.target, request.tokens, answer, self.settings)
@@ -273,8 +268,7 @@ class Judge:
 
         Two logits that move by s against each other move the odds of one token against the other by exp(s / T). The
         ends of filters move as well, and each of them is tried at both ends of its reach; of the tokens within s of
-        such an end, any may stay and any may go.
-        """
+        such an end, any may stay and any may go."""
         slack, settings = reading.slack, self.settings
         # Beyond this both ends are everything, and exp would overflow.
         reach = min(slack / request.temperature, GREATEST_MOVE)
@@ -308,8 +302,7 @@ def _conspiracy(shares_V: Tensor, end: int) -> float:
     """The move of the odds of the tokens before `end`, as a share of that of one token against another.
 
     The logarithm of the odds moves by the difference of two means of what the logits move by, that of the tokens before
-    `end` and that of the others, weighted by their shares: what is likely for a few tokens is not for many at once.
-    """
+    `end` and that of the others, weighted by their shares: what is likely for a few tokens is not for many at once."""
     parts = [part_V / part_V.sum().clamp(min=torch.finfo(part_V.dtype).tiny)
              for part_V in (shares_V[:end], shares_V[end:])]
     return math.sqrt(sum(float(part_V.square().sum()) for part_V in parts) / 2)
@@ -327,8 +320,7 @@ def positions(target: Target, request: Request, answer: Sequence[int], settings:
     """The position of each token of a sampled answer in the target's distribution, by the untouched model.
 
     A token that the filters leave no probability is at IMPOSSIBLE, and so is one after an end token, or the one that is
-    missing where an answer ends too early.
-    """
+    missing where an answer ends too early."""
     logits_TV = NativeReading(target, request.tokens, answer, settings).logits_TV
     probs_TV = law(logits_TV, request.temperature, settings).double()
     answer_T1 = torch.tensor(answer, device=probs_TV.device)[:, None]

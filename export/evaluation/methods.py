@@ -184,8 +184,7 @@ class Method:
             temperature: one at which it will be used; whether the artifact can is tried there.
 
         Raises:
-            UserError: if there is no such policy, or it asks for more than the artifact has.
-        """
+            UserError: if there is no such policy, or it asks for more than the artifact has."""
         if policy == FASTEST:
             policy = JOINED if artifact.fastest(temperature=temperature) == JOINED else STATIC
         # Made now, so that a policy which the artifact lacks is refused before anything is decoded.

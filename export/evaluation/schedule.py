@@ -98,8 +98,7 @@ class Schedule:
         size, or one batch of questions that are not timed.
 
         The sets take turns, within a batch too, and every start of a set covers its categories evenly: whatever the
-        minutes are there are figures of each. Each set's first bundle is timed if any is.
-        """
+        minutes are there are figures of each. Each set's first bundle is timed if any is."""
         sets = by_prompt_set(self.entries)
         groups = [self.groups(members, math.lcm(*self.config.batches)) for members in sets.values()]
         timed = [group for turn in zip_longest(*groups) for group in turn if group]
@@ -184,8 +183,7 @@ class Budget:
 
         The caller works on a piece before it asks for the next one; the mean seconds of those so far, of the same sort,
         are expected of the next. So the work ends one piece before or after the limit, however the machine's speed
-        changes on the way.
-        """
+        changes on the way."""
         seconds: dict[Hashable, list[float]] = {}
         for place, piece in enumerate(pieces):
             # The first of a sort also warms up caches and compilers, for minutes perhaps: it says little of the next.

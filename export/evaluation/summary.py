@@ -9,8 +9,7 @@ If x was drawn from p, the position u = (sum of p over the tokens likelier than 
 independent of all positions before it (Rosenblatt, 1952). So the positions of all tokens of all answers are one sample
 of the uniform distribution if drafting is exact, and lie too low or too high where it prefers some tokens.
 
-Shapes: R draws, Q questions, N timed groups of them, or tokens.
-"""
+Shapes: R draws, Q questions, N timed groups of them, or tokens."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -125,8 +124,7 @@ def _speeds(timings: Sequence[Timing], answers: Sequence[Answer], seed: int) -> 
 def acceptance_by_position(emitted: Sequence[int]) -> tuple[float, ...]:
     """Share of passes that emitted more than 1, 2, 3 ... tokens; their sum is the mean accepted length minus one.
 
-    A pass emits its accepted drafts and one token chosen by the target, the bonus.
-    """
+    A pass emits its accepted drafts and one token chosen by the target, the bonus."""
     return tuple(sum(count > position for count in emitted) / len(emitted)
                  for position in range(1, max(emitted, default=1)))
 

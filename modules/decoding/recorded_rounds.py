@@ -4,8 +4,7 @@ A record repeats the operations of a round on the very same tensors. Batches are
 every cache is read up to a few numbers of slots; each combination has one record. It is made before its first round,
 which is a replay too: first an empty round is computed, so that libraries load their kernels and take their memory.
 
-The host needs no number of a replayed round to launch the next one, so it reads a round while the next one runs.
-"""
+The host needs no number of a replayed round to launch the next one, so it reads a round while the next one runs."""
 
 import functools
 import gc
