@@ -22,6 +22,7 @@ ENDING = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "a request to end (SIGTERM)",
           signal.SIGUSR1: "the announced end of its job (SIGUSR1)"}
 RESUMED = frozenset({"run", "distill", "train", "families"})  # Commands that go on where they were stopped
 AGAIN_SECONDS = 0.05  # Seconds after which a signal is repeated that reached the process where no exception can leave
+HELPS = "DRAFTSMITH_HELPS"  # Variable of the environment of a process that was started to help
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -50,9 +51,10 @@ def stage_line(text: str, file: TextIO | None = None) -> None:
 
 def say(text: str, *, end: str = "\n", file: TextIO | None = None) -> None:
     """Print at once; line breaks and tabs stay, other control characters are written as their codes. Of the processes
-    that torchrun or Lightning has started the first one speaks for all; each reports its own errors."""
+    that torchrun or Lightning has started the first one speaks for all; each reports its own errors. One that was
+    started to help tells of its own answers."""
     rank = os.environ.get("RANK" if "TORCHELASTIC_RUN_ID" in os.environ else "LOCAL_RANK", "0")
-    if file is None and rank != "0":
+    if file is None and rank != "0" and HELPS not in os.environ:
         return
     print(printable(text, keep="\n\t"), end=end, file=sys.stdout if file is None else file, flush=True)
 

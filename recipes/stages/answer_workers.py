@@ -26,7 +26,7 @@ from ...modules.processes import Processes
 from ...trainers import DraftModule
 from ..reading.command_line import Parsed, process_words, trust_words
 from ..recipe import Recipe, prompt_count
-from ..terminal import say
+from ..terminal import HELPS, say
 from .training_folder import refuse_growth
 from .workspace import Workspace
 
@@ -35,7 +35,6 @@ RANK = "LOCAL_RANK"  # Variable of the environment that numbers the processes of
 MOST_ON_CPU = 8  # Most processes of `auto` on a CPU, each with a copy of the target: more gain a small one nothing
 MEMINFO = Path("/proc/meminfo")  # File in which Linux says how much memory is free
 CGROUP = Path("/sys/fs/cgroup")  # Where a container's limit of memory stands, if it has one (cgroups, version 2)
-HELPS = "DRAFTSMITH_HELPS"  # Variable of the environment of a process that was started to help
 
 
 def is_shared(recipe: Recipe) -> bool:
