@@ -96,13 +96,11 @@ class Loop:
         self._flight: Flight | None = None  # The recorded round that was launched and not read
         self._records = 0 if self.recorded is None else self.recorded.records
         self._drafting = DeviceTimer(target.device)
-        # A block whose time counts as drafting, where anything drafts.
-        self._drafted = nullcontext if drafter is None else self._drafting.running
+        self._drafted = nullcontext if drafter is None else self._drafting.running  # A block that is timed as drafting
 
     def _round(self) -> tuple[list[list[int]], list[int], list[list[float]]]:
         """(new tokens of each active row, faults, log-probabilities if asked for): draft, verify, commit, observe."""
-        active = len(self.slots)
-        work = Round(self.batch, active)
+        work = Round(self.batch, len(self.slots))
         with self._layers():
             with self._drafted():
                 # The policy grows a tree of the drafter's guesses below the newest token of each row: `work.tree`.
@@ -113,7 +111,7 @@ class Loop:
             work.verify()
             # The one place of a round where the host waits for the device.
             emitted, counts, faults = read(work.host_BX.tolist())
-            logprobs = work.logprobs_BK.tolist() if self.settings.logprobs else [[]] * active
+            logprobs = work.logprobs_BK.tolist() if self.settings.logprobs else [[]] * len(counts)
             self.stats.draft_seconds += self._drafting.read()
             # Keys and values of the accepted paths stay in the cache; the tokens after them are the next roots.
             work.commit(counts)
