@@ -132,7 +132,7 @@ class TrainConfig(CheckedSettings):
     seed: Seed = 0
     """Seed of all random numbers of training."""
     logger: Literal["tensorboard", "csv", "wandb", "mlflow", "trackio", "none"] = "tensorboard"
-    """What gets the settings, hashes, figures and accepted lengths of the training and the plots of the report (csv: no
+    """Logger of settings, hashes, figures and accepted lengths of the training, and of the report's plots (csv: no
     plots). `tensorboard` and `csv` are folders in `train`; `wandb`, `mlflow` and `trackio` need their own package, and
     a resumed run goes on in the same run there."""
     positions: PositionConfig = field(default_factory=PositionConfig)

@@ -40,7 +40,7 @@ class TrialSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTrial:
-    """The same prompts, so many at once."""
+    """Figures of one trial: the same prompts with so many drafted tokens and so many requests at once."""
 
     dtype: str  # Number format of vLLM's passes
     tokens: int  # Tokens of a draft; 0 without

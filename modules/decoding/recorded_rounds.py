@@ -177,7 +177,6 @@ class RecordedRounds:
             self.target_rows.share(prefix)
 
     def _empty(self) -> None:
-        self.target_rows.active = self.rows
         self.batch.keep([])
         self.target_rows.active = self.rows
 

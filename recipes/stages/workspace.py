@@ -222,9 +222,6 @@ class Workspace:
                 raise UserError(f"train.start is {start}, the artifact that this run would write; choose another --out")
             read_description(start)
             train["start"] = file_sha256(start / CONFIG)
-        # Runs from before there were sets by name stay finished.
-        evaluate = {name: value for name, value in evaluate.items()
-                    if value is not None or name not in ("prompts", "prompt_limit")}
         # The origin of states as it was chosen.
         batch = {name: value for name, value in self.settings["batch"].items() if value is not None}
         batch["states"] = self.batch.states

@@ -97,7 +97,7 @@ def asked(options: argparse.Namespace) -> dict[str, Any]:
             "artifacts": None if options.artifacts is None else str(options.artifacts)}
 
 
-def begun(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def parts_so_far(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The parts that have written something, by name."""
     found = {}
     for name in PARTS:
@@ -162,14 +162,14 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device here; add --device cpu --small to try everything out")
     options.out.mkdir(parents=True, exist_ok=True)
-    before, failed = begun(options), {}
+    before, failed = parts_so_far(options), {}
     for name in options.part or [name for name in PARTS if not before.get(name, {}).get("complete")]:
         minutes = max(options.minutes, JOB_MINUTES) if name == "main-job" else options.minutes
         print(f"== {name}, at most {minutes:g} minutes", flush=True)
         if problem := run_apart(name, given, minutes):
             failed[name] = problem
-        (options.out / "gpu.md").write_text(report(begun(options)), encoding="utf-8")
-    print(report(begun(options)))
+        (options.out / "gpu.md").write_text(report(parts_so_far(options)), encoding="utf-8")
+    print(report(parts_so_far(options)))
     for name, problem in failed.items():
         print(f"the part {name} {problem}; call the same command again to repeat it", file=sys.stderr)
     return int(bool(failed))

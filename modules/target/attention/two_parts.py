@@ -35,7 +35,7 @@ class TreeParts:
 
     @classmethod
     def of(cls, tree: TokenTree, lengths_B1: Tensor) -> "TreeParts":
-        """Those of a pass whose nodes come after the committed tokens of their rows."""
+        """The places and lengths of a pass whose nodes come after the committed tokens of their rows."""
         return cls(slots_BC=lengths_B1 + torch.arange(tree.size, device=lengths_B1.device),
                    hidden_BNC=additive(tree.ancestors_BNN, torch.float32), lengths_B=lengths_B1[:, 0].int(),
                    rows_B=torch.arange(len(lengths_B1) + 1, dtype=torch.int32, device=lengths_B1.device))
