@@ -160,6 +160,7 @@ release:
 	newest=$$(sed -n '/^## /{p;q}' CHANGELOG.md); cited=$$(sed -n 's/^version: //p' CITATION.cff); \
 	[[ "$$newest" =~ ^"## [$$version] - "[0-9]{4}-[0-9]{2}-[0-9]{2}$$ ]] || stop "the newest heading of CHANGELOG.md is \
 	'$$newest', and pyproject.toml has version $$version; make it '## [$$version] - $$(date +%F)' or change the version"; \
+	date --date "$${newest##* - }" > /dev/null 2>&1 || stop "'$$newest' in CHANGELOG.md has no day of the calendar"; \
 	[ "$$cited" = "$$version" ] || stop "CITATION.cff has version $$cited, and pyproject.toml $$version; make them equal"; \
 	changed=$$(git status --porcelain | cut -c 4-) || stop "this folder is no git repository; release from a clone"; \
 	[ -z "$$changed" ] || stop "'$${changed%%$$'\n'*}' is not committed; commit, remove or ignore it"; \

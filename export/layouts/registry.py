@@ -162,7 +162,8 @@ def folder_readme(chosen: ExportFormat[Any], artifact: Artifact, contents: Conte
         # An export keeps no path of this machine.
         given = f"/path/to/{portable(name)}" if is_local(name) else None
         if writing := target_command(artifact, commands, places, "../artifact", given):
-            where = f"; replace `{given}` by the path of its folder or file" if given else ""
+            where = "; replace `../artifact` where the artifact lies elsewhere" + (
+                f", and `{given}` by the path of its folder or file" if given else "")
             page += [Text(f"`{places.merged}` is the target as a folder, which this command writes from the artifact"
                           f"{where}:"), Text(f"```bash\n{writing}\n```")]
         for engine, command in commands.items():

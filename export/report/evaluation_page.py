@@ -358,7 +358,7 @@ def _settings(header: Mapping[str, Any]) -> str:
     by_policy = [f"the policy {' and '.join(policies)}"] if header["artifacts"].keys() - set(baselines) else []
     drafts = ", next to ".join([*by_policy, *([" and ".join(baselines)] if baselines else [])])
     limit = "all prompts" if found["limit"] is None else f"at most {found['limit']:,} prompts"
-    minutes = "without a limit of time" if found["budget_minutes"] is None else f"{found['budget_minutes']:g} minutes"
+    minutes = "without a limit of time" if found["budget_minutes"] is None else f"{found['budget_minutes']:g} min"
     return (f"drafted by {drafts}{''.join(filters)}; {limit} of each set; {minutes}; "
             f"{'with' if header['graphs'] else 'without'} CUDA graphs, layers "
             f"{'compiled' if found['compile'] else 'not compiled'}")

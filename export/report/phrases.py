@@ -96,7 +96,7 @@ def partial_note(run: EvaluationRun) -> str:
     if measured == planned:
         return ""
     return (f"{measured} of {planned} prompts were decoded: the rest did not fit into "
-            f"{run.header['minutes']['budget']:g} minutes")
+            f"{run.header['minutes']['budget']:g} min")
 
 
 def threads(run: EvaluationRun) -> str:

@@ -453,7 +453,7 @@ def test_a_part_is_never_reported_as_the_whole(tmp_path: Path) -> None:
                                        "categories": {"math": 8, "writing": 5}}
     run = replace(run, header=run.header | {"planned": planned, "minutes": run.header["minutes"] | {"budget": 2.0}},
                   left_out=("evaluation: 10 of 13 prompts were decoded",))
-    said = "10 of 13 prompts were decoded: the rest did not fit into 2 minutes"
+    said = "10 of 13 prompts were decoded: the rest did not fit into 2 min"
     assert said in headline(run)
     assert any(said in sentence for sentence in verdicts(run))
     paths = write_report(tmp_path, run, None)
